@@ -1,0 +1,47 @@
+# Two commands are enough on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+PROTOS := $(wildcard proto/flashsplit/*/v1/*.proto)
+GENERATE := -m grpc_tools.protoc -I proto --python_out=proto --pyi_out=proto --grpc_python_out=proto
+
+.PHONY: demo test lint proto bench clean
+
+demo: $(VENV)/.run
+	$(BIN)/flashsplit demo --model deploy/demo/target --draft deploy/demo/draft
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.lint proto
+	git diff --exit-code -- proto
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/buf lint proto
+
+# The stubs are committed; this writes them anew. Files of messages alone need no service stubs.
+proto: $(VENV)/.lint
+	$(BIN)/python $(GENERATE) $(PROTOS)
+	@for stub in proto/flashsplit/*/v1/*_pb2_grpc.py; do grep -q 'Servicer' $$stub || rm $$stub; done
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+# torch first and by its exact version: any other request brings gigabytes of CUDA packages to a CPU machine.
+$(VENV)/.run: $(VENV)/bin/python pyproject.toml
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --editable '.[worker]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.run
+	$(BIN)/python -m pip install --quiet --editable '.[worker,test]'
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --editable '.[worker,test,lint]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,45 @@
+"""`flashsplit`: the command line. Commands import what they need when they run, so that --help stays fast."""
+
+from __future__ import annotations
+
+from importlib import import_module, metadata
+
+import click
+
+from services.logs import configure_logs
+
+_COMMANDS = {
+    "generate": "Answer one prompt.",
+    "demo": "Show the demo pair at work: plain and DFlash, split over two workers.",
+}
+
+
+class _Lazy(click.Group):
+    """Finds `coordinator.commands.<name>` by name."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = getattr(import_module(f"coordinator.commands.{cmd_name}"), cmd_name)
+        return command
+
+
+@click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(metadata.version("flashsplit"), prog_name="flashsplit")
+@click.option(
+    "--log-level",
+    default="warning",
+    show_default=True,
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    help="Least important line to log.",
+)
+def main(log_level: str) -> None:
+    """One LLM, served from whatever GPUs its owner has."""
+    configure_logs(log_level)
+
+
+if __name__ == "__main__":
+    main()

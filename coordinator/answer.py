@@ -1,0 +1,86 @@
+"""What a request asks for and what comes of it, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from services.steps import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and how to answer it. Sizes count tokens."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling = Sampling()
+    stop_token_ids: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+    speculate: bool = True
+    prefill_chunk: int = 512
+
+
+@dataclass(frozen=True, slots=True)
+class StageStats:
+    """Where a stage is and how long decode steps spent computing there and on the way to it and back, in all."""
+
+    address: str
+    device: str
+    first_layer: int
+    last_layer: int
+    forward_ms: float
+    wire_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Figures of one answer. Times in milliseconds; decode begins with the first token.
+
+    acceptance_length: mean tokens a verify step produced, None when there was none.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    prefill_ms: float
+    decode_ms: float
+    decode_tokens_per_s: float
+    steps: int
+    draft_tokens: int
+    accepted_tokens: int
+    acceptance_length: float | None
+    draft_ms: float
+    stages: tuple[StageStats, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A finished answer. text is None for a checkpoint without a tokenizer."""
+
+    token_ids: tuple[int, ...]
+    text: str | None
+    finish_reason: str
+    stats: Stats
+
+    def as_json(self) -> dict[str, Any]:
+        """The object that `--json` prints."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an answer as it comes."""
+
+    token_ids: tuple[int, ...]
+    text: str = ""
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Nanoseconds of decode steps, summed by stage."""
+
+    forward_ns: list[int] = field(default_factory=list)
+    wire_ns: list[int] = field(default_factory=list)
+    draft_ns: int = 0

@@ -1,0 +1,302 @@
+"""The workers of one model: starts the local ones, connects to the others, has each load its part, checks the whole.
+
+Owns the child processes and the connections; `close` ends and closes all of them, at any moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from coordinator.placement import Place, Plan
+from services.description import (
+    DraftDescription,
+    FeatureTransport,
+    HeadPlace,
+    Role,
+    TargetDescription,
+    WorkerDescription,
+)
+from services.errors import FailedPrecondition, FlashsplitError, Unavailable
+from services.peers import Peers
+from services.process import WorkerProcess
+from services.stage import StageSession
+from services.steps import DraftRoute, Hop, Open, Sampling
+from services.worker import FeatureCapture, LoadDraft, LoadProgress, LoadTarget
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """What to load. Paths are absolute; a remote worker may hold its own copies (`--model`, `--draft` there)."""
+
+    model: Path
+    draft: Path | None
+    dtype: str | None
+    head_place: HeadPlace = HeadPlace.LOADED
+    transport: FeatureTransport = FeatureTransport.SUM
+
+
+class LoadReporter:
+    """Hears of loading: one bar a worker. The default keeps silent."""
+
+    def progress(self, worker: str, loaded_bytes: int, total_bytes: int) -> None:
+        """`worker` is e.g. "stage 0 (cpu)"."""
+
+
+class Cluster:
+    """Workers that hold one model, and its draft if there is one. Use as `async with`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        checkpoints: Checkpoints,
+        *,
+        threads: int | None = None,
+        reporter: LoadReporter | None = None,
+    ) -> None:
+        self._plan, self._checkpoints, self._threads = plan, checkpoints, threads
+        self._reporter = reporter or LoadReporter()
+        self._peers = Peers()
+        self._processes: list[WorkerProcess] = []
+        self._watchers: list[asyncio.Task[str]] = []
+        self.addresses: tuple[str, ...] = ()
+        self.workers: tuple[WorkerDescription, ...] = ()
+        self.draft: DraftDescription | None = None
+        self._draft_address: str | None = None
+
+    @property
+    def target(self) -> TargetDescription:
+        """The model as its first stage describes it."""
+        target = self.workers[0].target
+        assert target is not None
+        return target
+
+    async def __aenter__(self) -> Cluster:
+        try:
+            await self._start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def open(
+        self,
+        *,
+        request_id: str,
+        max_length: int,
+        max_rows: int,
+        block_rows: int,
+        prompt_length: int,
+        sampling: Sampling,
+        stop_token_ids: frozenset[int],
+        speculate: bool,
+    ) -> StageSession:
+        """A session over the whole chain; for the arguments see `stage.proto`."""
+        stages = self._plan.stages
+        port = await self._peers.stage(self.addresses[0])
+        return await port.open(
+            Open(
+                request_id=request_id,
+                fingerprint=self.target.fingerprint,
+                stage=0,
+                layers=stages[0].layers,
+                route=tuple(
+                    Hop(address, stage.layers) for address, stage in zip(self.addresses[1:], stages[1:], strict=True)
+                ),
+                max_length=max_length,
+                max_rows=max_rows,
+                block_rows=block_rows,
+                prompt_length=prompt_length,
+                sampling=sampling,
+                stop_token_ids=stop_token_ids,
+                draft=DraftRoute(self._draft_address) if speculate and self.draft is not None else None,
+            )
+        )
+
+    async def explain(self, error: FlashsplitError) -> FlashsplitError:
+        """The error behind the error: when a local worker has just died, its death is what happened."""
+        if error.code_name not in ("UNAVAILABLE", "CANCELLED", "INTERNAL") or not self._watchers:
+            return error
+        # The broken link is often noticed before the exit.
+        done, _ = await asyncio.wait(self._watchers, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            index = self._watchers.index(task)
+            who = f"stage {index}" if index < len(self._plan.stages) else "draft worker"
+            return Unavailable(f"{who}: {task.result()}", reason="WORKER_DIED", **error.where)
+        return error
+
+    async def close(self) -> None:
+        """End local workers, close connections. Safe to call twice."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        with contextlib.suppress(Exception):
+            await self._peers.close()
+        await asyncio.gather(*(process.stop() for process in self._processes))
+
+    # --- starting
+
+    async def _start(self) -> None:
+        places = [stage.place for stage in self._plan.stages]
+        if self._plan.draft is not None:
+            places.append(self._plan.draft)
+        threads = self._threads or _threads_each(places)
+        addresses = await _all(self._launch(index, place, threads) for index, place in enumerate(places))
+        stages = len(self._plan.stages)
+        self.addresses = tuple(addresses[:stages])
+        self._draft_address = addresses[stages] if self._plan.draft is not None else None
+        self.workers = tuple(await self._or_death(_all(self._load_stage(index) for index in range(stages))))
+        if self._plan.has_draft:
+            self.draft = (await self._or_death(self._load_draft())).draft
+        self._check()
+
+    async def _launch(self, index: int, place: Place, threads: int | None) -> str:
+        if place.address is not None:
+            return place.address
+        last = index == len(self._plan.stages) - 1
+        roles = [Role.TARGET] if index < len(self._plan.stages) else [Role.DRAFT]
+        if last and self._plan.has_draft and self._plan.draft is None:
+            roles.append(Role.DRAFT)
+        assert place.devices is not None
+        process = WorkerProcess(place.devices, roles, threads=threads)
+        self._processes.append(process)
+        await process.start()
+        self._watchers.append(asyncio.ensure_future(process.died()))
+        return process.address
+
+    async def _load_stage(self, index: int) -> WorkerDescription:
+        plan, checkpoints = self._plan.stages[index], self._checkpoints
+        address = self.addresses[index]
+        worker = await self._peers.worker(address)
+        before = await worker.describe()
+        name = f"stage {index} ({before.device} on {before.host}, {plan.place})"
+        if Role.TARGET not in before.roles:
+            raise FailedPrecondition(
+                f"{name} does not offer the role target: start that worker with --roles target", address=address
+            )
+        capture = None
+        if checkpoints.draft is not None:
+            capture = FeatureCapture(str(checkpoints.draft), checkpoints.transport)
+        part = LoadTarget(str(checkpoints.model), plan.layers, checkpoints.dtype, capture)
+        try:
+            return await worker.load(part, self._bar(f"stage {index} ({before.device})"))
+        except FlashsplitError as error:
+            raise _named(error, name) from error
+
+    async def _load_draft(self) -> WorkerDescription:
+        checkpoints = self._checkpoints
+        assert checkpoints.draft is not None
+        beside = self._draft_address is None
+        address = self.addresses[-1] if self._draft_address is None else self._draft_address
+        worker = await self._peers.worker(address)
+        device = (await worker.describe()).device
+        part = LoadDraft(
+            draft_path=str(checkpoints.draft),
+            model_path=str(checkpoints.model),
+            head_place=HeadPlace.SHARED if beside else checkpoints.head_place,
+            feature_transport=checkpoints.transport,
+            dtype=checkpoints.dtype,
+        )
+        try:
+            return await worker.load(part, self._bar(f"draft ({device})"))
+        except FlashsplitError as error:
+            raise _named(error, f"draft ({device}, {address})") from error
+
+    def _bar(self, name: str) -> Callable[[LoadProgress], None]:
+        return lambda progress: self._reporter.progress(name, progress.loaded_bytes, progress.total_bytes)
+
+    async def _or_death(self, work: Coroutine[Any, Any, T]) -> T:
+        """The work's result, or at once the news that a local worker died under it."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([task, *self._watchers], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() or (isinstance(task.exception(), FlashsplitError)):
+                error = task.exception() if task.done() else None
+                known = error if isinstance(error, FlashsplitError) else Unavailable("a worker died")
+                raise await self.explain(known)
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _check(self) -> None:
+        """One model behind all stages, and a draft that fits it."""
+        first = self.target
+        for index, worker in enumerate(self.workers):
+            target = worker.target
+            assert target is not None
+            for field in ("fingerprint", "dtype"):
+                mine, theirs = getattr(first, field), getattr(target, field)
+                if mine != theirs:
+                    raise FailedPrecondition(
+                        f"stage {index} ({worker.device} on {worker.host}) holds {field} {theirs}, stage 0 "
+                        f"({self.workers[0].device} on {self.workers[0].host}) {mine}: give both the same checkpoint",
+                        reason="FINGERPRINT_MISMATCH" if field == "fingerprint" else "DTYPE_MISMATCH",
+                        field=field,
+                        stage=index,
+                        host=worker.host,
+                    )
+        if self.draft is not None:
+            check_fit(self.draft, first)
+
+
+def check_fit(draft: DraftDescription, target: TargetDescription) -> None:
+    """Raises FailedPrecondition when a draft was not made for a target, naming the field and both values."""
+    for field in ("hidden_size", "vocab_size"):
+        mine, theirs = getattr(draft, field), getattr(target, field)
+        if mine != theirs:
+            raise FailedPrecondition(
+                f"the draft's {field} is {mine}, the target's {theirs}: name a draft made for this target",
+                reason="DRAFT_MISMATCH",
+                field=field,
+            )
+    if draft.num_target_layers not in (1, target.num_layers):
+        raise FailedPrecondition(
+            f"the draft was made for a target of {draft.num_target_layers} layers, this one has "
+            f"{target.num_layers}: name a draft made for this target",
+            reason="DRAFT_MISMATCH",
+            field="num_target_layers",
+        )
+    if draft.capture_layers != target.capture_layers:
+        raise FailedPrecondition(
+            f"the draft captures blocks {list(draft.capture_layers)}, the stages {list(target.capture_layers)}: "
+            "give all workers the same draft checkpoint",
+            reason="DRAFT_MISMATCH",
+            field="capture_layers",
+        )
+
+
+def _threads_each(places: list[Place]) -> int | None:
+    """CPU threads for each local worker: they share this host's cores. None, torch's default, for a single one."""
+    local_cpu = sum(1 for place in places if place.devices is not None and "cpu" in place.devices)
+    if local_cpu < 2:
+        return None
+    return max(1, len(os.sched_getaffinity(0)) // local_cpu)
+
+
+def _named(error: FlashsplitError, name: str) -> FlashsplitError:
+    error.message = f"{name}: {error.message}"
+    return error
+
+
+async def _all(work: Any) -> list[Any]:
+    """Results in order; the first error cancels the rest."""
+    tasks = [asyncio.ensure_future(item) for item in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

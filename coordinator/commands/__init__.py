@@ -1,0 +1,1 @@
+"""The verbs of `flashsplit`, one file each."""

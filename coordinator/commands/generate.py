@@ -1,0 +1,216 @@
+"""`flashsplit generate`: one prompt, one answer, streamed to stdout."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from pathlib import Path
+
+import click
+
+from coordinator.answer import Answer, Request
+from coordinator.console import LoadBars, console
+from coordinator.generation import Generation
+from coordinator.model_files import ModelFiles, read_model_files
+from coordinator.options import PlacementOptions, model_options, placement_options
+from coordinator.running import run
+from services.errors import InvalidArgument
+from services.stage_frames import check_sampling
+from services.steps import Sampling
+
+_EPILOG = """Examples:
+
+\b
+  flashsplit generate --model DIR --prompt "Once upon a time"
+  flashsplit generate --model DIR --draft DIR --chat --prompt "What is 17 * 4?" \\
+      --target-devices cuda:0,hip:0 --target-layer-split 0.3,0.7
+  flashsplit generate --model DIR --prompt-ids 1,2,3 --max-tokens 8 --json --target-devices cpu,10.0.0.7:7001
+"""
+
+
+@click.command(epilog=_EPILOG)
+@model_options(required=True)
+@placement_options
+@click.option("--prompt", metavar="TEXT", help="The prompt.")
+@click.option(
+    "--prompt-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Read the prompt from a file.",
+)
+@click.option("--prompt-ids", metavar="ID[,ID…]", help="The prompt as token ids; needs no tokenizer.")
+@click.option("--chat", is_flag=True, help="Put the prompt into the checkpoint's chat template as a user message.")
+@click.option("--system", metavar="TEXT", help="With --chat: a system message.")
+@click.option("--max-tokens", type=click.IntRange(1), default=256, show_default=True, help="Most tokens to produce.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-k", type=int, help="Keep the K likeliest tokens.")
+@click.option("--top-p", type=float, help="Keep the smallest set of tokens with this mass.")
+@click.option("--min-p", type=float, help="Drop tokens below this share of the likeliest one's probability.")
+@click.option("--repetition-penalty", type=float, help="Divide logits of tokens seen; above 1 discourages them.")
+@click.option("--presence-penalty", type=float, help="Lower the logits of tokens in the output by this much.")
+@click.option("--frequency-penalty", type=float, help="Lower them by this much for each time they came.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**64 - 1),
+    help="Same seed, same answer, whatever the split or the draft.  [default: random]",
+)
+@click.option("--stop", "stops", multiple=True, metavar="STR", help="End before this text; may be given several times.")
+@click.option("--no-speculation", is_flag=True, help="Plain decode, even with a draft loaded.")
+@click.option("--ignore-eos", is_flag=True, help="Don't end at the model's end-of-sequence tokens.")
+@click.option(
+    "--prefill-chunk",
+    type=click.IntRange(1, 8192),
+    default=512,
+    show_default=True,
+    metavar="N",
+    help="Prompt tokens a step.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of streaming text.")
+def generate(
+    model: Path,
+    draft: Path | None,
+    prompt: str | None,
+    prompt_file: Path | None,
+    prompt_ids: str | None,
+    chat: bool,
+    system: str | None,
+    max_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    repetition_penalty: float | None,
+    presence_penalty: float | None,
+    frequency_penalty: float | None,
+    seed: int | None,
+    stops: tuple[str, ...],
+    no_speculation: bool,
+    ignore_eos: bool,
+    prefill_chunk: int,
+    as_json: bool,
+    **placement: str | int | None,
+) -> None:
+    """Answer one prompt with a model that is split over worker processes.
+
+    Text streams to stdout, figures go to stderr; --json prints one object with token_ids, text, finish_reason and
+    stats instead. With --draft, DFlash guesses blocks of tokens and the model verifies them: the answer is the same,
+    only sooner.
+    """
+
+    async def main() -> None:
+        files = read_model_files(model)
+        sampling = Sampling(
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=secrets.randbits(64) if seed is None else seed,
+        )
+        check_sampling(sampling)
+        request = Request(
+            request_id=secrets.token_hex(8),
+            prompt_ids=read_prompt(files, prompt, prompt_file, prompt_ids, chat=chat, system=system),
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop_token_ids=frozenset() if ignore_eos else files.stop_token_ids,
+            stop_strings=stops,
+            speculate=not no_speculation,
+            prefill_chunk=prefill_chunk,
+        )
+        with LoadBars() as bars:
+            cluster = PlacementOptions(**placement).cluster(files, draft, bars)  # type: ignore[arg-type]
+            await cluster.__aenter__()
+        try:
+            generation = Generation(cluster, request, files.tokenizer)
+            async for piece in generation.pieces():
+                if not as_json:
+                    show(piece.text if files.tokenizer is not None else ids_as_text(piece.token_ids))
+        finally:
+            await cluster.close()
+        assert generation.answer is not None
+        if as_json:
+            print(json.dumps(generation.answer.as_json(), ensure_ascii=False))
+        else:
+            print()
+            console.print(summary(generation.answer), style="dim", soft_wrap=True, markup=False)
+
+    run(main())
+
+
+def read_prompt(
+    files: ModelFiles,
+    prompt: str | None,
+    prompt_file: Path | None,
+    prompt_ids: str | None,
+    *,
+    chat: bool,
+    system: str | None,
+) -> tuple[int, ...]:
+    """The prompt's tokens from whichever of the three options was given. Raises InvalidArgument for none or several."""
+    given = [value for value in (prompt, prompt_file, prompt_ids) if value is not None]
+    if len(given) != 1:
+        raise InvalidArgument("give exactly one of --prompt, --prompt-file and --prompt-ids", field="--prompt")
+    if system is not None and not chat:
+        raise InvalidArgument("--system has no effect without --chat", field="--system")
+    if prompt_ids is not None:
+        if chat:
+            raise InvalidArgument("--chat needs text: use --prompt or --prompt-file with it", field="--chat")
+        try:
+            return tuple(int(part) for part in prompt_ids.split(","))
+        except ValueError:
+            raise InvalidArgument(
+                f"--prompt-ids {prompt_ids!r} must be whole numbers joined by commas", field="--prompt-ids"
+            ) from None
+    if files.tokenizer is None:
+        raise InvalidArgument(
+            f"{files.directory} has no tokenizer.json: give the prompt as --prompt-ids", field="--prompt"
+        )
+    text = prompt if prompt is not None else _read_text(prompt_file)
+    if chat:
+        return render_chat(files, text, system)
+    return tuple(files.tokenizer.encode(text, add_special_tokens=True))
+
+
+def render_chat(files: ModelFiles, text: str, system: str | None = None) -> tuple[int, ...]:
+    """A user message (after an optional system one) as tokens. Raises InvalidArgument without a chat template."""
+    if files.chat_template is None or files.tokenizer is None:
+        raise InvalidArgument(f"{files.directory} has no chat template: leave out --chat", field="--chat")
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": text})
+    # The template writes the special tokens itself.
+    return tuple(files.tokenizer.encode(files.chat_template.render(messages), add_special_tokens=False))
+
+
+def _read_text(path: Path | None) -> str:
+    assert path is not None
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"--prompt-file {path} is not UTF-8 text: {error}", field="--prompt-file") from error
+
+
+def show(text: str) -> None:
+    """Stream a piece of the answer."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def ids_as_text(token_ids: tuple[int, ...]) -> str:
+    return "".join(f"{token_id} " for token_id in token_ids)
+
+
+def summary(answer: Answer) -> str:
+    """One line of figures."""
+    stats = answer.stats
+    parts = [
+        f"{stats.completion_tokens} tokens ({answer.finish_reason})",
+        f"prefill {stats.prefill_ms:.0f} ms",
+        f"decode {stats.decode_tokens_per_s:.1f} tokens/s",
+    ]
+    if stats.acceptance_length is not None:
+        parts.append(f"{stats.acceptance_length:.2f} tokens a verify")
+    return " · ".join([*parts, *stats.notes])

@@ -1,0 +1,262 @@
+"""One answer: prefill in chunks, then steps of the chain until something ends it.
+
+Each step goes down the chain once. What comes back up is the tokens that it produced and, when asked for, the draft's
+guesses for the next one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+
+from coordinator.answer import Answer, Piece, Request, StageStats, Stats, StepTimes
+from coordinator.cluster import Cluster
+from coordinator.speculation import Speculation
+from coordinator.text_stream import TextStream
+from coordinator.tokenizer import Tokenizer
+from services.errors import FlashsplitError, InternalError, InvalidArgument, error_named
+from services.stage import StageSession
+from services.steps import (
+    Commit,
+    Event,
+    Failure,
+    FailureReason,
+    Forward,
+    Proposal,
+    StepKind,
+)
+
+CHUNKS_IN_FLIGHT = 4
+"""Prefill chunks sent ahead of their answers, so that the stages work on different chunks at the same time."""
+
+
+class Generation:
+    """One request on its way. Iterate over `pieces`, then read `answer`."""
+
+    def __init__(self, cluster: Cluster, request: Request, tokenizer: Tokenizer | None) -> None:
+        """Raises InvalidArgument when the request cannot fit the model."""
+        _check(request, cluster, tokenizer)
+        self._cluster, self._request = cluster, request
+        self._text = TextStream(tokenizer, request.stop_strings)
+        draft = cluster.draft if request.speculate else None
+        self._speculation = Speculation(1 if draft is None else draft.block_size)
+        self._draft_reach = 0 if draft is None else draft.max_position
+        self._times = StepTimes()
+        self._token_ids: list[int] = []
+        self._finish_reason: str | None = None
+        self._step = self._length = 0
+        self._guesses: tuple[int, ...] = ()
+        self._prefill_s = self._decode_s = 0.0
+        self.answer: Answer | None = None
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """The answer as it comes. Raises the FlashsplitError that ended it, if one did."""
+        session: StageSession | None = None
+        try:
+            session = await self._open()
+            async for piece in self._run(session):
+                yield piece
+        except FlashsplitError as error:
+            raise await self._cluster.explain(error) from error
+        finally:
+            if session is not None:
+                await session.close()
+
+    async def _open(self) -> StageSession:
+        request = self._request
+        length = len(request.prompt_ids)
+        return await self._cluster.open(
+            request_id=request.request_id,
+            max_length=length + request.max_tokens,
+            max_rows=max(request.prefill_chunk, self._speculation.block_size),
+            block_rows=self._speculation.block_size,
+            prompt_length=length,
+            sampling=request.sampling,
+            stop_token_ids=request.stop_token_ids,
+            speculate=self._speculation.block_size > 1,
+        )
+
+    async def _run(self, session: StageSession) -> AsyncIterator[Piece]:
+        started = time.monotonic()
+        events = session.events()
+        async for piece in self._prefill(session, events):
+            self._prefill_s = time.monotonic() - started
+            yield piece
+        first_token_at = time.monotonic()
+        while self._finish_reason is None:
+            async for piece in self._decode_step(session, events):
+                self._decode_s = time.monotonic() - first_token_at
+                yield piece
+        text, _ = self._text.finish()
+        if text:
+            yield Piece((), text)
+        self.answer = Answer(tuple(self._token_ids), self._text.text, self._finish_reason, self._stats(session))
+
+    # --- prefill
+
+    async def _prefill(self, session: StageSession, events: AsyncIterator[Event]) -> AsyncIterator[Piece]:
+        prompt, size = self._request.prompt_ids, self._request.prefill_chunk
+        unanswered = 0
+        for first in range(0, len(prompt), size):
+            chunk = prompt[first : first + size]
+            last = first + size >= len(prompt)
+            kind = StepKind.DECODE if last else StepKind.PREFILL
+            propose = self._wanted() if last else 0
+            await session.forward(Forward(self._step, first, chunk, kind, propose))
+            self._step += 1
+            unanswered += 1
+            while unanswered > (0 if last else CHUNKS_IN_FLIGHT):
+                commit = await self._commit(events)
+                unanswered -= 1
+        yield self._take(commit.token_ids)
+        self._guesses = await self._proposal(events, propose)
+        self._length = commit.length
+
+    # --- decode
+
+    async def _decode_step(self, session: StageSession, events: AsyncIterator[Event]) -> AsyncIterator[Piece]:
+        remaining = self._request.max_tokens - len(self._token_ids)
+        guesses = self._guesses[: remaining - 1]
+        kind = StepKind.VERIFY if guesses else StepKind.DECODE
+        rows = (self._token_ids[-1], *guesses)
+        propose = self._wanted()
+        sent_ns = time.monotonic_ns()
+        await session.forward(Forward(self._step, self._length, rows, kind, propose))
+        self._step += 1
+        commit = await self._commit(events)
+        self._clock(commit, time.monotonic_ns() - sent_ns)
+        self._length = commit.length
+        yield self._take(commit.token_ids)
+        if self._finish_reason is None:
+            self._guesses = await self._proposal(events, propose)
+        seconds = (time.monotonic_ns() - sent_ns) / 1e9
+        self._speculation.observe(len(guesses), len(commit.token_ids) - 1 if guesses else 0, seconds)
+
+    def _wanted(self) -> int:
+        """Guesses to ask for: none beyond what the draft was made for."""
+        wanted = self._speculation.guesses()
+        if wanted and len(self._request.prompt_ids) + len(self._token_ids) + wanted >= self._draft_reach:
+            self._speculation.switch_off(f"plain decode: the draft was made for {self._draft_reach} tokens")
+            return 0
+        return wanted
+
+    async def _commit(self, events: AsyncIterator[Event]) -> Commit:
+        event = await self._next(events)
+        if not isinstance(event, Commit):
+            raise InternalError(f"stage 0 answered {type(event).__name__} where a commit was due")
+        return event
+
+    async def _proposal(self, events: AsyncIterator[Event], asked: int) -> tuple[int, ...]:
+        if not asked or self._speculation.block_size == 1:
+            return ()
+        event = await self._next(events)
+        if isinstance(event, Proposal):
+            self._times.draft_ns += event.elapsed_ns
+            return event.token_ids
+        return ()
+
+    async def _next(self, events: AsyncIterator[Event]) -> Event:
+        """The next event. A lost draft is noted and is not an error; any other failure is raised."""
+        event = await anext(events, None)
+        if event is None:
+            raise InternalError("stage 0 ended the session without a reason")
+        if isinstance(event, Failure):
+            if event.reason is not FailureReason.DRAFT_LOST:
+                raise error_named(
+                    event.code,
+                    event.message,
+                    reason=event.reason.name,
+                    stage=event.location.stage,
+                    host=event.location.host,
+                    device=event.location.device,
+                )
+            self._speculation.switch_off(f"plain decode: the draft was lost ({event.message})")
+        return event
+
+    # --- what came
+
+    def _take(self, token_ids: tuple[int, ...]) -> Piece:
+        """Count tokens, one by one, up to the one that ends the answer."""
+        shown: list[str] = []
+        taken: list[int] = []
+        for token_id in token_ids:
+            taken.append(token_id)
+            self._token_ids.append(token_id)
+            if token_id in self._request.stop_token_ids:
+                self._finish_reason = "stop"
+                break
+            text, stopped = self._text.push(token_id)
+            shown.append(text)
+            if stopped:
+                self._finish_reason = "stop"
+                break
+            if len(self._token_ids) == self._request.max_tokens:
+                self._finish_reason = "length"
+                break
+        return Piece(tuple(taken), "".join(shown))
+
+    def _clock(self, commit: Commit, elapsed_ns: int) -> None:
+        """Split a step's time: what a stage computed, and what lay between it and the one above."""
+        times = self._times
+        if not times.forward_ns:
+            times.forward_ns = [0] * len(commit.timings)
+            times.wire_ns = [0] * len(commit.timings)
+        for index, timing in enumerate(commit.timings):
+            times.forward_ns[index] += timing.forward_ns
+            times.wire_ns[index] += max(0, elapsed_ns - timing.elapsed_ns)
+            elapsed_ns = timing.elapsed_ns - timing.forward_ns
+
+    def _stats(self, session: StageSession) -> Stats:
+        speculation, times = self._speculation, self._times
+        zeros = [0] * len(session.stages)
+        stages = tuple(
+            StageStats(
+                address=stage.location.address,
+                device=stage.location.device,
+                first_layer=stage.layers.first,
+                last_layer=stage.layers.last,
+                forward_ms=forward_ns / 1e6,
+                wire_ms=wire_ns / 1e6,
+            )
+            for stage, forward_ns, wire_ns in zip(
+                session.stages, times.forward_ns or zeros, times.wire_ns or zeros, strict=True
+            )
+        )
+        decoded = len(self._token_ids) - 1
+        return Stats(
+            prompt_tokens=len(self._request.prompt_ids),
+            completion_tokens=len(self._token_ids),
+            prefill_ms=self._prefill_s * 1e3,
+            decode_ms=self._decode_s * 1e3,
+            decode_tokens_per_s=decoded / self._decode_s if self._decode_s else 0.0,
+            steps=speculation.steps,
+            draft_tokens=speculation.offered,
+            accepted_tokens=speculation.accepted,
+            acceptance_length=speculation.acceptance_length,
+            draft_ms=times.draft_ns / 1e6,
+            stages=stages,
+            notes=tuple(speculation.notes),
+        )
+
+
+def _check(request: Request, cluster: Cluster, tokenizer: Tokenizer | None) -> None:
+    target = cluster.target
+    if not request.prompt_ids:
+        raise InvalidArgument("the prompt is empty: give at least one token", field="prompt")
+    if request.max_tokens < 1:
+        raise InvalidArgument(f"max_tokens is {request.max_tokens}; it must be at least 1", field="max_tokens")
+    foreign = [token for token in request.prompt_ids if not 0 <= token < target.vocab_size]
+    if foreign:
+        raise InvalidArgument(
+            f"prompt token {foreign[0]} is not in the model's vocabulary of {target.vocab_size}", field="prompt"
+        )
+    length = len(request.prompt_ids) + request.max_tokens
+    if length > target.max_position:
+        raise InvalidArgument(
+            f"the prompt's {len(request.prompt_ids)} tokens and max_tokens {request.max_tokens} make {length}, the "
+            f"model's context holds {target.max_position}: shorten one of them",
+            reason="CONTEXT_OVERFLOW",
+            field="max_tokens",
+        )
+    if request.stop_strings and tokenizer is None:
+        raise InvalidArgument("stop strings need a tokenizer and this checkpoint has none", field="stop")

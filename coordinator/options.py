@@ -1,0 +1,92 @@
+"""Options that several commands share, and what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from coordinator.cluster import Checkpoints, Cluster, LoadReporter
+from coordinator.model_files import ModelFiles
+from coordinator.placement import make_plan
+from services.description import FeatureTransport, HeadPlace
+
+Command = Callable[..., Any]
+
+_DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+
+_PLACEMENT = (
+    click.option("--target-devices", metavar="ENTRY[,ENTRY…]",
+                 help="Who runs the target, in layer order. A comma starts a new worker; + joins devices of one vendor "
+                 "in one worker (cuda:0,hip:0+hip:1); an entry may be the address of a running flashsplit-worker "
+                 "(HOST:PORT or unix:PATH). cpu may repeat, a GPU may not.  [default: one worker on all GPUs, or the "
+                 "CPU]"),
+    click.option("--target-layer-split", metavar="WEIGHT[,WEIGHT…]",
+                 help="Proportional share of the layers for each entry, like 0.3,0.7.  [default: equal shares]"),
+    click.option("--draft-device", metavar="DEVICE|ADDRESS",
+                 help="Put the draft in a worker of its own.  [default: beside the last stage]"),
+    click.option("--draft-head", type=click.Choice([HeadPlace.LOADED.value, HeadPlace.PROJECTED.value]),
+                 default=HeadPlace.LOADED.value, show_default=True,
+                 help="With --draft-device: the draft's worker loads the target's lm_head and reads its embedding, or "
+                 "it sends hidden rows back to the last stage to be projected (for small cards)."),
+    click.option("--features", "features", type=click.Choice([kind.value for kind in FeatureTransport]),
+                 default=FeatureTransport.SUM.value, show_default=True,
+                 help="How captured features travel: summed through the draft's fc by each stage, or as plain slices."),
+    click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
+                 help="Element type of weights and activations.  [default: the checkpoint's]"),
+    click.option("--threads", type=click.IntRange(1), metavar="N",
+                 help="CPU threads of each local worker.  [default: the cores shared out]"),
+)  # fmt: skip
+
+
+def placement_options(command: Command) -> Command:
+    """--model, --draft and everything about where they run."""
+    for option in reversed(_PLACEMENT):
+        command = option(command)
+    return command
+
+
+def model_options(*, required: bool) -> Callable[[Command], Command]:
+    """--model and --draft."""
+
+    def decorate(command: Command) -> Command:
+        command = click.option("--draft", type=_DIRECTORY, metavar="DIR",
+                               help="DFlash draft checkpoint made for the target.")(command)  # fmt: skip
+        return click.option("--model", type=_DIRECTORY, metavar="DIR", required=required,
+                            help="Target checkpoint, a Hugging Face directory.")(command)  # fmt: skip
+
+    return decorate
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementOptions:
+    """The shared options as given."""
+
+    target_devices: str | None
+    target_layer_split: str | None
+    draft_device: str | None
+    draft_head: str
+    features: str
+    dtype: str | None
+    threads: int | None
+
+    def cluster(self, files: ModelFiles, draft: Path | None, reporter: LoadReporter) -> Cluster:
+        """A cluster that is not started yet. Raises InvalidArgument for options that contradict each other."""
+        plan = make_plan(
+            target_devices=self.target_devices,
+            layer_split=self.target_layer_split,
+            draft_device=self.draft_device,
+            num_layers=files.num_layers,
+            has_draft=draft is not None,
+        )
+        checkpoints = Checkpoints(
+            model=files.directory.absolute(),
+            draft=None if draft is None else draft.absolute(),
+            dtype=self.dtype,
+            head_place=HeadPlace(self.draft_head),
+            transport=FeatureTransport(self.features),
+        )
+        return Cluster(plan, checkpoints, threads=self.threads, reporter=reporter)

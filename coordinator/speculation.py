@@ -1,0 +1,114 @@
+"""How many tokens to guess in the next step: as many as pay, or none.
+
+Measures, for one request, how often each guess of a block is accepted and how long steps of each length take, and picks
+the length with the most tokens a second. Never changes which tokens come out, only when.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+SMOOTHING = 0.2
+WARM_UP_STEPS = 4
+SURE_TOKENS_PER_STEP = 4.0
+"""With so many tokens a verify step, speculation pays without asking: a verify never costs that many plain steps."""
+PLAIN_PROBES = 2
+FIRST_REST_STEPS, LONGEST_REST_STEPS = 16, 256
+HYSTERESIS = 1.05
+
+
+@dataclass(slots=True)
+class Speculation:
+    """The choice for one request. block_size: rows of the draft's block; 1 switches speculation off."""
+
+    block_size: int
+    steps: int = 0
+    offered: int = 0
+    accepted: int = 0
+    verify_steps: int = 0
+    produced_by_verify: int = 0
+    notes: list[str] = field(default_factory=list)
+    _survival: list[float] = field(default_factory=list)
+    _seconds: dict[int, float] = field(default_factory=dict)
+    _current: int = 0
+    _rest: int = 0
+    _next_rest: int = FIRST_REST_STEPS
+    _plain_probes: int = 0
+
+    def __post_init__(self) -> None:
+        self._current = self.block_size - 1
+        self._survival = [1.0] * self._current
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Mean tokens a verify step produced; None without one."""
+        return self.produced_by_verify / self.verify_steps if self.verify_steps else None
+
+    def guesses(self) -> int:
+        """Guesses wanted for the next step."""
+        return 0 if self._plain_probes or self._rest else self._current
+
+    def switch_off(self, note: str) -> None:
+        """Go on without a draft."""
+        self._current, self._plain_probes, self._rest, self.block_size = 0, 0, 0, 1
+        self.notes.append(note)
+
+    def observe(self, guesses: int, accepted: int, seconds: float) -> None:
+        """A step that offered `guesses`, of which `accepted` were taken, and took so long with its next proposal."""
+        self.steps += 1
+        known = self._seconds.get(guesses)
+        self._seconds[guesses] = seconds if known is None else known + SMOOTHING * (seconds - known)
+        if guesses:
+            self.verify_steps += 1
+            self.offered += guesses
+            self.accepted += accepted
+            self.produced_by_verify += accepted + 1
+            for index in range(min(guesses, accepted + 1)):
+                hit = 1.0 if index < accepted else 0.0
+                self._survival[index] += SMOOTHING * (hit - self._survival[index])
+        self._plain_probes = max(0, self._plain_probes - 1) if not guesses else self._plain_probes
+        self._rest = max(0, self._rest - 1)
+        self._choose()
+
+    def _choose(self) -> None:
+        if self.block_size == 1 or self._rest or self._plain_probes or self.verify_steps < WARM_UP_STEPS:
+            return
+        if 0 not in self._seconds:
+            if self._expected(self.block_size - 1) < SURE_TOKENS_PER_STEP:
+                self._plain_probes = PLAIN_PROBES
+            return
+        lengths = sorted({0, *(max(1, (self.block_size - 1) // divisor) for divisor in (1, 2, 4))})
+        best = max(lengths, key=self._rate)
+        if self._rate(best) <= self._rate(self._current) * HYSTERESIS:
+            best = self._current
+        if best == 0:
+            # The text may become easier to guess: try again after a rest, later each time.
+            self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST_STEPS)
+            self._note(f"plain decode for {self._rest} steps: blocks of {self._current + 1} cost more than they won")
+            return
+        if best < self._current:
+            self._note(f"shorter blocks: {best + 1} rows instead of {self._current + 1}")
+        self._current = best
+
+    def _rate(self, guesses: int) -> float:
+        return self._expected(guesses) / self._time(guesses)
+
+    def _expected(self, guesses: int) -> float:
+        """Tokens that a step with so many guesses produces on average."""
+        expected, reached = 1.0, 1.0
+        for survival in self._survival[:guesses]:
+            reached *= survival
+            expected += reached
+        return expected
+
+    def _time(self, guesses: int) -> float:
+        """Measured, or on the line between plain steps and the longest block tried."""
+        if guesses in self._seconds:
+            return self._seconds[guesses]
+        longest = max(self._seconds)
+        plain = self._seconds[0]
+        return plain + (self._seconds[longest] - plain) * guesses / max(longest, 1)
+
+    def _note(self, note: str) -> None:
+        if not self.notes or self.notes[-1] != note:
+            self.notes.append(note)

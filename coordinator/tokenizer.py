@@ -1,0 +1,240 @@
+"""Text to token ids and back, for one checkpoint.
+
+Owns the loaded tokenizer and, for each stream, the last few ids that its next text depends on.
+Reads only a checkpoint's text-side files. Knows nothing of chats, stop strings, requests or of
+the model that makes the ids.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import tokenizers
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# A stream re-decodes at most this many ids, then goes on from the last few. The few must hold any
+# unfinished character (at most three bytes, so three ids) and some text before it.
+_WINDOW_LIMIT = 32
+_WINDOW_KEPT = 8
+
+
+class TokenizerError(ValueError):
+    """A checkpoint's tokenizer files, a text or an id that cannot be used."""
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer; safe to share between threads."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        # A saved tokenizer may carry the cut and the padding of its training run; a prompt must
+        # get neither.
+        backend.no_truncation()
+        backend.no_padding()
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self._backend = backend
+        self._vocab_size = max(vocabulary.values(), default=-1) + 1
+        self._special_ids = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self._byte_ids = frozenset(token_id for token, token_id in vocabulary.items() if _is_byte_token(token))
+
+    @classmethod
+    def from_checkpoint(cls, directory: Path) -> Self | None:
+        """Load the directory's ``tokenizer.json``, or return None when there is none.
+
+        Raises:
+            TokenizerError: the file cannot be read or is not a tokenizer.
+        """
+        path = directory / "tokenizer.json"
+        if not path.exists():
+            return None
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise TokenizerError(
+                f"{path}: not a usable tokenizer ({error}); expected a file written by the tokenizers library"
+            ) from error
+        return cls(backend)
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id, which counts any gaps between ids."""
+        return self._vocab_size
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of exactly this token, or None when the vocabulary lacks it."""
+        return self._backend.token_to_id(token)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the text's ids; special tokens spelled out in the text become their ids.
+
+        Raises:
+            TokenizerError: the text holds a lone surrogate, which JSON can spell but UTF-8 cannot.
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeError) as error:
+            raise TokenizerError(
+                f"text: {text[:40]!r} cannot be written as UTF-8; expected Unicode text without lone surrogates"
+            ) from error
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the ids' text; bytes that are not UTF-8 show as U+FFFD, unknown ids as nothing.
+
+        Raises:
+            TokenizerError: an id is negative or not an integer.
+        """
+        try:
+            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        except (TypeError, OverflowError) as error:
+            raise _bad_ids(ids, error) from error
+
+    def _textual(self, ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
+        """Return the ids that `decode` would look at at all."""
+        hidden = self._special_ids if skip_special_tokens else frozenset()
+        try:
+            return [i for i in ids if i not in hidden and self._backend.id_to_token(i) is not None]
+        except (TypeError, OverflowError) as error:
+            raise _bad_ids(ids, error) from error
+
+
+class IncrementalDecoder:
+    """Turns a growing list of ids into text that never has to be taken back.
+
+    All pieces together equal `Tokenizer.decode` of all ids, and the work per id does not grow with
+    the length of the stream. Text is held back while it ends in what may be an unfinished
+    character. A run of byte-fallback tokens (``<0xE4>``) is held back until the run ends, because
+    one bad byte anywhere in a run turns all of the run into U+FFFD.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._window: list[int] = []
+        self._byte_run: list[int] = []
+        self._shown = 0  # how many characters of the window's text were returned
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Take the next ids; return the text that is now certain, which may be empty.
+
+        Raises:
+            TokenizerError: an id is negative or not an integer; nothing was taken.
+        """
+        textual = self._tokenizer._textual(ids, self._skip_special_tokens)
+        settled = len(textual)
+        while settled and textual[settled - 1] in self._tokenizer._byte_ids:
+            settled -= 1
+        if not settled:
+            self._byte_run += textual
+            return ""
+        self._window += self._byte_run + textual[:settled]
+        self._byte_run = textual[settled:]
+        text = self._decode(self._window)
+        # However many bytes of a character are there, they show as one U+FFFD. It may also be a
+        # genuine one; the next id tells.
+        certain = len(text) - text.endswith(_REPLACEMENT)
+        piece = text[self._shown : certain]
+        self._shown = max(self._shown, certain)
+        if len(self._window) > _WINDOW_LIMIT:
+            self._shorten(pending=text[self._shown :])
+        return piece
+
+    def finish(self) -> str:
+        """Return the text still held back and start over, ready for another stream."""
+        piece = self._decode(self._window + self._byte_run)[self._shown :]
+        self._window, self._byte_run, self._shown = [], [], 0
+        return piece
+
+    def _shorten(self, pending: str) -> None:
+        window = self._window[-_WINDOW_KEPT:]
+        text = self._decode(window)
+        # Decoders treat the start of a text apart (a leading space goes), so some text that was
+        # already shown must stay in front; otherwise a later id gets another try.
+        if len(text) > len(pending) and text.endswith(pending):
+            self._window = window
+            self._shown = len(text) - len(pending)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
+
+
+def stop_token_ids(directory: Path, tokenizer: Tokenizer | None = None) -> tuple[int, ...]:
+    """Return every id with which the checkpoint says that a text ends, each once.
+
+    They come from ``generation_config.json``, ``config.json`` (its ``text_config`` included) and
+    the ``eos_token`` of ``tokenizer_config.json``; any of the files may be missing. The directory's
+    own tokenizer is loaded to look the last one up unless it is passed in.
+
+    Raises:
+        TokenizerError: one of the files is corrupt or holds an ``eos_token_id`` that is no id.
+    """
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        config = read_json_object(directory / name)
+        found += _eos_ids(config, str(directory / name))
+        text_config = config.get("text_config")
+        if isinstance(text_config, dict):
+            found += _eos_ids(text_config, f"{directory / name}: text_config")
+    eos_token = special_tokens(directory).get("eos_token")
+    if eos_token is not None:
+        tokenizer = tokenizer or Tokenizer.from_checkpoint(directory)
+        eos_id = tokenizer.token_id(eos_token) if tokenizer else None
+        found += [] if eos_id is None else [eos_id]
+    return tuple(dict.fromkeys(found))
+
+
+def special_tokens(directory: Path) -> dict[str, str]:
+    """Return the text of the checkpoint's named special tokens, such as ``bos_token``.
+
+    Raises:
+        TokenizerError: one of the checkpoint's tokenizer settings files is corrupt.
+    """
+    config = read_json_object(directory / "tokenizer_config.json")
+    sources = [config]
+    if "added_tokens_decoder" not in config:
+        # Checkpoints older than that field keep the tokens in a file of their own.
+        sources.insert(0, read_json_object(directory / "special_tokens_map.json"))
+    tokens: dict[str, str] = {}
+    for source in sources:
+        for name, value in source.items():
+            content = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(content, str):
+                tokens[name] = content
+    return tokens
+
+
+def read_json_object(path: Path) -> dict[str, object]:
+    """Return the JSON object in a file, or an empty one when there is no such file.
+
+    Raises:
+        TokenizerError: the file cannot be read, is not JSON or does not hold an object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise TokenizerError(f"{path}: not readable ({error}); expected a JSON object") from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path}: holds a {type(value).__name__}; expected a JSON object")
+    return value
+
+
+def _eos_ids(config: dict[str, object], where: str) -> list[int]:
+    value = config.get("eos_token_id")
+    entries = [] if value is None else value if isinstance(value, list) else [value]
+    # bool is an int to Python, but true is no token id.
+    ids = [i for i in entries if isinstance(i, int) and not isinstance(i, bool) and i >= 0]
+    if len(ids) < len(entries):
+        raise TokenizerError(f"{where}: eos_token_id is {value!r}; expected a token id, a list of them or null")
+    return ids
+
+
+def _bad_ids(ids: Sequence[int], error: Exception) -> TokenizerError:
+    shown = ", ".join(repr(i) for i in ids if not isinstance(i, int) or not 0 <= i < 2**32)
+    return TokenizerError(f"token ids: {shown or error} given; expected non-negative integers")
+
+
+def _is_byte_token(token: str) -> bool:
+    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")

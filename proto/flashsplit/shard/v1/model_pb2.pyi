@@ -1,0 +1,142 @@
+from flashsplit.shard.v1 import tensor_pb2 as _tensor_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_TARGET: _ClassVar[Role]
+    ROLE_DRAFT: _ClassVar[Role]
+
+class FeatureTransport(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FEATURE_TRANSPORT_UNSPECIFIED: _ClassVar[FeatureTransport]
+    FEATURE_TRANSPORT_SUM: _ClassVar[FeatureTransport]
+    FEATURE_TRANSPORT_SLICES: _ClassVar[FeatureTransport]
+
+class HeadPlace(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HEAD_PLACE_UNSPECIFIED: _ClassVar[HeadPlace]
+    HEAD_PLACE_SHARED: _ClassVar[HeadPlace]
+    HEAD_PLACE_LOADED: _ClassVar[HeadPlace]
+    HEAD_PLACE_PROJECTED: _ClassVar[HeadPlace]
+ROLE_UNSPECIFIED: Role
+ROLE_TARGET: Role
+ROLE_DRAFT: Role
+FEATURE_TRANSPORT_UNSPECIFIED: FeatureTransport
+FEATURE_TRANSPORT_SUM: FeatureTransport
+FEATURE_TRANSPORT_SLICES: FeatureTransport
+HEAD_PLACE_UNSPECIFIED: HeadPlace
+HEAD_PLACE_SHARED: HeadPlace
+HEAD_PLACE_LOADED: HeadPlace
+HEAD_PLACE_PROJECTED: HeadPlace
+
+class LayerRange(_message.Message):
+    __slots__ = ("first", "last")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    last: int
+    def __init__(self, first: _Optional[int] = ..., last: _Optional[int] = ...) -> None: ...
+
+class TargetDescription(_message.Message):
+    __slots__ = ("fingerprint", "family", "layers", "num_layers", "hidden_size", "vocab_size", "max_position", "dtype", "capture_layers", "feature_transport", "weight_bytes")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    FAMILY_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_POSITION_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    CAPTURE_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: str
+    family: str
+    layers: LayerRange
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_position: int
+    dtype: _tensor_pb2.Dtype
+    capture_layers: _containers.RepeatedScalarFieldContainer[int]
+    feature_transport: FeatureTransport
+    weight_bytes: int
+    def __init__(self, fingerprint: _Optional[str] = ..., family: _Optional[str] = ..., layers: _Optional[_Union[LayerRange, _Mapping]] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_position: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., capture_layers: _Optional[_Iterable[int]] = ..., feature_transport: _Optional[_Union[FeatureTransport, str]] = ..., weight_bytes: _Optional[int] = ...) -> None: ...
+
+class DraftDescription(_message.Message):
+    __slots__ = ("fingerprint", "block_size", "mask_token_id", "capture_layers", "hidden_size", "vocab_size", "num_target_layers", "head_place", "feature_transport", "max_position", "dtype", "weight_bytes")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MASK_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    CAPTURE_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_TARGET_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_PLACE_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    MAX_POSITION_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: str
+    block_size: int
+    mask_token_id: int
+    capture_layers: _containers.RepeatedScalarFieldContainer[int]
+    hidden_size: int
+    vocab_size: int
+    num_target_layers: int
+    head_place: HeadPlace
+    feature_transport: FeatureTransport
+    max_position: int
+    dtype: _tensor_pb2.Dtype
+    weight_bytes: int
+    def __init__(self, fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., mask_token_id: _Optional[int] = ..., capture_layers: _Optional[_Iterable[int]] = ..., hidden_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_target_layers: _Optional[int] = ..., head_place: _Optional[_Union[HeadPlace, str]] = ..., feature_transport: _Optional[_Union[FeatureTransport, str]] = ..., max_position: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., weight_bytes: _Optional[int] = ...) -> None: ...
+
+class DeviceDescription(_message.Message):
+    __slots__ = ("name", "product", "total_bytes", "free_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PRODUCT_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    product: str
+    total_bytes: int
+    free_bytes: int
+    def __init__(self, name: _Optional[str] = ..., product: _Optional[str] = ..., total_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ...) -> None: ...
+
+class WorkerDescription(_message.Message):
+    __slots__ = ("protocol_major", "protocol_minor", "host", "devices", "roles", "flashsplit_version", "torch_version", "python_version", "target", "draft", "open_sessions", "process_id", "max_tensor_bytes")
+    PROTOCOL_MAJOR_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_MINOR_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    FLASHSPLIT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TORCH_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PYTHON_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
+    OPEN_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
+    MAX_TENSOR_BYTES_FIELD_NUMBER: _ClassVar[int]
+    protocol_major: int
+    protocol_minor: int
+    host: str
+    devices: _containers.RepeatedCompositeFieldContainer[DeviceDescription]
+    roles: _containers.RepeatedScalarFieldContainer[Role]
+    flashsplit_version: str
+    torch_version: str
+    python_version: str
+    target: TargetDescription
+    draft: DraftDescription
+    open_sessions: int
+    process_id: int
+    max_tensor_bytes: int
+    def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., host: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[DeviceDescription, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., flashsplit_version: _Optional[str] = ..., torch_version: _Optional[str] = ..., python_version: _Optional[str] = ..., target: _Optional[_Union[TargetDescription, _Mapping]] = ..., draft: _Optional[_Union[DraftDescription, _Mapping]] = ..., open_sessions: _Optional[int] = ..., process_id: _Optional[int] = ..., max_tensor_bytes: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,179 @@
+from flashsplit.shard.v1 import failure_pb2 as _failure_pb2
+from flashsplit.shard.v1 import model_pb2 as _model_pb2
+from flashsplit.shard.v1 import tensor_pb2 as _tensor_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class StepKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STEP_KIND_UNSPECIFIED: _ClassVar[StepKind]
+    STEP_KIND_PREFILL: _ClassVar[StepKind]
+    STEP_KIND_DECODE: _ClassVar[StepKind]
+    STEP_KIND_VERIFY: _ClassVar[StepKind]
+STEP_KIND_UNSPECIFIED: StepKind
+STEP_KIND_PREFILL: StepKind
+STEP_KIND_DECODE: StepKind
+STEP_KIND_VERIFY: StepKind
+
+class Sampling(_message.Message):
+    __slots__ = ("logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty", "temperature", "top_k", "top_p", "min_p", "seed")
+    class LogitBiasEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    logit_bias: _containers.ScalarMap[int, float]
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    def __init__(self, logit_bias: _Optional[_Mapping[int, float]] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class Hop(_message.Message):
+    __slots__ = ("address", "layers")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    layers: _model_pb2.LayerRange
+    def __init__(self, address: _Optional[str] = ..., layers: _Optional[_Union[_model_pb2.LayerRange, _Mapping]] = ...) -> None: ...
+
+class DraftRoute(_message.Message):
+    __slots__ = ("address",)
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    def __init__(self, address: _Optional[str] = ...) -> None: ...
+
+class Open(_message.Message):
+    __slots__ = ("request_id", "fingerprint", "stage", "layers", "route", "max_length", "max_rows", "block_rows", "prompt_length", "sampling", "stop_token_ids", "draft")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    ROUTE_FIELD_NUMBER: _ClassVar[int]
+    MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_ROWS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    fingerprint: str
+    stage: int
+    layers: _model_pb2.LayerRange
+    route: _containers.RepeatedCompositeFieldContainer[Hop]
+    max_length: int
+    max_rows: int
+    block_rows: int
+    prompt_length: int
+    sampling: Sampling
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    draft: DraftRoute
+    def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., stage: _Optional[int] = ..., layers: _Optional[_Union[_model_pb2.LayerRange, _Mapping]] = ..., route: _Optional[_Iterable[_Union[Hop, _Mapping]]] = ..., max_length: _Optional[int] = ..., max_rows: _Optional[int] = ..., block_rows: _Optional[int] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., draft: _Optional[_Union[DraftRoute, _Mapping]] = ...) -> None: ...
+
+class ForwardFromTokens(_message.Message):
+    __slots__ = ("step", "base_position", "token_ids", "kind", "propose_tokens")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    BASE_POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    PROPOSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    base_position: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    kind: StepKind
+    propose_tokens: int
+    def __init__(self, step: _Optional[int] = ..., base_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., kind: _Optional[_Union[StepKind, str]] = ..., propose_tokens: _Optional[int] = ...) -> None: ...
+
+class ForwardFromActivation(_message.Message):
+    __slots__ = ("step", "base_position", "token_ids", "kind", "propose_tokens", "activation", "features")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    BASE_POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    PROPOSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATION_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    base_position: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    kind: StepKind
+    propose_tokens: int
+    activation: _tensor_pb2.Tensor
+    features: _containers.RepeatedCompositeFieldContainer[FeatureSlice]
+    def __init__(self, step: _Optional[int] = ..., base_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., kind: _Optional[_Union[StepKind, str]] = ..., propose_tokens: _Optional[int] = ..., activation: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., features: _Optional[_Iterable[_Union[FeatureSlice, _Mapping]]] = ...) -> None: ...
+
+class FeatureSlice(_message.Message):
+    __slots__ = ("capture_index", "start_position", "features")
+    CAPTURE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    START_POSITION_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    capture_index: int
+    start_position: int
+    features: _tensor_pb2.Tensor
+    def __init__(self, capture_index: _Optional[int] = ..., start_position: _Optional[int] = ..., features: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+
+class StageIdentity(_message.Message):
+    __slots__ = ("location", "layers")
+    LOCATION_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    location: _failure_pb2.Location
+    layers: _model_pb2.LayerRange
+    def __init__(self, location: _Optional[_Union[_failure_pb2.Location, _Mapping]] = ..., layers: _Optional[_Union[_model_pb2.LayerRange, _Mapping]] = ...) -> None: ...
+
+class Opened(_message.Message):
+    __slots__ = ("stages",)
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    stages: _containers.RepeatedCompositeFieldContainer[StageIdentity]
+    def __init__(self, stages: _Optional[_Iterable[_Union[StageIdentity, _Mapping]]] = ...) -> None: ...
+
+class StageTiming(_message.Message):
+    __slots__ = ("forward_ns", "elapsed_ns")
+    FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_NS_FIELD_NUMBER: _ClassVar[int]
+    forward_ns: int
+    elapsed_ns: int
+    def __init__(self, forward_ns: _Optional[int] = ..., elapsed_ns: _Optional[int] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("step", "length", "token_ids", "timings")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    length: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    timings: _containers.RepeatedCompositeFieldContainer[StageTiming]
+    def __init__(self, step: _Optional[int] = ..., length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., timings: _Optional[_Iterable[_Union[StageTiming, _Mapping]]] = ...) -> None: ...
+
+class Proposal(_message.Message):
+    __slots__ = ("step", "token_ids", "elapsed_ns")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_NS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    elapsed_ns: int
+    def __init__(self, step: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., elapsed_ns: _Optional[int] = ...) -> None: ...

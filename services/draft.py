@@ -1,0 +1,220 @@
+"""DraftService: the port, the servicer and the remote client for a draft in a worker of its own.
+
+Its client is the last stage of the target.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+
+from flashsplit.shard.v1 import (
+    draft_pb2,
+    draft_service_pb2 as pb,
+    draft_service_pb2_grpc as pb_grpc,
+)
+from services import stage_frames
+from services.errors import InvalidArgument, Unavailable, answering, from_rpc_error
+from services.steps import FeatureSlice
+from services.streams import read_tensors
+from services.tensors import WireTensor, first_piece, further_pieces, incomplete
+
+SERVICE = pb.DESCRIPTOR.services_by_name["DraftService"].full_name
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOpen:
+    """First frame of a draft session."""
+
+    request_id: str
+    fingerprint: str
+    max_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Propose:
+    """Ask for `tokens` guesses after the known token at `position`.
+
+    embed: embedding rows of the known and of the mask token, [2, hidden], for HeadPlace.PROJECTED.
+    """
+
+    step: int
+    position: int
+    token_id: int
+    tokens: int
+    embed: WireTensor | None = None
+
+
+Guesses = tuple[int, ...] | WireTensor
+"""Guessed token ids, or hidden rows [guesses, hidden] that the caller must project."""
+
+
+class DraftSession(Protocol):
+    """One request's draft state."""
+
+    host: str
+    device: str
+    max_tensor_bytes: int
+
+    async def feature_slice(self, piece: FeatureSlice) -> None:
+        """Take features of committed rows; positions must follow each other without gap."""
+
+    async def propose(self, request: Propose) -> Guesses:
+        """Guess. Raises FailedPrecondition when the features end somewhere else than at `position`."""
+
+    async def close(self) -> None:
+        """Free the session. Safe to call twice."""
+
+
+class DraftPort(Protocol):
+    """A draft, here or elsewhere."""
+
+    async def open(self, request: DraftOpen) -> DraftSession:
+        """Begin a session. Raises FailedPrecondition when another draft is loaded."""
+
+
+class DraftServicer(pb_grpc.DraftServiceServicer):
+    """Frames to port."""
+
+    def __init__(self, port: DraftPort) -> None:
+        self._port = port
+
+    def register(self, server: grpc.aio.Server) -> str:
+        pb_grpc.add_DraftServiceServicer_to_server(self, server)
+        return SERVICE
+
+    async def RunDraft(self, _: object, context: grpc.aio.ServicerContext) -> None:
+        async with answering(context):
+            first = await context.read()
+            if first is grpc.aio.EOF or first.WhichOneof("frame") != "open":
+                raise InvalidArgument("the first frame of a session must be open", field="frame")
+            session = await self._port.open(
+                DraftOpen(first.open.request_id, first.open.fingerprint, first.open.max_length)
+            )
+            try:
+                opened = draft_pb2.DraftOpened(host=session.host, device=session.device)
+                await context.write(pb.RunDraftResponse(opened=opened))
+                await self._serve(session, context)
+            finally:
+                await session.close()
+
+    @staticmethod
+    async def _serve(session: DraftSession, context: grpc.aio.ServicerContext) -> None:
+        while (request := await context.read()) is not grpc.aio.EOF:
+            match request.WhichOneof("frame"):
+                case "feature_slice":
+                    message = request.feature_slice
+                    tensor = incomplete(message.features, "features", session.max_tensor_bytes)
+                    [features] = await read_tensors(context, [tensor])
+                    piece = stage_frames.slice_from_message(message, features)
+                    await session.feature_slice(piece)
+                case "propose":
+                    propose = await _propose_from_message(request.propose, session, context)
+                    for frame in _guesses_to_messages(propose.step, await session.propose(propose)):
+                        await context.write(frame)
+                case other:
+                    raise InvalidArgument(f"frame {other} is not expected here", field="frame")
+
+
+async def _propose_from_message(
+    message: draft_pb2.Propose, session: DraftSession, context: grpc.aio.ServicerContext
+) -> Propose:
+    embed = None
+    if message.HasField("embed"):
+        tensor = incomplete(message.embed.rows, "embed.rows", session.max_tensor_bytes)
+        [embed] = await read_tensors(context, [tensor])
+    return Propose(message.step, message.position, message.token_id, message.tokens, embed)
+
+
+def _guesses_to_messages(step: int, guesses: Guesses) -> list[pb.RunDraftResponse]:
+    proposed = draft_pb2.Proposed(step=step)
+    if not isinstance(guesses, WireTensor):
+        proposed.tokens.token_ids.extend(guesses)
+        return [pb.RunDraftResponse(proposed=proposed)]
+    first_piece(guesses, proposed.project.hidden)
+    chunks = [pb.RunDraftResponse(chunk=chunk) for chunk in further_pieces([guesses])]
+    return [pb.RunDraftResponse(proposed=proposed), *chunks]
+
+
+class RemoteDraft:
+    """Port to frames: a `DraftPort` over a channel."""
+
+    def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
+        self._stub = pb_grpc.DraftServiceStub(channel)
+        self._address = address
+
+    async def open(self, request: DraftOpen) -> RemoteDraftSession:
+        call = self._stub.RunDraft()
+        message = draft_pb2.DraftOpen(
+            request_id=request.request_id,
+            fingerprint=request.fingerprint,
+            max_length=request.max_length,
+        )
+        try:
+            await call.write(pb.RunDraftRequest(open=message))
+            response = await call.read()
+            if response is grpc.aio.EOF:
+                raise InvalidArgument(f"{self._address} closed the draft session without opening it")
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, address=self._address) from error
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        return RemoteDraftSession(call, response.opened.host, response.opened.device, self._address)
+
+
+class RemoteDraftSession:
+    """A `DraftSession` at the other end of a stream. Its answers are bounded by what a block can hold."""
+
+    max_tensor_bytes = 64 << 20
+
+    def __init__(self, call: grpc.aio.StreamStreamCall, host: str, device: str, address: str) -> None:
+        self._call, self._address = call, address
+        self.host, self.device = host, device
+
+    async def feature_slice(self, piece: FeatureSlice) -> None:
+        request = pb.RunDraftRequest()
+        stage_frames.slice_to_message(piece, request.feature_slice)
+        await self._send(request, [piece.features])
+
+    async def propose(self, request: Propose) -> Guesses:
+        frame = pb.RunDraftRequest()
+        message = frame.propose
+        message.step, message.position = request.step, request.position
+        message.token_id, message.tokens = request.token_id, request.tokens
+        if request.embed is not None:
+            first_piece(request.embed, message.embed.rows)
+        await self._send(frame, [] if request.embed is None else [request.embed])
+        try:
+            response = await self._call.read()
+            if response is grpc.aio.EOF:
+                raise Unavailable(f"the draft worker at {self._address} ended its session")
+            proposed = response.proposed
+            if proposed.WhichOneof("result") != "project":
+                return tuple(proposed.tokens.token_ids)
+            tensor = incomplete(proposed.project.hidden, "project.hidden", self.max_tensor_bytes)
+            [hidden] = await read_tensors(self._call, [tensor])
+            return hidden
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, **self._where) from error
+
+    async def close(self) -> None:
+        self._call.cancel()
+
+    @property
+    def _where(self) -> dict[str, str]:
+        return {"host": self.host, "device": self.device, "address": self._address}
+
+    async def _send(self, frame: pb.RunDraftRequest, tensors: Sequence[WireTensor]) -> None:
+        try:
+            await self._call.write(frame)
+            for chunk in further_pieces(tensors):
+                await self._call.write(pb.RunDraftRequest(chunk=chunk))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, **self._where) from error
+        except asyncio.InvalidStateError as error:
+            raise Unavailable(f"the draft worker at {self._address} ended its session", **self._where) from error

@@ -1,0 +1,166 @@
+"""The exceptions of the project and the one table that maps them to gRPC status codes and back.
+
+Every error that may cross a process boundary is a `FlashsplitError`. It carries a sentence for people and, for
+programs, a reason and the place it speaks of; both travel as `google.rpc.ErrorInfo`.
+
+    FlashsplitError
+    ├── InvalidArgument      the caller sent something that makes no sense
+    ├── NotFound             what was named does not exist
+    ├── FailedPrecondition   right in itself, wrong for the state or model at hand
+    ├── ResourceExhausted    no room left
+    ├── Unavailable          a worker is gone, loading or draining
+    ├── DeadlineExceeded     no answer in time
+    ├── DataLoss             bytes do not match their digest
+    ├── Unimplemented        this build or family cannot do it
+    └── InternalError        our fault
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+
+import grpc
+import structlog
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+DOMAIN = "flashsplit"
+
+log = structlog.get_logger()
+
+
+class FlashsplitError(Exception):
+    """One sentence for people, with `where` (stage, host, device, field …) for programs."""
+
+    code = grpc.StatusCode.UNKNOWN
+
+    def __init__(self, message: str, *, reason: str | None = None, **where: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason or self.code.name
+        self.where = {key: str(value) for key, value in where.items() if value is not None}
+
+    @property
+    def code_name(self) -> str:
+        """Name of the gRPC status code, e.g. "UNAVAILABLE"."""
+        return self.code.name
+
+    def located(self, **where: object) -> FlashsplitError:
+        """Add places that the raiser did not know; what it did know stays."""
+        for key, value in where.items():
+            if value is not None:
+                self.where.setdefault(key, str(value))
+        return self
+
+
+class InvalidArgument(FlashsplitError):
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class NotFound(FlashsplitError):
+    code = grpc.StatusCode.NOT_FOUND
+
+
+class FailedPrecondition(FlashsplitError):
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class ResourceExhausted(FlashsplitError):
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class Unavailable(FlashsplitError):
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+class DeadlineExceeded(FlashsplitError):
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class DataLoss(FlashsplitError):
+    code = grpc.StatusCode.DATA_LOSS
+
+
+class Unimplemented(FlashsplitError):
+    code = grpc.StatusCode.UNIMPLEMENTED
+
+
+class InternalError(FlashsplitError):
+    code = grpc.StatusCode.INTERNAL
+
+
+_BY_CODE: Mapping[grpc.StatusCode, type[FlashsplitError]] = {
+    kind.code: kind for kind in FlashsplitError.__subclasses__()
+}
+_BY_NAME = {code.name: kind for code, kind in _BY_CODE.items()}
+
+
+def error_named(code_name: str, message: str, **where: object) -> FlashsplitError:
+    """The exception for a status code's name; `InternalError` for a name that the table lacks."""
+    return _BY_NAME.get(code_name, InternalError)(message, **where)
+
+
+def to_status(error: FlashsplitError) -> grpc.Status:
+    """The rich gRPC status of an exception."""
+    info = AnyMessage()
+    info.Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.where))
+    code, _ = error.code.value
+    status = status_pb2.Status(code=code, message=error.message, details=[info])
+    return rpc_status.to_status(status)
+
+
+def from_rpc_error(error: grpc.RpcError, **where: object) -> FlashsplitError:
+    """The exception behind a failed call; `where` fills in what the other side did not say."""
+    code, text = error.code(), error.details() or "no details"
+    kind = _BY_CODE.get(code, InternalError)
+    status = rpc_status.from_call(error) if _has_trailers(error) else None
+    for detail in status.details if status is not None else ():
+        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            info = error_details_pb2.ErrorInfo()
+            detail.Unpack(info)
+            return kind(text, reason=info.reason, **dict(info.metadata)).located(**where)
+    if code == grpc.StatusCode.UNAVAILABLE:
+        place = where.get("address", "the worker")
+        text = f"{place} does not answer: {text}"
+    return kind(text, **where)
+
+
+def _has_trailers(error: grpc.RpcError) -> bool:
+    return hasattr(error, "trailing_metadata") and error.trailing_metadata() is not None
+
+
+@contextlib.asynccontextmanager
+async def answering(context: grpc.aio.ServicerContext, **where: object) -> AsyncIterator[None]:
+    """Turn an exception of the block into the call's status; an unexpected one keeps its details out of the answer.
+
+    Raises what `context.abort_with_status` raises, which ends the call.
+    """
+    try:
+        yield
+    except grpc.aio.AbortError:
+        raise
+    except FlashsplitError as error:
+        await context.abort_with_status(to_status(error.located(**where)))
+    except Exception:
+        log.exception("call.failed", **where)
+        error = InternalError("internal error: the worker's log has the details", **where)
+        await context.abort_with_status(to_status(error))
+
+
+def rpc_failures_as_errors(**where: object) -> _RpcFailures:
+    """Context manager: a failed call inside it is raised as the `FlashsplitError` behind it."""
+    return _RpcFailures(where)
+
+
+class _RpcFailures(contextlib.AbstractContextManager[None]):
+    def __init__(self, where: Mapping[str, object]) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, grpc.RpcError):
+            raise from_rpc_error(error, **self._where) from error

@@ -1,0 +1,159 @@
+"""One local worker as a child process: spawned, awaited, watched and stopped by one class.
+
+Owns the process, its scratch directory (socket and log) and the pipe that ends the child when this process is gone,
+however it went. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.errors import FailedPrecondition, Unavailable
+
+READY_TIMEOUT_S = 120.0
+STOP_GRACE_S = 2.0
+LOG_TAIL_LINES = 8
+DEFAULT_COMMAND = (sys.executable, "-m", "shard_worker")
+
+
+class WorkerProcess:
+    """A child worker on `device` offering `roles`; use `start`, then `address`, and in any case `stop`."""
+
+    def __init__(
+        self,
+        device: str,
+        roles: Sequence[str],
+        *,
+        threads: int | None = None,
+        log_level: str = "info",
+        command: Sequence[str] = DEFAULT_COMMAND,
+    ) -> None:
+        self.device = device
+        self._roles, self._threads, self._log_level = tuple(roles), threads, log_level
+        self._command = tuple(command)
+        self._scratch: Path | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._lifeline: int | None = None
+        self._stopping = False
+
+    @property
+    def address(self) -> str:
+        """The worker's Unix socket."""
+        return f"unix:{self._directory / 'worker.sock'}"
+
+    @property
+    def process_id(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    async def start(self) -> None:
+        """Spawn, and return when the worker listens. Raises Unavailable, with its last log lines, when it doesn't."""
+        self._scratch = Path(tempfile.mkdtemp(prefix="flashsplit-"))
+        child_end, self._lifeline = os.pipe()
+        threads = () if self._threads is None else ("--threads", str(self._threads))
+        arguments = [
+            *self._command,
+            *("--listen", self.address, "--device", self.device),
+            *("--roles", ",".join(self._roles), "--log-level", self._log_level),
+            *("--lifeline-fd", str(child_end)),
+            *threads,
+        ]
+        try:
+            with (self._directory / "worker.log").open("wb") as log:
+                self._process = await asyncio.create_subprocess_exec(
+                    *arguments,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(child_end,),
+                    # Ctrl-C on the terminal is for the parent, which then stops its children in order.
+                    start_new_session=True,
+                )
+        finally:
+            os.close(child_end)
+        await self._listening()
+
+    async def died(self) -> str:
+        """Wait for the process to end unasked; the sentence that says how."""
+        assert self._process is not None
+        code = await self._process.wait()
+        while self._stopping:
+            await asyncio.sleep(3600)
+        return self._obituary(code)
+
+    async def stop(self) -> None:
+        """End the process and remove its scratch directory. Safe to call twice and at any moment."""
+        self._stopping = True
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
+        process = self._process
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            try:
+                async with asyncio.timeout(STOP_GRACE_S):
+                    await process.wait()
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
+
+    @property
+    def _directory(self) -> Path:
+        assert self._scratch is not None, "start() comes first"
+        return self._scratch
+
+    async def _listening(self) -> None:
+        assert self._process is not None
+        socket = self._directory / "worker.sock"
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                while not socket.exists():
+                    if self._process.returncode is not None:
+                        self._raise_early_exit(self._process.returncode)
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise Unavailable(
+                f"the worker for {self.device} did not listen within {READY_TIMEOUT_S:g} s{self._log_tail()}",
+                device=self.device,
+            ) from None
+
+    def _raise_early_exit(self, code: int) -> None:
+        text = self._log_text().strip()
+        if code == 2 and text.startswith("flashsplit-worker: "):
+            # The worker refused its own command line and said why in one sentence.
+            raise FailedPrecondition(text.removeprefix("flashsplit-worker: "), device=self.device)
+        raise Unavailable(self._obituary(code), device=self.device)
+
+    def _obituary(self, code: int) -> str:
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        return f"the worker for {self.device} (process {self.process_id}) {how}{self._log_tail()}"
+
+    def _log_text(self) -> str:
+        with contextlib.suppress(OSError):
+            return (self._directory / "worker.log").read_text(errors="replace")
+        return ""
+
+    def _log_tail(self) -> str:
+        lines = self._log_text().strip().splitlines()[-LOG_TAIL_LINES:]
+        return "; its last log lines:\n  " + "\n  ".join(lines) if lines else ""
+
+
+def list_devices(command: Sequence[str] = DEFAULT_COMMAND) -> list[str]:
+    """The GPUs that a local worker could use, or ["cpu"]. Raises Unavailable when the worker program fails."""
+    done = subprocess.run([*command, "--list-devices"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Unavailable(f"{' '.join(command)} --list-devices failed: {done.stderr.strip()}")
+    return done.stdout.split()

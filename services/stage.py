@@ -1,0 +1,169 @@
+"""StageService: the port, the servicer and the remote client for sessions on a chain of stages.
+
+The coordinator and every stage but the last are its clients. Which frames mean what stands in `stage.proto`; this
+module only turns frames into `services.steps` and back, and keeps the stream's life and the session's life together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import grpc
+
+from flashsplit.shard.v1 import stage_service_pb2 as pb, stage_service_pb2_grpc as pb_grpc
+from services import stage_frames as frames
+from services.errors import InvalidArgument, answering, from_rpc_error
+from services.steps import Event, Failure, FailureReason, Forward, Open, StageIdentity
+from services.streams import CLOSE_GRACE_S, first_done, read_tensors
+from services.tensors import further_pieces
+
+SERVICE = pb.DESCRIPTOR.services_by_name["StageService"].full_name
+
+
+class StageSession(Protocol):
+    """One request on one stage and all below it."""
+
+    stages: tuple[StageIdentity, ...]
+    """This stage and those below."""
+
+    max_tensor_bytes: int
+    """Largest tensor that a forward of this session may carry."""
+
+    max_feature_slices: int
+
+    async def forward(self, forward: Forward) -> None:
+        """Take one step; returns when the next one may be sent, not when the result is there.
+
+        Raises InvalidArgument for a malformed step and FailedPrecondition for one out of sequence.
+        """
+
+    def events(self) -> AsyncIterator[Event]:
+        """One Commit a step, in order; Proposal where asked for; Failure when something below broke."""
+
+    async def close(self) -> None:
+        """Free the session here and below. Safe to call twice."""
+
+
+class StagePort(Protocol):
+    """A stage, here or elsewhere."""
+
+    async def open(self, request: Open) -> StageSession:
+        """Begin a session. Raises FailedPrecondition when the stage holds something else than the caller expects."""
+
+
+class StageServicer(pb_grpc.StageServiceServicer):
+    """Frames to port."""
+
+    def __init__(self, port: StagePort) -> None:
+        self._port = port
+
+    def register(self, server: grpc.aio.Server) -> str:
+        pb_grpc.add_StageServiceServicer_to_server(self, server)
+        return SERVICE
+
+    async def RunStage(self, _: object, context: grpc.aio.ServicerContext) -> None:
+        async with answering(context):
+            first = await context.read()
+            if first is grpc.aio.EOF or first.WhichOneof("frame") != "open":
+                raise InvalidArgument("the first frame of a session must be open", field="frame")
+            session = await self._port.open(frames.open_from_message(first.open))
+            try:
+                await context.write(pb.RunStageResponse(opened=frames.opened(session.stages)))
+                await first_done(self._take(session, context), self._answer(session, context))
+            finally:
+                await session.close()
+
+    @staticmethod
+    async def _take(session: StageSession, context: grpc.aio.ServicerContext) -> None:
+        while (request := await context.read()) is not grpc.aio.EOF:
+            match request.WhichOneof("frame"):
+                case "forward_from_tokens":
+                    forward = frames.from_tokens(request.forward_from_tokens)
+                case "forward_from_activation":
+                    message = request.forward_from_activation
+                    incoming = frames.incoming_tensors(message, session.max_tensor_bytes, session.max_feature_slices)
+                    forward = frames.from_activation(message, await read_tensors(context, incoming))
+                case other:
+                    raise InvalidArgument(f"frame {other} is not expected here", field="frame")
+            await session.forward(forward)
+
+    @staticmethod
+    async def _answer(session: StageSession, context: grpc.aio.ServicerContext) -> None:
+        async for event in session.events():
+            await context.write(frames.event_to_message(event))
+            if isinstance(event, Failure) and event.reason is not FailureReason.DRAFT_LOST:
+                return
+
+
+class RemoteStage:
+    """Port to frames: a `StagePort` over a channel."""
+
+    def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
+        self._stub = pb_grpc.StageServiceStub(channel)
+        self._address = address
+
+    async def open(self, request: Open) -> RemoteStageSession:
+        call = self._stub.RunStage()
+        try:
+            await call.write(pb.RunStageRequest(open=frames.open_to_message(request)))
+            response = await call.read()
+            if response is grpc.aio.EOF:
+                raise InvalidArgument(f"{self._address} closed the session without opening it")
+        except grpc.RpcError as error:
+            where = {"stage": request.stage, "address": self._address}
+            raise from_rpc_error(error, **where) from error
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        return RemoteStageSession(call, frames.opened_from_message(response.opened), self._address)
+
+
+class RemoteStageSession:
+    """A `StageSession` at the other end of a stream."""
+
+    def __init__(self, call: grpc.aio.StreamStreamCall, stages: tuple[StageIdentity, ...], address: str) -> None:
+        self._call, self._address = call, address
+        self.stages = stages
+        self.max_tensor_bytes = 0
+        self.max_feature_slices = 0
+
+    async def forward(self, forward: Forward) -> None:
+        message, tensors = frames.forward_to_message(forward)
+        try:
+            await self._call.write(message)
+            for chunk in further_pieces(tensors):
+                await self._call.write(pb.RunStageRequest(chunk=chunk))
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            # The stream is over; events() says why.
+            return
+
+    async def events(self) -> AsyncIterator[Event]:
+        """As the port says; raises the FlashsplitError that ended the stream, if one did."""
+        try:
+            while (response := await self._call.read()) is not grpc.aio.EOF:
+                yield frames.event_from_message(response)
+        except grpc.RpcError as error:
+            where = self.stages[0].location
+            raise from_rpc_error(
+                error,
+                stage=where.stage,
+                host=where.host,
+                device=where.device,
+                address=self._address,
+            ) from error
+
+    async def close(self) -> None:
+        """End the stream cleanly, and wait a moment for the other side to have freed the session."""
+        if self._call.done():
+            return
+        try:
+            await self._call.done_writing()
+            async with asyncio.timeout(CLOSE_GRACE_S):
+                while await self._call.read() is not grpc.aio.EOF:
+                    pass
+        except (TimeoutError, grpc.RpcError, asyncio.InvalidStateError):
+            pass
+        finally:
+            self._call.cancel()

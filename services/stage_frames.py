@@ -1,0 +1,304 @@
+"""Between the dataclasses of `services.steps` and the messages of `stage.proto`. Remote values are checked here as far
+as this is possible without knowing the model."""
+
+from __future__ import annotations
+
+import math
+
+from flashsplit.shard.v1 import failure_pb2, stage_pb2, stage_service_pb2 as pb
+from services.addresses import parse_address
+from services.description import range_from_message, range_to_message
+from services.errors import InvalidArgument
+from services.steps import (
+    Commit,
+    DraftRoute,
+    Event,
+    Failure,
+    FailureReason,
+    FeatureSlice,
+    Forward,
+    Hop,
+    Location,
+    Open,
+    Proposal,
+    Sampling,
+    StageIdentity,
+    StageTiming,
+    StepKind,
+)
+from services.tensors import IncomingTensor, WireTensor, first_piece, incomplete
+
+_KIND_NUMBERS = {
+    StepKind.PREFILL: stage_pb2.STEP_KIND_PREFILL,
+    StepKind.DECODE: stage_pb2.STEP_KIND_DECODE,
+    StepKind.VERIFY: stage_pb2.STEP_KIND_VERIFY,
+}
+_KINDS = {number: kind for kind, number in _KIND_NUMBERS.items()}
+_REASON_NUMBERS = {
+    FailureReason.LINK_BROKEN: failure_pb2.FAILURE_REASON_LINK_BROKEN,
+    FailureReason.STAGE_FAILED: failure_pb2.FAILURE_REASON_STAGE_FAILED,
+    FailureReason.DRAFT_LOST: failure_pb2.FAILURE_REASON_DRAFT_LOST,
+}
+_REASONS = {number: reason for reason, number in _REASON_NUMBERS.items()}
+
+
+# --- open
+
+
+def open_to_message(request: Open) -> stage_pb2.Open:
+    message = stage_pb2.Open(
+        request_id=request.request_id,
+        fingerprint=request.fingerprint,
+        stage=request.stage,
+        layers=range_to_message(request.layers),
+        route=[stage_pb2.Hop(address=hop.address, layers=range_to_message(hop.layers)) for hop in request.route],
+        max_length=request.max_length,
+        max_rows=request.max_rows,
+        block_rows=request.block_rows,
+        prompt_length=request.prompt_length,
+        sampling=_sampling_to_message(request.sampling),
+        stop_token_ids=sorted(request.stop_token_ids),
+    )
+    if request.draft is not None:
+        message.draft.SetInParent()
+        if request.draft.address is not None:
+            message.draft.address = request.draft.address
+    return message
+
+
+def open_from_message(message: stage_pb2.Open) -> Open:
+    """Raises InvalidArgument for ranges, addresses and sampling numbers that make no sense."""
+    draft = None
+    if message.HasField("draft"):
+        here = not message.draft.HasField("address")
+        draft = DraftRoute(None if here else parse_address(message.draft.address, "draft.address"))
+    return Open(
+        request_id=message.request_id,
+        fingerprint=message.fingerprint,
+        stage=message.stage,
+        layers=range_from_message(message.layers),
+        route=tuple(
+            Hop(parse_address(hop.address, "route.address"), range_from_message(hop.layers)) for hop in message.route
+        ),
+        max_length=message.max_length,
+        max_rows=message.max_rows,
+        block_rows=message.block_rows,
+        prompt_length=message.prompt_length,
+        sampling=_sampling_from_message(message.sampling),
+        stop_token_ids=frozenset(message.stop_token_ids),
+        draft=draft,
+    )
+
+
+def _sampling_to_message(sampling: Sampling) -> stage_pb2.Sampling:
+    return stage_pb2.Sampling(
+        logit_bias=sampling.logit_bias,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+    )
+
+
+def _sampling_from_message(message: stage_pb2.Sampling) -> Sampling:
+    def number(name: str) -> float | None:
+        return getattr(message, name) if message.HasField(name) else None
+
+    sampling = Sampling(
+        logit_bias=dict(message.logit_bias),
+        repetition_penalty=number("repetition_penalty"),
+        presence_penalty=number("presence_penalty"),
+        frequency_penalty=number("frequency_penalty"),
+        temperature=message.temperature,
+        top_k=message.top_k if message.HasField("top_k") else None,
+        top_p=number("top_p"),
+        min_p=number("min_p"),
+        seed=message.seed,
+    )
+    check_sampling(sampling)
+    return sampling
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raises InvalidArgument naming the field, its value and what would be accepted."""
+
+    def need(name: str, value: float | None, holds: bool, accepted: str) -> None:
+        if value is not None and not (math.isfinite(value) and holds):
+            raise InvalidArgument(f"{name} is {value}; it must be {accepted}", field=name)
+
+    s = sampling
+    need("temperature", s.temperature, s.temperature >= 0, "at least 0")
+    need("top_k", s.top_k, (s.top_k or 1) >= 1, "at least 1")
+    need("top_p", s.top_p, s.top_p is None or 0 < s.top_p <= 1, "above 0 and at most 1")
+    need("min_p", s.min_p, s.min_p is None or 0 <= s.min_p <= 1, "between 0 and 1")
+    penalty = s.repetition_penalty
+    need("repetition_penalty", penalty, penalty is None or penalty > 0, "above 0")
+    need("presence_penalty", s.presence_penalty, True, "a finite number")
+    need("frequency_penalty", s.frequency_penalty, True, "a finite number")
+    for token, bias in s.logit_bias.items():
+        need(f"logit_bias[{token}]", bias, True, "a finite number")
+
+
+# --- forward
+
+
+def forward_to_message(forward: Forward) -> tuple[pb.RunStageRequest, list[WireTensor]]:
+    """The frame, and the tensors whose further pieces must follow it."""
+    fields = {
+        "step": forward.step,
+        "base_position": forward.base_position,
+        "token_ids": forward.token_ids,
+        "kind": _KIND_NUMBERS[forward.kind],
+        "propose_tokens": forward.propose_tokens,
+    }
+    if forward.activation is None:
+        return pb.RunStageRequest(forward_from_tokens=stage_pb2.ForwardFromTokens(**fields)), []
+    request = pb.RunStageRequest(forward_from_activation=stage_pb2.ForwardFromActivation(**fields))
+    message = request.forward_from_activation
+    first_piece(forward.activation, message.activation)
+    for piece in forward.features:
+        slice_to_message(piece, message.features.add())
+    return request, [forward.activation, *(piece.features for piece in forward.features)]
+
+
+def from_tokens(message: stage_pb2.ForwardFromTokens) -> Forward:
+    return Forward(
+        step=message.step,
+        base_position=message.base_position,
+        token_ids=tuple(message.token_ids),
+        kind=_kind(message.kind),
+        propose_tokens=message.propose_tokens,
+    )
+
+
+def incoming_tensors(message: stage_pb2.ForwardFromActivation, max_bytes: int, max_slices: int) -> list[IncomingTensor]:
+    """The frame's tensors in field order, announced sizes checked."""
+    if len(message.features) > max_slices:
+        raise InvalidArgument(
+            f"the frame has {len(message.features)} feature slices, at most {max_slices} are expected",
+            field="features",
+        )
+    activation = incomplete(message.activation, "activation", max_bytes)
+    return [
+        activation,
+        *(incomplete(piece.features, "features", max_bytes) for piece in message.features),
+    ]
+
+
+def from_activation(message: stage_pb2.ForwardFromActivation, tensors: list[WireTensor]) -> Forward:
+    return Forward(
+        step=message.step,
+        base_position=message.base_position,
+        token_ids=tuple(message.token_ids),
+        kind=_kind(message.kind),
+        propose_tokens=message.propose_tokens,
+        activation=tensors[0],
+        features=tuple(
+            slice_from_message(piece, tensor) for piece, tensor in zip(message.features, tensors[1:], strict=True)
+        ),
+    )
+
+
+def slice_to_message(piece: FeatureSlice, message: stage_pb2.FeatureSlice) -> None:
+    message.start_position = piece.start_position
+    if piece.capture_index is not None:
+        message.capture_index = piece.capture_index
+    first_piece(piece.features, message.features)
+
+
+def slice_from_message(message: stage_pb2.FeatureSlice, tensor: WireTensor) -> FeatureSlice:
+    return FeatureSlice(
+        start_position=message.start_position,
+        features=tensor,
+        capture_index=message.capture_index if message.HasField("capture_index") else None,
+    )
+
+
+def _kind(number: int) -> StepKind:
+    if number not in _KINDS:
+        known = ", ".join(f"{key} ({kind})" for key, kind in _KINDS.items())
+        raise InvalidArgument(f"kind is {number}, not one of {known}", field="kind")
+    return _KINDS[number]
+
+
+# --- answers
+
+
+def opened(stages: tuple[StageIdentity, ...]) -> stage_pb2.Opened:
+    return stage_pb2.Opened(
+        stages=[
+            stage_pb2.StageIdentity(
+                location=_location_to_message(stage.location), layers=range_to_message(stage.layers)
+            )
+            for stage in stages
+        ]
+    )
+
+
+def opened_from_message(message: stage_pb2.Opened) -> tuple[StageIdentity, ...]:
+    return tuple(
+        StageIdentity(_location_from_message(stage.location), range_from_message(stage.layers))
+        for stage in message.stages
+    )
+
+
+def event_to_message(event: Event) -> pb.RunStageResponse:
+    if isinstance(event, Commit):
+        commit = stage_pb2.Commit(step=event.step, length=event.length, token_ids=event.token_ids)
+        for timing in event.timings:
+            commit.timings.add(forward_ns=timing.forward_ns, elapsed_ns=timing.elapsed_ns)
+        return pb.RunStageResponse(commit=commit)
+    if isinstance(event, Proposal):
+        proposal = stage_pb2.Proposal(step=event.step, token_ids=event.token_ids, elapsed_ns=event.elapsed_ns)
+        return pb.RunStageResponse(proposal=proposal)
+    failure = failure_pb2.Failure(
+        reason=_REASON_NUMBERS[event.reason],
+        message=event.message,
+        location=_location_to_message(event.location),
+        code=event.code,
+    )
+    return pb.RunStageResponse(failure=failure)
+
+
+def event_from_message(message: pb.RunStageResponse) -> Event:
+    """Raises InvalidArgument for a frame that this version doesn't know."""
+    match message.WhichOneof("frame"):
+        case "commit":
+            commit = message.commit
+            timings = tuple(StageTiming(timing.forward_ns, timing.elapsed_ns) for timing in commit.timings)
+            return Commit(commit.step, commit.length, tuple(commit.token_ids), timings)
+        case "proposal":
+            proposal = message.proposal
+            return Proposal(proposal.step, tuple(proposal.token_ids), proposal.elapsed_ns)
+        case "failure":
+            failure = message.failure
+            return Failure(
+                reason=_REASONS.get(failure.reason, FailureReason.STAGE_FAILED),
+                message=failure.message,
+                location=_location_from_message(failure.location),
+                code=failure.code,
+            )
+        case other:
+            raise InvalidArgument(f"answer {other} is not expected here", field="frame")
+
+
+def _location_to_message(location: Location) -> failure_pb2.Location:
+    return failure_pb2.Location(
+        stage=location.stage,
+        host=location.host,
+        device=location.device,
+        address=location.address,
+    )
+
+
+def _location_from_message(message: failure_pb2.Location) -> Location:
+    return Location(
+        stage=message.stage if message.HasField("stage") else None,
+        host=message.host,
+        device=message.device,
+        address=message.address,
+    )

@@ -1,0 +1,168 @@
+"""The words of a session as frozen dataclasses: what goes down a chain of stages and what comes back.
+
+Positions and lengths count tokens; layer ranges and row ranges are half-open. Math and rules stand in `shard_worker`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from services.layers import LayerRange
+from services.tensors import WireTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen; None switches a processor off. The processors run in field order.
+
+    temperature 0 is greedy. `seed` keys counter-based random numbers: the number for a position depends on seed and
+    position alone, so split, draft and block length cannot change a seeded answer.
+    """
+
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """A later stage: where it is and what it must hold."""
+
+    address: str
+    layers: LayerRange
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRoute:
+    """Where the session's draft lives; address None: beside the last stage."""
+
+    address: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """First frame of a session; see `stage.proto`."""
+
+    request_id: str
+    fingerprint: str
+    stage: int
+    layers: LayerRange
+    route: tuple[Hop, ...]
+    max_length: int
+    max_rows: int
+    block_rows: int
+    prompt_length: int
+    sampling: Sampling = Sampling()
+    stop_token_ids: frozenset[int] = frozenset()
+    draft: DraftRoute | None = None
+
+
+class StepKind(StrEnum):
+    """What a stage does with the rows of a step."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    VERIFY = "verify"
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureSlice:
+    """Features of rows from `start_position` on, [rows, hidden].
+
+    One captured block's residual stream, or, with capture_index None, the float32 sum over all after `fc`.
+    """
+
+    start_position: int
+    features: WireTensor
+    capture_index: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """One step. `activation` is None for the first stage, which embeds `token_ids` itself."""
+
+    step: int
+    base_position: int
+    token_ids: tuple[int, ...]
+    kind: StepKind
+    propose_tokens: int = 0
+    activation: WireTensor | None = None
+    features: tuple[FeatureSlice, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A worker: its place in the chain (None for a draft worker), host, device and address."""
+
+    stage: int | None
+    host: str
+    device: str
+    address: str
+
+    def __str__(self) -> str:
+        who = "draft worker" if self.stage is None else f"stage {self.stage}"
+        return f"{who} ({self.device} on {self.host}, {self.address})"
+
+
+@dataclass(frozen=True, slots=True)
+class StageIdentity:
+    """A stage as it presents itself when a session opens."""
+
+    location: Location
+    layers: LayerRange
+
+
+@dataclass(frozen=True, slots=True)
+class StageTiming:
+    """Time of one step on one stage: computing, and from arrival to answer with the stages below."""
+
+    forward_ns: int
+    elapsed_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """How many tokens count after a step, and which ones it produced (none after a prefill)."""
+
+    step: int
+    length: int
+    token_ids: tuple[int, ...]
+    timings: tuple[StageTiming, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """The draft's guesses for the step after `step`."""
+
+    step: int
+    token_ids: tuple[int, ...]
+    elapsed_ns: int
+
+
+class FailureReason(StrEnum):
+    """What went wrong below the reporting worker."""
+
+    LINK_BROKEN = "link_broken"
+    STAGE_FAILED = "stage_failed"
+    DRAFT_LOST = "draft_lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error further down. After DRAFT_LOST the session goes on; after any other it is over."""
+
+    reason: FailureReason
+    message: str
+    location: Location
+    code: str
+
+
+Event = Commit | Proposal | Failure

@@ -1,0 +1,39 @@
+"""What the two session services share: reading chunked tensors, and two loops that live and die together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import grpc
+
+from services.errors import InvalidArgument
+from services.tensors import IncomingTensor, TensorAssembler, WireTensor
+
+CLOSE_GRACE_S = 1.0
+"""How long a client waits for the other side to free a session before it cancels the stream."""
+
+
+async def read_tensors(stream: Any, incoming: Sequence[IncomingTensor]) -> list[WireTensor]:
+    """Read chunk frames until all tensors of a frame are whole. Raises InvalidArgument for any other frame."""
+    assembler = TensorAssembler(incoming)
+    while not assembler.complete:
+        frame = await stream.read()
+        if frame is grpc.aio.EOF or frame.WhichOneof("frame") != "chunk":
+            raise InvalidArgument("the pieces of a tensor are missing: expected a chunk", field="frame")
+        assembler.add(frame.chunk)
+    return assembler.tensors()
+
+
+async def first_done(*loops: Coroutine[Any, Any, None]) -> None:
+    """Run loops together until the first ends; the others are cancelled, the first error is raised."""
+    tasks = [asyncio.ensure_future(loop) for loop in loops]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()

@@ -1,0 +1,155 @@
+"""Tensors on the wire: from protobuf to a checked run of bytes and back, in pieces where they are large.
+
+Knows element types and sizes, not what the numbers mean and not torch. Remote sizes are checked here, before anything
+is allocated for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from flashsplit.shard.v1 import tensor_pb2
+from services.errors import InvalidArgument
+
+CHUNK_BYTES = 1 << 20
+"""Payloads above this are cut into pieces of this size: larger messages travel 2 to 4 times slower."""
+
+MAX_RANK = 4
+
+_DTYPES = {
+    tensor_pb2.DTYPE_FLOAT32: ("float32", 4),
+    tensor_pb2.DTYPE_BFLOAT16: ("bfloat16", 2),
+    tensor_pb2.DTYPE_FLOAT16: ("float16", 2),
+    tensor_pb2.DTYPE_INT32: ("int32", 4),
+}
+_DTYPE_NUMBERS = {name: number for number, (name, _) in _DTYPES.items()}
+_ITEM_BYTES = dict(_DTYPES.values())
+
+
+@dataclass(frozen=True, slots=True)
+class WireTensor:
+    """A dense tensor as bytes: row-major, little-endian.
+
+    dtype: "float32", "bfloat16", "float16" or "int32".
+    data: exactly `prod(shape) * itemsize` bytes; any object with the buffer protocol.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes | bytearray | memoryview
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+
+def dtype_number(name: str | None) -> int:
+    """The enum number of an element type; unspecified for None."""
+    return tensor_pb2.DTYPE_UNSPECIFIED if name is None else _DTYPE_NUMBERS[name]
+
+
+def dtype_name(number: int, field: str = "dtype") -> str | None:
+    """The element type behind an enum number, None for unspecified. Raises InvalidArgument for an unknown one."""
+    if number == tensor_pb2.DTYPE_UNSPECIFIED:
+        return None
+    if number not in _DTYPES:
+        known = ", ".join(str(known) for known in _DTYPES)
+        raise InvalidArgument(f"{field} is {number}, not one of {known}", field=field)
+    return _DTYPES[number][0]
+
+
+def first_piece(tensor: WireTensor, message: tensor_pb2.Tensor) -> None:
+    """Write a tensor into a frame: all of it where it is small, its first piece otherwise."""
+    message.dtype = _DTYPE_NUMBERS[tensor.dtype]
+    message.shape.extend(tensor.shape)
+    message.data = bytes(memoryview(tensor.data).cast("B")[:CHUNK_BYTES])
+
+
+def further_pieces(tensors: Iterable[WireTensor]) -> Iterator[tensor_pb2.TensorChunk]:
+    """The TensorChunk frames that follow a frame with these tensors."""
+    for index, tensor in enumerate(tensors):
+        whole = memoryview(tensor.data).cast("B")
+        for offset in range(CHUNK_BYTES, len(whole), CHUNK_BYTES):
+            piece = bytes(whole[offset : offset + CHUNK_BYTES])
+            yield tensor_pb2.TensorChunk(tensor_index=index, offset=offset, data=piece)
+
+
+def incomplete(message: tensor_pb2.Tensor, field: str, max_bytes: int) -> IncomingTensor:
+    """Check a tensor's announcement. Raises InvalidArgument when type, shape or size is not acceptable."""
+    dtype = dtype_name(message.dtype, f"{field}.dtype")
+    if dtype is None:
+        raise InvalidArgument(f"{field}.dtype is missing", field=f"{field}.dtype")
+    shape = tuple(message.shape)
+    if len(shape) > MAX_RANK or any(extent < 0 for extent in shape):
+        raise InvalidArgument(
+            f"{field}.shape is {list(shape)}: at most {MAX_RANK} extents, none negative",
+            field=f"{field}.shape",
+        )
+    total = math.prod(shape) * _ITEM_BYTES[dtype]
+    if total > max_bytes:
+        raise InvalidArgument(f"{field} takes {total} bytes, more than the {max_bytes} accepted here", field=field)
+    data = message.data
+    if len(data) > total or (len(data) < total and not data):
+        raise InvalidArgument(
+            f"{field}.data holds {len(data)} bytes where shape {list(shape)} of {dtype} takes {total}",
+            field=f"{field}.data",
+        )
+    return IncomingTensor(field, dtype, shape, total, data)
+
+
+class IncomingTensor:
+    """A tensor whose pieces are arriving."""
+
+    def __init__(self, field: str, dtype: str, shape: Sequence[int], total: int, data: bytes) -> None:
+        self._field, self._dtype, self._shape, self._total = field, dtype, tuple(shape), total
+        self._received = len(data)
+        # A tensor that came whole is used where it lies; only one in pieces needs a buffer of its own.
+        self._data: bytes | bytearray = data
+        if self._received < total:
+            self._data = bytearray(total)
+            self._data[: len(data)] = data
+
+    @property
+    def complete(self) -> bool:
+        return self._received == self._total
+
+    def add(self, offset: int, data: bytes) -> None:
+        """Take the next piece. Raises InvalidArgument for a gap, an overlap, an overrun or an empty piece."""
+        end = offset + len(data)
+        if offset != self._received or end > self._total or not data:
+            raise InvalidArgument(
+                f"chunk [{offset}, {end}) of {self._field} is out of order: expected to go on at "
+                f"{self._received} of {self._total}",
+                field=self._field,
+            )
+        assert isinstance(self._data, bytearray)
+        self._data[offset:end] = data
+        self._received = end
+
+    def tensor(self) -> WireTensor:
+        return WireTensor(self._dtype, self._shape, self._data)
+
+
+class TensorAssembler:
+    """Collects the tensors of one frame from the frame itself and the chunks behind it."""
+
+    def __init__(self, tensors: Sequence[IncomingTensor]) -> None:
+        self._tensors = tensors
+
+    @property
+    def complete(self) -> bool:
+        return all(tensor.complete for tensor in self._tensors)
+
+    def add(self, chunk: tensor_pb2.TensorChunk) -> None:
+        """Take one chunk. Raises InvalidArgument when it fits none of the tensors."""
+        if chunk.tensor_index >= len(self._tensors):
+            raise InvalidArgument(
+                f"chunk.tensor_index is {chunk.tensor_index}, the frame has {len(self._tensors)} tensors",
+                field="chunk.tensor_index",
+            )
+        self._tensors[chunk.tensor_index].add(chunk.offset, chunk.data)
+
+    def tensors(self) -> list[WireTensor]:
+        return [tensor.tensor() for tensor in self._tensors]

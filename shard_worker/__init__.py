@@ -1,0 +1,1 @@
+"""The engine: the only package that imports torch and safetensors."""

@@ -1,0 +1,157 @@
+"""`flashsplit-worker`: one worker process. Parses the command line, listens, serves until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from importlib import metadata
+
+import click
+import structlog
+
+from services.addresses import is_loopback
+from services.description import Role
+from services.errors import FlashsplitError
+from services.lifeline import die_with
+from services.logs import configure_logs
+from services.server import Server
+
+DRAIN_S = 2.0
+
+log = structlog.get_logger()
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.option(
+    "--listen",
+    required=True,
+    metavar="unix:PATH|HOST:PORT",
+    help="Where the coordinator and the other workers reach this one; port 0 takes a free one.",
+)
+@click.option(
+    "--device",
+    "devices",
+    default="best",
+    show_default=True,
+    metavar="DEVICE[+DEVICE…]",
+    help="cpu, cuda:N or hip:N; devices of one vendor joined by + share the stage. 'best': all GPUs, or "
+    "the CPU without one.",
+)
+@click.option(
+    "--roles",
+    default="target,draft",
+    show_default=True,
+    help="What this worker offers, joined by commas: target (a stage of the model), draft (DFlash guesses).",
+)
+@click.option(
+    "--model",
+    metavar="DIR",
+    help="Target checkpoint on this host; wins over the coordinator's path.",
+)
+@click.option(
+    "--draft",
+    metavar="DIR",
+    help="Draft checkpoint on this host; wins over the coordinator's path.",
+)
+@click.option("--threads", type=click.IntRange(1), help="CPU threads for computing.  [default: all cores]")
+@click.option("--insecure", is_flag=True, help="Listen beyond this host, although nothing is encrypted yet.")
+@click.option(
+    "--log-level",
+    default="info",
+    show_default=True,
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    help="Least important line to log.",
+)
+@click.option(
+    "--list-devices",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=lambda context, option, wanted: _list_devices(context) if wanted else None,
+    help="Print the GPUs that this worker's torch can use, or cpu, a line each, and exit.",
+)
+@click.option("--lifeline-fd", type=int, hidden=True)
+@click.version_option(metadata.version("flashsplit"), prog_name="flashsplit-worker")
+def main(
+    listen: str,
+    devices: str,
+    roles: str,
+    model: str | None,
+    draft: str | None,
+    threads: int | None,
+    insecure: bool,
+    log_level: str,
+    lifeline_fd: int | None,
+) -> None:
+    """Serve layers of a model, or a draft, from this host's devices.
+
+    The worker waits for a coordinator (flashsplit generate, serve) that names its address in --target-devices or
+    --draft-device and tells it which layers to load:
+
+    \b
+      flashsplit-worker --listen 0.0.0.0:7001 --device cuda:0 --insecure      # on host a
+      flashsplit generate --model DIR --target-devices cpu,a:7001 --prompt Hi  # on host b
+    """
+    if lifeline_fd is not None:
+        die_with(lifeline_fd)
+    configure_logs(log_level)
+    try:
+        if not is_loopback(listen) and not insecure:
+            raise click.UsageError(
+                f"--listen {listen} can be reached from other hosts and traffic is not encrypted: listen on "
+                "127.0.0.1 or unix:PATH, or accept that with --insecure"
+            )
+        asyncio.run(_serve(listen, devices, _parse_roles(roles), model, draft, threads))
+    except FlashsplitError as error:
+        print(f"flashsplit-worker: {error.message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _list_devices(context: click.Context) -> None:
+    from shard_worker.device import best_devices
+
+    click.echo("\n".join(best_devices()))
+    context.exit()
+
+
+def _parse_roles(text: str) -> tuple[Role, ...]:
+    known = [role.value for role in Role]
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise click.UsageError(f"--roles {name!r} is not one of {', '.join(known)}")
+    return tuple(Role(name) for name in dict.fromkeys(names))
+
+
+async def _serve(
+    listen: str,
+    devices: str,
+    roles: tuple[Role, ...],
+    model: str | None,
+    draft: str | None,
+    threads: int | None,
+) -> None:
+    # torch takes seconds to import: --help and a wrong flag should not wait for it.
+    from shard_worker.device import best_devices, parse_devices
+    from shard_worker.worker import Worker, WorkerConfig
+
+    parsed = parse_devices("+".join(best_devices()) if devices == "best" else devices)
+    worker = Worker(WorkerConfig(parsed, roles, model, draft, threads))
+    server = Server(listen, worker.registrations())
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopping.set)
+    await server.start()
+    worker.address = server.address
+    log.info("worker.ready", address=server.address, device=devices, roles=[str(role) for role in roles])
+    await stopping.wait()
+    await server.set_serving(False)
+    await server.stop(DRAIN_S)
+    await worker.close()
+    log.info("worker.stopped")
+
+
+if __name__ == "__main__":
+    main()

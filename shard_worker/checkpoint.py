@@ -1,0 +1,123 @@
+"""A Hugging Face checkpoint directory: its configuration, its tensors in mapped safetensors files, its fingerprint.
+
+Reads; never writes and never unpickles. Knows nothing of model families.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from services.errors import DataLoss, InvalidArgument, NotFound
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+
+
+class Checkpoint:
+    """One checkpoint directory.
+
+    Raises NotFound when the directory, its config.json or a named weight file is missing, InvalidArgument when a JSON
+    file is malformed and DataLoss when a weight file is truncated.
+    """
+
+    def __init__(self, directory: str | Path, field: str = "--model") -> None:
+        self.directory = Path(directory)
+        self._field = field
+        if not self.directory.is_dir():
+            raise NotFound(f"{field} {str(directory)!r} is not a directory on this host", field=field)
+        self.config: Mapping[str, Any] = self._read_json("config.json")
+        self._files = self._open_files()
+        self._where = {name: path for path, handle in self._files.items() for name in handle.keys()}
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All tensor names."""
+        return frozenset(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def size_bytes(self, name: str) -> int:
+        """Bytes of one tensor as stored."""
+        view = self._slice(name)
+        count = 1
+        for extent in view.get_shape():
+            count *= extent
+        return count * {"F64": 8, "F32": 4, "I32": 4, "I64": 8}.get(view.get_dtype(), 2)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor over the mapped file, with its stored dtype. Copy it before keeping it."""
+        return self._files[self._where[name]].get_tensor(name)
+
+    def rows(self, name: str, indices: Sequence[int]) -> torch.Tensor:
+        """A few rows of a matrix, [len(indices), columns], read from the mapped file."""
+        view = self._slice(name)
+        return torch.cat([view[index : index + 1] for index in indices])
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Hash over configuration, tensor headers and evenly spread samples of the contents.
+
+        Independent of path, file times and the split; two trainings of one architecture differ in it.
+        """
+        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+        for path in sorted(self._files, key=lambda path: path.name):
+            size = path.stat().st_size
+            digest.update(size.to_bytes(8, "little"))
+            with path.open("rb") as file:
+                header_bytes = int.from_bytes(file.read(8), "little")
+                digest.update(file.read(header_bytes))
+                for sample in range(_SAMPLES):
+                    file.seek(8 + header_bytes + (size - 8 - header_bytes) * sample // _SAMPLES)
+                    digest.update(file.read(_SAMPLE_BYTES))
+        return digest.hexdigest()[:32]
+
+    def _slice(self, name: str) -> Any:
+        return self._files[self._where[name]].get_slice(name)
+
+    def _read_json(self, name: str) -> dict[str, Any]:
+        path = self.directory / name
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise NotFound(
+                f"{self._field} {str(self.directory)!r} has no {name}: name a Hugging Face checkpoint directory",
+                field=self._field,
+            ) from None
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise InvalidArgument(f"{path} is not JSON: {error}", field=self._field) from error
+        if not isinstance(value, dict):
+            raise InvalidArgument(f"{path} must hold a JSON object", field=self._field)
+        return value
+
+    def _open_files(self) -> dict[Path, Any]:
+        if (self.directory / _INDEX).exists():
+            weight_map = self._read_json(_INDEX).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise InvalidArgument(f"{self.directory / _INDEX} has no weight_map", field=self._field)
+            names = sorted({str(name) for name in weight_map.values()})
+        else:
+            names = [_SINGLE]
+        return {self.directory / name: self._open(self.directory / name) for name in names}
+
+    def _open(self, path: Path) -> Any:
+        if path.name != str(path.relative_to(self.directory)):
+            raise InvalidArgument(f"{_INDEX} names {path}, which is outside {self.directory}")
+        try:
+            return safe_open(path, framework="pt")
+        except FileNotFoundError:
+            raise NotFound(f"weight file {path} is missing", field=self._field) from None
+        except (SafetensorError, OSError) as error:
+            raise DataLoss(
+                f"weight file {path} cannot be read ({error}): it is truncated or not safetensors",
+                field=self._field,
+            ) from error

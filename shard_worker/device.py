@@ -1,0 +1,101 @@
+"""Device names and the only place that asks which vendor a device is of.
+
+`cpu`, `cuda:N` (NVIDIA) and `hip:N` (AMD). torch calls both vendors' devices "cuda"; which of them a build drives stands
+in `torch.version`. The wrong one is refused by name.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from dataclasses import dataclass
+
+import torch
+
+from services.description import DeviceDescription
+from services.errors import FailedPrecondition, InvalidArgument
+
+_GPU = re.compile(r"^(cuda|hip):(\d{1,3})$")
+_BUILD = {"cuda": "CUDA", "hip": "ROCm"}
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device by flashsplit's name and by torch's."""
+
+    name: str
+    torch_device: torch.device
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.torch_device.type != "cpu"
+
+
+def build_vendor() -> str | None:
+    """Which vendor's GPUs this torch drives: "cuda", "hip" or None."""
+    if torch.version.hip:
+        return "hip"
+    return "cuda" if torch.version.cuda else None
+
+
+def parse_devices(text: str, field: str = "--device") -> tuple[Device, ...]:
+    """Devices joined by "+", of one vendor.
+
+    Raises InvalidArgument for a malformed or repeated name and for mixed vendors, FailedPrecondition for a device that
+    this torch build or this machine doesn't have.
+    """
+    names = [name.strip() for name in text.split("+")]
+    devices = tuple(_parse_device(name, field) for name in names)
+    vendors = {name.partition(":")[0] for name in names}
+    if len(vendors) > 1:
+        raise InvalidArgument(
+            f"{field} {text!r} joins devices of several vendors in one worker: separate them with a comma, "
+            "which starts a worker each",
+            field=field,
+        )
+    gpus = [name for name in names if name != "cpu"]
+    if len(set(gpus)) < len(gpus):
+        raise InvalidArgument(f"{field} {text!r} names a GPU twice: name each once", field=field)
+    return devices
+
+
+def _parse_device(name: str, field: str) -> Device:
+    if name == "cpu":
+        return Device(name, torch.device("cpu"))
+    match = _GPU.match(name)
+    if match is None:
+        raise InvalidArgument(f"{field} {name!r} is not a device: use cpu, cuda:N or hip:N", field=field)
+    vendor, index = match[1], int(match[2])
+    built_for = build_vendor()
+    if built_for != vendor:
+        has = "a CPU build" if built_for is None else f"a {_BUILD[built_for]} build"
+        raise FailedPrecondition(
+            f"{field} {name!r} needs a {_BUILD[vendor]} build of torch and torch {torch.__version__} is {has}: "
+            "install the other build, or name a device of this one",
+            reason="WRONG_VENDOR",
+            field=field,
+        )
+    count = torch.cuda.device_count()
+    if index >= count:
+        there = f"{vendor}:0 to {vendor}:{count - 1}" if count else "no GPU that torch can use"
+        raise FailedPrecondition(f"{field} {name!r} does not exist here: there is {there}", field=field)
+    return Device(name, torch.device("cuda", index))
+
+
+def best_devices() -> list[str]:
+    """All GPUs that torch can use, or else the CPU."""
+    vendor = build_vendor()
+    count = torch.cuda.device_count() if vendor is not None else 0
+    return [f"{vendor}:{index}" for index in range(count)] or ["cpu"]
+
+
+def describe(device: Device) -> DeviceDescription:
+    """Product name and memory."""
+    if device.is_gpu:
+        free, total = torch.cuda.mem_get_info(device.torch_device)
+        product = torch.cuda.get_device_name(device.torch_device)
+        return DeviceDescription(device.name, product, total, free)
+    page = os.sysconf("SC_PAGE_SIZE")
+    total, free = os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
+    return DeviceDescription(device.name, platform.processor() or platform.machine(), total, free)

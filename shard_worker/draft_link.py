@@ -1,0 +1,169 @@
+"""How the last stage reaches the draft: a draft in the same process, or one behind a stream.
+
+Both take features of committed rows and, when asked, answer with guesses. They differ in where the work runs, not in
+what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from services.draft import DraftSession, Propose
+from services.errors import FailedPrecondition
+from services.steps import FeatureSlice
+from services.tensors import WireTensor
+from shard_worker.drafters.dflash import Draft, DraftState
+from shard_worker.dtypes import from_wire, to_wire
+from shard_worker.embedding_rows import EmbeddingRows
+from shard_worker.executor import DeviceThread
+from shard_worker.features import Features
+
+Projection = Callable[[torch.Tensor], torch.Tensor]
+"""Normed hidden rows [n, hidden] -> logits [n, vocab]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """What to guess after: the known token, its position, and how many tokens to guess."""
+
+    step: int
+    position: int
+    token_id: int
+    tokens: int
+
+
+class DraftLink(Protocol):
+    """One session's way to its draft."""
+
+    async def advance(self, features: Features, start: int, guess: Guess | None) -> tuple[int, ...]:
+        """Take features of committed rows from position `start` on; then guess, if asked."""
+
+    async def close(self) -> None:
+        """Free the draft's session."""
+
+
+def run_draft(
+    draft: Draft,
+    state: DraftState,
+    features: Features,
+    start: int,
+    guess: Guess | None,
+    embedding: EmbeddingRows,
+    project: Projection,
+) -> tuple[int, ...]:
+    """Append features and guess with a projection at hand. Runs on the device thread."""
+    append(draft, state, features, start)
+    if guess is None:
+        return ()
+    check_guess(draft, state, guess.position, guess.tokens)
+    rows = embedding((guess.token_id, draft.config.mask_token_id))
+    hidden = draft.propose(state, rows, guess.tokens)
+    return tuple(project(hidden).argmax(-1).tolist())
+
+
+def append(draft: Draft, state: DraftState, features: Features, start: int) -> None:
+    """Raises FailedPrecondition when the rows don't follow the context."""
+    if start != state.length:
+        raise FailedPrecondition(
+            f"features start at position {start}, the draft's context ends at {state.length}",
+            reason="OUT_OF_STEP",
+            field="start_position",
+        )
+    draft.append(state, features)
+
+
+def check_guess(draft: Draft, state: DraftState, position: int, tokens: int) -> None:
+    """Raises FailedPrecondition when the context ends elsewhere than at the known token."""
+    if position != state.length:
+        raise FailedPrecondition(
+            f"propose is for position {position}, the draft's context ends at {state.length}",
+            reason="OUT_OF_STEP",
+            field="position",
+        )
+    most = draft.config.block_size - 1
+    if not 1 <= tokens <= most:
+        raise FailedPrecondition(f"propose asks for {tokens} tokens, this draft guesses 1 to {most}", field="tokens")
+
+
+class LocalDraftLink:
+    """A draft on the last stage's own devices, sharing its lm_head and embedding."""
+
+    def __init__(
+        self,
+        thread: DeviceThread,
+        draft: Draft,
+        state: DraftState,
+        embedding: EmbeddingRows,
+        project: Projection,
+    ) -> None:
+        self._thread, self._draft, self._state = thread, draft, state
+        self._embedding, self._project = embedding, project
+
+    async def advance(self, features: Features, start: int, guess: Guess | None) -> tuple[int, ...]:
+        return await self._thread.submit(
+            run_draft,
+            self._draft,
+            self._state,
+            features,
+            start,
+            guess,
+            self._embedding,
+            self._project,
+        )
+
+    async def close(self) -> None:
+        return None
+
+
+class RemoteDraftLink:
+    """A draft in another worker. `embedding` and `project` serve one that has neither table nor head of its own."""
+
+    def __init__(
+        self,
+        thread: DeviceThread,
+        session: DraftSession,
+        device: torch.device,
+        projected: bool,
+        mask_token_id: int,
+        embedding: EmbeddingRows,
+        project: Projection,
+    ) -> None:
+        self._thread, self._session, self._device = thread, session, device
+        self._projected, self._mask_token_id = projected, mask_token_id
+        self._embedding, self._project = embedding, project
+
+    async def advance(self, features: Features, start: int, guess: Guess | None) -> tuple[int, ...]:
+        for piece in await self._thread.submit(slices_to_wire, features, start):
+            await self._session.feature_slice(piece)
+        if guess is None:
+            return ()
+        embed = None
+        if self._projected:
+            embed = await self._thread.submit(self._embed, guess.token_id)
+        answer = await self._session.propose(Propose(guess.step, guess.position, guess.token_id, guess.tokens, embed))
+        if not isinstance(answer, WireTensor):
+            return answer
+        return await self._thread.submit(self._choose, answer)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    def _embed(self, token_id: int) -> WireTensor:
+        return to_wire(self._embedding((token_id, self._mask_token_id)))
+
+    def _choose(self, hidden: WireTensor) -> tuple[int, ...]:
+        return tuple(self._project(from_wire(hidden, self._device)).argmax(-1).tolist())
+
+
+def slices_to_wire(features: Features, start: int) -> list[FeatureSlice]:
+    """The sum as one slice, plain slices in capture order."""
+    pieces = []
+    if features.total is not None:
+        pieces.append(FeatureSlice(start, to_wire(features.total)))
+    for index in sorted(features.slices):
+        pieces.append(FeatureSlice(start, to_wire(features.slices[index]), index))
+    return pieces

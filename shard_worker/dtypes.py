@@ -1,0 +1,49 @@
+"""Element types: torch's, the wire's and the checkpoint's names for the same thing, and tensors to bytes and back."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+
+from services.errors import InvalidArgument
+from services.tensors import WireTensor
+
+_BY_NAME = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int32": torch.int32,
+}
+_NAMES = {dtype: name for name, dtype in _BY_NAME.items()}
+
+
+def dtype_from_name(name: str, field: str = "dtype") -> torch.dtype:
+    """Raises InvalidArgument for a type that weights cannot have here."""
+    if name not in _BY_NAME or name == "int32":
+        raise InvalidArgument(f"{field} {name!r} is not one of float32, bfloat16, float16", field=field)
+    return _BY_NAME[name]
+
+
+def dtype_to_name(dtype: torch.dtype) -> str:
+    return _NAMES[dtype]
+
+
+def to_wire(tensor: torch.Tensor) -> WireTensor:
+    """Copy a tensor of any device to bytes."""
+    host = tensor.detach().to("cpu").contiguous()
+    data = memoryview(host.view(torch.uint8).numpy() if host.numel() else b"")
+    return WireTensor(_NAMES[host.dtype], tuple(host.shape), data)
+
+
+def from_wire(tensor: WireTensor, device: torch.device) -> torch.Tensor:
+    """A tensor over the bytes (no copy on the CPU), moved to the device."""
+    dtype = _BY_NAME[tensor.dtype]
+    if not math.prod(tensor.shape):
+        return torch.empty(tensor.shape, dtype=dtype, device=device)
+    with warnings.catch_warnings():
+        # The bytes may be read-only; nothing here writes to an activation that came in.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        flat = torch.frombuffer(tensor.data, dtype=dtype)
+    return flat.view(tensor.shape).to(device)

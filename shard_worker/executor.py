@@ -1,0 +1,49 @@
+"""The one thread that owns a worker's devices. Async code awaits it and never computes.
+
+Jobs run in the order in which they were submitted, so a commit that was submitted before a forward is applied before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from services.errors import ResourceExhausted
+
+T = TypeVar("T")
+
+
+class DeviceThread:
+    """Runs jobs one after the other. `threads`: intra-op threads on the CPU, None for torch's default."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        self._pool = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix="device",
+            initializer=torch.set_num_threads if threads else None,
+            initargs=(threads,) if threads else (),
+        )
+
+    def submit(self, job: Callable[..., T], *args: object) -> asyncio.Future[T]:
+        """Queue a job now; await the future for its result."""
+        return asyncio.get_running_loop().run_in_executor(self._pool, _in_inference_mode, job, *args)
+
+    def shutdown(self) -> None:
+        """Drop what has not begun; what runs ends on its own."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _in_inference_mode(job: Callable[..., T], *args: object) -> T:
+    try:
+        with torch.inference_mode():
+            return job(*args)
+    except torch.OutOfMemoryError as error:
+        raise ResourceExhausted(
+            f"the device has no memory left: {str(error).partition('.')[0]}; give this stage fewer layers or use a "
+            "shorter context",
+            reason="OUT_OF_MEMORY",
+        ) from error

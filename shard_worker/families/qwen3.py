@@ -1,0 +1,95 @@
+"""Qwen3 dense (`model_type: qwen3`): full or sliding attention with per-head q/k norms, SwiGLU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shard_worker.caches import SegmentCaches
+from shard_worker.layers import attention, mlp
+from shard_worker.model_config import ConfigReader, LayerKind, ModelConfig
+from shard_worker.ops.norm import rms_norm
+from shard_worker.rows import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """One decoder layer."""
+
+    kind: LayerKind
+    input_norm: torch.Tensor
+    attention: attention.AttentionWeights
+    post_norm: torch.Tensor
+    mlp: mlp.MlpWeights
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Raises InvalidArgument or Unimplemented naming the key that cannot be served."""
+    reader = ConfigReader(raw)
+    layers = reader.integer("num_hidden_layers")
+    window = reader.integer("sliding_window") if reader.has("sliding_window") else None
+    first_sliding = layers
+    if reader.flag("use_sliding_window", False):
+        first_sliding = reader.integer("max_window_layers", layers, at_least=0)
+    default = tuple(
+        LayerKind.SLIDING if window is not None and layer >= first_sliding else LayerKind.FULL
+        for layer in range(layers)
+    )
+    heads = reader.integer("num_attention_heads")
+    head_dim = reader.integer("head_dim", reader.integer("hidden_size") // heads)
+    return ModelConfig(
+        hidden_size=reader.integer("hidden_size"),
+        mlp_size=reader.integer("intermediate_size"),
+        vocab_size=reader.integer("vocab_size"),
+        layer_kinds=reader.layer_kinds(default, {LayerKind.FULL, LayerKind.SLIDING}),
+        heads=heads,
+        kv_heads=reader.integer("num_key_value_heads", heads),
+        head_dim=head_dim,
+        rotary_dim=head_dim,
+        rope_theta=reader.rope_theta(10_000.0),
+        norm_eps=reader.number("rms_norm_eps", 1e-6),
+        max_position=reader.integer("max_position_embeddings", 32768),
+        tied_head=reader.flag("tie_word_embeddings", False),
+        attention_bias=reader.flag("attention_bias", False),
+        sliding_window=window,
+    )
+
+
+def norm_weight(stored: torch.Tensor) -> torch.Tensor:
+    return stored.float()
+
+
+def layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "input_layernorm.weight": (config.hidden_size,),
+        "post_attention_layernorm.weight": (config.hidden_size,),
+        **attention.shapes(config, gated=False),
+        **mlp.shapes(config),
+    }
+
+
+def pack_layer(config: ModelConfig, layer: int, tensors: Mapping[str, torch.Tensor]) -> Weights:
+    return Weights(
+        kind=config.layer_kinds[layer],
+        input_norm=norm_weight(tensors["input_layernorm.weight"]),
+        attention=attention.pack(config, tensors, norm_weight, gated=False),
+        post_norm=norm_weight(tensors["post_attention_layernorm.weight"]),
+        mlp=mlp.pack(tensors),
+    )
+
+
+def run_layer(
+    config: ModelConfig,
+    weights: Weights,
+    slot: int,
+    hidden: torch.Tensor,
+    rows: Rows,
+    caches: SegmentCaches,
+) -> torch.Tensor:
+    """One decoder layer on hidden [n, hidden_size]."""
+    normed = rms_norm(hidden, weights.input_norm, config.norm_eps)
+    hidden = hidden + attention.run(config, weights.attention, weights.kind, slot, normed, rows, caches)
+    return hidden + mlp.run(weights.mlp, rms_norm(hidden, weights.post_norm, config.norm_eps))

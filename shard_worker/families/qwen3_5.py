@@ -1,0 +1,116 @@
+"""Qwen3.5 and 3.6 dense, text part (`model_type: qwen3_5`): Gated DeltaNet and gated attention, (1 + w) norms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from services.errors import InvalidArgument, Unimplemented
+from shard_worker.caches import SegmentCaches
+from shard_worker.layers import attention, linear_attention, mlp
+from shard_worker.model_config import ConfigReader, LayerKind, LinearAttentionConfig, ModelConfig
+from shard_worker.ops.norm import rms_norm
+from shard_worker.rows import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """One decoder layer; its mixer tells which kind it is."""
+
+    input_norm: torch.Tensor
+    mixer: attention.AttentionWeights | linear_attention.LinearAttentionWeights
+    post_norm: torch.Tensor
+    mlp: mlp.MlpWeights
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Raises InvalidArgument or Unimplemented naming the key that cannot be served."""
+    reader = ConfigReader(raw)
+    layers = reader.integer("num_hidden_layers")
+    interval = reader.integer("full_attention_interval", 4)
+    default = tuple(LayerKind.LINEAR if (layer + 1) % interval else LayerKind.FULL for layer in range(layers))
+    head_dim = reader.integer("head_dim", 256)
+    rope = reader.raw("rope_parameters") or reader.raw("rope_scaling") or {}
+    partial = ConfigReader({**raw, **rope}).number("partial_rotary_factor", 0.25)
+    linear = LinearAttentionConfig(
+        key_heads=reader.integer("linear_num_key_heads", 16),
+        value_heads=reader.integer("linear_num_value_heads", 32),
+        key_head_dim=reader.integer("linear_key_head_dim", 128),
+        value_head_dim=reader.integer("linear_value_head_dim", 128),
+        conv_taps=reader.integer("linear_conv_kernel_dim", 4, at_least=2),
+    )
+    if linear.value_heads % linear.key_heads:
+        raise InvalidArgument(
+            f"config.json: linear_num_value_heads is {linear.value_heads}; it must be a multiple of "
+            f"linear_num_key_heads, {linear.key_heads}",
+            field="linear_num_value_heads",
+        )
+    if not reader.flag("attn_output_gate", True):
+        raise Unimplemented("config.json: attn_output_gate false is not supported", field="attn_output_gate")
+    return ModelConfig(
+        hidden_size=reader.integer("hidden_size"),
+        mlp_size=reader.integer("intermediate_size"),
+        vocab_size=reader.integer("vocab_size"),
+        layer_kinds=reader.layer_kinds(default, {LayerKind.FULL, LayerKind.LINEAR}),
+        heads=reader.integer("num_attention_heads"),
+        kv_heads=reader.integer("num_key_value_heads"),
+        head_dim=head_dim,
+        rotary_dim=int(head_dim * partial),
+        rope_theta=reader.rope_theta(10_000.0),
+        norm_eps=reader.number("rms_norm_eps", 1e-6),
+        max_position=reader.integer("max_position_embeddings", 32768),
+        tied_head=reader.flag("tie_word_embeddings", False),
+        attention_bias=reader.flag("attention_bias", False),
+        linear=linear,
+    )
+
+
+def norm_weight(stored: torch.Tensor) -> torch.Tensor:
+    """Stored weights are centred on 0."""
+    return stored.float() + 1.0
+
+
+def layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    recurrent = config.layer_kinds[layer] is LayerKind.LINEAR
+    mixer = linear_attention.shapes(config) if recurrent else attention.shapes(config, gated=True)
+    return {
+        "input_layernorm.weight": (config.hidden_size,),
+        "post_attention_layernorm.weight": (config.hidden_size,),
+        **mixer,
+        **mlp.shapes(config),
+    }
+
+
+def pack_layer(config: ModelConfig, layer: int, tensors: Mapping[str, torch.Tensor]) -> Weights:
+    mixer: attention.AttentionWeights | linear_attention.LinearAttentionWeights
+    if config.layer_kinds[layer] is LayerKind.LINEAR:
+        mixer = linear_attention.pack(config, tensors)
+    else:
+        mixer = attention.pack(config, tensors, norm_weight, gated=True)
+    return Weights(
+        input_norm=norm_weight(tensors["input_layernorm.weight"]),
+        mixer=mixer,
+        post_norm=norm_weight(tensors["post_attention_layernorm.weight"]),
+        mlp=mlp.pack(tensors),
+    )
+
+
+def run_layer(
+    config: ModelConfig,
+    weights: Weights,
+    slot: int,
+    hidden: torch.Tensor,
+    rows: Rows,
+    caches: SegmentCaches,
+) -> torch.Tensor:
+    """One decoder layer on hidden [n, hidden_size]."""
+    normed = rms_norm(hidden, weights.input_norm, config.norm_eps)
+    if isinstance(weights.mixer, linear_attention.LinearAttentionWeights):
+        mixed = linear_attention.run(config, weights.mixer, slot, normed, rows, caches)
+    else:
+        mixed = attention.run(config, weights.mixer, LayerKind.FULL, slot, normed, rows, caches)
+    hidden = hidden + mixed
+    return hidden + mlp.run(weights.mlp, rms_norm(hidden, weights.post_norm, config.norm_eps))

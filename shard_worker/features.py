@@ -1,0 +1,57 @@
+"""Features for the draft: captured residual streams, summed through the draft's `fc` slice by slice, or as they are.
+
+`fc` is linear, so each stage may multiply what it captured by its own columns of `fc` and add the product to a float32
+sum that rides along: 2 rows of hidden values a token on the wire instead of 1 + N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(slots=True)
+class Features:
+    """Features of the rows of one step, gathered along the chain.
+
+    total: float32 [n, draft hidden], the sum so far, or None. slices: capture index -> [n, hidden].
+    """
+
+    total: torch.Tensor | None = None
+    slices: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def rows(self, count: int) -> Features:
+        """The first `count` rows."""
+        total = None if self.total is None else self.total[:count]
+        return Features(total, {index: piece[:count] for index, piece in self.slices.items()})
+
+    def add(self, part: torch.Tensor) -> None:
+        part = part.float()
+        self.total = part if self.total is None else self.total.to(part.device) + part
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """Which layers of a segment are captured.
+
+    indices: global layer -> place in the draft's list. fc: this segment's columns of the draft's `fc`,
+    [draft hidden, k * hidden], in order of the layers; None where the slices travel as they are.
+    """
+
+    indices: Mapping[int, int]
+    fc: torch.Tensor | None
+
+    def collect(self, captured: list[torch.Tensor], features: Features) -> None:
+        """Add a segment's captured rows, one [n, hidden] for each layer in order."""
+        if self.fc is not None:
+            features.add(F.linear(torch.cat(captured, -1), self.fc))
+        else:
+            features.slices |= dict(zip(self.indices.values(), captured, strict=True))
+
+
+def fc_columns(fc: torch.Tensor, indices: Mapping[int, int], hidden_size: int) -> torch.Tensor:
+    """The columns of `fc` [draft hidden, N * hidden] that belong to these captures, in order of their layers."""
+    return torch.cat([fc[:, i * hidden_size : (i + 1) * hidden_size] for i in indices.values()], -1)

@@ -1,0 +1,27 @@
+"""Final norm and lm_head of the last stage; the draft beside it shares the projection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from shard_worker.ops.norm import rms_norm
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """norm: float32 [hidden]; weight: [vocab, hidden]."""
+
+    norm: torch.Tensor
+    weight: torch.Tensor
+    eps: float
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Residual stream [n, hidden] -> logits [n, vocab] in the weights' dtype."""
+        return self.project(rms_norm(hidden, self.norm, self.eps))
+
+    def project(self, normed: torch.Tensor) -> torch.Tensor:
+        """lm_head alone, for rows that a draft has normed itself."""
+        return F.linear(normed.to(self.weight.device, self.weight.dtype), self.weight)

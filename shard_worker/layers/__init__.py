@@ -1,0 +1,1 @@
+"""Sublayers that several families share: their tensors' shapes, packing and running."""

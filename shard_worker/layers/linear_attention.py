@@ -1,0 +1,123 @@
+"""Gated DeltaNet sublayer: one fused projection, causal convolution, gated delta rule, gated norm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from shard_worker.caches import SegmentCaches
+from shard_worker.model_config import LinearAttentionConfig, ModelConfig
+from shard_worker.ops import deltanet
+from shard_worker.ops.norm import rms_norm
+from shard_worker.rows import Rows
+
+L2_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class LinearAttentionWeights:
+    """projection: rows [q, k, v | z | b | a]. taps: float32 [t, channels]. decay_rate: `-exp(A_log)`.
+
+    qk_scale: float32 [2 * key_heads, 1], what makes an RMSNorm of a key an L2 norm, with the query's 1/sqrt(dim) on top.
+    """
+
+    projection: torch.Tensor
+    taps: torch.Tensor
+    qk_scale: torch.Tensor
+    decay_rate: torch.Tensor
+    dt_bias: torch.Tensor
+    norm: torch.Tensor
+    out: torch.Tensor
+
+
+def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    linear = _shape(config)
+    hidden, heads = config.hidden_size, linear.value_heads
+    return {
+        "linear_attn.in_proj_qkv.weight": (linear.conv_channels, hidden),
+        "linear_attn.in_proj_z.weight": (linear.value_dim, hidden),
+        "linear_attn.in_proj_b.weight": (heads, hidden),
+        "linear_attn.in_proj_a.weight": (heads, hidden),
+        "linear_attn.conv1d.weight": (linear.conv_channels, 1, linear.conv_taps),
+        "linear_attn.A_log": (heads,),
+        "linear_attn.dt_bias": (heads,),
+        "linear_attn.norm.weight": (linear.value_head_dim,),
+        "linear_attn.out_proj.weight": (hidden, linear.value_dim),
+    }
+
+
+def pack(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> LinearAttentionWeights:
+    linear = _shape(config)
+
+    def take(name: str) -> torch.Tensor:
+        return tensors[f"linear_attn.{name}"]
+
+    scale = torch.full((2 * linear.key_heads, 1), linear.key_head_dim**-0.5)
+    scale[: linear.key_heads] *= linear.key_head_dim**-0.5
+    parts = [take(f"in_proj_{part}.weight") for part in ("qkv", "z", "b", "a")]
+    return LinearAttentionWeights(
+        projection=torch.cat(parts),
+        taps=take("conv1d.weight").squeeze(1).t().float().contiguous(),
+        qk_scale=scale.to(parts[0].device),
+        decay_rate=-take("A_log").float().exp(),
+        dt_bias=take("dt_bias").float(),
+        norm=take("norm.weight").float(),
+        out=take("out_proj.weight"),
+    )
+
+
+def run(
+    config: ModelConfig,
+    weights: LinearAttentionWeights,
+    slot: int,
+    x: torch.Tensor,
+    rows: Rows,
+    caches: SegmentCaches,
+) -> torch.Tensor:
+    """x: [n, hidden] -> [n, hidden]. Deferred rows leave the state as it is and are recorded for a later commit."""
+    linear, cache = _shape(config), caches.recurrent
+    assert cache is not None
+    count, heads = x.shape[0], linear.value_heads
+    mix, z, b, a = F.linear(x, weights.projection).split((linear.conv_channels, linear.value_dim, heads, heads), -1)
+    mixed = F.silu(deltanet.causal_conv(cache.window(slot, mix, rows.deferred), weights.taps))
+    q, k, v = _heads(linear, mixed, weights.qk_scale)
+    beta = b.float().sigmoid().t()
+    log_decay = (weights.decay_rate * F.softplus(a.float() + weights.dt_bias)).t()
+
+    state = cache.state[slot]
+    if rows.deferred:
+        out, corrected, running = deltanet.block(state, q, k, v, log_decay, beta)
+        cache.record(slot, k, corrected, running)
+    elif count == 1:
+        out = deltanet.step(state, q, k, v, log_decay, beta)
+    else:
+        out = deltanet.prefill(state, q, k, v, log_decay, beta)
+
+    normed = rms_norm(out.transpose(0, 1), weights.norm, config.norm_eps)
+    gated = normed * F.silu(z.float()).view(count, heads, -1)
+    return F.linear(gated.to(x.dtype).view(count, -1), weights.out)
+
+
+def _heads(
+    linear: LinearAttentionConfig, mixed: torch.Tensor, qk_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split float32 [n, channels] into normed q, k and v, each [value_heads, n, dim]."""
+    count, dim = mixed.shape[0], linear.key_head_dim
+    qk = mixed[:, : 2 * linear.key_dim].view(count, 2 * linear.key_heads, dim)
+    # sum(x²) + eps, the L2 norm's, is mean(x²) + eps / dim, the RMSNorm's, times dim.
+    qk = rms_norm(qk, qk_scale, L2_EPS / dim)
+    v = mixed[:, 2 * linear.key_dim :].view(count, linear.value_heads, -1).transpose(0, 1)
+    share = linear.value_heads // linear.key_heads
+    if share > 1:
+        # Each key head serves consecutive value heads.
+        qk = qk[:, :, None].expand(-1, -1, share, -1).reshape(count, -1, dim)
+    q, k = qk.transpose(0, 1).chunk(2)
+    return q, k, v
+
+
+def _shape(config: ModelConfig) -> LinearAttentionConfig:
+    assert config.linear is not None
+    return config.linear

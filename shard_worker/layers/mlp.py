@@ -1,0 +1,38 @@
+"""SwiGLU: `down(silu(gate(x)) * up(x))`, gate and up in one product."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from shard_worker.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class MlpWeights:
+    """gate_up: [2 * mlp, hidden], gate rows first; down: [hidden, mlp]."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    return {
+        "mlp.gate_proj.weight": (config.mlp_size, config.hidden_size),
+        "mlp.up_proj.weight": (config.mlp_size, config.hidden_size),
+        "mlp.down_proj.weight": (config.hidden_size, config.mlp_size),
+    }
+
+
+def pack(tensors: Mapping[str, torch.Tensor]) -> MlpWeights:
+    gate_up = torch.cat((tensors["mlp.gate_proj.weight"], tensors["mlp.up_proj.weight"]))
+    return MlpWeights(gate_up, tensors["mlp.down_proj.weight"])
+
+
+def run(weights: MlpWeights, x: torch.Tensor) -> torch.Tensor:
+    """x: [n, hidden] -> [n, hidden]."""
+    gate, up = F.linear(x, weights.gate_up).chunk(2, -1)
+    return F.linear(F.silu(gate) * up, weights.down)

@@ -1,0 +1,108 @@
+"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464) and its causal convolution, with deferred state writes.
+
+State S is [heads, key_dim, value_dim] in float32. One token: `S ← e^g S;  u = β (v - Sᵀk);  S ← S + k uᵀ;  o = Sᵀq`.
+Over a block the corrected values u of all rows come from one triangular solve, and the state after c of its rows is
+`e^{G_c} S + Σ_{j≤c} e^{G_c - G_j} k_j u_jᵀ` with G the running sum of g. So a verify keeps S, k, u and G, and
+committing any c rows later is one product, without the target's weights.
+"""
+
+from __future__ import annotations
+
+import torch
+
+CHUNK_ROWS = 64
+
+
+def causal_conv(window: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
+    """Depthwise causal convolution over time, in float32.
+
+    window: [t - 1 + n, channels], the t - 1 inputs before the rows and the n rows; taps: float32 [t, channels].
+    Returns float32 [n, channels].
+    """
+    rows = window.shape[0] - taps.shape[0] + 1
+    window = window.float()
+    out = window[:rows] * taps[0]
+    for tap in range(1, taps.shape[0]):
+        out.addcmul_(window[tap : tap + rows], taps[tap])
+    return out
+
+
+def step(
+    state: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+) -> torch.Tensor:
+    """One row; the state is updated in place.
+
+    q, k: [heads, 1, key_dim]; v: [heads, 1, value_dim]; log_decay, beta: [heads, 1]; all float32.
+    Returns o, [heads, 1, value_dim].
+    """
+    state.mul_(log_decay.exp()[..., None])
+    u = torch.baddbmm(v, k, state, alpha=-1).mul_(beta[..., None])
+    state.baddbmm_(k.transpose(1, 2), u)
+    return torch.bmm(q, state)
+
+
+def block(
+    state: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Up to CHUNK_ROWS rows at once; the state is read, not written.
+
+    Shapes as in `step`, with n rows in place of 1. Returns o [heads, n, value_dim], and what `commit` needs: the
+    corrected values u [heads, n, value_dim] and the running decay G [heads, n].
+    """
+    running = log_decay.cumsum(-1)
+    decay = running.exp()[..., None]
+    between = running[:, :, None] - running[:, None, :]
+    # Masked before exp: above the diagonal the difference is positive and may overflow.
+    above = torch.ones(between.shape[1:], dtype=torch.bool, device=state.device).triu_(1)
+    between = between.masked_fill_(above, float("-inf")).exp_()
+    keys_t = k.transpose(1, 2)
+    u = (v - decay * torch.bmm(k, state)).mul_(beta[..., None])
+    if u.shape[1] > 1:
+        # Below the diagonal: how much of row j's correction row i already sees. The diagonal and what is above it are
+        # not read by the solve.
+        coupling = torch.bmm(k, keys_t).mul_(between).mul_(beta[..., None])
+        u = torch.linalg.solve_triangular(coupling, u, upper=False, unitriangular=True)
+    out = decay * torch.bmm(q, state)
+    out.baddbmm_(torch.bmm(q, keys_t).mul_(between), u)
+    return out, u, running
+
+
+def commit(state: torch.Tensor, k: torch.Tensor, u: torch.Tensor, running: torch.Tensor) -> None:
+    """Advance the state, in place, by the rows given: the first c rows of a `block`.
+
+    state: [heads, key_dim, value_dim]; k: [heads, c, key_dim]; u: [heads, c, value_dim]; running: [heads, c]. `heads`
+    may run over several layers at once.
+    """
+    last = running[:, -1:]
+    weighted = k * (last - running).exp_()[..., None]
+    state.mul_(last.exp()[..., None])
+    state.baddbmm_(weighted.transpose(1, 2), u)
+
+
+def prefill(
+    state: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+) -> torch.Tensor:
+    """Any number of rows, all of which count; the state is updated in place. Shapes as in `block`."""
+    parts = []
+    for first in range(0, q.shape[1], CHUNK_ROWS):
+        rows = slice(first, first + CHUNK_ROWS)
+        keys = k[:, rows]
+        out, u, running = block(state, q[:, rows], keys, v[:, rows], log_decay[:, rows], beta[:, rows])
+        commit(state, keys, u, running)
+        parts.append(out)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)

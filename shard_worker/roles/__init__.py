@@ -1,0 +1,1 @@
+"""What a worker can be, one file each: a stage of the target, a draft."""

@@ -1,0 +1,201 @@
+"""The draft role: holds a draft, serves sessions over the wire and lends itself to the last stage beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from services.description import DraftDescription, FeatureTransport, HeadPlace
+from services.draft import DraftOpen, Guesses, Propose
+from services.errors import FailedPrecondition, InvalidArgument
+from services.steps import FeatureSlice
+from services.tensors import WireTensor
+from services.worker import LoadDraft
+from shard_worker.checkpoint import Checkpoint
+from shard_worker.device import Device
+from shard_worker.draft_link import Projection, append, check_guess
+from shard_worker.drafters import drafter_of
+from shard_worker.drafters.dflash import Draft, DraftState
+from shard_worker.dtypes import dtype_to_name, from_wire, to_wire
+from shard_worker.embedding_rows import EmbeddingRows, matrix_name, rows_of_checkpoint
+from shard_worker.executor import DeviceThread
+from shard_worker.features import Features
+
+MAX_APPENDED_ROWS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """A draft with what turns its hidden rows into tokens, where it has that itself."""
+
+    part: LoadDraft
+    draft: Draft
+    embedding: EmbeddingRows | None
+    project: Projection | None
+
+
+class DraftRole:
+    """Implements `services.draft.DraftPort`."""
+
+    def __init__(self, thread: DeviceThread, device: Device, host: str) -> None:
+        self._thread, self._device, self._host = thread, device, host
+        self.loaded: LoadedDraft | None = None
+        self.open_sessions = 0
+
+    def load(self, part: LoadDraft, on_progress: Callable[[int, int], None]) -> None:
+        """Load a draft; runs on the device thread. Errors as in `drafters.dflash.load`."""
+        checkpoint = Checkpoint(part.draft_path, "--draft")
+        draft = drafter_of(checkpoint).load(checkpoint, self._device, part.dtype, on_progress)
+        embedding = project = None
+        if part.head_place is HeadPlace.LOADED:
+            target = Checkpoint(part.model_path)
+            embedding = rows_of_checkpoint(target)
+            project = self._load_head(target, draft)
+        self.loaded = LoadedDraft(part, draft, embedding, project)
+
+    def describe(self) -> DraftDescription | None:
+        if self.loaded is None:
+            return None
+        draft, part = self.loaded.draft, self.loaded.part
+        return DraftDescription(
+            fingerprint=draft.fingerprint,
+            block_size=draft.config.block_size,
+            mask_token_id=draft.config.mask_token_id,
+            capture_layers=draft.config.capture_layers,
+            hidden_size=draft.config.hidden_size,
+            vocab_size=draft.config.vocab_size,
+            num_target_layers=draft.config.num_target_layers,
+            head_place=part.head_place,
+            feature_transport=part.feature_transport,
+            max_position=draft.config.max_position,
+            dtype=dtype_to_name(draft.dtype),
+            weight_bytes=draft.weight_bytes,
+        )
+
+    async def open(self, request: DraftOpen) -> LocalDraftSession:
+        loaded = self.loaded
+        if loaded is None:
+            raise FailedPrecondition("no draft is loaded on this worker", reason="NOT_LOADED")
+        if loaded.draft.fingerprint != request.fingerprint:
+            raise FailedPrecondition(
+                f"this worker holds draft {loaded.draft.fingerprint}, the session is for {request.fingerprint}",
+                reason="FINGERPRINT_MISMATCH",
+                field="fingerprint",
+            )
+        if request.max_length < 1:
+            raise InvalidArgument("max_length is 0; it must be at least 1", field="max_length")
+        state = await self._thread.submit(loaded.draft.allocate, request.max_length)
+        return LocalDraftSession(self, self._thread, loaded, state, request.max_length, self._host)
+
+    def _load_head(self, target: Checkpoint, draft: Draft) -> Projection:
+        tied = "lm_head.weight" not in target.names
+        name = matrix_name(target, "embed_tokens.weight") if tied else "lm_head.weight"
+        weight = target.tensor(name).to(self._device.torch_device, draft.dtype, copy=True)
+        if weight.shape != (draft.config.vocab_size, draft.config.hidden_size):
+            raise InvalidArgument(
+                f"the target's {name} has shape {list(weight.shape)}, the draft needs "
+                f"[{draft.config.vocab_size}, {draft.config.hidden_size}]",
+                field=name,
+            )
+        return lambda hidden: torch.nn.functional.linear(hidden, weight)
+
+
+class LocalDraftSession:
+    """Implements `services.draft.DraftSession` on this worker's device."""
+
+    def __init__(
+        self,
+        role: DraftRole,
+        thread: DeviceThread,
+        loaded: LoadedDraft,
+        state: DraftState,
+        max_length: int,
+        host: str,
+    ) -> None:
+        self._role, self._thread, self._loaded, self._state = role, thread, loaded, state
+        self._max_length = max_length
+        # Plain slices of one set of rows come one after the other; they count when all are there.
+        self._gathered = Features()
+        self.host, self.device = host, loaded.draft.device.name
+        self.max_tensor_bytes = MAX_APPENDED_ROWS * loaded.draft.config.hidden_size * 4
+        self._closed = False
+        role.open_sessions += 1
+
+    async def feature_slice(self, piece: FeatureSlice) -> None:
+        rows = self._check_shape("features", piece.features)
+        if self._state.length + rows > self._max_length:
+            raise InvalidArgument(f"features reach beyond the session's {self._max_length} tokens", field="features")
+        device = self._loaded.draft.device.torch_device
+        if self._loaded.part.feature_transport is FeatureTransport.SUM:
+            if piece.capture_index is not None:
+                raise InvalidArgument("capture_index is present, but this draft takes the sum", field="capture_index")
+            features = Features(total=from_wire(piece.features, device))
+        else:
+            expected = len(self._gathered.slices)
+            if piece.capture_index != expected:
+                raise InvalidArgument(
+                    f"capture_index is {piece.capture_index}, expected {expected}",
+                    field="capture_index",
+                )
+            self._gathered.slices[expected] = from_wire(piece.features, device)
+            if len({len(part) for part in self._gathered.slices.values()}) > 1:
+                raise InvalidArgument("slices of one step differ in their rows", field="features")
+            if expected + 1 < len(self._loaded.draft.config.capture_layers):
+                return
+            features, self._gathered = self._gathered, Features()
+        await self._thread.submit(append, self._loaded.draft, self._state, features, piece.start_position)
+
+    async def propose(self, request: Propose) -> Guesses:
+        draft = self._loaded.draft
+        if request.position + request.tokens + 1 > self._max_length + draft.config.block_size:
+            raise InvalidArgument("position lies beyond the session's max_length", field="position")
+        if not request.token_id < draft.config.vocab_size:
+            raise InvalidArgument(
+                f"token_id {request.token_id} is not below {draft.config.vocab_size}",
+                field="token_id",
+            )
+        if self._loaded.part.head_place is HeadPlace.LOADED:
+            return await self._thread.submit(self._guess, request)
+        if request.embed is None or self._check_shape("embed.rows", request.embed) != 2:
+            raise InvalidArgument(
+                "embed.rows must hold the known and the mask token's rows, [2, hidden]",
+                field="embed.rows",
+            )
+        return await self._thread.submit(self._hidden, request)
+
+    async def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._role.open_sessions -= 1
+
+    def _guess(self, request: Propose) -> tuple[int, ...]:
+        loaded = self._loaded
+        assert loaded.embedding is not None
+        assert loaded.project is not None
+        check_guess(loaded.draft, self._state, request.position, request.tokens)
+        rows = loaded.embedding((request.token_id, loaded.draft.config.mask_token_id))
+        hidden = loaded.draft.propose(self._state, rows, request.tokens)
+        return tuple(loaded.project(hidden).argmax(-1).tolist())
+
+    def _hidden(self, request: Propose) -> WireTensor:
+        draft = self._loaded.draft
+        assert request.embed is not None
+        check_guess(draft, self._state, request.position, request.tokens)
+        rows = from_wire(request.embed, draft.device.torch_device)
+        return to_wire(draft.propose(self._state, rows, request.tokens))
+
+    def _check_shape(self, field: str, tensor: WireTensor) -> int:
+        hidden = self._loaded.draft.config.hidden_size
+        if len(tensor.shape) != 2 or tensor.shape[1] != hidden or tensor.dtype == "int32":
+            raise InvalidArgument(
+                f"{field} has shape {list(tensor.shape)} of {tensor.dtype}; expected floats [rows, {hidden}]",
+                field=field,
+            )
+        if not 1 <= tensor.shape[0] <= MAX_APPENDED_ROWS:
+            raise InvalidArgument(
+                f"{field} has {tensor.shape[0]} rows; expected 1 to {MAX_APPENDED_ROWS}",
+                field=field,
+            )
+        return tensor.shape[0]

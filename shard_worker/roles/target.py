@@ -1,0 +1,249 @@
+"""The target role: holds a stage, opens sessions on it and on the stages behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.description import FeatureTransport, HeadPlace, TargetDescription
+from services.draft import DraftOpen
+from services.errors import FailedPrecondition, InvalidArgument
+from services.peers import Peers
+from services.stage import StageSession
+from services.steps import Location, Open, StageIdentity
+from services.worker import LoadTarget
+from shard_worker.checkpoint import Checkpoint
+from shard_worker.device import Device
+from shard_worker.draft_link import DraftLink, LocalDraftLink, RemoteDraftLink
+from shard_worker.drafters import drafter_of
+from shard_worker.dtypes import dtype_to_name
+from shard_worker.embedding_rows import EmbeddingRows, rows_of_stage
+from shard_worker.executor import DeviceThread
+from shard_worker.roles.draft import DraftRole
+from shard_worker.sampler import Sampler
+from shard_worker.stage import Stage
+from shard_worker.stage_loader import CaptureRequest, StageLoader
+from shard_worker.target_session import TargetSession
+
+MAX_ROWS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedStage:
+    """A stage and where it came from."""
+
+    part: LoadTarget
+    stage: Stage
+    family: str
+    fingerprint: str
+    embedding: EmbeddingRows
+
+
+class TargetRole:
+    """Implements `services.stage.StagePort`."""
+
+    def __init__(
+        self,
+        thread: DeviceThread,
+        devices: tuple[Device, ...],
+        peers: Peers,
+        location: Callable[[int], Location],
+        draft_role: DraftRole | None,
+    ) -> None:
+        self._thread, self._devices, self._peers = thread, devices, peers
+        self._location, self._draft_role = location, draft_role
+        self.loaded: LoadedStage | None = None
+        self.open_sessions = 0
+
+    def load(self, part: LoadTarget, on_progress: Callable[[int, int], None]) -> None:
+        """Load a stage; runs on the device thread. Errors as in `StageLoader`."""
+        self.loaded = None
+        checkpoint = Checkpoint(part.model_path)
+        loader = StageLoader(checkpoint, part.layers, part.dtype)
+        stage = loader.load(self._devices, self._capture_request(part, loader), on_progress)
+        self.loaded = LoadedStage(
+            part,
+            stage,
+            loader.family_name,
+            checkpoint.fingerprint,
+            rows_of_stage(stage, checkpoint),
+        )
+
+    def describe(self) -> TargetDescription | None:
+        loaded = self.loaded
+        if loaded is None:
+            return None
+        stage, capture = loaded.stage, loaded.part.capture
+        return TargetDescription(
+            fingerprint=loaded.fingerprint,
+            family=loaded.family,
+            layers=stage.layers,
+            num_layers=stage.config.num_layers,
+            hidden_size=stage.config.hidden_size,
+            vocab_size=stage.config.vocab_size,
+            max_position=stage.config.max_position,
+            dtype=dtype_to_name(stage.dtype),
+            capture_layers=stage.captures,
+            feature_transport=None if capture is None else capture.transport,
+            weight_bytes=stage.weight_bytes,
+        )
+
+    async def open(self, request: Open) -> TargetSession:
+        location = self._location(request.stage)
+        where = {"stage": request.stage, "host": location.host, "device": location.device}
+        loaded = self._expected(request, where)
+        stage = loaded.stage
+        self._check_limits(request, stage, where)
+        state = await self._thread.submit(stage.allocate, request.max_length, request.block_rows)
+        downstream: StageSession | None = None
+        draft: DraftLink | None = None
+        sampler: Sampler | None = None
+        if request.route:
+            downstream = await self._open_next(request)
+        else:
+            assert stage.head is not None
+            device = stage.head.weight.device
+            sampler = Sampler(request.sampling, request.prompt_length, stage.config.vocab_size, device)
+            if request.draft is not None:
+                draft = await self._open_draft(request, loaded)
+        identity = StageIdentity(location, stage.layers)
+        session = TargetSession(
+            thread=self._thread,
+            stage=stage,
+            state=state,
+            request=request,
+            identity=identity,
+            downstream=downstream,
+            sampler=sampler,
+            draft=draft,
+            on_close=self._closed,
+        )
+        self.open_sessions += 1
+        return session
+
+    def _closed(self) -> None:
+        self.open_sessions -= 1
+
+    def _expected(self, request: Open, where: dict[str, object]) -> LoadedStage:
+        loaded = self.loaded
+        if loaded is None:
+            raise FailedPrecondition("no stage is loaded on this worker", reason="NOT_LOADED", **where)
+        if loaded.fingerprint != request.fingerprint:
+            raise FailedPrecondition(
+                f"this worker holds model {loaded.fingerprint}, the session is for {request.fingerprint}",
+                reason="FINGERPRINT_MISMATCH",
+                field="fingerprint",
+                **where,
+            )
+        stage = loaded.stage
+        if stage.layers != request.layers:
+            raise FailedPrecondition(
+                f"this worker holds layers {stage.layers}, the session expects {request.layers}",
+                reason="LAYER_MISMATCH",
+                field="layers",
+                **where,
+            )
+        expected = stage.layers.last
+        for hop in request.route:
+            if hop.layers.first != expected:
+                raise InvalidArgument(
+                    f"route has layers {hop.layers} behind layer {expected}: gapped or overlapping",
+                    field="route",
+                    **where,
+                )
+            expected = hop.layers.last
+        if expected != stage.config.num_layers:
+            raise InvalidArgument(
+                f"the route ends at layer {expected}, the model has {stage.config.num_layers}",
+                field="route",
+                **where,
+            )
+        return loaded
+
+    @staticmethod
+    def _check_limits(request: Open, stage: Stage, where: dict[str, object]) -> None:
+        limits = {
+            "max_length": stage.config.max_position,
+            "max_rows": MAX_ROWS,
+            "block_rows": 64,
+        }
+        for field, most in limits.items():
+            value = getattr(request, field)
+            if not 1 <= value <= most:
+                raise InvalidArgument(f"{field} is {value}; it must be between 1 and {most}", field=field, **where)
+        tokens = [*request.sampling.logit_bias, *request.stop_token_ids]
+        if any(token >= stage.config.vocab_size for token in tokens):
+            raise InvalidArgument(
+                f"a token of logit_bias or stop_token_ids is not below {stage.config.vocab_size}",
+                field="stop_token_ids",
+                **where,
+            )
+
+    async def _open_next(self, request: Open) -> StageSession:
+        hop = request.route[0]
+        port = await self._peers.stage(hop.address)
+        return await port.open(
+            Open(
+                request_id=request.request_id,
+                fingerprint=request.fingerprint,
+                stage=request.stage + 1,
+                layers=hop.layers,
+                route=request.route[1:],
+                max_length=request.max_length,
+                max_rows=request.max_rows,
+                block_rows=request.block_rows,
+                prompt_length=request.prompt_length,
+                sampling=request.sampling,
+                stop_token_ids=request.stop_token_ids,
+                draft=request.draft,
+            )
+        )
+
+    async def _open_draft(self, request: Open, loaded: LoadedStage) -> DraftLink:
+        assert request.draft is not None
+        assert loaded.stage.head is not None
+        project, device = loaded.stage.head.project, loaded.stage.head.weight.device
+        if request.draft.address is None:
+            held = self._draft_role.loaded if self._draft_role is not None else None
+            if held is None:
+                raise FailedPrecondition(
+                    "no draft is loaded beside the last stage: load one, or name the draft's address",
+                    reason="NOT_LOADED",
+                )
+            state = await self._thread.submit(held.draft.allocate, request.max_length)
+            return LocalDraftLink(self._thread, held.draft, state, loaded.embedding, project)
+        description = (await (await self._peers.worker(request.draft.address)).describe()).draft
+        if description is None:
+            raise FailedPrecondition(f"no draft is loaded at {request.draft.address}", reason="NOT_LOADED")
+        port = await self._peers.draft(request.draft.address)
+        session = await port.open(DraftOpen(request.request_id, description.fingerprint, request.max_length))
+        return RemoteDraftLink(
+            self._thread,
+            session,
+            device,
+            description.head_place is HeadPlace.PROJECTED,
+            description.mask_token_id,
+            loaded.embedding,
+            project,
+        )
+
+    @staticmethod
+    def _capture_request(part: LoadTarget, loader: StageLoader) -> CaptureRequest | None:
+        if part.capture is None:
+            return None
+        checkpoint = Checkpoint(part.capture.draft_path, "--draft")
+        config, fc = drafter_of(checkpoint).read_fc(checkpoint)
+        if config.hidden_size != loader.config.hidden_size:
+            raise InvalidArgument(
+                f"the draft's hidden_size is {config.hidden_size}, the target's {loader.config.hidden_size}: "
+                "name a draft made for this target",
+                field="--draft",
+            )
+        if max(config.capture_layers) >= loader.config.num_layers:
+            raise InvalidArgument(
+                f"the draft captures block {max(config.capture_layers)}, the target has "
+                f"{loader.config.num_layers} blocks: name a draft made for this target",
+                field="--draft",
+            )
+        summed = part.capture.transport is FeatureTransport.SUM
+        return CaptureRequest(config.capture_layers, fc if summed else None)

@@ -1,0 +1,68 @@
+"""A contiguous run of layers on one device: the unit that runs without a copy between devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from services.layers import LayerRange
+from shard_worker.caches import SegmentCaches
+from shard_worker.device import Device
+from shard_worker.families import Family
+from shard_worker.features import Capture, Features
+from shard_worker.model_config import ModelConfig
+from shard_worker.rows import make_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Layers [first, last) on one device. frequencies: RoPE's, float32 on the device."""
+
+    family: Family
+    config: ModelConfig
+    layers: LayerRange
+    device: Device
+    weights: tuple[Any, ...]
+    frequencies: torch.Tensor
+    capture: Capture | None
+    dtype: torch.dtype
+
+    def allocate(self, capacity: int, block_rows: int) -> SegmentCaches:
+        """Caches of one session. capacity: positions; block_rows: rows of its largest verify."""
+        kinds = self.config.layer_kinds[self.layers.first : self.layers.last]
+        like = torch.empty(0, dtype=self.dtype, device=self.device.torch_device)
+        return SegmentCaches.allocate(self.config, kinds, capacity, block_rows, like)
+
+    def run(
+        self,
+        hidden: torch.Tensor,
+        base_position: int,
+        capacity: int,
+        deferred: bool,
+        caches: SegmentCaches,
+        features: Features,
+    ) -> torch.Tensor:
+        """hidden: [n, hidden] on any device -> [n, hidden] on this segment's; captures are added to `features`."""
+        hidden = hidden.to(self.device.torch_device)
+        kinds = frozenset(self.config.layer_kinds[self.layers.first : self.layers.last])
+        rows = make_rows(
+            self.config,
+            kinds,
+            self.frequencies,
+            hidden,
+            base_position,
+            len(hidden),
+            capacity,
+            deferred,
+        )
+        captured: list[torch.Tensor] = []
+        for offset, weights in enumerate(self.weights):
+            slot = caches.slots[offset]
+            hidden = self.family.run_layer(self.config, weights, slot, hidden, rows, caches)
+            if self.capture is not None and self.layers.first + offset in self.capture.indices:
+                captured.append(hidden)
+        if self.capture is not None and captured:
+            self.capture.collect(captured, features)
+        return hidden

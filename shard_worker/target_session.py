@@ -1,0 +1,306 @@
+"""One request on one stage: takes steps, runs them on the device thread, passes them on, brings back what counts.
+
+The last stage decides and answers; every other one relays the answer and applies it while doing so. Positions and the
+step number are checked here, on arrival, so that a lost or repeated frame is refused and never guessed at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
+from services.stage import StageSession
+from services.steps import (
+    Commit,
+    Event,
+    Failure,
+    FailureReason,
+    Forward,
+    Location,
+    Open,
+    Proposal,
+    StageIdentity,
+    StageTiming,
+    StepKind,
+)
+from shard_worker.acceptance import accept
+from shard_worker.draft_link import DraftLink, Guess, slices_to_wire
+from shard_worker.dtypes import dtype_to_name, from_wire, to_wire
+from shard_worker.executor import DeviceThread
+from shard_worker.features import Features
+from shard_worker.sampler import Sampler
+from shard_worker.stage import Stage, StageState
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A step that was passed on and not yet answered."""
+
+    step: int
+    base: int
+    rows: int
+    kind: StepKind
+    arrived_ns: int
+    forward_ns: int
+
+
+class TargetSession:
+    """Implements `services.stage.StageSession` on this worker's devices."""
+
+    def __init__(
+        self,
+        *,
+        thread: DeviceThread,
+        stage: Stage,
+        state: StageState,
+        request: Open,
+        identity: StageIdentity,
+        downstream: StageSession | None,
+        sampler: Sampler | None,
+        draft: DraftLink | None,
+        on_close: Callable[[], None],
+    ) -> None:
+        self._thread, self._stage, self._request = thread, stage, request
+        self._state: StageState | None = state
+        self._location = identity.location
+        self._downstream, self._sampler, self._draft = downstream, sampler, draft
+        self._on_close = on_close
+        self.stages = (identity, *(downstream.stages if downstream is not None else ()))
+        self.max_feature_slices = len(stage.captures)
+        self.max_tensor_bytes = request.max_rows * stage.config.hidden_size * 4
+        self._next_step = 0
+        self._length = 0
+        self._unanswered: deque[InFlight] = deque()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+
+    async def forward(self, forward: Forward) -> None:
+        arrived_ns = time.monotonic_ns()
+        try:
+            self._check(forward)
+            await self._run(forward, arrived_ns)
+        except FlashsplitError as error:
+            location = self._location
+            raise error.located(stage=location.stage, host=location.host, device=location.device) from None
+
+    async def events(self) -> AsyncIterator[Event]:
+        if self._downstream is None:
+            while True:
+                yield await self._events.get()
+        try:
+            async for event in self._downstream.events():
+                if isinstance(event, Commit):
+                    event = self._apply(event)
+                yield event
+                if isinstance(event, Failure) and event.reason is not FailureReason.DRAFT_LOST:
+                    return
+        except FlashsplitError as error:
+            yield _failure(error, self._downstream.stages[0].location)
+
+    async def close(self) -> None:
+        if self._state is None:
+            return
+        self._state = None
+        self._on_close()
+        if self._downstream is not None:
+            await self._downstream.close()
+        if self._draft is not None:
+            await self._draft.close()
+
+    # --- taking a step
+
+    def _check(self, forward: Forward) -> None:
+        config, rows = self._stage.config, len(forward.token_ids)
+        if forward.step != self._next_step:
+            raise FailedPrecondition(
+                f"step is {forward.step}, expected {self._next_step}: a frame was lost or repeated",
+                reason="OUT_OF_STEP",
+                field="step",
+            )
+        if any(flight.kind is StepKind.VERIFY for flight in self._unanswered):
+            raise FailedPrecondition("the last verify has not been answered yet", reason="OUT_OF_STEP", field="step")
+        if forward.base_position != self._length:
+            raise FailedPrecondition(
+                f"base_position is {forward.base_position}, {self._length} tokens are committed",
+                reason="OUT_OF_STEP",
+                field="base_position",
+            )
+        most = self._request.block_rows if forward.kind is StepKind.VERIFY else self._request.max_rows
+        if not 1 <= rows <= most:
+            raise InvalidArgument(f"token_ids has {rows} rows; a {forward.kind} takes 1 to {most}", field="token_ids")
+        if forward.base_position + rows > self._request.max_length:
+            raise InvalidArgument(
+                f"the step ends at position {forward.base_position + rows}, the session holds "
+                f"{self._request.max_length} tokens",
+                reason="CONTEXT_OVERFLOW",
+                field="base_position",
+            )
+        if max(forward.token_ids) >= config.vocab_size:
+            raise InvalidArgument(
+                f"token id {max(forward.token_ids)} is not below the vocabulary's {config.vocab_size}",
+                field="token_ids",
+            )
+        self._check_tensors(forward, rows)
+
+    def _check_tensors(self, forward: Forward, rows: int) -> None:
+        stage, shape = self._stage, (rows, self._stage.config.hidden_size)
+        if (forward.activation is None) != (stage.embedding is not None):
+            wanted = "token ids alone" if stage.embedding is not None else "an activation"
+            raise InvalidArgument(f"this stage takes {wanted}", field="activation")
+        if forward.activation is None:
+            return
+        dtype = dtype_to_name(stage.dtype)
+        if forward.activation.shape != shape or forward.activation.dtype != dtype:
+            raise InvalidArgument(
+                f"activation has shape {list(forward.activation.shape)} of {forward.activation.dtype}; "
+                f"expected {list(shape)} of {dtype}",
+                field="activation",
+            )
+        for piece in forward.features:
+            expected = "float32" if piece.capture_index is None else dtype
+            if piece.features.shape != shape or piece.features.dtype != expected:
+                raise InvalidArgument(
+                    f"features has shape {list(piece.features.shape)} of {piece.features.dtype}; "
+                    f"expected {list(shape)} of {expected}",
+                    field="features",
+                )
+            if (piece.capture_index or 0) >= len(stage.captures):
+                raise InvalidArgument(
+                    f"capture_index is {piece.capture_index}; {len(stage.captures)} blocks are captured",
+                    field="capture_index",
+                )
+
+    async def _run(self, forward: Forward, arrived_ns: int) -> None:
+        self._next_step += 1
+        rows = len(forward.token_ids)
+        if self._downstream is None:
+            await self._answer(forward, arrived_ns)
+            return
+        passed_on, forward_ns = await self._thread.submit(self._compute_and_pack, forward)
+        flight = InFlight(forward.step, forward.base_position, rows, forward.kind, arrived_ns, forward_ns)
+        if forward.kind is not StepKind.VERIFY:
+            self._length += rows
+        self._unanswered.append(flight)
+        await self._downstream.forward(passed_on)
+
+    def _compute(self, forward: Forward) -> tuple[torch.Tensor, Features]:
+        state = self._state
+        if state is None:
+            raise FailedPrecondition("the session is closed", reason="CLOSED")
+        features = Features()
+        if forward.activation is None:
+            hidden = self._stage.embed(forward.token_ids)
+        else:
+            device = self._stage.device
+            hidden = from_wire(forward.activation, device)
+            for piece in forward.features:
+                tensor = from_wire(piece.features, device)
+                if piece.capture_index is None:
+                    features.total = tensor
+                else:
+                    features.slices[piece.capture_index] = tensor
+        deferred = forward.kind is StepKind.VERIFY
+        return self._stage.run(state, hidden, features, deferred=deferred), features
+
+    def _compute_and_pack(self, forward: Forward) -> tuple[Forward, int]:
+        started_ns = time.monotonic_ns()
+        hidden, features = self._compute(forward)
+        pieces = tuple(slices_to_wire(features, forward.base_position))
+        passed_on = replace(forward, activation=to_wire(hidden), features=pieces)
+        return passed_on, time.monotonic_ns() - started_ns
+
+    # --- the last stage
+
+    async def _answer(self, forward: Forward, arrived_ns: int) -> None:
+        produced, features, forward_ns = await self._thread.submit(self._compute_and_choose, forward)
+        counted = len(produced) if forward.kind is StepKind.VERIFY else len(forward.token_ids)
+        base, self._length = self._length, self._length + counted
+        elapsed_ns = time.monotonic_ns() - arrived_ns
+        timing = StageTiming(forward_ns, elapsed_ns)
+        self._events.put_nowait(Commit(forward.step, self._length, tuple(produced), (timing,)))
+        guess = None
+        if produced and forward.propose_tokens:
+            guess = Guess(forward.step, self._length, produced[-1], forward.propose_tokens)
+        # The draft first: the next step waits for its guesses. Counting the rows comes behind, still before the next
+        # forward, because jobs run in order.
+        drafting = asyncio.ensure_future(self._draft_ahead(features.rows(counted), base, guess))
+        await asyncio.sleep(0)
+        if forward.kind is StepKind.VERIFY and self._state is not None:
+            await self._thread.submit(self._stage.commit, self._state, self._length)
+        await drafting
+
+    def _compute_and_choose(self, forward: Forward) -> tuple[list[int], Features, int]:
+        started_ns = time.monotonic_ns()
+        hidden, features = self._compute(forward)
+        head, sampler = self._stage.head, self._sampler
+        assert head is not None
+        assert sampler is not None
+        tokens, base = forward.token_ids, forward.base_position
+        produced: list[int] = []
+        if forward.kind is not StepKind.PREFILL:
+            wanted = hidden if forward.kind is StepKind.VERIFY else hidden[-1:]
+            chosen = sampler.choose(head.logits(wanted), tokens, base)
+            guesses = tokens[1:] if forward.kind is StepKind.VERIFY else ()
+            produced = accept(guesses, chosen, self._request.stop_token_ids)
+        counted = len(produced) if forward.kind is StepKind.VERIFY else len(tokens)
+        sampler.observe(tokens[:counted], base)
+        return produced, features, time.monotonic_ns() - started_ns
+
+    async def _draft_ahead(self, features: Features, start: int, guess: Guess | None) -> None:
+        if self._draft is None:
+            return
+        started_ns = time.monotonic_ns()
+        try:
+            guesses = await self._draft.advance(features, start, guess)
+        except FlashsplitError as error:
+            draft, self._draft = self._draft, None
+            await draft.close()
+            place = Location(
+                None,
+                error.where.get("host", self._location.host),
+                error.where.get("device", self._location.device),
+                error.where.get("address", self._location.address),
+            )
+            failure = _failure(error, place)
+            self._events.put_nowait(replace(failure, reason=FailureReason.DRAFT_LOST))
+            return
+        if guess is not None:
+            elapsed_ns = time.monotonic_ns() - started_ns
+            self._events.put_nowait(Proposal(guess.step, guesses, elapsed_ns))
+
+    # --- every other stage
+
+    def _apply(self, commit: Commit) -> Commit:
+        """Let the rows count that the last stage says count, and add this stage's times.
+
+        Raises FailedPrecondition when the answer doesn't fit the step that is waiting for one.
+        """
+        flight = self._unanswered.popleft() if self._unanswered else None
+        verify = flight is not None and flight.kind is StepKind.VERIFY
+        if (
+            flight is None
+            or commit.step != flight.step
+            or not flight.base < commit.length <= flight.base + flight.rows
+            or (not verify and commit.length != flight.base + flight.rows)
+        ):
+            waiting = "no step" if flight is None else f"step {flight.step} from {flight.base}"
+            raise FailedPrecondition(
+                f"commit of step {commit.step} to length {commit.length} came while {waiting} was waiting",
+                reason="OUT_OF_STEP",
+            )
+        if verify and self._state is not None:
+            self._length = commit.length
+            self._thread.submit(self._stage.commit, self._state, commit.length)
+        elapsed_ns = time.monotonic_ns() - flight.arrived_ns
+        return replace(commit, timings=(StageTiming(flight.forward_ns, elapsed_ns), *commit.timings))
+
+
+def _failure(error: FlashsplitError, location: Location) -> Failure:
+    broken = error.code_name in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
+    reason = FailureReason.LINK_BROKEN if broken else FailureReason.STAGE_FAILED
+    return Failure(reason, f"{location}: {error.message}", location, error.code_name)

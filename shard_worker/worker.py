@@ -1,0 +1,172 @@
+"""A worker process's parts put together: devices, their thread, roles, and what is loaded.
+
+Implements `services.worker.WorkerPort`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from importlib import metadata
+
+import structlog
+import torch
+
+from services.description import FeatureTransport, HeadPlace, Role, WorkerDescription
+from services.draft import DraftServicer
+from services.errors import FailedPrecondition, InvalidArgument, Unimplemented
+from services.peers import Peers
+from services.server import Registration
+from services.stage import StageServicer
+from services.steps import Location
+from services.worker import LoadDraft, LoadProgress, LoadTarget, WorkerServicer
+from shard_worker.device import Device, describe
+from shard_worker.executor import DeviceThread
+from shard_worker.roles.draft import DraftRole
+from shard_worker.roles.target import MAX_ROWS, TargetRole
+
+PROGRESS_INTERVAL_S = 0.1
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """What the command line says. model_path and draft_path win over the paths that a coordinator names."""
+
+    devices: tuple[Device, ...]
+    roles: tuple[Role, ...]
+    model_path: str | None = None
+    draft_path: str | None = None
+    threads: int | None = None
+
+
+class Worker:
+    """One worker. `address` is where peers reach it, known once it listens."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._thread = DeviceThread(config.threads)
+        self._peers = Peers()
+        self._loading = asyncio.Lock()
+        self.address = ""
+        host = socket.gethostname()
+        self._host = host
+        self._draft: DraftRole | None = None
+        self._target: TargetRole | None = None
+        if Role.DRAFT in config.roles:
+            # Beside a stage the draft sits where the head is: on the last device.
+            self._draft = DraftRole(self._thread, config.devices[-1], host)
+        if Role.TARGET in config.roles:
+            self._target = TargetRole(self._thread, config.devices, self._peers, self._location, self._draft)
+
+    def registrations(self) -> list[Registration]:
+        """What to serve."""
+        services: list[Registration] = [WorkerServicer(self).register]
+        if self._target is not None:
+            services.append(StageServicer(self._target).register)
+        if self._draft is not None:
+            services.append(DraftServicer(self._draft).register)
+        return services
+
+    async def describe(self) -> WorkerDescription:
+        return WorkerDescription(
+            host=self._host,
+            process_id=os.getpid(),
+            devices=tuple(describe(device) for device in self._config.devices),
+            roles=self._config.roles,
+            flashsplit_version=metadata.version("flashsplit"),
+            torch_version=torch.__version__,
+            python_version=platform.python_version(),
+            target=self._target.describe() if self._target is not None else None,
+            draft=self._draft.describe() if self._draft is not None else None,
+            open_sessions=self._open_sessions(),
+            max_tensor_bytes=MAX_ROWS * 65536,
+        )
+
+    async def load(self, part: LoadTarget | LoadDraft) -> AsyncIterator[LoadProgress | WorkerDescription]:
+        role, part = self._role_for(part)
+        async with self._loading:
+            if role.loaded is not None and role.loaded.part == part:
+                yield await self.describe()
+                return
+            if role.open_sessions:
+                raise FailedPrecondition(
+                    f"{role.open_sessions} sessions are open on what this worker holds: end them before loading "
+                    "something else",
+                    reason="SESSIONS_OPEN",
+                )
+            log.info("load.started", part=str(part))
+            async for progress in self._run_load(role, part):
+                yield progress
+            log.info("load.finished")
+            yield await self.describe()
+
+    async def close(self) -> None:
+        """Leave the peers and the devices. Safe to call twice."""
+        await self._peers.close()
+        self._thread.shutdown()
+
+    async def _run_load(
+        self, role: TargetRole | DraftRole, part: LoadTarget | LoadDraft
+    ) -> AsyncIterator[LoadProgress]:
+        loop = asyncio.get_running_loop()
+        latest = LoadProgress(0, 0)
+
+        def on_progress(loaded: int, total: int) -> None:
+            nonlocal latest
+            latest = LoadProgress(loaded, total)
+
+        job = self._thread.submit(role.load, part, on_progress)
+        reported = latest
+        deadline = loop.time()
+        while not job.done():
+            deadline += PROGRESS_INTERVAL_S
+            await asyncio.wait([job], timeout=max(0.0, deadline - loop.time()))
+            if latest != reported:
+                reported = latest
+                yield reported
+        job.result()
+
+    def _role_for(self, part: LoadTarget | LoadDraft) -> tuple[TargetRole | DraftRole, LoadTarget | LoadDraft]:
+        config = self._config
+        if isinstance(part, LoadTarget):
+            if self._target is None:
+                raise _role_missing(Role.TARGET)
+            capture = part.capture
+            if capture is not None:
+                capture = replace(capture, draft_path=config.draft_path or capture.draft_path)
+                if capture.transport is FeatureTransport.SUM and not capture.draft_path:
+                    raise InvalidArgument("draft_path is missing: give this worker --draft", field="--draft")
+            model_path = config.model_path or part.model_path
+            return self._target, replace(part, model_path=model_path, capture=capture)
+        if self._draft is None:
+            raise _role_missing(Role.DRAFT)
+        if part.head_place is HeadPlace.SHARED and self._target is None:
+            raise FailedPrecondition(
+                "this worker has no stage beside the draft: use head place loaded or projected",
+                field="head_place",
+            )
+        return self._draft, replace(
+            part,
+            draft_path=config.draft_path or part.draft_path,
+            model_path=config.model_path or part.model_path,
+        )
+
+    def _location(self, stage: int) -> Location:
+        device = "+".join(device.name for device in self._config.devices)
+        return Location(stage, self._host, device, self.address)
+
+    def _open_sessions(self) -> int:
+        return sum(role.open_sessions for role in (self._target, self._draft) if role is not None)
+
+
+def _role_missing(role: Role) -> Unimplemented:
+    return Unimplemented(
+        f"this worker does not offer the role {role}: start it with --roles {role}",
+        reason="ROLE_MISSING",
+    )

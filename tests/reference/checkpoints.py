@@ -1,0 +1,220 @@
+"""Writers of tiny random checkpoints: Qwen3 and Qwen3.5 targets, and DFlash drafts.
+
+Shapes and tensor names come from the transformers model classes, values from the seeded
+generators of `weights`. Every writer returns the folder it filled.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from tests.reference import storage
+from tests.reference.draft_checkpoints import write_draft
+from tests.reference.weights import draw_model, generator
+
+__all__ = ["random_prompts", "write_draft", "write_qwen3", "write_qwen3_5"]
+
+
+def shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def finish(
+    path: Path | str,
+    config: Any,
+    tensors: dict[str, torch.Tensor],
+    eos_token_id: int,
+    dtype: str,
+    max_shard_size: int | str | None,
+) -> Path:
+    """Write config, generation config and tensors of a target."""
+    folder = Path(path)
+    config.save_pretrained(folder)
+    generation = {"eos_token_id": [eos_token_id], "do_sample": False}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
+    stored = {
+        # Published files keep these two in float32 beside bfloat16 projections.
+        name: tensor
+        if name.endswith(("A_log", "linear_attn.norm.weight"))
+        else tensor.to(getattr(torch, dtype))
+        for name, tensor in tensors.items()
+    }
+    storage.save_tensors(folder, stored, max_shard_size)
+    return folder
+
+
+def write_qwen3(
+    path: Path | str,
+    *,
+    seed: int = 0,
+    layers: int = 4,
+    hidden: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    mlp: int = 128,
+    vocab: int = 256,
+    tied: bool = False,
+    dtype: str = "float32",
+    max_shard_size: int | str | None = None,
+    sliding: int | None = None,
+    eos_token_id: int | None = None,
+    max_positions: int = 4096,
+    rope_theta: float = 10_000.0,
+    legacy_rope: bool = False,
+    logit_scale: float = 4.0,
+) -> Path:
+    """A Qwen3 checkpoint; `sliding` gives the second half of the layers that window."""
+    eos = vocab - 1 if eos_token_id is None else eos_token_id
+    config = Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        tie_word_embeddings=tied,
+        use_sliding_window=sliding is not None,
+        sliding_window=sliding,
+        max_window_layers=layers // 2 if sliding is not None else layers,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+        max_position_embeddings=max_positions,
+        eos_token_id=eos,
+        dtype=dtype,
+    )
+    with torch.device("meta"):
+        shapes = shapes_of(Qwen3ForCausalLM(config))
+    tensors = draw_model(
+        shapes, seed=seed, tied=tied, centre=1.0, hidden=hidden, logit_scale=logit_scale
+    )
+    folder = finish(path, config, tensors, eos, dtype, max_shard_size)
+    if legacy_rope:
+        storage.edit_config(folder, flatten_rope)
+    return folder
+
+
+def flatten_rope(config: dict[str, Any]) -> None:
+    """The older spelling of the published Qwen3 files: rope_theta at the top level."""
+    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+    config["rope_scaling"] = None
+
+
+def write_qwen3_5(
+    path: Path | str,
+    *,
+    seed: int = 0,
+    layers: int = 8,
+    hidden: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    linear_key_heads: int = 2,
+    linear_value_heads: int = 4,
+    linear_head_dim: int = 16,
+    mlp: int = 128,
+    vocab: int = 256,
+    tied: bool = False,
+    nested: bool = False,
+    extras: bool = False,
+    dtype: str = "float32",
+    max_shard_size: int | str | None = None,
+    eos_token_id: int | None = None,
+    max_positions: int = 4096,
+    rope_theta: float = 10_000.0,
+    logit_scale: float = 4.0,
+) -> Path:
+    """A Qwen3.5 checkpoint, text-only or (nested) in the multimodal layout."""
+    eos = vocab - 1 if eos_token_id is None else eos_token_id
+    rotary_half = head_dim // 8  # a quarter of the head rotates, in pairs
+    section = [rotary_half - 2 * (rotary_half // 3), rotary_half // 3, rotary_half // 3]
+    text = Qwen3_5TextConfig(
+        architectures=["Qwen3_5ForCausalLM"],
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        tie_word_embeddings=tied,
+        linear_num_key_heads=linear_key_heads,
+        linear_num_value_heads=linear_value_heads,
+        linear_key_head_dim=linear_head_dim,
+        linear_value_head_dim=linear_head_dim,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": rope_theta,
+            "partial_rotary_factor": 0.25,
+            "mrope_interleaved": True,
+            "mrope_section": section,
+        },
+        max_position_embeddings=max_positions,
+        eos_token_id=eos,
+        dtype=dtype,
+        full_attention_interval=4,
+        attn_output_gate=True,
+        mamba_ssm_dtype="float32",
+    )
+    with torch.device("meta"):
+        shapes = shapes_of(Qwen3_5ForCausalLM(text))
+    tensors = draw_model(
+        shapes, seed=seed, tied=tied, centre=0.0, hidden=hidden, logit_scale=logit_scale
+    )
+    config: Any = text
+    if nested:
+        vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+        config = Qwen3_5Config(
+            architectures=["Qwen3_5ForConditionalGeneration"],
+            text_config=text.to_dict(),
+            vision_config=vision | {"out_hidden_size": hidden},
+            tie_word_embeddings=tied,
+            dtype=dtype,
+        )
+        tensors = {
+            name.replace("model.", "model.language_model.", 1): tensor
+            for name, tensor in tensors.items()
+        }
+    if extras:
+        tensors |= {
+            name: torch.randn(shape, generator=generator(seed, name))
+            for name, shape in junk_shapes(hidden).items()
+        }
+    return finish(path, config, tensors, eos, dtype, max_shard_size)
+
+
+def junk_shapes(hidden: int) -> dict[str, tuple[int, ...]]:
+    """Tensors of published files that serve other purposes; a text loader skips them."""
+    return {
+        "mtp.fc.weight": (hidden, 2 * hidden),
+        "mtp.norm.weight": (hidden,),
+        "mtp.pre_fc_norm_embedding.weight": (hidden,),
+        "mtp.pre_fc_norm_hidden.weight": (hidden,),
+        "mtp.layers.0.input_layernorm.weight": (hidden,),
+        "mtp.layers.0.self_attn.q_proj.weight": (2 * hidden, hidden),
+        "mtp.layers.0.mlp.down_proj.weight": (hidden, 2 * hidden),
+        "model.visual.patch_embed.proj.weight": (32, 3, 2, 16, 16),
+        "model.visual.blocks.0.attn.qkv.weight": (96, 32),
+        "model.visual.merger.norm.bias": (32,),
+    }
+
+
+def random_prompts(vocab: int, count: int, seed: int, lengths: Iterable[int]) -> list[list[int]]:
+    """`count` prompts of random ids below `vocab`; the lengths are used in turn."""
+    choices = list(lengths)
+    gen = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(0, vocab, (choices[i % len(choices)],), generator=gen).tolist()
+        for i in range(count)
+    ]
