@@ -43,5 +43,9 @@ $(VENV)/.lint: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --editable '.[worker,test,lint]'
 	@touch $@
 
+bench: $(VENV)/.run
+	$(BIN)/flashsplit bench decode --model deploy/demo/target --draft deploy/demo/draft \
+		--prompts deploy/demo/prompts.json --dtype float32
+
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

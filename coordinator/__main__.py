@@ -10,6 +10,7 @@ from services.logs import configure_logs
 
 _COMMANDS = {
     "generate": "Answer one prompt.",
+    "bench": "Measure decode speed, plain and with DFlash, over one or more workers.",
     "demo": "Show the demo pair at work: plain and DFlash, split over two workers.",
 }
 

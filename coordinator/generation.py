@@ -87,7 +87,9 @@ class Generation:
             async for piece in self._decode_step(session, events):
                 self._decode_s = time.monotonic() - first_token_at
                 yield piece
-        text, _ = self._text.finish()
+        text, stopped = self._text.finish()
+        if stopped:
+            self._finish_reason = "stop"
         if text:
             yield Piece((), text)
         self.answer = Answer(tuple(self._token_ids), self._text.text, self._finish_reason, self._stats(session))
@@ -108,9 +110,10 @@ class Generation:
             while unanswered > (0 if last else CHUNKS_IN_FLIGHT):
                 commit = await self._commit(events)
                 unanswered -= 1
-        yield self._take(commit.token_ids)
-        self._guesses = await self._proposal(events, propose)
         self._length = commit.length
+        yield self._take(commit.token_ids)
+        if self._finish_reason is None:
+            self._guesses = await self._proposal(events, propose)
 
     # --- decode
 
@@ -142,6 +145,8 @@ class Generation:
 
     async def _commit(self, events: AsyncIterator[Event]) -> Commit:
         event = await self._next(events)
+        while isinstance(event, Failure):
+            event = await self._next(events)
         if not isinstance(event, Commit):
             raise InternalError(f"stage 0 answered {type(event).__name__} where a commit was due")
         return event

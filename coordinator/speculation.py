@@ -6,13 +6,14 @@ the length with the most tokens a second. Never changes which tokens come out, o
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 SMOOTHING = 0.2
 WARM_UP_STEPS = 4
 SURE_TOKENS_PER_STEP = 4.0
 """With so many tokens a verify step, speculation pays without asking: a verify never costs that many plain steps."""
-PLAIN_PROBES = 2
+PLAIN_PROBES, VERIFY_PROBES = 2, 4
 FIRST_REST_STEPS, LONGEST_REST_STEPS = 16, 256
 HYSTERESIS = 1.05
 
@@ -31,9 +32,9 @@ class Speculation:
     _survival: list[float] = field(default_factory=list)
     _seconds: dict[int, float] = field(default_factory=dict)
     _current: int = 0
-    _rest: int = 0
     _next_rest: int = FIRST_REST_STEPS
-    _plain_probes: int = 0
+    _ahead: deque[int] = field(default_factory=deque)
+    """Lengths decided already: probes, and the rest of a pause."""
 
     def __post_init__(self) -> None:
         self._current = self.block_size - 1
@@ -46,11 +47,12 @@ class Speculation:
 
     def guesses(self) -> int:
         """Guesses wanted for the next step."""
-        return 0 if self._plain_probes or self._rest else self._current
+        return self._ahead[0] if self._ahead else self._current
 
     def switch_off(self, note: str) -> None:
         """Go on without a draft."""
-        self._current, self._plain_probes, self._rest, self.block_size = 0, 0, 0, 1
+        self._current, self.block_size = 0, 1
+        self._ahead.clear()
         self.notes.append(note)
 
     def observe(self, guesses: int, accepted: int, seconds: float) -> None:
@@ -66,25 +68,28 @@ class Speculation:
             for index in range(min(guesses, accepted + 1)):
                 hit = 1.0 if index < accepted else 0.0
                 self._survival[index] += SMOOTHING * (hit - self._survival[index])
-        self._plain_probes = max(0, self._plain_probes - 1) if not guesses else self._plain_probes
-        self._rest = max(0, self._rest - 1)
+        # Guesses are asked for one step ahead: a step that was decided before the plan doesn't use it up.
+        if self._ahead and bool(self._ahead[0]) == bool(guesses):
+            self._ahead.popleft()
         self._choose()
 
     def _choose(self) -> None:
-        if self.block_size == 1 or self._rest or self._plain_probes or self.verify_steps < WARM_UP_STEPS:
+        if self.block_size == 1 or self._ahead or self.verify_steps < WARM_UP_STEPS:
             return
+        longest = self.block_size - 1
         if 0 not in self._seconds:
-            if self._expected(self.block_size - 1) < SURE_TOKENS_PER_STEP:
-                self._plain_probes = PLAIN_PROBES
+            if self._expected(longest) < SURE_TOKENS_PER_STEP:
+                self._ahead.extend([0] * PLAIN_PROBES)
             return
-        lengths = sorted({0, *(max(1, (self.block_size - 1) // divisor) for divisor in (1, 2, 4))})
+        lengths = sorted({0, *(max(1, longest // divisor) for divisor in (1, 2, 4))})
         best = max(lengths, key=self._rate)
         if self._rate(best) <= self._rate(self._current) * HYSTERESIS:
             best = self._current
         if best == 0:
             # The text may become easier to guess: try again after a rest, later each time.
-            self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST_STEPS)
-            self._note(f"plain decode for {self._rest} steps: blocks of {self._current + 1} cost more than they won")
+            self._ahead.extend([0] * self._next_rest + [longest] * VERIFY_PROBES)
+            self._note(f"plain decode for {self._next_rest} steps: guessing cost more than it won")
+            self._next_rest = min(2 * self._next_rest, LONGEST_REST_STEPS)
             return
         if best < self._current:
             self._note(f"shorter blocks: {best + 1} rows instead of {self._current + 1}")

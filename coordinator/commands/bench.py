@@ -1,0 +1,195 @@
+"""`flashsplit bench`: what the split and the speculation cost and gain on this machine, in one run."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+from rich.progress import Progress
+from rich.table import Table
+
+from coordinator.answer import Answer, Request
+from coordinator.cluster import Cluster, LoadReporter
+from coordinator.commands.generate import render_chat
+from coordinator.console import console
+from coordinator.generation import Generation
+from coordinator.model_files import ModelFiles, read_model_files
+from coordinator.options import PlacementOptions, model_options, placement_options
+from coordinator.running import run
+from services.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Figures of one placement on one kind of prompt. Times in milliseconds a step; hop_ms: mean over the edges."""
+
+    devices: str
+    kind: str
+    prompts: int
+    plain_tokens_per_s: float
+    dflash_tokens_per_s: float
+    speedup: float
+    acceptance_length: float
+    plain_forward_ms: float
+    verify_forward_ms: float
+    draft_ms: float
+    hop_ms: float
+    identical: int
+
+
+@click.group()
+def bench() -> None:
+    """Measure. Figures of one run belong together: compare them as ratios."""
+
+
+@bench.command()
+@model_options(required=True)
+@placement_options
+@click.option("--workers", default="1,2,3", show_default=True, help="Without --target-devices: numbers of CPU workers.")
+@click.option(
+    "--prompts",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    required=True,
+    metavar="FILE",
+    help='JSON object of kinds, each a list of prompts: strings, or objects with "prompt". Kinds other than '
+    '"code" are asked through the chat template.',
+)
+@click.option("--limit", type=click.IntRange(1), default=8, show_default=True, help="Prompts of each kind.")
+@click.option("--max-tokens", type=click.IntRange(2), default=128, show_default=True, help="Tokens of each answer.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list instead of a table.")
+def decode(
+    model: Path,
+    draft: Path | None,
+    workers: str,
+    prompts: Path,
+    limit: int,
+    max_tokens: int,
+    as_json: bool,
+    **placement: str | int | None,
+) -> None:
+    """Decode speed, plain and with DFlash, for one or more placements.
+
+    Every prompt is answered twice in a row, plainly and with DFlash, so that noise meets both alike.
+    """
+
+    async def main() -> None:
+        if draft is None:
+            raise InvalidArgument("--draft is missing: bench decode compares plain decode with DFlash", field="--draft")
+        files = read_model_files(model)
+        kinds = read_prompts(files, prompts, limit)
+        given = placement["target_devices"]
+        placements = [str(given)] if given else [",".join(["cpu"] * int(count)) for count in workers.split(",")]
+        rows: list[Row] = []
+        with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
+            total = len(placements) * sum(len(asked) for asked in kinds.values())
+            task = progress.add_task("answering", total=total)
+            for devices in placements:
+                options = PlacementOptions(**{**placement, "target_devices": devices})  # type: ignore[arg-type]
+                async with options.cluster(files, draft, LoadReporter()) as cluster:
+                    for kind, asked in kinds.items():
+                        pairs = []
+                        # Once unseen: first touches of memory and code belong to nobody's figures.
+                        await answer(cluster, files, asked[0], max_tokens, speculate=True)
+                        for prompt in asked:
+                            plain = await answer(cluster, files, prompt, max_tokens, speculate=False)
+                            dflash = await answer(cluster, files, prompt, max_tokens, speculate=True)
+                            pairs.append((plain, dflash))
+                            progress.advance(task)
+                        rows.append(summarise(devices, kind, pairs))
+        if as_json:
+            print(json.dumps([asdict(row) for row in rows]))
+        else:
+            console.print(table(rows))
+
+    run(main())
+
+
+def read_prompts(files: ModelFiles, path: Path, limit: int) -> dict[str, list[tuple[int, ...]]]:
+    """Prompt tokens by kind. Raises InvalidArgument for a file of another form."""
+    try:
+        kinds = json.loads(path.read_text(encoding="utf-8"))
+        texts = {
+            str(kind): [item if isinstance(item, str) else str(item["prompt"]) for item in items[:limit]]
+            for kind, items in kinds.items()
+        }
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InvalidArgument(
+            f"--prompts {path} must be a JSON object of lists of prompts: {error}", field="--prompts"
+        ) from error
+    if files.tokenizer is None:
+        raise InvalidArgument(f"{files.directory} has no tokenizer.json, which prompts need", field="--model")
+    tokenizer = files.tokenizer
+    return {
+        kind: [
+            tuple(tokenizer.encode(text, add_special_tokens=True)) if kind == "code" else render_chat(files, text)
+            for text in asked
+        ]
+        for kind, asked in texts.items()
+    }
+
+
+async def answer(
+    cluster: Cluster, files: ModelFiles, prompt: tuple[int, ...], max_tokens: int, *, speculate: bool
+) -> Answer:
+    request = Request(
+        request_id=secrets.token_hex(8),
+        prompt_ids=prompt,
+        max_tokens=max_tokens,
+        stop_token_ids=files.stop_token_ids,
+        speculate=speculate,
+    )
+    generation = Generation(cluster, request, files.tokenizer)
+    async for _ in generation.pieces():
+        pass
+    assert generation.answer is not None
+    return generation.answer
+
+
+def summarise(devices: str, kind: str, pairs: list[tuple[Answer, Answer]]) -> Row:
+    """Totals over the prompts: tokens over time, not means of ratios."""
+
+    def rate(answers: list[Answer]) -> float:
+        seconds = sum(one.stats.decode_ms for one in answers) / 1e3
+        return sum(one.stats.completion_tokens - 1 for one in answers) / max(seconds, 1e-9)
+
+    plain, dflash = [list(side) for side in zip(*pairs, strict=True)]
+    plain_steps = max(1, sum(one.stats.steps for one in plain))
+    steps = max(1, sum(one.stats.steps for one in dflash))
+    produced = sum(one.stats.completion_tokens - 1 for one in dflash)
+    edges = plain_steps * len(plain[0].stats.stages)
+    return Row(
+        devices=devices,
+        kind=kind,
+        prompts=len(pairs),
+        plain_tokens_per_s=rate(plain),
+        dflash_tokens_per_s=rate(dflash),
+        speedup=rate(dflash) / max(rate(plain), 1e-9),
+        acceptance_length=produced / steps,
+        plain_forward_ms=sum(stage.forward_ms for one in plain for stage in one.stats.stages) / plain_steps,
+        verify_forward_ms=sum(stage.forward_ms for one in dflash for stage in one.stats.stages) / steps,
+        draft_ms=sum(one.stats.draft_ms for one in dflash) / steps,
+        hop_ms=sum(stage.wire_ms for one in plain for stage in one.stats.stages) / edges,
+        identical=sum(one.token_ids == other.token_ids for one, other in pairs),
+    )
+
+
+def table(rows: list[Row]) -> Table:
+    made = Table(box=None, pad_edge=False)
+    headings = ("devices", "prompts", "plain tok/s", "DFlash tok/s", "ratio", "tokens a step", "plain step ms",
+                "verify ms", "draft ms", "hop ms", "same tokens")  # fmt: skip
+    for heading in headings:
+        made.add_column(heading, justify="right")
+    for row in rows:
+        made.add_row(
+            row.devices,
+            f"{row.prompts} {row.kind}",
+            *(f"{value:.1f}" for value in (row.plain_tokens_per_s, row.dflash_tokens_per_s)),
+            *(f"{value:.2f}" for value in (row.speedup, row.acceptance_length, row.plain_forward_ms)),
+            *(f"{value:.2f}" for value in (row.verify_forward_ms, row.draft_ms, row.hop_ms)),
+            f"{row.identical}/{row.prompts}",
+        )
+    return made

@@ -1,0 +1,105 @@
+"""Placement: what is accepted, what is refused, and which layers come of it."""
+
+from __future__ import annotations
+
+import pytest
+from services.errors import InvalidArgument
+from services.layers import LayerRange
+
+from coordinator.placement import Place, Plan, make_plan, parse_weights, split_layers
+
+
+def plan(**options: object) -> Plan:
+    defaults: dict[str, object] = {
+        "target_devices": None,
+        "layer_split": None,
+        "draft_device": None,
+        "num_layers": 12,
+        "has_draft": False,
+    }
+    return make_plan(**(defaults | options))  # type: ignore[arg-type]
+
+
+def bounds(ranges: list[LayerRange]) -> list[int]:
+    return [ranges[0].first, *(layers.last for layers in ranges)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "weights", "expected"),
+    [
+        (12, [1.0], [0, 12]),
+        (12, [0.3, 0.7], [0, 4, 12]),
+        (64, [0.08, 0.46, 0.46], [0, 5, 35, 64]),
+        (12, [1, 1, 1], [0, 4, 8, 12]),
+        (12, [1e-9, 1], [0, 1, 12]),
+        (12, [1, 1e-9], [0, 11, 12]),
+        (3, [1000, 1, 1], [0, 1, 2, 3]),
+        (5, [1, 1000, 1, 1], [0, 1, 3, 4, 5]),
+    ],
+)
+def test_split_is_proportional_with_one_layer_at_least(
+    layers: int, weights: list[float], expected: list[int]
+) -> None:
+    """Ranges follow the weights, rounded, cover every layer once and are never empty."""
+    ranges = split_layers(layers, weights)
+
+    assert bounds(ranges) == expected
+    assert all(len(part) >= 1 for part in ranges)
+    assert all(one.last == other.first for one, other in zip(ranges, ranges[1:], strict=False))
+
+
+def test_entries_are_devices_joined_devices_or_addresses() -> None:
+    """A comma starts a worker, + joins devices of one vendor, HOST:PORT and unix:PATH are running workers."""
+    stages = plan(target_devices="cuda:0,hip:0+hip:1,10.0.0.7:7001,unix:/run/w.sock,cpu,cpu").stages
+
+    assert [stage.place for stage in stages] == [
+        Place("cuda:0", None),
+        Place("hip:0+hip:1", None),
+        Place(None, "10.0.0.7:7001"),
+        Place(None, "unix:/run/w.sock"),
+        Place("cpu", None),
+        Place("cpu", None),
+    ]
+
+
+def test_draft_is_beside_the_last_stage_unless_named() -> None:
+    """--draft-device puts the draft in a worker of its own; naming the last stage's address changes nothing."""
+    assert plan(has_draft=True).draft is None
+    assert plan(has_draft=True, draft_device="cpu").draft == Place("cpu", None)
+    assert plan(has_draft=True, target_devices="cpu,h:1", draft_device="h:1").draft is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"target_devices": "cuda:0,cuda:0"}, ["--target-devices", "cuda:0", "twice"]),
+        ({"target_devices": "cuda:0+cuda:0"}, ["--target-devices", "twice"]),
+        ({"target_devices": "cuda:0,cuda:1+cuda:0"}, ["--target-devices", "twice"]),
+        ({"target_devices": "h:1,h:1"}, ["--target-devices", "twice"]),
+        ({"target_devices": "cuda:0+hip:0"}, ["several vendors", "comma"]),
+        ({"target_devices": "gpu0"}, ["--target-devices", "gpu0", "neither"]),
+        ({"target_devices": "cpu,"}, ["--target-devices", "neither"]),
+        ({"target_devices": "host:99999"}, ["--target-devices", "neither"]),
+        ({"layer_split": "0.3,0.7"}, ["--target-layer-split", "no effect"]),
+        ({"target_devices": "cpu,cpu", "layer_split": "1"}, ["--target-layer-split", "1 weights", "2 workers"]),
+        ({"target_devices": "cpu,cpu", "layer_split": "1,0"}, ["--target-layer-split", "above 0"]),
+        ({"target_devices": "cpu,cpu", "layer_split": "1,-2"}, ["--target-layer-split", "above 0"]),
+        ({"target_devices": "cpu,cpu", "layer_split": "1,nan"}, ["--target-layer-split", "finite"]),
+        ({"target_devices": "cpu,cpu", "layer_split": "1,inf"}, ["--target-layer-split", "finite"]),
+        ({"target_devices": "cpu,cpu", "layer_split": "a,b"}, ["--target-layer-split", "numbers"]),
+        ({"target_devices": ",".join(["cpu"] * 13)}, ["13 workers", "12 layers"]),
+        ({"draft_device": "cpu"}, ["--draft-device", "no effect", "--draft"]),
+        ({"draft_device": "gpu", "has_draft": True}, ["--draft-device", "gpu"]),
+    ],
+)
+def test_contradictions_are_refused_by_name(options: dict[str, object], words: list[str]) -> None:
+    """A refusal names the option, the value and what to change."""
+    with pytest.raises(InvalidArgument) as caught:
+        plan(**options)
+
+    assert all(word in caught.value.message for word in words), caught.value.message
+
+
+def test_weights_default_to_equal_shares() -> None:
+    """Without --target-layer-split every worker gets the same share."""
+    assert parse_weights(None, 3) == (1.0, 1.0, 1.0)

@@ -1,0 +1,153 @@
+"""Real worker processes, real sockets, real checkpoints; everything a test starts is ended by its process id."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.reference import checkpoints
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, a draft for it, and the target's number of layers."""
+
+    target: Path
+    draft: Path
+    layers: int
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A worker that a test started, as a user would on another terminal."""
+
+    process: subprocess.Popen[bytes]
+    address: str
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+    """A tiny random pair of each family."""
+    root = tmp_path_factory.mktemp("pairs")
+    dense = checkpoints.write_qwen3(root / "qwen3", layers=6, tied=True, max_shard_size="200KB")
+    hybrid = checkpoints.write_qwen3_5(root / "qwen3_5", layers=8, nested=True, extras=True)
+    return {
+        "qwen3": Pair(dense, checkpoints.write_draft(root / "qwen3-draft", dense), 6),
+        "qwen3_5": Pair(
+            hybrid,
+            checkpoints.write_draft(
+                root / "qwen3_5-draft",
+                hybrid,
+                layer_types=("sliding_attention", "full_attention"),
+                sliding_window=32,
+                is_causal=False,
+            ),
+            8,
+        ),
+    }
+
+
+@pytest.fixture
+def start_worker() -> Iterator[Callable[..., Worker]]:
+    """Start `flashsplit-worker` with more arguments; all are ended after the test."""
+    with tempfile.TemporaryDirectory(prefix="fs-") as folder, contextlib.ExitStack() as stack:
+
+        def start(*arguments: str) -> Worker:
+            address = f"unix:{folder}/{len(os.listdir(folder))}.sock"
+            command = [sys.executable, "-m", "shard_worker", "--listen", address, "--device", "cpu"]
+            process = subprocess.Popen(
+                [*command, "--threads", "1", "--log-level", "warning", *arguments], cwd=ROOT
+            )
+            stack.callback(end, process)
+            until(lambda: os.path.exists(address.removeprefix("unix:")), 60)
+            return Worker(process, address)
+
+        yield start
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """Terminate one process that this test started, and wait for it."""
+    process.terminate()
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(5)
+
+
+def until(holds: Callable[[], bool], seconds: float) -> None:
+    """Wait until something holds; fails the test when it doesn't within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.02)
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of the direct children."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                text = Path(f"/proc/{entry}/stat").read_text()
+                if int(text.rpartition(")")[2].split()[1]) == pid:
+                    found.append(int(entry))
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie doesn't)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def flashsplit(*arguments: object) -> subprocess.Popen[str]:
+    """`flashsplit …`, running."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "coordinator", *map(str, arguments)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def generate(*arguments: object, timeout: float = 60) -> dict[str, Any]:
+    """`flashsplit generate … --json`, its object; fails the test on a bad exit code."""
+    process = flashsplit("generate", *arguments, "--json")
+    out, err = process.communicate(timeout=timeout)
+    assert process.returncode == 0, err
+    answer: dict[str, Any] = json.loads(out)
+    return answer
+
+
+def refusal(*arguments: object, timeout: float = 30) -> str:
+    """stderr of a `flashsplit generate` that must fail, cleanly."""
+    process = flashsplit("generate", *arguments)
+    _, err = process.communicate(timeout=timeout)
+    assert process.returncode in (1, 2), (process.returncode, err)
+    assert "Traceback" not in err
+    return err
+
+
+def interrupt(process: subprocess.Popen[str], number: int = signal.SIGINT) -> float:
+    """Send a signal, wait for the end; seconds it took."""
+    began = time.monotonic()
+    process.send_signal(number)
+    process.communicate(timeout=20)
+    return time.monotonic() - began

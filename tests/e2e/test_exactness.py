@@ -1,0 +1,143 @@
+"""The promise: in float32 the tokens of every placement, plain and speculated, are those of transformers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from services.description import FeatureTransport, HeadPlace
+from tests.e2e.conftest import Pair, Worker
+from tests.reference import target
+
+from coordinator.answer import Answer, Request
+from coordinator.cluster import Checkpoints, Cluster
+from coordinator.generation import Generation
+from coordinator.placement import make_plan
+
+TOKENS = 200
+
+
+@pytest.fixture(scope="session")
+def expected(pairs: dict[str, Pair]) -> dict[str, list[tuple[list[int], list[int]]]]:
+    """Prompts of different lengths with clear margins, and what transformers says to them."""
+    cases = {}
+    for name, pair in pairs.items():
+        model = target.load(pair.target)
+        cases[name] = [
+            target.clear_prompt(model, length, TOKENS, seed=10 * length) for length in (1, 2, 5, 40)
+        ]
+    return cases
+
+
+async def answer_all(
+    prompts: list[list[int]],
+    pair: Pair,
+    devices: str,
+    split: str | None = None,
+    *,
+    speculate: bool = True,
+    draft_device: str | None = None,
+    head: HeadPlace = HeadPlace.LOADED,
+    transport: FeatureTransport = FeatureTransport.SUM,
+    prefill_chunk: int = 16,
+) -> list[Answer]:
+    """Answers to all prompts, asked at once."""
+    plan = make_plan(
+        target_devices=devices,
+        layer_split=split,
+        draft_device=draft_device,
+        num_layers=pair.layers,
+        has_draft=True,
+    )
+    checkpoints = Checkpoints(pair.target, pair.draft, "float32", head, transport)
+
+    async def one(cluster: Cluster, number: int, prompt: list[int]) -> Answer:
+        request = Request(
+            f"r{number}", tuple(prompt), TOKENS, speculate=speculate, prefill_chunk=prefill_chunk
+        )
+        generation = Generation(cluster, request, None)
+        async for _ in generation.pieces():
+            pass
+        assert generation.answer is not None
+        return generation.answer
+
+    async with Cluster(plan, checkpoints) as cluster:
+        work = [one(cluster, number, prompt) for number, prompt in enumerate(prompts)]
+        answers = list(await asyncio.gather(*work))
+        for address in cluster.addresses:
+            worker = await (await cluster._peers.worker(address)).describe()
+            assert worker.open_sessions == 0
+    return answers
+
+
+def check(answers: list[Answer], cases: list[tuple[list[int], list[int]]]) -> None:
+    for answer, (_, tokens) in zip(answers, cases, strict=True):
+        assert list(answer.token_ids) == tokens
+        assert answer.finish_reason == "length"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_every_placement_gives_transformers_tokens(
+    family: str,
+    pairs: dict[str, Pair],
+    expected: dict[str, list[tuple[list[int], list[int]]]],
+    start_worker: Callable[..., Worker],
+) -> None:
+    """One, two and three workers, plain and speculated, draft beside or apart, summed or sliced features."""
+    pair, cases = pairs[family], expected[family]
+    prompts = [prompt for prompt, _ in cases]
+    one, two, three, four = (start_worker().address for _ in range(4))
+
+    async def run() -> None:
+        for speculate in (False, True):
+            check(await answer_all(prompts, pair, one, speculate=speculate), cases)
+            check(await answer_all(prompts, pair, f"{one},{two}", "0.3,0.7", speculate=speculate), cases)
+        check(await answer_all(prompts, pair, f"{one},{two},{three}", prefill_chunk=7), cases)
+        both = f"{one},{two}"
+        check(await answer_all(prompts, pair, both, transport=FeatureTransport.SLICES), cases)
+        for head in (HeadPlace.LOADED, HeadPlace.PROJECTED):
+            for transport in FeatureTransport:
+                answers = await answer_all(
+                    prompts, pair, both, draft_device=four, head=head, transport=transport
+                )
+                check(answers, cases)
+                assert all(answer.stats.draft_tokens > 0 for answer in answers)
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_twenty_prompts_at_every_cut(
+    family: str, pairs: dict[str, Pair], start_worker: Callable[..., Worker]
+) -> None:
+    """20 prompts of 200 tokens, every cut into two stages, plain and speculated."""
+    pair = pairs[family]
+    model = target.load(pair.target)
+    cases = [target.clear_prompt(model, 3 + 2 * seed, TOKENS, seed=100 * seed) for seed in range(20)]
+    prompts = [prompt for prompt, _ in cases]
+    devices = ",".join(start_worker().address for _ in range(2))
+
+    async def run() -> None:
+        for cut in range(1, pair.layers):
+            for speculate in (False, True):
+                split = f"{cut},{pair.layers - cut}"
+                check(await answer_all(prompts, pair, devices, split, speculate=speculate), cases)
+
+    asyncio.run(run())
+
+
+def test_checkpoint_paths_are_the_workers_own(
+    pairs: dict[str, Pair], start_worker: Callable[..., Worker], tmp_path: Path
+) -> None:
+    """A worker with --model and --draft serves its own copies, whatever path the coordinator names."""
+    pair = pairs["qwen3"]
+    worker = start_worker("--model", str(pair.target), "--draft", str(pair.draft))
+    elsewhere = Pair(tmp_path / "not-there", tmp_path / "nor-here", pair.layers)
+
+    answers = asyncio.run(answer_all([[1, 2, 3]], elsewhere, worker.address))
+
+    assert len(answers[0].token_ids) == TOKENS
