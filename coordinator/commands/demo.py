@@ -20,7 +20,7 @@ from coordinator.running import run
 from services.errors import FailedPrecondition
 from services.process import list_devices
 
-PROMPT = "Write the numbers from 1 to 40 as a JSON list."
+PROMPT = "Calculate 4729 + 3485."
 
 
 @click.command()

@@ -1,0 +1,28 @@
+"""On a machine with a GPU: a real mixed-backend split, `cuda:0` beside `cpu`, gives the CPU's tokens in float32."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.e2e.conftest import ROOT, generate
+
+from shard_worker.device import best_devices
+
+DEMO = ROOT / "deploy" / "demo"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_demo_pair_over_gpu_and_cpu_gives_the_cpus_tokens() -> None:
+    """Plain and with DFlash, GPU first and CPU first, float32, on held-out prompts of every kind."""
+    gpu = best_devices()[0]
+    prompts = json.loads((DEMO / "prompts.json").read_text())
+    texts = [item if isinstance(item, str) else item["prompt"] for items in prompts.values() for item in items[:2]]
+    for text in texts:
+        asked = ["--model", DEMO / "target", "--chat", "--prompt", text, "--max-tokens", "120", "--dtype", "float32"]
+        expected = generate(*asked, "--target-devices", "cpu")["token_ids"]
+        for devices in (f"{gpu},cpu", f"cpu,{gpu}", gpu):
+            for more in ([], ["--draft", DEMO / "draft"]):
+                found = generate(*asked, *more, "--target-devices", devices)
+                assert found["token_ids"] == expected, (devices, more, text)
