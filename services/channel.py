@@ -1,7 +1,8 @@
 """Channel options, the same on both sides of every edge, and opening a channel to a worker.
 
-Message sizes are bounded by the chunk size: larger payloads are cut (`services.tensors`). Keepalive notices a dead host
-within about ten seconds; a dead process on a living host is noticed at once by its closed socket.
+Message sizes are bounded: larger payloads are cut (`services.tensors`). A dead process is noticed at once by its closed
+socket; pings notice a dead host or a frozen process within some seconds, however long a worker computes, because gRPC
+answers them on threads of its own.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import time
 
 import grpc
 
+from services.addresses import grpc_target, parse_address
 from services.errors import Unavailable
 from services.tensors import CHUNK_BYTES
 
-# A frame carries at most one piece of each of its tensors: an activation and up to some captured blocks.
-MAX_MESSAGE_BYTES = 32 * CHUNK_BYTES
+# A frame's tensors share one chunk's worth of bytes; the rest is for its lists (token ids, logit biases, tensor names).
+MAX_MESSAGE_BYTES = 8 * CHUNK_BYTES
 
 _COMMON: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -23,6 +25,8 @@ _COMMON: list[tuple[str, int]] = [
     ("grpc.max_metadata_size", 64 << 10),
     ("grpc.keepalive_time_ms", 8_000),
     ("grpc.keepalive_timeout_ms", 4_000),
+    # Pings that gRPC sends of its own accord while data flows hold keepalive back, and wait a minute unless told.
+    ("grpc.http2.ping_timeout_ms", 4_000),
     ("grpc.http2.max_pings_without_data", 0),
 ]
 CLIENT_OPTIONS: list[tuple[str, int]] = [
@@ -44,8 +48,9 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
 
 
 async def connect(address: str, *, timeout_s: float) -> grpc.aio.Channel:
-    """A channel that is ready. Raises Unavailable when the worker doesn't answer in time."""
-    channel = grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+    """A channel that is ready. Raises Unavailable when the worker doesn't answer in time, InvalidArgument for what is
+    no address."""
+    channel = grpc.aio.insecure_channel(grpc_target(parse_address(address)), options=CLIENT_OPTIONS)
     deadline = time.monotonic() + timeout_s
     try:
         await asyncio.wait_for(channel.channel_ready(), timeout=deadline - time.monotonic())

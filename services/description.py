@@ -5,6 +5,7 @@ The handshake of every pair of processes is over these; `check_protocol` is its 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
@@ -52,9 +53,9 @@ _HEAD_NUMBERS = {
     HeadPlace.LOADED: model_pb2.HEAD_PLACE_LOADED,
     HeadPlace.PROJECTED: model_pb2.HEAD_PLACE_PROJECTED,
 }
-_ROLES = {number: role for role, number in _ROLE_NUMBERS.items()}
-_TRANSPORTS = {number: transport for transport, number in _TRANSPORT_NUMBERS.items()}
-_HEADS = {number: place for place, number in _HEAD_NUMBERS.items()}
+_ROLES: Mapping[int, Role] = {number: role for role, number in _ROLE_NUMBERS.items()}
+_TRANSPORTS: Mapping[int, FeatureTransport] = {number: transport for transport, number in _TRANSPORT_NUMBERS.items()}
+_HEADS: Mapping[int, HeadPlace] = {number: place for place, number in _HEAD_NUMBERS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ def range_from_message(message: model_pb2.LayerRange, field: str = "layers") -> 
     return LayerRange(message.first, message.last)
 
 
-def transport_to_number(transport: FeatureTransport | None) -> int:
+def transport_to_number(transport: FeatureTransport | None) -> model_pb2.FeatureTransport:
     if transport is None:
         return model_pb2.FEATURE_TRANSPORT_UNSPECIFIED
     return _TRANSPORT_NUMBERS[transport]
@@ -162,7 +163,7 @@ def transport_from_number(number: int) -> FeatureTransport | None:
     return _known(_TRANSPORTS, number, "feature_transport")
 
 
-def head_to_number(place: HeadPlace) -> int:
+def head_to_number(place: HeadPlace) -> model_pb2.HeadPlace:
     return _HEAD_NUMBERS[place]
 
 
@@ -170,7 +171,7 @@ def head_from_number(number: int) -> HeadPlace:
     return _known(_HEADS, number, "head_place")
 
 
-def _known(table: dict[int, _T], number: int, field: str) -> _T:
+def _known(table: Mapping[int, _T], number: int, field: str) -> _T:
     if number not in table:
         accepted = ", ".join(f"{key} ({value})" for key, value in table.items())
         raise InvalidArgument(f"{field} is {number}, not one of {accepted}", field=field)

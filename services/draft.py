@@ -6,7 +6,8 @@ Its client is the last stage of the target.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,10 +19,11 @@ from flashsplit.shard.v1 import (
     draft_service_pb2_grpc as pb_grpc,
 )
 from services import stage_frames
-from services.errors import InvalidArgument, Unavailable, answering, from_rpc_error
+from services.client_stream import ClientStream
+from services.errors import InvalidArgument, Unavailable, answering
 from services.steps import FeatureSlice
 from services.streams import read_tensors
-from services.tensors import WireTensor, first_piece, further_pieces, incomplete
+from services.tensors import OutgoingTensors, WireTensor, incomplete
 
 SERVICE = pb.DESCRIPTOR.services_by_name["DraftService"].full_name
 
@@ -100,7 +102,8 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
                 await context.write(pb.RunDraftResponse(opened=opened))
                 await self._serve(session, context)
             finally:
-                await session.close()
+                # A caller that cancels meanwhile must not leave a session half closed.
+                await asyncio.shield(session.close())
 
     @staticmethod
     async def _serve(session: DraftSession, context: grpc.aio.ServicerContext) -> None:
@@ -130,14 +133,16 @@ async def _propose_from_message(
     return Propose(message.step, message.position, message.token_id, message.tokens, embed)
 
 
-def _guesses_to_messages(step: int, guesses: Guesses) -> list[pb.RunDraftResponse]:
-    proposed = draft_pb2.Proposed(step=step)
-    if not isinstance(guesses, WireTensor):
-        proposed.tokens.token_ids.extend(guesses)
-        return [pb.RunDraftResponse(proposed=proposed)]
-    first_piece(guesses, proposed.project.hidden)
-    chunks = [pb.RunDraftResponse(chunk=chunk) for chunk in further_pieces([guesses])]
-    return [pb.RunDraftResponse(proposed=proposed), *chunks]
+def _guesses_to_messages(step: int, guesses: Guesses) -> Iterator[pb.RunDraftResponse]:
+    response, tensors = pb.RunDraftResponse(), OutgoingTensors()
+    response.proposed.step = step
+    if isinstance(guesses, WireTensor):
+        tensors.put(guesses, response.proposed.project.hidden)
+    else:
+        response.proposed.tokens.token_ids.extend(guesses)
+    yield response
+    for chunk in tensors.chunks():
+        yield pb.RunDraftResponse(chunk=chunk)
 
 
 class RemoteDraft:
@@ -148,23 +153,21 @@ class RemoteDraft:
         self._address = address
 
     async def open(self, request: DraftOpen) -> RemoteDraftSession:
-        call = self._stub.RunDraft()
+        stream = ClientStream(self._stub.RunDraft(), address=self._address)
         message = draft_pb2.DraftOpen(
             request_id=request.request_id,
             fingerprint=request.fingerprint,
             max_length=request.max_length,
         )
         try:
-            await call.write(pb.RunDraftRequest(open=message))
-            response = await call.read()
+            await stream.send(pb.RunDraftRequest(open=message))
+            response = await stream.read()
             if response is grpc.aio.EOF:
-                raise InvalidArgument(f"{self._address} closed the draft session without opening it")
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, address=self._address) from error
-        except asyncio.CancelledError:
-            call.cancel()
+                raise Unavailable(f"{self._address} closed the draft session without opening it", address=self._address)
+            return RemoteDraftSession(stream, response.opened.host, response.opened.device)
+        except BaseException:
+            stream.cancel()
             raise
-        return RemoteDraftSession(call, response.opened.host, response.opened.device, self._address)
 
 
 class RemoteDraftSession:
@@ -172,49 +175,40 @@ class RemoteDraftSession:
 
     max_tensor_bytes = 64 << 20
 
-    def __init__(self, call: grpc.aio.StreamStreamCall, host: str, device: str, address: str) -> None:
-        self._call, self._address = call, address
+    def __init__(self, stream: ClientStream, host: str, device: str) -> None:
+        self._stream = stream
         self.host, self.device = host, device
+        stream.where |= {"host": host, "device": device}
 
     async def feature_slice(self, piece: FeatureSlice) -> None:
-        request = pb.RunDraftRequest()
-        stage_frames.slice_to_message(piece, request.feature_slice)
-        await self._send(request, [piece.features])
+        request, tensors = pb.RunDraftRequest(), OutgoingTensors()
+        stage_frames.slice_to_message(piece, request.feature_slice, tensors)
+        await self._send(request, tensors)
 
     async def propose(self, request: Propose) -> Guesses:
-        frame = pb.RunDraftRequest()
+        frame, tensors = pb.RunDraftRequest(), OutgoingTensors()
         message = frame.propose
         message.step, message.position = request.step, request.position
         message.token_id, message.tokens = request.token_id, request.tokens
         if request.embed is not None:
-            first_piece(request.embed, message.embed.rows)
-        await self._send(frame, [] if request.embed is None else [request.embed])
-        try:
-            response = await self._call.read()
-            if response is grpc.aio.EOF:
-                raise Unavailable(f"the draft worker at {self._address} ended its session")
-            proposed = response.proposed
-            if proposed.WhichOneof("result") != "project":
-                return tuple(proposed.tokens.token_ids)
-            tensor = incomplete(proposed.project.hidden, "project.hidden", self.max_tensor_bytes)
-            [hidden] = await read_tensors(self._call, [tensor])
-            return hidden
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, **self._where) from error
+            tensors.put(request.embed, message.embed.rows)
+        await self._send(frame, tensors)
+        response = await self._stream.read()
+        if response is grpc.aio.EOF:
+            raise await self._stream.ended()
+        if (frame_name := response.WhichOneof("frame")) != "proposed":
+            raise InvalidArgument(f"answer {frame_name} is not expected here", field="frame")
+        proposed = response.proposed
+        if proposed.WhichOneof("result") != "project":
+            return tuple(proposed.tokens.token_ids)
+        tensor = incomplete(proposed.project.hidden, "project.hidden", self.max_tensor_bytes)
+        [hidden] = await read_tensors(self._stream, [tensor])
+        return hidden
 
     async def close(self) -> None:
-        self._call.cancel()
+        await self._stream.close()
 
-    @property
-    def _where(self) -> dict[str, str]:
-        return {"host": self.host, "device": self.device, "address": self._address}
-
-    async def _send(self, frame: pb.RunDraftRequest, tensors: Sequence[WireTensor]) -> None:
-        try:
-            await self._call.write(frame)
-            for chunk in further_pieces(tensors):
-                await self._call.write(pb.RunDraftRequest(chunk=chunk))
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, **self._where) from error
-        except asyncio.InvalidStateError as error:
-            raise Unavailable(f"the draft worker at {self._address} ended its session", **self._where) from error
+    async def _send(self, frame: pb.RunDraftRequest, tensors: OutgoingTensors) -> None:
+        chunks = (pb.RunDraftRequest(chunk=chunk) for chunk in tensors.chunks())
+        if not await self._stream.send_all(itertools.chain([frame], chunks)):
+            raise await self._stream.ended()

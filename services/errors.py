@@ -22,11 +22,13 @@ from collections.abc import AsyncIterator, Mapping
 
 import grpc
 import structlog
-from google.protobuf.any_pb2 import Any as AnyMessage
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 DOMAIN = "flashsplit"
+
+# Texts may quote what a caller sent; they travel in HTTP/2 headers, whose size is limited.
+_MAX_TEXT = 2000
 
 log = structlog.get_logger()
 
@@ -93,21 +95,24 @@ class InternalError(FlashsplitError):
 
 _BY_CODE: Mapping[grpc.StatusCode, type[FlashsplitError]] = {
     kind.code: kind for kind in FlashsplitError.__subclasses__()
+} | {
+    # Said by a server that stops and cuts its running calls.
+    grpc.StatusCode.CANCELLED: Unavailable
 }
 _BY_NAME = {code.name: kind for code, kind in _BY_CODE.items()}
 
 
-def error_named(code_name: str, message: str, **where: object) -> FlashsplitError:
+def error_named(code_name: str, message: str, *, reason: str | None = None, **where: object) -> FlashsplitError:
     """The exception for a status code's name; `InternalError` for a name that the table lacks."""
-    return _BY_NAME.get(code_name, InternalError)(message, **where)
+    return _BY_NAME.get(code_name, InternalError)(message, reason=reason).located(**where)
 
 
 def to_status(error: FlashsplitError) -> grpc.Status:
-    """The rich gRPC status of an exception."""
-    info = AnyMessage()
-    info.Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.where))
+    """The rich gRPC status of an exception; very long texts are cut."""
     code, _ = error.code.value
-    status = status_pb2.Status(code=code, message=error.message, details=[info])
+    status = status_pb2.Status(code=code, message=_cut(error.message))
+    metadata = {key: _cut(value) for key, value in error.where.items()}
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata))
     return rpc_status.to_status(status)
 
 
@@ -115,20 +120,31 @@ def from_rpc_error(error: grpc.RpcError, **where: object) -> FlashsplitError:
     """The exception behind a failed call; `where` fills in what the other side did not say."""
     code, text = error.code(), error.details() or "no details"
     kind = _BY_CODE.get(code, InternalError)
-    status = rpc_status.from_call(error) if _has_trailers(error) else None
-    for detail in status.details if status is not None else ():
-        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
-            info = error_details_pb2.ErrorInfo()
-            detail.Unpack(info)
-            return kind(text, reason=info.reason, **dict(info.metadata)).located(**where)
-    if code == grpc.StatusCode.UNAVAILABLE:
+    info = _error_info(error)
+    if info is not None:
+        known = kind(text, reason=info.reason)
+        known.where.update(info.metadata)
+        return known.located(**where)
+    if kind is Unavailable:
         place = where.get("address", "the worker")
         text = f"{place} does not answer: {text}"
-    return kind(text, **where)
+    return kind(text).located(**where)
 
 
-def _has_trailers(error: grpc.RpcError) -> bool:
-    return hasattr(error, "trailing_metadata") and error.trailing_metadata() is not None
+def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
+    try:
+        status = rpc_status.from_call(error)
+    except Exception:
+        # Details that cannot be read, or contradict the status, say nothing; code and text remain.
+        return None
+    info = error_details_pb2.ErrorInfo()
+    if status is None or not any(detail.Unpack(info) for detail in status.details):
+        return None
+    return info
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}…"
 
 
 @contextlib.asynccontextmanager
@@ -139,14 +155,15 @@ async def answering(context: grpc.aio.ServicerContext, **where: object) -> Async
     """
     try:
         yield
-    except grpc.aio.AbortError:
+    except grpc.aio.BaseError:
+        # gRPC's own: the stream is over, nobody is left to tell.
         raise
     except FlashsplitError as error:
         await context.abort_with_status(to_status(error.located(**where)))
     except Exception:
         log.exception("call.failed", **where)
-        error = InternalError("internal error: the worker's log has the details", **where)
-        await context.abort_with_status(to_status(error))
+        failure = InternalError("internal error: the worker's log has the details").located(**where)
+        await context.abort_with_status(to_status(failure))
 
 
 def rpc_failures_as_errors(**where: object) -> _RpcFailures:

@@ -18,7 +18,7 @@ class Peers:
     def __init__(self, timeout_s: float = 5.0) -> None:
         self._timeout_s = timeout_s
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._connecting = asyncio.Lock()
+        self._connecting: dict[str, asyncio.Lock] = {}
 
     async def worker(self, address: str) -> RemoteWorker:
         return RemoteWorker(await self._channel(address), address)
@@ -36,16 +36,11 @@ class Peers:
             await channel.close()
 
     async def _channel(self, address: str) -> grpc.aio.Channel:
-        known = self._channels.get(address)
-        if known is not None and known.get_state() == grpc.ChannelConnectivity.READY:
-            return known
-        async with self._connecting:
+        async with self._connecting.setdefault(address, asyncio.Lock()):
             known = self._channels.pop(address, None)
-            if known is not None:
-                if known.get_state() == grpc.ChannelConnectivity.READY:
-                    self._channels[address] = known
-                    return known
+            if known is not None and known.get_state() != grpc.ChannelConnectivity.READY:
                 # A worker that was gone is asked anew, without waiting out the old channel's back-off.
                 await known.close()
-            self._channels[address] = await connect(address, timeout_s=self._timeout_s)
+                known = None
+            self._channels[address] = known or await connect(address, timeout_s=self._timeout_s)
             return self._channels[address]

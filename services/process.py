@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -88,6 +89,14 @@ class WorkerProcess:
         while self._stopping:
             await asyncio.sleep(3600)
         return self._obituary(code)
+
+    def last_exception(self) -> str | None:
+        """The last unexpected exception in the worker's log, e.g. "ValueError: …"."""
+        for line in reversed(self._log_text().splitlines()):
+            with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
+                raised = json.loads(line)["exception"][-1]
+                return f"{raised['exc_type']}: {raised['exc_value']}"
+        return None
 
     async def stop(self) -> None:
         """End the process and remove its scratch directory. Safe to call twice and at any moment."""

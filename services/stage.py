@@ -14,12 +14,15 @@ import grpc
 
 from flashsplit.shard.v1 import stage_service_pb2 as pb, stage_service_pb2_grpc as pb_grpc
 from services import stage_frames as frames
-from services.errors import InvalidArgument, answering, from_rpc_error
-from services.steps import Event, Failure, FailureReason, Forward, Open, StageIdentity
-from services.streams import CLOSE_GRACE_S, first_done, read_tensors
-from services.tensors import further_pieces
+from services.client_stream import ClientStream
+from services.errors import InvalidArgument, Unavailable, answering
+from services.steps import Commit, Event, Failure, FailureReason, Forward, Open, StageIdentity
+from services.streams import first_done, read_tensors
 
 SERVICE = pb.DESCRIPTOR.services_by_name["StageService"].full_name
+
+MAX_STEPS_AHEAD = 64
+"""Steps that a stage takes before it waits for the caller to read answers, so that unread ones cannot pile up."""
 
 
 class StageSession(Protocol):
@@ -69,15 +72,18 @@ class StageServicer(pb_grpc.StageServiceServicer):
             if first is grpc.aio.EOF or first.WhichOneof("frame") != "open":
                 raise InvalidArgument("the first frame of a session must be open", field="frame")
             session = await self._port.open(frames.open_from_message(first.open))
+            ahead = asyncio.Semaphore(MAX_STEPS_AHEAD)
             try:
                 await context.write(pb.RunStageResponse(opened=frames.opened(session.stages)))
-                await first_done(self._take(session, context), self._answer(session, context))
+                # A failure that was answered in-band decides over an error that it caused in the other loop.
+                await first_done(self._answer(session, context, ahead), self._take(session, context, ahead))
             finally:
-                await session.close()
+                # A caller that cancels meanwhile must not leave a session half closed.
+                await asyncio.shield(session.close())
 
     @staticmethod
-    async def _take(session: StageSession, context: grpc.aio.ServicerContext) -> None:
-        while (request := await context.read()) is not grpc.aio.EOF:
+    async def _take(session: StageSession, context: grpc.aio.ServicerContext, ahead: asyncio.Semaphore) -> None:
+        while await ahead.acquire() and (request := await context.read()) is not grpc.aio.EOF:
             match request.WhichOneof("frame"):
                 case "forward_from_tokens":
                     forward = frames.from_tokens(request.forward_from_tokens)
@@ -90,9 +96,11 @@ class StageServicer(pb_grpc.StageServiceServicer):
             await session.forward(forward)
 
     @staticmethod
-    async def _answer(session: StageSession, context: grpc.aio.ServicerContext) -> None:
+    async def _answer(session: StageSession, context: grpc.aio.ServicerContext, ahead: asyncio.Semaphore) -> None:
         async for event in session.events():
             await context.write(frames.event_to_message(event))
+            if isinstance(event, Commit):
+                ahead.release()
             if isinstance(event, Failure) and event.reason is not FailureReason.DRAFT_LOST:
                 return
 
@@ -105,65 +113,36 @@ class RemoteStage:
         self._address = address
 
     async def open(self, request: Open) -> RemoteStageSession:
-        call = self._stub.RunStage()
+        stream = ClientStream(self._stub.RunStage(), stage=request.stage, address=self._address)
         try:
-            await call.write(pb.RunStageRequest(open=frames.open_to_message(request)))
-            response = await call.read()
+            await stream.send(pb.RunStageRequest(open=frames.open_to_message(request)))
+            response = await stream.read()
             if response is grpc.aio.EOF:
-                raise InvalidArgument(f"{self._address} closed the session without opening it")
-        except grpc.RpcError as error:
-            where = {"stage": request.stage, "address": self._address}
-            raise from_rpc_error(error, **where) from error
-        except asyncio.CancelledError:
-            call.cancel()
+                raise Unavailable(f"{self._address} closed the session without opening it", address=self._address)
+            return RemoteStageSession(stream, frames.opened_from_message(response.opened))
+        except BaseException:
+            stream.cancel()
             raise
-        return RemoteStageSession(call, frames.opened_from_message(response.opened), self._address)
 
 
 class RemoteStageSession:
     """A `StageSession` at the other end of a stream."""
 
-    def __init__(self, call: grpc.aio.StreamStreamCall, stages: tuple[StageIdentity, ...], address: str) -> None:
-        self._call, self._address = call, address
+    def __init__(self, stream: ClientStream, stages: tuple[StageIdentity, ...]) -> None:
+        self._stream = stream
         self.stages = stages
         self.max_tensor_bytes = 0
         self.max_feature_slices = 0
+        stream.where |= {"host": stages[0].location.host, "device": stages[0].location.device}
 
     async def forward(self, forward: Forward) -> None:
-        message, tensors = frames.forward_to_message(forward)
-        try:
-            await self._call.write(message)
-            for chunk in further_pieces(tensors):
-                await self._call.write(pb.RunStageRequest(chunk=chunk))
-        except (grpc.RpcError, asyncio.InvalidStateError):
-            # The stream is over; events() says why.
-            return
+        """As the port says, but raises nothing: where the stream is over, events() says why."""
+        await self._stream.send_all(frames.forward_to_messages(forward))
 
     async def events(self) -> AsyncIterator[Event]:
         """As the port says; raises the FlashsplitError that ended the stream, if one did."""
-        try:
-            while (response := await self._call.read()) is not grpc.aio.EOF:
-                yield frames.event_from_message(response)
-        except grpc.RpcError as error:
-            where = self.stages[0].location
-            raise from_rpc_error(
-                error,
-                stage=where.stage,
-                host=where.host,
-                device=where.device,
-                address=self._address,
-            ) from error
+        while (response := await self._stream.read()) is not grpc.aio.EOF:
+            yield frames.event_from_message(response)
 
     async def close(self) -> None:
-        """End the stream cleanly, and wait a moment for the other side to have freed the session."""
-        if self._call.done():
-            return
-        try:
-            await self._call.done_writing()
-            async with asyncio.timeout(CLOSE_GRACE_S):
-                while await self._call.read() is not grpc.aio.EOF:
-                    pass
-        except (TimeoutError, grpc.RpcError, asyncio.InvalidStateError):
-            pass
-        finally:
-            self._call.cancel()
+        await self._stream.close()

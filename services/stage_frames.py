@@ -4,6 +4,7 @@ as this is possible without knowing the model."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 
 from flashsplit.shard.v1 import failure_pb2, stage_pb2, stage_service_pb2 as pb
 from services.addresses import parse_address
@@ -26,20 +27,24 @@ from services.steps import (
     StageTiming,
     StepKind,
 )
-from services.tensors import IncomingTensor, WireTensor, first_piece, incomplete
+from services.tensors import IncomingTensor, OutgoingTensors, WireTensor, incomplete
+
+MAX_STAGES = 1024
+MAX_ADDED_TO_LOGITS = 1e6
+"""Largest bias, and largest penalty for each occurrence: far above any logit, far below where float32 ends."""
 
 _KIND_NUMBERS = {
     StepKind.PREFILL: stage_pb2.STEP_KIND_PREFILL,
     StepKind.DECODE: stage_pb2.STEP_KIND_DECODE,
     StepKind.VERIFY: stage_pb2.STEP_KIND_VERIFY,
 }
-_KINDS = {number: kind for kind, number in _KIND_NUMBERS.items()}
+_KINDS: Mapping[int, StepKind] = {number: kind for kind, number in _KIND_NUMBERS.items()}
 _REASON_NUMBERS = {
     FailureReason.LINK_BROKEN: failure_pb2.FAILURE_REASON_LINK_BROKEN,
     FailureReason.STAGE_FAILED: failure_pb2.FAILURE_REASON_STAGE_FAILED,
     FailureReason.DRAFT_LOST: failure_pb2.FAILURE_REASON_DRAFT_LOST,
 }
-_REASONS = {number: reason for reason, number in _REASON_NUMBERS.items()}
+_REASONS: Mapping[int, FailureReason] = {number: reason for reason, number in _REASON_NUMBERS.items()}
 
 
 # --- open
@@ -67,7 +72,12 @@ def open_to_message(request: Open) -> stage_pb2.Open:
 
 
 def open_from_message(message: stage_pb2.Open) -> Open:
-    """Raises InvalidArgument for ranges, addresses and sampling numbers that make no sense."""
+    """Raises InvalidArgument for places, ranges, addresses and sampling numbers that make no sense."""
+    if message.stage + len(message.route) >= MAX_STAGES:
+        raise InvalidArgument(
+            f"stage is {message.stage} with {len(message.route)} behind it: a chain has at most {MAX_STAGES} stages",
+            field="stage",
+        )
     draft = None
     if message.HasField("draft"):
         here = not message.draft.HasField("address")
@@ -130,39 +140,42 @@ def check_sampling(sampling: Sampling) -> None:
         if value is not None and not (math.isfinite(value) and holds):
             raise InvalidArgument(f"{name} is {value}; it must be {accepted}", field=name)
 
-    s = sampling
+    s, most = sampling, MAX_ADDED_TO_LOGITS
     need("temperature", s.temperature, s.temperature >= 0, "at least 0")
-    need("top_k", s.top_k, (s.top_k or 1) >= 1, "at least 1")
+    need("top_k", s.top_k, s.top_k is None or s.top_k >= 1, "at least 1")
     need("top_p", s.top_p, s.top_p is None or 0 < s.top_p <= 1, "above 0 and at most 1")
     need("min_p", s.min_p, s.min_p is None or 0 <= s.min_p <= 1, "between 0 and 1")
     penalty = s.repetition_penalty
-    need("repetition_penalty", penalty, penalty is None or penalty > 0, "above 0")
-    need("presence_penalty", s.presence_penalty, True, "a finite number")
-    need("frequency_penalty", s.frequency_penalty, True, "a finite number")
-    for token, bias in s.logit_bias.items():
-        need(f"logit_bias[{token}]", bias, True, "a finite number")
+    need("repetition_penalty", penalty, penalty is None or 1e-3 <= penalty <= 1e3, "from 0.001 to 1000")
+    added = {"presence_penalty": s.presence_penalty, "frequency_penalty": s.frequency_penalty}
+    added |= {f"logit_bias[{token}]": bias for token, bias in s.logit_bias.items()}
+    for name, value in added.items():
+        need(name, value, value is None or abs(value) <= most, f"from {-most:g} to {most:g}")
 
 
 # --- forward
 
 
-def forward_to_message(forward: Forward) -> tuple[pb.RunStageRequest, list[WireTensor]]:
-    """The frame, and the tensors whose further pieces must follow it."""
-    fields = {
-        "step": forward.step,
-        "base_position": forward.base_position,
-        "token_ids": forward.token_ids,
-        "kind": _KIND_NUMBERS[forward.kind],
-        "propose_tokens": forward.propose_tokens,
-    }
+def forward_to_messages(forward: Forward) -> Iterator[pb.RunStageRequest]:
+    """The frame, and the chunks of its tensors."""
+    request, tensors = pb.RunStageRequest(), OutgoingTensors()
     if forward.activation is None:
-        return pb.RunStageRequest(forward_from_tokens=stage_pb2.ForwardFromTokens(**fields)), []
-    request = pb.RunStageRequest(forward_from_activation=stage_pb2.ForwardFromActivation(**fields))
-    message = request.forward_from_activation
-    first_piece(forward.activation, message.activation)
-    for piece in forward.features:
-        slice_to_message(piece, message.features.add())
-    return request, [forward.activation, *(piece.features for piece in forward.features)]
+        _fill(request.forward_from_tokens, forward)
+    else:
+        message = request.forward_from_activation
+        _fill(message, forward)
+        tensors.put(forward.activation, message.activation)
+        for piece in forward.features:
+            slice_to_message(piece, message.features.add(), tensors)
+    yield request
+    for chunk in tensors.chunks():
+        yield pb.RunStageRequest(chunk=chunk)
+
+
+def _fill(message: stage_pb2.ForwardFromTokens | stage_pb2.ForwardFromActivation, forward: Forward) -> None:
+    message.step, message.base_position = forward.step, forward.base_position
+    message.token_ids.extend(forward.token_ids)
+    message.kind, message.propose_tokens = _KIND_NUMBERS[forward.kind], forward.propose_tokens
 
 
 def from_tokens(message: stage_pb2.ForwardFromTokens) -> Forward:
@@ -203,11 +216,11 @@ def from_activation(message: stage_pb2.ForwardFromActivation, tensors: list[Wire
     )
 
 
-def slice_to_message(piece: FeatureSlice, message: stage_pb2.FeatureSlice) -> None:
+def slice_to_message(piece: FeatureSlice, message: stage_pb2.FeatureSlice, tensors: OutgoingTensors) -> None:
     message.start_position = piece.start_position
     if piece.capture_index is not None:
         message.capture_index = piece.capture_index
-    first_piece(piece.features, message.features)
+    tensors.put(piece.features, message.features)
 
 
 def slice_from_message(message: stage_pb2.FeatureSlice, tensor: WireTensor) -> FeatureSlice:
@@ -240,6 +253,9 @@ def opened(stages: tuple[StageIdentity, ...]) -> stage_pb2.Opened:
 
 
 def opened_from_message(message: stage_pb2.Opened) -> tuple[StageIdentity, ...]:
+    """Raises InvalidArgument when no stage presents itself."""
+    if not message.stages:
+        raise InvalidArgument("opened names no stage", field="opened.stages")
     return tuple(
         StageIdentity(_location_from_message(stage.location), range_from_message(stage.layers))
         for stage in message.stages

@@ -11,9 +11,6 @@ import grpc
 from services.errors import InvalidArgument
 from services.tensors import IncomingTensor, TensorAssembler, WireTensor
 
-CLOSE_GRACE_S = 1.0
-"""How long a client waits for the other side to free a session before it cancels the stream."""
-
 
 async def read_tensors(stream: Any, incoming: Sequence[IncomingTensor]) -> list[WireTensor]:
     """Read chunk frames until all tensors of a frame are whole. Raises InvalidArgument for any other frame."""
@@ -27,13 +24,17 @@ async def read_tensors(stream: Any, incoming: Sequence[IncomingTensor]) -> list[
 
 
 async def first_done(*loops: Coroutine[Any, Any, None]) -> None:
-    """Run loops together until the first ends; the others are cancelled, the first error is raised."""
+    """Run loops together until the first ends, cancel the others, and return or raise as that one did.
+
+    Where several end at once, the one named first counts.
+    """
     tasks = [asyncio.ensure_future(loop) for loop in loops]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        first = next(task for task in tasks if task.done())
     finally:
         for task in tasks:
             task.cancel()
+        # Also takes note of the errors that don't count.
         await asyncio.gather(*tasks, return_exceptions=True)
-    for task in done:
-        task.result()
+    first.result()

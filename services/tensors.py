@@ -7,7 +7,7 @@ is allocated for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from flashsplit.shard.v1 import tensor_pb2
@@ -18,14 +18,14 @@ CHUNK_BYTES = 1 << 20
 
 MAX_RANK = 4
 
-_DTYPES = {
-    tensor_pb2.DTYPE_FLOAT32: ("float32", 4),
-    tensor_pb2.DTYPE_BFLOAT16: ("bfloat16", 2),
-    tensor_pb2.DTYPE_FLOAT16: ("float16", 2),
-    tensor_pb2.DTYPE_INT32: ("int32", 4),
+_DTYPE_NUMBERS = {
+    "float32": tensor_pb2.DTYPE_FLOAT32,
+    "bfloat16": tensor_pb2.DTYPE_BFLOAT16,
+    "float16": tensor_pb2.DTYPE_FLOAT16,
+    "int32": tensor_pb2.DTYPE_INT32,
 }
-_DTYPE_NUMBERS = {name: number for number, (name, _) in _DTYPES.items()}
-_ITEM_BYTES = dict(_DTYPES.values())
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4}
+_DTYPE_NAMES: Mapping[int, str] = {number: name for name, number in _DTYPE_NUMBERS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class WireTensor:
         return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
-def dtype_number(name: str | None) -> int:
+def dtype_number(name: str | None) -> tensor_pb2.Dtype:
     """The enum number of an element type; unspecified for None."""
     return tensor_pb2.DTYPE_UNSPECIFIED if name is None else _DTYPE_NUMBERS[name]
 
@@ -54,26 +54,38 @@ def dtype_name(number: int, field: str = "dtype") -> str | None:
     """The element type behind an enum number, None for unspecified. Raises InvalidArgument for an unknown one."""
     if number == tensor_pb2.DTYPE_UNSPECIFIED:
         return None
-    if number not in _DTYPES:
-        known = ", ".join(str(known) for known in _DTYPES)
+    if number not in _DTYPE_NAMES:
+        known = ", ".join(f"{known} ({name})" for known, name in _DTYPE_NAMES.items())
         raise InvalidArgument(f"{field} is {number}, not one of {known}", field=field)
-    return _DTYPES[number][0]
+    return _DTYPE_NAMES[number]
 
 
-def first_piece(tensor: WireTensor, message: tensor_pb2.Tensor) -> None:
-    """Write a tensor into a frame: all of it where it is small, its first piece otherwise."""
-    message.dtype = _DTYPE_NUMBERS[tensor.dtype]
-    message.shape.extend(tensor.shape)
-    message.data = bytes(memoryview(tensor.data).cast("B")[:CHUNK_BYTES])
+class OutgoingTensors:
+    """Spreads the tensors of one frame over the frame itself and the chunks behind it.
 
+    What goes into the frame takes at most CHUNK_BYTES in all, so that its size doesn't grow with the number of tensors.
+    """
 
-def further_pieces(tensors: Iterable[WireTensor]) -> Iterator[tensor_pb2.TensorChunk]:
-    """The TensorChunk frames that follow a frame with these tensors."""
-    for index, tensor in enumerate(tensors):
+    def __init__(self) -> None:
+        self._room = CHUNK_BYTES
+        self._begun: list[tuple[memoryview, int]] = []
+
+    def put(self, tensor: WireTensor, message: tensor_pb2.Tensor) -> None:
+        """Write a tensor into the frame: all of it, or as much as there is still room for. Call in field order."""
         whole = memoryview(tensor.data).cast("B")
-        for offset in range(CHUNK_BYTES, len(whole), CHUNK_BYTES):
-            piece = bytes(whole[offset : offset + CHUNK_BYTES])
-            yield tensor_pb2.TensorChunk(tensor_index=index, offset=offset, data=piece)
+        first = min(len(whole), self._room)
+        self._room -= first
+        self._begun.append((whole, first))
+        message.dtype = _DTYPE_NUMBERS[tensor.dtype]
+        message.shape.extend(tensor.shape)
+        message.data = bytes(whole[:first])
+
+    def chunks(self) -> Iterator[tensor_pb2.TensorChunk]:
+        """What must follow the frame; each chunk is copied out of its tensor only when it is asked for."""
+        for index, (whole, sent) in enumerate(self._begun):
+            for offset in range(sent, len(whole), CHUNK_BYTES):
+                piece = bytes(whole[offset : offset + CHUNK_BYTES])
+                yield tensor_pb2.TensorChunk(tensor_index=index, offset=offset, data=piece)
 
 
 def incomplete(message: tensor_pb2.Tensor, field: str, max_bytes: int) -> IncomingTensor:
@@ -81,17 +93,18 @@ def incomplete(message: tensor_pb2.Tensor, field: str, max_bytes: int) -> Incomi
     dtype = dtype_name(message.dtype, f"{field}.dtype")
     if dtype is None:
         raise InvalidArgument(f"{field}.dtype is missing", field=f"{field}.dtype")
-    shape = tuple(message.shape)
-    if len(shape) > MAX_RANK or any(extent < 0 for extent in shape):
+    if len(message.shape) > MAX_RANK:
         raise InvalidArgument(
-            f"{field}.shape is {list(shape)}: at most {MAX_RANK} extents, none negative",
-            field=f"{field}.shape",
+            f"{field}.shape has {len(message.shape)} extents, at most {MAX_RANK} are accepted", field=f"{field}.shape"
         )
+    shape = tuple(message.shape)
+    if any(extent < 0 for extent in shape):
+        raise InvalidArgument(f"{field}.shape is {list(shape)}: no extent may be negative", field=f"{field}.shape")
     total = math.prod(shape) * _ITEM_BYTES[dtype]
     if total > max_bytes:
         raise InvalidArgument(f"{field} takes {total} bytes, more than the {max_bytes} accepted here", field=field)
     data = message.data
-    if len(data) > total or (len(data) < total and not data):
+    if len(data) > total:
         raise InvalidArgument(
             f"{field}.data holds {len(data)} bytes where shape {list(shape)} of {dtype} takes {total}",
             field=f"{field}.data",
@@ -100,33 +113,29 @@ def incomplete(message: tensor_pb2.Tensor, field: str, max_bytes: int) -> Incomi
 
 
 class IncomingTensor:
-    """A tensor whose pieces are arriving."""
+    """A tensor whose pieces are arriving. It takes the memory of what came, not of what was announced."""
 
     def __init__(self, field: str, dtype: str, shape: Sequence[int], total: int, data: bytes) -> None:
         self._field, self._dtype, self._shape, self._total = field, dtype, tuple(shape), total
-        self._received = len(data)
-        # A tensor that came whole is used where it lies; only one in pieces needs a buffer of its own.
         self._data: bytes | bytearray = data
-        if self._received < total:
-            self._data = bytearray(total)
-            self._data[: len(data)] = data
 
     @property
     def complete(self) -> bool:
-        return self._received == self._total
+        return len(self._data) == self._total
 
     def add(self, offset: int, data: bytes) -> None:
         """Take the next piece. Raises InvalidArgument for a gap, an overlap, an overrun or an empty piece."""
-        end = offset + len(data)
-        if offset != self._received or end > self._total or not data:
+        received, end = len(self._data), offset + len(data)
+        if offset != received or end > self._total or not data:
             raise InvalidArgument(
                 f"chunk [{offset}, {end}) of {self._field} is out of order: expected to go on at "
-                f"{self._received} of {self._total}",
+                f"{received} of {self._total}",
                 field=self._field,
             )
-        assert isinstance(self._data, bytearray)
-        self._data[offset:end] = data
-        self._received = end
+        # A tensor that came whole is used where it lies; only one in pieces needs a buffer of its own.
+        if isinstance(self._data, bytes):
+            self._data = bytearray(self._data)
+        self._data += data
 
     def tensor(self) -> WireTensor:
         return WireTensor(self._dtype, self._shape, self._data)

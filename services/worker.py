@@ -25,7 +25,7 @@ from services.description import (
     worker_from_message,
     worker_to_message,
 )
-from services.errors import InvalidArgument, answering, rpc_failures_as_errors
+from services.errors import InvalidArgument, Unavailable, answering, rpc_failures_as_errors
 from services.layers import LayerRange
 from services.tensors import dtype_name, dtype_number
 
@@ -100,14 +100,14 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
             return pb.DescribeResponse(worker=worker_to_message(await self._port.describe()))
         raise AssertionError("answering() always ends the call")
 
-    async def Load(self, request: pb.LoadRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.LoadResponse]:
+    async def Load(self, request: pb.LoadRequest, context: grpc.aio.ServicerContext) -> None:
         async with answering(context):
             async for event in self._port.load(_part_from_message(request)):
                 if isinstance(event, LoadProgress):
                     progress = pb.LoadProgress(loaded_bytes=event.loaded_bytes, total_bytes=event.total_bytes)
-                    yield pb.LoadResponse(progress=progress)
+                    await context.write(pb.LoadResponse(progress=progress))
                 else:
-                    yield pb.LoadResponse(worker=worker_to_message(event))
+                    await context.write(pb.LoadResponse(worker=worker_to_message(event)))
 
 
 class RemoteWorker:
@@ -120,10 +120,10 @@ class RemoteWorker:
     async def describe(self) -> WorkerDescription:
         request = pb.DescribeRequest(protocol_major=PROTOCOL_MAJOR, protocol_minor=PROTOCOL_MINOR)
         with rpc_failures_as_errors(address=self._address):
-            response = await self._stub.Describe(request, timeout=DESCRIBE_TIMEOUT_S)
-        worker = worker_from_message(response.worker)
+            worker = (await self._stub.Describe(request, timeout=DESCRIBE_TIMEOUT_S)).worker
+        # First of all: the rest of another major version may mean something else.
         check_protocol((worker.protocol_major, worker.protocol_minor), f"the worker at {self._address}")
-        return worker
+        return worker_from_message(worker)
 
     async def load(
         self,
@@ -131,13 +131,16 @@ class RemoteWorker:
         on_progress: Callable[[LoadProgress], None] = lambda progress: None,
     ) -> WorkerDescription:
         """Load a part and return the worker's new description; errors as in `WorkerPort.load`."""
+        worker = None
         with rpc_failures_as_errors(address=self._address):
             async for response in self._stub.Load(_part_to_message(part)):
                 if response.WhichOneof("event") == "worker":
-                    return worker_from_message(response.worker)
-                progress = response.progress
-                on_progress(LoadProgress(progress.loaded_bytes, progress.total_bytes))
-        raise InvalidArgument(f"{self._address} ended Load without a description")
+                    worker = worker_from_message(response.worker)
+                else:
+                    on_progress(LoadProgress(response.progress.loaded_bytes, response.progress.total_bytes))
+        if worker is None:
+            raise Unavailable(f"{self._address} ended Load without a description", address=self._address)
+        return worker
 
 
 def _part_to_message(part: LoadTarget | LoadDraft) -> pb.LoadRequest:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from services.errors import DataLoss, InvalidArgument, NotFound
+from services.errors import DataLoss, InvalidArgument, NotFound, Unimplemented
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class Checkpoint:
@@ -32,11 +35,12 @@ class Checkpoint:
     def __init__(self, directory: str | Path, field: str = "--model") -> None:
         self.directory = Path(directory)
         self._field = field
-        if not self.directory.is_dir():
+        if not os.path.isdir(self.directory):
             raise NotFound(f"{field} {str(directory)!r} is not a directory on this host", field=field)
         self.config: Mapping[str, Any] = self._read_json("config.json")
         self._files = self._open_files()
-        self._where = {name: path for path, handle in self._files.items() for name in handle.keys()}
+        held = {path: list(handle.keys()) for path, handle in self._files.items()}
+        self._where = {name: path for path, names in held.items() for name in names}
 
     @property
     def names(self) -> frozenset[str]:
@@ -46,13 +50,19 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
+    def dtype(self, name: str) -> torch.dtype:
+        """A tensor's stored element type. Raises Unimplemented for one that is not served, as in quantised files."""
+        stored = self._slice(name).get_dtype()
+        if stored not in _DTYPES:
+            raise Unimplemented(
+                f"tensor {name} in {self.directory} is stored as {stored}: only F32, BF16 and F16 are served",
+                field=name,
+            )
+        return _DTYPES[stored]
+
     def size_bytes(self, name: str) -> int:
         """Bytes of one tensor as stored."""
-        view = self._slice(name)
-        count = 1
-        for extent in view.get_shape():
-            count *= extent
-        return count * {"F64": 8, "F32": 4, "I32": 4, "I64": 8}.get(view.get_dtype(), 2)
+        return math.prod(self.shape(name)) * self.dtype(name).itemsize
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor over the mapped file, with its stored dtype. Copy it before keeping it."""
@@ -107,11 +117,15 @@ class Checkpoint:
             names = sorted({str(name) for name in weight_map.values()})
         else:
             names = [_SINGLE]
+        for name in names:
+            if Path(name).name != name:
+                raise InvalidArgument(
+                    f"{self.directory / _INDEX} names {name!r}, which is not a file of that directory",
+                    field=self._field,
+                )
         return {self.directory / name: self._open(self.directory / name) for name in names}
 
     def _open(self, path: Path) -> Any:
-        if path.name != str(path.relative_to(self.directory)):
-            raise InvalidArgument(f"{_INDEX} names {path}, which is outside {self.directory}")
         try:
             return safe_open(path, framework="pt")
         except FileNotFoundError:

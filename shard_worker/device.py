@@ -1,7 +1,7 @@
 """Device names and the only place that asks which vendor a device is of.
 
-`cpu`, `cuda:N` (NVIDIA) and `hip:N` (AMD). torch calls both vendors' devices "cuda"; which of them a build drives stands
-in `torch.version`. The wrong one is refused by name.
+`cpu`, `cuda:N` (NVIDIA) and `hip:N` (AMD). torch calls both vendors' devices "cuda"; which of them a build drives
+stands in `torch.version`. The wrong one is refused by name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from services.description import DeviceDescription
 from services.errors import FailedPrecondition, InvalidArgument
 
-_GPU = re.compile(r"^(cuda|hip):(\d{1,3})$")
+_NAME = re.compile(r"cpu|(cuda|hip):(0|[1-9]\d{0,2})")
 _BUILD = {"cuda": "CUDA", "hip": "ROCm"}
 
 
@@ -46,7 +46,9 @@ def parse_devices(text: str, field: str = "--device") -> tuple[Device, ...]:
     this torch build or this machine doesn't have.
     """
     names = [name.strip() for name in text.split("+")]
-    devices = tuple(_parse_device(name, field) for name in names)
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise InvalidArgument(f"{field} {name!r} is not a device: use cpu, cuda:N or hip:N", field=field)
     vendors = {name.partition(":")[0] for name in names}
     if len(vendors) > 1:
         raise InvalidArgument(
@@ -57,17 +59,14 @@ def parse_devices(text: str, field: str = "--device") -> tuple[Device, ...]:
     gpus = [name for name in names if name != "cpu"]
     if len(set(gpus)) < len(gpus):
         raise InvalidArgument(f"{field} {text!r} names a GPU twice: name each once", field=field)
-    return devices
+    return tuple(_find(name, field) for name in names)
 
 
-def _parse_device(name: str, field: str) -> Device:
-    if name == "cpu":
+def _find(name: str, field: str) -> Device:
+    vendor, _, number = name.partition(":")
+    if vendor == "cpu":
         return Device(name, torch.device("cpu"))
-    match = _GPU.match(name)
-    if match is None:
-        raise InvalidArgument(f"{field} {name!r} is not a device: use cpu, cuda:N or hip:N", field=field)
-    vendor, index = match[1], int(match[2])
-    built_for = build_vendor()
+    index, built_for = int(number), build_vendor()
     if built_for != vendor:
         has = "a CPU build" if built_for is None else f"a {_BUILD[built_for]} build"
         raise FailedPrecondition(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.errors import InvalidArgument, Unimplemented
-from shard_worker.model_config import ConfigReader, LayerKind
+from shard_worker.model_config import ConfigReader, LayerKind, check_heads
 
 _REFUSED = {
     "DFlash2DraftModel": "DFlash2",
@@ -57,6 +57,9 @@ def read_draft_config(raw: Mapping[str, Any]) -> DraftConfig:
     decoder = raw.get("transformer_layer_config")
     merged = {**raw, **(decoder if isinstance(decoder, Mapping) else {}), **_own_keys(raw)}
     reader = ConfigReader(merged, "draft config.json")
+    reader.only("hidden_act", "silu")
+    reader.only("is_neox_style", True)
+    reader.only("input_embedding_scale", 1.0)
     layers = reader.integer("num_hidden_layers")
     full = (LayerKind.FULL,) * layers
     if reader.flag("use_swa", False):
@@ -84,6 +87,7 @@ def read_draft_config(raw: Mapping[str, Any]) -> DraftConfig:
         capture_layers=_capture_layers(reader, layers),
         num_target_layers=reader.integer("num_target_layers", 1),
     )
+    check_heads(config.heads, config.kv_heads, "draft config.json")
     if config.mask_token_id >= config.vocab_size:
         raise InvalidArgument(
             f"draft config.json: mask_token_id is {config.mask_token_id}; it must be below vocab_size, "
@@ -128,9 +132,6 @@ def _refuse_other_formats(raw: Mapping[str, Any]) -> None:
     ):
         if raw.get(key) or nested.get(key):
             raise Unimplemented(f"draft config.json: {key} marks a {label} draft, which is not supported")
-    scale = raw.get("input_embedding_scale", nested.get("input_embedding_scale", 1.0))
-    if scale != 1.0:
-        raise Unimplemented(f"draft config.json: input_embedding_scale {scale} is not supported, only 1.0 is")
 
 
 def _causal(reader: ConfigReader, kinds: tuple[LayerKind, ...]) -> tuple[bool, ...]:
@@ -147,7 +148,6 @@ def _causal(reader: ConfigReader, kinds: tuple[LayerKind, ...]) -> tuple[bool, .
 def _capture_layers(reader: ConfigReader, draft_layers: int) -> tuple[int, ...]:
     for key, shift in (
         ("target_layer_ids", 0),
-        ("layer_ids", 0),
         # These two count the state that enters a layer, which is the output of the one before.
         ("aux_hidden_state_layer_ids", -1),
         ("eagle_aux_hidden_state_layer_ids", -1),
@@ -163,7 +163,13 @@ def _capture_layers(reader: ConfigReader, draft_layers: int) -> tuple[int, ...]:
                     field=key,
                 )
             return layers
-    return default_capture_layers(reader.integer("num_target_layers"), draft_layers)
+    if reader.has("layer_ids"):
+        raise Unimplemented(
+            "draft config.json: layer_ids doesn't say whether it counts what enters or what leaves a block: give "
+            "target_layer_ids, the blocks whose output is captured, from 0",
+            field="layer_ids",
+        )
+    return default_capture_layers(reader.integer("num_target_layers", at_least=draft_layers + 3), draft_layers)
 
 
 def default_capture_layers(target_layers: int, draft_layers: int) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ class DraftLink(Protocol):
         """Free the draft's session."""
 
 
-def run_draft(
+def advance(
     draft: Draft,
     state: DraftState,
     features: Features,
@@ -55,10 +55,15 @@ def run_draft(
     embedding: EmbeddingRows,
     project: Projection,
 ) -> tuple[int, ...]:
-    """Append features and guess with a projection at hand. Runs on the device thread."""
+    """Append features, then guess if asked. Runs on the device thread."""
     append(draft, state, features, start)
-    if guess is None:
-        return ()
+    return () if guess is None else guess_tokens(draft, state, guess, embedding, project)
+
+
+def guess_tokens(
+    draft: Draft, state: DraftState, guess: Guess, embedding: EmbeddingRows, project: Projection
+) -> tuple[int, ...]:
+    """The draft's likeliest token for each place behind the known one. Raises FailedPrecondition as `check_guess`."""
     check_guess(draft, state, guess.position, guess.tokens)
     rows = embedding((guess.token_id, draft.config.mask_token_id))
     hidden = draft.propose(state, rows, guess.tokens)
@@ -67,13 +72,18 @@ def run_draft(
 
 def append(draft: Draft, state: DraftState, features: Features, start: int) -> None:
     """Raises FailedPrecondition when the rows don't follow the context."""
+    check_start(state, start)
+    draft.append(state, features)
+
+
+def check_start(state: DraftState, start: int) -> None:
+    """Raises FailedPrecondition when features from position `start` on don't follow the context."""
     if start != state.length:
         raise FailedPrecondition(
             f"features start at position {start}, the draft's context ends at {state.length}",
             reason="OUT_OF_STEP",
             field="start_position",
         )
-    draft.append(state, features)
 
 
 def check_guess(draft: Draft, state: DraftState, position: int, tokens: int) -> None:
@@ -105,7 +115,7 @@ class LocalDraftLink:
 
     async def advance(self, features: Features, start: int, guess: Guess | None) -> tuple[int, ...]:
         return await self._thread.submit(
-            run_draft,
+            advance,
             self._draft,
             self._state,
             features,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import torch
 
@@ -33,17 +32,16 @@ def dtype_to_name(dtype: torch.dtype) -> str:
 def to_wire(tensor: torch.Tensor) -> WireTensor:
     """Copy a tensor of any device to bytes."""
     host = tensor.detach().to("cpu").contiguous()
-    data = memoryview(host.view(torch.uint8).numpy() if host.numel() else b"")
+    data = host.view(torch.uint8).numpy().data if host.numel() else b""
     return WireTensor(_NAMES[host.dtype], tuple(host.shape), data)
 
 
 def from_wire(tensor: WireTensor, device: torch.device) -> torch.Tensor:
-    """A tensor over the bytes (no copy on the CPU), moved to the device."""
+    """A tensor over the bytes (no copy of large ones on the CPU), moved to the device."""
     dtype = _BY_NAME[tensor.dtype]
     if not math.prod(tensor.shape):
         return torch.empty(tensor.shape, dtype=dtype, device=device)
-    with warnings.catch_warnings():
-        # The bytes may be read-only; nothing here writes to an activation that came in.
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        flat = torch.frombuffer(tensor.data, dtype=dtype)
+    # torch wants a buffer that may be written to. A tensor that came in pieces has one, a small one is copied.
+    data = tensor.data if isinstance(tensor.data, bytearray) else bytearray(tensor.data)
+    flat = torch.frombuffer(data, dtype=dtype)
     return flat.view(tensor.shape).to(device)

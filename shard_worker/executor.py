@@ -1,11 +1,13 @@
 """The one thread that owns a worker's devices. Async code awaits it and never computes.
 
-Jobs run in the order in which they were submitted, so a commit that was submitted before a forward is applied before it.
+Jobs run in the order in which they were submitted, so a commit that was submitted before a forward is applied before
+it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -24,8 +26,7 @@ class DeviceThread:
         self._pool = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="device",
-            initializer=torch.set_num_threads if threads else None,
-            initargs=(threads,) if threads else (),
+            initializer=functools.partial(torch.set_num_threads, threads) if threads else None,
         )
 
     def submit(self, job: Callable[..., T], *args: object) -> asyncio.Future[T]:
@@ -41,9 +42,13 @@ def _in_inference_mode(job: Callable[..., T], *args: object) -> T:
     try:
         with torch.inference_mode():
             return job(*args)
-    except torch.OutOfMemoryError as error:
-        raise ResourceExhausted(
-            f"the device has no memory left: {str(error).partition('.')[0]}; give this stage fewer layers or use a "
-            "shorter context",
-            reason="OUT_OF_MEMORY",
-        ) from error
+    except RuntimeError as error:
+        # The CPU's allocator has no exception of its own; its sentence comes behind a place in torch's sources.
+        place, cpu_allocator, rest = str(error).partition("DefaultCPUAllocator")
+        if isinstance(error, torch.OutOfMemoryError) or cpu_allocator:
+            sentence = (cpu_allocator + rest if cpu_allocator else place).partition(".")[0]
+            raise ResourceExhausted(
+                f"the device has no memory left: {sentence}; give this stage fewer layers or use a shorter context",
+                reason="OUT_OF_MEMORY",
+            ) from error
+        raise

@@ -61,9 +61,34 @@ class ModelConfig:
     sliding_window: int | None = None
     linear: LinearAttentionConfig | None = None
 
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument for numbers that contradict each other."""
+        check_heads(self.heads, self.kv_heads)
+        if self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim:
+            raise InvalidArgument(
+                f"config.json: {self.rotary_dim} of {self.head_dim} elements of a head would rotate; it must be an "
+                "even number of them",
+                field="partial_rotary_factor",
+            )
+        if LayerKind.SLIDING in self.layer_kinds and self.sliding_window is None:
+            raise InvalidArgument(
+                "config.json: some layers are sliding_attention, but there is no window: give sliding_window and "
+                "use_sliding_window",
+                field="sliding_window",
+            )
+
     @property
     def num_layers(self) -> int:
         return len(self.layer_kinds)
+
+
+def check_heads(heads: int, kv_heads: int, source: str = "config.json") -> None:
+    """Raises InvalidArgument when query heads don't spread evenly over key/value heads."""
+    if heads % kv_heads:
+        raise InvalidArgument(
+            f"{source}: num_attention_heads is {heads}; it must be a multiple of num_key_value_heads, {kv_heads}",
+            field="num_attention_heads",
+        )
 
 
 class ConfigReader:
@@ -102,9 +127,33 @@ class ConfigReader:
             raise InvalidArgument(f"{self._source}: {key} is {value!r}; it must be true or false", field=key)
         return value
 
+    def only(self, key: str, *served: object) -> None:
+        """Raises Unimplemented when the key is there and holds something else."""
+        value = self._raw.get(key)
+        if value is not None and value not in served:
+            raise Unimplemented(
+                f"{self._source}: {key} {value!r} is not supported, only {' and '.join(map(repr, served))} is",
+                field=key,
+            )
+
+    def rope(self) -> Mapping[str, Any]:
+        """`rope_parameters`, or `rope_scaling` as it was called before; empty without either."""
+        for key in ("rope_parameters", "rope_scaling"):
+            nested = self._raw.get(key) or {}
+            if not isinstance(nested, Mapping):
+                raise InvalidArgument(f"{self._source}: {key} must be an object", field=key)
+            if nested:
+                return nested
+        return {}
+
     def rope_theta(self, default: float) -> float:
-        """From `rope_parameters` or the top level. Raises Unimplemented for scaled RoPE."""
-        nested = self._raw.get("rope_parameters") or self._raw.get("rope_scaling") or {}
+        """From `rope_parameters` or the top level. Raises Unimplemented for RoPE that is scaled or differs by layer."""
+        nested = self.rope()
+        if any(isinstance(value, Mapping) for value in nested.values()):
+            raise Unimplemented(
+                f"{self._source}: rope_parameters that differ by layer are not supported",
+                field="rope_parameters",
+            )
         kind = nested.get("rope_type", nested.get("type", "default"))
         if kind not in ("default", "mrope"):
             raise Unimplemented(
@@ -120,7 +169,7 @@ class ConfigReader:
         if names is None:
             return default
         accepted = ", ".join(sorted(known))
-        if len(names) != len(default) or any(name not in known for name in names):
+        if not isinstance(names, list) or len(names) != len(default) or any(name not in known for name in names):
             raise InvalidArgument(
                 f"{self._source}: layer_types must name {len(default)} layers, each one of {accepted}",
                 field="layer_types",

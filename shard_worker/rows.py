@@ -33,17 +33,15 @@ def make_rows(
     like: torch.Tensor,
     base_position: int,
     count: int,
-    capacity: int,
+    span: int,
     deferred: bool,
 ) -> Rows:
     """Rows at [base_position, base_position + count) for layers of these kinds, in `like`'s dtype and device.
 
-    On a GPU the span is the whole cache, so that its shape never changes from step to step and the position is data;
-    on the CPU it ends with the last row, which saves the work.
+    span: cache slots to attend over, at least up to the last row; slots behind that are masked.
     """
     device = like.device
     positions = torch.arange(base_position, base_position + count, device=device)
-    span = base_position + count if device.type == "cpu" else capacity
     masks: dict[LayerKind, torch.Tensor | None] = {}
     for kind in kinds - {LayerKind.LINEAR}:
         window = config.sliding_window if kind is LayerKind.SLIDING else None

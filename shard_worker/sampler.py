@@ -1,8 +1,8 @@
 """Chooses tokens from logits on the last stage: the request's processors, then argmax or an inverse-CDF draw.
 
-The random number for a position depends on seed and position alone. A guess is accepted exactly when it equals the token
-so drawn, which is one-hot rejection sampling (accept with probability p(guess), else draw from the rest) and moreover
-makes a seeded answer independent of draft, split and block length.
+The random number for a position depends on seed and position alone. A guess is accepted exactly when it equals the
+token so drawn, which is one-hot rejection sampling (accept with probability p(guess), else draw from the rest) and
+moreover makes a seeded answer independent of draft, split and block length.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from services.errors import InvalidArgument
 from services.steps import Sampling
 
 
@@ -58,18 +59,21 @@ class Sampler:
         `first_position` on.
         """
         rows = len(logits)
-        if self._bias is None and self._counts is None and self._sampling.temperature == 0:
-            return logits.argmax(-1).tolist()
-        logits = logits.float()
-        if self._bias is not None:
-            logits = logits + self._bias
-        if self._counts is not None:
-            logits = self._penalised(logits, self._history(rows, token_ids, first_position))
+        logits = self.adjusted(logits, token_ids, first_position)
         if self._sampling.temperature == 0:
             return logits.argmax(-1).tolist()
         first_drawn = first_position + len(token_ids) - rows + 1
         numbers = [uniform(self._sampling.seed, first_drawn + row) for row in range(rows)]
         return draw(probabilities(logits, self._sampling), numbers)
+
+    def adjusted(self, logits: torch.Tensor, token_ids: Sequence[int], first_position: int) -> torch.Tensor:
+        """Logits after bias and penalties, each row with the history that it follows. Arguments as in `choose`."""
+        if self._bias is not None:
+            logits = logits.float() + self._bias
+        if self._counts is not None:
+            history = self._history(len(logits), token_ids, first_position)
+            logits = self._penalised(logits.float(), history)
+        return logits
 
     def _history(self, rows: int, token_ids: Sequence[int], first_position: int) -> torch.Tensor:
         """Counts as each row sees them, guesses before it included: [n, 2, vocab]."""
@@ -118,7 +122,15 @@ def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def draw(law: torch.Tensor, numbers: Sequence[float]) -> list[int]:
-    """Inverse CDF in token order: for each row of an unnormalised law [n, vocab] and number in [0, 1), a token."""
+    """Inverse CDF in token order: for each row of an unnormalised law [n, vocab] and number in [0, 1), a token.
+
+    Raises InvalidArgument when a row is no law: the logits were not finite.
+    """
     cdf = law.cumsum(-1)
+    if not bool((cdf[:, -1] > 0).all()):
+        raise InvalidArgument(
+            "the logits are not finite: the activation that came in, the checkpoint or its element type is at fault",
+            reason="NOT_FINITE",
+        )
     targets = torch.tensor(numbers, dtype=cdf.dtype, device=cdf.device)[:, None] * cdf[:, -1:]
     return torch.searchsorted(cdf, targets, right=True).squeeze(-1).tolist()

@@ -42,27 +42,26 @@ class Segment:
         capacity: int,
         deferred: bool,
         caches: SegmentCaches,
-        features: Features,
+        features: Features | None,
     ) -> torch.Tensor:
-        """hidden: [n, hidden] on any device -> [n, hidden] on this segment's; captures are added to `features`."""
+        """hidden: [n, hidden] on any device -> [n, hidden] on this segment's.
+
+        Captures are added to `features`, where there are any wanted.
+        """
         hidden = hidden.to(self.device.torch_device)
         kinds = frozenset(self.config.layer_kinds[self.layers.first : self.layers.last])
-        rows = make_rows(
-            self.config,
-            kinds,
-            self.frequencies,
-            hidden,
-            base_position,
-            len(hidden),
-            capacity,
-            deferred,
-        )
+        count = len(hidden)
+        # On a GPU the span is the whole cache, so that its shape never changes from step to step and the position is
+        # data; on the CPU it ends with the last row, which saves the work.
+        span = capacity if self.device.is_gpu else base_position + count
+        rows = make_rows(self.config, kinds, self.frequencies, hidden, base_position, count, span, deferred)
+        capture = self.capture if features is not None else None
         captured: list[torch.Tensor] = []
         for offset, weights in enumerate(self.weights):
             slot = caches.slots[offset]
             hidden = self.family.run_layer(self.config, weights, slot, hidden, rows, caches)
-            if self.capture is not None and self.layers.first + offset in self.capture.indices:
+            if capture is not None and self.layers.first + offset in capture.indices:
                 captured.append(hidden)
-        if self.capture is not None and captured:
-            self.capture.collect(captured, features)
+        if capture is not None and features is not None:
+            capture.collect(captured, features)
         return hidden

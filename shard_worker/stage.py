@@ -5,7 +5,7 @@ Owns weights; a session's caches are in `StageState`. Knows nothing of processes
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,10 @@ class StageState:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Layers [first, last) of the target. embedding: [vocab, hidden] on the first stage; head: on the last."""
+    """Layers [first, last) of the target. embedding: [vocab, hidden] on the first stage; head: on the last.
+
+    captures: all target layers that the draft wants, here and elsewhere; summed: they travel as one sum, not as slices.
+    """
 
     config: ModelConfig
     layers: LayerRange
@@ -39,7 +42,8 @@ class Stage:
     head: Head | None
     dtype: torch.dtype
     weight_bytes: int
-    captures: tuple[int, ...] = field(default=())
+    captures: tuple[int, ...] = ()
+    summed: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -55,8 +59,10 @@ class Stage:
         assert self.embedding is not None
         return F.embedding(torch.tensor(token_ids, device=self.embedding.device), self.embedding)
 
-    def run(self, state: StageState, hidden: torch.Tensor, features: Features, *, deferred: bool) -> torch.Tensor:
-        """The stage's layers on rows [n, hidden] that follow the committed ones.
+    def run(
+        self, state: StageState, hidden: torch.Tensor, features: Features | None, *, deferred: bool
+    ) -> torch.Tensor:
+        """The stage's layers on rows [n, hidden] that follow the committed ones; captures are added to `features`.
 
         Rows count at once unless deferred: then `commit` says later how many of them do.
         """

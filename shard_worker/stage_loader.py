@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from services.errors import InvalidArgument, Unimplemented
+from services.errors import InvalidArgument
 from services.layers import LayerRange
 from shard_worker.checkpoint import Checkpoint
 from shard_worker.device import Device
@@ -70,8 +70,8 @@ class StageLoader:
         def take(name: str, device: torch.device) -> torch.Tensor:
             nonlocal loaded
             stored = self._checkpoint.tensor(name)
-            # Vectors keep their stored precision: they are widened to float32 when packed.
-            dtype = self.dtype if stored.ndim > 1 else stored.dtype
+            # Vectors keep their stored precision: norms, decays and such are widened to float32 when packed.
+            dtype = self.dtype if stored.ndim > 1 or name.endswith("_proj.bias") else stored.dtype
             tensor = stored.to(device=device, dtype=dtype, copy=True)
             loaded += self._checkpoint.size_bytes(name)
             on_progress(loaded, self.total_bytes)
@@ -99,6 +99,7 @@ class StageLoader:
             dtype=self.dtype,
             weight_bytes=loaded,
             captures=capture.layers if capture is not None else (),
+            summed=capture is not None and capture.fc is not None,
         )
 
     def _load_segment(
@@ -175,6 +176,7 @@ class StageLoader:
                 reason="TENSOR_MISSING",
                 field=name,
             )
+        self._checkpoint.dtype(name)
         found = self._checkpoint.shape(name)
         if found != shape:
             raise InvalidArgument(
@@ -194,15 +196,9 @@ class StageLoader:
         return names
 
     def _choose_dtype(self, wanted: str | None) -> torch.dtype:
-        first = self._tensors[self._layers.first]
-        stored = self._checkpoint.tensor(first["mlp.gate_proj.weight"]).dtype
-        if stored not in (torch.float32, torch.bfloat16, torch.float16):
-            raise Unimplemented(
-                f"{self._checkpoint.directory} stores weights as {stored}: only float32, bfloat16 and float16 "
-                "checkpoints are served",
-                field="dtype",
-            )
-        return stored if wanted is None else dtype_from_name(wanted, "--dtype")
+        if wanted is not None:
+            return dtype_from_name(wanted, "--dtype")
+        return self._checkpoint.dtype(self._tensors[self._layers.first]["mlp.gate_proj.weight"])
 
 
 def _spread(layers: LayerRange, devices: Sequence[Device]) -> list[tuple[LayerRange, Device]]:

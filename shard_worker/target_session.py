@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
+from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, Unavailable
 from services.stage import StageSession
 from services.steps import (
     Commit,
@@ -72,7 +72,13 @@ class TargetSession:
         self._downstream, self._sampler, self._draft = downstream, sampler, draft
         self._on_close = on_close
         self.stages = (identity, *(downstream.stages if downstream is not None else ()))
-        self.max_feature_slices = len(stage.captures)
+        # What the stages before this one captured for the session's draft, in the order in which they send it.
+        self._incoming_captures: list[int | None] = []
+        if request.draft is not None:
+            self._incoming_captures = [i for i, layer in enumerate(stage.captures) if layer < stage.layers.first]
+            if self._incoming_captures and stage.summed:
+                self._incoming_captures = [None]
+        self.max_feature_slices = len(self._incoming_captures)
         self.max_tensor_bytes = request.max_rows * stage.config.hidden_size * 4
         self._next_step = 0
         self._length = 0
@@ -99,6 +105,7 @@ class TargetSession:
                 yield event
                 if isinstance(event, Failure) and event.reason is not FailureReason.DRAFT_LOST:
                     return
+            raise Unavailable("the stage ended the session")
         except FlashsplitError as error:
             yield _failure(error, self._downstream.stages[0].location)
 
@@ -106,11 +113,12 @@ class TargetSession:
         if self._state is None:
             return
         self._state = None
+        draft, self._draft = self._draft, None
         self._on_close()
         if self._downstream is not None:
             await self._downstream.close()
-        if self._draft is not None:
-            await self._draft.close()
+        if draft is not None:
+            await draft.close()
 
     # --- taking a step
 
@@ -161,6 +169,12 @@ class TargetSession:
                 f"expected {list(shape)} of {dtype}",
                 field="activation",
             )
+        captures = [piece.capture_index for piece in forward.features]
+        if captures != self._incoming_captures:
+            raise InvalidArgument(
+                f"capture_index of the features is {captures}, expected {self._incoming_captures}",
+                field="features",
+            )
         for piece in forward.features:
             expected = "float32" if piece.capture_index is None else dtype
             if piece.features.shape != shape or piece.features.dtype != expected:
@@ -169,10 +183,10 @@ class TargetSession:
                     f"expected {list(shape)} of {expected}",
                     field="features",
                 )
-            if (piece.capture_index or 0) >= len(stage.captures):
+            if piece.start_position != forward.base_position:
                 raise InvalidArgument(
-                    f"capture_index is {piece.capture_index}; {len(stage.captures)} blocks are captured",
-                    field="capture_index",
+                    f"features start at {piece.start_position}, the step at {forward.base_position}",
+                    field="start_position",
                 )
 
     async def _run(self, forward: Forward, arrived_ns: int) -> None:
@@ -204,8 +218,9 @@ class TargetSession:
                     features.total = tensor
                 else:
                     features.slices[piece.capture_index] = tensor
+        wanted = features if self._request.draft is not None else None
         deferred = forward.kind is StepKind.VERIFY
-        return self._stage.run(state, hidden, features, deferred=deferred), features
+        return self._stage.run(state, hidden, wanted, deferred=deferred), features
 
     def _compute_and_pack(self, forward: Forward) -> tuple[Forward, int]:
         started_ns = time.monotonic_ns()
@@ -252,13 +267,14 @@ class TargetSession:
         return produced, features, time.monotonic_ns() - started_ns
 
     async def _draft_ahead(self, features: Features, start: int, guess: Guess | None) -> None:
-        if self._draft is None:
+        draft = self._draft
+        if draft is None:
             return
         started_ns = time.monotonic_ns()
         try:
-            guesses = await self._draft.advance(features, start, guess)
+            guesses = await draft.advance(features, start, guess)
         except FlashsplitError as error:
-            draft, self._draft = self._draft, None
+            self._draft = None
             await draft.close()
             place = Location(
                 None,

@@ -254,7 +254,7 @@ def _names(checkpoint: Checkpoint, config: DraftConfig) -> dict[str, str]:
             name = pattern.sub(plain, name)
         if not _IGNORED.match(name):
             names[name] = stored
-    expected = _shapes(config)
+    expected = expected_shapes(config)
     for name, shape in expected.items():
         if name not in names:
             raise InvalidArgument(
@@ -279,7 +279,7 @@ def _names(checkpoint: Checkpoint, config: DraftConfig) -> dict[str, str]:
     return names
 
 
-def _shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     hidden, mlp = config.hidden_size, config.mlp_size
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {

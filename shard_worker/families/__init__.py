@@ -50,7 +50,8 @@ def known_families() -> list[str]:
 def family_of(config: Mapping[str, Any]) -> tuple[str, Family, ModelConfig]:
     """Name, module and model shape for a config.json.
 
-    Raises InvalidArgument without a model_type and Unimplemented, listing the known families, for an unknown one.
+    Raises InvalidArgument without a model_type and Unimplemented for a quantised model and, listing the known families,
+    for one of an unknown family.
     """
     name = config.get("model_type")
     if not isinstance(name, str):
@@ -62,6 +63,15 @@ def family_of(config: Mapping[str, Any]) -> tuple[str, Family, ModelConfig]:
             reason="UNKNOWN_FAMILY",
             field="model_type",
         )
+    nested = config.get("text_config")
+    # Where a multimodal config says it only once, it says it outside.
+    outer = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
+    text = {**outer, **nested} if isinstance(nested, Mapping) else config
+    if text.get("quantization_config"):
+        raise Unimplemented(
+            "config.json: quantization_config marks a quantised checkpoint: use one with float32, bfloat16 or float16 "
+            "weights",
+            field="quantization_config",
+        )
     module: Any = importlib.import_module(f"{__name__}.{name}")
-    text = config.get("text_config")
-    return name, module, module.read_config(text if isinstance(text, Mapping) else config)
+    return name, module, module.read_config(text)

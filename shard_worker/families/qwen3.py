@@ -29,17 +29,15 @@ class Weights:
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Raises InvalidArgument or Unimplemented naming the key that cannot be served."""
     reader = ConfigReader(raw)
+    reader.only("hidden_act", "silu")
     layers = reader.integer("num_hidden_layers")
-    window = reader.integer("sliding_window") if reader.has("sliding_window") else None
-    first_sliding = layers
+    window, first_sliding = None, layers
     if reader.flag("use_sliding_window", False):
-        first_sliding = reader.integer("max_window_layers", layers, at_least=0)
-    default = tuple(
-        LayerKind.SLIDING if window is not None and layer >= first_sliding else LayerKind.FULL
-        for layer in range(layers)
-    )
+        window = reader.integer("sliding_window")
+        first_sliding = reader.integer("max_window_layers", 28, at_least=0)
+    default = tuple(LayerKind.SLIDING if layer >= first_sliding else LayerKind.FULL for layer in range(layers))
     heads = reader.integer("num_attention_heads")
-    head_dim = reader.integer("head_dim", reader.integer("hidden_size") // heads)
+    head_dim = reader.integer("head_dim", 128)
     return ModelConfig(
         hidden_size=reader.integer("hidden_size"),
         mlp_size=reader.integer("intermediate_size"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from services.errors import InvalidArgument, Unimplemented
+from services.errors import InvalidArgument
 from shard_worker.caches import SegmentCaches
 from shard_worker.layers import attention, linear_attention, mlp
 from shard_worker.model_config import ConfigReader, LayerKind, LinearAttentionConfig, ModelConfig
@@ -29,12 +29,14 @@ class Weights:
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Raises InvalidArgument or Unimplemented naming the key that cannot be served."""
     reader = ConfigReader(raw)
+    reader.only("hidden_act", "silu")
+    reader.only("output_gate_type", "swish", "silu")
+    reader.only("attn_output_gate", True)
     layers = reader.integer("num_hidden_layers")
     interval = reader.integer("full_attention_interval", 4)
     default = tuple(LayerKind.LINEAR if (layer + 1) % interval else LayerKind.FULL for layer in range(layers))
     head_dim = reader.integer("head_dim", 256)
-    rope = reader.raw("rope_parameters") or reader.raw("rope_scaling") or {}
-    partial = ConfigReader({**raw, **rope}).number("partial_rotary_factor", 0.25)
+    partial = ConfigReader({**raw, **reader.rope()}).number("partial_rotary_factor", 0.25)
     linear = LinearAttentionConfig(
         key_heads=reader.integer("linear_num_key_heads", 16),
         value_heads=reader.integer("linear_num_value_heads", 32),
@@ -48,8 +50,6 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
             f"linear_num_key_heads, {linear.key_heads}",
             field="linear_num_value_heads",
         )
-    if not reader.flag("attn_output_gate", True):
-        raise Unimplemented("config.json: attn_output_gate false is not supported", field="attn_output_gate")
     return ModelConfig(
         hidden_size=reader.integer("hidden_size"),
         mlp_size=reader.integer("intermediate_size"),

@@ -21,7 +21,8 @@ L2_EPS = 1e-6
 class LinearAttentionWeights:
     """projection: rows [q, k, v | z | b | a]. taps: float32 [t, channels]. decay_rate: `-exp(A_log)`.
 
-    qk_scale: float32 [2 * key_heads, 1], what makes an RMSNorm of a key an L2 norm, with the query's 1/sqrt(dim) on top.
+    qk_scale: float32 [2 * key_heads, 1], what makes an RMSNorm of a key an L2 norm, with the query's 1/sqrt(dim) on
+    top.
     """
 
     projection: torch.Tensor
@@ -81,7 +82,8 @@ def run(
     linear, cache = _shape(config), caches.recurrent
     assert cache is not None
     count, heads = x.shape[0], linear.value_heads
-    mix, z, b, a = F.linear(x, weights.projection).split((linear.conv_channels, linear.value_dim, heads, heads), -1)
+    sizes = (linear.conv_channels, linear.value_dim, heads, heads)
+    mix, z, b, a = F.linear(x, weights.projection).split_with_sizes(sizes, -1)
     mixed = F.silu(deltanet.causal_conv(cache.window(slot, mix, rows.deferred), weights.taps))
     q, k, v = _heads(linear, mixed, weights.qk_scale)
     beta = b.float().sigmoid().t()

@@ -53,4 +53,5 @@ def attend(
     group = heads // kv_heads
     grouped = queries.transpose(0, 1).reshape(1, kv_heads, group * rows, head_dim)
     out = F.scaled_dot_product_attention(grouped, keys[None], values[None], attn_mask=mask)
-    return out.view(heads, rows, head_dim).transpose(0, 1).reshape(rows, heads * head_dim)
+    # Some kernels return it with the two middle axes swapped in memory.
+    return out.reshape(heads, rows, head_dim).transpose(0, 1).reshape(rows, heads * head_dim)

@@ -59,21 +59,21 @@ def block(
     Shapes as in `step`, with n rows in place of 1. Returns o [heads, n, value_dim], and what `commit` needs: the
     corrected values u [heads, n, value_dim] and the running decay G [heads, n].
     """
+    rows = q.shape[1]
     running = log_decay.cumsum(-1)
     decay = running.exp()[..., None]
-    between = running[:, :, None] - running[:, None, :]
-    # Masked before exp: above the diagonal the difference is positive and may overflow.
-    above = torch.ones(between.shape[1:], dtype=torch.bool, device=state.device).triu_(1)
-    between = between.masked_fill_(above, float("-inf")).exp_()
-    keys_t = k.transpose(1, 2)
-    u = (v - decay * torch.bmm(k, state)).mul_(beta[..., None])
-    if u.shape[1] > 1:
-        # Below the diagonal: how much of row j's correction row i already sees. The diagonal and what is above it are
-        # not read by the solve.
-        coupling = torch.bmm(k, keys_t).mul_(between).mul_(beta[..., None])
-        u = torch.linalg.solve_triangular(coupling, u, upper=False, unitriangular=True)
-    out = decay * torch.bmm(q, state)
-    out.baddbmm_(torch.bmm(q, keys_t).mul_(between), u)
+    # Above the diagonal the difference is positive and exp may overflow; tril_ writes zeros there, whatever it finds.
+    between = (running[:, :, None] - running[:, None, :]).exp_().tril_()
+    # Keys and queries read the state and the block's keys in one product each.
+    both = torch.cat((k, q), 1)
+    from_state = torch.bmm(both, state).mul_(torch.cat((decay, decay), 1))
+    k_keys, q_keys = torch.bmm(both, k.transpose(1, 2)).split_with_sizes((rows, rows), 1)
+    u = (v - from_state[:, :rows]).mul_(beta[..., None])
+    # Below the diagonal: how much of row j's correction row i already sees. The solve takes the diagonal as 1 and does
+    # not read what is above it.
+    coupling = (k_keys * between).mul_(beta[..., None])
+    u = torch.linalg.solve_triangular(coupling, u, upper=False, unitriangular=True)
+    out = torch.baddbmm(from_state[:, rows:], q_keys * between, u)
     return out, u, running
 
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding, rotate-half form (RoFormer, arXiv 2104.09864, in Hugging Face's pairing d with d + r/2)."""
+"""Rotary position embedding (RoFormer, arXiv 2104.09864), rotate-half form: element d pairs with d + rotary_dim / 2."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from services.tensors import WireTensor
 from services.worker import LoadDraft
 from shard_worker.checkpoint import Checkpoint
 from shard_worker.device import Device
-from shard_worker.draft_link import Projection, append, check_guess
+from shard_worker.draft_link import Guess, Projection, append, check_guess, check_start, guess_tokens
 from shard_worker.drafters import drafter_of
 from shard_worker.drafters.dflash import Draft, DraftState
 from shard_worker.dtypes import dtype_to_name, from_wire, to_wire
@@ -24,6 +24,8 @@ from shard_worker.executor import DeviceThread
 from shard_worker.features import Features
 
 MAX_APPENDED_ROWS = 8192
+MAX_LENGTH = 1 << 20
+"""Most tokens of a session: no target's context is longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class DraftRole:
 
     def load(self, part: LoadDraft, on_progress: Callable[[int, int], None]) -> None:
         """Load a draft; runs on the device thread. Errors as in `drafters.dflash.load`."""
+        self.loaded = None
         checkpoint = Checkpoint(part.draft_path, "--draft")
         draft = drafter_of(checkpoint).load(checkpoint, self._device, part.dtype, on_progress)
         embedding = project = None
@@ -84,8 +87,10 @@ class DraftRole:
                 reason="FINGERPRINT_MISMATCH",
                 field="fingerprint",
             )
-        if request.max_length < 1:
-            raise InvalidArgument("max_length is 0; it must be at least 1", field="max_length")
+        if not 1 <= request.max_length <= MAX_LENGTH:
+            raise InvalidArgument(
+                f"max_length is {request.max_length}; it must be between 1 and {MAX_LENGTH}", field="max_length"
+            )
         state = await self._thread.submit(loaded.draft.allocate, request.max_length)
         return LocalDraftSession(self, self._thread, loaded, state, request.max_length, self._host)
 
@@ -125,6 +130,7 @@ class LocalDraftSession:
 
     async def feature_slice(self, piece: FeatureSlice) -> None:
         rows = self._check_shape("features", piece.features)
+        check_start(self._state, piece.start_position)
         if self._state.length + rows > self._max_length:
             raise InvalidArgument(f"features reach beyond the session's {self._max_length} tokens", field="features")
         device = self._loaded.draft.device.torch_device
@@ -133,16 +139,19 @@ class LocalDraftSession:
                 raise InvalidArgument("capture_index is present, but this draft takes the sum", field="capture_index")
             features = Features(total=from_wire(piece.features, device))
         else:
-            expected = len(self._gathered.slices)
-            if piece.capture_index != expected:
+            slices = self._gathered.slices
+            if piece.capture_index != len(slices):
                 raise InvalidArgument(
-                    f"capture_index is {piece.capture_index}, expected {expected}",
+                    f"capture_index is {piece.capture_index}, expected {len(slices)}",
                     field="capture_index",
                 )
-            self._gathered.slices[expected] = from_wire(piece.features, device)
-            if len({len(part) for part in self._gathered.slices.values()}) > 1:
-                raise InvalidArgument("slices of one step differ in their rows", field="features")
-            if expected + 1 < len(self._loaded.draft.config.capture_layers):
+            if slices and len(slices[0]) != rows:
+                raise InvalidArgument(
+                    f"slices of one step differ in their rows: {len(slices[0])} and {rows}",
+                    field="features",
+                )
+            slices[len(slices)] = from_wire(piece.features, device)
+            if len(slices) < len(self._loaded.draft.config.capture_layers):
                 return
             features, self._gathered = self._gathered, Features()
         await self._thread.submit(append, self._loaded.draft, self._state, features, piece.start_position)
@@ -174,10 +183,8 @@ class LocalDraftSession:
         loaded = self._loaded
         assert loaded.embedding is not None
         assert loaded.project is not None
-        check_guess(loaded.draft, self._state, request.position, request.tokens)
-        rows = loaded.embedding((request.token_id, loaded.draft.config.mask_token_id))
-        hidden = loaded.draft.propose(self._state, rows, request.tokens)
-        return tuple(loaded.project(hidden).argmax(-1).tolist())
+        guess = Guess(request.step, request.position, request.token_id, request.tokens)
+        return guess_tokens(loaded.draft, self._state, guess, loaded.embedding, loaded.project)
 
     def _hidden(self, request: Propose) -> WireTensor:
         draft = self._loaded.draft

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from services.description import FeatureTransport, HeadPlace, TargetDescription
+from services.description import DraftDescription, FeatureTransport, HeadPlace, TargetDescription
 from services.draft import DraftOpen
-from services.errors import FailedPrecondition, InvalidArgument
+from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
 from services.peers import Peers
 from services.stage import StageSession
 from services.steps import Location, Open, StageIdentity
 from services.worker import LoadTarget
 from shard_worker.checkpoint import Checkpoint
 from shard_worker.device import Device
+from shard_worker.draft_config import DraftConfig
 from shard_worker.draft_link import DraftLink, LocalDraftLink, RemoteDraftLink
 from shard_worker.drafters import drafter_of
 from shard_worker.dtypes import dtype_to_name
 from shard_worker.embedding_rows import EmbeddingRows, rows_of_stage
 from shard_worker.executor import DeviceThread
+from shard_worker.model_config import ModelConfig
+from shard_worker.ops.deltanet import CHUNK_ROWS
 from shard_worker.roles.draft import DraftRole
 from shard_worker.sampler import Sampler
 from shard_worker.stage import Stage
@@ -90,11 +93,13 @@ class TargetRole:
 
     async def open(self, request: Open) -> TargetSession:
         location = self._location(request.stage)
-        where = {"stage": request.stage, "host": location.host, "device": location.device}
-        loaded = self._expected(request, where)
-        stage = loaded.stage
-        self._check_limits(request, stage, where)
-        state = await self._thread.submit(stage.allocate, request.max_length, request.block_rows)
+        try:
+            loaded = self._expected(request)
+            stage = loaded.stage
+            self._check_limits(request, stage)
+            state = await self._thread.submit(stage.allocate, request.max_length, request.block_rows)
+        except FlashsplitError as error:
+            raise error.located(stage=request.stage, host=location.host, device=location.device) from None
         downstream: StageSession | None = None
         draft: DraftLink | None = None
         sampler: Sampler | None = None
@@ -124,16 +129,15 @@ class TargetRole:
     def _closed(self) -> None:
         self.open_sessions -= 1
 
-    def _expected(self, request: Open, where: dict[str, object]) -> LoadedStage:
+    def _expected(self, request: Open) -> LoadedStage:
         loaded = self.loaded
         if loaded is None:
-            raise FailedPrecondition("no stage is loaded on this worker", reason="NOT_LOADED", **where)
+            raise FailedPrecondition("no stage is loaded on this worker", reason="NOT_LOADED")
         if loaded.fingerprint != request.fingerprint:
             raise FailedPrecondition(
                 f"this worker holds model {loaded.fingerprint}, the session is for {request.fingerprint}",
                 reason="FINGERPRINT_MISMATCH",
                 field="fingerprint",
-                **where,
             )
         stage = loaded.stage
         if stage.layers != request.layers:
@@ -141,7 +145,6 @@ class TargetRole:
                 f"this worker holds layers {stage.layers}, the session expects {request.layers}",
                 reason="LAYER_MISMATCH",
                 field="layers",
-                **where,
             )
         expected = stage.layers.last
         for hop in request.route:
@@ -149,54 +152,38 @@ class TargetRole:
                 raise InvalidArgument(
                     f"route has layers {hop.layers} behind layer {expected}: gapped or overlapping",
                     field="route",
-                    **where,
                 )
             expected = hop.layers.last
         if expected != stage.config.num_layers:
             raise InvalidArgument(
                 f"the route ends at layer {expected}, the model has {stage.config.num_layers}",
                 field="route",
-                **where,
             )
         return loaded
 
     @staticmethod
-    def _check_limits(request: Open, stage: Stage, where: dict[str, object]) -> None:
+    def _check_limits(request: Open, stage: Stage) -> None:
         limits = {
             "max_length": stage.config.max_position,
             "max_rows": MAX_ROWS,
-            "block_rows": 64,
+            "block_rows": CHUNK_ROWS,
         }
         for field, most in limits.items():
             value = getattr(request, field)
             if not 1 <= value <= most:
-                raise InvalidArgument(f"{field} is {value}; it must be between 1 and {most}", field=field, **where)
+                raise InvalidArgument(f"{field} is {value}; it must be between 1 and {most}", field=field)
         tokens = [*request.sampling.logit_bias, *request.stop_token_ids]
         if any(token >= stage.config.vocab_size for token in tokens):
             raise InvalidArgument(
                 f"a token of logit_bias or stop_token_ids is not below {stage.config.vocab_size}",
                 field="stop_token_ids",
-                **where,
             )
 
     async def _open_next(self, request: Open) -> StageSession:
         hop = request.route[0]
         port = await self._peers.stage(hop.address)
         return await port.open(
-            Open(
-                request_id=request.request_id,
-                fingerprint=request.fingerprint,
-                stage=request.stage + 1,
-                layers=hop.layers,
-                route=request.route[1:],
-                max_length=request.max_length,
-                max_rows=request.max_rows,
-                block_rows=request.block_rows,
-                prompt_length=request.prompt_length,
-                sampling=request.sampling,
-                stop_token_ids=request.stop_token_ids,
-                draft=request.draft,
-            )
+            replace(request, stage=request.stage + 1, layers=hop.layers, route=request.route[1:]),
         )
 
     async def _open_draft(self, request: Open, loaded: LoadedStage) -> DraftLink:
@@ -210,11 +197,15 @@ class TargetRole:
                     "no draft is loaded beside the last stage: load one, or name the draft's address",
                     reason="NOT_LOADED",
                 )
+            _check_fit(held.draft.config, loaded.stage.config)
+            _check_captures(held.draft.config, loaded.stage)
             state = await self._thread.submit(held.draft.allocate, request.max_length)
             return LocalDraftLink(self._thread, held.draft, state, loaded.embedding, project)
         description = (await (await self._peers.worker(request.draft.address)).describe()).draft
         if description is None:
             raise FailedPrecondition(f"no draft is loaded at {request.draft.address}", reason="NOT_LOADED")
+        _check_fit(description, loaded.stage.config)
+        _check_captures(description, loaded.stage)
         port = await self._peers.draft(request.draft.address)
         session = await port.open(DraftOpen(request.request_id, description.fingerprint, request.max_length))
         return RemoteDraftLink(
@@ -233,12 +224,7 @@ class TargetRole:
             return None
         checkpoint = Checkpoint(part.capture.draft_path, "--draft")
         config, fc = drafter_of(checkpoint).read_fc(checkpoint)
-        if config.hidden_size != loader.config.hidden_size:
-            raise InvalidArgument(
-                f"the draft's hidden_size is {config.hidden_size}, the target's {loader.config.hidden_size}: "
-                "name a draft made for this target",
-                field="--draft",
-            )
+        _check_fit(config, loader.config)
         if max(config.capture_layers) >= loader.config.num_layers:
             raise InvalidArgument(
                 f"the draft captures block {max(config.capture_layers)}, the target has "
@@ -247,3 +233,25 @@ class TargetRole:
             )
         summed = part.capture.transport is FeatureTransport.SUM
         return CaptureRequest(config.capture_layers, fc if summed else None)
+
+
+def _check_fit(draft: DraftConfig | DraftDescription, target: ModelConfig) -> None:
+    """Raises InvalidArgument when the draft was made for a target of another shape."""
+    for size in ("hidden_size", "vocab_size"):
+        own, wanted = getattr(draft, size), getattr(target, size)
+        if own != wanted:
+            raise InvalidArgument(
+                f"the draft's {size} is {own}, the target's {wanted}: name a draft made for this target",
+                field="--draft",
+            )
+
+
+def _check_captures(draft: DraftConfig | DraftDescription, stage: Stage) -> None:
+    """Raises FailedPrecondition when the stage was loaded without a draft or for another one."""
+    if draft.capture_layers != stage.captures:
+        raise FailedPrecondition(
+            f"the draft reads blocks {list(draft.capture_layers)}, this stage captures {list(stage.captures)}: load "
+            "the stages with the same draft",
+            reason="CAPTURE_MISMATCH",
+            field="draft",
+        )

@@ -44,9 +44,7 @@ def finish(
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
     stored = {
         # Published files keep these two in float32 beside bfloat16 projections.
-        name: tensor
-        if name.endswith(("A_log", "linear_attn.norm.weight"))
-        else tensor.to(getattr(torch, dtype))
+        name: tensor if name.endswith(("A_log", "linear_attn.norm.weight")) else tensor.to(getattr(torch, dtype))
         for name, tensor in tensors.items()
     }
     storage.save_tensors(folder, stored, max_shard_size)
@@ -96,9 +94,7 @@ def write_qwen3(
     )
     with torch.device("meta"):
         shapes = shapes_of(Qwen3ForCausalLM(config))
-    tensors = draw_model(
-        shapes, seed=seed, tied=tied, centre=1.0, hidden=hidden, logit_scale=logit_scale
-    )
+    tensors = draw_model(shapes, seed=seed, tied=tied, centre=1.0, hidden=hidden, logit_scale=logit_scale)
     folder = finish(path, config, tensors, eos, dtype, max_shard_size)
     if legacy_rope:
         storage.edit_config(folder, flatten_rope)
@@ -169,9 +165,7 @@ def write_qwen3_5(
     )
     with torch.device("meta"):
         shapes = shapes_of(Qwen3_5ForCausalLM(text))
-    tensors = draw_model(
-        shapes, seed=seed, tied=tied, centre=0.0, hidden=hidden, logit_scale=logit_scale
-    )
+    tensors = draw_model(shapes, seed=seed, tied=tied, centre=0.0, hidden=hidden, logit_scale=logit_scale)
     config: Any = text
     if nested:
         vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
@@ -182,14 +176,10 @@ def write_qwen3_5(
             tie_word_embeddings=tied,
             dtype=dtype,
         )
-        tensors = {
-            name.replace("model.", "model.language_model.", 1): tensor
-            for name, tensor in tensors.items()
-        }
+        tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
     if extras:
         tensors |= {
-            name: torch.randn(shape, generator=generator(seed, name))
-            for name, shape in junk_shapes(hidden).items()
+            name: torch.randn(shape, generator=generator(seed, name)) for name, shape in junk_shapes(hidden).items()
         }
     return finish(path, config, tensors, eos, dtype, max_shard_size)
 
@@ -214,7 +204,4 @@ def random_prompts(vocab: int, count: int, seed: int, lengths: Iterable[int]) ->
     """`count` prompts of random ids below `vocab`; the lengths are used in turn."""
     choices = list(lengths)
     gen = torch.Generator().manual_seed(seed)
-    return [
-        torch.randint(0, vocab, (choices[i % len(choices)],), generator=gen).tolist()
-        for i in range(count)
-    ]
+    return [torch.randint(0, vocab, (choices[i % len(choices)],), generator=gen).tolist() for i in range(count)]

@@ -52,8 +52,7 @@ class DenseDraft:
             sliding_causal = True
             causal = raw.get("is_causal", nested.get("causal"))
         self.causal = [
-            (kind == "sliding_attention" and sliding_causal) if causal is None else causal
-            for kind in self.layer_types
+            (kind == "sliding_attention" and sliding_causal) if causal is None else causal for kind in self.layer_types
         ]
 
     def weight(self, name: str) -> torch.Tensor:

@@ -173,22 +173,15 @@ def write_draft(
     else:
         decoder |= {"rope_theta": rope_theta, "rope_scaling": None}
     if form == "speculators":
-        config = speculators_config(
-            decoder, outer, Path(target_path), ids, mask, block_size, is_causal
-        )
+        config = speculators_config(decoder, outer, Path(target_path), ids, mask, block_size, is_causal)
     else:
-        config = zlab_config(
-            decoder, ids, mask, block_size, is_causal, target_layers, form == "nested"
-        )
+        config = zlab_config(decoder, ids, mask, block_size, is_causal, target_layers, form == "nested")
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     storage.write_config(folder, config)
     shapes = draft_shapes(hidden, len(ids), layers, heads, kv_heads, head_dim, mlp, attention_bias)
     storage.save_tensors(
         folder,
-        {
-            name: draw(name, shape, seed, centre=1.0).to(getattr(torch, dtype))
-            for name, shape in shapes.items()
-        },
+        {name: draw(name, shape, seed, centre=1.0).to(getattr(torch, dtype)) for name, shape in shapes.items()},
     )
     return folder

@@ -36,9 +36,7 @@ def softmax(logits: Array) -> Array:
     return np.asarray(weights / weights.sum(), dtype=np.float64)
 
 
-def penalised(
-    logits: Array, prompt: Sequence[int], generated: Sequence[int], sampling: Sampling
-) -> Array:
+def penalised(logits: Array, prompt: Sequence[int], generated: Sequence[int], sampling: Sampling) -> Array:
     """Logits after the bias and the history-dependent penalties."""
     out = logits.copy()
     for token, bias in sampling.logit_bias.items():
@@ -52,9 +50,7 @@ def penalised(
     return out
 
 
-def next_law(
-    logits: Any, prompt: Sequence[int], generated: Sequence[int], sampling: Sampling
-) -> Array:
+def next_law(logits: Any, prompt: Sequence[int], generated: Sequence[int], sampling: Sampling) -> Array:
     """Probabilities [V] of the next token; temperature 0 puts all mass on the argmax."""
     values = penalised(np.asarray(logits, dtype=np.float64), prompt, generated, sampling)
     if sampling.temperature == 0:

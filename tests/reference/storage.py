@@ -41,9 +41,7 @@ def split_shards(tensors: dict[str, torch.Tensor], limit: int) -> list[dict[str,
     return shards
 
 
-def save_tensors(
-    path: Path, tensors: dict[str, torch.Tensor], max_shard_size: int | str | None = None
-) -> None:
+def save_tensors(path: Path, tensors: dict[str, torch.Tensor], max_shard_size: int | str | None = None) -> None:
     """Write one file, or numbered shards with the usual index when a limit is given."""
     if max_shard_size is None:
         save_file(tensors, path / SINGLE, metadata={"format": "pt"})

@@ -90,9 +90,7 @@ def clear_prompt(
 
 
 @torch.no_grad()
-def block_outputs(
-    model: PreTrainedModel, ids: Sequence[int], layer_ids: Sequence[int]
-) -> list[torch.Tensor]:
+def block_outputs(model: PreTrainedModel, ids: Sequence[int], layer_ids: Sequence[int]) -> list[torch.Tensor]:
     """Residual stream [n, H] after each named block, in the order of the list.
 
     Hooks sit on the blocks themselves: the hidden states that transformers returns hold the
@@ -116,9 +114,7 @@ def block_outputs(
 
 
 @torch.no_grad()
-def recurrent_states(
-    model: PreTrainedModel, ids: Sequence[int]
-) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+def recurrent_states(model: PreTrainedModel, ids: Sequence[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Per linear-attention layer: last conv inputs [C, 3] and state [v_heads, k, v].
 
     Both follow one prefill of all ids. Conv inputs are in time order, before the convolution,

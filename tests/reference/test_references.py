@@ -31,9 +31,7 @@ VARIANTS: list[tuple[Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("write", "options"), VARIANTS)
-def test_checkpoints_load_completely(
-    write: Callable[..., Path], options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_checkpoints_load_completely(write: Callable[..., Path], options: dict[str, Any], tmp_path: Path) -> None:
     model = target.load(write(tmp_path / "m", **options))
     rows = target.logits(model, [i % model.config.vocab_size for i in PROMPT])
     assert torch.isfinite(rows).all()
@@ -43,9 +41,7 @@ def test_checkpoints_load_completely(
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("tied", [False, True])
-def test_greedy_is_varied_with_clear_margins(
-    write: Callable[..., Path], tied: bool, tmp_path: Path
-) -> None:
+def test_greedy_is_varied_with_clear_margins(write: Callable[..., Path], tied: bool, tmp_path: Path) -> None:
     model = target.load(write(tmp_path / "m", tied=tied))
     prompt, tokens = target.clear_prompt(model, 12, 200)
     assert len(tokens) == 200
@@ -70,9 +66,7 @@ def test_sliding_layers_are_sliding_and_legacy_rope_is_read(tmp_path: Path) -> N
 
 def test_layouts_of_one_seed_are_one_model(tmp_path: Path) -> None:
     flat = checkpoints.write_qwen3_5(tmp_path / "flat", layers=4)
-    nested = checkpoints.write_qwen3_5(
-        tmp_path / "nested", layers=4, nested=True, extras=True, max_shard_size="40KB"
-    )
+    nested = checkpoints.write_qwen3_5(tmp_path / "nested", layers=4, nested=True, extras=True, max_shard_size="40KB")
     assert storage.read_config(nested)["model_type"] == "qwen3_5"
     assert storage.read_config(nested)["text_config"]["model_type"] == "qwen3_5_text"
     assert len(list(nested.glob("*.safetensors"))) > 3
@@ -110,9 +104,7 @@ def test_recurrent_states_follow_the_recurrence(length: int, tmp_path: Path) -> 
         x = block.input_layernorm(target.embedding(model)[ids])
         mix = torch.cat([torch.zeros(3, 128), mixer.in_proj_qkv(x)])
         taps = mixer.conv1d.weight[:, 0].flip(-1)
-        mixed = torch.stack(
-            [sum(taps[:, lag] * mix[t + 3 - lag] for lag in range(4)) for t in range(length)]
-        )
+        mixed = torch.stack([sum(taps[:, lag] * mix[t + 3 - lag] for lag in range(4)) for t in range(length)])
         _, k, v = torch.nn.functional.silu(mixed).split([32, 32, 64], dim=-1)
         beta = torch.sigmoid(mixer.in_proj_b(x))
         rate = torch.nn.functional.softplus(mixer.in_proj_a(x) + mixer.dt_bias)

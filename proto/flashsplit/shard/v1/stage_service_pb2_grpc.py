@@ -48,7 +48,8 @@ class StageServiceServicer:
 
     def RunStage(self, request_iterator, context):
         """One session. The first frame is `open`; ending the stream, from either side, frees the session here and on every
-        stage below. INVALID_ARGUMENT for a frame that makes no sense, FAILED_PRECONDITION for one out of step.
+        stage below. INVALID_ARGUMENT for a frame that makes no sense, FAILED_PRECONDITION for one out of step. A caller
+        that doesn't read its answers is not read from either: at most 64 steps go unanswered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

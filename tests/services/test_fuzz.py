@@ -1,0 +1,76 @@
+"""Senseless requests, seeded, against the servicers on small fakes.
+
+Whatever comes, the answer blames the caller, never this side; every session is freed, and a normal one works after it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from flashsplit.shard.v1 import draft_service_pb2 as draft_pb, stage_service_pb2 as stage_pb
+from services.draft import DraftOpen, DraftServicer, Propose, RemoteDraft
+from services.layers import LayerRange
+from services.stage import RemoteStage, StageServicer
+from services.steps import Commit, DraftRoute, Forward, Open
+from services.worker import RemoteWorker, WorkerServicer
+from tests.services.conftest import Dial, Serve
+from tests.services.fakes import WORKER, FakeDraft, FakeStage, FakeStageSession, FakeWorker, prefill, until
+from tests.services.fuzzing import (
+    RUN_DRAFT,
+    RUN_STAGE,
+    STEPS,
+    batter,
+    batter_worker,
+    draft_frames,
+    stage_frames,
+    with_tensors,
+)
+from tests.services.random_messages import RandomStreams
+
+OPEN = Open("r", "f00d", 0, LayerRange(0, 2), (), 512, 128, 16, 3, draft=DraftRoute())
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+async def test_stage_frames_on_a_fake(tensors: bool, serve: Serve, dial: Dial) -> None:
+    """Random streams to a stage are answered in kind, and each opened session is freed exactly once."""
+
+    async def answer(session: FakeStageSession, forward: Forward) -> None:
+        # A length that a caller names would be the fake's fault.
+        session.out.put_nowait(Commit(forward.step, 3, (), ()))
+
+    port = FakeStage(answer)
+    server = await serve(StageServicer(port).register)
+    channel = await dial(server.address)
+    steps = [with_tensors(step, 16, 2) for step in STEPS] if tensors else STEPS
+    streams = RandomStreams(f"stage {tensors}", stage_pb.RunStageRequest, {"address": ["127.0.0.1:1"], "kind": [1, 2]})
+    await batter(channel, RUN_STAGE, streams, stage_frames(OPEN, steps), 400)
+    await until(lambda: all(session.closed for session in port.sessions))
+    assert {session.closed for session in port.sessions} == {1}
+    session = await RemoteStage(channel, server.address).open(OPEN)
+    await session.forward(prefill())
+    assert await anext(session.events()) == Commit(0, 3, (), ())
+    await session.close()
+
+
+async def test_draft_frames_on_a_fake(serve: Serve, dial: Dial) -> None:
+    """Random streams to a draft are answered in kind, and each opened session is freed exactly once."""
+    port = FakeDraft()
+    # Guesses of a number that a caller names would be the fake's fault.
+    port.guesses = (1, 2, 3)
+    server = await serve(DraftServicer(port).register)
+    channel = await dial(server.address)
+    streams = RandomStreams("draft", draft_pb.RunDraftRequest, {})
+    await batter(channel, RUN_DRAFT, streams, draft_frames("f", 16), 400)
+    await until(lambda: all(session.closed for session in port.sessions))
+    assert {session.closed for session in port.sessions} == {1}
+    session = await RemoteDraft(channel, server.address).open(DraftOpen("r", "f", 1))
+    assert await session.propose(Propose(0, 0, 0, 3)) == (1, 2, 3)
+    await session.close()
+
+
+async def test_worker_requests_on_a_fake(serve: Serve, dial: Dial) -> None:
+    """Random requests to a worker are answered in kind, and it describes itself afterwards."""
+    server = await serve(WorkerServicer(FakeWorker()).register)
+    channel = await dial(server.address)
+    await batter_worker(channel, "/models/t", "/models/d", 200)
+    assert await RemoteWorker(channel, server.address).describe() == WORKER

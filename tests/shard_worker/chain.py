@@ -1,0 +1,214 @@
+"""Stages and drafts of one process joined into a chain, and a small client that drives a session on it.
+
+Everything is the engine's own but the network: addresses lead to the roles themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from services.description import FeatureTransport, HeadPlace
+from services.layers import LayerRange
+from services.peers import Peers
+from services.stage import StageSession
+from services.steps import Commit, DraftRoute, Event, Forward, Hop, Location, Open, Proposal, StepKind
+from services.worker import FeatureCapture, LoadDraft, LoadTarget
+from shard_worker.device import parse_devices
+from shard_worker.executor import DeviceThread
+from shard_worker.roles.draft import DraftRole
+from shard_worker.roles.target import TargetRole
+from tests.shard_worker.tiny import ignore_progress, load_stage
+
+BLOCK = 8
+DRAFT_ADDRESS = "draft:1"
+Script = Callable[[list[int]], Sequence[int]]
+"""All tokens produced so far -> guesses for the next verify, in place of the draft's."""
+
+
+class Directory:
+    """Stands in for `services.peers.Peers`: addresses of this process."""
+
+    def __init__(self) -> None:
+        self.stages: dict[str, Any] = {}
+        self.drafts: dict[str, Any] = {}
+
+    async def stage(self, address: str) -> Any:
+        return self.stages[address]
+
+    async def draft(self, address: str) -> Any:
+        return self.drafts[address]
+
+    async def worker(self, address: str) -> Any:
+        async def describe() -> Any:
+            return SimpleNamespace(draft=self.drafts[address].describe())
+
+        return SimpleNamespace(describe=describe)
+
+
+class Chain:
+    """Workers that hold a checkpoint cut into stages, and a draft: beside the last stage, or in a worker of its own."""
+
+    def __init__(
+        self,
+        path: Path,
+        cuts: Sequence[int] = (),
+        *,
+        draft: Path | None = None,
+        transport: FeatureTransport = FeatureTransport.SUM,
+        place: HeadPlace = HeadPlace.SHARED,
+    ) -> None:
+        layers = load_stage(path).config.num_layers
+        bounds = [0, *cuts, layers]
+        self.ranges = [LayerRange(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
+        self.directory = Directory()
+        self._threads: list[DeviceThread] = []
+        self.draft_role: DraftRole | None = None
+        capture = None
+        devices = parse_devices("cpu")
+        last_thread = self._thread()
+        if draft is not None:
+            beside = place is HeadPlace.SHARED
+            thread = last_thread if beside else self._thread()
+            self.draft_role = DraftRole(thread, devices[0], "draft-host")
+            self.draft_role.load(LoadDraft(str(draft), str(path), place, transport), ignore_progress)
+            self.directory.drafts[DRAFT_ADDRESS] = self.draft_role
+            capture = FeatureCapture(str(draft), transport)
+        self.place = place
+        self.roles: list[TargetRole] = []
+        for index, held in enumerate(self.ranges):
+            last = index == len(self.ranges) - 1
+            role = TargetRole(
+                last_thread if last else self._thread(),
+                devices,
+                cast(Peers, self.directory),
+                lambda stage: Location(stage, f"host-{stage}", "cpu", f"stage:{stage}"),
+                self.draft_role if last and place is HeadPlace.SHARED else None,
+            )
+            role.load(LoadTarget(str(path), held, None, capture), ignore_progress)
+            self.directory.stages[f"stage:{index}"] = role
+            self.roles.append(role)
+
+    def _thread(self) -> DeviceThread:
+        self._threads.append(DeviceThread(1))
+        return self._threads[-1]
+
+    def shutdown(self) -> None:
+        for thread in self._threads:
+            thread.shutdown()
+
+    @property
+    def fingerprint(self) -> str:
+        loaded = self.roles[0].loaded
+        assert loaded is not None
+        return loaded.fingerprint
+
+    def request(self, stage: int = 0, **changes: Any) -> Open:
+        """A session from a stage on."""
+        route = tuple(Hop(f"stage:{i}", self.ranges[i]) for i in range(stage + 1, len(self.ranges)))
+        route_to_draft = None
+        if self.draft_role is not None:
+            route_to_draft = DraftRoute(None if self.place is HeadPlace.SHARED else DRAFT_ADDRESS)
+        request = Open(
+            request_id="test",
+            fingerprint=self.fingerprint,
+            stage=stage,
+            layers=self.ranges[stage],
+            route=route,
+            max_length=400,
+            max_rows=200,
+            block_rows=16,
+            prompt_length=0,
+            draft=route_to_draft,
+        )
+        return replace(request, **changes)
+
+    @contextlib.asynccontextmanager
+    async def session(self, **changes: Any) -> AsyncIterator[Client]:
+        session = await self.roles[0].open(self.request(**changes))
+        try:
+            yield Client(session)
+        finally:
+            await session.close()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a run produced: all tokens, and those of each verify."""
+
+    tokens: list[int]
+    verified: list[tuple[int, ...]]
+    proposals: list[tuple[int, ...]]
+
+
+class Client:
+    """Sends steps one after the other and reads their answers, as a coordinator does."""
+
+    def __init__(self, session: StageSession) -> None:
+        self.session = session
+        self.events: AsyncIterator[Event] = session.events()
+        self.steps = self.length = 0
+
+    def frame(self, kind: StepKind, token_ids: Sequence[int], propose: int = 0, **changes: Any) -> Forward:
+        """The next step in sequence, with some fields changed."""
+        return replace(Forward(self.steps, self.length, tuple(token_ids), kind, propose), **changes)
+
+    async def send(self, frame: Forward) -> None:
+        await self.session.forward(frame)
+        self.steps += 1
+
+    async def commit(self) -> Commit:
+        event = await anext(self.events)
+        assert isinstance(event, Commit), event
+        self.length = event.length
+        return event
+
+    async def step(self, kind: StepKind, token_ids: Sequence[int], propose: int = 0) -> tuple[Commit, tuple[int, ...]]:
+        """One step: what it committed, and the guesses where some were asked for."""
+        await self.send(self.frame(kind, token_ids, propose))
+        commit = await self.commit()
+        if not propose:
+            return commit, ()
+        proposal = await anext(self.events)
+        assert isinstance(proposal, Proposal), proposal
+        assert proposal.step == commit.step
+        return commit, proposal.token_ids
+
+    async def prefill(self, token_ids: Sequence[int], chunk: int = 200) -> None:
+        for first in range(0, len(token_ids), chunk):
+            commit, _ = await self.step(StepKind.PREFILL, token_ids[first : first + chunk])
+            assert commit.token_ids == ()
+
+    async def plain(self, prompt: Sequence[int], count: int) -> list[int]:
+        """The next tokens, one a step."""
+        await self.prefill(prompt[:-1])
+        produced: list[int] = []
+        known = prompt[-1]
+        while len(produced) < count:
+            commit, _ = await self.step(StepKind.DECODE, [known])
+            [known] = commit.token_ids
+            produced.append(known)
+        return produced
+
+    async def speculate(
+        self, prompt: Sequence[int], count: int, *, script: Script | None = None, guesses: int = BLOCK - 1
+    ) -> Answer:
+        """The next tokens by verifying guesses: the draft's, or a script's."""
+        await self.prefill(prompt[:-1])
+        propose = 0 if script is not None else guesses
+        commit, proposal = await self.step(StepKind.DECODE, prompt[-1:], propose)
+        answer = Answer(list(commit.token_ids), [], [proposal])
+        while len(answer.tokens) < count:
+            block = proposal if script is None else tuple(script(answer.tokens))
+            before = self.length
+            commit, proposal = await self.step(StepKind.VERIFY, [answer.tokens[-1], *block], propose)
+            assert commit.length == before + len(commit.token_ids)
+            answer.tokens.extend(commit.token_ids)
+            answer.verified.append(commit.token_ids)
+            answer.proposals.append(proposal)
+        del answer.tokens[count:]
+        return answer

@@ -1,0 +1,234 @@
+"""The target role: what it loads, what it says of itself, and which sessions it refuses to open."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from services.description import FeatureTransport, HeadPlace
+from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, NotFound
+from services.layers import LayerRange
+from services.peers import Peers
+from services.steps import DraftRoute, Hop, Location, Sampling
+from services.worker import FeatureCapture, LoadDraft, LoadTarget
+from shard_worker.checkpoint import Checkpoint
+from shard_worker.device import parse_devices
+from shard_worker.executor import DeviceThread
+from shard_worker.roles.target import TargetRole
+from tests.reference import checkpoints, storage
+from tests.shard_worker.chain import DRAFT_ADDRESS, Chain, Directory
+from tests.shard_worker.tiny import Tiny, ignore_progress
+
+
+@pytest.fixture(scope="module")
+def chain(tiny: Tiny) -> Iterator[Chain]:
+    """Two stages with a draft beside the last one."""
+    chain = Chain(tiny.path("qwen3_5"), (3,), draft=tiny.draft("qwen3_5", "role", target_layer_ids=(6, 0)))
+    yield chain
+    chain.shutdown()
+
+
+@pytest.fixture
+def role() -> Iterator[TargetRole]:
+    """A role that holds nothing yet."""
+    thread = DeviceThread(1)
+    yield TargetRole(
+        thread,
+        parse_devices("cpu"),
+        cast(Peers, Directory()),
+        lambda stage: Location(stage, "here", "cpu", "here:1"),
+        None,
+    )
+    thread.shutdown()
+
+
+def part(path: Path, first: int = 0, last: int = 4, draft: Path | None = None) -> LoadTarget:
+    capture = None if draft is None else FeatureCapture(str(draft), FeatureTransport.SUM)
+    return LoadTarget(str(path), LayerRange(first, last), None, capture)
+
+
+def test_a_stage_describes_itself(chain: Chain, tiny: Tiny) -> None:
+    """Identity, layers, sizes and captures are those of what was loaded."""
+    described = chain.roles[1].describe()
+    checkpoint = Checkpoint(tiny.path("qwen3_5"))
+
+    assert described is not None
+    assert described.fingerprint == checkpoint.fingerprint
+    assert (described.family, described.layers, described.num_layers) == ("qwen3_5", LayerRange(3, 8), 8)
+    assert (described.hidden_size, described.vocab_size, described.max_position) == (64, 256, 4096)
+    assert (described.dtype, described.capture_layers) == ("float32", (6, 0))
+    assert described.feature_transport is FeatureTransport.SUM
+    own = [name for name in checkpoint.names if any(name.startswith(f"model.layers.{i}.") for i in range(3, 8))]
+    assert described.weight_bytes == sum(map(checkpoint.size_bytes, [*own, "model.norm.weight", "lm_head.weight"]))
+
+
+def test_a_load_that_fails_leaves_nothing_loaded(role: TargetRole, tiny: Tiny) -> None:
+    """After a failed load the old stage isn't served as if it were the new one."""
+    role.load(part(tiny.path("qwen3")), ignore_progress)
+    assert role.describe() is not None
+
+    with pytest.raises(NotFound):
+        role.load(part(Path("/nowhere")), ignore_progress)
+
+    assert role.describe() is None
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ({"hidden": 32}, "hidden_size is 64, the target's 32"),
+        ({"vocab": 128}, "vocab_size is 256, the target's 128"),
+        ({"layers": 2}, "captures block 2, the target has 2 blocks"),
+    ],
+)
+def test_a_draft_for_another_target_is_refused(
+    role: TargetRole, tiny: Tiny, tmp_path: Path, target: dict[str, int], words: str
+) -> None:
+    """Width, vocabulary and captured blocks of the draft must be the target's."""
+    path = checkpoints.write_qwen3(tmp_path / "m", **target)
+
+    with pytest.raises(InvalidArgument, match=words) as caught:
+        role.load(part(path, 0, 2, tiny.draft("qwen3", "plain")), ignore_progress)
+
+    assert caught.value.where["field"] == "--draft"
+    assert role.describe() is None
+
+
+def test_what_is_no_draft_is_refused(role: TargetRole, tiny: Tiny) -> None:
+    """A target's checkpoint in the draft's place is named as such."""
+    with pytest.raises(FlashsplitError, match="is not a draft of a known kind .architectures: Qwen3ForCausalLM"):
+        role.load(part(tiny.path("qwen3"), draft=tiny.path("qwen3")), ignore_progress)
+
+
+async def test_nothing_is_served_before_a_load(role: TargetRole, chain: Chain) -> None:
+    """Opening on an empty worker says so, and where."""
+    with pytest.raises(FailedPrecondition, match="no stage is loaded") as caught:
+        await role.open(chain.request())
+
+    assert caught.value.reason == "NOT_LOADED"
+    assert caught.value.where == {"stage": "0", "host": "here", "device": "cpu"}
+
+
+REFUSED: list[tuple[dict[str, Any], type[FlashsplitError], str]] = [
+    ({"fingerprint": "0" * 32}, FailedPrecondition, "fingerprint"),
+    ({"layers": LayerRange(0, 4)}, FailedPrecondition, "layers"),
+    ({"layers": LayerRange(1, 3)}, FailedPrecondition, "layers"),
+    ({"route": ()}, InvalidArgument, "route"),
+    ({"route": (Hop("stage:1", LayerRange(4, 8)),)}, InvalidArgument, "route"),
+    ({"route": (Hop("stage:1", LayerRange(2, 8)),)}, InvalidArgument, "route"),
+    ({"route": (Hop("stage:1", LayerRange(3, 7)),)}, InvalidArgument, "route"),
+    ({"route": (Hop("stage:1", LayerRange(3, 8)), Hop("x", LayerRange(3, 8)))}, InvalidArgument, "route"),
+    ({"max_length": 0}, InvalidArgument, "max_length"),
+    ({"max_length": 4097}, InvalidArgument, "max_length"),
+    ({"max_rows": 0}, InvalidArgument, "max_rows"),
+    ({"max_rows": 10_000}, InvalidArgument, "max_rows"),
+    ({"block_rows": 0}, InvalidArgument, "block_rows"),
+    ({"block_rows": 65}, InvalidArgument, "block_rows"),
+    ({"stop_token_ids": frozenset({3, 256})}, InvalidArgument, "stop_token_ids"),
+    ({"sampling": Sampling(logit_bias={256: 1.0})}, InvalidArgument, "stop_token_ids"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "field"), REFUSED)
+async def test_a_session_for_something_else_is_refused(
+    chain: Chain, changes: dict[str, Any], kind: type[FlashsplitError], field: str
+) -> None:
+    """Another model, other layers, a route with gaps and numbers out of range are refused, and nothing stays open."""
+    with pytest.raises(kind) as caught:
+        await chain.roles[0].open(chain.request(**changes))
+
+    assert caught.value.where["field"] == field
+    assert caught.value.where["host"] == "host-0"
+    assert [role.open_sessions for role in chain.roles] == [0, 0]
+
+
+@pytest.mark.parametrize("changes", [{"max_length": 4096, "max_rows": 8192, "block_rows": 64}, {"max_length": 1}])
+async def test_limits_themselves_are_accepted(chain: Chain, changes: dict[str, Any]) -> None:
+    """The largest and the smallest sessions can be opened."""
+    session = await chain.roles[0].open(chain.request(**changes))
+
+    assert len(session.stages) == 2
+    await session.close()
+
+
+async def test_a_refusal_further_down_says_where(chain: Chain) -> None:
+    """What the last stage refuses reaches the caller with the last stage's place, and the first stage is free again."""
+    loaded = chain.roles[1].loaded
+    chain.roles[1].loaded = None
+    try:
+        with pytest.raises(FailedPrecondition, match="no stage is loaded") as caught:
+            await chain.roles[0].open(chain.request())
+    finally:
+        chain.roles[1].loaded = loaded
+
+    assert (caught.value.where["stage"], caught.value.where["host"]) == ("1", "host-1")
+    assert chain.roles[0].open_sessions == 0
+
+
+async def test_a_session_with_a_draft_needs_one(chain: Chain, tiny: Tiny) -> None:
+    """Without a draft beside the last stage, or at the named address, opening says what to do."""
+    bare = Chain(tiny.path("qwen3_5"))
+    bare.directory.drafts[DRAFT_ADDRESS] = chain.draft_role
+    assert chain.draft_role is not None
+    loaded = chain.draft_role.loaded
+    chain.draft_role.loaded = None
+    try:
+        for route, words in ((DraftRoute(), "beside the last stage"), (DraftRoute(DRAFT_ADDRESS), "at draft:1")):
+            with pytest.raises(FailedPrecondition, match=words) as caught:
+                await bare.roles[0].open(bare.request(draft=route))
+            assert caught.value.reason == "NOT_LOADED"
+    finally:
+        chain.draft_role.loaded = loaded
+        bare.shutdown()
+
+
+@pytest.mark.parametrize("beside", [True, False])
+async def test_stages_and_draft_must_speak_of_the_same_blocks(tiny: Tiny, beside: bool) -> None:
+    """A draft loaded after stages that capture other blocks is refused: its guesses would be noise."""
+    own = tiny.draft("qwen3_5", "role", target_layer_ids=(6, 0))
+    other = tiny.draft("qwen3_5", "other", target_layer_ids=(0, 6))
+    place = HeadPlace.SHARED if beside else HeadPlace.PROJECTED
+    chain = Chain(tiny.path("qwen3_5"), draft=own, place=place)
+    assert chain.draft_role is not None
+    chain.draft_role.load(LoadDraft(str(other), "", place, FeatureTransport.SUM), ignore_progress)
+
+    with pytest.raises(FailedPrecondition, match=r"reads blocks \[0, 6\], this stage captures \[6, 0\]") as caught:
+        await chain.roles[0].open(chain.request())
+
+    assert caught.value.reason == "CAPTURE_MISMATCH"
+    assert (chain.roles[0].open_sessions, chain.draft_role.open_sessions) == (0, 0)
+    chain.shutdown()
+
+
+async def test_stages_that_capture_nothing_take_no_draft(chain: Chain, tiny: Tiny) -> None:
+    """Stages loaded without a draft refuse a session with one."""
+    bare = Chain(tiny.path("qwen3_5"))
+    bare.directory.drafts[DRAFT_ADDRESS] = chain.draft_role
+
+    with pytest.raises(FailedPrecondition, match=r"this stage captures \[\]"):
+        await bare.roles[0].open(bare.request(draft=DraftRoute(DRAFT_ADDRESS)))
+
+    bare.shutdown()
+
+
+def test_the_fingerprint_is_the_checkpoints(role: TargetRole, tiny: Tiny, tmp_path: Path) -> None:
+    """Two workers with copies of a checkpoint in different places hold the same model, whatever their layers."""
+    copy = Path(shutil.copytree(tiny.path("qwen3"), tmp_path / "elsewhere"))
+    seen = []
+    for loaded in (part(tiny.path("qwen3"), 0, 2), part(copy, 2, 4), replace(part(copy), dtype="bfloat16")):
+        role.load(loaded, ignore_progress)
+        described = role.describe()
+        assert described is not None
+        seen.append(described.fingerprint)
+    storage.edit_config(copy, lambda config: config.update(rms_norm_eps=1e-4))
+    role.load(part(copy), ignore_progress)
+    described = role.describe()
+
+    assert described is not None
+    assert len(set(seen)) == 1
+    assert described.fingerprint != seen[0]

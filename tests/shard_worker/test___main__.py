@@ -1,0 +1,37 @@
+"""The command line of a worker: what it refuses before it listens."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from shard_worker.__main__ import main
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "Missing option '--listen'"),
+        (["--listen", "127.0.0.1:0", "--roles", "target,oracle"], "--roles 'oracle' is not one of target, draft"),
+        (["--listen", "127.0.0.1:0", "--threads", "0"], "--threads"),
+        (["--listen", "0.0.0.0:7001"], "--insecure"),
+        (["--listen", "127.0.0.1:0", "--device", "gpu0"], "'gpu0' is not a device: use cpu, cuda:N or hip:N"),
+        (["--listen", "127.0.0.1:0", "--device", "cpu+cuda:0"], "several vendors"),
+    ],
+)
+def test_a_wrong_option_is_refused_with_what_would_be_right(arguments: list[str], words: str) -> None:
+    """Status 2 and one sentence, without a traceback."""
+    result = CliRunner().invoke(main, arguments)
+
+    assert result.exit_code == 2
+    assert words in result.output
+    assert "Traceback" not in result.output
+
+
+def test_help_needs_no_device() -> None:
+    """--help lists every option."""
+    result = CliRunner().invoke(main, ["--help"])
+
+    assert result.exit_code == 0
+    for option in ("--listen", "--device", "--roles", "--model", "--draft", "--threads", "--insecure"):
+        assert option in result.output

@@ -1,0 +1,729 @@
+"""Sessions over chains of stages: the tokens of the unsplit model, whatever is guessed, and no frame out of step."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from services.description import FeatureTransport, HeadPlace
+from services.draft import DraftOpen
+from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, Unavailable
+from services.layers import LayerRange
+from services.steps import (
+    Commit,
+    Event,
+    Failure,
+    FailureReason,
+    FeatureSlice,
+    Forward,
+    Location,
+    Open,
+    Sampling,
+    StageIdentity,
+    StepKind,
+)
+from services.tensors import WireTensor
+from shard_worker.drafters.dflash import DraftState
+from shard_worker.dtypes import to_wire
+from shard_worker.roles.draft import DraftRole
+from shard_worker.stage import StageState
+from tests.reference import target
+from tests.reference.dense_draft import DenseDraft
+from tests.shard_worker.chain import BLOCK, DRAFT_ADDRESS, Chain, Client
+from tests.shard_worker.tiny import Tiny, ids
+
+SUM, SLICES = FeatureTransport.SUM, FeatureTransport.SLICES
+PREFILL, DECODE, VERIFY = StepKind.PREFILL, StepKind.DECODE, StepKind.VERIFY
+COUNT = 100
+CUTS = {"qwen3-sliding": [(), (2,), (1, 3)], "qwen3_5": [(), (3,), (2, 5)]}
+SPLITS = [(name, cuts) for name, all_cuts in CUTS.items() for cuts in all_cuts]
+CAPTURED = {"qwen3-sliding": (2, 0, 3), "qwen3_5": (6, 0, 7)}
+MakeChain = Callable[..., Chain]
+
+
+@pytest.fixture(scope="module")
+def chain(tiny: Tiny) -> Iterator[MakeChain]:
+    """Chains by checkpoint, cuts and options, kept for all tests of this file."""
+    kept: dict[Any, Chain] = {}
+
+    def make(name: str, cuts: tuple[int, ...] = (), drafted: bool = False, **options: Any) -> Chain:
+        key = (name, cuts, drafted, *options.items())
+        if key not in kept:
+            draft = tiny.draft(name, "session", target_layer_ids=CAPTURED[name]) if drafted else None
+            kept[key] = Chain(tiny.path(name), cuts, draft=draft, **options)
+        return kept[key]
+
+    yield make
+    for made in kept.values():
+        made.shutdown()
+
+
+# --- tokens
+
+
+@pytest.mark.parametrize(("name", "cuts"), SPLITS)
+async def test_plain_tokens_are_those_of_transformers(
+    tiny: Tiny, chain: MakeChain, name: str, cuts: tuple[int, ...]
+) -> None:
+    """Step by step over one, two and three stages, greedy tokens are the unsplit model's in transformers."""
+    prompt, expected = tiny.clear_prompt(name, 12, COUNT)
+
+    async with chain(name, cuts).session() as client:
+        assert await client.plain(prompt, COUNT) == expected
+
+
+@pytest.mark.parametrize(("name", "cuts"), SPLITS)
+@pytest.mark.parametrize("transport", [SUM, SLICES])
+async def test_speculated_tokens_are_those_of_transformers(
+    tiny: Tiny, chain: MakeChain, name: str, cuts: tuple[int, ...], transport: FeatureTransport
+) -> None:
+    """With a draft beside the last stage, fed by sums or slices, the tokens stay the same."""
+    prompt, expected = tiny.clear_prompt(name, 12, COUNT)
+
+    async with chain(name, cuts, True, transport=transport).session() as client:
+        answer = await client.speculate(prompt, COUNT)
+
+    assert answer.tokens == expected
+    assert all(len(proposal) == BLOCK - 1 for proposal in answer.proposals)
+
+
+def right_until(truth: Sequence[int], produced: list[int], wrong: int) -> list[int]:
+    """The true next guesses, made wrong from an index on."""
+    guesses = list(truth[len(produced) : len(produced) + BLOCK - 1])
+    return [token if i < wrong else (token + 1 + i) % 250 for i, token in enumerate(guesses)]
+
+
+@pytest.mark.parametrize(("name", "cuts"), SPLITS)
+@pytest.mark.parametrize("wrong", [0, 3, BLOCK])
+async def test_any_guesses_give_the_same_tokens(
+    tiny: Tiny, chain: MakeChain, name: str, cuts: tuple[int, ...], wrong: int
+) -> None:
+    """Drafts that are always wrong, always right, or right up to an index change how many tokens a verify gives."""
+    prompt, truth = tiny.clear_prompt(name, 12, COUNT + BLOCK)
+
+    async with chain(name, cuts).session() as client:
+        answer = await client.speculate(prompt, COUNT, script=lambda done: right_until(truth, done, wrong))
+
+    assert answer.tokens == truth[:COUNT]
+    assert {len(tokens) for tokens in answer.verified} == {min(wrong, BLOCK - 1) + 1}
+
+
+@pytest.mark.parametrize(("name", "cuts"), [("qwen3_5", (3,)), ("qwen3-sliding", (1, 3))])
+async def test_guesses_that_go_wrong_at_every_index_in_turn(
+    tiny: Tiny, chain: MakeChain, name: str, cuts: tuple[int, ...]
+) -> None:
+    """Partial accepts of every length, one after the other, with blocks of every size, keep the tokens."""
+    prompt, truth = tiny.clear_prompt(name, 3, COUNT + BLOCK)
+    turns = iter(range(10_000))
+
+    def script(done: list[int]) -> list[int]:
+        turn = next(turns)
+        return right_until(truth, done, turn % BLOCK)[: turn % (BLOCK - 2)]
+
+    async with chain(name, cuts).session() as client:
+        answer = await client.speculate(prompt, COUNT, script=script)
+
+    assert answer.tokens == truth[:COUNT]
+    assert {len(tokens) for tokens in answer.verified} >= {1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+async def test_a_prompt_may_come_in_chunks(tiny: Tiny, chain: MakeChain, chunk: int) -> None:
+    """A prompt prefilled in chunks is followed by the tokens of one prefilled at once, guesses included."""
+    prompt, expected = tiny.clear_prompt("qwen3_5", 100, 20)
+    proposals = []
+    for size in (chunk, 200):
+        async with chain("qwen3_5", (3,), True).session() as client:
+            await client.prefill(prompt[:-1], size)
+            answer = await client.speculate(prompt[-1:], 20)
+        assert answer.tokens == expected
+        proposals.append(answer.proposals)
+
+    assert proposals[0] == proposals[1]
+
+
+@pytest.mark.parametrize("transport", [SUM, SLICES])
+@pytest.mark.parametrize(("name", "cuts"), SPLITS)
+async def test_proposals_are_those_of_the_dense_draft(
+    tiny: Tiny, chain: MakeChain, name: str, cuts: tuple[int, ...], transport: FeatureTransport
+) -> None:
+    """Captured over any split, committed in part and handed on, the features lead to the dense formula's guesses."""
+    prompt, truth = tiny.clear_prompt(name, 12, 40)
+    model = tiny.model(name)
+    dense = DenseDraft(tiny.draft(name, "session", target_layer_ids=CAPTURED[name]))
+    turns = iter(range(100))
+    compared = 0
+
+    async with chain(name, cuts, True, transport=transport).session() as client:
+        await client.prefill(prompt[:-1], 5)
+        commit, proposal = await client.step(DECODE, prompt[-1:], BLOCK - 1)
+        produced = list(commit.token_ids)
+        while len(produced) < 30:
+            context = [*prompt, *produced[:-1]]
+            joined = torch.cat(target.block_outputs(model, context, CAPTURED[name]), -1)
+            expected = dense.forward(joined, target.embedding(model), target.lm_head(model), produced[-1])
+            clear = target.margins(expected.logits) > 1e-3
+            assert [token for token, c in zip(proposal, clear, strict=True) if c] == [
+                token for token, c in zip(expected.logits.argmax(-1).tolist(), clear, strict=True) if c
+            ]
+            compared += int(clear.sum())
+            block = right_until(truth, produced, next(turns) % BLOCK)
+            commit, proposal = await client.step(VERIFY, [produced[-1], *block], BLOCK - 1)
+            produced += commit.token_ids
+
+    assert compared > 30
+
+
+@pytest.mark.parametrize("transport", [SUM, SLICES])
+@pytest.mark.parametrize("place", [HeadPlace.LOADED, HeadPlace.PROJECTED])
+@pytest.mark.parametrize("cuts", [(), (3,)])
+async def test_a_draft_of_its_own_worker_guesses_alike(
+    tiny: Tiny, chain: MakeChain, cuts: tuple[int, ...], place: HeadPlace, transport: FeatureTransport
+) -> None:
+    """With its own copy of the head, or sending hidden rows back to be projected, the guesses are the same."""
+    prompt, expected = tiny.clear_prompt("qwen3_5", 12, 40)
+    answers = []
+    for options in ({"transport": transport, "place": place}, {"transport": transport}):
+        async with chain("qwen3_5", cuts, True, **options).session() as client:
+            answers.append(await client.speculate(prompt, 40))
+
+    assert answers[0].tokens == answers[1].tokens == expected
+    assert answers[0].proposals == answers[1].proposals
+
+
+@pytest.mark.parametrize("guesses", range(1, BLOCK))
+async def test_blocks_of_every_size(tiny: Tiny, chain: MakeChain, guesses: int) -> None:
+    """Asking the draft for fewer guesses than its block holds gives shorter proposals and the same tokens."""
+    prompt, expected = tiny.clear_prompt("qwen3_5", 12, 30)
+
+    async with chain("qwen3_5", (3,), True).session() as client:
+        answer = await client.speculate(prompt, 30, guesses=guesses)
+
+    assert answer.tokens == expected
+    assert {len(proposal) for proposal in answer.proposals} == {guesses}
+
+
+SAMPLINGS = [
+    Sampling(temperature=1.0, seed=5),
+    Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=6),
+    Sampling(
+        temperature=0.9,
+        repetition_penalty=1.2,
+        presence_penalty=0.3,
+        frequency_penalty=0.4,
+        logit_bias={3: 2.0, 9: -5.0},
+        seed=2**64 - 1,
+    ),
+    Sampling(repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={7: 1.0}),
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("name", ["qwen3-sliding", "qwen3_5"])
+async def test_a_seed_gives_one_answer_however_it_is_run(chain: MakeChain, name: str, sampling: Sampling) -> None:
+    """Plain, split, drafted and with right and wrong guesses, a seeded answer with every processor is the same."""
+    prompt = ids(15, seed=4)
+    limits = {"sampling": sampling, "prompt_length": len(prompt)}
+    [cuts, more_cuts] = CUTS[name][1:]
+    async with chain(name).session(**limits) as client:
+        truth = await client.plain(prompt, 60 + BLOCK)
+    async with chain(name, cuts).session(**limits) as client:
+        split = await client.plain(prompt, 60)
+    async with chain(name, more_cuts, True).session(**limits) as client:
+        drafted = await client.speculate(prompt, 60)
+    turns = iter(range(100))
+    async with chain(name, cuts).session(**limits) as client:
+        guessed = await client.speculate(prompt, 60, script=lambda done: right_until(truth, done, next(turns) % BLOCK))
+
+    assert split == drafted.tokens == guessed.tokens == truth[:60]
+    assert max(len(tokens) for tokens in guessed.verified) == BLOCK
+
+
+async def test_seeds_and_requests_differ(chain: MakeChain) -> None:
+    """Another seed, and greedy decoding, give other tokens; the same seed gives the same ones again."""
+    prompt, answers = ids(15, seed=4), []
+    for sampling in (Sampling(), Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, seed=2)):
+        for _ in range(2):
+            async with chain("qwen3_5").session(sampling=sampling, prompt_length=15) as client:
+                answers.append(tuple(await client.plain(prompt, 12)))
+
+    assert answers[0::2] == answers[1::2]
+    assert len(set(answers)) == 3
+
+
+# --- where a step ends
+
+
+@pytest.mark.parametrize("index", [0, 1, 4, 7])
+@pytest.mark.parametrize("cuts", [(), (3,)])
+async def test_nothing_follows_a_stop_token(tiny: Tiny, chain: MakeChain, cuts: tuple[int, ...], index: int) -> None:
+    """A stop token as first token, accepted guess or bonus ends the step, and only the rows before it count."""
+    prompt, truth = tiny.clear_prompt("qwen3_5", 12, COUNT)
+    stop = truth[1 + index]
+    cut = truth[1:].index(stop)
+
+    async with chain("qwen3_5", cuts).session(stop_token_ids=frozenset({stop})) as client:
+        await client.prefill(prompt[:-1])
+        await client.step(DECODE, prompt[-1:])
+        commit, _ = await client.step(VERIFY, truth[:BLOCK])
+
+        assert commit.token_ids == tuple(truth[1 : cut + 2])
+        assert commit.length == len(prompt) + cut + 1
+        # What was not committed is gone: going on from there is going on from the stop token.
+        again, _ = await client.step(DECODE, commit.token_ids[-1:])
+        assert again.token_ids == (truth[cut + 2],)
+
+
+async def test_a_session_can_be_filled_to_its_last_token(tiny: Tiny, chain: MakeChain) -> None:
+    """Up to max_length every row is taken, with blocks that just fit; one more is refused."""
+    prompt, truth = tiny.clear_prompt("qwen3_5", 12, COUNT)
+    limit = len(prompt) + 13
+
+    async with chain("qwen3_5", (3,), True).session(max_length=limit) as client:
+        await client.prefill(prompt[:-1])
+        await client.step(DECODE, prompt[-1:], BLOCK - 1)
+        await client.step(VERIFY, truth[:8], BLOCK - 1)
+        with pytest.raises(InvalidArgument, match="ends at position 26, the session holds 25") as caught:
+            await client.send(client.frame(VERIFY, truth[8:14]))
+        assert caught.value.reason == "CONTEXT_OVERFLOW"
+        commit, proposal = await client.step(VERIFY, truth[8:13], BLOCK - 1)
+
+    assert commit.token_ids == tuple(truth[9:14])
+    assert commit.length == limit
+    assert len(proposal) == BLOCK - 1
+
+
+async def test_commits_carry_the_times_of_every_stage(chain: MakeChain) -> None:
+    """Each stage adds its own computing time and the time from arrival to answer, the first stage's the longest."""
+    async with chain("qwen3_5", (2, 5)).session() as client:
+        commit, _ = await client.step(PREFILL, ids(20))
+
+    assert [str(identity.layers) for identity in client.session.stages] == ["[0, 2)", "[2, 5)", "[5, 8)"]
+    assert [identity.location.stage for identity in client.session.stages] == [0, 1, 2]
+    elapsed = [timing.elapsed_ns for timing in commit.timings]
+    assert len(elapsed) == 3
+    assert elapsed == sorted(elapsed, reverse=True)
+    assert all(0 < timing.forward_ns <= timing.elapsed_ns for timing in commit.timings)
+
+
+# --- frames out of step
+
+
+def wire(rows: int, hidden: int = 64, dtype: torch.dtype = torch.float32) -> WireTensor:
+    return to_wire(torch.zeros(rows, hidden, dtype=dtype))
+
+
+REFUSED_EVERYWHERE: list[tuple[dict[str, Any], type[FlashsplitError], str]] = [
+    ({"step": 1}, FailedPrecondition, "step"),
+    ({"step": 3}, FailedPrecondition, "step"),
+    ({"base_position": 8}, FailedPrecondition, "base_position"),
+    ({"base_position": 10}, FailedPrecondition, "base_position"),
+    ({"token_ids": ()}, InvalidArgument, "token_ids"),
+    ({"token_ids": (1,) * 17, "kind": VERIFY}, InvalidArgument, "token_ids"),
+    ({"token_ids": (1,) * 201}, InvalidArgument, "token_ids"),
+    ({"token_ids": (1, 2, 256)}, InvalidArgument, "token_ids"),
+    ({"token_ids": (1,) * 60}, InvalidArgument, "base_position"),
+]
+LIMITS = {"max_length": 60}
+
+
+@pytest.mark.parametrize("drafted", [True, False])
+@pytest.mark.parametrize(("changes", "kind", "field"), REFUSED_EVERYWHERE)
+async def test_the_first_stage_refuses_what_is_out_of_step_and_goes_on(
+    tiny: Tiny, chain: MakeChain, drafted: bool, changes: dict[str, Any], kind: type[FlashsplitError], field: str
+) -> None:
+    """A lost, repeated or malformed step names its field and place, changes nothing and is not passed on."""
+    prompt, truth = tiny.clear_prompt("qwen3_5", 12, COUNT)
+
+    async with chain("qwen3_5", (3,), drafted).session(**LIMITS) as client:
+        await client.prefill(prompt[:5])
+        await client.prefill(prompt[5:9])
+        with pytest.raises(kind) as caught:
+            await client.session.forward(replace(client.frame(PREFILL, (1, 2, 3)), **changes))
+        assert caught.value.where["field"] == field
+        assert (caught.value.where["stage"], caught.value.where["host"]) == ("0", "host-0")
+
+        assert await client.plain(prompt[9:], 10) == truth[:10]
+
+
+async def test_the_first_stage_takes_no_activation(chain: MakeChain) -> None:
+    """Hidden rows sent to a stage that embeds tokens itself are refused."""
+    async with chain("qwen3_5", (3,)).session() as client:
+        with pytest.raises(InvalidArgument, match="takes token ids alone"):
+            await client.send(client.frame(PREFILL, (1, 2, 3), activation=wire(3)))
+
+
+def slices(rows: int, *indices: int | None, start: int = 9, **options: Any) -> tuple[FeatureSlice, ...]:
+    return tuple(FeatureSlice(start, wire(rows, **options), index) for index in indices)
+
+
+REFUSED_LATER: list[tuple[dict[str, Any], str]] = [
+    ({"activation": None}, "activation"),
+    ({"activation": wire(2)}, "activation"),
+    ({"activation": wire(4)}, "activation"),
+    ({"activation": wire(3, 63)}, "activation"),
+    ({"activation": wire(3, dtype=torch.bfloat16)}, "activation"),
+    ({"activation": replace(wire(3), shape=(192,))}, "activation"),
+]
+REFUSED_FEATURES: dict[FeatureTransport, list[tuple[tuple[FeatureSlice, ...], str]]] = {
+    SUM: [
+        ((), "features"),
+        (slices(3, 1), "features"),
+        (slices(3, None, None), "features"),
+        (slices(2, None), "features"),
+        (slices(3, None, hidden=32), "features"),
+        (slices(3, None, dtype=torch.float16), "features"),
+        (slices(3, None, start=8), "start_position"),
+    ],
+    SLICES: [
+        ((), "features"),
+        (slices(3, None), "features"),
+        (slices(3, 0), "features"),
+        (slices(3, 7), "features"),
+        (slices(3, 1, 1), "features"),
+        (slices(3, 1, 2), "features"),
+        (slices(4, 1), "features"),
+        (slices(3, 1, start=0), "start_position"),
+    ],
+}
+GOOD_FEATURES = {SUM: (None,), SLICES: (1,)}
+
+
+async def direct(chain: Chain, features: Sequence[int | None]) -> Client:
+    """A session opened on the last of two stages alone, which has taken two steps."""
+    client = Client(await chain.roles[1].open(chain.request(1, **LIMITS)))
+    for rows, start in ((5, 0), (4, 5)):
+        frame = client.frame(PREFILL, (1,) * rows, activation=wire(rows), features=slices(rows, *features, start=start))
+        await client.send(frame)
+        await client.commit()
+    return client
+
+
+async def assert_refused(client: Client, frame: Forward, kind: type[FlashsplitError], field: str) -> None:
+    with pytest.raises(kind) as caught:
+        await client.session.forward(frame)
+    assert caught.value.where["field"] == field
+    assert caught.value.where["stage"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "field"),
+    [*REFUSED_EVERYWHERE, *((changes, InvalidArgument, field) for changes, field in REFUSED_LATER)],
+)
+async def test_a_later_stage_refuses_what_is_out_of_step_and_goes_on(
+    chain: MakeChain, changes: dict[str, Any], kind: type[FlashsplitError], field: str
+) -> None:
+    """Activations that are missing or don't fit are refused like a frame out of sequence, each by its field."""
+    client = await direct(chain("qwen3_5", (3,)), ())
+
+    good = client.frame(PREFILL, (1, 2, 3), activation=wire(3))
+    await assert_refused(client, replace(good, **changes), kind, field)
+
+    await client.send(client.frame(DECODE, (1, 2, 3), activation=wire(3)))
+    commit = await client.commit()
+    assert (commit.length, len(commit.token_ids)) == (12, 1)
+    await client.session.close()
+
+
+@pytest.mark.parametrize(
+    ("transport", "features", "field"),
+    [(transport, *case) for transport, cases in REFUSED_FEATURES.items() for case in cases],
+)
+async def test_a_later_stage_refuses_features_that_are_not_those_of_the_stages_before(
+    chain: MakeChain, transport: FeatureTransport, features: tuple[FeatureSlice, ...], field: str
+) -> None:
+    """Missing, doubled, foreign or mis-shaped captures are refused: guesses would silently get worse."""
+    client = await direct(chain("qwen3_5", (3,), True, transport=transport), GOOD_FEATURES[transport])
+    good = client.frame(DECODE, (1, 2, 3), activation=wire(3), features=slices(3, *GOOD_FEATURES[transport]))
+
+    await assert_refused(client, replace(good, features=features), InvalidArgument, field)
+
+    await client.send(good)
+    assert (await client.commit()).length == 12
+    await client.session.close()
+
+
+async def test_features_for_a_session_without_a_draft_are_refused(chain: MakeChain) -> None:
+    """Where the session has no draft no stage captures, though it could."""
+    made = chain("qwen3_5", (3,), True)
+    client = Client(await made.roles[1].open(made.request(1, draft=None)))
+
+    with pytest.raises(InvalidArgument, match=r"capture_index of the features is \[None\], expected \[\]"):
+        await client.send(client.frame(PREFILL, (1, 2, 3), activation=wire(3), features=slices(3, None, start=0)))
+
+    await client.session.close()
+
+
+@pytest.mark.parametrize("cuts", [(3,), (2, 5)])
+async def test_no_step_may_follow_an_unanswered_verify(tiny: Tiny, chain: MakeChain, cuts: tuple[int, ...]) -> None:
+    """Until a stage knows how many rows of a verify count, it takes no further step."""
+    prompt, truth = tiny.clear_prompt("qwen3_5", 12, COUNT)
+
+    async with chain("qwen3_5", cuts).session() as client:
+        await client.prefill(prompt)
+        await client.send(client.frame(VERIFY, truth[:4]))
+        with pytest.raises(FailedPrecondition, match="the last verify has not been answered yet"):
+            await client.session.forward(client.frame(PREFILL, (1,)))
+        assert (await client.commit()).token_ids == tuple(truth[1:5])
+        commit, _ = await client.step(DECODE, truth[4:5])
+
+    assert commit.token_ids == (truth[5],)
+
+
+async def test_prefills_may_be_sent_ahead_of_their_answers(tiny: Tiny, chain: MakeChain) -> None:
+    """Chunks in flight together are answered one by one, in order."""
+    prompt, truth = tiny.clear_prompt("qwen3_5", 12, COUNT)
+
+    async with chain("qwen3_5", (3,)).session() as client:
+        for first in range(0, 9, 3):
+            await client.send(client.frame(PREFILL, prompt[first : first + 3], base_position=first))
+        commits = [await client.commit() for _ in range(3)]
+
+        assert [(commit.step, commit.length) for commit in commits] == [(0, 3), (1, 6), (2, 9)]
+        assert await client.plain(prompt[9:], 5) == truth[:5]
+
+
+# --- what comes from below
+
+
+class ScriptedStage:
+    """A stage below that answers with what it was given, whatever it is sent; an exception ends its stream."""
+
+    max_tensor_bytes = max_feature_slices = 0
+
+    def __init__(self, *answers: Event | FlashsplitError) -> None:
+        self.stages = (StageIdentity(Location(1, "far", "cpu", "far:1"), LayerRange(3, 8)),)
+        self._answers = answers
+        self.closed = 0
+
+    async def forward(self, forward: Forward) -> None:
+        return None
+
+    async def events(self) -> AsyncIterator[Event]:
+        for answer in self._answers:
+            if isinstance(answer, FlashsplitError):
+                raise answer
+            yield answer
+
+    async def close(self) -> None:
+        self.closed += 1
+
+    async def open(self, _: Open) -> ScriptedStage:
+        return self
+
+
+async def upstream_of(chain: Chain, below: ScriptedStage, monkeypatch: pytest.MonkeyPatch) -> Client:
+    """A session on the first of two stages whose second one is scripted."""
+    monkeypatch.setitem(chain.directory.stages, "stage:1", below)
+    return Client(await chain.roles[0].open(chain.request()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "commit"),
+    [
+        (VERIFY, Commit(1, 6, (7,), ())),
+        (VERIFY, Commit(0, 0, (), ())),
+        (VERIFY, Commit(0, 6, (7,), ())),
+        (DECODE, Commit(0, 3, (7,), ())),
+        (PREFILL, Commit(0, 6, (), ())),
+    ],
+)
+async def test_an_answer_that_fits_no_step_ends_the_session(
+    chain: MakeChain, monkeypatch: pytest.MonkeyPatch, kind: StepKind, commit: Commit
+) -> None:
+    """A commit of another step, or to a length that the step cannot reach, is a failure and is never applied."""
+    client = await upstream_of(chain("qwen3_5", (3,)), ScriptedStage(commit), monkeypatch)
+    await client.send(client.frame(kind, (1, 2, 3, 4, 5)))
+
+    events = [event async for event in client.events]
+
+    [failure] = events
+    assert isinstance(failure, Failure)
+    assert (failure.reason, failure.code) == (FailureReason.STAGE_FAILED, "FAILED_PRECONDITION")
+    assert f"commit of step {commit.step} to length {commit.length}" in failure.message
+    await client.session.close()
+
+
+async def test_an_answer_without_a_step_ends_the_session(chain: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit that nobody waits for is a failure."""
+    client = await upstream_of(chain("qwen3_5", (3,)), ScriptedStage(Commit(0, 1, (), ())), monkeypatch)
+
+    [failure] = [event async for event in client.events]
+
+    assert isinstance(failure, Failure)
+    assert "no step was waiting" in failure.message
+    await client.session.close()
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason", "code", "words"),
+    [
+        ([Unavailable("connection reset")], FailureReason.LINK_BROKEN, "UNAVAILABLE", "connection reset"),
+        ([InvalidArgument("bad frame")], FailureReason.STAGE_FAILED, "INVALID_ARGUMENT", "bad frame"),
+        ([], FailureReason.LINK_BROKEN, "UNAVAILABLE", "ended the session"),
+    ],
+)
+async def test_a_stage_that_is_lost_is_named(
+    chain: MakeChain,
+    monkeypatch: pytest.MonkeyPatch,
+    answers: list[FlashsplitError],
+    reason: FailureReason,
+    code: str,
+    words: str,
+) -> None:
+    """A broken, refused or silently ended stream below becomes one failure that says which stage, host and device."""
+    below = ScriptedStage(*answers)
+    client = await upstream_of(chain("qwen3_5", (3,)), below, monkeypatch)
+
+    [failure] = [event async for event in client.events]
+
+    assert isinstance(failure, Failure)
+    assert (failure.reason, failure.code) == (reason, code)
+    assert failure.location == below.stages[0].location
+    assert "stage 1 (cpu on far, far:1)" in failure.message
+    assert words in failure.message
+    await client.session.close()
+    assert below.closed == 1
+
+
+async def test_a_failure_from_further_below_is_passed_on(chain: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure that a stage reports of one behind it travels up unchanged, and nothing after it."""
+    origin = Failure(FailureReason.LINK_BROKEN, "gone", Location(2, "b", "cpu", "b:1"), "UNAVAILABLE")
+    below = ScriptedStage(origin, Commit(0, 1, (), ()))
+    client = await upstream_of(chain("qwen3_5", (3,)), below, monkeypatch)
+
+    assert [event async for event in client.events] == [origin]
+    await client.session.close()
+
+
+# --- losing the draft
+
+
+class FlakyDraft:
+    """A draft worker whose sessions take no features any more once `error` is set."""
+
+    def __init__(self, role: DraftRole) -> None:
+        self._role = role
+        self.describe = role.describe
+        self.error: FlashsplitError | None = None
+        self.failed = 0
+
+    async def open(self, request: DraftOpen) -> Any:
+        session: Any = await self._role.open(request)
+        take = session.feature_slice
+
+        async def feature_slice(piece: FeatureSlice) -> None:
+            if self.error is not None:
+                self.failed += 1
+                raise self.error
+            await take(piece)
+
+        session.feature_slice = feature_slice
+        return session
+
+
+@pytest.mark.parametrize("error", [Unavailable("gone", address="draft:1"), InvalidArgument("refused")])
+async def test_a_lost_draft_is_told_and_the_session_goes_on(
+    tiny: Tiny, chain: MakeChain, monkeypatch: pytest.MonkeyPatch, error: FlashsplitError
+) -> None:
+    """When the draft fails there is one notice, no proposal any more, and plain steps go on to the same tokens."""
+    prompt, truth = tiny.clear_prompt("qwen3_5", 12, COUNT)
+    made = chain("qwen3_5", (3,), True, place=HeadPlace.LOADED)
+    assert made.draft_role is not None
+    draft = FlakyDraft(made.draft_role)
+    monkeypatch.setitem(made.directory.drafts, DRAFT_ADDRESS, draft)
+
+    async with made.session() as client:
+        await client.prefill(prompt[:-1])
+        await client.step(DECODE, prompt[-1:], BLOCK - 1)
+        assert made.draft_role.open_sessions == 1
+
+        draft.error = error
+        await client.send(client.frame(VERIFY, truth[:3], BLOCK - 1))
+        assert (await client.commit()).token_ids == tuple(truth[1:4])
+        failure = await anext(client.events)
+        assert isinstance(failure, Failure)
+        assert failure.reason is FailureReason.DRAFT_LOST
+        assert "draft worker" in failure.message
+        assert error.message in failure.message
+        assert made.draft_role.open_sessions == 0
+
+        await client.send(client.frame(VERIFY, truth[3:6], BLOCK - 1))
+        assert (await client.commit()).token_ids == tuple(truth[4:7])
+        assert await client.plain(truth[6:7], 5) == truth[7:12]
+    assert draft.failed == 1
+
+
+# --- sessions side by side
+
+
+@pytest.mark.parametrize("drafted", [True, False])
+async def test_interleaved_sessions_do_not_share_state(tiny: Tiny, chain: MakeChain, drafted: bool) -> None:
+    """Two requests on the same stages and draft, step by step in turn, each get their own tokens."""
+    prompts = [tiny.clear_prompt("qwen3_5", 12, COUNT), tiny.clear_prompt("qwen3_5", 3, COUNT + BLOCK)]
+    made = chain("qwen3_5", (3,), drafted)
+
+    async def run(prompt: list[int]) -> list[int]:
+        async with made.session() as client:
+            return (await client.speculate(prompt, 60)).tokens if drafted else await client.plain(prompt, 60)
+
+    answers = await asyncio.gather(*[run(prompt) for prompt, _ in prompts])
+
+    assert answers == [truth[:60] for _, truth in prompts]
+
+
+async def test_a_request_leaves_nothing_behind(tiny: Tiny, chain: MakeChain) -> None:
+    """A, then B, then A again: both A are the same, tokens and guesses."""
+    made = chain("qwen3_5", (3,), True)
+    a, b = tiny.clear_prompt("qwen3_5", 12, COUNT)[0], tiny.clear_prompt("qwen3_5", 3, COUNT + BLOCK)[0]
+    answers = []
+    for prompt in (a, b, a):
+        async with made.session() as client:
+            answers.append(await client.speculate(prompt, 40))
+
+    assert answers[0] == answers[2] != answers[1]
+
+
+def states() -> list[object]:
+    """All session memory that anything still holds."""
+    gc.collect()
+    return [thing for thing in gc.get_objects() if type(thing) in (StageState, DraftState)]
+
+
+@pytest.mark.parametrize("finish", ["closed", "failed", "refused"])
+async def test_memory_returns_when_a_session_ends(tiny: Tiny, chain: MakeChain, finish: str) -> None:
+    """After closing, however the session ended, no stage holds its caches and none counts it as open."""
+    prompt, truth = tiny.clear_prompt("qwen3_5", 12, COUNT)
+    made = chain("qwen3_5", (2, 5), True)
+    others = states()
+
+    def held() -> int:
+        return sum(all(state is not other for other in others) for state in states())
+
+    client = Client(await made.roles[0].open(made.request()))
+    assert held() == 4
+    assert [role.open_sessions for role in made.roles] == [1, 1, 1]
+
+    await client.prefill(prompt)
+    if finish == "failed":
+        await client.send(client.frame(VERIFY, truth[:4], BLOCK - 1))
+    elif finish == "refused":
+        with pytest.raises(FailedPrecondition):
+            await client.session.forward(client.frame(PREFILL, (1,), step=9))
+    await client.session.close()
+    await client.session.close()
+
+    with pytest.raises(FlashsplitError):
+        await client.session.forward(client.frame(DECODE, (1,)))
+    del client
+    # A device thread lets go of its last job a moment after the job's answer is there.
+    async with asyncio.timeout(10):
+        while held():
+            await asyncio.sleep(0.05)
+    assert [role.open_sessions for role in made.roles] == [0, 0, 0]

@@ -1,0 +1,185 @@
+"""Tiny checkpoints of every shape that the tests need, written once a run, and stages loaded from them.
+
+What comes out is compared with `tests.reference`, which shares no code with the engine.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from services.layers import LayerRange
+from shard_worker.checkpoint import Checkpoint
+from shard_worker.device import Device, parse_devices
+from shard_worker.drafters import drafter_of
+from shard_worker.drafters.dflash import Draft
+from shard_worker.features import Features
+from shard_worker.stage import Stage, StageState
+from shard_worker.stage_loader import CaptureRequest, StageLoader
+from tests.reference import checkpoints, storage, target
+
+VOCAB = 256
+
+WRITERS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
+    "qwen3": (checkpoints.write_qwen3, {}),
+    "qwen3-tied": (checkpoints.write_qwen3, {"tied": True, "legacy_rope": True}),
+    "qwen3-sliding": (checkpoints.write_qwen3, {"sliding": 6}),
+    "qwen3-bias": (checkpoints.write_qwen3, {"layers": 2}),
+    "qwen3_5": (checkpoints.write_qwen3_5, {}),
+    "qwen3_5-ratio-1": (checkpoints.write_qwen3_5, {"layers": 4, "linear_value_heads": 2, "tied": True}),
+    "qwen3_5-ratio-2": (checkpoints.write_qwen3_5, {"layers": 4, "linear_value_heads": 4}),
+    "qwen3_5-ratio-3": (checkpoints.write_qwen3_5, {"layers": 4, "linear_value_heads": 6}),
+    "qwen3_5-nested": (
+        checkpoints.write_qwen3_5,
+        {"layers": 4, "nested": True, "extras": True, "max_shard_size": "60KB"},
+    ),
+    "qwen3_5-bias": (checkpoints.write_qwen3_5, {"layers": 4}),
+    "vocab-5": (checkpoints.write_qwen3, {"vocab": 5, "layers": 2, "logit_scale": 1.5}),
+}
+QWEN3 = ("qwen3", "qwen3-tied", "qwen3-sliding", "qwen3-bias")
+QWEN3_5 = ("qwen3_5-ratio-1", "qwen3_5-ratio-2", "qwen3_5-ratio-3", "qwen3_5-nested", "qwen3_5-bias")
+
+
+class AsGpu(Device):
+    """The CPU, treated as a GPU is: steps of fixed shapes over whole caches."""
+
+    @property
+    def is_gpu(self) -> bool:
+        return True
+
+
+AS_GPU = AsGpu("cpu", torch.device("cpu"))
+
+
+class Tiny:
+    """Checkpoints by name, their transformers models and greedy runs; each made on first use."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.path = functools.cache(self._path)
+        self.model = functools.cache(self._model)
+        self.clear_prompt = functools.cache(self._clear_prompt)
+
+    def _path(self, name: str) -> Path:
+        write, options = WRITERS[name]
+        path = write(self._root / name, **options)
+        if name.endswith("-bias"):
+            add_attention_bias(path)
+        return path
+
+    def _model(self, name: str) -> PreTrainedModel:
+        return target.load(self.path(name))
+
+    def _clear_prompt(self, name: str, length: int, count: int) -> tuple[list[int], list[int]]:
+        return target.clear_prompt(self.model(name), length, count)
+
+    def draft(self, name: str, label: str = "", **options: Any) -> Path:
+        """A draft for a checkpoint; `label` tells apart those of different options."""
+        return checkpoints.write_draft(self._root / f"draft-{name}-{label}", self.path(name), **options)
+
+
+def add_attention_bias(path: Path) -> None:
+    """Give all attention projections of a checkpoint a bias, which the writers leave out."""
+    generator = torch.Generator().manual_seed(11)
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("_proj.weight") and ".self_attn." in name]:
+            bias = torch.randn(len(tensors[name]), generator=generator) * 0.3
+            tensors[name.removesuffix("weight") + "bias"] = bias.to(tensors[name].dtype)
+
+    storage.edit_tensors(path, add)
+    storage.edit_config(path, lambda config: config.update(attention_bias=True))
+
+
+def ids(count: int, seed: int = 3, vocab: int = VOCAB) -> list[int]:
+    """Random token ids."""
+    return checkpoints.random_prompts(vocab, 1, seed, [count])[0]
+
+
+def ignore_progress(_loaded: int, _total: int) -> None:
+    """An `on_progress` that nobody watches."""
+
+
+def load_stage(
+    path: Path,
+    layers: tuple[int, int] | None = None,
+    *,
+    devices: str | Sequence[Device] = "cpu",
+    dtype: str | None = None,
+    capture: CaptureRequest | None = None,
+) -> Stage:
+    """Layers [first, last) of a checkpoint, by default all of them."""
+    if isinstance(devices, str):
+        devices = parse_devices(devices)
+    checkpoint = Checkpoint(path)
+    text = checkpoint.config.get("text_config", checkpoint.config)
+    chosen = LayerRange(*(layers or (0, text["num_hidden_layers"])))
+    loader = StageLoader(checkpoint, chosen, dtype)
+    return loader.load(devices, capture, ignore_progress)
+
+
+def load_split(path: Path, cuts: Sequence[int], **options: Any) -> list[Stage]:
+    """All layers of a checkpoint as stages that end at the cuts."""
+    last = load_stage(path).config.num_layers
+    bounds = [0, *cuts, last]
+    return [load_stage(path, pair, **options) for pair in zip(bounds, bounds[1:], strict=False)]
+
+
+def load_draft(path: Path, dtype: str | None = None, device: Device | None = None) -> Draft:
+    checkpoint = Checkpoint(path, "--draft")
+    return drafter_of(checkpoint).load(checkpoint, device or parse_devices("cpu")[0], dtype, ignore_progress)
+
+
+class Run:
+    """One session over stages whose hidden rows are passed on by hand."""
+
+    def __init__(self, stages: Sequence[Stage], *, capacity: int = 512, block_rows: int = 16) -> None:
+        self.stages = stages
+        self.states: list[StageState] = [stage.allocate(capacity, block_rows) for stage in stages]
+
+    @property
+    def length(self) -> int:
+        [length] = {state.length for state in self.states}
+        return length
+
+    @torch.no_grad()
+    def __call__(
+        self, token_ids: Sequence[int], features: Features | None = None, *, deferred: bool = False
+    ) -> torch.Tensor:
+        """Logits [n, vocab] after each of the next tokens."""
+        hidden = self.stages[0].embed(tuple(token_ids))
+        for stage, state in zip(self.stages, self.states, strict=True):
+            hidden = stage.run(state, hidden, features, deferred=deferred)
+        head = self.stages[-1].head
+        assert head is not None
+        return head.logits(hidden)
+
+    def verify(self, token_ids: Sequence[int], features: Features | None = None) -> torch.Tensor:
+        """As calling, but none of the tokens counts yet."""
+        return self(token_ids, features, deferred=True)
+
+    @torch.no_grad()
+    def commit(self, rows: int) -> None:
+        """Let the first rows of the last verify count."""
+        for stage, state in zip(self.stages, self.states, strict=True):
+            stage.commit(state, state.length + rows)
+
+    def recurrent(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Committed convolution inputs [channels, taps - 1] and state of a linear layer, by global index."""
+        for stage, state in zip(self.stages, self.states, strict=True):
+            for segment, caches in zip(stage.segments, state.caches, strict=True):
+                if layer in segment.layers:
+                    cache, slot = caches.recurrent, caches.slots[layer - segment.layers.first]
+                    assert cache is not None
+                    return cache.conv[slot, : cache.taps - 1].T, cache.state[slot]
+        raise AssertionError(f"no stage holds layer {layer}")
+
+
+def unsplit(path: Path, **options: Any) -> Run:
+    """A session over the whole model in one stage."""
+    return Run([load_stage(path)], **options)
