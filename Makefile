@@ -44,8 +44,9 @@ $(VENV)/.lint: $(VENV)/.test
 	@touch $@
 
 bench: $(VENV)/.run
+	$(BIN)/python deploy/demo/prompts.py --out $(VENV)/prompts.json
 	$(BIN)/flashsplit bench decode --model deploy/demo/target --draft deploy/demo/draft \
-		--prompts deploy/demo/prompts.json --dtype float32
+		--prompts $(VENV)/prompts.json --dtype float32
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # Until a command runs there is nothing to clean up: Ctrl-C ends the imports without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 from importlib import import_module, metadata
 
 import click

@@ -66,7 +66,7 @@ class Cluster:
         self._reporter = reporter or LoadReporter()
         self._peers = Peers()
         self._processes: list[WorkerProcess] = []
-        self._watchers: list[asyncio.Task[str]] = []
+        self._watchers: dict[int, asyncio.Task[str]] = {}
         self.addresses: tuple[str, ...] = ()
         self.workers: tuple[WorkerDescription, ...] = ()
         self.draft: DraftDescription | None = None
@@ -131,16 +131,22 @@ class Cluster:
         if error.code_name not in ("UNAVAILABLE", "CANCELLED", "INTERNAL") or not self._watchers:
             return error
         # The broken link is often noticed before the exit.
-        done, _ = await asyncio.wait(self._watchers, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            index = self._watchers.index(task)
+        await asyncio.wait(self._watchers.values(), timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
+        for index, task in self._watchers.items():
+            if not task.done():
+                continue
             who = f"stage {index}" if index < len(self._plan.stages) else "draft worker"
-            return Unavailable(f"{who}: {task.result()}", reason="WORKER_DIED", **error.where)
+            return Unavailable(f"{who}: {task.result()}", reason="WORKER_DIED").located(**error.where)
+        if error.code_name == "INTERNAL":
+            for process in self._processes:
+                raised = process.last_exception()
+                if raised is not None:
+                    error.message += f" (worker for {process.device}: {raised})"
         return error
 
     async def close(self) -> None:
         """End local workers, close connections. Safe to call twice."""
-        for watcher in self._watchers:
+        for watcher in self._watchers.values():
             watcher.cancel()
         with contextlib.suppress(Exception):
             await self._peers.close()
@@ -173,7 +179,7 @@ class Cluster:
         process = WorkerProcess(place.devices, roles, threads=threads)
         self._processes.append(process)
         await process.start()
-        self._watchers.append(asyncio.ensure_future(process.died()))
+        self._watchers[index] = asyncio.ensure_future(process.died())
         return process.address
 
     async def _load_stage(self, index: int) -> WorkerDescription:
@@ -221,7 +227,7 @@ class Cluster:
         """The work's result, or at once the news that a local worker died under it."""
         task = asyncio.ensure_future(work)
         try:
-            await asyncio.wait([task, *self._watchers], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([task, *self._watchers.values()], return_when=asyncio.FIRST_COMPLETED)
             if not task.done() or (isinstance(task.exception(), FlashsplitError)):
                 error = task.exception() if task.done() else None
                 known = error if isinstance(error, FlashsplitError) else Unavailable("a worker died")

@@ -10,7 +10,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 from coordinator.cluster import LoadReporter
 
-console = Console(stderr=True, highlight=False)
+# Where nobody looks at a terminal, tables are not squeezed to one's width.
+console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 160)
 
 
 class LoadBars(LoadReporter):

@@ -7,7 +7,7 @@ guesses for the next one.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from coordinator.answer import Answer, Piece, Request, StageStats, Stats, StepTimes
 from coordinator.cluster import Cluster
@@ -242,6 +242,20 @@ class Generation:
             stages=stages,
             notes=tuple(speculation.notes),
         )
+
+
+async def generate(
+    cluster: Cluster,
+    request: Request,
+    tokenizer: Tokenizer | None,
+    show: Callable[[Piece], None] = lambda piece: None,
+) -> Answer:
+    """The whole answer; `show` sees the pieces as they come. Errors as in `Generation`."""
+    generation = Generation(cluster, request, tokenizer)
+    async for piece in generation.pieces():
+        show(piece)
+    assert generation.answer is not None
+    return generation.answer
 
 
 def _check(request: Request, cluster: Cluster, tokenizer: Tokenizer | None) -> None:

@@ -20,6 +20,8 @@ EXIT_ERROR, EXIT_USAGE = 1, 2
 
 def run(main: Coroutine[Any, Any, None]) -> None:
     """Exit codes: 1 something failed, 2 the input was refused, 130 Ctrl-C, 143 SIGTERM, 141 the reader went away."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         asyncio.run(_until_told(main))
     except FlashsplitError as error:

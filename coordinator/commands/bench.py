@@ -16,7 +16,7 @@ from coordinator.answer import Answer, Request
 from coordinator.cluster import Cluster, LoadReporter
 from coordinator.commands.generate import render_chat
 from coordinator.console import console
-from coordinator.generation import Generation
+from coordinator.generation import generate
 from coordinator.model_files import ModelFiles, read_model_files
 from coordinator.options import PlacementOptions, model_options, placement_options
 from coordinator.running import run
@@ -142,11 +142,7 @@ async def answer(
         stop_token_ids=files.stop_token_ids,
         speculate=speculate,
     )
-    generation = Generation(cluster, request, files.tokenizer)
-    async for _ in generation.pieces():
-        pass
-    assert generation.answer is not None
-    return generation.answer
+    return await generate(cluster, request, files.tokenizer)
 
 
 def summarise(devices: str, kind: str, pairs: list[tuple[Answer, Answer]]) -> Row:

@@ -11,9 +11,9 @@ import click
 from rich.table import Table
 
 from coordinator.answer import Answer, Request
-from coordinator.commands.generate import render_chat, show
+from coordinator.commands.generate import render_chat, stream
 from coordinator.console import LoadBars, console
-from coordinator.generation import Generation
+from coordinator.generation import generate
 from coordinator.model_files import read_model_files
 from coordinator.options import PlacementOptions, model_options, placement_options
 from coordinator.running import run
@@ -62,12 +62,9 @@ def demo(model: Path | None, draft: Path | None, prompt: str, max_tokens: int, *
                     stop_token_ids=files.stop_token_ids,
                     speculate=speculate,
                 )
-                generation = Generation(cluster, request, files.tokenizer)
-                async for piece in generation.pieces():
-                    if shown:
-                        show(piece.text)
-                assert generation.answer is not None
-                return generation.answer
+                return await generate(
+                    cluster, request, files.tokenizer, lambda piece: stream(piece.text) if shown else None
+                )
 
             # Once unseen, so that neither measured run pays for first touches of memory and code.
             await answer(speculate=True, shown=False)

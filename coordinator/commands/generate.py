@@ -9,9 +9,9 @@ from pathlib import Path
 
 import click
 
-from coordinator.answer import Answer, Request
+from coordinator import generation
+from coordinator.answer import Answer, Piece, Request
 from coordinator.console import LoadBars, console
-from coordinator.generation import Generation
 from coordinator.model_files import ModelFiles, read_model_files
 from coordinator.options import PlacementOptions, model_options, placement_options
 from coordinator.running import run
@@ -124,19 +124,20 @@ def generate(
         with LoadBars() as bars:
             cluster = PlacementOptions(**placement).cluster(files, draft, bars)  # type: ignore[arg-type]
             await cluster.__aenter__()
+
+        def show(piece: Piece) -> None:
+            if not as_json:
+                stream(piece.text if files.tokenizer is not None else ids_as_text(piece.token_ids))
+
         try:
-            generation = Generation(cluster, request, files.tokenizer)
-            async for piece in generation.pieces():
-                if not as_json:
-                    show(piece.text if files.tokenizer is not None else ids_as_text(piece.token_ids))
+            answer = await generation.generate(cluster, request, files.tokenizer, show)
         finally:
             await cluster.close()
-        assert generation.answer is not None
         if as_json:
-            print(json.dumps(generation.answer.as_json(), ensure_ascii=False))
+            print(json.dumps(answer.as_json(), ensure_ascii=False))
         else:
             print()
-            console.print(summary(generation.answer), style="dim", soft_wrap=True, markup=False)
+            console.print(summary(answer), style="dim", soft_wrap=True, markup=False)
 
     run(main())
 
@@ -193,7 +194,7 @@ def _read_text(path: Path | None) -> str:
         raise InvalidArgument(f"--prompt-file {path} is not UTF-8 text: {error}", field="--prompt-file") from error
 
 
-def show(text: str) -> None:
+def stream(text: str) -> None:
     """Stream a piece of the answer."""
     sys.stdout.write(text)
     sys.stdout.flush()

@@ -160,9 +160,7 @@ def reference(source: str, **special: str) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("prompt", [True, False])
-@pytest.mark.parametrize(
-    "variables", [{}, {"enable_thinking": False}, {"enable_thinking": True, "bos_token": "<B>"}]
-)
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}, {"enable_thinking": True, "bos_token": "<B>"}])
 @pytest.mark.parametrize(
     ("source", "messages", "tools"),
     [
@@ -216,9 +214,7 @@ def test_a_checkpoint_reads_as_it_does_for_transformers(tmp_path: Path, form: st
     if form in ("file", "both"):
         (tmp_path / "chat_template.jinja").write_text(STRICT, encoding="utf-8")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(
-        str(tmp_path / "tokenizer.json")
-    )
+    tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(tmp_path / "tokenizer.json"))
     ours = ChatTemplate.from_checkpoint(tmp_path)
     theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path, local_files_only=True)
     assert ours is not None
@@ -227,9 +223,7 @@ def test_a_checkpoint_reads_as_it_does_for_transformers(tmp_path: Path, form: st
         assert ours.render(CHAT, tools=tools, add_generation_prompt=False) == expected
 
 
-@pytest.mark.parametrize(
-    "settings", [None, {}, {"chat_template": None}, {"chat_template": ""}, {"chat_template": []}]
-)
+@pytest.mark.parametrize("settings", [None, {}, {"chat_template": None}, {"chat_template": ""}, {"chat_template": []}])
 def test_no_template_is_no_error(tmp_path: Path, settings: object) -> None:
     if settings is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
@@ -274,9 +268,7 @@ def test_a_list_without_a_default_gives_its_first_template(tmp_path: Path) -> No
         ),
     ],
 )
-def test_a_corrupt_checkpoint_is_named(
-    tmp_path: Path, name: str, content: bytes, message: str
-) -> None:
+def test_a_corrupt_checkpoint_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(TemplateError, match=message):
         ChatTemplate.from_checkpoint(tmp_path)
@@ -285,9 +277,7 @@ def test_a_corrupt_checkpoint_is_named(
 def test_a_refusal_carries_the_words_of_the_template() -> None:
     with pytest.raises(TemplateError) as refusal:
         ChatTemplate(STRICT).render([{"role": "assistant", "content": "hi"}])
-    assert str(refusal.value) == (
-        "messages: the chat template refuses them (roles must alternate, starting with user)"
-    )
+    assert str(refusal.value) == ("messages: the chat template refuses them (roles must alternate, starting with user)")
 
 
 @pytest.mark.parametrize(
@@ -351,9 +341,7 @@ def test_other_failures_are_one_sentence(source: str, message: str) -> None:
         "{% for m in messages recursive %}{{ loop(messages) }}{{ loop(messages) }}{% endfor %}",
     ],
 )
-def test_a_template_that_does_not_end_is_stopped(
-    source: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_template_that_does_not_end_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "MAX_STEPS", 5000)
     with pytest.raises(TemplateError, match=r"more than 5000 loop rounds|RecursionError"):
         ChatTemplate(source).render(USER)
@@ -365,9 +353,7 @@ def test_each_rendering_has_its_own_loop_rounds(monkeypatch: pytest.MonkeyPatch)
     expected = "0123456789" * 8
     assert [template.render(USER) for _ in range(3)] == [expected] * 3
     rendered: list[str] = []
-    threads = [
-        threading.Thread(target=lambda: rendered.append(template.render(USER))) for _ in range(8)
-    ]
+    threads = [threading.Thread(target=lambda: rendered.append(template.render(USER))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -376,9 +362,7 @@ def test_each_rendering_has_its_own_loop_rounds(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_filter_that_does_not_exist_is_found_on_loading() -> None:
-    with pytest.raises(
-        TemplateError, match=r"^x: not valid Jinja at line 2 \(No filter named 'nope'"
-    ):
+    with pytest.raises(TemplateError, match=r"^x: not valid Jinja at line 2 \(No filter named 'nope'"):
         ChatTemplate("\n{{ messages | nope }}", origin="x")
 
 

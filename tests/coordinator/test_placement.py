@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from services.errors import InvalidArgument
-from services.layers import LayerRange
 
 from coordinator.placement import Place, Plan, make_plan, parse_weights, split_layers
+from services.errors import InvalidArgument
+from services.layers import LayerRange
 
 
 def plan(**options: object) -> Plan:
@@ -37,9 +37,7 @@ def bounds(ranges: list[LayerRange]) -> list[int]:
         (5, [1, 1000, 1, 1], [0, 1, 3, 4, 5]),
     ],
 )
-def test_split_is_proportional_with_one_layer_at_least(
-    layers: int, weights: list[float], expected: list[int]
-) -> None:
+def test_split_is_proportional_with_one_layer_at_least(layers: int, weights: list[float], expected: list[int]) -> None:
     """Ranges follow the weights, rounded, cover every layer once and are never empty."""
     ranges = split_layers(layers, weights)
 

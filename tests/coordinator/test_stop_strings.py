@@ -34,9 +34,7 @@ def test_any_split_gives_the_naive_cut(alphabet: str) -> None:
     rng = random.Random(alphabet)
     for _ in range(3000):
         text = "".join(rng.choices(alphabet, k=rng.randint(0, 25)))
-        stops = [
-            "".join(rng.choices(alphabet, k=rng.randint(1, 6))) for _ in range(rng.randint(0, 4))
-        ]
+        stops = ["".join(rng.choices(alphabet, k=rng.randint(1, 6))) for _ in range(rng.randint(0, 4))]
         assert stream(split(text, rng), stops) == naive(text, stops), (text, stops)
 
 

@@ -47,12 +47,8 @@ def byte_fallback() -> tokenizers.Tokenizer:
     pieces += ["▁", *"abcdefghijklmnopqrstuvwxyzT,.世", "▁t", "▁th", "▁the", "he", "\ufffd"]
     merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("h", "e")]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True)
-    )
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
@@ -62,9 +58,7 @@ def byte_fallback() -> tokenizers.Tokenizer:
         ]
     )
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
-    backend.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 1)]
-    )
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return backend
 
 
@@ -99,9 +93,7 @@ def metaspace() -> tokenizers.Tokenizer:
 
 def suffixed() -> tokenizers.Tokenizer:
     pieces = ["<unk>", "a", "b</w>", "c</w>", "\ufffd", "\ufffd</w>"]
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[])
-    )
+    backend = tokenizers.Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[]))
     backend.decoder = decoders.BPEDecoder("</w>")
     return backend
 
@@ -207,9 +199,7 @@ def test_only_the_leading_space_of_the_whole_text_goes(fallback: Tokenizer) -> N
 
 def test_blank_text_does_not_pass_for_a_leading_space() -> None:
     backend = byte_fallback()
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 99, 0)]
-    )
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 99, 0)])
     tokenizer = Tokenizer(backend)
     the, bare = tokenizer.token_id("▁the"), tokenizer.token_id("▁")
     ids = [the, *[bare] * 60, the]
@@ -280,9 +270,7 @@ def test_vocab_size_covers_gaps_between_ids() -> None:
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1", b"\xff\xfe", b'{"model": {"type": "X"}}'])
 def test_a_corrupt_tokenizer_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
-    with pytest.raises(
-        TokenizerError, match=r"tokenizer\.json: not a usable tokenizer \(.+\); exp"
-    ):
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: not a usable tokenizer \(.+\); exp"):
         Tokenizer.from_checkpoint(tmp_path)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.reference import checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,9 +69,7 @@ def start_worker() -> Iterator[Callable[..., Worker]]:
         def start(*arguments: str) -> Worker:
             address = f"unix:{folder}/{len(os.listdir(folder))}.sock"
             command = [sys.executable, "-m", "shard_worker", "--listen", address, "--device", "cpu"]
-            process = subprocess.Popen(
-                [*command, "--threads", "1", "--log-level", "warning", *arguments], cwd=ROOT
-            )
+            process = subprocess.Popen([*command, "--threads", "1", "--log-level", "warning", *arguments], cwd=ROOT)
             stack.callback(end, process)
             until(lambda: os.path.exists(address.removeprefix("unix:")), 60)
             return Worker(process, address)

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
 import asyncio
+import bisect
+import calendar
+import csv
+import decimal
+import fractions
+import heapq
 import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.conftest import ROOT, Worker, flashsplit, generate
-from tests.reference import target
 
 from coordinator.answer import Answer, Request
 from coordinator.cluster import Checkpoints, Cluster
 from coordinator.commands.generate import render_chat
-from coordinator.generation import Generation
+from coordinator.generation import generate as complete
 from coordinator.model_files import ModelFiles, read_model_files
 from coordinator.placement import make_plan
+from tests.e2e.conftest import ROOT, Worker, flashsplit, generate
+from tests.reference import target
 
 DEMO = ROOT / "deploy" / "demo"
 PAIR = ["--model", DEMO / "target", "--draft", DEMO / "draft"]
@@ -32,33 +41,34 @@ def files() -> ModelFiles:
 
 @pytest.fixture(scope="module")
 def held_out() -> dict[str, list[Any]]:
-    """Prompts that the pair was not trained on, by kind."""
+    """Chats that the pair was not trained on."""
     kinds: dict[str, list[Any]] = json.loads((DEMO / "prompts.json").read_text())
     return kinds
+
+
+def beginnings(count: int) -> list[str]:
+    """Beginnings of modules of the running interpreter's library, for the model to write on."""
+    modules = (ast, argparse, bisect, calendar, csv, decimal, fractions, heapq)
+    return [Path(str(module.__file__)).read_text(encoding="utf-8")[:600] for module in modules[:count]]
 
 
 def prompts_of(files: ModelFiles, held_out: dict[str, list[Any]], chat: int, code: int) -> list[tuple[int, ...]]:
     assert files.tokenizer is not None
     return [
         *(render_chat(files, item["prompt"]) for item in held_out["chat"][:chat]),
-        *(tuple(files.tokenizer.encode(text, add_special_tokens=True)) for text in held_out["code"][:code]),
+        *(tuple(files.tokenizer.encode(text, add_special_tokens=True)) for text in beginnings(code)),
     ]
 
 
 async def ask(
     devices: str, prompts: list[tuple[int, ...]], split: str | None, tokens: int, *, speculate: bool
 ) -> list[Answer]:
-    plan = make_plan(
-        target_devices=devices, layer_split=split, draft_device=None, num_layers=12, has_draft=True
-    )
+    plan = make_plan(target_devices=devices, layer_split=split, draft_device=None, num_layers=12, has_draft=True)
     answers = []
     async with Cluster(plan, Checkpoints(DEMO / "target", DEMO / "draft", "float32")) as cluster:
         for number, prompt in enumerate(prompts):
-            generation = Generation(cluster, Request(f"d{number}", prompt, tokens, speculate=speculate), None)
-            async for _ in generation.pieces():
-                pass
-            assert generation.answer is not None
-            answers.append(generation.answer)
+            request = Request(f"d{number}", prompt, tokens, speculate=speculate)
+            answers.append(await complete(cluster, request, None))
     return answers
 
 

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from services.description import FeatureTransport, HeadPlace
-from tests.e2e.conftest import Pair, Worker
-from tests.reference import target
 
 from coordinator.answer import Answer, Request
 from coordinator.cluster import Checkpoints, Cluster
-from coordinator.generation import Generation
+from coordinator.generation import generate
 from coordinator.placement import make_plan
+from services.description import FeatureTransport, HeadPlace
+from tests.e2e.conftest import Pair, Worker
+from tests.reference import target
 
 TOKENS = 200
 
@@ -25,9 +25,7 @@ def expected(pairs: dict[str, Pair]) -> dict[str, list[tuple[list[int], list[int
     cases = {}
     for name, pair in pairs.items():
         model = target.load(pair.target)
-        cases[name] = [
-            target.clear_prompt(model, length, TOKENS, seed=10 * length) for length in (1, 2, 5, 40)
-        ]
+        cases[name] = [target.clear_prompt(model, length, TOKENS, seed=10 * length) for length in (1, 2, 5, 40)]
     return cases
 
 
@@ -54,14 +52,8 @@ async def answer_all(
     checkpoints = Checkpoints(pair.target, pair.draft, "float32", head, transport)
 
     async def one(cluster: Cluster, number: int, prompt: list[int]) -> Answer:
-        request = Request(
-            f"r{number}", tuple(prompt), TOKENS, speculate=speculate, prefill_chunk=prefill_chunk
-        )
-        generation = Generation(cluster, request, None)
-        async for _ in generation.pieces():
-            pass
-        assert generation.answer is not None
-        return generation.answer
+        request = Request(f"r{number}", tuple(prompt), TOKENS, speculate=speculate, prefill_chunk=prefill_chunk)
+        return await generate(cluster, request, None)
 
     async with Cluster(plan, checkpoints) as cluster:
         work = [one(cluster, number, prompt) for number, prompt in enumerate(prompts)]
@@ -99,9 +91,7 @@ def test_every_placement_gives_transformers_tokens(
         check(await answer_all(prompts, pair, both, transport=FeatureTransport.SLICES), cases)
         for head in (HeadPlace.LOADED, HeadPlace.PROJECTED):
             for transport in FeatureTransport:
-                answers = await answer_all(
-                    prompts, pair, both, draft_device=four, head=head, transport=transport
-                )
+                answers = await answer_all(prompts, pair, both, draft_device=four, head=head, transport=transport)
                 check(answers, cases)
                 assert all(answer.stats.draft_tokens > 0 for answer in answers)
 
@@ -111,9 +101,7 @@ def test_every_placement_gives_transformers_tokens(
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-def test_twenty_prompts_at_every_cut(
-    family: str, pairs: dict[str, Pair], start_worker: Callable[..., Worker]
-) -> None:
+def test_twenty_prompts_at_every_cut(family: str, pairs: dict[str, Pair], start_worker: Callable[..., Worker]) -> None:
     """20 prompts of 200 tokens, every cut into two stages, plain and speculated."""
     pair = pairs[family]
     model = target.load(pair.target)

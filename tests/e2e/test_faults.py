@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from services.description import WorkerDescription
 from services.peers import Peers
 from tests.e2e.conftest import (
@@ -83,9 +84,7 @@ def test_different_checkpoints_behind_two_stages_are_refused(
     first = start_worker("--model", str(pairs["qwen3"].target)).address
     second = start_worker("--model", str(other)).address
 
-    err = refusal(
-        "--model", pairs["qwen3"].target, "--prompt-ids", "1", "--target-devices", f"{first},{second}"
-    )
+    err = refusal("--model", pairs["qwen3"].target, "--prompt-ids", "1", "--target-devices", f"{first},{second}")
 
     assert all(word in err for word in ("stage 1", "stage 0", "fingerprint")), err
 
@@ -95,9 +94,7 @@ def test_draft_of_another_target_is_refused(pairs: dict[str, Pair], tmp_path: Pa
     wide = checkpoints.write_qwen3(tmp_path / "wide", hidden=96, layers=6)
     draft = checkpoints.write_draft(tmp_path / "draft", wide)
 
-    err = refusal(
-        "--model", pairs["qwen3"].target, "--draft", draft, "--prompt-ids", "1", "--target-devices", "cpu"
-    )
+    err = refusal("--model", pairs["qwen3"].target, "--draft", draft, "--prompt-ids", "1", "--target-devices", "cpu")
 
     assert all(word in err for word in ("hidden_size", "96", "64", "made for this target")), err
 
@@ -150,9 +147,26 @@ def test_killed_worker_ends_the_request_with_its_name(pairs: dict[str, Pair], vi
 
     assert time.monotonic() - killed_at < 5
     assert process.returncode == 1
-    assert all(word in err for word in (f"stage {victim}", "SIGKILL", "cpu")), err
+    assert all(word in err for word in (f"process {workers[victim]}", "stage ", "SIGKILL", "cpu")), err
     assert "Traceback" not in err
     assert not any(alive(worker) for worker in workers)
+
+
+def test_frozen_worker_is_given_up(pairs: dict[str, Pair], start_worker: Callable[..., Worker]) -> None:
+    """A worker that is stopped, not ended, keeps its sockets open: the request fails by name all the same."""
+    first, second = start_worker(), start_worker()
+    process = flashsplit(*long_run(pairs["qwen3"], "--target-devices", f"{first.address},{second.address}"))
+    assert process.stdout is not None
+    process.stdout.read(40)
+    second.process.send_signal(signal.SIGSTOP)
+    try:
+        _, err = process.communicate(timeout=20)
+    finally:
+        second.process.send_signal(signal.SIGCONT)
+
+    assert process.returncode == 1
+    assert second.address in err
+    assert len(err.strip().splitlines()) == 1, err
 
 
 def test_worker_killed_while_starting_is_reported(pairs: dict[str, Pair]) -> None:
@@ -187,9 +201,7 @@ def test_other_workers_go_on_serving(pairs: dict[str, Pair], start_worker: Calla
     assert len(answer["token_ids"]) == 5
 
 
-def test_lost_draft_worker_leaves_plain_decode(
-    pairs: dict[str, Pair], start_worker: Callable[..., Worker]
-) -> None:
+def test_lost_draft_worker_leaves_plain_decode(pairs: dict[str, Pair], start_worker: Callable[..., Worker]) -> None:
     """The draft's worker is killed under a request: the answer goes on to its end, plainly, and says so [40]."""
     pair, draft = pairs["qwen3"], start_worker()
     placed = ["--target-devices", "cpu,cpu", "--draft-device", draft.address]
@@ -216,7 +228,8 @@ def test_ctrl_c_at_any_moment(pairs: dict[str, Pair], after_s: float, number: in
     took_s = interrupt(process, number)
 
     assert took_s < 3
-    assert process.returncode in (128 + number, -number)
+    # Before its first line runs, Python itself answers Ctrl-C, with 1.
+    assert process.returncode in (128 + number, -number, *([1] if after_s < 0.2 else []))
     assert not any(alive(worker) for worker in workers)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.e2e.conftest import ROOT, generate
 
 from shard_worker.device import best_devices
+from tests.e2e.conftest import ROOT, generate
 
 DEMO = ROOT / "deploy" / "demo"
 
@@ -15,10 +15,10 @@ DEMO = ROOT / "deploy" / "demo"
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 def test_demo_pair_over_gpu_and_cpu_gives_the_cpus_tokens() -> None:
-    """Plain and with DFlash, GPU first and CPU first, float32, on held-out prompts of every kind."""
+    """Plain and with DFlash, GPU first and CPU first, float32, on held-out chats."""
     gpu = best_devices()[0]
-    prompts = json.loads((DEMO / "prompts.json").read_text())
-    texts = [item if isinstance(item, str) else item["prompt"] for items in prompts.values() for item in items[:2]]
+    chats = json.loads((DEMO / "prompts.json").read_text())["chat"]
+    texts = [chat["prompt"] for chat in chats[:6]]
     for text in texts:
         asked = ["--model", DEMO / "target", "--chat", "--prompt", text, "--max-tokens", "120", "--dtype", "float32"]
         expected = generate(*asked, "--target-devices", "cpu")["token_ids"]
