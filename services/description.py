@@ -83,6 +83,8 @@ class TargetDescription:
     capture_layers: tuple[int, ...]
     feature_transport: FeatureTransport | None
     weight_bytes: int
+    state_cuttable: bool = False
+    """A snapshot of n tokens also serves every shorter prefix of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ class DraftDescription:
     max_position: int
     dtype: str
     weight_bytes: int
+    state_cuttable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,8 @@ class WorkerDescription:
     draft: DraftDescription | None
     open_sessions: int
     max_tensor_bytes: int
+    snapshot_bytes: int = 0
+    snapshot_budget_bytes: int = 0
     protocol_major: int = PROTOCOL_MAJOR
     protocol_minor: int = PROTOCOL_MINOR
 
@@ -190,6 +195,8 @@ def worker_to_message(worker: WorkerDescription) -> model_pb2.WorkerDescription:
         python_version=worker.python_version,
         open_sessions=worker.open_sessions,
         max_tensor_bytes=worker.max_tensor_bytes,
+        snapshot_bytes=worker.snapshot_bytes,
+        snapshot_budget_bytes=worker.snapshot_budget_bytes,
     )
     for device in worker.devices:
         message.devices.add(
@@ -212,6 +219,7 @@ def worker_to_message(worker: WorkerDescription) -> model_pb2.WorkerDescription:
                 capture_layers=target.capture_layers,
                 feature_transport=transport_to_number(target.feature_transport),
                 weight_bytes=target.weight_bytes,
+                state_cuttable=target.state_cuttable,
             )
         )
     if (draft := worker.draft) is not None:
@@ -229,6 +237,7 @@ def worker_to_message(worker: WorkerDescription) -> model_pb2.WorkerDescription:
                 max_position=draft.max_position,
                 dtype=dtype_number(draft.dtype),
                 weight_bytes=draft.weight_bytes,
+                state_cuttable=draft.state_cuttable,
             )
         )
     return message
@@ -254,6 +263,8 @@ def worker_from_message(message: model_pb2.WorkerDescription) -> WorkerDescripti
         draft=_draft_from_message(message.draft) if message.HasField("draft") else None,
         open_sessions=message.open_sessions,
         max_tensor_bytes=message.max_tensor_bytes,
+        snapshot_bytes=message.snapshot_bytes,
+        snapshot_budget_bytes=message.snapshot_budget_bytes,
     )
 
 
@@ -270,6 +281,7 @@ def _target_from_message(message: model_pb2.TargetDescription) -> TargetDescript
         capture_layers=tuple(message.capture_layers),
         feature_transport=transport_from_number(message.feature_transport),
         weight_bytes=message.weight_bytes,
+        state_cuttable=message.state_cuttable,
     )
 
 
@@ -290,6 +302,7 @@ def _draft_from_message(message: model_pb2.DraftDescription) -> DraftDescription
         max_position=message.max_position,
         dtype=_required_dtype(message.dtype, "draft.dtype"),
         weight_bytes=message.weight_bytes,
+        state_cuttable=message.state_cuttable,
     )
 
 

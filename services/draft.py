@@ -18,10 +18,10 @@ from flashsplit.shard.v1 import (
     draft_service_pb2 as pb,
     draft_service_pb2_grpc as pb_grpc,
 )
-from services import stage_frames
+from services import snapshot_frames, stage_frames
 from services.client_stream import ClientStream
 from services.errors import InvalidArgument, Unavailable, answering
-from services.steps import FeatureSlice
+from services.steps import FeatureSlice, SnapshotPart, SnapshotRestore, SnapshotSave
 from services.streams import read_tensors
 from services.tensors import OutgoingTensors, WireTensor, incomplete
 
@@ -67,6 +67,12 @@ class DraftSession(Protocol):
 
     async def propose(self, request: Propose) -> Guesses:
         """Guess. Raises FailedPrecondition when the features end somewhere else than at `position`."""
+
+    async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
+        """Keep the state behind the features so far. Raises FailedPrecondition when they end elsewhere."""
+
+    async def restore_snapshot(self, restore: SnapshotRestore) -> SnapshotPart:
+        """Begin from a kept state. Raises NotFound when it isn't kept, FailedPrecondition after the first features."""
 
     async def close(self) -> None:
         """Free the session. Safe to call twice."""
@@ -119,6 +125,14 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
                     propose = await _propose_from_message(request.propose, session, context)
                     for frame in _guesses_to_messages(propose.step, await session.propose(propose)):
                         await context.write(frame)
+                case "snapshot_save":
+                    part = await session.save_snapshot(snapshot_frames.save_from_message(request.snapshot_save))
+                    await context.write(pb.RunDraftResponse(snapshot_part=snapshot_frames.part_to_message(part)))
+                case "snapshot_restore":
+                    part = await session.restore_snapshot(
+                        snapshot_frames.restore_from_message(request.snapshot_restore)
+                    )
+                    await context.write(pb.RunDraftResponse(snapshot_part=snapshot_frames.part_to_message(part)))
                 case other:
                     raise InvalidArgument(f"frame {other} is not expected here", field="frame")
 
@@ -193,20 +207,33 @@ class RemoteDraftSession:
         if request.embed is not None:
             tensors.put(request.embed, message.embed.rows)
         await self._send(frame, tensors)
-        response = await self._stream.read()
-        if response is grpc.aio.EOF:
-            raise await self._stream.ended()
-        if (frame_name := response.WhichOneof("frame")) != "proposed":
-            raise InvalidArgument(f"answer {frame_name} is not expected here", field="frame")
-        proposed = response.proposed
+        proposed = (await self._answer("proposed")).proposed
         if proposed.WhichOneof("result") != "project":
             return tuple(proposed.tokens.token_ids)
         tensor = incomplete(proposed.project.hidden, "project.hidden", self.max_tensor_bytes)
         [hidden] = await read_tensors(self._stream, [tensor])
         return hidden
 
+    async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
+        message = snapshot_frames.save_to_message(save)
+        await self._send(pb.RunDraftRequest(snapshot_save=message), OutgoingTensors())
+        return snapshot_frames.part_from_message((await self._answer("snapshot_part")).snapshot_part)
+
+    async def restore_snapshot(self, restore: SnapshotRestore) -> SnapshotPart:
+        message = snapshot_frames.restore_to_message(restore)
+        await self._send(pb.RunDraftRequest(snapshot_restore=message), OutgoingTensors())
+        return snapshot_frames.part_from_message((await self._answer("snapshot_part")).snapshot_part)
+
     async def close(self) -> None:
         await self._stream.close()
+
+    async def _answer(self, expected: str) -> pb.RunDraftResponse:
+        response = await self._stream.read()
+        if response is grpc.aio.EOF:
+            raise await self._stream.ended()
+        if (frame_name := response.WhichOneof("frame")) != expected:
+            raise InvalidArgument(f"answer {frame_name} is not expected here", field="frame")
+        return response
 
     async def _send(self, frame: pb.RunDraftRequest, tensors: OutgoingTensors) -> None:
         chunks = (pb.RunDraftRequest(chunk=chunk) for chunk in tensors.chunks())

@@ -1,4 +1,4 @@
-"""Connections to other workers, one channel an address, opened on first use and kept."""
+"""Connections to other workers, opened on first use and kept: one for steps and one for snapshots an address."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import grpc
 
 from services.channel import connect
 from services.draft import RemoteDraft
+from services.snapshot_service import RemoteSnapshots
 from services.stage import RemoteStage
 from services.worker import RemoteWorker
 
@@ -17,8 +18,8 @@ class Peers:
 
     def __init__(self, timeout_s: float = 5.0) -> None:
         self._timeout_s = timeout_s
-        self._channels: dict[str, grpc.aio.Channel] = {}
-        self._connecting: dict[str, asyncio.Lock] = {}
+        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
+        self._connecting: dict[tuple[str, str], asyncio.Lock] = {}
 
     async def worker(self, address: str) -> RemoteWorker:
         return RemoteWorker(await self._channel(address), address)
@@ -29,18 +30,23 @@ class Peers:
     async def draft(self, address: str) -> RemoteDraft:
         return RemoteDraft(await self._channel(address), address)
 
+    async def snapshots(self, address: str) -> RemoteSnapshots:
+        """On a connection of its own: a snapshot must not sit in front of a step."""
+        return RemoteSnapshots(await self._channel(address, "snapshots"), address)
+
     async def close(self) -> None:
         """Close all connections; running calls end."""
         channels, self._channels = self._channels, {}
         for channel in channels.values():
             await channel.close()
 
-    async def _channel(self, address: str) -> grpc.aio.Channel:
-        async with self._connecting.setdefault(address, asyncio.Lock()):
-            known = self._channels.pop(address, None)
+    async def _channel(self, address: str, use: str = "steps") -> grpc.aio.Channel:
+        key = address, use
+        async with self._connecting.setdefault(key, asyncio.Lock()):
+            known = self._channels.pop(key, None)
             if known is not None and known.get_state() != grpc.ChannelConnectivity.READY:
                 # A worker that was gone is asked anew, without waiting out the old channel's back-off.
                 await known.close()
                 known = None
-            self._channels[address] = known or await connect(address, timeout_s=self._timeout_s)
-            return self._channels[address]
+            self._channels[key] = known or await connect(address, timeout_s=self._timeout_s)
+            return self._channels[key]

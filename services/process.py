@@ -35,11 +35,13 @@ class WorkerProcess:
         roles: Sequence[str],
         *,
         threads: int | None = None,
+        prefix_cache_bytes: int | None = None,
         log_level: str = "info",
         command: Sequence[str] = DEFAULT_COMMAND,
     ) -> None:
         self.device = device
         self._roles, self._threads, self._log_level = tuple(roles), threads, log_level
+        self._prefix_cache_bytes = prefix_cache_bytes
         self._command = tuple(command)
         self._scratch: Path | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -59,13 +61,13 @@ class WorkerProcess:
         """Spawn, and return when the worker listens. Raises Unavailable, with its last log lines, when it doesn't."""
         self._scratch = Path(tempfile.mkdtemp(prefix="flashsplit-"))
         child_end, self._lifeline = os.pipe()
-        threads = () if self._threads is None else ("--threads", str(self._threads))
+        optional = {"--threads": self._threads, "--prefix-cache-bytes": self._prefix_cache_bytes}
         arguments = [
             *self._command,
             *("--listen", self.address, "--device", self.device),
             *("--roles", ",".join(self._roles), "--log-level", self._log_level),
             *("--lifeline-fd", str(child_end)),
-            *threads,
+            *(word for flag, value in optional.items() if value is not None for word in (flag, str(value))),
         ]
         try:
             with (self._directory / "worker.log").open("wb") as log:

@@ -13,10 +13,22 @@ from typing import Protocol
 import grpc
 
 from flashsplit.shard.v1 import stage_service_pb2 as pb, stage_service_pb2_grpc as pb_grpc
-from services import stage_frames as frames
+from services import snapshot_frames, stage_frames as frames
 from services.client_stream import ClientStream
 from services.errors import InvalidArgument, Unavailable, answering
-from services.steps import Commit, Event, Failure, FailureReason, Forward, Open, StageIdentity
+from services.steps import (
+    Commit,
+    Event,
+    Failure,
+    FailureReason,
+    Forward,
+    Open,
+    SnapshotRestore,
+    SnapshotRestored,
+    SnapshotSave,
+    SnapshotSaved,
+    StageIdentity,
+)
 from services.streams import first_done, read_tensors
 
 SERVICE = pb.DESCRIPTOR.services_by_name["StageService"].full_name
@@ -42,8 +54,21 @@ class StageSession(Protocol):
         Raises InvalidArgument for a malformed step and FailedPrecondition for one out of sequence.
         """
 
+    async def save_snapshot(self, save: SnapshotSave) -> None:
+        """Keep the state here and below; SnapshotSaved tells what came of it.
+
+        Raises FailedPrecondition when the session's length is another one.
+        """
+
+    async def restore_snapshot(self, restore: SnapshotRestore) -> None:
+        """Begin from a kept state, before the first step; SnapshotRestored confirms it.
+
+        Raises NotFound when it isn't kept, FailedPrecondition when it cannot begin there.
+        """
+
     def events(self) -> AsyncIterator[Event]:
-        """One Commit a step, in order; Proposal where asked for; Failure when something below broke."""
+        """One Commit a step, in order; Proposal where asked for; SnapshotSaved and SnapshotRestored for theirs;
+        Failure when something below broke."""
 
     async def close(self) -> None:
         """Free the session here and below. Safe to call twice."""
@@ -91,6 +116,12 @@ class StageServicer(pb_grpc.StageServiceServicer):
                     message = request.forward_from_activation
                     incoming = frames.incoming_tensors(message, session.max_tensor_bytes, session.max_feature_slices)
                     forward = frames.from_activation(message, await read_tensors(context, incoming))
+                case "snapshot_save":
+                    await session.save_snapshot(snapshot_frames.save_from_message(request.snapshot_save))
+                    continue
+                case "snapshot_restore":
+                    await session.restore_snapshot(snapshot_frames.restore_from_message(request.snapshot_restore))
+                    continue
                 case other:
                     raise InvalidArgument(f"frame {other} is not expected here", field="frame")
             await session.forward(forward)
@@ -99,7 +130,7 @@ class StageServicer(pb_grpc.StageServiceServicer):
     async def _answer(session: StageSession, context: grpc.aio.ServicerContext, ahead: asyncio.Semaphore) -> None:
         async for event in session.events():
             await context.write(frames.event_to_message(event))
-            if isinstance(event, Commit):
+            if isinstance(event, Commit | SnapshotSaved | SnapshotRestored):
                 ahead.release()
             if isinstance(event, Failure) and event.reason is not FailureReason.DRAFT_LOST:
                 return
@@ -138,6 +169,14 @@ class RemoteStageSession:
     async def forward(self, forward: Forward) -> None:
         """As the port says, but raises nothing: where the stream is over, events() says why."""
         await self._stream.send_all(frames.forward_to_messages(forward))
+
+    async def save_snapshot(self, save: SnapshotSave) -> None:
+        """As `forward`: raises nothing."""
+        await self._stream.send(pb.RunStageRequest(snapshot_save=snapshot_frames.save_to_message(save)))
+
+    async def restore_snapshot(self, restore: SnapshotRestore) -> None:
+        """As `forward`: raises nothing."""
+        await self._stream.send(pb.RunStageRequest(snapshot_restore=snapshot_frames.restore_to_message(restore)))
 
     async def events(self) -> AsyncIterator[Event]:
         """As the port says; raises the FlashsplitError that ended the stream, if one did."""

@@ -7,9 +7,11 @@ import math
 from collections.abc import Iterator, Mapping
 
 from flashsplit.shard.v1 import failure_pb2, stage_pb2, stage_service_pb2 as pb
+from services import snapshot_frames
 from services.addresses import parse_address
 from services.description import range_from_message, range_to_message
 from services.errors import InvalidArgument
+from services.locations import location_from_message, location_to_message
 from services.steps import (
     Commit,
     DraftRoute,
@@ -19,10 +21,11 @@ from services.steps import (
     FeatureSlice,
     Forward,
     Hop,
-    Location,
     Open,
     Proposal,
     Sampling,
+    SnapshotRestored,
+    SnapshotSaved,
     StageIdentity,
     StageTiming,
     StepKind,
@@ -37,6 +40,7 @@ _KIND_NUMBERS = {
     StepKind.PREFILL: stage_pb2.STEP_KIND_PREFILL,
     StepKind.DECODE: stage_pb2.STEP_KIND_DECODE,
     StepKind.VERIFY: stage_pb2.STEP_KIND_VERIFY,
+    StepKind.RESUME: stage_pb2.STEP_KIND_RESUME,
 }
 _KINDS: Mapping[int, StepKind] = {number: kind for kind, number in _KIND_NUMBERS.items()}
 _REASON_NUMBERS = {
@@ -244,9 +248,7 @@ def _kind(number: int) -> StepKind:
 def opened(stages: tuple[StageIdentity, ...]) -> stage_pb2.Opened:
     return stage_pb2.Opened(
         stages=[
-            stage_pb2.StageIdentity(
-                location=_location_to_message(stage.location), layers=range_to_message(stage.layers)
-            )
+            stage_pb2.StageIdentity(location=location_to_message(stage.location), layers=range_to_message(stage.layers))
             for stage in stages
         ]
     )
@@ -257,7 +259,7 @@ def opened_from_message(message: stage_pb2.Opened) -> tuple[StageIdentity, ...]:
     if not message.stages:
         raise InvalidArgument("opened names no stage", field="opened.stages")
     return tuple(
-        StageIdentity(_location_from_message(stage.location), range_from_message(stage.layers))
+        StageIdentity(location_from_message(stage.location), range_from_message(stage.layers))
         for stage in message.stages
     )
 
@@ -271,10 +273,14 @@ def event_to_message(event: Event) -> pb.RunStageResponse:
     if isinstance(event, Proposal):
         proposal = stage_pb2.Proposal(step=event.step, token_ids=event.token_ids, elapsed_ns=event.elapsed_ns)
         return pb.RunStageResponse(proposal=proposal)
+    if isinstance(event, SnapshotSaved):
+        return pb.RunStageResponse(snapshot_saved=snapshot_frames.saved_to_message(event))
+    if isinstance(event, SnapshotRestored):
+        return pb.RunStageResponse(snapshot_restored=snapshot_frames.restored_to_message(event))
     failure = failure_pb2.Failure(
         reason=_REASON_NUMBERS[event.reason],
         message=event.message,
-        location=_location_to_message(event.location),
+        location=location_to_message(event.location),
         code=event.code,
     )
     return pb.RunStageResponse(failure=failure)
@@ -290,31 +296,17 @@ def event_from_message(message: pb.RunStageResponse) -> Event:
         case "proposal":
             proposal = message.proposal
             return Proposal(proposal.step, tuple(proposal.token_ids), proposal.elapsed_ns)
+        case "snapshot_saved":
+            return snapshot_frames.saved_from_message(message.snapshot_saved)
+        case "snapshot_restored":
+            return snapshot_frames.restored_from_message(message.snapshot_restored)
         case "failure":
             failure = message.failure
             return Failure(
                 reason=_REASONS.get(failure.reason, FailureReason.STAGE_FAILED),
                 message=failure.message,
-                location=_location_from_message(failure.location),
+                location=location_from_message(failure.location),
                 code=failure.code,
             )
         case other:
             raise InvalidArgument(f"answer {other} is not expected here", field="frame")
-
-
-def _location_to_message(location: Location) -> failure_pb2.Location:
-    return failure_pb2.Location(
-        stage=location.stage,
-        host=location.host,
-        device=location.device,
-        address=location.address,
-    )
-
-
-def _location_from_message(message: failure_pb2.Location) -> Location:
-    return Location(
-        stage=message.stage if message.HasField("stage") else None,
-        host=message.host,
-        device=message.device,
-        address=message.address,
-    )

@@ -66,11 +66,12 @@ class Open:
 
 
 class StepKind(StrEnum):
-    """What a stage does with the rows of a step."""
+    """What a stage does with the rows of a step; a resume has none and chooses after a restored prefix."""
 
     PREFILL = "prefill"
     DECODE = "decode"
     VERIFY = "verify"
+    RESUME = "resume"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,53 @@ class Proposal:
     elapsed_ns: int
 
 
+@dataclass(frozen=True, slots=True)
+class SnapshotSave:
+    """Keep the state behind `length` committed tokens; parent_id: a kept prefix of it, which holds its part of them."""
+
+    snapshot_id: str
+    length: int
+    parent_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRestore:
+    """Begin from a kept state: take up its first `length` tokens, which are `token_ids`."""
+
+    snapshot_id: str
+    length: int
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotPart:
+    """What one worker did with a snapshot. refusal: why it isn't kept there, empty when it is."""
+
+    location: Location
+    size_bytes: int
+    elapsed_ns: int
+    evicted_ids: tuple[str, ...] = ()
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotSaved:
+    """Answer to SnapshotSave from all workers: the snapshot stands when none refused."""
+
+    snapshot_id: str
+    length: int
+    parts: tuple[SnapshotPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRestored:
+    """Answer to SnapshotRestore from all workers."""
+
+    snapshot_id: str
+    length: int
+    parts: tuple[SnapshotPart, ...]
+
+
 class FailureReason(StrEnum):
     """What went wrong below the reporting worker."""
 
@@ -165,4 +213,4 @@ class Failure:
     code: str
 
 
-Event = Commit | Proposal | Failure
+Event = Commit | Proposal | SnapshotSaved | SnapshotRestored | Failure

@@ -24,7 +24,7 @@ _DTYPE_NUMBERS = {
     "float16": tensor_pb2.DTYPE_FLOAT16,
     "int32": tensor_pb2.DTYPE_INT32,
 }
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4}
 _DTYPE_NAMES: Mapping[int, str] = {number: name for name, number in _DTYPE_NUMBERS.items()}
 
 
@@ -42,7 +42,7 @@ class WireTensor:
 
     @property
     def size_bytes(self) -> int:
-        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 def dtype_number(name: str | None) -> tensor_pb2.Dtype:
@@ -100,7 +100,7 @@ def incomplete(message: tensor_pb2.Tensor, field: str, max_bytes: int) -> Incomi
     shape = tuple(message.shape)
     if any(extent < 0 for extent in shape):
         raise InvalidArgument(f"{field}.shape is {list(shape)}: no extent may be negative", field=f"{field}.shape")
-    total = math.prod(shape) * _ITEM_BYTES[dtype]
+    total = math.prod(shape) * ITEM_BYTES[dtype]
     if total > max_bytes:
         raise InvalidArgument(f"{field} takes {total} bytes, more than the {max_bytes} accepted here", field=field)
     data = message.data

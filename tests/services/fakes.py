@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,17 @@ from services.description import (
     WorkerDescription,
 )
 from services.draft import DraftOpen, Guesses, Propose
+from services.errors import DataLoss, InvalidArgument, NotFound
 from services.layers import LayerRange
+from services.snapshot import (
+    SnapshotChunk,
+    SnapshotFrame,
+    SnapshotHeader,
+    SnapshotOwner,
+    SnapshotTensor,
+    SnapshotTrailer,
+)
+from services.snapshot_service import Imported
 from services.steps import (
     Commit,
     Event,
@@ -27,6 +38,11 @@ from services.steps import (
     Location,
     Open,
     Sampling,
+    SnapshotPart,
+    SnapshotRestore,
+    SnapshotRestored,
+    SnapshotSave,
+    SnapshotSaved,
     StageIdentity,
     StageTiming,
     StepKind,
@@ -54,6 +70,7 @@ WORKER = WorkerDescription(
         capture_layers=(1, 4, 10),
         feature_transport=FeatureTransport.SLICES,
         weight_bytes=1 << 40,
+        state_cuttable=True,
     ),
     draft=DraftDescription(
         fingerprint="beef",
@@ -68,9 +85,12 @@ WORKER = WorkerDescription(
         max_position=2048,
         dtype="float32",
         weight_bytes=77,
+        state_cuttable=True,
     ),
     open_sessions=2,
     max_tensor_bytes=1 << 29,
+    snapshot_bytes=3 << 40,
+    snapshot_budget_bytes=1 << 62,
 )
 
 OPEN = Open(
@@ -96,6 +116,12 @@ OPEN = Open(
     ),
     stop_token_ids=frozenset({1, 255}),
 )
+
+PARTS = (
+    SnapshotPart(Location(0, "alpha", "cuda:0", "unix:/run/a.sock"), 1 << 40, 77, ("old", "older")),
+    SnapshotPart(Location(None, "beta", "hip:0", "beta:7001"), 0, 0, (), "no room"),
+)
+"""What two workers say that they did with a snapshot."""
 
 IDENTITY = StageIdentity(Location(1, "alpha", "cuda:0", "unix:/run/a.sock"), LayerRange(3, 9))
 
@@ -153,12 +179,22 @@ class FakeStageSession:
     def __init__(self, port: FakeStage, request: Open) -> None:
         self.port, self.request = port, request
         self.forwards: list[Forward] = []
+        self.saves: list[SnapshotSave] = []
+        self.restores: list[SnapshotRestore] = []
         self.closed = 0
         self.out: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
 
     async def forward(self, forward: Forward) -> None:
         self.forwards.append(forward)
         await self.port.answer(self, forward)
+
+    async def save_snapshot(self, save: SnapshotSave) -> None:
+        self.saves.append(save)
+        self.out.put_nowait(SnapshotSaved(save.snapshot_id, save.length, PARTS))
+
+    async def restore_snapshot(self, restore: SnapshotRestore) -> None:
+        self.restores.append(restore)
+        self.out.put_nowait(SnapshotRestored(restore.snapshot_id, restore.length, PARTS))
 
     async def commit(self, forward: Forward) -> None:
         self.out.put_nowait(commit(forward))
@@ -200,6 +236,7 @@ class FakeDraftSession:
         self.port, self.request = port, request
         self.slices: list[FeatureSlice] = []
         self.proposes: list[Propose] = []
+        self.snapshots: list[SnapshotSave | SnapshotRestore] = []
         self.closed = 0
 
     async def feature_slice(self, piece: FeatureSlice) -> None:
@@ -212,6 +249,18 @@ class FakeDraftSession:
             raise self.port.fault
         self.proposes.append(request)
         return self.port.guesses if self.port.guesses is not None else tuple(range(1, request.tokens + 1))
+
+    async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
+        return self._snapshot(save)
+
+    async def restore_snapshot(self, restore: SnapshotRestore) -> SnapshotPart:
+        return self._snapshot(restore)
+
+    def _snapshot(self, asked: SnapshotSave | SnapshotRestore) -> SnapshotPart:
+        if self.port.fault is not None:
+            raise self.port.fault
+        self.snapshots.append(asked)
+        return PARTS[len(self.snapshots) % 2]
 
     async def close(self) -> None:
         self.closed += 1
@@ -245,6 +294,106 @@ class FakeWorker:
             yield self.description
         finally:
             self.loading -= 1
+
+
+HEADER = SnapshotHeader(
+    snapshot_id="one",
+    owner=SnapshotOwner.STAGE,
+    fingerprint="f00d",
+    layers=LayerRange(3, 9),
+    first_token=0,
+    token_count=40,
+    parent_id=None,
+    tensors=(
+        SnapshotTensor("layers.3.k", "float32", (2, 40, 8)),
+        SnapshotTensor("layers.4.recurrent", "float32", ()),
+        SnapshotTensor("layers.4.conv", "bfloat16", (0, 7)),
+        SnapshotTensor("logits", "bfloat16", (3,)),
+    ),
+)
+
+
+def frames_of(header: SnapshotHeader, chunk_bytes: int = 1 << 20) -> list[SnapshotFrame]:
+    """A whole snapshot whose bytes count up, its digests right."""
+    contents = [bytes(tensor(*one.shape, dtype=one.dtype, fill=i).data) for i, one in enumerate(header.tensors)]
+    data = b"".join(contents)
+    chunks = [SnapshotChunk(at, data[at : at + chunk_bytes]) for at in range(0, len(data), chunk_bytes)]
+    trailer = SnapshotTrailer(len(data), tuple(hashlib.sha256(content).digest() for content in contents))
+    return [header, *chunks, trailer]
+
+
+class FakeSnapshots:
+    """Keeps the frames that come and gives them back. Faults: what the named call raises.
+
+    hold: exports wait for it before their trailer.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[SnapshotOwner, str], list[SnapshotFrame]] = {}
+        self.asked: list[tuple[SnapshotOwner, str, int, str | None]] = []
+        self.freed: list[list[str]] = []
+        self.imports: list[FakeImport] = []
+        self.import_fault: BaseException | None = None
+        self.write_fault: BaseException | None = None
+        self.export_fault: BaseException | None = None
+        self.hold: asyncio.Event | None = None
+        self.exporting = 0
+
+    async def export_snapshot(
+        self, owner: SnapshotOwner, snapshot_id: str, first_token: int, parent_id: str | None
+    ) -> AsyncIterator[SnapshotFrame]:
+        self.asked.append((owner, snapshot_id, first_token, parent_id))
+        if (owner, snapshot_id) not in self.kept:
+            raise NotFound(f"no prefix {snapshot_id} is kept", reason="SNAPSHOT_MISSING")
+        self.exporting += 1
+        try:
+            for frame in self.kept[owner, snapshot_id]:
+                if isinstance(frame, SnapshotTrailer):
+                    if self.hold is not None:
+                        await self.hold.wait()
+                    if self.export_fault is not None:
+                        raise self.export_fault
+                yield frame
+        finally:
+            self.exporting -= 1
+
+    async def import_snapshot(self, header: SnapshotHeader) -> FakeImport | None:
+        if self.import_fault is not None:
+            raise self.import_fault
+        if (header.owner, header.snapshot_id) in self.kept:
+            return None
+        self.imports.append(FakeImport(self, header))
+        return self.imports[-1]
+
+    async def free_snapshots(self, snapshot_ids: Sequence[str]) -> int:
+        self.freed.append(list(snapshot_ids))
+        return len(snapshot_ids) << 40
+
+
+class FakeImport:
+    def __init__(self, port: FakeSnapshots, header: SnapshotHeader) -> None:
+        self.port, self.frames = port, [header]
+        self.received = self.aborted = 0
+        self.committed = False
+
+    async def write(self, chunk: SnapshotChunk) -> None:
+        if self.port.write_fault is not None:
+            raise self.port.write_fault
+        if chunk.offset != self.received:
+            raise InvalidArgument(f"chunk at {chunk.offset}, expected {self.received}", field="chunk.offset")
+        self.received += len(chunk.data)
+        self.frames.append(chunk)
+
+    async def commit(self, trailer: SnapshotTrailer) -> Imported:
+        header = self.frames[0]
+        if not self.received == trailer.total_bytes == header.size_bytes:
+            raise DataLoss("bytes are missing")
+        self.port.kept[header.owner, header.snapshot_id] = [*self.frames, trailer]
+        self.committed = True
+        return Imported(self.received, ("old", "older"))
+
+    def abort(self) -> None:
+        self.aborted += 1
 
 
 def same_bytes(ours: Any, theirs: Any) -> bool:

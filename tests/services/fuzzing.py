@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import grpc
 from google.protobuf.message import Message
@@ -14,15 +15,23 @@ from google.protobuf.message import Message
 from flashsplit.shard.v1 import (
     draft_pb2,
     draft_service_pb2 as draft_pb,
+    snapshot_pb2,
     stage_pb2,
     stage_service_pb2 as stage_pb,
     worker_service_pb2 as worker_pb,
 )
-from services import draft as draft_module, stage as stage_module, worker as worker_module
+from services import (
+    draft as draft_module,
+    snapshot_frames,
+    snapshot_service as snapshot_module,
+    stage as stage_module,
+    worker as worker_module,
+)
 from services.client_stream import ClientStream
 from services.errors import FlashsplitError
+from services.snapshot import SnapshotFrame, frame_to_message
 from services.stage_frames import forward_to_messages, open_to_message
-from services.steps import FeatureSlice, Forward, Open, StepKind
+from services.steps import FeatureSlice, Forward, Open, SnapshotRestore, SnapshotSave, StepKind
 from tests.services.fakes import tensor
 from tests.services.random_messages import RandomStreams
 
@@ -34,10 +43,14 @@ ALLOWED = {
     "NOT_FOUND",
     "UNAVAILABLE",
     "RESOURCE_EXHAUSTED",
+    "DATA_LOSS",
     "CANCELLED",
 }
 RUN_STAGE = f"/{stage_module.SERVICE}/RunStage"
 RUN_DRAFT = f"/{draft_module.SERVICE}/RunDraft"
+EXPORT = f"/{snapshot_module.SERVICE}/PrefixSnapshotExport"
+IMPORT = f"/{snapshot_module.SERVICE}/PrefixSnapshotImport"
+FREE = f"/{snapshot_module.SERVICE}/SnapshotFree"
 LOAD = f"/{worker_module.SERVICE}/Load"
 DESCRIBE = f"/{worker_module.SERVICE}/Describe"
 
@@ -91,11 +104,30 @@ STEPS = [
 ]
 
 
-def stage_frames(opening: Open, steps: Sequence[Forward]) -> list[stage_pb.RunStageRequest]:
+SAVES = [SnapshotSave("kept", 3), SnapshotSave("longer", 4, "kept")]
+RESTORES = [SnapshotRestore("kept", 3, (1, 2, 3)), SnapshotRestore("longer", 4, (1, 2, 3, 4))]
+
+
+def stage_frames(
+    opening: Open, steps: Sequence[Forward | SnapshotSave | SnapshotRestore]
+) -> list[stage_pb.RunStageRequest]:
     frames = [stage_pb.RunStageRequest(open=open_to_message(opening))]
     for step in steps:
-        frames.extend(forward_to_messages(step))
+        if isinstance(step, SnapshotSave):
+            frames.append(stage_pb.RunStageRequest(snapshot_save=snapshot_frames.save_to_message(step)))
+        elif isinstance(step, SnapshotRestore):
+            frames.append(stage_pb.RunStageRequest(snapshot_restore=snapshot_frames.restore_to_message(step)))
+        else:
+            frames.extend(forward_to_messages(step))
     return frames
+
+
+def import_frames(frames: Sequence[SnapshotFrame]) -> list[snapshot_pb2.PrefixSnapshotImportRequest]:
+    requests = []
+    for frame in frames:
+        requests.append(snapshot_pb2.PrefixSnapshotImportRequest())
+        frame_to_message(frame, requests[-1])
+    return requests
 
 
 def with_tensors(step: Forward, hidden: int, slices: int) -> Forward:
@@ -107,6 +139,7 @@ def with_tensors(step: Forward, hidden: int, slices: int) -> Forward:
 
 
 def draft_frames(fingerprint: str, hidden: int) -> list[draft_pb.RunDraftRequest]:
+    """Features, a save and guesses."""
     frames = [draft_pb.RunDraftRequest(open={"request_id": "r", "fingerprint": fingerprint, "max_length": 64})]
     for index in range(2):
         message = stage_pb2.FeatureSlice(capture_index=index)
@@ -115,7 +148,15 @@ def draft_frames(fingerprint: str, hidden: int) -> list[draft_pb.RunDraftRequest
         frames.append(draft_pb.RunDraftRequest(feature_slice=message))
     rows = {"rows": {"dtype": 1, "shape": [2, hidden], "data": bytes(2 * hidden * 4)}}
     propose = draft_pb2.Propose(step=1, position=3, token_id=5, tokens=3, embed=rows)
-    return [*frames, draft_pb.RunDraftRequest(propose=propose)]
+    save = draft_pb.RunDraftRequest(snapshot_save=snapshot_frames.save_to_message(SAVES[0]))
+    return [*frames, save, draft_pb.RunDraftRequest(propose=propose)]
+
+
+def restored_draft_frames(fingerprint: str, hidden: int) -> list[draft_pb.RunDraftRequest]:
+    """The same behind what was saved."""
+    [opening, *_, propose] = draft_frames(fingerprint, hidden)
+    restore = draft_pb.RunDraftRequest(snapshot_restore=snapshot_frames.restore_to_message(RESTORES[0]))
+    return [opening, restore, propose]
 
 
 def load_frames(model: str, draft: str) -> list[worker_pb.LoadRequest]:
@@ -123,6 +164,30 @@ def load_frames(model: str, draft: str) -> list[worker_pb.LoadRequest]:
     target = worker_pb.LoadTarget(model_path=model, layers={"first": 0, "last": 2}, dtype=1, capture=capture)
     guesser = worker_pb.LoadDraft(draft_path=draft, model_path=model, head_place=3, feature_transport=2, dtype=1)
     return [worker_pb.LoadRequest(target=target), worker_pb.LoadRequest(draft=guesser)]
+
+
+async def batter_snapshots(
+    channel: grpc.aio.Channel,
+    valid: Sequence[SnapshotFrame],
+    hints: Mapping[str, Sequence[Any]],
+    rounds: int,
+) -> None:
+    """Random imports, exports and frees."""
+    imports = RandomStreams("import", snapshot_pb2.PrefixSnapshotImportRequest, hints)
+    await batter(channel, IMPORT, imports, import_frames(valid), rounds)
+    header = valid[0]
+    export = snapshot_pb2.PrefixSnapshotExportRequest(snapshot_id=header.snapshot_id, owner=1)
+    free = snapshot_pb2.SnapshotFreeRequest(snapshot_ids=["other", "another"])
+    for method, request in ((EXPORT, export), (FREE, free)):
+        streams = RandomStreams(method, type(request), hints)
+        # One request each: a second message to a unary method never reaches it.
+        seen: Counter[str] = Counter()
+        for _ in range(rounds):
+            for raw in streams.one([request])[:1]:
+                status = await status_of(channel, method, [raw])
+                assert status in ALLOWED, (status, raw[:200])
+                seen[status] += 1
+        assert min(seen["INVALID_ARGUMENT"], seen["OK"]) > rounds / 100, seen
 
 
 async def batter_worker(channel: grpc.aio.Channel, model: str, draft: str, rounds: int) -> None:

@@ -14,11 +14,11 @@ import pytest
 from flashsplit.shard.v1 import draft_pb2, draft_service_pb2 as pb, draft_service_pb2_grpc as pb_grpc, stage_pb2
 from services.client_stream import ClientStream
 from services.draft import DraftOpen, DraftServicer, Propose, RemoteDraft, RemoteDraftSession
-from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, Unavailable
-from services.steps import FeatureSlice
+from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, NotFound, Unavailable
+from services.steps import FeatureSlice, SnapshotRestore, SnapshotSave
 from services.tensors import CHUNK_BYTES, WireTensor
 from tests.services.conftest import Dial, Serve
-from tests.services.fakes import FakeDraft, FakeDraftSession, same_bytes, tensor, until
+from tests.services.fakes import PARTS, FakeDraft, FakeDraftSession, same_bytes, tensor, until
 
 ROOT = Path(__file__).parents[2]
 OPEN = DraftOpen("request-1", "beef", 512)
@@ -50,6 +50,36 @@ async def test_a_whole_session(port: FakeDraft, draft: RemoteDraft) -> None:
     assert port.session.closed == 0
     await session.close()
     assert port.session.closed == 1
+
+
+async def test_snapshots_within_a_session(port: FakeDraft, draft: RemoteDraft) -> None:
+    """Saves and restores go through between features and proposals, each answered by its part."""
+    restore, save = SnapshotRestore("a", 2, (5, 6)), SnapshotSave("b", 5, "a")
+    session = await draft.open(OPEN)
+    assert await session.restore_snapshot(restore) == PARTS[1]
+    await session.feature_slice(FeatureSlice(2, tensor(3, 8)))
+    assert await session.save_snapshot(save) == PARTS[0]
+    assert await session.propose(Propose(7, 5, 99, 3)) == (1, 2, 3)
+    assert port.session.snapshots == [restore, save]
+    assert len(port.session.slices) == 1
+    await session.close()
+
+
+@pytest.mark.parametrize("restoring", [False, True])
+async def test_a_refused_snapshot_is_raised(restoring: bool, port: FakeDraft, draft: RemoteDraft) -> None:
+    """What the draft refuses to keep or to take up is raised with its reason and the draft's place."""
+    session = await draft.open(OPEN)
+    port.fault = NotFound("not kept here", reason="SNAPSHOT_MISSING")
+    with pytest.raises(NotFound, match="not kept here") as raised:
+        await (
+            session.restore_snapshot(SnapshotRestore("a", 0))
+            if restoring
+            else session.save_snapshot(SnapshotSave("a", 1))
+        )
+    assert raised.value.reason == "SNAPSHOT_MISSING"
+    assert (raised.value.where["host"], raised.value.where["device"]) == ("beta", "hip:0")
+    await until(lambda: port.session.closed == 1)
+    await session.close()
 
 
 async def test_large_tensors_both_ways(port: FakeDraft, draft: RemoteDraft) -> None:

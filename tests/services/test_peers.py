@@ -16,10 +16,23 @@ from services.draft import DraftOpen, DraftServicer
 from services.errors import InvalidArgument, Unavailable
 from services.peers import Peers
 from services.server import Server
+from services.snapshot import SnapshotOwner
+from services.snapshot_service import SnapshotServicer
 from services.stage import StageServicer
 from services.worker import WorkerServicer
 from tests.services.conftest import Serve
-from tests.services.fakes import OPEN, WORKER, FakeDraft, FakeStage, FakeWorker, commit, prefill
+from tests.services.fakes import (
+    HEADER,
+    OPEN,
+    WORKER,
+    FakeDraft,
+    FakeSnapshots,
+    FakeStage,
+    FakeWorker,
+    commit,
+    frames_of,
+    prefill,
+)
 
 REGISTRATIONS = [
     WorkerServicer(FakeWorker()).register,
@@ -61,6 +74,33 @@ async def test_all_services_share_a_channel(serve: Serve, peers: Peers, connecti
     guessing = await (await peers.draft(address)).open(DraftOpen("r", "f", 9))
     await asyncio.gather(session.close(), guessing.close())
     assert connections == [address]
+
+
+async def test_snapshots_have_a_connection_of_their_own(serve: Serve, peers: Peers, connections: list[str]) -> None:
+    """Snapshots go over a second connection, shared among themselves: bytes held up there hold up no step."""
+    port = FakeSnapshots()
+    port.kept[SnapshotOwner.STAGE, "one"] = frames_of(HEADER, 7) * 4000
+    address = (await serve(*REGISTRATIONS, SnapshotServicer(port).register)).address
+    session = await (await peers.stage(address)).open(OPEN)
+    assert connections == [address]
+    snapshots = await asyncio.gather(*(peers.snapshots(address) for _ in range(5)))
+    assert connections == [address] * 2
+    frames = snapshots[0].export_snapshot(SnapshotOwner.STAGE, "one")
+    assert await anext(frames) == HEADER
+    await session.forward(prefill())
+    async with asyncio.timeout(2):
+        assert await anext(session.events()) == commit(prefill())
+    assert await snapshots[1].free_snapshots(["x"]) == 1 << 40
+    assert await (await peers.worker(address)).describe() == WORKER
+    assert connections == [address] * 2
+    await frames.aclose()
+    await session.close()
+
+
+async def test_snapshots_of_a_worker_that_is_gone(tmp_path: Path, peers: Peers) -> None:
+    """Nobody at the address is Unavailable here too."""
+    with pytest.raises(Unavailable, match="no worker answers"):
+        await peers.snapshots(f"unix:{tmp_path}/a.sock")
 
 
 @pytest.mark.parametrize("listen", ["unix", "tcp"])

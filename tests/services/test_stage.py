@@ -17,15 +17,37 @@ import structlog
 from flashsplit.shard.v1 import stage_pb2, stage_service_pb2 as pb, stage_service_pb2_grpc as pb_grpc, tensor_pb2
 from services.channel import MAX_MESSAGE_BYTES
 from services.client_stream import ClientStream
-from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, ResourceExhausted, Unavailable
+from services.errors import (
+    FailedPrecondition,
+    FlashsplitError,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
 from services.stage import MAX_STEPS_AHEAD, RemoteStage, RemoteStageSession, StageServicer
 from services.stage_frames import open_to_message
-from services.steps import Commit, Event, Failure, FailureReason, FeatureSlice, Forward, Location, Proposal, StepKind
+from services.steps import (
+    Commit,
+    Event,
+    Failure,
+    FailureReason,
+    FeatureSlice,
+    Forward,
+    Location,
+    Proposal,
+    SnapshotRestore,
+    SnapshotRestored,
+    SnapshotSave,
+    SnapshotSaved,
+    StepKind,
+)
 from services.tensors import CHUNK_BYTES
 from tests.services.conftest import Dial, Serve
 from tests.services.fakes import (
     IDENTITY,
     OPEN,
+    PARTS,
     FakeStage,
     FakeStageSession,
     commit,
@@ -83,6 +105,85 @@ async def test_a_whole_session(port: FakeStage, stage: RemoteStage) -> None:
     assert port.session.closed == 0
     await session.close()
     assert port.session.closed == 1
+
+
+async def test_snapshots_within_a_session(port: FakeStage, stage: RemoteStage) -> None:
+    """Restoring, stepping and saving go through in order, with every field, and so do their answers."""
+    restore = SnapshotRestore("a", 3, (1, 2, 3))
+    saves = [SnapshotSave("b", 6), SnapshotSave("c", 6, "a")]
+    session = await stage.open(OPEN)
+    await session.restore_snapshot(restore)
+    await session.forward(prefill(0, 3))
+    for save in saves:
+        await session.save_snapshot(save)
+    assert await take(session, 4) == [
+        SnapshotRestored("a", 3, PARTS),
+        commit(prefill(0, 3)),
+        SnapshotSaved("b", 6, PARTS),
+        SnapshotSaved("c", 6, PARTS),
+    ]
+    assert (port.session.restores, port.session.saves) == ([restore], saves)
+    await session.close()
+
+
+async def test_a_restore_of_a_long_prompt(port: FakeStage, stage: RemoteStage) -> None:
+    """The tokens of a whole context fit into one frame."""
+    restore = SnapshotRestore("a", 1 << 20, tuple(range(200_000, 200_000 + (1 << 20))))
+    session = await stage.open(OPEN)
+    await session.restore_snapshot(restore)
+    await take(session, 1)
+    assert port.session.restores == [restore]
+    await session.close()
+
+
+@pytest.mark.parametrize(
+    "fault", [NotFound("not kept here", reason="SNAPSHOT_MISSING"), FailedPrecondition("length is 3", field="length")]
+)
+async def test_a_refused_snapshot_is_the_status(fault: FlashsplitError, port: FakeStage, stage: RemoteStage) -> None:
+    """What saving or restoring raises ends the events with its own status, reason and place."""
+    for method in ("save_snapshot", "restore_snapshot"):
+        session = await stage.open(OPEN)
+        theirs = port.session
+
+        async def refuse(_: object) -> None:
+            raise fault
+
+        setattr(theirs, method, refuse)
+        await getattr(session, method)(SnapshotSave("a", 3) if method == "save_snapshot" else SnapshotRestore("a", 0))
+        with pytest.raises(type(fault), match=fault.message) as raised:
+            await anext(session.events())
+        assert raised.value.reason == fault.reason
+        assert raised.value.where.get("field") == fault.where.get("field")
+        assert (raised.value.where["stage"], raised.value.where["device"]) == ("1", "cuda:0")
+        await until(lambda closed=theirs: closed.closed == 1)
+        await session.close()
+
+
+@pytest.mark.parametrize("kind", ["save", "restore"])
+async def test_unanswered_snapshots_are_bounded(kind: str, port: FakeStage, stage: RemoteStage) -> None:
+    """Snapshots that a stage has not answered count as steps ahead; when they are answered, everything goes on."""
+    session = await stage.open(OPEN)
+    theirs, taken = port.session, 0
+
+    async def silent(_: object) -> None:
+        nonlocal taken
+        taken += 1
+
+    theirs.save_snapshot = theirs.restore_snapshot = silent
+    for number in range(100):
+        if kind == "save":
+            await session.save_snapshot(SnapshotSave(str(number), 1))
+        else:
+            await session.restore_snapshot(SnapshotRestore(str(number), 0))
+    await until(lambda: taken == MAX_STEPS_AHEAD)
+    await asyncio.sleep(0.1)
+    assert taken == MAX_STEPS_AHEAD
+    answer = SnapshotSaved("", 1, ()) if kind == "save" else SnapshotRestored("", 1, ())
+    for _ in range(100):
+        theirs.out.put_nowait(answer)
+    assert await take(session, 100) == [answer] * 100
+    assert taken == 100
+    await session.close()
 
 
 async def test_a_large_frame_with_many_captures(port: FakeStage, stage: RemoteStage) -> None:

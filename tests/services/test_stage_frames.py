@@ -34,11 +34,13 @@ from services.steps import (
     Open,
     Proposal,
     Sampling,
+    SnapshotRestored,
+    SnapshotSaved,
     StageIdentity,
     StageTiming,
     StepKind,
 )
-from tests.services.fakes import OPEN, tensor
+from tests.services.fakes import OPEN, PARTS, tensor
 
 HERE = Location(2, "alpha", "cuda:0", "h:1")
 
@@ -123,6 +125,7 @@ def test_forwards_from_tokens_round_trip() -> None:
     for forward in (
         Forward(2**64 - 1, 2**32 - 1, (0, 2**32 - 1), StepKind.VERIFY, 15),
         Forward(0, 0, (), StepKind.PREFILL),
+        Forward(0, 9, (), StepKind.RESUME, 7),
     ):
         [frame] = forward_to_messages(forward)
         frame = pb.RunStageRequest.FromString(frame.SerializeToString())
@@ -140,6 +143,16 @@ def test_forwards_from_activations_round_trip() -> None:
     assert from_activation(message, [one.tensor() for one in incoming]) == forward
 
 
+def test_a_resume_without_rows_round_trips() -> None:
+    """A step of no rows is one frame behind the first stage too: an activation of no rows, and no features."""
+    forward = Forward(0, 4, (), StepKind.RESUME, 3, tensor(0, 8))
+    [frame] = forward_to_messages(forward)
+    message = pb.RunStageRequest.FromString(frame.SerializeToString()).forward_from_activation
+    [activation] = incoming_tensors(message, 1024, 2)
+    assert activation.complete
+    assert from_activation(message, [activation.tensor()]) == forward
+
+
 def test_surplus_slices_are_refused() -> None:
     """More feature slices than the stage captures blocks are refused before their sizes matter."""
     message = stage_pb2.ForwardFromActivation(features=[stage_pb2.FeatureSlice()] * 3)
@@ -147,10 +160,11 @@ def test_surplus_slices_are_refused() -> None:
         incoming_tensors(message, 1024, 2)
 
 
-@pytest.mark.parametrize("kind", [0, 4, -1])
+@pytest.mark.parametrize("kind", [0, 5, -1])
 def test_unknown_kinds_are_refused(kind: int) -> None:
     """A step of an unknown kind is refused, naming those that are known."""
-    with pytest.raises(InvalidArgument, match=rf"kind is {kind}, not one of 1 \(prefill\), 2 \(decode\), 3 \(verify\)"):
+    known = r"1 \(prefill\), 2 \(decode\), 3 \(verify\), 4 \(resume\)"
+    with pytest.raises(InvalidArgument, match=rf"kind is {kind}, not one of {known}"):
         from_tokens(stage_pb2.ForwardFromTokens(kind=kind))
 
 
@@ -162,6 +176,10 @@ def test_unknown_kinds_are_refused(kind: int) -> None:
         Proposal(5, (7, 8, 9), 10),
         *(Failure(reason, "a sentence", HERE, "UNAVAILABLE") for reason in FailureReason),
         Failure(FailureReason.DRAFT_LOST, "", Location(None, "", "", ""), ""),
+        SnapshotSaved("a", 2**32 - 1, PARTS),
+        SnapshotSaved("", 0, ()),
+        SnapshotRestored("a", 7, PARTS),
+        SnapshotRestored("", 0, ()),
     ],
 )
 def test_events_round_trip(event: Event) -> None:

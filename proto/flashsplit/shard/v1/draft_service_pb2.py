@@ -23,21 +23,22 @@ _sym_db = _symbol_database.Default()
 
 
 from flashsplit.shard.v1 import draft_pb2 as flashsplit_dot_shard_dot_v1_dot_draft__pb2
+from flashsplit.shard.v1 import snapshot_pb2 as flashsplit_dot_shard_dot_v1_dot_snapshot__pb2
 from flashsplit.shard.v1 import stage_pb2 as flashsplit_dot_shard_dot_v1_dot_stage__pb2
 from flashsplit.shard.v1 import tensor_pb2 as flashsplit_dot_shard_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'flashsplit/shard/v1/draft_service.proto\x12\x13\x66lashsplit.shard.v1\x1a\x1f\x66lashsplit/shard/v1/draft.proto\x1a\x1f\x66lashsplit/shard/v1/stage.proto\x1a flashsplit/shard/v1/tensor.proto\"\xea\x01\n\x0fRunDraftRequest\x12.\n\x04open\x18\x01 \x01(\x0b\x32\x1e.flashsplit.shard.v1.DraftOpenH\x00\x12:\n\rfeature_slice\x18\x02 \x01(\x0b\x32!.flashsplit.shard.v1.FeatureSliceH\x00\x12/\n\x07propose\x18\x03 \x01(\x0b\x32\x1c.flashsplit.shard.v1.ProposeH\x00\x12\x31\n\x05\x63hunk\x18\x04 \x01(\x0b\x32 .flashsplit.shard.v1.TensorChunkH\x00\x42\x07\n\x05\x66rame\"\xb5\x01\n\x10RunDraftResponse\x12\x32\n\x06opened\x18\x01 \x01(\x0b\x32 .flashsplit.shard.v1.DraftOpenedH\x00\x12\x31\n\x08proposed\x18\x02 \x01(\x0b\x32\x1d.flashsplit.shard.v1.ProposedH\x00\x12\x31\n\x05\x63hunk\x18\x03 \x01(\x0b\x32 .flashsplit.shard.v1.TensorChunkH\x00\x42\x07\n\x05\x66rame2k\n\x0c\x44raftService\x12[\n\x08RunDraft\x12$.flashsplit.shard.v1.RunDraftRequest\x1a%.flashsplit.shard.v1.RunDraftResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'flashsplit/shard/v1/draft_service.proto\x12\x13\x66lashsplit.shard.v1\x1a\x1f\x66lashsplit/shard/v1/draft.proto\x1a\"flashsplit/shard/v1/snapshot.proto\x1a\x1f\x66lashsplit/shard/v1/stage.proto\x1a flashsplit/shard/v1/tensor.proto\"\xe8\x02\n\x0fRunDraftRequest\x12.\n\x04open\x18\x01 \x01(\x0b\x32\x1e.flashsplit.shard.v1.DraftOpenH\x00\x12:\n\rfeature_slice\x18\x02 \x01(\x0b\x32!.flashsplit.shard.v1.FeatureSliceH\x00\x12/\n\x07propose\x18\x03 \x01(\x0b\x32\x1c.flashsplit.shard.v1.ProposeH\x00\x12\x31\n\x05\x63hunk\x18\x04 \x01(\x0b\x32 .flashsplit.shard.v1.TensorChunkH\x00\x12:\n\rsnapshot_save\x18\x05 \x01(\x0b\x32!.flashsplit.shard.v1.SnapshotSaveH\x00\x12@\n\x10snapshot_restore\x18\x06 \x01(\x0b\x32$.flashsplit.shard.v1.SnapshotRestoreH\x00\x42\x07\n\x05\x66rame\"\xf1\x01\n\x10RunDraftResponse\x12\x32\n\x06opened\x18\x01 \x01(\x0b\x32 .flashsplit.shard.v1.DraftOpenedH\x00\x12\x31\n\x08proposed\x18\x02 \x01(\x0b\x32\x1d.flashsplit.shard.v1.ProposedH\x00\x12\x31\n\x05\x63hunk\x18\x03 \x01(\x0b\x32 .flashsplit.shard.v1.TensorChunkH\x00\x12:\n\rsnapshot_part\x18\x04 \x01(\x0b\x32!.flashsplit.shard.v1.SnapshotPartH\x00\x42\x07\n\x05\x66rame2k\n\x0c\x44raftService\x12[\n\x08RunDraft\x12$.flashsplit.shard.v1.RunDraftRequest\x1a%.flashsplit.shard.v1.RunDraftResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'flashsplit.shard.v1.draft_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RUNDRAFTREQUEST']._serialized_start=165
-  _globals['_RUNDRAFTREQUEST']._serialized_end=399
-  _globals['_RUNDRAFTRESPONSE']._serialized_start=402
-  _globals['_RUNDRAFTRESPONSE']._serialized_end=583
-  _globals['_DRAFTSERVICE']._serialized_start=585
-  _globals['_DRAFTSERVICE']._serialized_end=692
+  _globals['_RUNDRAFTREQUEST']._serialized_start=201
+  _globals['_RUNDRAFTREQUEST']._serialized_end=561
+  _globals['_RUNDRAFTRESPONSE']._serialized_start=564
+  _globals['_RUNDRAFTRESPONSE']._serialized_end=805
+  _globals['_DRAFTSERVICE']._serialized_start=807
+  _globals['_DRAFTSERVICE']._serialized_end=914
 # @@protoc_insertion_point(module_scope)

@@ -48,7 +48,7 @@ class DraftServiceServicer:
 
     def RunDraft(self, request_iterator, context):
         """One session. The first frame is `open`. Feature slices come for committed rows only, in order, without answers;
-        each `propose` has one answer.
+        each `propose`, `snapshot_save` and `snapshot_restore` has one answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

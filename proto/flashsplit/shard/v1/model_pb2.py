@@ -25,27 +25,27 @@ _sym_db = _symbol_database.Default()
 from flashsplit.shard.v1 import tensor_pb2 as flashsplit_dot_shard_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x66lashsplit/shard/v1/model.proto\x12\x13\x66lashsplit.shard.v1\x1a flashsplit/shard/v1/tensor.proto\")\n\nLayerRange\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x0c\n\x04last\x18\x02 \x01(\r\"\xd7\x02\n\x11TargetDescription\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12/\n\x06layers\x18\x03 \x01(\x0b\x32\x1f.flashsplit.shard.v1.LayerRange\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x14\n\x0cmax_position\x18\x07 \x01(\r\x12)\n\x05\x64type\x18\x08 \x01(\x0e\x32\x1a.flashsplit.shard.v1.Dtype\x12\x16\n\x0e\x63\x61pture_layers\x18\t \x03(\r\x12@\n\x11\x66\x65\x61ture_transport\x18\n \x01(\x0e\x32%.flashsplit.shard.v1.FeatureTransport\x12\x14\n\x0cweight_bytes\x18\x0b \x01(\x04\"\xfb\x02\n\x10\x44raftDescription\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x15\n\rmask_token_id\x18\x03 \x01(\r\x12\x16\n\x0e\x63\x61pture_layers\x18\x04 \x03(\r\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x19\n\x11num_target_layers\x18\x07 \x01(\r\x12\x32\n\nhead_place\x18\x08 \x01(\x0e\x32\x1e.flashsplit.shard.v1.HeadPlace\x12@\n\x11\x66\x65\x61ture_transport\x18\t \x01(\x0e\x32%.flashsplit.shard.v1.FeatureTransport\x12\x14\n\x0cmax_position\x18\n \x01(\r\x12)\n\x05\x64type\x18\x0b \x01(\x0e\x32\x1a.flashsplit.shard.v1.Dtype\x12\x14\n\x0cweight_bytes\x18\x0c \x01(\x04\"[\n\x11\x44\x65viceDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07product\x18\x02 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\x12\x12\n\nfree_bytes\x18\x04 \x01(\x04\"\xd1\x03\n\x11WorkerDescription\x12\x16\n\x0eprotocol_major\x18\x01 \x01(\r\x12\x16\n\x0eprotocol_minor\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x37\n\x07\x64\x65vices\x18\x04 \x03(\x0b\x32&.flashsplit.shard.v1.DeviceDescription\x12(\n\x05roles\x18\x05 \x03(\x0e\x32\x19.flashsplit.shard.v1.Role\x12\x1a\n\x12\x66lashsplit_version\x18\x06 \x01(\t\x12\x15\n\rtorch_version\x18\x07 \x01(\t\x12\x16\n\x0epython_version\x18\x08 \x01(\t\x12;\n\x06target\x18\t \x01(\x0b\x32&.flashsplit.shard.v1.TargetDescriptionH\x00\x88\x01\x01\x12\x39\n\x05\x64raft\x18\n \x01(\x0b\x32%.flashsplit.shard.v1.DraftDescriptionH\x01\x88\x01\x01\x12\x15\n\ropen_sessions\x18\x0b \x01(\r\x12\x12\n\nprocess_id\x18\x0c \x01(\r\x12\x18\n\x10max_tensor_bytes\x18\r \x01(\x04\x42\t\n\x07_targetB\x08\n\x06_draft*=\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_TARGET\x10\x01\x12\x0e\n\nROLE_DRAFT\x10\x02*n\n\x10\x46\x65\x61tureTransport\x12!\n\x1d\x46\x45\x41TURE_TRANSPORT_UNSPECIFIED\x10\x00\x12\x19\n\x15\x46\x45\x41TURE_TRANSPORT_SUM\x10\x01\x12\x1c\n\x18\x46\x45\x41TURE_TRANSPORT_SLICES\x10\x02*o\n\tHeadPlace\x12\x1a\n\x16HEAD_PLACE_UNSPECIFIED\x10\x00\x12\x15\n\x11HEAD_PLACE_SHARED\x10\x01\x12\x15\n\x11HEAD_PLACE_LOADED\x10\x02\x12\x18\n\x14HEAD_PLACE_PROJECTED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x66lashsplit/shard/v1/model.proto\x12\x13\x66lashsplit.shard.v1\x1a flashsplit/shard/v1/tensor.proto\")\n\nLayerRange\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x0c\n\x04last\x18\x02 \x01(\r\"\xef\x02\n\x11TargetDescription\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12/\n\x06layers\x18\x03 \x01(\x0b\x32\x1f.flashsplit.shard.v1.LayerRange\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x14\n\x0cmax_position\x18\x07 \x01(\r\x12)\n\x05\x64type\x18\x08 \x01(\x0e\x32\x1a.flashsplit.shard.v1.Dtype\x12\x16\n\x0e\x63\x61pture_layers\x18\t \x03(\r\x12@\n\x11\x66\x65\x61ture_transport\x18\n \x01(\x0e\x32%.flashsplit.shard.v1.FeatureTransport\x12\x14\n\x0cweight_bytes\x18\x0b \x01(\x04\x12\x16\n\x0estate_cuttable\x18\x0c \x01(\x08\"\x93\x03\n\x10\x44raftDescription\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x15\n\rmask_token_id\x18\x03 \x01(\r\x12\x16\n\x0e\x63\x61pture_layers\x18\x04 \x03(\r\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x19\n\x11num_target_layers\x18\x07 \x01(\r\x12\x32\n\nhead_place\x18\x08 \x01(\x0e\x32\x1e.flashsplit.shard.v1.HeadPlace\x12@\n\x11\x66\x65\x61ture_transport\x18\t \x01(\x0e\x32%.flashsplit.shard.v1.FeatureTransport\x12\x14\n\x0cmax_position\x18\n \x01(\r\x12)\n\x05\x64type\x18\x0b \x01(\x0e\x32\x1a.flashsplit.shard.v1.Dtype\x12\x14\n\x0cweight_bytes\x18\x0c \x01(\x04\x12\x16\n\x0estate_cuttable\x18\r \x01(\x08\"[\n\x11\x44\x65viceDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07product\x18\x02 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\x12\x12\n\nfree_bytes\x18\x04 \x01(\x04\"\x88\x04\n\x11WorkerDescription\x12\x16\n\x0eprotocol_major\x18\x01 \x01(\r\x12\x16\n\x0eprotocol_minor\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x37\n\x07\x64\x65vices\x18\x04 \x03(\x0b\x32&.flashsplit.shard.v1.DeviceDescription\x12(\n\x05roles\x18\x05 \x03(\x0e\x32\x19.flashsplit.shard.v1.Role\x12\x1a\n\x12\x66lashsplit_version\x18\x06 \x01(\t\x12\x15\n\rtorch_version\x18\x07 \x01(\t\x12\x16\n\x0epython_version\x18\x08 \x01(\t\x12;\n\x06target\x18\t \x01(\x0b\x32&.flashsplit.shard.v1.TargetDescriptionH\x00\x88\x01\x01\x12\x39\n\x05\x64raft\x18\n \x01(\x0b\x32%.flashsplit.shard.v1.DraftDescriptionH\x01\x88\x01\x01\x12\x15\n\ropen_sessions\x18\x0b \x01(\r\x12\x12\n\nprocess_id\x18\x0c \x01(\r\x12\x18\n\x10max_tensor_bytes\x18\r \x01(\x04\x12\x16\n\x0esnapshot_bytes\x18\x0e \x01(\x04\x12\x1d\n\x15snapshot_budget_bytes\x18\x0f \x01(\x04\x42\t\n\x07_targetB\x08\n\x06_draft*=\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_TARGET\x10\x01\x12\x0e\n\nROLE_DRAFT\x10\x02*n\n\x10\x46\x65\x61tureTransport\x12!\n\x1d\x46\x45\x41TURE_TRANSPORT_UNSPECIFIED\x10\x00\x12\x19\n\x15\x46\x45\x41TURE_TRANSPORT_SUM\x10\x01\x12\x1c\n\x18\x46\x45\x41TURE_TRANSPORT_SLICES\x10\x02*o\n\tHeadPlace\x12\x1a\n\x16HEAD_PLACE_UNSPECIFIED\x10\x00\x12\x15\n\x11HEAD_PLACE_SHARED\x10\x01\x12\x15\n\x11HEAD_PLACE_LOADED\x10\x02\x12\x18\n\x14HEAD_PLACE_PROJECTED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'flashsplit.shard.v1.model_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=1422
-  _globals['_ROLE']._serialized_end=1483
-  _globals['_FEATURETRANSPORT']._serialized_start=1485
-  _globals['_FEATURETRANSPORT']._serialized_end=1595
-  _globals['_HEADPLACE']._serialized_start=1597
-  _globals['_HEADPLACE']._serialized_end=1708
+  _globals['_ROLE']._serialized_start=1525
+  _globals['_ROLE']._serialized_end=1586
+  _globals['_FEATURETRANSPORT']._serialized_start=1588
+  _globals['_FEATURETRANSPORT']._serialized_end=1698
+  _globals['_HEADPLACE']._serialized_start=1700
+  _globals['_HEADPLACE']._serialized_end=1811
   _globals['_LAYERRANGE']._serialized_start=90
   _globals['_LAYERRANGE']._serialized_end=131
   _globals['_TARGETDESCRIPTION']._serialized_start=134
-  _globals['_TARGETDESCRIPTION']._serialized_end=477
-  _globals['_DRAFTDESCRIPTION']._serialized_start=480
-  _globals['_DRAFTDESCRIPTION']._serialized_end=859
-  _globals['_DEVICEDESCRIPTION']._serialized_start=861
-  _globals['_DEVICEDESCRIPTION']._serialized_end=952
-  _globals['_WORKERDESCRIPTION']._serialized_start=955
-  _globals['_WORKERDESCRIPTION']._serialized_end=1420
+  _globals['_TARGETDESCRIPTION']._serialized_end=501
+  _globals['_DRAFTDESCRIPTION']._serialized_start=504
+  _globals['_DRAFTDESCRIPTION']._serialized_end=907
+  _globals['_DEVICEDESCRIPTION']._serialized_start=909
+  _globals['_DEVICEDESCRIPTION']._serialized_end=1000
+  _globals['_WORKERDESCRIPTION']._serialized_start=1003
+  _globals['_WORKERDESCRIPTION']._serialized_end=1523
 # @@protoc_insertion_point(module_scope)

@@ -16,10 +16,12 @@ class StepKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     STEP_KIND_PREFILL: _ClassVar[StepKind]
     STEP_KIND_DECODE: _ClassVar[StepKind]
     STEP_KIND_VERIFY: _ClassVar[StepKind]
+    STEP_KIND_RESUME: _ClassVar[StepKind]
 STEP_KIND_UNSPECIFIED: StepKind
 STEP_KIND_PREFILL: StepKind
 STEP_KIND_DECODE: StepKind
 STEP_KIND_VERIFY: StepKind
+STEP_KIND_RESUME: StepKind
 
 class Sampling(_message.Message):
     __slots__ = ("logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty", "temperature", "top_k", "top_p", "min_p", "seed")

@@ -1,4 +1,5 @@
 from flashsplit.shard.v1 import failure_pb2 as _failure_pb2
+from flashsplit.shard.v1 import snapshot_pb2 as _snapshot_pb2
 from flashsplit.shard.v1 import stage_pb2 as _stage_pb2
 from flashsplit.shard.v1 import tensor_pb2 as _tensor_pb2
 from google.protobuf import descriptor as _descriptor
@@ -9,25 +10,33 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RunStageRequest(_message.Message):
-    __slots__ = ("open", "forward_from_tokens", "forward_from_activation", "chunk")
+    __slots__ = ("open", "forward_from_tokens", "forward_from_activation", "chunk", "snapshot_save", "snapshot_restore")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     FORWARD_FROM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FORWARD_FROM_ACTIVATION_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_SAVE_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_RESTORE_FIELD_NUMBER: _ClassVar[int]
     open: _stage_pb2.Open
     forward_from_tokens: _stage_pb2.ForwardFromTokens
     forward_from_activation: _stage_pb2.ForwardFromActivation
     chunk: _tensor_pb2.TensorChunk
-    def __init__(self, open: _Optional[_Union[_stage_pb2.Open, _Mapping]] = ..., forward_from_tokens: _Optional[_Union[_stage_pb2.ForwardFromTokens, _Mapping]] = ..., forward_from_activation: _Optional[_Union[_stage_pb2.ForwardFromActivation, _Mapping]] = ..., chunk: _Optional[_Union[_tensor_pb2.TensorChunk, _Mapping]] = ...) -> None: ...
+    snapshot_save: _snapshot_pb2.SnapshotSave
+    snapshot_restore: _snapshot_pb2.SnapshotRestore
+    def __init__(self, open: _Optional[_Union[_stage_pb2.Open, _Mapping]] = ..., forward_from_tokens: _Optional[_Union[_stage_pb2.ForwardFromTokens, _Mapping]] = ..., forward_from_activation: _Optional[_Union[_stage_pb2.ForwardFromActivation, _Mapping]] = ..., chunk: _Optional[_Union[_tensor_pb2.TensorChunk, _Mapping]] = ..., snapshot_save: _Optional[_Union[_snapshot_pb2.SnapshotSave, _Mapping]] = ..., snapshot_restore: _Optional[_Union[_snapshot_pb2.SnapshotRestore, _Mapping]] = ...) -> None: ...
 
 class RunStageResponse(_message.Message):
-    __slots__ = ("opened", "commit", "proposal", "failure")
+    __slots__ = ("opened", "commit", "proposal", "failure", "snapshot_saved", "snapshot_restored")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_SAVED_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_RESTORED_FIELD_NUMBER: _ClassVar[int]
     opened: _stage_pb2.Opened
     commit: _stage_pb2.Commit
     proposal: _stage_pb2.Proposal
     failure: _failure_pb2.Failure
-    def __init__(self, opened: _Optional[_Union[_stage_pb2.Opened, _Mapping]] = ..., commit: _Optional[_Union[_stage_pb2.Commit, _Mapping]] = ..., proposal: _Optional[_Union[_stage_pb2.Proposal, _Mapping]] = ..., failure: _Optional[_Union[_failure_pb2.Failure, _Mapping]] = ...) -> None: ...
+    snapshot_saved: _snapshot_pb2.SnapshotSaved
+    snapshot_restored: _snapshot_pb2.SnapshotRestored
+    def __init__(self, opened: _Optional[_Union[_stage_pb2.Opened, _Mapping]] = ..., commit: _Optional[_Union[_stage_pb2.Commit, _Mapping]] = ..., proposal: _Optional[_Union[_stage_pb2.Proposal, _Mapping]] = ..., failure: _Optional[_Union[_failure_pb2.Failure, _Mapping]] = ..., snapshot_saved: _Optional[_Union[_snapshot_pb2.SnapshotSaved, _Mapping]] = ..., snapshot_restored: _Optional[_Union[_snapshot_pb2.SnapshotRestored, _Mapping]] = ...) -> None: ...
