@@ -16,6 +16,7 @@ from services.errors import FlashsplitError
 from services.lifeline import die_with
 from services.logs import configure_logs
 from services.server import Server
+from services.sizes import parse_size
 
 DRAIN_S = 2.0
 
@@ -55,6 +56,12 @@ log = structlog.get_logger()
     help="Draft checkpoint on this host; wins over the coordinator's path.",
 )
 @click.option("--threads", type=click.IntRange(1), help="CPU threads for computing.  [default: all cores]")
+@click.option(
+    "--prefix-cache-bytes",
+    metavar="SIZE",
+    help="Host memory for the state of prompts' prefixes, so that a later request need not compute them again; like "
+    "8GiB, 0 for none.  [default: a tenth of the memory, at most 4GiB]",
+)
 @click.option("--insecure", is_flag=True, help="Listen beyond this host, although nothing is encrypted yet.")
 @click.option(
     "--log-level",
@@ -80,6 +87,7 @@ def main(
     model: str | None,
     draft: str | None,
     threads: int | None,
+    prefix_cache_bytes: str | None,
     insecure: bool,
     log_level: str,
     lifeline_fd: int | None,
@@ -102,7 +110,8 @@ def main(
                 f"--listen {listen} can be reached from other hosts and traffic is not encrypted: listen on "
                 "127.0.0.1 or unix:PATH, or accept that with --insecure"
             )
-        asyncio.run(_serve(listen, devices, _parse_roles(roles), model, draft, threads))
+        budget = None if prefix_cache_bytes is None else parse_size(prefix_cache_bytes, "--prefix-cache-bytes")
+        asyncio.run(_serve(listen, devices, _parse_roles(roles), model, draft, threads, budget))
     except FlashsplitError as error:
         print(f"flashsplit-worker: {error.message}", file=sys.stderr)
         sys.exit(2)
@@ -131,13 +140,16 @@ async def _serve(
     model: str | None,
     draft: str | None,
     threads: int | None,
+    prefix_cache_bytes: int | None,
 ) -> None:
     # torch takes seconds to import: --help and a wrong flag should not wait for it.
     from shard_worker.device import best_devices, parse_devices
+    from shard_worker.snapshot_store import default_budget_bytes
     from shard_worker.worker import Worker, WorkerConfig
 
     parsed = parse_devices("+".join(best_devices()) if devices == "best" else devices)
-    worker = Worker(WorkerConfig(parsed, roles, model, draft, threads))
+    budget = default_budget_bytes() if prefix_cache_bytes is None else prefix_cache_bytes
+    worker = Worker(WorkerConfig(parsed, roles, model, draft, threads, budget))
     server = Server(listen, worker.registrations())
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from services.layers import LayerRange
 from shard_worker.model_config import LayerKind, LinearAttentionConfig, ModelConfig
 from shard_worker.ops import deltanet
+from shard_worker.prefix_state import GroupKind, RowsView, StateView, TensorGroup, WholeView
 
 
 class AttentionCache:
@@ -115,7 +117,40 @@ class SegmentCaches:
             keys_and_values = AttentionCache(attention, config.kv_heads, capacity, config.head_dim, like)
         return cls(keys_and_values, recurrent, tuple(slots))
 
+    def views(self) -> list[StateView]:
+        """In the order of `state_groups`."""
+        views: list[StateView] = []
+        if self.attention is not None:
+            views += [RowsView(self.attention.keys), RowsView(self.attention.values)]
+        if self.recurrent is not None:
+            committed = self.recurrent.conv[:, : self.recurrent.taps - 1]
+            views += [WholeView(self.recurrent.state), WholeView(committed)]
+        return views
+
     def commit_block(self, rows: int) -> None:
         """Let the first `rows` rows of the block in flight count. Attention needs nothing: length decides there."""
         if self.recurrent is not None:
             self.recurrent.commit(rows)
+
+
+def state_groups(config: ModelConfig, layers: LayerRange, dtype: torch.dtype) -> list[TensorGroup]:
+    """What sessions remember of these layers, as it is kept for a prefix."""
+    kinds = {layer: config.layer_kinds[layer] for layer in range(layers.first, layers.last)}
+    attention = [layer for layer, kind in kinds.items() if kind is not LayerKind.LINEAR]
+    linear = [layer for layer, kind in kinds.items() if kind is LayerKind.LINEAR]
+
+    def named(what: str, of: list[int]) -> tuple[str, ...]:
+        return tuple(f"layers.{layer}.{what}" for layer in of)
+
+    groups: list[TensorGroup] = []
+    if attention:
+        extents = (config.kv_heads, config.head_dim)
+        groups += [TensorGroup(GroupKind.ROWS, named(what, attention), extents, dtype) for what in ("k", "v")]
+    if linear:
+        shape = config.linear
+        assert shape is not None
+        state = (shape.value_heads, shape.key_head_dim, shape.value_head_dim)
+        conv = (shape.conv_taps - 1, shape.conv_channels)
+        groups.append(TensorGroup(GroupKind.STATE, named("recurrent", linear), state, torch.float32))
+        groups.append(TensorGroup(GroupKind.STATE, named("conv", linear), conv, dtype))
+    return groups

@@ -31,6 +31,11 @@ class Device:
     def is_gpu(self) -> bool:
         return self.torch_device.type != "cpu"
 
+    def synchronize(self) -> None:
+        """Wait for all that is queued on a GPU; the CPU has no queue."""
+        if self.is_gpu:
+            torch.cuda.synchronize(self.torch_device)
+
 
 def build_vendor() -> str | None:
     """Which vendor's GPUs this torch drives: "cuda", "hip" or None."""

@@ -14,13 +14,14 @@ import torch
 
 from services.draft import DraftSession, Propose
 from services.errors import FailedPrecondition
-from services.steps import FeatureSlice
+from services.steps import FeatureSlice, Location, SnapshotPart, SnapshotRestore, SnapshotSave
 from services.tensors import WireTensor
 from shard_worker.drafters.dflash import Draft, DraftState
 from shard_worker.dtypes import from_wire, to_wire
 from shard_worker.embedding_rows import EmbeddingRows
 from shard_worker.executor import DeviceThread
 from shard_worker.features import Features
+from shard_worker.snapshot_keeper import SnapshotKeeper
 
 Projection = Callable[[torch.Tensor], torch.Tensor]
 """Normed hidden rows [n, hidden] -> logits [n, vocab]."""
@@ -42,6 +43,12 @@ class DraftLink(Protocol):
     async def advance(self, features: Features, start: int, guess: Guess | None) -> tuple[int, ...]:
         """Take features of committed rows from position `start` on; then guess, if asked."""
 
+    async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
+        """Keep the state behind the features so far."""
+
+    async def restore_snapshot(self, restore: SnapshotRestore) -> SnapshotPart:
+        """Begin from a kept state. Raises NotFound when it isn't kept."""
+
     async def close(self) -> None:
         """Free the draft's session."""
 
@@ -56,7 +63,8 @@ def advance(
     project: Projection,
 ) -> tuple[int, ...]:
     """Append features, then guess if asked. Runs on the device thread."""
-    append(draft, state, features, start)
+    if not features.empty:
+        append(draft, state, features, start)
     return () if guess is None else guess_tokens(draft, state, guess, embedding, project)
 
 
@@ -99,6 +107,30 @@ def check_guess(draft: Draft, state: DraftState, position: int, tokens: int) -> 
         raise FailedPrecondition(f"propose asks for {tokens} tokens, this draft guesses 1 to {most}", field="tokens")
 
 
+async def save_draft(keeper: SnapshotKeeper, state: DraftState, save: SnapshotSave, location: Location) -> SnapshotPart:
+    """Raises FailedPrecondition when the features end elsewhere."""
+    if save.length != state.length:
+        raise FailedPrecondition(
+            f"length is {save.length}, the draft's context has {state.length} tokens",
+            reason="OUT_OF_STEP",
+            field="length",
+        )
+    return await keeper.save(save, state.views(), location)
+
+
+async def restore_draft(
+    keeper: SnapshotKeeper, state: DraftState, restore: SnapshotRestore, location: Location
+) -> SnapshotPart:
+    """Errors as in `SnapshotKeeper.restore`; FailedPrecondition after the first features."""
+    if state.length:
+        raise FailedPrecondition(
+            f"the draft's context has {state.length} tokens already: restore comes first", reason="OUT_OF_STEP"
+        )
+    part = await keeper.restore(restore, state.views(), location)
+    state.length = restore.length
+    return part
+
+
 class LocalDraftLink:
     """A draft on the last stage's own devices, sharing its lm_head and embedding."""
 
@@ -109,9 +141,12 @@ class LocalDraftLink:
         state: DraftState,
         embedding: EmbeddingRows,
         project: Projection,
+        keeper: SnapshotKeeper,
+        location: Location,
     ) -> None:
         self._thread, self._draft, self._state = thread, draft, state
         self._embedding, self._project = embedding, project
+        self._keeper, self._location = keeper, location
 
     async def advance(self, features: Features, start: int, guess: Guess | None) -> tuple[int, ...]:
         return await self._thread.submit(
@@ -124,6 +159,12 @@ class LocalDraftLink:
             self._embedding,
             self._project,
         )
+
+    async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
+        return await save_draft(self._keeper, self._state, save, self._location)
+
+    async def restore_snapshot(self, restore: SnapshotRestore) -> SnapshotPart:
+        return await restore_draft(self._keeper, self._state, restore, self._location)
 
     async def close(self) -> None:
         return None
@@ -158,6 +199,12 @@ class RemoteDraftLink:
         if not isinstance(answer, WireTensor):
             return answer
         return await self._thread.submit(self._choose, answer)
+
+    async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
+        return await self._session.save_snapshot(save)
+
+    async def restore_snapshot(self, restore: SnapshotRestore) -> SnapshotPart:
+        return await self._session.restore_snapshot(restore)
 
     async def close(self) -> None:
         await self._session.close()

@@ -43,10 +43,12 @@ def _in_inference_mode(job: Callable[..., T], *args: object) -> T:
         with torch.inference_mode():
             return job(*args)
     except RuntimeError as error:
-        # The CPU's allocator has no exception of its own; its sentence comes behind a place in torch's sources.
+        # The CPU's allocators have no exception of their own. The plain one's sentence comes behind a place in torch's
+        # sources, that of page-locked memory is CUDA's.
         place, cpu_allocator, rest = str(error).partition("DefaultCPUAllocator")
-        if isinstance(error, torch.OutOfMemoryError) or cpu_allocator:
-            sentence = (cpu_allocator + rest if cpu_allocator else place).partition(".")[0]
+        page_locked = place.startswith(("CUDA error: out of memory", "HIP error: out of memory"))
+        if isinstance(error, torch.OutOfMemoryError) or cpu_allocator or page_locked:
+            sentence = (cpu_allocator + rest if cpu_allocator else place).partition("\n")[0].partition(".")[0]
             raise ResourceExhausted(
                 f"the device has no memory left: {sentence}; give this stage fewer layers or use a shorter context",
                 reason="OUT_OF_MEMORY",

@@ -23,6 +23,10 @@ class Features:
     total: torch.Tensor | None = None
     slices: dict[int, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def empty(self) -> bool:
+        return self.total is None and not self.slices
+
     def rows(self, count: int) -> Features:
         """The first `count` rows."""
         total = None if self.total is None else self.total[:count]

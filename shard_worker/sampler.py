@@ -56,7 +56,7 @@ class Sampler:
         """One token after each of the last len(logits) rows.
 
         logits: [n, vocab]. token_ids: tokens of all rows of the step (at least n), not yet observed, from
-        `first_position` on.
+        `first_position` on; none for the one row of logits behind all that was observed.
         """
         rows = len(logits)
         logits = self.adjusted(logits, token_ids, first_position)
@@ -78,6 +78,8 @@ class Sampler:
     def _history(self, rows: int, token_ids: Sequence[int], first_position: int) -> torch.Tensor:
         """Counts as each row sees them, guesses before it included: [n, 2, vocab]."""
         assert self._counts is not None
+        if not token_ids:
+            return self._counts[None]
         tokens = torch.tensor(token_ids, device=self._device)
         is_output = torch.arange(len(token_ids), device=self._device) >= self._prompt_length - first_position
         before = len(token_ids) - rows

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from services.layers import LayerRange
-from shard_worker.caches import SegmentCaches
+from shard_worker.caches import SegmentCaches, state_groups
 from shard_worker.device import Device
 from shard_worker.families import Family
 from shard_worker.features import Capture, Features
 from shard_worker.model_config import ModelConfig
+from shard_worker.prefix_state import TensorGroup
 from shard_worker.rows import make_rows
 
 
@@ -34,6 +35,10 @@ class Segment:
         kinds = self.config.layer_kinds[self.layers.first : self.layers.last]
         like = torch.empty(0, dtype=self.dtype, device=self.device.torch_device)
         return SegmentCaches.allocate(self.config, kinds, capacity, block_rows, like)
+
+    def state_groups(self) -> list[TensorGroup]:
+        """What is kept of a prefix, in the order of the caches' views."""
+        return state_groups(self.config, self.layers, self.dtype)
 
     def run(
         self,

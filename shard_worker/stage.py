@@ -15,6 +15,7 @@ from shard_worker.caches import SegmentCaches
 from shard_worker.features import Features
 from shard_worker.head import Head
 from shard_worker.model_config import ModelConfig
+from shard_worker.prefix_state import GroupKind, TensorGroup
 from shard_worker.segment import Segment
 
 
@@ -53,6 +54,14 @@ class Stage:
         """Memory for one session of up to `capacity` tokens."""
         caches = [segment.allocate(capacity, block_rows) for segment in self.segments]
         return StageState(capacity, caches)
+
+    def state_groups(self) -> tuple[TensorGroup, ...]:
+        """What is kept of a prefix, in the order of a session's views; the last stage's logits come last."""
+        groups = [group for segment in self.segments for group in segment.state_groups()]
+        if self.head is not None:
+            weight = self.head.weight
+            groups.append(TensorGroup(GroupKind.LOGITS, ("logits",), (weight.shape[0],), weight.dtype))
+        return tuple(groups)
 
     def embed(self, token_ids: tuple[int, ...]) -> torch.Tensor:
         """Rows of the embedding, [n, hidden]."""

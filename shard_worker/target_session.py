@@ -25,6 +25,11 @@ from services.steps import (
     Location,
     Open,
     Proposal,
+    SnapshotPart,
+    SnapshotRestore,
+    SnapshotRestored,
+    SnapshotSave,
+    SnapshotSaved,
     StageIdentity,
     StageTiming,
     StepKind,
@@ -34,7 +39,10 @@ from shard_worker.draft_link import DraftLink, Guess, slices_to_wire
 from shard_worker.dtypes import dtype_to_name, from_wire, to_wire
 from shard_worker.executor import DeviceThread
 from shard_worker.features import Features
+from shard_worker.last_row import LastRow
+from shard_worker.prefix_state import StateView
 from shard_worker.sampler import Sampler
+from shard_worker.snapshot_keeper import SnapshotKeeper
 from shard_worker.stage import Stage, StageState
 
 
@@ -64,9 +72,10 @@ class TargetSession:
         downstream: StageSession | None,
         sampler: Sampler | None,
         draft: DraftLink | None,
+        keeper: SnapshotKeeper,
         on_close: Callable[[], None],
     ) -> None:
-        self._thread, self._stage, self._request = thread, stage, request
+        self._thread, self._stage, self._request, self._keeper = thread, stage, request, keeper
         self._state: StageState | None = state
         self._location = identity.location
         self._downstream, self._sampler, self._draft = downstream, sampler, draft
@@ -83,6 +92,11 @@ class TargetSession:
         self._next_step = 0
         self._length = 0
         self._unanswered: deque[InFlight] = deque()
+        # This stage's share of snapshots that the stages below have not answered yet.
+        self._saving: deque[asyncio.Future[SnapshotPart]] = deque()
+        self._restored: SnapshotPart | None = None
+        # On the last stage: where the logits behind the last committed token come from.
+        self._last = LastRow(stage.head)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
 
     async def forward(self, forward: Forward) -> None:
@@ -94,14 +108,48 @@ class TargetSession:
             location = self._location
             raise error.located(stage=location.stage, host=location.host, device=location.device) from None
 
+    async def save_snapshot(self, save: SnapshotSave) -> None:
+        location = self._location
+        self._check_save(save)
+        own = self._keeper.save(save, self._views(), location)
+        if self._downstream is not None:
+            self._saving.append(own)
+            await self._downstream.save_snapshot(save)
+            return
+        parts = [await own]
+        if self._request.draft is not None:
+            parts.append(await self._save_draft(save))
+        self._events.put_nowait(SnapshotSaved(save.snapshot_id, save.length, tuple(parts)))
+
+    async def restore_snapshot(self, restore: SnapshotRestore) -> None:
+        self._check_restore(restore)
+        own = await self._keeper.restore(restore, self._views(), self._location)
+        state = self._open_state()
+        state.length = self._length = restore.length
+        self._restored = own
+        if self._downstream is not None:
+            await self._downstream.restore_snapshot(restore)
+            return
+        assert self._sampler is not None
+        self._sampler.observe(restore.token_ids, 0)
+        parts = [own]
+        if self._draft is not None:
+            parts.append(await self._draft.restore_snapshot(restore))
+        self._events.put_nowait(SnapshotRestored(restore.snapshot_id, restore.length, tuple(parts)))
+
     async def events(self) -> AsyncIterator[Event]:
         if self._downstream is None:
             while True:
                 yield await self._events.get()
         try:
             async for event in self._downstream.events():
-                if isinstance(event, Commit):
-                    event = self._apply(event)
+                match event:
+                    case Commit():
+                        event = self._apply(event)
+                    case SnapshotSaved():
+                        event = replace(event, parts=(await self._own_save(event), *event.parts))
+                    case SnapshotRestored() if self._restored is not None:
+                        event = replace(event, parts=(self._restored, *event.parts))
                 yield event
                 if isinstance(event, Failure) and event.reason is not FailureReason.DRAFT_LOST:
                     return
@@ -120,6 +168,42 @@ class TargetSession:
         if draft is not None:
             await draft.close()
 
+    # --- keeping and taking up a prefix
+
+    def _views(self) -> list[StateView]:
+        views: list[StateView] = [view for caches in self._open_state().caches for view in caches.views()]
+        return views if self._stage.head is None else [*views, self._last]
+
+    def _check_save(self, save: SnapshotSave) -> None:
+        self._check_answered()
+        if save.length != self._length or not save.length:
+            raise FailedPrecondition(
+                f"length is {save.length}, {self._length} tokens are committed: a prefix is kept where the session is",
+                reason="OUT_OF_STEP",
+                field="length",
+            )
+
+    def _check_restore(self, restore: SnapshotRestore) -> None:
+        if self._next_step or self._length:
+            raise FailedPrecondition("restore comes before the first step", reason="OUT_OF_STEP", field="frame")
+        if not 1 <= restore.length <= self._request.max_length:
+            raise InvalidArgument(
+                f"length is {restore.length}; the session holds 1 to {self._request.max_length} tokens", field="length"
+            )
+        if len(restore.token_ids) != restore.length or max(restore.token_ids) >= self._stage.config.vocab_size:
+            raise InvalidArgument(
+                f"token_ids must be {restore.length} ids below {self._stage.config.vocab_size}", field="token_ids"
+            )
+
+    def _check_answered(self) -> None:
+        if any(flight.kind is StepKind.VERIFY for flight in self._unanswered):
+            raise FailedPrecondition("the last verify has not been answered yet", reason="OUT_OF_STEP", field="step")
+
+    def _open_state(self) -> StageState:
+        if self._state is None:
+            raise FailedPrecondition("the session is closed", reason="CLOSED")
+        return self._state
+
     # --- taking a step
 
     def _check(self, forward: Forward) -> None:
@@ -130,14 +214,20 @@ class TargetSession:
                 reason="OUT_OF_STEP",
                 field="step",
             )
-        if any(flight.kind is StepKind.VERIFY for flight in self._unanswered):
-            raise FailedPrecondition("the last verify has not been answered yet", reason="OUT_OF_STEP", field="step")
+        self._check_answered()
         if forward.base_position != self._length:
             raise FailedPrecondition(
                 f"base_position is {forward.base_position}, {self._length} tokens are committed",
                 reason="OUT_OF_STEP",
                 field="base_position",
             )
+        if forward.kind is StepKind.RESUME:
+            if rows or not self._length or self._next_step:
+                raise InvalidArgument(
+                    f"a resume has {rows} rows as step {forward.step}; it has none, and comes first after a restore",
+                    field="kind",
+                )
+            return
         most = self._request.block_rows if forward.kind is StepKind.VERIFY else self._request.max_rows
         if not 1 <= rows <= most:
             raise InvalidArgument(f"token_ids has {rows} rows; a {forward.kind} takes 1 to {most}", field="token_ids")
@@ -203,10 +293,10 @@ class TargetSession:
         await self._downstream.forward(passed_on)
 
     def _compute(self, forward: Forward) -> tuple[torch.Tensor, Features]:
-        state = self._state
-        if state is None:
-            raise FailedPrecondition("the session is closed", reason="CLOSED")
-        features = Features()
+        state, features = self._open_state(), Features()
+        if forward.kind is StepKind.RESUME:
+            # Nothing to compute: the state is there, and the last stage has the logits.
+            return torch.empty(0, self._stage.config.hidden_size, dtype=self._stage.dtype), features
         if forward.activation is None:
             hidden = self._stage.embed(forward.token_ids)
         else:
@@ -257,6 +347,9 @@ class TargetSession:
         assert sampler is not None
         tokens, base = forward.token_ids, forward.base_position
         produced: list[int] = []
+        if forward.kind is StepKind.RESUME:
+            produced = sampler.choose(self._last.logits(), (), base)
+            return produced, features, time.monotonic_ns() - started_ns
         if forward.kind is not StepKind.PREFILL:
             wanted = hidden if forward.kind is StepKind.VERIFY else hidden[-1:]
             chosen = sampler.choose(head.logits(wanted), tokens, base)
@@ -264,6 +357,8 @@ class TargetSession:
             produced = accept(guesses, chosen, self._request.stop_token_ids)
         counted = len(produced) if forward.kind is StepKind.VERIFY else len(tokens)
         sampler.observe(tokens[:counted], base)
+        # A copy: a view would hold all rows of a prefill.
+        self._last.hidden = hidden[counted - 1 : counted].clone()
         return produced, features, time.monotonic_ns() - started_ns
 
     async def _draft_ahead(self, features: Features, start: int, guess: Guess | None) -> None:
@@ -274,22 +369,40 @@ class TargetSession:
         try:
             guesses = await draft.advance(features, start, guess)
         except FlashsplitError as error:
-            self._draft = None
-            await draft.close()
-            place = Location(
-                None,
-                error.where.get("host", self._location.host),
-                error.where.get("device", self._location.device),
-                error.where.get("address", self._location.address),
-            )
-            failure = _failure(error, place)
-            self._events.put_nowait(replace(failure, reason=FailureReason.DRAFT_LOST))
+            await self._lose_draft(draft, error)
             return
         if guess is not None:
             elapsed_ns = time.monotonic_ns() - started_ns
             self._events.put_nowait(Proposal(guess.step, guesses, elapsed_ns))
 
+    async def _save_draft(self, save: SnapshotSave) -> SnapshotPart:
+        draft, refusal = self._draft, "the draft was lost"
+        if draft is not None:
+            try:
+                return await draft.save_snapshot(save)
+            except FlashsplitError as error:
+                refusal = error.message
+                await self._lose_draft(draft, error)
+        return SnapshotPart(replace(self._location, stage=None), 0, 0, (), refusal)
+
+    async def _lose_draft(self, draft: DraftLink, error: FlashsplitError) -> None:
+        self._draft = None
+        await draft.close()
+        place = Location(
+            None,
+            error.where.get("host", self._location.host),
+            error.where.get("device", self._location.device),
+            error.where.get("address", self._location.address),
+        )
+        self._events.put_nowait(replace(_failure(error, place), reason=FailureReason.DRAFT_LOST))
+
     # --- every other stage
+
+    async def _own_save(self, saved: SnapshotSaved) -> SnapshotPart:
+        """This stage's part. Raises FailedPrecondition for an answer that no save waits for."""
+        if not self._saving:
+            raise FailedPrecondition(f"snapshot_saved {saved.snapshot_id} came unasked", reason="OUT_OF_STEP")
+        return await self._saving.popleft()
 
     def _apply(self, commit: Commit) -> Commit:
         """Let the rows count that the last stage says count, and add this stage's times.
@@ -301,7 +414,7 @@ class TargetSession:
         if (
             flight is None
             or commit.step != flight.step
-            or not flight.base < commit.length <= flight.base + flight.rows
+            or not flight.base + min(flight.rows, 1) <= commit.length <= flight.base + flight.rows
             or (not verify and commit.length != flight.base + flight.rows)
         ):
             waiting = "no step" if flight is None else f"step {flight.step} from {flight.base}"

@@ -9,7 +9,7 @@ import asyncio
 import os
 import platform
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 
@@ -21,6 +21,8 @@ from services.draft import DraftServicer
 from services.errors import FailedPrecondition, InvalidArgument, Unimplemented
 from services.peers import Peers
 from services.server import Registration
+from services.snapshot import SnapshotOwner
+from services.snapshot_service import SnapshotServicer
 from services.stage import StageServicer
 from services.steps import Location
 from services.worker import LoadDraft, LoadProgress, LoadTarget, WorkerServicer
@@ -28,6 +30,9 @@ from shard_worker.device import Device, describe
 from shard_worker.executor import DeviceThread
 from shard_worker.roles.draft import DraftRole
 from shard_worker.roles.target import MAX_ROWS, TargetRole
+from shard_worker.snapshot_keeper import SnapshotKeeper
+from shard_worker.snapshot_store import SnapshotStore
+from shard_worker.snapshot_transfer import SnapshotTransfer
 
 PROGRESS_INTERVAL_S = 0.1
 
@@ -43,6 +48,7 @@ class WorkerConfig:
     model_path: str | None = None
     draft_path: str | None = None
     threads: int | None = None
+    snapshot_budget_bytes: int = 0
 
 
 class Worker:
@@ -52,6 +58,7 @@ class Worker:
         self._config = config
         self._thread = DeviceThread(config.threads)
         self._peers = Peers()
+        self._snapshots = SnapshotStore(config.snapshot_budget_bytes)
         self._loading = asyncio.Lock()
         self.address = ""
         host = socket.gethostname()
@@ -60,13 +67,16 @@ class Worker:
         self._target: TargetRole | None = None
         if Role.DRAFT in config.roles:
             # Beside a stage the draft sits where the head is: on the last device.
-            self._draft = DraftRole(self._thread, config.devices[-1], host)
+            self._draft = DraftRole(self._thread, config.devices[-1], self._location, self._snapshots)
         if Role.TARGET in config.roles:
-            self._target = TargetRole(self._thread, config.devices, self._peers, self._location, self._draft)
+            self._target = TargetRole(
+                self._thread, config.devices, self._peers, self._location, self._draft, self._snapshots
+            )
 
     def registrations(self) -> list[Registration]:
         """What to serve."""
-        services: list[Registration] = [WorkerServicer(self).register]
+        transfer = SnapshotTransfer(self._snapshots, self._keepers)
+        services: list[Registration] = [WorkerServicer(self).register, SnapshotServicer(transfer).register]
         if self._target is not None:
             services.append(StageServicer(self._target).register)
         if self._draft is not None:
@@ -86,6 +96,8 @@ class Worker:
             draft=self._draft.describe() if self._draft is not None else None,
             open_sessions=self._open_sessions(),
             max_tensor_bytes=MAX_ROWS * 65536,
+            snapshot_bytes=self._snapshots.held_bytes,
+            snapshot_budget_bytes=self._snapshots.budget_bytes,
         )
 
     async def load(self, part: LoadTarget | LoadDraft) -> AsyncIterator[LoadProgress | WorkerDescription]:
@@ -101,6 +113,8 @@ class Worker:
                     reason="SESSIONS_OPEN",
                 )
             log.info("load.started", part=str(part))
+            # What is kept belongs to the model that goes.
+            self._snapshots.clear(SnapshotOwner.STAGE if role is self._target else SnapshotOwner.DRAFT)
             async for progress in self._run_load(role, part):
                 yield progress
             log.info("load.finished")
@@ -157,7 +171,13 @@ class Worker:
             model_path=config.model_path or part.model_path,
         )
 
-    def _location(self, stage: int) -> Location:
+    def _keepers(self) -> Mapping[SnapshotOwner, SnapshotKeeper]:
+        roles = {SnapshotOwner.STAGE: self._target, SnapshotOwner.DRAFT: self._draft}
+        return {
+            owner: role.loaded.keeper for owner, role in roles.items() if role is not None and role.loaded is not None
+        }
+
+    def _location(self, stage: int | None) -> Location:
         device = "+".join(device.name for device in self._config.devices)
         return Location(stage, self._host, device, self.address)
 

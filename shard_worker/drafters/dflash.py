@@ -25,6 +25,7 @@ from shard_worker.model_config import LayerKind
 from shard_worker.ops.attention import attend, grouped_mask, visibility
 from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import apply_rope, inverse_frequencies, rope_table
+from shard_worker.prefix_state import GroupKind, RingView, StateView, TensorGroup
 
 _ALIASES = (
     (re.compile(r"^midlayer\."), "layers.0."),
@@ -60,6 +61,10 @@ class DraftState:
     values: list[torch.Tensor]
     length: int = 0
 
+    def views(self) -> list[StateView]:
+        """In the order of `Draft.state_groups`."""
+        return [RingView(tensor) for pair in zip(self.keys, self.values, strict=True) for tensor in pair]
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:
@@ -91,6 +96,22 @@ class Draft:
             keys.append(torch.zeros(shape, dtype=self.dtype, device=self.device.torch_device))
             values.append(torch.zeros_like(keys[-1]))
         return DraftState(keys, values)
+
+    def state_groups(self) -> tuple[TensorGroup, ...]:
+        """What is kept of a prefix: each layer's keys and values, a sliding one's only as far as it looks back."""
+        config = self.config
+        extents = (config.kv_heads, config.head_dim)
+        return tuple(
+            TensorGroup(
+                GroupKind.ROWS,
+                (f"draft.layers.{layer}.{what}",),
+                extents,
+                self.dtype,
+                config.window if kind is LayerKind.SLIDING else None,
+            )
+            for layer, kind in enumerate(config.layer_kinds)
+            for what in ("k", "v")
+        )
 
     def combine(self, features: Features) -> torch.Tensor:
         """Features of n rows -> the context vector of each, [n, hidden]: `hidden_norm(fc(features))`."""

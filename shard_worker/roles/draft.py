@@ -10,18 +10,31 @@ import torch
 from services.description import DraftDescription, FeatureTransport, HeadPlace
 from services.draft import DraftOpen, Guesses, Propose
 from services.errors import FailedPrecondition, InvalidArgument
-from services.steps import FeatureSlice
+from services.snapshot import SnapshotOwner
+from services.steps import FeatureSlice, Location, SnapshotPart, SnapshotRestore, SnapshotSave
 from services.tensors import WireTensor
 from services.worker import LoadDraft
 from shard_worker.checkpoint import Checkpoint
 from shard_worker.device import Device
-from shard_worker.draft_link import Guess, Projection, append, check_guess, check_start, guess_tokens
+from shard_worker.draft_link import (
+    Guess,
+    Projection,
+    append,
+    check_guess,
+    check_start,
+    guess_tokens,
+    restore_draft,
+    save_draft,
+)
 from shard_worker.drafters import drafter_of
 from shard_worker.drafters.dflash import Draft, DraftState
 from shard_worker.dtypes import dtype_to_name, from_wire, to_wire
 from shard_worker.embedding_rows import EmbeddingRows, matrix_name, rows_of_checkpoint
 from shard_worker.executor import DeviceThread
 from shard_worker.features import Features
+from shard_worker.prefix_state import cuttable
+from shard_worker.snapshot_keeper import SnapshotKeeper
+from shard_worker.snapshot_store import SnapshotStore
 
 MAX_APPENDED_ROWS = 8192
 MAX_LENGTH = 1 << 20
@@ -36,13 +49,16 @@ class LoadedDraft:
     draft: Draft
     embedding: EmbeddingRows | None
     project: Projection | None
+    keeper: SnapshotKeeper
 
 
 class DraftRole:
     """Implements `services.draft.DraftPort`."""
 
-    def __init__(self, thread: DeviceThread, device: Device, host: str) -> None:
-        self._thread, self._device, self._host = thread, device, host
+    def __init__(
+        self, thread: DeviceThread, device: Device, location: Callable[[int | None], Location], store: SnapshotStore
+    ) -> None:
+        self._thread, self._device, self._location, self._store = thread, device, location, store
         self.loaded: LoadedDraft | None = None
         self.open_sessions = 0
 
@@ -56,7 +72,18 @@ class DraftRole:
             target = Checkpoint(part.model_path)
             embedding = rows_of_checkpoint(target)
             project = self._load_head(target, draft)
-        self.loaded = LoadedDraft(part, draft, embedding, project)
+        keeper = SnapshotKeeper(
+            self._store,
+            self._thread,
+            SnapshotOwner.DRAFT,
+            draft.fingerprint,
+            None,
+            MAX_LENGTH,
+            draft.state_groups(),
+            (self._device,),
+            self._store.generation(SnapshotOwner.DRAFT),
+        )
+        self.loaded = LoadedDraft(part, draft, embedding, project, keeper)
 
     def describe(self) -> DraftDescription | None:
         if self.loaded is None:
@@ -75,6 +102,7 @@ class DraftRole:
             max_position=draft.config.max_position,
             dtype=dtype_to_name(draft.dtype),
             weight_bytes=draft.weight_bytes,
+            state_cuttable=cuttable(self.loaded.keeper.groups),
         )
 
     async def open(self, request: DraftOpen) -> LocalDraftSession:
@@ -92,7 +120,7 @@ class DraftRole:
                 f"max_length is {request.max_length}; it must be between 1 and {MAX_LENGTH}", field="max_length"
             )
         state = await self._thread.submit(loaded.draft.allocate, request.max_length)
-        return LocalDraftSession(self, self._thread, loaded, state, request.max_length, self._host)
+        return LocalDraftSession(self, self._thread, loaded, state, request.max_length, self._location(None))
 
     def _load_head(self, target: Checkpoint, draft: Draft) -> Projection:
         tied = "lm_head.weight" not in target.names
@@ -117,13 +145,13 @@ class LocalDraftSession:
         loaded: LoadedDraft,
         state: DraftState,
         max_length: int,
-        host: str,
+        location: Location,
     ) -> None:
         self._role, self._thread, self._loaded, self._state = role, thread, loaded, state
-        self._max_length = max_length
+        self._max_length, self._location = max_length, location
         # Plain slices of one set of rows come one after the other; they count when all are there.
         self._gathered = Features()
-        self.host, self.device = host, loaded.draft.device.name
+        self.host, self.device = location.host, loaded.draft.device.name
         self.max_tensor_bytes = MAX_APPENDED_ROWS * loaded.draft.config.hidden_size * 4
         self._closed = False
         role.open_sessions += 1
@@ -173,6 +201,16 @@ class LocalDraftSession:
                 field="embed.rows",
             )
         return await self._thread.submit(self._hidden, request)
+
+    async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
+        return await save_draft(self._loaded.keeper, self._state, save, self._location)
+
+    async def restore_snapshot(self, restore: SnapshotRestore) -> SnapshotPart:
+        if restore.length > self._max_length:
+            raise InvalidArgument(
+                f"length is {restore.length}, the session holds {self._max_length} tokens", field="length"
+            )
+        return await restore_draft(self._loaded.keeper, self._state, restore, self._location)
 
     async def close(self) -> None:
         if not self._closed:

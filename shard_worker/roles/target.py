@@ -9,6 +9,7 @@ from services.description import DraftDescription, FeatureTransport, HeadPlace, 
 from services.draft import DraftOpen
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
 from services.peers import Peers
+from services.snapshot import SnapshotOwner
 from services.stage import StageSession
 from services.steps import Location, Open, StageIdentity
 from services.worker import LoadTarget
@@ -22,8 +23,11 @@ from shard_worker.embedding_rows import EmbeddingRows, rows_of_stage
 from shard_worker.executor import DeviceThread
 from shard_worker.model_config import ModelConfig
 from shard_worker.ops.deltanet import CHUNK_ROWS
+from shard_worker.prefix_state import cuttable
 from shard_worker.roles.draft import DraftRole
 from shard_worker.sampler import Sampler
+from shard_worker.snapshot_keeper import SnapshotKeeper
+from shard_worker.snapshot_store import SnapshotStore
 from shard_worker.stage import Stage
 from shard_worker.stage_loader import CaptureRequest, StageLoader
 from shard_worker.target_session import TargetSession
@@ -40,6 +44,7 @@ class LoadedStage:
     family: str
     fingerprint: str
     embedding: EmbeddingRows
+    keeper: SnapshotKeeper
 
 
 class TargetRole:
@@ -50,11 +55,12 @@ class TargetRole:
         thread: DeviceThread,
         devices: tuple[Device, ...],
         peers: Peers,
-        location: Callable[[int], Location],
+        location: Callable[[int | None], Location],
         draft_role: DraftRole | None,
+        store: SnapshotStore,
     ) -> None:
         self._thread, self._devices, self._peers = thread, devices, peers
-        self._location, self._draft_role = location, draft_role
+        self._location, self._draft_role, self._store = location, draft_role, store
         self.loaded: LoadedStage | None = None
         self.open_sessions = 0
 
@@ -70,6 +76,17 @@ class TargetRole:
             loader.family_name,
             checkpoint.fingerprint,
             rows_of_stage(stage, checkpoint),
+            SnapshotKeeper(
+                self._store,
+                self._thread,
+                SnapshotOwner.STAGE,
+                checkpoint.fingerprint,
+                stage.layers,
+                stage.config.max_position,
+                stage.state_groups(),
+                self._devices,
+                self._store.generation(SnapshotOwner.STAGE),
+            ),
         )
 
     def describe(self) -> TargetDescription | None:
@@ -89,6 +106,7 @@ class TargetRole:
             capture_layers=stage.captures,
             feature_transport=None if capture is None else capture.transport,
             weight_bytes=stage.weight_bytes,
+            state_cuttable=cuttable(loaded.keeper.groups),
         )
 
     async def open(self, request: Open) -> TargetSession:
@@ -121,6 +139,7 @@ class TargetRole:
             downstream=downstream,
             sampler=sampler,
             draft=draft,
+            keeper=loaded.keeper,
             on_close=self._closed,
         )
         self.open_sessions += 1
@@ -200,7 +219,9 @@ class TargetRole:
             _check_fit(held.draft.config, loaded.stage.config)
             _check_captures(held.draft.config, loaded.stage)
             state = await self._thread.submit(held.draft.allocate, request.max_length)
-            return LocalDraftLink(self._thread, held.draft, state, loaded.embedding, project)
+            return LocalDraftLink(
+                self._thread, held.draft, state, loaded.embedding, project, held.keeper, self._location(None)
+            )
         description = (await (await self._peers.worker(request.draft.address)).describe()).draft
         if description is None:
             raise FailedPrecondition(f"no draft is loaded at {request.draft.address}", reason="NOT_LOADED")

@@ -15,17 +15,47 @@ from typing import Any, cast
 from services.description import FeatureTransport, HeadPlace
 from services.layers import LayerRange
 from services.peers import Peers
+from services.snapshot import SnapshotOwner
 from services.stage import StageSession
-from services.steps import Commit, DraftRoute, Event, Forward, Hop, Location, Open, Proposal, StepKind
+from services.steps import (
+    Commit,
+    DraftRoute,
+    Event,
+    Forward,
+    Hop,
+    Location,
+    Open,
+    Proposal,
+    SnapshotRestore,
+    SnapshotRestored,
+    SnapshotSave,
+    SnapshotSaved,
+    StepKind,
+)
 from services.worker import FeatureCapture, LoadDraft, LoadTarget
 from shard_worker.device import parse_devices
 from shard_worker.executor import DeviceThread
 from shard_worker.roles.draft import DraftRole
 from shard_worker.roles.target import TargetRole
-from tests.shard_worker.tiny import ignore_progress, load_stage
+from shard_worker.snapshot_keeper import SnapshotKeeper
+from shard_worker.snapshot_store import SnapshotStore
+from shard_worker.snapshot_transfer import SnapshotTransfer
+from tests.shard_worker.tiny import Tiny, ignore_progress, load_stage
 
 BLOCK = 8
 DRAFT_ADDRESS = "draft:1"
+BUDGET = 64 << 20
+CAPTURED = {"qwen3-sliding": (2, 0, 3), "qwen3": (2, 0, 3), "qwen3_5": (6, 0, 7)}
+"""What the drafts of the `chain` fixture read, by checkpoint."""
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+DRAFTS: dict[str, dict[str, Any]] = {
+    "session": {},
+    "sliding": {"layer_types": (SLIDING, FULL), "sliding_window": 10},
+    "all-sliding": {"layer_types": (SLIDING, SLIDING), "sliding_window": 6, "is_causal": False},
+}
+"""Shapes of drafts that the `chain` fixture makes."""
+
 Script = Callable[[list[int]], Sequence[int]]
 """All tokens produced so far -> guesses for the next verify, in place of the draft's."""
 
@@ -50,8 +80,25 @@ class Directory:
         return SimpleNamespace(describe=describe)
 
 
+class Kept:
+    """What one worker keeps of prefixes, and its end of SnapshotService."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.store = SnapshotStore(budget_bytes)
+        self.stage: TargetRole | None = None
+        self.draft: DraftRole | None = None
+        self.transfer = SnapshotTransfer(self.store, self.keepers)
+
+    def keepers(self) -> dict[SnapshotOwner, SnapshotKeeper]:
+        roles = {SnapshotOwner.STAGE: self.stage, SnapshotOwner.DRAFT: self.draft}
+        return {owner: role.loaded.keeper for owner, role in roles.items() if role is not None and role.loaded}
+
+
 class Chain:
-    """Workers that hold a checkpoint cut into stages, and a draft: beside the last stage, or in a worker of its own."""
+    """Workers that hold a checkpoint cut into stages, and a draft: beside the last stage, or in a worker of its own.
+
+    kept: what each stage's worker keeps; draft_kept: the draft's, which is the last stage's where both share a worker.
+    """
 
     def __init__(
         self,
@@ -61,6 +108,9 @@ class Chain:
         draft: Path | None = None,
         transport: FeatureTransport = FeatureTransport.SUM,
         place: HeadPlace = HeadPlace.SHARED,
+        budget: int = BUDGET,
+        devices: str = "cpu",
+        dtype: str | None = None,
     ) -> None:
         layers = load_stage(path).config.num_layers
         bounds = [0, *cuts, layers]
@@ -68,14 +118,22 @@ class Chain:
         self.directory = Directory()
         self._threads: list[DeviceThread] = []
         self.draft_role: DraftRole | None = None
+        self.kept = [Kept(budget) for _ in self.ranges]
+        self.draft_kept = self.kept[-1] if place is HeadPlace.SHARED else Kept(budget)
         capture = None
-        devices = parse_devices("cpu")
+        stage_devices = parse_devices(devices)
         last_thread = self._thread()
         if draft is not None:
             beside = place is HeadPlace.SHARED
             thread = last_thread if beside else self._thread()
-            self.draft_role = DraftRole(thread, devices[0], "draft-host")
-            self.draft_role.load(LoadDraft(str(draft), str(path), place, transport), ignore_progress)
+            self.draft_role = DraftRole(
+                thread,
+                parse_devices("cpu")[0],
+                lambda stage: Location(stage, "draft-host", "cpu", DRAFT_ADDRESS),
+                self.draft_kept.store,
+            )
+            self.draft_kept.draft = self.draft_role
+            self.draft_role.load(LoadDraft(str(draft), str(path), place, transport, dtype), ignore_progress)
             self.directory.drafts[DRAFT_ADDRESS] = self.draft_role
             capture = FeatureCapture(str(draft), transport)
         self.place = place
@@ -84,18 +142,33 @@ class Chain:
             last = index == len(self.ranges) - 1
             role = TargetRole(
                 last_thread if last else self._thread(),
-                devices,
+                stage_devices,
                 cast(Peers, self.directory),
                 lambda stage: Location(stage, f"host-{stage}", "cpu", f"stage:{stage}"),
                 self.draft_role if last and place is HeadPlace.SHARED else None,
+                self.kept[index].store,
             )
-            role.load(LoadTarget(str(path), held, None, capture), ignore_progress)
+            self.kept[index].stage = role
+            role.load(LoadTarget(str(path), held, dtype, capture), ignore_progress)
             self.directory.stages[f"stage:{index}"] = role
             self.roles.append(role)
 
     def _thread(self) -> DeviceThread:
         self._threads.append(DeviceThread(1))
         return self._threads[-1]
+
+    @property
+    def stores(self) -> list[SnapshotStore]:
+        """Each worker's, the draft's last where it has a worker of its own."""
+        return list(dict.fromkeys(kept.store for kept in (*self.kept, self.draft_kept)))
+
+    def forget(self) -> None:
+        """Free all prefixes; nothing may stay counted."""
+        for store in self.stores:
+            # Those that are built on can only go behind what builds on them.
+            while sum(store.free(name) for _, name in list(store._kept)):
+                pass
+            assert (store.held_bytes, len(store)) == (0, 0)
 
     def shutdown(self) -> None:
         for thread in self._threads:
@@ -134,6 +207,24 @@ class Chain:
             yield Client(session)
         finally:
             await session.close()
+
+
+class MakeChain:
+    """Chains by checkpoint, cuts, draft (True: of shape "session") and options; each made on first use and kept."""
+
+    def __init__(self, tiny: Tiny) -> None:
+        self._tiny = tiny
+        self.made: dict[Any, Chain] = {}
+
+    def __call__(self, name: str, cuts: tuple[int, ...] = (), drafted: bool | str = False, **options: Any) -> Chain:
+        key = (name, cuts, drafted, *options.items())
+        if key not in self.made:
+            draft = None
+            if drafted:
+                shape = drafted if isinstance(drafted, str) else "session"
+                draft = self._tiny.draft(name, shape, target_layer_ids=CAPTURED[name], **DRAFTS[shape])
+            self.made[key] = Chain(self._tiny.path(name), cuts, draft=draft, **options)
+        return self.made[key]
 
 
 @dataclass(frozen=True)
@@ -182,6 +273,27 @@ class Client:
         for first in range(0, len(token_ids), chunk):
             commit, _ = await self.step(StepKind.PREFILL, token_ids[first : first + chunk])
             assert commit.token_ids == ()
+
+    async def resume(self, propose: int = 0) -> tuple[Commit, tuple[int, ...]]:
+        """A token straight behind what was restored."""
+        return await self.step(StepKind.RESUME, (), propose)
+
+    async def save(self, snapshot_id: str, parent_id: str | None = None) -> SnapshotSaved:
+        """Keep the state behind all that is committed."""
+        await self.session.save_snapshot(SnapshotSave(snapshot_id, self.length, parent_id))
+        event = await anext(self.events)
+        assert isinstance(event, SnapshotSaved), event
+        assert (event.snapshot_id, event.length) == (snapshot_id, self.length)
+        return event
+
+    async def restore(self, snapshot_id: str, token_ids: Sequence[int]) -> SnapshotRestored:
+        """Begin from a kept state."""
+        await self.session.restore_snapshot(SnapshotRestore(snapshot_id, len(token_ids), tuple(token_ids)))
+        event = await anext(self.events)
+        assert isinstance(event, SnapshotRestored), event
+        assert (event.snapshot_id, event.length) == (snapshot_id, len(token_ids))
+        self.length = event.length
+        return event
 
     async def plain(self, prompt: Sequence[int], count: int) -> list[int]:
         """The next tokens, one a step."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.shard_worker.chain import MakeChain
 from tests.shard_worker.tiny import Tiny
 
 
@@ -23,3 +24,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def chain(tiny: Tiny) -> Iterator[MakeChain]:
+    """Chains that all tests of a file share."""
+    chains = MakeChain(tiny)
+    yield chains
+    for made in chains.made.values():
+        made.shutdown()

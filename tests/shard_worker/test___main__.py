@@ -17,6 +17,9 @@ from shard_worker.__main__ import main
         (["--listen", "0.0.0.0:7001"], "--insecure"),
         (["--listen", "127.0.0.1:0", "--device", "gpu0"], "'gpu0' is not a device: use cpu, cuda:N or hip:N"),
         (["--listen", "127.0.0.1:0", "--device", "cpu+cuda:0"], "several vendors"),
+        (["--listen", "127.0.0.1:0", "--prefix-cache-bytes", "lots"], "--prefix-cache-bytes is 'lots'"),
+        (["--listen", "127.0.0.1:0", "--prefix-cache-bytes", "4 parsecs"], "unknown unit 'parsecs'"),
+        (["--listen", "127.0.0.1:0", "--prefix-cache-bytes", "-1"], "--prefix-cache-bytes"),
     ],
 )
 def test_a_wrong_option_is_refused_with_what_would_be_right(arguments: list[str], words: str) -> None:
@@ -33,5 +36,14 @@ def test_help_needs_no_device() -> None:
     result = CliRunner().invoke(main, ["--help"])
 
     assert result.exit_code == 0
-    for option in ("--listen", "--device", "--roles", "--model", "--draft", "--threads", "--insecure"):
+    for option in (
+        "--listen",
+        "--device",
+        "--roles",
+        "--model",
+        "--draft",
+        "--threads",
+        "--prefix-cache-bytes",
+        "--insecure",
+    ):
         assert option in result.output

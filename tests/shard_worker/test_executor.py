@@ -75,6 +75,19 @@ async def test_memory_that_runs_out_is_told_as_such(thread: DeviceThread) -> Non
     assert caught.value.reason == "OUT_OF_MEMORY"
 
 
+async def test_page_locked_memory_can_run_out(thread: DeviceThread) -> None:
+    """CUDA's refusal of page-locked memory, an error like any other to torch, is told alike."""
+
+    def fail(said: str) -> None:
+        raise RuntimeError(said)
+
+    said = "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in https://docs.nvidia.com/cuda"
+    with pytest.raises(ResourceExhausted, match="no memory left: CUDA error: out of memory; give this stage"):
+        await thread.submit(fail, said)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        await thread.submit(fail, "CUDA error: an illegal memory access was encountered\nout of memory")
+
+
 async def test_the_cpus_memory_can_run_out_too(thread: DeviceThread) -> None:
     """What the CPU's allocator refuses is told alike; another failure of torch stays what it is."""
     with pytest.raises(ResourceExhausted, match="no memory left: .*DefaultCPUAllocator"):

@@ -295,3 +295,21 @@ def test_processors_never_leave_nothing() -> None:
     assert tied.nonzero()[:, 1].tolist() == [1, 3]
     beyond = probabilities(logits, Sampling(temperature=1.0, top_k=50))
     assert (beyond > 0).all()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("prompt_length", [0, 3, 6])
+def test_a_row_without_tokens_follows_all_that_was_observed(name: str, prompt_length: int) -> None:
+    """Logits that are there already give the token that a step of the last token gives, at the same position."""
+    history = [1, 4, 1, 3, 0, 1]
+    for seed in range(40):
+        logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
+        stepping, resuming = (Sampler(request(SETTINGS[name], seed), prompt_length, VOCAB, CPU) for _ in range(2))
+        stepping.observe(history[:-1], 0)
+        resuming.observe(history, 0)
+
+        resumed = resuming.choose(logits, (), len(history))
+
+        assert resumed == stepping.choose(logits, history[-1:], len(history) - 1)
+        # Choosing counts nothing.
+        assert resumed == resuming.choose(logits, (), len(history))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,17 +14,22 @@ from services.description import FeatureTransport, HeadPlace, Role, WorkerDescri
 from services.draft import DraftOpen
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, NotFound, Unimplemented
 from services.layers import LayerRange
+from services.snapshot import SnapshotHeader, SnapshotOwner
+from services.steps import DraftRoute, Open, SnapshotSave, StepKind
 from services.worker import FeatureCapture, LoadDraft, LoadProgress, LoadTarget
 from shard_worker.device import parse_devices
+from shard_worker.snapshot_transfer import SnapshotTransfer
 from shard_worker.worker import Worker, WorkerConfig
-from tests.shard_worker.tiny import Tiny
+from tests.shard_worker.chain import Client
+from tests.shard_worker.tiny import Tiny, ids
 
 BOTH = (Role.TARGET, Role.DRAFT)
+BUDGET = 1 << 20
 
 
 @pytest.fixture
 async def worker() -> AsyncIterator[Worker]:
-    worker = Worker(WorkerConfig(parse_devices("cpu"), BOTH, threads=1))
+    worker = Worker(WorkerConfig(parse_devices("cpu"), BOTH, threads=1, snapshot_budget_bytes=BUDGET))
     yield worker
     await worker.close()
     await worker.close()
@@ -142,3 +149,126 @@ async def test_a_load_that_fails_names_the_reason_and_the_worker_goes_on(worker:
     _, described = await load(worker, LoadTarget(str(tiny.path("qwen3")), LayerRange(0, 2)))
 
     assert described.target is not None
+
+
+# --- prefixes and the model they belong to
+
+
+def target_part(tiny: Tiny, name: str = "qwen3", draft: bool = True) -> LoadTarget:
+    capture = FeatureCapture(str(tiny.draft("qwen3", "plain")), FeatureTransport.SUM) if draft else None
+    return LoadTarget(str(tiny.path(name)), LayerRange(0, 4), None, capture)
+
+
+async def opened(worker: Worker) -> Client:
+    """A session over the whole target and the draft beside it, with ten tokens."""
+    described = await worker.describe()
+    assert described.target is not None
+    assert worker._target is not None
+    request = Open("test", described.target.fingerprint, 0, LayerRange(0, 4), (), 100, 50, 8, 0, draft=DraftRoute())
+    client = Client(await worker._target.open(request))
+    await client.step(StepKind.PREFILL, ids(10))
+    return client
+
+
+async def keep(worker: Worker, name: str = "a") -> None:
+    """Keep ten tokens, of the target and of the draft."""
+    client = await opened(worker)
+    assert [part.refusal for part in (await client.save(name)).parts] == ["", ""]
+    await client.session.close()
+
+
+def kept(worker: Worker) -> set[SnapshotOwner]:
+    """Whose prefixes are kept."""
+    return {owner for owner, _ in worker._snapshots._kept}
+
+
+async def test_a_worker_tells_how_much_it_keeps(worker: Worker, tiny: Tiny) -> None:
+    """The budget stands in the description from the beginning, the bytes while there are any."""
+    empty = await worker.describe()
+    assert (empty.snapshot_bytes, empty.snapshot_budget_bytes) == (0, BUDGET)
+    await load(worker, target_part(tiny))
+    await load(worker, draft_part(tiny))
+    await keep(worker)
+
+    described = await worker.describe()
+
+    rows = 4 * 2 * 2 * 16 * 10 * 4
+    draft_rows = 2 * 2 * 2 * 16 * 10 * 4
+    assert described.snapshot_bytes == rows + 256 * 4 + draft_rows
+    assert described.target is not None
+    assert described.draft is not None
+    assert described.target.state_cuttable
+    assert described.draft.state_cuttable
+    assert worker._snapshots.free("a") == described.snapshot_bytes
+    assert (await worker.describe()).snapshot_bytes == 0
+
+
+async def test_prefixes_leave_with_their_model_and_with_no_other(worker: Worker, tiny: Tiny) -> None:
+    """Another part of an owner, also one that cannot be loaded, takes its prefixes away; the same part keeps them."""
+    await load(worker, target_part(tiny))
+    await load(worker, draft_part(tiny))
+    await keep(worker)
+
+    await load(worker, target_part(tiny))
+    await load(worker, draft_part(tiny))
+    assert kept(worker) == set(SnapshotOwner)
+    await load(worker, draft_part(tiny, HeadPlace.LOADED))
+    assert kept(worker) == {SnapshotOwner.STAGE}
+    await load(worker, draft_part(tiny))
+    await keep(worker, "b")
+    assert kept(worker) == set(SnapshotOwner)
+    await load(worker, LoadTarget(str(tiny.path("qwen3")), LayerRange(0, 2)))
+    assert kept(worker) == {SnapshotOwner.DRAFT}
+
+    await load(worker, target_part(tiny))
+    await keep(worker, "c")
+    with pytest.raises(NotFound):
+        await load(worker, LoadTarget("/nowhere", LayerRange(0, 2)))
+    assert kept(worker) == {SnapshotOwner.DRAFT}
+    with pytest.raises(NotFound):
+        await load(worker, LoadDraft("/nowhere", "", HeadPlace.PROJECTED, FeatureTransport.SUM))
+    assert (await worker.describe()).snapshot_bytes == 0
+
+
+async def test_a_copy_that_outlives_its_session_is_not_of_the_next_model(worker: Worker, tiny: Tiny) -> None:
+    """A save still on its way when its session ends and another model comes is not kept as that model's."""
+    await load(worker, target_part(tiny))
+    await load(worker, draft_part(tiny))
+    client = await opened(worker)
+    release = threading.Event()
+    worker._thread.submit(release.wait)
+    saving = asyncio.create_task(client.session.save_snapshot(SnapshotSave("a", 10)))
+    await asyncio.sleep(0)
+    assert worker._snapshots.held_bytes > 0
+    await client.session.close()
+    loading = asyncio.create_task(load(worker, target_part(tiny, "qwen3-sliding", draft=False)))
+    await asyncio.sleep(0.05)
+    release.set()
+
+    _, described = await loading
+    await asyncio.gather(saving, return_exceptions=True)
+
+    assert described.target is not None
+    assert SnapshotOwner.STAGE not in kept(worker)
+    assert worker._snapshots.held_bytes == sum(one.size_bytes for one in worker._snapshots._kept.values())
+
+
+async def test_every_worker_serves_its_prefixes(worker: Worker, tiny: Tiny) -> None:
+    """Exports find the models that are loaded at that moment, and none before."""
+    transfer = SnapshotTransfer(worker._snapshots, worker._keepers)
+    for owner in SnapshotOwner:
+        with pytest.raises(FailedPrecondition, match=f"no {owner} is loaded"):
+            await anext(transfer.export_snapshot(owner, "a", 0, None))
+    await load(worker, target_part(tiny))
+    await load(worker, draft_part(tiny))
+    await keep(worker)
+    described = await worker.describe()
+    assert described.target is not None
+    assert described.draft is not None
+    for owner, fingerprint in (
+        (SnapshotOwner.STAGE, described.target.fingerprint),
+        (SnapshotOwner.DRAFT, described.draft.fingerprint),
+    ):
+        header = await anext(transfer.export_snapshot(owner, "a", 0, None))
+        assert isinstance(header, SnapshotHeader)
+        assert (header.owner, header.fingerprint) == (owner, fingerprint)

@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from services.description import FeatureTransport, HeadPlace
 from services.draft import DraftOpen, Propose
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, NotFound
-from services.steps import FeatureSlice
+from services.steps import FeatureSlice, Location, SnapshotRestore, SnapshotSave
 from services.tensors import WireTensor
 from services.worker import LoadDraft
 from shard_worker.device import parse_devices
 from shard_worker.dtypes import from_wire, to_wire
 from shard_worker.executor import DeviceThread
 from shard_worker.roles.draft import DraftRole, LocalDraftSession
+from shard_worker.snapshot_store import SnapshotStore
 from tests.reference import checkpoints, storage, target
 from tests.reference.dense_draft import DenseDraft
 from tests.shard_worker.tiny import Tiny, ignore_progress
@@ -29,13 +30,23 @@ KNOWN, HIDDEN = 17, 64
 MakeRole = Callable[[HeadPlace, FeatureTransport], DraftRole]
 
 
+def new_role(thread: DeviceThread) -> DraftRole:
+    """A role that holds nothing yet."""
+    return DraftRole(
+        thread,
+        parse_devices("cpu")[0],
+        lambda stage: Location(stage, "here", "cpu", "here:1"),
+        SnapshotStore(1 << 20),
+    )
+
+
 @pytest.fixture
 def make_role(tiny: Tiny) -> Iterator[MakeRole]:
     """A role with the draft loaded."""
     thread = DeviceThread(1)
 
     def make(place: HeadPlace, transport: FeatureTransport) -> DraftRole:
-        role = DraftRole(thread, parse_devices("cpu")[0], "here")
+        role = new_role(thread)
         draft, model = str(tiny.draft("qwen3", "plain")), str(tiny.path("qwen3"))
         role.load(LoadDraft(draft, model, place, transport), ignore_progress)
         return role
@@ -94,7 +105,7 @@ async def test_a_session_guesses_what_the_dense_formula_says(
 async def test_a_tied_target_lends_its_embedding_as_head(tiny: Tiny) -> None:
     """Where the target's head is tied, the draft worker projects with the embedding."""
     thread = DeviceThread(1)
-    role = DraftRole(thread, parse_devices("cpu")[0], "here")
+    role = new_role(thread)
     path = tiny.draft("qwen3-tied", "plain")
     role.load(LoadDraft(str(path), str(tiny.path("qwen3-tied")), LOADED, SLICES), ignore_progress)
     embedding = target.embedding(tiny.model("qwen3-tied"))
@@ -124,7 +135,7 @@ def test_a_draft_describes_itself(tiny: Tiny, make_role: MakeRole) -> None:
 async def test_nothing_is_served_before_a_load() -> None:
     """Opening on an empty worker is refused, and it describes nothing."""
     thread = DeviceThread(1)
-    role = DraftRole(thread, parse_devices("cpu")[0], "here")
+    role = new_role(thread)
 
     assert role.describe() is None
     with pytest.raises(FailedPrecondition, match="no draft is loaded"):
@@ -271,3 +282,48 @@ async def test_sessions_are_counted_until_they_close(make_role: MakeRole) -> Non
     assert role.open_sessions == 1
     await second.close()
     assert role.open_sessions == 0
+
+
+@pytest.mark.parametrize("transport", [SUM, SLICES])
+async def test_a_kept_context_is_taken_up_by_another_session(make_role: MakeRole, transport: FeatureTransport) -> None:
+    """Guesses behind a restored context are those behind the context itself, in a session of another size too."""
+    role = make_role(LOADED, transport)
+    first, second = await opened(role, 60), await opened(role, 40)
+    for piece in pieces(role, transport, joined(9), 0):
+        await first.feature_slice(piece)
+    saved = await first.save_snapshot(SnapshotSave("a", 9))
+    assert (saved.refusal, saved.location) == ("", Location(None, "here", "cpu", "here:1"))
+
+    restored = await second.restore_snapshot(SnapshotRestore("a", 9))
+
+    assert restored.size_bytes == saved.size_bytes == 2 * 2 * 2 * 16 * 9 * 4
+    assert await second.propose(Propose(0, 9, KNOWN, 7)) == await first.propose(Propose(0, 9, KNOWN, 7))
+    for session in (first, second):
+        for piece in pieces(role, transport, joined(4), 9):
+            await session.feature_slice(piece)
+    assert await second.propose(Propose(1, 13, KNOWN, 7)) == await first.propose(Propose(1, 13, KNOWN, 7))
+
+
+async def test_snapshots_out_of_step_are_refused_and_the_session_goes_on(make_role: MakeRole) -> None:
+    """Other lengths than the context's, restores behind features or beyond the session, and unknown names."""
+    role = make_role(LOADED, SUM)
+    first, small = await opened(role), await opened(role, 8)
+    for piece in pieces(role, SUM, joined(9), 0):
+        await first.feature_slice(piece)
+    for length in (0, 8, 10):
+        with pytest.raises(FailedPrecondition, match=f"length is {length}, the draft's context has 9 tokens"):
+            await first.save_snapshot(SnapshotSave("a", length))
+    await first.save_snapshot(SnapshotSave("a", 9))
+    with pytest.raises(FailedPrecondition, match="restore comes first"):
+        await first.restore_snapshot(SnapshotRestore("a", 9))
+    with pytest.raises(InvalidArgument, match="length is 9, the session holds 8 tokens"):
+        await small.restore_snapshot(SnapshotRestore("a", 9))
+    for length in (0, 10):
+        with pytest.raises((FailedPrecondition, InvalidArgument)):
+            await small.restore_snapshot(SnapshotRestore("a", length))
+    with pytest.raises(NotFound):
+        await small.restore_snapshot(SnapshotRestore("b", 8))
+
+    await small.restore_snapshot(SnapshotRestore("a", 5))
+    assert len(await small.propose(Propose(0, 5, KNOWN, 7))) == 7
+    assert len(await first.propose(Propose(0, 9, KNOWN, 7))) == 7

@@ -20,6 +20,7 @@ from shard_worker.checkpoint import Checkpoint
 from shard_worker.device import parse_devices
 from shard_worker.executor import DeviceThread
 from shard_worker.roles.target import TargetRole
+from shard_worker.snapshot_store import SnapshotStore
 from tests.reference import checkpoints, storage
 from tests.shard_worker.chain import DRAFT_ADDRESS, Chain, Directory
 from tests.shard_worker.tiny import Tiny, ignore_progress
@@ -43,6 +44,7 @@ def role() -> Iterator[TargetRole]:
         cast(Peers, Directory()),
         lambda stage: Location(stage, "here", "cpu", "here:1"),
         None,
+        SnapshotStore(1 << 20),
     )
     thread.shutdown()
 
