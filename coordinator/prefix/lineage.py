@@ -1,0 +1,45 @@
+"""What a kept prefix depends on besides its tokens: states of one lineage can stand in for each other.
+
+Weights, tokenizer and template, element types and draft count; path, file times, split and longest context do not.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+VERSION = 1
+"""Of the meaning of kept tensors: raise it when a release computes or lays them out differently."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """text: hash of tokenizer and chat template. draft and draft_dtype: None for states without the draft's part."""
+
+    model: str
+    dtype: str
+    text: str
+    draft: str | None
+    draft_dtype: str | None
+
+    @property
+    def key(self) -> str:
+        """32 hex digits."""
+        words = json.dumps({"version": VERSION, **asdict(self)}, sort_keys=True)
+        return hashlib.sha256(words.encode()).hexdigest()[:32]
+
+    def snapshot_id(self, token_ids: Sequence[int]) -> str:
+        """The name of the state behind these tokens: 40 hex digits over lineage and tokens."""
+        digest = hashlib.sha256(self.key.encode())
+        digest.update(as_bytes(token_ids))
+        return digest.hexdigest()[:40]
+
+
+def as_bytes(token_ids: Sequence[int]) -> bytes:
+    """Tokens as little-endian 32-bit numbers."""
+    numbers = array.array("I", token_ids)
+    assert numbers.itemsize == 4
+    return numbers.tobytes()

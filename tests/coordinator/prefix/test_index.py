@@ -1,0 +1,295 @@
+"""The index against a search through all entries, with hashes that work and hashes that all but always collide."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from coordinator.prefix import index
+from coordinator.prefix.index import BLOCK_TOKENS, Entry, Match, PrefixIndex, common_length, deepest_ancestor
+from coordinator.prefix.lineage import Lineage
+
+LINEAGE = Lineage(model="m", dtype="float32", text="t", draft=None, draft_dtype=None)
+
+
+def entry(token_ids: Sequence[int], *, cuttable: bool, parent: Entry | None = None) -> Entry:
+    return Entry(LINEAGE.snapshot_id(token_ids), tuple(token_ids), parent, cuttable)
+
+
+def index_of(*entries: Entry) -> PrefixIndex:
+    made = PrefixIndex()
+    for one in entries:
+        made.add(one)
+    return made
+
+
+@dataclass
+class Reference:
+    """The same by definition: token by token through all entries."""
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+
+    def offers(self, token_ids: Sequence[int]) -> list[Match]:
+        found = []
+        for one in self.entries.values():
+            common = 0
+            for mine, theirs in zip(one.token_ids, token_ids, strict=False):
+                if mine != theirs:
+                    break
+                common += 1
+            if common == len(one.token_ids):
+                found.append(Match(one, common))
+            elif one.cuttable:
+                found.append(Match(one, min(common, len(token_ids) - 1)))
+        return [match for match in found if match.length > 0]
+
+    def remove(self, snapshot_id: str) -> set[str]:
+        gone = {snapshot_id} & self.entries.keys()
+        while more := {
+            one.snapshot_id
+            for one in self.entries.values()
+            if one.snapshot_id not in gone and one.parent is not None and one.parent.snapshot_id in gone
+        }:
+            gone |= more
+        for name in gone:
+            del self.entries[name]
+        return gone
+
+
+def weak_link(digest: bytes, block: memoryview) -> bytes:
+    """Depth and little else, so unlike prefixes of one length nearly always meet."""
+    return digest + bytes([block[0] & 1])
+
+
+def some_tokens(rng: random.Random, known: list[Entry], alphabet: int) -> tuple[int, ...]:
+    """A start of something known, and a tail: lengths at and around the ends of blocks come often."""
+    start: tuple[int, ...] = ()
+    if known and rng.random() < 0.8:
+        start = rng.choice(known).token_ids
+        start = start[: rng.choice([len(start), len(start), rng.randint(0, len(start))])]
+    extra = rng.choice([0, 1, 2, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, rng.randint(0, 100)])
+    if rng.random() < 0.3:
+        extra = -len(start) % BLOCK_TOKENS
+    return start + tuple(rng.randrange(alphabet) for _ in range(extra))
+
+
+@pytest.mark.parametrize("link", [index._link, weak_link], ids=["sha256", "collisions"])
+@pytest.mark.parametrize("kinds", [(True,), (False,), (True, False)], ids=["cuttable", "exact", "mixed"])
+@pytest.mark.parametrize("alphabet", [1, 2, 50_000])
+def test_index_is_a_search_through_all_entries(
+    monkeypatch: pytest.MonkeyPatch,
+    link: Callable[[bytes, memoryview], bytes],
+    kinds: tuple[bool, ...],
+    alphabet: int,
+) -> None:
+    """Through random additions and removals, what is found, forgotten and left is what the definition says."""
+    monkeypatch.setattr(index, "_link", link)
+    rng = random.Random(f"{link.__name__} {kinds} {alphabet}")
+    hits = misses = cuts = family_removals = 0
+    for _ in range(12):
+        tested, reference = PrefixIndex(), Reference()
+        for _ in range(120):
+            known = list(reference.entries.values())
+            tokens = some_tokens(rng, known, alphabet)
+            if known and rng.random() < 0.12:
+                doomed = rng.choice(known).snapshot_id
+                removed = tested.remove(doomed)
+                names = [one.snapshot_id for one in removed]
+                assert set(names) == reference.remove(doomed)
+                assert len(names) == len(set(names))
+                assert names[0] == doomed
+                for position, one in enumerate(removed[1:], 1):
+                    assert one.parent is not None
+                    assert one.parent.snapshot_id in names[:position]
+                family_removals += len(names) > 1
+            elif tokens and rng.random() < 0.6:
+                above = [one for one in known if len(one.token_ids) < len(tokens)]
+                above = [one for one in above if tokens[: len(one.token_ids)] == one.token_ids]
+                parent = rng.choice([None, *above])
+                new = entry(tokens, cuttable=rng.choice(kinds), parent=parent)
+                tested.add(new)
+                reference.entries.setdefault(new.snapshot_id, new)
+
+            prompt = some_tokens(rng, known, alphabet)
+            found, offers = tested.find(prompt), reference.offers(prompt)
+            if not offers:
+                assert found is None
+                misses += 1
+            else:
+                assert found in offers
+                best = max(offer.length for offer in offers)
+                shortest = min(len(offer.entry.token_ids) for offer in offers if offer.length == best)
+                assert found is not None
+                assert (found.length, len(found.entry.token_ids)) == (best, shortest)
+                hits += 1
+                cuts += found.length < len(found.entry.token_ids)
+            assert len(tested) == len(reference.entries)
+            assert all(tested.get(name) is one for name, one in reference.entries.items())
+    assert hits > 50
+    assert family_removals > 10
+    assert (cuts > 50) == (True in kinds)
+    assert misses > 10
+
+
+@pytest.mark.parametrize("cuttable", [True, False])
+def test_nothing_is_left_behind(cuttable: bool) -> None:
+    """After all entries went, one by one or at once, the index holds no memory of them."""
+    rng = random.Random(7)
+    tested = PrefixIndex()
+    entries: list[Entry] = []
+    for _ in range(60):
+        tokens = some_tokens(rng, entries, 3) + (1,)
+        above = [one for one in entries if tokens[: len(one.token_ids)] == one.token_ids != tokens]
+        entries.append(entry(tokens, cuttable=cuttable, parent=rng.choice([None, *above])))
+        tested.add(entries[-1])
+    for one in rng.sample(entries, len(entries)):
+        tested.remove(one.snapshot_id)
+    assert not tested._kept
+    assert not tested._listed
+
+    tested.add(entries[0] if entries[0].parent is None else entry([1, 2], cuttable=cuttable))
+    tested.clear()
+    assert len(tested) == 0
+    assert not tested._listed
+
+
+@pytest.mark.parametrize(
+    ("prompt", "exact", "cut"),
+    [
+        (40, 40, 40),
+        (41, 40, 40),
+        (39, None, 38),
+        (33, None, 32),
+        (32, None, 31),
+        (2, None, 1),
+        (1, None, None),
+        (0, None, None),
+    ],
+)
+def test_prompt_about_as_long_as_the_entry(prompt: int, exact: int | None, cut: int | None) -> None:
+    """Equal prompts take all; shorter ones leave the last token to compute, which an exact entry cannot offer."""
+    tokens = list(range(100, 200))
+    for cuttable, expected in ((False, exact), (True, cut)):
+        found = index_of(entry(tokens[:40], cuttable=cuttable)).find(tokens[:prompt])
+        assert (found.length if found else None) == expected
+
+
+def test_other_suffix_takes_only_what_is_common() -> None:
+    """A prompt that parts from an entry gets the common part of a cuttable one and nothing of an exact one."""
+    kept, other = list(range(50)), [*range(45), 7, 7, 7]
+    assert index_of(entry(kept, cuttable=False)).find(other) is None
+    found = index_of(entry(kept, cuttable=True)).find(other)
+    assert found is not None
+    assert found.length == 45
+    assert found.entry.token_ids[:45] == tuple(other[:45])
+
+
+def test_exact_entry_wins_among_equals() -> None:
+    """What needs no cut is taken before what does, in whatever order they came."""
+    tokens = list(range(80))
+    long, short = entry(tokens, cuttable=True), entry(tokens[:70], cuttable=False)
+    for order in ((long, short), (short, long)):
+        assert index_of(*order).find([*tokens[:70], 1, 2]) == Match(short, 70)
+        # Of a prompt of 71 tokens the cuttable entry can serve no more than 70 either.
+        assert index_of(*order).find(tokens[:71]) == Match(short, 70)
+
+
+def test_equal_hash_is_not_equal_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all hashes are one, other tokens still do not match, and what is shorter but true does."""
+    monkeypatch.setattr(index, "_link", lambda digest, block: digest + b"x")
+    liar, honest = entry([9] * 96, cuttable=False), entry([1] * 40, cuttable=True)
+    tested = index_of(liar, honest)
+    assert tested.find([1] * 96 + [2]) == Match(honest, 40)
+    assert tested.find([2] * 96) is None
+
+
+def test_add_refuses_what_could_not_be_restored() -> None:
+    """No tokens, a parent that is gone, and one that is not a shorter prefix are errors and leave nothing behind."""
+    root = entry([1, 2, 3], cuttable=True)
+    tested = index_of(root)
+    gone, unlike = entry([1, 2], cuttable=True), entry([1, 2, 3], cuttable=True, parent=root)
+    with pytest.raises(ValueError, match="no tokens"):
+        tested.add(entry([], cuttable=True))
+    with pytest.raises(ValueError, match="is not kept"):
+        tested.add(entry([1, 2, 4], cuttable=True, parent=gone))
+    with pytest.raises(ValueError, match="no prefix"):
+        tested.add(entry([1, 2, 4, 5], cuttable=True, parent=root))
+    with pytest.raises(ValueError, match="no prefix"):
+        tested.add(Entry("other name", unlike.token_ids, root, True))
+    assert len(tested) == 1
+    assert tested.remove(root.snapshot_id) == (root,)
+
+
+def test_second_add_keeps_the_first() -> None:
+    """An entry saved again stays where it is, with what builds on it."""
+    root = entry([1], cuttable=False)
+    first = entry([1, 2], cuttable=False, parent=root)
+    child = entry([1, 2, 3], cuttable=False, parent=first)
+    tested = index_of(root, first, child)
+    tested.add(entry([1, 2], cuttable=False))
+    assert tested.get(first.snapshot_id) is first
+    assert [one.snapshot_id for one in tested.remove(root.snapshot_id)] == [
+        one.snapshot_id for one in (root, first, child)
+    ]
+    assert tested.remove(root.snapshot_id) == ()
+    assert first.snapshot_id not in tested
+
+
+def test_deepest_ancestor() -> None:
+    """The longest that is not longer, itself included; None above them all."""
+    a = entry(range(10), cuttable=True)
+    b = entry(range(20), cuttable=True, parent=a)
+    c = entry(range(30), cuttable=True, parent=b)
+    assert [deepest_ancestor(c, length) for length in (31, 30, 29, 20, 19, 10, 9, 0)] == [c, c, b, b, a, a, None, None]
+
+
+def test_common_length() -> None:
+    """Every place at which two sequences can part, and none."""
+    for size in (0, 1, 2, 3, 7, 8, 33):
+        a = tuple(range(size))
+        for parted in range(size):
+            assert common_length(a, (*a[:parted], -1, *a[parted + 1 :])) == parted
+            assert common_length(a, a[:parted]) == parted
+        assert common_length(a, a) == size
+
+
+@pytest.mark.parametrize("cuttable", [True, False])
+def test_memory_grows_with_the_tokens_not_with_the_turns(cuttable: bool) -> None:
+    """What turns have in common is listed once, and what fits only whole is listed at its end alone."""
+    tested = PrefixIndex()
+    tokens: tuple[int, ...] = ()
+    last: Entry | None = None
+    for turn in range(100):
+        tokens += tuple(range(turn, turn + BLOCK_TOKENS))
+        last = entry(tokens, cuttable=cuttable, parent=last)
+        tested.add(last)
+    assert sum(len(listed) for listed in tested._listed.values()) <= 201
+    found = tested.find([*tokens, 5])
+    assert found is not None
+    assert found.entry is last
+
+
+@pytest.mark.parametrize("cuttable", [True, False])
+def test_long_prompts_and_many_entries_stay_cheap(cuttable: bool) -> None:
+    """100,000 tokens against branches of a long document and thousands of short entries: far below a second."""
+    rng = random.Random(3)
+    document = tuple(rng.randrange(150_000) for _ in range(100_000))
+    tested = PrefixIndex()
+    for turn in range(40):
+        tested.add(entry([*document[:99_990], 1, 2, turn], cuttable=cuttable))
+    for _ in range(4000):
+        tested.add(entry([*document[:40], *(rng.randrange(150_000) for _ in range(8))], cuttable=cuttable))
+    tested.add(entry(document[:90_000], cuttable=cuttable))
+
+    prompt = list(document)
+    started = time.perf_counter()
+    found = tested.find(prompt)
+    seconds = time.perf_counter() - started
+
+    assert found is not None
+    assert found.length == (99_990 if cuttable else 90_000)
+    assert seconds < 0.3
