@@ -16,6 +16,7 @@ from services.logs import configure_logs
 
 _COMMANDS = {
     "generate": "Answer one prompt.",
+    "cache": "See, check and clean up the prefix snapshots kept on disk.",
     "bench": "Measure decode speed, plain and with DFlash, over one or more workers.",
     "demo": "Show the demo pair at work: plain and DFlash, split over two workers.",
 }

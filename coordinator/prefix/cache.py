@@ -1,0 +1,319 @@
+"""The prefix cache of one cluster: finds what is kept in the workers' memory or on disk, and has new prefixes kept.
+
+Owns the index of what the workers keep and the tasks that write to disk behind the requests' backs. A failure in here
+is a miss and a line in the log, never a request's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import structlog
+
+from coordinator.cluster import Cluster, SnapshotPlace
+from coordinator.prefix.disk import DiskCache, DiskEntry, PartSource
+from coordinator.prefix.index import Entry, PrefixIndex
+from coordinator.prefix.lineage import Lineage
+from coordinator.prefix.policy import KeepPolicy
+from services.errors import DataLoss, FlashsplitError
+from services.snapshot import SnapshotFrame
+from services.stage import StageSession
+from services.steps import Event, SnapshotPart, SnapshotSaved
+
+END_GRACE_S = 10.0
+"""How long the end of an answer may take to be kept before its session is closed."""
+
+MIN_DISK_GAIN_TOKENS = 32
+"""What an entry must add to the one that it builds on to be worth files of its own."""
+
+_LOAD_ATTEMPTS = 3
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A kept prefix to begin from: its first `length` tokens. source: "memory" or "disk"; load_ms: from disk."""
+
+    entry: Entry
+    length: int
+    source: str
+    load_ms: float = 0.0
+
+
+class PrefixCache:
+    """Use as `async with`; leaving it waits for what is still being written to disk, unless an error ends it."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        text_fingerprint: str,
+        *,
+        disk: DiskCache | None = None,
+        policy: KeepPolicy | None = None,
+    ) -> None:
+        self._cluster, self._text, self._disk = cluster, text_fingerprint, disk
+        self.policy = policy or KeepPolicy()
+        self._indices: dict[str, PrefixIndex] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writing = asyncio.Lock()
+        self._loading = asyncio.Lock()
+
+    async def __aenter__(self) -> PrefixCache:
+        if self._disk is not None:
+            await self._disk.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            # Ctrl-C, say: what is half written leaves nothing behind.
+            for task in self._tasks:
+                task.cancel()
+        await self.close()
+
+    async def close(self) -> None:
+        """Wait for prefixes on their way to disk, then leave the store."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._disk is not None:
+            await self._disk.close()
+
+    @property
+    def pending(self) -> int:
+        """Prefixes that are still on their way to memory or disk."""
+        return len(self._tasks)
+
+    def lineage(self, *, with_draft: bool) -> Lineage:
+        """What the states of this cluster's requests depend on."""
+        return lineage_of(self._cluster, self._text, with_draft=with_draft)
+
+    # --- finding
+
+    async def find(self, token_ids: tuple[int, ...], *, with_draft: bool) -> Hit | None:
+        """The longest kept prefix; one that is only on disk is brought into the workers' memory first."""
+        lineage = self.lineage(with_draft=with_draft)
+        index = self._index(lineage)
+        match = index.find(token_ids)
+        if self._disk is not None:
+            for _ in range(_LOAD_ATTEMPTS):
+                await self._disk.refresh()
+                entry = self._disk.find(lineage, token_ids)
+                if entry is None or (match is not None and match.length >= len(entry.token_ids)):
+                    break
+                started = time.monotonic()
+                try:
+                    loaded = await self._load(lineage, entry)
+                except DataLoss:
+                    # That entry is gone now; a shorter one may be whole.
+                    continue
+                except FlashsplitError as error:
+                    log.warning("prefix.load_failed", slot=entry.snapshot_id[:12], why=error.message)
+                    break
+                return Hit(loaded, len(loaded.token_ids), "disk", (time.monotonic() - started) * 1e3)
+        if match is None or match.length < self.policy.min_tokens:
+            return None
+        return Hit(match.entry, match.length, "memory")
+
+    def forget(self, hit: Hit, *, with_draft: bool) -> None:
+        """A worker doesn't have it after all."""
+        self.drop([hit.entry.snapshot_id], lineages=[self.lineage(with_draft=with_draft)])
+
+    async def _load(self, lineage: Lineage, found: DiskEntry) -> Entry:
+        """Bring an entry and what it builds on from disk into the workers. Raises DataLoss for a damaged one, which is
+        discarded, and what the workers raise."""
+        disk, index = self._disk, self._index(lineage)
+        assert disk is not None
+        places = self._cluster.snapshot_places(with_draft=lineage.draft is not None)
+        parent: Entry | None = None
+        async with self._loading:
+            for node in disk.chain(found):
+                known = index.get(node.snapshot_id)
+                if known is None:
+                    try:
+                        await self._import(node, places)
+                    except FlashsplitError as error:
+                        if isinstance(error, DataLoss):
+                            await disk.discard(node, error.message)
+                        self._free([node.snapshot_id])
+                        raise
+                    known = Entry(node.snapshot_id, node.token_ids, parent, self._cuttable(lineage))
+                    index.add(known)
+                parent = known
+        self._spawn(disk.used(found))
+        assert parent is not None
+        return parent
+
+    async def _import(self, node: DiskEntry, places: tuple[SnapshotPlace, ...]) -> None:
+        assert self._disk is not None
+        started = time.monotonic()
+        done = await asyncio.gather(
+            *(self._import_part(node, place) for place in places),
+            return_exceptions=True,
+        )
+        for outcome in done:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        log.info(
+            "prefix.loaded",
+            slot=node.snapshot_id[:12],
+            position=len(node.token_ids),
+            stages=sum(place.layers is not None for place in places),
+            bytes=sum(outcome for outcome in done if isinstance(outcome, int)),
+            ms=round((time.monotonic() - started) * 1e3, 1),
+        )
+
+    async def _import_part(self, node: DiskEntry, place: SnapshotPlace) -> int:
+        assert self._disk is not None
+        snapshots = await self._cluster.snapshots(place.address)
+        frames = self._disk.frames(node, place.owner, place.layers, place.fingerprint)
+        async with contextlib.aclosing(frames):
+            imported = await snapshots.import_snapshot(frames)
+        self.drop(imported.evicted_ids)
+        return imported.stored_bytes
+
+    # --- keeping
+
+    def kept(self, lineage: Lineage, entry: Entry, saved: SnapshotSaved) -> bool:
+        """Take note of what came of a save; False where not all workers keep it."""
+        self.drop([name for part in saved.parts for name in part.evicted_ids])
+        refusal = next((part for part in saved.parts if part.refusal), None)
+        index = self._index(lineage)
+        orphan = entry.parent is not None and entry.parent.snapshot_id not in index
+        if refusal is not None or orphan:
+            log.info(
+                "prefix.not_kept",
+                slot=entry.snapshot_id[:12],
+                position=len(entry.token_ids),
+                why="what it builds on is gone" if refusal is None else f"{refusal.location}: {refusal.refusal}",
+            )
+            self._free([entry.snapshot_id])
+            return False
+        index.add(entry)
+        log.info("prefix.kept", slot=entry.snapshot_id[:12], position=len(entry.token_ids), **summary(saved.parts))
+        if self._disk is not None and len(entry.token_ids) >= self._disk.min_tokens:
+            self._spawn(self._write(lineage, entry))
+        return True
+
+    def drop(self, snapshot_ids: Iterable[str], *, lineages: Iterable[Lineage] | None = None) -> None:
+        """Forget prefixes that some worker no longer keeps, and have the others forget them too."""
+        indices = self._indices.values() if lineages is None else [self._index(lineage) for lineage in lineages]
+        gone = [name for index in indices for name in snapshot_ids for name in _names(index.remove(name))]
+        self._free(gone)
+
+    def finish(self, session: StageSession, events: AsyncIterator[Event], work: Coroutine[Any, Any, None]) -> None:
+        """Let `work` keep the end of an answer behind the request's back, then close its session."""
+
+        async def run() -> None:
+            try:
+                async with asyncio.timeout(END_GRACE_S):
+                    await work
+            except (TimeoutError, FlashsplitError) as error:
+                log.info("prefix.end_not_kept", why=str(error))
+            finally:
+                await session.close()
+
+        self._spawn(run())
+
+    async def _write(self, lineage: Lineage, entry: Entry) -> None:
+        disk = self._disk
+        assert disk is not None
+        async with self._writing:
+            if disk.has(entry.snapshot_id):
+                return
+            base = entry.parent
+            while base is not None and not disk.has(base.snapshot_id):
+                base = base.parent
+            first = 0 if base is None else len(base.token_ids)
+            if len(entry.token_ids) - first < MIN_DISK_GAIN_TOKENS:
+                return
+            base_id = None if base is None else base.snapshot_id
+            parts = [
+                PartSource(place.owner, place.layers, self._export(place, entry.snapshot_id, first, base_id))
+                for place in self._cluster.snapshot_places(with_draft=lineage.draft is not None)
+            ]
+            try:
+                await disk.save(lineage, entry.token_ids, first, base_id, parts)
+            except FlashsplitError as error:
+                log.warning("prefix.write_failed", slot=entry.snapshot_id[:12], why=error.message)
+
+    async def _export(
+        self, place: SnapshotPlace, snapshot_id: str, first_token: int, parent_id: str | None
+    ) -> AsyncIterator[SnapshotFrame]:
+        snapshots = await self._cluster.snapshots(place.address)
+        async with contextlib.aclosing(
+            snapshots.export_snapshot(place.owner, snapshot_id, first_token, parent_id)
+        ) as frames:
+            async for frame in frames:
+                yield frame
+
+    def _free(self, snapshot_ids: list[str]) -> None:
+        if snapshot_ids:
+            self._spawn(self._free_everywhere(snapshot_ids))
+
+    async def _free_everywhere(self, snapshot_ids: list[str]) -> None:
+        for address in {place.address for place in self._cluster.snapshot_places(with_draft=True)}:
+            # A worker that is gone keeps nothing.
+            with contextlib.suppress(FlashsplitError):
+                # What builds on others goes first.
+                await (await self._cluster.snapshots(address)).free_snapshots(snapshot_ids[::-1])
+
+    def _index(self, lineage: Lineage) -> PrefixIndex:
+        return self._indices.setdefault(lineage.key, PrefixIndex())
+
+    def _cuttable(self, lineage: Lineage) -> bool:
+        targets = [worker.target for worker in self._cluster.workers]
+        draft = self._cluster.draft if lineage.draft is not None else None
+        return all(target is not None and target.state_cuttable for target in targets) and (
+            draft is None or draft.state_cuttable
+        )
+
+    def entry(self, lineage: Lineage, token_ids: tuple[int, ...], parent: Entry | None) -> Entry:
+        """A new entry's name and nature; `kept` takes it in."""
+        return Entry(lineage.snapshot_id(token_ids), token_ids, parent, self._cuttable(lineage))
+
+    def known(self, lineage: Lineage, snapshot_id: str) -> Entry | None:
+        return self._index(lineage).get(snapshot_id)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("prefix.task_failed", exc_info=error)
+
+
+def lineage_of(cluster: Cluster, text_fingerprint: str, *, with_draft: bool) -> Lineage:
+    """Of the states that requests of this cluster leave."""
+    target = cluster.target
+    draft = cluster.draft if with_draft else None
+    return Lineage(
+        model=target.fingerprint,
+        dtype=target.dtype,
+        text=text_fingerprint,
+        draft=None if draft is None else draft.fingerprint,
+        draft_dtype=None if draft is None else draft.dtype,
+    )
+
+
+def summary(parts: tuple[SnapshotPart, ...]) -> dict[str, object]:
+    """Figures of a save or restore for its log line."""
+    return {
+        "stages": sum(part.location.stage is not None for part in parts),
+        "bytes": sum(part.size_bytes for part in parts),
+        "ms": round(sum(part.elapsed_ns for part in parts) / 1e6, 3),
+    }
+
+
+def _names(entries: Iterable[Entry]) -> list[str]:
+    return [entry.snapshot_id for entry in entries]
