@@ -20,6 +20,8 @@ class Request:
     stop_strings: tuple[str, ...] = ()
     speculate: bool = True
     prefill_chunk: int = 512
+    boundaries: tuple[int, ...] = ()
+    """Where turns of a chat end in the prompt: states worth keeping."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +40,14 @@ class StageStats:
 class Stats:
     """Figures of one answer. Times in milliseconds; decode begins with the first token.
 
-    acceptance_length: mean tokens a verify step produced, None when there was none.
+    acceptance_length: mean tokens a verify step produced, None when there was none. cached_tokens: prompt tokens that
+    were not computed but taken up from `cache_source` ("memory" or "disk", None without), which took restore_ms.
     """
 
     prompt_tokens: int
+    cached_tokens: int
+    cache_source: str | None
+    restore_ms: float
     completion_tokens: int
     prefill_ms: float
     decode_ms: float

@@ -24,8 +24,11 @@ from services.description import (
     WorkerDescription,
 )
 from services.errors import FailedPrecondition, FlashsplitError, Unavailable
+from services.layers import LayerRange
 from services.peers import Peers
 from services.process import WorkerProcess
+from services.snapshot import SnapshotOwner
+from services.snapshot_service import RemoteSnapshots
 from services.stage import StageSession
 from services.steps import DraftRoute, Hop, Open, Sampling
 from services.worker import FeatureCapture, LoadDraft, LoadProgress, LoadTarget
@@ -44,6 +47,16 @@ class Checkpoints:
     transport: FeatureTransport = FeatureTransport.SUM
 
 
+@dataclass(frozen=True, slots=True)
+class SnapshotPlace:
+    """One part of a prefix's state. layers: None for the draft's. fingerprint: of the model there."""
+
+    address: str
+    owner: SnapshotOwner
+    layers: LayerRange | None
+    fingerprint: str
+
+
 class LoadReporter:
     """Hears of loading: one bar a worker. The default keeps silent."""
 
@@ -60,9 +73,11 @@ class Cluster:
         checkpoints: Checkpoints,
         *,
         threads: int | None = None,
+        prefix_cache_bytes: int | None = None,
         reporter: LoadReporter | None = None,
     ) -> None:
         self._plan, self._checkpoints, self._threads = plan, checkpoints, threads
+        self._prefix_cache_bytes = prefix_cache_bytes
         self._reporter = reporter or LoadReporter()
         self._peers = Peers()
         self._processes: list[WorkerProcess] = []
@@ -126,6 +141,22 @@ class Cluster:
             )
         )
 
+    def snapshot_places(self, *, with_draft: bool) -> tuple[SnapshotPlace, ...]:
+        """Who keeps a part of a prefix's state: the stages in order, then the draft."""
+        target, draft = self.target, self.draft
+        places = [
+            SnapshotPlace(address, SnapshotOwner.STAGE, stage.layers, target.fingerprint)
+            for address, stage in zip(self.addresses, self._plan.stages, strict=True)
+        ]
+        if with_draft and draft is not None:
+            address = self._draft_address or self.addresses[-1]
+            places.append(SnapshotPlace(address, SnapshotOwner.DRAFT, None, draft.fingerprint))
+        return tuple(places)
+
+    async def snapshots(self, address: str) -> RemoteSnapshots:
+        """A worker's kept prefixes, on a connection apart from the steps."""
+        return await self._peers.snapshots(address)
+
     async def explain(self, error: FlashsplitError) -> FlashsplitError:
         """The error behind the error: when a local worker has just died, its death is what happened."""
         if error.code_name not in ("UNAVAILABLE", "CANCELLED", "INTERNAL") or not self._watchers:
@@ -176,7 +207,7 @@ class Cluster:
         if last and self._plan.has_draft and self._plan.draft is None:
             roles.append(Role.DRAFT)
         assert place.devices is not None
-        process = WorkerProcess(place.devices, roles, threads=threads)
+        process = WorkerProcess(place.devices, roles, threads=threads, prefix_cache_bytes=self._prefix_cache_bytes)
         self._processes.append(process)
         await process.start()
         self._watchers[index] = asyncio.ensure_future(process.died())

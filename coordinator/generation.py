@@ -1,4 +1,4 @@
-"""One answer: prefill in chunks, then steps of the chain until something ends it.
+"""One answer: prefill in chunks from the longest kept prefix on, then steps of the chain until something ends it.
 
 Each step goes down the chain once. What comes back up is the tokens that it produced and, when asked for, the draft's
 guesses for the next one.
@@ -6,15 +6,19 @@ guesses for the next one.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from coordinator.answer import Answer, Piece, Request, StageStats, Stats, StepTimes
 from coordinator.cluster import Cluster
+from coordinator.prefix.cache import PrefixCache
+from coordinator.prefix.policy import chunks
+from coordinator.prefix.run import PrefixRun
 from coordinator.speculation import Speculation
 from coordinator.text_stream import TextStream
 from coordinator.tokenizer import Tokenizer
-from services.errors import FlashsplitError, InternalError, InvalidArgument, error_named
+from services.errors import FlashsplitError, InternalError, InvalidArgument, NotFound, error_named
 from services.stage import StageSession
 from services.steps import (
     Commit,
@@ -23,6 +27,8 @@ from services.steps import (
     FailureReason,
     Forward,
     Proposal,
+    SnapshotRestored,
+    SnapshotSaved,
     StepKind,
 )
 
@@ -33,7 +39,9 @@ CHUNKS_IN_FLIGHT = 4
 class Generation:
     """One request on its way. Iterate over `pieces`, then read `answer`."""
 
-    def __init__(self, cluster: Cluster, request: Request, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, cluster: Cluster, request: Request, tokenizer: Tokenizer | None, prefixes: PrefixCache | None = None
+    ) -> None:
         """Raises InvalidArgument when the request cannot fit the model."""
         _check(request, cluster, tokenizer)
         self._cluster, self._request = cluster, request
@@ -41,8 +49,13 @@ class Generation:
         draft = cluster.draft if request.speculate else None
         self._speculation = Speculation(1 if draft is None else draft.block_size)
         self._draft_reach = 0 if draft is None else draft.max_position
+        self._prefix: PrefixRun | None = None
+        if prefixes is not None:
+            self._prefix = PrefixRun(prefixes, request.prompt_ids, request.boundaries, with_draft=draft is not None)
         self._times = StepTimes()
         self._token_ids: list[int] = []
+        # All that the session has committed or is about to, also what lies behind the answer's end.
+        self._sequence: list[int] = list(request.prompt_ids)
         self._finish_reason: str | None = None
         self._step = self._length = 0
         self._guesses: tuple[int, ...] = ()
@@ -51,13 +64,35 @@ class Generation:
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """The answer as it comes. Raises the FlashsplitError that ended it, if one did."""
-        session: StageSession | None = None
         try:
-            session = await self._open()
-            async for piece in self._run(session):
-                yield piece
+            if self._prefix is not None:
+                await self._prefix.begin()
+            try:
+                async with contextlib.aclosing(self._attempt()) as pieces:
+                    async for piece in pieces:
+                        yield piece
+            except NotFound:
+                # A worker has lost the prefix that was to be taken up, before anything came of it.
+                if self._prefix is None or self._prefix.hit is None or self._token_ids:
+                    raise
+                self._prefix.forget_hit()
+                self._step = self._length = 0
+                async with contextlib.aclosing(self._attempt()) as pieces:
+                    async for piece in pieces:
+                        yield piece
         except FlashsplitError as error:
             raise await self._cluster.explain(error) from error
+
+    async def _attempt(self) -> AsyncGenerator[Piece]:
+        session: StageSession | None = await self._open()
+        try:
+            assert session is not None
+            events = session.events()
+            async for piece in self._run(session, events):
+                yield piece
+            if self._prefix is not None:
+                self._prefix.finish(session, events, tuple(self._sequence[: self._length]))
+                session = None
         finally:
             if session is not None:
                 await session.close()
@@ -76,9 +111,8 @@ class Generation:
             speculate=self._speculation.block_size > 1,
         )
 
-    async def _run(self, session: StageSession) -> AsyncIterator[Piece]:
+    async def _run(self, session: StageSession, events: AsyncIterator[Event]) -> AsyncIterator[Piece]:
         started = time.monotonic()
-        events = session.events()
         async for piece in self._prefill(session, events):
             self._prefill_s = time.monotonic() - started
             yield piece
@@ -97,15 +131,23 @@ class Generation:
     # --- prefill
 
     async def _prefill(self, session: StageSession, events: AsyncIterator[Event]) -> AsyncIterator[Piece]:
-        prompt, size = self._request.prompt_ids, self._request.prefill_chunk
+        prompt, prefix = self._request.prompt_ids, self._prefix
+        points = prefix.points if prefix is not None else ()
+        restore = prefix.restore() if prefix is not None else None
+        if restore is not None:
+            await session.restore_snapshot(restore)
+            self._length = restore.length
+        # From the whole prompt on there is nothing to compute: the restored logits give the first token.
+        steps = chunks(len(prompt), points, self._request.prefill_chunk, self._length) or [(len(prompt), len(prompt))]
         unanswered = 0
-        for first in range(0, len(prompt), size):
-            chunk = prompt[first : first + size]
-            last = first + size >= len(prompt)
-            kind = StepKind.DECODE if last else StepKind.PREFILL
+        for first, end in steps:
+            last = end == len(prompt)
+            kind = StepKind.PREFILL if not last else StepKind.DECODE if first < end else StepKind.RESUME
             propose = self._wanted() if last else 0
-            await session.forward(Forward(self._step, first, chunk, kind, propose))
+            await session.forward(Forward(self._step, first, prompt[first:end], kind, propose))
             self._step += 1
+            if end in points:
+                await self._keep(session, end)
             unanswered += 1
             while unanswered > (0 if last else CHUNKS_IN_FLIGHT):
                 commit = await self._commit(events)
@@ -118,6 +160,8 @@ class Generation:
     # --- decode
 
     async def _decode_step(self, session: StageSession, events: AsyncIterator[Event]) -> AsyncIterator[Piece]:
+        if self._prefix is not None and self._prefix.checkpoint_due(self._length):
+            await self._keep(session, self._length)
         remaining = self._request.max_tokens - len(self._token_ids)
         guesses = self._guesses[: remaining - 1]
         kind = StepKind.VERIFY if guesses else StepKind.DECODE
@@ -135,6 +179,11 @@ class Generation:
         seconds = (time.monotonic_ns() - sent_ns) / 1e9
         self._speculation.observe(len(guesses), len(commit.token_ids) - 1 if guesses else 0, seconds)
 
+    async def _keep(self, session: StageSession, length: int) -> None:
+        """Have the state behind the first `length` tokens kept, which are what the session has committed."""
+        if self._prefix is not None and (save := self._prefix.save(tuple(self._sequence[:length]))) is not None:
+            await session.save_snapshot(save)
+
     def _wanted(self) -> int:
         """Guesses to ask for: none beyond what the draft was made for."""
         wanted = self._speculation.guesses()
@@ -149,6 +198,7 @@ class Generation:
             event = await self._next(events)
         if not isinstance(event, Commit):
             raise InternalError(f"stage 0 answered {type(event).__name__} where a commit was due")
+        self._sequence += event.token_ids
         return event
 
     async def _proposal(self, events: AsyncIterator[Event], asked: int) -> tuple[int, ...]:
@@ -163,6 +213,10 @@ class Generation:
     async def _next(self, events: AsyncIterator[Event]) -> Event:
         """The next event. A lost draft is noted and is not an error; any other failure is raised."""
         event = await anext(events, None)
+        while isinstance(event, SnapshotSaved | SnapshotRestored):
+            if self._prefix is not None:
+                self._prefix.take(event)
+            event = await anext(events, None)
         if event is None:
             raise InternalError("stage 0 ended the session without a reason")
         if isinstance(event, Failure):
@@ -228,8 +282,13 @@ class Generation:
             )
         )
         decoded = len(self._token_ids) - 1
+        hit = self._prefix.hit if self._prefix is not None else None
+        restored_ms = self._prefix.restored_ms if self._prefix is not None else 0.0
         return Stats(
             prompt_tokens=len(self._request.prompt_ids),
+            cached_tokens=0 if hit is None else hit.length,
+            cache_source=None if hit is None else hit.source,
+            restore_ms=0.0 if hit is None else hit.load_ms + restored_ms,
             completion_tokens=len(self._token_ids),
             prefill_ms=self._prefill_s * 1e3,
             decode_ms=self._decode_s * 1e3,
@@ -249,9 +308,10 @@ async def generate(
     request: Request,
     tokenizer: Tokenizer | None,
     show: Callable[[Piece], None] = lambda piece: None,
+    prefixes: PrefixCache | None = None,
 ) -> Answer:
     """The whole answer; `show` sees the pieces as they come. Errors as in `Generation`."""
-    generation = Generation(cluster, request, tokenizer)
+    generation = Generation(cluster, request, tokenizer, prefixes)
     async for piece in generation.pieces():
         show(piece)
     assert generation.answer is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ class ModelFiles:
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None
     stop_token_ids: frozenset[int]
+    text_fingerprint: str
+    """Hash of what turns text into tokens: tokenizer and chat template."""
 
 
 def read_model_files(directory: Path) -> ModelFiles:
@@ -45,4 +48,14 @@ def read_model_files(directory: Path) -> ModelFiles:
         tokenizer=tokenizer,
         chat_template=ChatTemplate.from_checkpoint(directory),
         stop_token_ids=frozenset(stop_token_ids(directory, tokenizer)),
+        text_fingerprint=_text_fingerprint(directory),
     )
+
+
+def _text_fingerprint(directory: Path) -> str:
+    digest = hashlib.sha256()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        path = directory / name
+        content = path.read_bytes() if path.is_file() else b""
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()[:32]

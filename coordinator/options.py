@@ -12,7 +12,12 @@ import click
 from coordinator.cluster import Checkpoints, Cluster, LoadReporter
 from coordinator.model_files import ModelFiles
 from coordinator.placement import make_plan
+from coordinator.prefix.cache import PrefixCache, lineage_of
+from coordinator.prefix.disk import DiskCache
+from coordinator.store_options import StoreOptions, store_options
 from services.description import FeatureTransport, HeadPlace
+from services.errors import InvalidArgument
+from services.sizes import parse_size
 
 Command = Callable[..., Any]
 
@@ -40,6 +45,78 @@ _PLACEMENT = (
     click.option("--threads", type=click.IntRange(1), metavar="N",
                  help="CPU threads of each local worker.  [default: the cores shared out]"),
 )  # fmt: skip
+
+
+_PREFIX = (
+    click.option("--prefix-cache/--no-prefix-cache", default=True, show_default=True,
+                 help="Keep the state of prompts in the workers' memory, so that a later prompt that begins alike is "
+                 "not computed again."),
+    click.option("--prefix-cache-bytes", metavar="SIZE",
+                 help="Host memory for that in each local worker, like 8GiB; remote ones have their own flag.  "
+                 "[default: a tenth of the memory, at most 4GiB]"),
+    click.option("--kv-cache-budget", default="4GiB", show_default=True, metavar="SIZE",
+                 help="Most bytes on disk; what is worth least is given up first."),
+    click.option("--kv-cache-min-tokens", type=click.IntRange(1), default=512, show_default=True, metavar="N",
+                 help="Shorter prefixes are not written to disk."),
+)  # fmt: skip
+
+
+def prefix_options(command: Command) -> Command:
+    """Everything about keeping prefixes."""
+    for option in reversed(_PREFIX):
+        command = option(command)
+    return store_options(command)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixOptions:
+    """Those options as given."""
+
+    prefix_cache: bool
+    prefix_cache_bytes: str | None
+    store: StoreOptions
+    kv_cache_budget: str
+    kv_cache_min_tokens: int
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument for options that contradict each other, and for sizes that are none."""
+        if not self.prefix_cache and self.store.given is not None:
+            raise InvalidArgument(
+                f"{self.store.given} has no effect with --no-prefix-cache: what comes from disk goes through the "
+                "workers' memory; leave out one of them",
+                field=self.store.given,
+            )
+        if not self.prefix_cache and self.prefix_cache_bytes is not None:
+            raise InvalidArgument(
+                "--prefix-cache-bytes has no effect with --no-prefix-cache: leave out one of them",
+                field="--prefix-cache-bytes",
+            )
+        parse_size(self.kv_cache_budget, "--kv-cache-budget")
+        if self.prefix_cache_bytes is not None:
+            parse_size(self.prefix_cache_bytes, "--prefix-cache-bytes")
+
+    @property
+    def worker_bytes(self) -> int | None:
+        """Budget of each local worker; None for its own default."""
+        if not self.prefix_cache:
+            return 0
+        return None if self.prefix_cache_bytes is None else parse_size(self.prefix_cache_bytes, "--prefix-cache-bytes")
+
+    def open(self, cluster: Cluster, files: ModelFiles) -> PrefixCache | None:
+        """The cache of a started cluster, not yet entered; None where it is switched off."""
+        if not self.prefix_cache:
+            return None
+        disk = None
+        if self.store.given is not None:
+            disk = DiskCache(
+                self.store.open(),
+                [lineage_of(cluster, files.text_fingerprint, with_draft=with_draft) for with_draft in (False, True)],
+                files.num_layers,
+                files.directory.absolute().name,
+                budget_bytes=parse_size(self.kv_cache_budget, "--kv-cache-budget"),
+                min_tokens=self.kv_cache_min_tokens,
+            )
+        return PrefixCache(cluster, files.text_fingerprint, disk=disk)
 
 
 def placement_options(command: Command) -> Command:
@@ -73,7 +150,14 @@ class PlacementOptions:
     dtype: str | None
     threads: int | None
 
-    def cluster(self, files: ModelFiles, draft: Path | None, reporter: LoadReporter) -> Cluster:
+    def cluster(
+        self,
+        files: ModelFiles,
+        draft: Path | None,
+        reporter: LoadReporter,
+        *,
+        prefix_cache_bytes: int | None = None,
+    ) -> Cluster:
         """A cluster that is not started yet. Raises InvalidArgument for options that contradict each other."""
         plan = make_plan(
             target_devices=self.target_devices,
@@ -89,4 +173,10 @@ class PlacementOptions:
             head_place=HeadPlace(self.draft_head),
             transport=FeatureTransport(self.features),
         )
-        return Cluster(plan, checkpoints, threads=self.threads, reporter=reporter)
+        return Cluster(
+            plan,
+            checkpoints,
+            threads=self.threads,
+            prefix_cache_bytes=prefix_cache_bytes,
+            reporter=reporter,
+        )

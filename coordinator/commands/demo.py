@@ -11,11 +11,12 @@ import click
 from rich.table import Table
 
 from coordinator.answer import Answer, Request
-from coordinator.commands.generate import render_chat, stream
+from coordinator.commands.generate import stream
 from coordinator.console import LoadBars, console
 from coordinator.generation import generate
 from coordinator.model_files import read_model_files
 from coordinator.options import PlacementOptions, model_options, placement_options
+from coordinator.prompt import chat_prompt
 from coordinator.running import run
 from services.errors import FailedPrecondition
 from services.process import list_devices
@@ -51,7 +52,7 @@ def demo(model: Path | None, draft: Path | None, prompt: str, max_tokens: int, *
             cluster = PlacementOptions(**placement).cluster(files, draft, bars)  # type: ignore[arg-type]
             await cluster.__aenter__()
         try:
-            prompt_ids = render_chat(files, prompt)
+            prompt_ids = chat_prompt(files, [{"role": "user", "content": prompt}]).token_ids
             console.print(f"[bold]{placement['target_devices']}[/bold]  {prompt}")
 
             async def answer(*, speculate: bool, shown: bool) -> Answer:

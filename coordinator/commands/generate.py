@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import sys
@@ -13,8 +14,10 @@ from coordinator import generation
 from coordinator.answer import Answer, Piece, Request
 from coordinator.console import LoadBars, console
 from coordinator.model_files import ModelFiles, read_model_files
-from coordinator.options import PlacementOptions, model_options, placement_options
+from coordinator.options import PlacementOptions, PrefixOptions, model_options, placement_options, prefix_options
+from coordinator.prompt import Prompt, chat_prompt, text_prompt
 from coordinator.running import run
+from coordinator.store_options import chosen_store
 from services.errors import InvalidArgument
 from services.stage_frames import check_sampling
 from services.steps import Sampling
@@ -32,12 +35,22 @@ _EPILOG = """Examples:
 @click.command(epilog=_EPILOG)
 @model_options(required=True)
 @placement_options
-@click.option("--prompt", metavar="TEXT", help="The prompt.")
+@prefix_options
+@click.option(
+    "--prompt",
+    "prompts",
+    multiple=True,
+    metavar="TEXT",
+    help="The prompt. Given several times, they are answered one after the other, and what they begin with in common "
+    "is computed once.",
+)
 @click.option(
     "--prompt-file",
+    "prompt_files",
+    multiple=True,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Read the prompt from a file.",
+    help="Read the prompt from a file; may be given several times.",
 )
 @click.option("--prompt-ids", metavar="ID[,ID…]", help="The prompt as token ids; needs no tokenizer.")
 @click.option("--chat", is_flag=True, help="Put the prompt into the checkpoint's chat template as a user message.")
@@ -70,8 +83,8 @@ _EPILOG = """Examples:
 def generate(
     model: Path,
     draft: Path | None,
-    prompt: str | None,
-    prompt_file: Path | None,
+    prompts: tuple[str, ...],
+    prompt_files: tuple[Path, ...],
     prompt_ids: str | None,
     chat: bool,
     system: str | None,
@@ -89,6 +102,12 @@ def generate(
     ignore_eos: bool,
     prefill_chunk: int,
     as_json: bool,
+    prefix_cache: bool,
+    prefix_cache_bytes: str | None,
+    kv_cache_dir: str | None,
+    kv_cache_url: str | None,
+    kv_cache_budget: str,
+    kv_cache_min_tokens: int,
     **placement: str | int | None,
 ) -> None:
     """Answer one prompt with a model that is split over worker processes.
@@ -99,6 +118,7 @@ def generate(
     """
 
     async def main() -> None:
+        store = chosen_store(kv_cache_dir, kv_cache_url)
         files = read_model_files(model)
         sampling = Sampling(
             repetition_penalty=repetition_penalty,
@@ -111,83 +131,82 @@ def generate(
             seed=secrets.randbits(64) if seed is None else seed,
         )
         check_sampling(sampling)
-        request = Request(
-            request_id=secrets.token_hex(8),
-            prompt_ids=read_prompt(files, prompt, prompt_file, prompt_ids, chat=chat, system=system),
-            max_tokens=max_tokens,
-            sampling=sampling,
-            stop_token_ids=frozenset() if ignore_eos else files.stop_token_ids,
-            stop_strings=stops,
-            speculate=not no_speculation,
-            prefill_chunk=prefill_chunk,
-        )
+        asked = read_prompts(files, prompts, prompt_files, prompt_ids, chat=chat, system=system)
+        keeping = PrefixOptions(prefix_cache, prefix_cache_bytes, store, kv_cache_budget, kv_cache_min_tokens)
+        budget = keeping.worker_bytes
         with LoadBars() as bars:
-            cluster = PlacementOptions(**placement).cluster(files, draft, bars)  # type: ignore[arg-type]
+            cluster = PlacementOptions(**placement).cluster(  # type: ignore[arg-type]
+                files, draft, bars, prefix_cache_bytes=budget
+            )
             await cluster.__aenter__()
 
         def show(piece: Piece) -> None:
             if not as_json:
                 stream(piece.text if files.tokenizer is not None else ids_as_text(piece.token_ids))
 
-        try:
-            answer = await generation.generate(cluster, request, files.tokenizer, show)
-        finally:
-            await cluster.close()
-        if as_json:
-            print(json.dumps(answer.as_json(), ensure_ascii=False))
-        else:
-            print()
-            console.print(summary(answer), style="dim", soft_wrap=True, markup=False)
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(cluster.close)
+            # A single prompt has nobody to leave its state to, unless that goes to disk.
+            cache = keeping.open(cluster, files) if len(asked) > 1 or store.given is not None else None
+            if cache is not None:
+                await stack.enter_async_context(cache)
+            for prompt in asked:
+                request = Request(
+                    request_id=secrets.token_hex(8),
+                    prompt_ids=prompt.token_ids,
+                    boundaries=prompt.boundaries,
+                    max_tokens=max_tokens,
+                    sampling=sampling,
+                    stop_token_ids=frozenset() if ignore_eos else files.stop_token_ids,
+                    stop_strings=stops,
+                    speculate=not no_speculation,
+                    prefill_chunk=prefill_chunk,
+                )
+                answer = await generation.generate(cluster, request, files.tokenizer, show, cache)
+                if as_json:
+                    print(json.dumps(answer.as_json(), ensure_ascii=False), flush=True)
+                else:
+                    print()
+                    console.print(summary(answer), style="dim", soft_wrap=True, markup=False)
+            if cache is not None and cache.pending:
+                with console.status("writing prefixes to disk"):
+                    await cache.close()
 
     run(main())
 
 
-def read_prompt(
+def read_prompts(
     files: ModelFiles,
-    prompt: str | None,
-    prompt_file: Path | None,
+    prompts: tuple[str, ...],
+    prompt_files: tuple[Path, ...],
     prompt_ids: str | None,
     *,
     chat: bool,
     system: str | None,
-) -> tuple[int, ...]:
-    """The prompt's tokens from whichever of the three options was given. Raises InvalidArgument for none or several."""
-    given = [value for value in (prompt, prompt_file, prompt_ids) if value is not None]
+) -> list[Prompt]:
+    """The prompts from whichever of the three options was given. Raises InvalidArgument for none or several of them."""
+    given = [option for option in (prompts, prompt_files, prompt_ids) if option]
     if len(given) != 1:
         raise InvalidArgument("give exactly one of --prompt, --prompt-file and --prompt-ids", field="--prompt")
     if system is not None and not chat:
         raise InvalidArgument("--system has no effect without --chat", field="--system")
-    if prompt_ids is not None:
+    if prompt_ids:
         if chat:
             raise InvalidArgument("--chat needs text: use --prompt or --prompt-file with it", field="--chat")
         try:
-            return tuple(int(part) for part in prompt_ids.split(","))
+            return [Prompt(tuple(int(part) for part in prompt_ids.split(",")))]
         except ValueError:
             raise InvalidArgument(
                 f"--prompt-ids {prompt_ids!r} must be whole numbers joined by commas", field="--prompt-ids"
             ) from None
-    if files.tokenizer is None:
-        raise InvalidArgument(
-            f"{files.directory} has no tokenizer.json: give the prompt as --prompt-ids", field="--prompt"
-        )
-    text = prompt if prompt is not None else _read_text(prompt_file)
-    if chat:
-        return render_chat(files, text, system)
-    return tuple(files.tokenizer.encode(text, add_special_tokens=True))
+    texts = prompts or [_read_text(path) for path in prompt_files]
+    if not chat:
+        return [text_prompt(files, text) for text in texts]
+    before = [{"role": "system", "content": system}] if system is not None else []
+    return [chat_prompt(files, [*before, {"role": "user", "content": text}]) for text in texts]
 
 
-def render_chat(files: ModelFiles, text: str, system: str | None = None) -> tuple[int, ...]:
-    """A user message (after an optional system one) as tokens. Raises InvalidArgument without a chat template."""
-    if files.chat_template is None or files.tokenizer is None:
-        raise InvalidArgument(f"{files.directory} has no chat template: leave out --chat", field="--chat")
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    messages.append({"role": "user", "content": text})
-    # The template writes the special tokens itself.
-    return tuple(files.tokenizer.encode(files.chat_template.render(messages), add_special_tokens=False))
-
-
-def _read_text(path: Path | None) -> str:
-    assert path is not None
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -210,6 +229,14 @@ def summary(answer: Answer) -> str:
     parts = [
         f"{stats.completion_tokens} tokens ({answer.finish_reason})",
         f"prefill {stats.prefill_ms:.0f} ms",
+        *(
+            [
+                f"{stats.cached_tokens} of {stats.prompt_tokens} prompt tokens from {stats.cache_source} in "
+                f"{stats.restore_ms:.0f} ms"
+            ]
+            if stats.cached_tokens
+            else []
+        ),
         f"decode {stats.decode_tokens_per_s:.1f} tokens/s",
     ]
     if stats.acceptance_length is not None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.reference import checkpoints
+from tests.reference import checkpoints, target
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,6 +59,16 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
             8,
         ),
     }
+
+
+@pytest.fixture(scope="session")
+def prefix_cases(pairs: dict[str, Pair]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """For each family a prompt of 50 tokens with clear margins, and the 40 that transformers says to it."""
+    found = {}
+    for name, pair in pairs.items():
+        prompt, tokens = target.clear_prompt(target.load(pair.target), 50, 40, seed=300)
+        found[name] = tuple(prompt), tuple(tokens)
+    return found
 
 
 @pytest.fixture

@@ -22,10 +22,10 @@ import pytest
 
 from coordinator.answer import Answer, Request
 from coordinator.cluster import Checkpoints, Cluster
-from coordinator.commands.generate import render_chat
 from coordinator.generation import generate as complete
 from coordinator.model_files import ModelFiles, read_model_files
 from coordinator.placement import make_plan
+from coordinator.prompt import chat_prompt
 from tests.e2e.conftest import ROOT, Worker, flashsplit, generate
 from tests.reference import target
 
@@ -55,7 +55,10 @@ def beginnings(count: int) -> list[str]:
 def prompts_of(files: ModelFiles, held_out: dict[str, list[Any]], chat: int, code: int) -> list[tuple[int, ...]]:
     assert files.tokenizer is not None
     return [
-        *(render_chat(files, item["prompt"]) for item in held_out["chat"][:chat]),
+        *(
+            chat_prompt(files, [{"role": "user", "content": item["prompt"]}]).token_ids
+            for item in held_out["chat"][:chat]
+        ),
         *(tuple(files.tokenizer.encode(text, add_special_tokens=True)) for text in beginnings(code)),
     ]
 

@@ -1,4 +1,4 @@
-"""`flashsplit bench`: what the split and the speculation cost and gain on this machine, in one run."""
+"""`flashsplit bench decode`: what the split and the speculation cost and gain on this machine, in one run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rich.table import Table
 
 from coordinator.answer import Answer, Request
 from coordinator.cluster import Cluster, LoadReporter
-from coordinator.commands.generate import render_chat
 from coordinator.console import console
 from coordinator.generation import generate
 from coordinator.model_files import ModelFiles, read_model_files
 from coordinator.options import PlacementOptions, model_options, placement_options
+from coordinator.prompt import chat_prompt, text_prompt
 from coordinator.running import run
 from services.errors import InvalidArgument
 
@@ -41,12 +41,7 @@ class Row:
     identical: int
 
 
-@click.group()
-def bench() -> None:
-    """Measure. Figures of one run belong together: compare them as ratios."""
-
-
-@bench.command()
+@click.command()
 @model_options(required=True)
 @placement_options
 @click.option("--workers", default="1,2,3", show_default=True, help="Without --target-devices: numbers of CPU workers.")
@@ -120,12 +115,11 @@ def read_prompts(files: ModelFiles, path: Path, limit: int) -> dict[str, list[tu
         raise InvalidArgument(
             f"--prompts {path} must be a JSON object of lists of prompts: {error}", field="--prompts"
         ) from error
-    if files.tokenizer is None:
-        raise InvalidArgument(f"{files.directory} has no tokenizer.json, which prompts need", field="--model")
-    tokenizer = files.tokenizer
     return {
         kind: [
-            tuple(tokenizer.encode(text, add_special_tokens=True)) if kind == "code" else render_chat(files, text)
+            (
+                text_prompt(files, text) if kind == "code" else chat_prompt(files, [{"role": "user", "content": text}])
+            ).token_ids
             for text in asked
         ]
         for kind, asked in texts.items()

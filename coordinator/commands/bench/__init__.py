@@ -1,0 +1,17 @@
+"""`flashsplit bench`: figures of this machine, each beside what it is to be compared with."""
+
+from __future__ import annotations
+
+import click
+
+from coordinator.commands.bench.decode import decode
+from coordinator.commands.bench.snapshot import snapshot
+
+
+@click.group()
+def bench() -> None:
+    """Measure. Figures of one run belong together: compare them as ratios."""
+
+
+bench.add_command(decode)
+bench.add_command(snapshot)

@@ -1,0 +1,90 @@
+"""A cluster with its prefix cache, as the commands put them together, for tests that look inside."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.answer import Answer, Request
+from coordinator.cluster import Checkpoints, Cluster
+from coordinator.generation import generate
+from coordinator.placement import make_plan
+from coordinator.prefix.cache import PrefixCache, lineage_of
+from coordinator.prefix.disk import DiskCache
+from coordinator.prefix.policy import KeepPolicy
+from coordinator.prefix.stores import open_store
+from services.steps import Sampling
+from tests.e2e.conftest import Pair
+
+TOKENS = 40
+POLICY = KeepPolicy(min_tokens=8, checkpoint_tokens=24)
+GREEDY = Sampling()
+
+
+@dataclass
+class Client:
+    """One cluster with its cache."""
+
+    cluster: Cluster
+    cache: PrefixCache
+    asked: int = 0
+
+    async def ask(
+        self,
+        prompt: tuple[int, ...],
+        *,
+        sampling: Sampling = GREEDY,
+        speculate: bool = True,
+        cached: bool = True,
+        boundaries: tuple[int, ...] = (),
+        tokens: int = TOKENS,
+        stop: frozenset[int] = frozenset(),
+    ) -> Answer:
+        self.asked += 1
+        request = Request(
+            f"p{self.asked}",
+            prompt,
+            tokens,
+            sampling,
+            stop,
+            speculate=speculate,
+            prefill_chunk=16,
+            boundaries=boundaries,
+        )
+        return await generate(self.cluster, request, None, prefixes=self.cache if cached else None)
+
+    async def settle(self) -> None:
+        """Wait until what was asked so far is kept, and written where there is a store."""
+        while self.cache.pending:
+            await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def client(
+    pair: Pair,
+    devices: str,
+    split: str | None = None,
+    *,
+    draft_device: str | None = None,
+    prefix_cache_bytes: int | None = None,
+    store: Path | None = None,
+    has_draft: bool = True,
+) -> AsyncIterator[Client]:
+    plan = make_plan(
+        target_devices=devices,
+        layer_split=split,
+        draft_device=draft_device,
+        num_layers=pair.layers,
+        has_draft=has_draft,
+    )
+    files = Checkpoints(pair.target, pair.draft if has_draft else None, "float32")
+    async with Cluster(plan, files, prefix_cache_bytes=prefix_cache_bytes, threads=1) as cluster:
+        disk = None
+        if store is not None:
+            lineages = [lineage_of(cluster, "text", with_draft=with_draft) for with_draft in (False, True)]
+            disk = DiskCache(open_store(str(store)), lineages, pair.layers, "tiny", budget_bytes=1 << 30, min_tokens=8)
+        async with PrefixCache(cluster, "text", disk=disk, policy=POLICY) as cache:
+            yield Client(cluster, cache)
