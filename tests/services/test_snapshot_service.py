@@ -249,7 +249,8 @@ async def test_a_server_that_stops_in_the_middle(port: FakeSnapshots, serve: Ser
             yield frame
         waiting.set()
         await still.wait()
-        yield SMALL[3]
+        for frame in SMALL[3:]:
+            yield frame
 
     tasks = [asyncio.create_task(export()), asyncio.create_task(snapshots.import_snapshot(half()))]
     await waiting.wait()

@@ -128,7 +128,7 @@ class Chain:
             thread = last_thread if beside else self._thread()
             self.draft_role = DraftRole(
                 thread,
-                parse_devices("cpu")[0],
+                stage_devices[-1] if beside else parse_devices("cpu")[0],
                 lambda stage: Location(stage, "draft-host", "cpu", DRAFT_ADDRESS),
                 self.draft_kept.store,
             )
