@@ -1,8 +1,8 @@
 """At which positions of a prompt or an answer the state is kept, and how prefill is cut up around them.
 
-Positions depend on the prompt alone, never on what is kept already: from a save point on, a run computes the rest in the
-same chunks whether it took up that point or came to it, so it rounds alike. A hit between save points (another request's
-end, a cut) begins in other chunks until the next one; that shows in bfloat16 alone, as near-ties may.
+Positions depend on the prompt alone, never on what is kept already: from a save point on, a run computes the rest in
+the same chunks whether it took up that point or came to it, so it rounds alike. A hit between save points (the end of
+another request, a cut) begins in other chunks until the next one; only in bfloat16 can that show, where near-ties flip.
 """
 
 from __future__ import annotations
