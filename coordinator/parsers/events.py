@@ -1,0 +1,50 @@
+"""What the parsers say about an answer, piece by piece.
+
+A call is one `ToolCallStart`, any number of `ToolCallArguments`, whose texts joined are its arguments as a JSON object,
+and one `ToolCallEnd`. A call that has no end was broken off: its text follows as content, unchanged and whole, and what
+was said of the call before is to be dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """The next piece of what the model thinks."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    """The next piece of what the model says."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
+    """A call of a known function begins. Indices count up from 0, those of broken calls included."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallArguments:
+    """The next piece of a call's arguments, as JSON."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallEnd:
+    """The call is whole and its arguments are a JSON object."""
+
+    index: int
+
+
+Event = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments | ToolCallEnd
