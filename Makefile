@@ -5,13 +5,17 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard proto/flashsplit/*/v1/*.proto)
 GENERATE := -m grpc_tools.protoc -I proto --python_out=proto --pyi_out=proto --grpc_python_out=proto
 
-.PHONY: demo test lint proto bench clean
+.PHONY: demo serve test lint proto bench clean
 
 demo: $(VENV)/.run
 	$(BIN)/flashsplit demo --model deploy/demo/target --draft deploy/demo/draft
 
+serve: $(VENV)/.run
+	$(BIN)/flashsplit serve --model deploy/demo/target --draft deploy/demo/draft --target-devices cpu,cpu
+
+# Two tests at a time, one thread each, keeps two cores busy; files stay whole, as many of them share their workers.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.lint proto
 	git diff --exit-code -- proto

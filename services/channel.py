@@ -8,12 +8,14 @@ answers them on threads of its own.
 from __future__ import annotations
 
 import asyncio
-import time
 
 import grpc
 
-from services.addresses import grpc_target, parse_address
+from services.addresses import grpc_target, parse_address, socket_path
+from services.cluster_token import TokenChannel
 from services.errors import Unavailable
+from services.handshake import why_refused
+from services.security import OPEN, Security
 from services.tensors import CHUNK_BYTES
 
 # A frame's tensors share one chunk's worth of bytes; the rest is for its lists (token ids, logit biases, tensor names).
@@ -44,16 +46,18 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.max_ping_strikes", 0),
     # Two servers on one port would share its calls at random.
     ("grpc.so_reuseport", 0),
+    # Who connects and says nothing holds a socket this long.
+    ("grpc.server_handshake_timeout_ms", 10_000),
 ]
 
 
-async def connect(address: str, *, timeout_s: float) -> grpc.aio.Channel:
-    """A channel that is ready. Raises Unavailable when the worker doesn't answer in time, InvalidArgument for what is
-    no address."""
-    channel = grpc.aio.insecure_channel(grpc_target(parse_address(address)), options=CLIENT_OPTIONS)
-    deadline = time.monotonic() + timeout_s
+async def connect(address: str, *, timeout_s: float, security: Security = OPEN) -> grpc.aio.Channel:
+    """A channel that is ready. Raises Unavailable when the worker doesn't answer in time or the two don't trust each
+    other, InvalidArgument for what is no address."""
+    channel = _channel(parse_address(address), security)
     try:
-        await asyncio.wait_for(channel.channel_ready(), timeout=deadline - time.monotonic())
+        async with asyncio.timeout(timeout_s):
+            await _ready(channel, address, security)
     except TimeoutError:
         await channel.close()
         raise Unavailable(
@@ -66,3 +70,26 @@ async def connect(address: str, *, timeout_s: float) -> grpc.aio.Channel:
         await channel.close()
         raise
     return channel
+
+
+def _channel(address: str, security: Security) -> grpc.aio.Channel:
+    target, tls = grpc_target(address), security.tls
+    if tls is None or socket_path(address) is not None:
+        # A Unix socket is private to its user already.
+        channel = grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
+    else:
+        name = tls.files.server_name
+        options = CLIENT_OPTIONS if name is None else [*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", name)]
+        channel = grpc.aio.secure_channel(target, tls.for_channel(), options=options)
+    return channel if security.token is None else TokenChannel(channel, security.token)
+
+
+async def _ready(channel: grpc.aio.Channel, address: str, security: Security) -> None:
+    """Wait, but not for what time does not mend: certificates that one side refuses, TLS on one side only."""
+    states = grpc.ChannelConnectivity
+    while (state := channel.get_state(try_to_connect=True)) is not states.READY:
+        if state is states.TRANSIENT_FAILURE and socket_path(address) is None:
+            why = await why_refused(address, security.tls)
+            if why is not None:
+                raise Unavailable(why, reason="HANDSHAKE_FAILED", address=address)
+        await channel.wait_for_state_change(state)

@@ -5,11 +5,14 @@ programs, a reason and the place it speaks of; both travel as `google.rpc.ErrorI
 
     FlashsplitError
     ├── InvalidArgument      the caller sent something that makes no sense
+    ├── Unauthenticated      the caller did not show the cluster's token
     ├── NotFound             what was named does not exist
+    ├── AlreadyExists        what was to be new is there
     ├── FailedPrecondition   right in itself, wrong for the state or model at hand
     ├── ResourceExhausted    no room left
     ├── Unavailable          a worker is gone, loading or draining
     ├── DeadlineExceeded     no answer in time
+    ├── Cancelled            ended because somebody asked for it
     ├── DataLoss             bytes do not match their digest
     ├── Unimplemented        this build or family cannot do it
     └── InternalError        our fault
@@ -61,8 +64,16 @@ class InvalidArgument(FlashsplitError):
     code = grpc.StatusCode.INVALID_ARGUMENT
 
 
+class Unauthenticated(FlashsplitError):
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
 class NotFound(FlashsplitError):
     code = grpc.StatusCode.NOT_FOUND
+
+
+class AlreadyExists(FlashsplitError):
+    code = grpc.StatusCode.ALREADY_EXISTS
 
 
 class FailedPrecondition(FlashsplitError):
@@ -81,6 +92,10 @@ class DeadlineExceeded(FlashsplitError):
     code = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
+class Cancelled(FlashsplitError):
+    code = grpc.StatusCode.CANCELLED
+
+
 class DataLoss(FlashsplitError):
     code = grpc.StatusCode.DATA_LOSS
 
@@ -95,9 +110,6 @@ class InternalError(FlashsplitError):
 
 _BY_CODE: Mapping[grpc.StatusCode, type[FlashsplitError]] = {
     kind.code: kind for kind in FlashsplitError.__subclasses__()
-} | {
-    # Said by a server that stops and cuts its running calls.
-    grpc.StatusCode.CANCELLED: Unavailable
 }
 _BY_NAME = {code.name: kind for code, kind in _BY_CODE.items()}
 
@@ -113,6 +125,10 @@ def to_status(error: FlashsplitError) -> grpc.Status:
     status = status_pb2.Status(code=code, message=_cut(error.message))
     metadata = {key: _cut(value) for key, value in error.where.items()}
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata))
+    if "retry_after_s" in error.where:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(round(float(error.where["retry_after_s"]) * 1000))
+        status.details.add().Pack(retry)
     return rpc_status.to_status(status)
 
 
@@ -125,6 +141,9 @@ def from_rpc_error(error: grpc.RpcError, **where: object) -> FlashsplitError:
         known = kind(text, reason=info.reason)
         known.where.update(info.metadata)
         return known.located(**where)
+    if kind is Cancelled:
+        # Nobody asked for it: a server stops and cuts its running calls.
+        kind = Unavailable
     if kind is Unavailable:
         place = where.get("address", "the worker")
         text = f"{place} does not answer: {text}"

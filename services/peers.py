@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import grpc
 
 from services.channel import connect
 from services.draft import RemoteDraft
+from services.errors import Unavailable
+from services.security import OPEN, Security
 from services.snapshot_service import RemoteSnapshots
 from services.stage import RemoteStage
 from services.worker import RemoteWorker
 
 
 class Peers:
-    """The workers that this process talks to. Every method raises Unavailable when one doesn't answer in time."""
+    """The workers that this process talks to. Every method raises Unavailable when one doesn't answer in time.
 
-    def __init__(self, timeout_s: float = 5.0) -> None:
-        self._timeout_s = timeout_s
+    caller: how this process calls itself in that sentence, where others read it.
+    """
+
+    def __init__(
+        self, timeout_s: float = 5.0, *, security: Security = OPEN, caller: Callable[[], str] | None = None
+    ) -> None:
+        self._timeout_s, self._security, self._caller = timeout_s, security, caller
         self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
         self._connecting: dict[tuple[str, str], asyncio.Lock] = {}
 
@@ -48,5 +56,15 @@ class Peers:
                 # A worker that was gone is asked anew, without waiting out the old channel's back-off.
                 await known.close()
                 known = None
-            self._channels[key] = known or await connect(address, timeout_s=self._timeout_s)
+            if known is None:
+                known = await self._connect(address)
+            self._channels[key] = known
             return self._channels[key]
+
+    async def _connect(self, address: str) -> grpc.aio.Channel:
+        try:
+            return await connect(address, timeout_s=self._timeout_s, security=self._security)
+        except Unavailable as error:
+            if self._caller is not None:
+                error.message = f"{self._caller()}: {error.message}"
+            raise

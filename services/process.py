@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.errors import FailedPrecondition, Unavailable
+from services.security import OPEN, Security
 
 READY_TIMEOUT_S = 120.0
 STOP_GRACE_S = 2.0
@@ -36,12 +37,13 @@ class WorkerProcess:
         *,
         threads: int | None = None,
         prefix_cache_bytes: int | None = None,
+        security: Security = OPEN,
         log_level: str = "info",
         command: Sequence[str] = DEFAULT_COMMAND,
     ) -> None:
         self.device = device
         self._roles, self._threads, self._log_level = tuple(roles), threads, log_level
-        self._prefix_cache_bytes = prefix_cache_bytes
+        self._prefix_cache_bytes, self._security = prefix_cache_bytes, security
         self._command = tuple(command)
         self._scratch: Path | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -67,6 +69,7 @@ class WorkerProcess:
             *("--listen", self.address, "--device", self.device),
             *("--roles", ",".join(self._roles), "--log-level", self._log_level),
             *("--lifeline-fd", str(child_end)),
+            *self._security.child_arguments(),
             *(word for flag, value in optional.items() if value is not None for word in (flag, str(value))),
         ]
         try:
@@ -76,6 +79,7 @@ class WorkerProcess:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
+                    env=self._security.child_environment(),
                     pass_fds=(child_end,),
                     # Ctrl-C on the terminal is for the parent, which then stops its children in order.
                     start_new_session=True,

@@ -15,6 +15,7 @@ from services.description import Role
 from services.errors import FlashsplitError
 from services.lifeline import die_with
 from services.logs import configure_logs
+from services.security import Security, load_security
 from services.server import Server
 from services.sizes import parse_size
 
@@ -62,7 +63,32 @@ log = structlog.get_logger()
     help="Host memory for the state of prompts' prefixes, so that a later request need not compute them again; like "
     "8GiB, 0 for none.  [default: a tenth of the memory, at most 4GiB]",
 )
-@click.option("--insecure", is_flag=True, help="Listen beyond this host, although nothing is encrypted yet.")
+@click.option("--tls-cert", metavar="FILE", help="This worker's PEM certificate; see flashsplit certs.")
+@click.option("--tls-key", metavar="FILE", help="The certificate's key.")
+@click.option(
+    "--tls-ca",
+    metavar="FILE",
+    help="Who must have signed the certificates of all that call and are called over TCP.",
+)
+@click.option(
+    "--tls-server-name",
+    metavar="NAME",
+    help="Expect this name in the certificates of other workers.  [default: the host dialled]",
+)
+@click.option(
+    "--cluster-token-file",
+    metavar="FILE",
+    help="The secret that every call must carry.  [default: what FLASHSPLIT_CLUSTER_TOKEN holds, if set]",
+)
+@click.option("--insecure", is_flag=True, help="Listen beyond this host without TLS.")
+@click.option(
+    "--health-port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    metavar="N",
+    help="Answer grpc.health.v1, and nothing else, without TLS on this port of the same host too (for probes).  "
+    "[default: off]",
+)
 @click.option(
     "--log-level",
     default="info",
@@ -88,7 +114,13 @@ def main(
     draft: str | None,
     threads: int | None,
     prefix_cache_bytes: str | None,
+    tls_cert: str | None,
+    tls_key: str | None,
+    tls_ca: str | None,
+    tls_server_name: str | None,
+    cluster_token_file: str | None,
     insecure: bool,
+    health_port: int,
     log_level: str,
     lifeline_fd: int | None,
 ) -> None:
@@ -98,20 +130,29 @@ def main(
     --draft-device and tells it which layers to load:
 
     \b
-      flashsplit-worker --listen 0.0.0.0:7001 --device cuda:0 --insecure      # on host a
-      flashsplit generate --model DIR --target-devices cpu,a:7001 --prompt Hi  # on host b
+      flashsplit-worker --listen 0.0.0.0:7001 --device cuda:0 --tls-cert a.pem --tls-key a-key.pem --tls-ca ca.pem
+      flashsplit generate --model DIR --target-devices cpu,a:7001 --prompt Hi --tls-cert coordinator.pem …
     """
     if lifeline_fd is not None:
         die_with(lifeline_fd)
     configure_logs(log_level)
     try:
-        if not is_loopback(listen) and not insecure:
+        security = load_security(
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            tls_ca=tls_ca,
+            tls_server_name=tls_server_name,
+            cluster_token_file=cluster_token_file,
+        )
+        if not is_loopback(listen) and security.tls is None and not insecure:
             raise click.UsageError(
-                f"--listen {listen} can be reached from other hosts and traffic is not encrypted: listen on "
-                "127.0.0.1 or unix:PATH, or accept that with --insecure"
+                f"--listen {listen} can be reached from other hosts and nothing would be encrypted"
+                f"{', the cluster token neither' if security.token is not None else ''}: give --tls-cert, --tls-key "
+                "and --tls-ca (flashsplit certs makes them), listen on 127.0.0.1 or unix:PATH, or accept that with "
+                "--insecure"
             )
         budget = None if prefix_cache_bytes is None else parse_size(prefix_cache_bytes, "--prefix-cache-bytes")
-        asyncio.run(_serve(listen, devices, _parse_roles(roles), model, draft, threads, budget))
+        asyncio.run(_serve(listen, devices, _parse_roles(roles), model, draft, threads, budget, security, health_port))
     except FlashsplitError as error:
         print(f"flashsplit-worker: {error.message}", file=sys.stderr)
         sys.exit(2)
@@ -141,6 +182,8 @@ async def _serve(
     draft: str | None,
     threads: int | None,
     prefix_cache_bytes: int | None,
+    security: Security,
+    health_port: int,
 ) -> None:
     # torch takes seconds to import: --help and a wrong flag should not wait for it.
     from shard_worker.device import best_devices, parse_devices
@@ -149,8 +192,8 @@ async def _serve(
 
     parsed = parse_devices("+".join(best_devices()) if devices == "best" else devices)
     budget = default_budget_bytes() if prefix_cache_bytes is None else prefix_cache_bytes
-    worker = Worker(WorkerConfig(parsed, roles, model, draft, threads, budget))
-    server = Server(listen, worker.registrations())
+    worker = Worker(WorkerConfig(parsed, roles, model, draft, threads, budget, security))
+    server = Server(listen, worker.registrations(), security=security, health_port=health_port)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

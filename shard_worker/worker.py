@@ -6,6 +6,7 @@ Implements `services.worker.WorkerPort`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import platform
 import socket
@@ -20,6 +21,7 @@ from services.description import FeatureTransport, HeadPlace, Role, WorkerDescri
 from services.draft import DraftServicer
 from services.errors import FailedPrecondition, InvalidArgument, Unimplemented
 from services.peers import Peers
+from services.security import OPEN, Security
 from services.server import Registration
 from services.snapshot import SnapshotOwner
 from services.snapshot_service import SnapshotServicer
@@ -36,6 +38,9 @@ from shard_worker.snapshot_transfer import SnapshotTransfer
 
 PROGRESS_INTERVAL_S = 0.1
 
+SESSIONS_GRACE_S = 2.0
+"""For sessions whose client has just gone, before a load is refused because of them."""
+
 log = structlog.get_logger()
 
 
@@ -49,6 +54,7 @@ class WorkerConfig:
     draft_path: str | None = None
     threads: int | None = None
     snapshot_budget_bytes: int = 0
+    security: Security = OPEN
 
 
 class Worker:
@@ -57,7 +63,7 @@ class Worker:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._thread = DeviceThread(config.threads)
-        self._peers = Peers()
+        self._peers = Peers(security=config.security, caller=lambda: f"the worker at {self.address}")
         self._snapshots = SnapshotStore(config.snapshot_budget_bytes)
         self._loading = asyncio.Lock()
         self.address = ""
@@ -106,7 +112,7 @@ class Worker:
             if role.loaded is not None and role.loaded.part == part:
                 yield await self.describe()
                 return
-            if role.open_sessions:
+            if not await _sessions_ended(role):
                 raise FailedPrecondition(
                     f"{role.open_sessions} sessions are open on what this worker holds: end them before loading "
                     "something else",
@@ -183,6 +189,15 @@ class Worker:
 
     def _open_sessions(self) -> int:
         return sum(role.open_sessions for role in (self._target, self._draft) if role is not None)
+
+
+async def _sessions_ended(role: TargetRole | DraftRole) -> bool:
+    """Whether no session is open; those whose client has just gone have a moment to end."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(SESSIONS_GRACE_S):
+            while role.open_sessions:
+                await asyncio.sleep(PROGRESS_INTERVAL_S)
+    return not role.open_sessions
 
 
 def _role_missing(role: Role) -> Unimplemented:

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,9 +56,9 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     opened: list[str] = []
     connect = peers_module.connect
 
-    async def counted(address: str, *, timeout_s: float) -> object:
+    async def counted(address: str, **options: Any) -> object:
         opened.append(address)
-        return await connect(address, timeout_s=timeout_s)
+        return await connect(address, **options)
 
     monkeypatch.setattr(peers_module, "connect", counted)
     return opened

@@ -15,6 +15,10 @@ from shard_worker.__main__ import main
         (["--listen", "127.0.0.1:0", "--roles", "target,oracle"], "--roles 'oracle' is not one of target, draft"),
         (["--listen", "127.0.0.1:0", "--threads", "0"], "--threads"),
         (["--listen", "0.0.0.0:7001"], "--insecure"),
+        (["--listen", "0.0.0.0:7001"], "give --tls-cert, --tls-key and --tls-ca (flashsplit certs makes them)"),
+        (["--listen", "127.0.0.1:0", "--tls-key", "a.pem"], "--tls-cert and --tls-ca are missing beside --tls-key"),
+        (["--listen", "127.0.0.1:0", "--cluster-token-file", "/no/such"], "--cluster-token-file /no/such cannot be"),
+        (["--listen", "127.0.0.1:0", "--health-port", "70000"], "--health-port"),
         (["--listen", "127.0.0.1:0", "--device", "gpu0"], "'gpu0' is not a device: use cpu, cuda:N or hip:N"),
         (["--listen", "127.0.0.1:0", "--device", "cpu+cuda:0"], "several vendors"),
         (["--listen", "127.0.0.1:0", "--prefix-cache-bytes", "lots"], "--prefix-cache-bytes is 'lots'"),
@@ -44,6 +48,12 @@ def test_help_needs_no_device() -> None:
         "--draft",
         "--threads",
         "--prefix-cache-bytes",
+        "--tls-cert",
+        "--tls-key",
+        "--tls-ca",
+        "--tls-server-name",
+        "--cluster-token-file",
         "--insecure",
+        "--health-port",
     ):
         assert option in result.output

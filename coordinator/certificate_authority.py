@@ -1,0 +1,161 @@
+"""A small certificate authority for one cluster: P-256 keys, certificates for hosts, PEM files for their user alone.
+
+For development and for clusters of one owner; who has an authority of their own gives flashsplit those files instead.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from services.errors import InvalidArgument
+
+# Clocks of hosts differ a little.
+_BACKDATED = datetime.timedelta(minutes=5)
+_DNS_NAME = re.compile(r"(?=.{1,253}$)[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9])?(\.[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9])?)*")
+_COMMON_NAME_CHARACTERS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A certificate and its key."""
+
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+    def write(self, certificate: Path, key: Path) -> None:
+        """Both files new, readable for their user alone. Raises FileExistsError."""
+        write_private(certificate, self.certificate.public_bytes(Encoding.PEM))
+        write_private(key, self.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+
+
+@dataclass(frozen=True, slots=True)
+class Authority(Pair):
+    """Signs certificates that are both a server's and a client's: every worker but the last calls another one."""
+
+    def issue(self, names: Sequence[str], days: float, *, now: datetime.datetime | None = None) -> Pair:
+        """A certificate for one host, by whatever names it is dialled; no longer valid than the authority itself."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        now = now or datetime.datetime.now(datetime.UTC)
+        last = min(now + datetime.timedelta(days=days), self.certificate.not_valid_after_utc)
+        # The first name is only for people: what counts are the alternative names.
+        builder = _builder(names[0], self.certificate.subject, key, now, last)
+        usages = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+        identifier = self.certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+        builder = (
+            builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_key_usage(signs_certificates=False), critical=True)
+            .add_extension(usages, critical=False)
+            .add_extension(x509.SubjectAlternativeName([_general_name(name) for name in names]), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False)
+        )
+        return Pair(builder.sign(self.key, hashes.SHA256()), key)
+
+
+def make_authority(days: float, *, now: datetime.datetime | None = None) -> Authority:
+    """A new one, under a name that no other has."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    now = now or datetime.datetime.now(datetime.UTC)
+    name = f"flashsplit development CA {secrets.token_hex(4)}"
+    builder = _builder(name, None, key, now, now + datetime.timedelta(days=days))
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True).add_extension(
+        _key_usage(signs_certificates=True), critical=True
+    )
+    return Authority(builder.sign(key, hashes.SHA256()), key)
+
+
+def read_authority(certificate: Path, key: Path) -> Authority:
+    """One made earlier. Raises InvalidArgument when the files are damaged, or it has expired."""
+    try:
+        found = x509.load_pem_x509_certificate(certificate.read_bytes())
+        secret = load_pem_private_key(key.read_bytes(), None)
+        found.extensions.get_extension_for_class(x509.SubjectKeyIdentifier)
+    except Exception as error:
+        # The library raises more than ValueError for damaged files, a kind for each of its layers.
+        raise InvalidArgument(
+            f"{certificate} and {key} are no certificate authority: make a new one with --force", field="--out"
+        ) from error
+    if not isinstance(secret, ec.EllipticCurvePrivateKey) or secret.public_key() != found.public_key():
+        raise InvalidArgument(f"{key} is not the key of {certificate}: make both anew with --force", field="--out")
+    if found.not_valid_after_utc < datetime.datetime.now(datetime.UTC):
+        raise InvalidArgument(
+            f"{certificate} expired on {found.not_valid_after_utc:%Y-%m-%d}: make a new authority with --force",
+            field="--out",
+        )
+    return Authority(found, secret)
+
+
+def check_name(text: str, field: str) -> str:
+    """A host's DNS name or IP address in its plain form. Raises InvalidArgument."""
+    try:
+        return str(ipaddress.ip_address(text.removeprefix("[").removesuffix("]")))
+    except ValueError:
+        name = text.lower()
+    if _DNS_NAME.fullmatch(name) is None or re.fullmatch(r"[0-9.]+", name):
+        raise InvalidArgument(f"{field} {text!r} is neither a DNS name nor an IP address", field=field)
+    return name
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """A new file that only its user may read, from its first moment. Raises FileExistsError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+
+
+def _builder(
+    name: str,
+    issuer: x509.Name | None,
+    key: ec.EllipticCurvePrivateKey,
+    now: datetime.datetime,
+    last: datetime.datetime,
+) -> x509.CertificateBuilder:
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:_COMMON_NAME_CHARACTERS])])
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer or subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _BACKDATED)
+        .not_valid_after(last)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+
+
+def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _general_name(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)

@@ -1,0 +1,130 @@
+"""The secret that all processes of one cluster share: read, sent with every call, asked for by every server.
+
+It tells who may call, and encrypts nothing. Health checks are answered without it, because probes hold no secrets.
+"""
+
+from __future__ import annotations
+
+import functools
+import hmac
+import os
+import re
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+
+from services.errors import InvalidArgument, Unauthenticated, answering
+
+FLAG = "--cluster-token-file"
+VARIABLE = "FLASHSPLIT_CLUSTER_TOKEN"
+
+_TOKEN = re.compile(r"[!-~]{16,512}")
+_HEADER = "authorization"
+_OPEN_SERVICE = "/grpc.health.v1.Health/"
+
+log = structlog.get_logger()
+
+
+def read_token(file: str | None) -> str | None:
+    """The token from the file, else from the environment, else None. Raises InvalidArgument, without quoting it."""
+    if file is not None:
+        source = f"{FLAG} {file}"
+        try:
+            text = Path(file).read_text(encoding="ascii").strip()
+        except OSError as error:
+            raise InvalidArgument(f"{source} cannot be read: {error.strerror}", field=FLAG) from error
+        except UnicodeDecodeError:
+            text = ""
+    elif VARIABLE in os.environ:
+        # Set but empty is more likely a mistake than a wish for no token.
+        source, text = VARIABLE, os.environ[VARIABLE].strip()
+    else:
+        return None
+    if _TOKEN.fullmatch(text) is None:
+        raise InvalidArgument(
+            f"{source} must hold one token of 16 to 512 visible ASCII characters, like that of openssl rand -hex 32",
+            field=FLAG if file is not None else VARIABLE,
+        )
+    return text
+
+
+class RequireToken(grpc.aio.ServerInterceptor):
+    """Ends every call without the token, of whatever method, before a byte of its requests is read.
+
+    name: where this server listens, for the sentence.
+    """
+
+    def __init__(self, token: str, name: Callable[[], str]) -> None:
+        self._expected, self._name = _bearer(token).encode(), name
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        if details.method.startswith(_OPEN_SERVICE):
+            return await continuation(details)
+        shown = [value for key, value in details.invocation_metadata if key == _HEADER]
+        if len(shown) == 1 and hmac.compare_digest(str(shown[0]).encode(), self._expected):
+            return await continuation(details)
+        what = "another token" if shown else "no token"
+
+        async def refuse(_: object, context: grpc.aio.ServicerContext) -> None:
+            log.warning("call.refused", method=details.method, peer=context.peer(), why=what)
+            async with answering(context):
+                raise Unauthenticated(
+                    f"the call carried {what}, the worker at {self._name()} asks for its cluster's: give both the same "
+                    f"with {FLAG} FILE or {VARIABLE}",
+                    reason="TOKEN_WRONG" if shown else "TOKEN_MISSING",
+                )
+
+        # Streams leave reading to the handler: this one fits calls of every shape.
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+class TokenChannel(grpc.aio.Channel):
+    """A channel whose calls all carry the token.
+
+    Not a client interceptor: those put a task and two queues between a stream's frames and the wire.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
+        self._channel = channel
+        self._metadata = ((_HEADER, _bearer(token)),)
+
+    def unary_unary(self, *method: Any, **options: Any) -> Any:
+        return functools.partial(self._channel.unary_unary(*method, **options), metadata=self._metadata)
+
+    def unary_stream(self, *method: Any, **options: Any) -> Any:
+        return functools.partial(self._channel.unary_stream(*method, **options), metadata=self._metadata)
+
+    def stream_unary(self, *method: Any, **options: Any) -> Any:
+        return functools.partial(self._channel.stream_unary(*method, **options), metadata=self._metadata)
+
+    def stream_stream(self, *method: Any, **options: Any) -> Any:
+        return functools.partial(self._channel.stream_stream(*method, **options), metadata=self._metadata)
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._channel.channel_ready()
+
+    async def __aenter__(self) -> TokenChannel:
+        return self
+
+    async def __aexit__(self, *ending: object) -> None:
+        await self.close()
+
+
+def _bearer(token: str) -> str:
+    return f"Bearer {token}"

@@ -1,0 +1,154 @@
+"""A process's own certificate and the authority that it trusts: read and checked once, then handed to gRPC.
+
+Every edge over TCP uses both: each side shows its certificate, and each side's must come from the authority. Unix
+sockets stay as they are, private to their user.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+import structlog
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from services.errors import InvalidArgument
+
+CERT_FLAG, KEY_FLAG, CA_FLAG, NAME_FLAG = "--tls-cert", "--tls-key", "--tls-ca", "--tls-server-name"
+_SOON = datetime.timedelta(days=14)
+
+T = TypeVar("T")
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Where the PEM files are. server_name: what every worker's certificate must name; None: the host dialled."""
+
+    cert: Path
+    key: Path
+    ca: Path
+    server_name: str | None = None
+
+    def arguments(self) -> list[str]:
+        """The flags that give another process the same files."""
+        flags = {CERT_FLAG: self.cert.absolute(), KEY_FLAG: self.key.absolute(), CA_FLAG: self.ca.absolute()}
+        words = [word for flag, path in flags.items() for word in (flag, str(path))]
+        return words if self.server_name is None else [*words, NAME_FLAG, self.server_name]
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What the files hold, checked. usages: what the certificate may be used for; None: anything."""
+
+    files: TlsFiles
+    usages: frozenset[x509.ObjectIdentifier] | None
+    cert_pem: bytes = field(repr=False)
+    key_pem: bytes = field(repr=False)
+    ca_pem: bytes = field(repr=False)
+
+    def for_channel(self) -> grpc.ChannelCredentials:
+        """Shows the certificate; the other side's must come from the authority and name the host dialled."""
+        return grpc.ssl_channel_credentials(self.ca_pem, self.key_pem, self.cert_pem)
+
+    def for_server(self) -> grpc.ServerCredentials:
+        """As `for_channel`, and refuses clients without a certificate. Raises InvalidArgument for a client's own."""
+        _check_usage(self.usages, ExtendedKeyUsageOID.SERVER_AUTH, "server", self.files.cert)
+        return grpc.ssl_server_credentials([(self.key_pem, self.cert_pem)], self.ca_pem, require_client_auth=True)
+
+
+def tls_files(cert: str | None, key: str | None, ca: str | None, server_name: str | None = None) -> TlsFiles | None:
+    """The flags as given: all three or none. Raises InvalidArgument naming those that are missing."""
+    given = {CERT_FLAG: cert, KEY_FLAG: key, CA_FLAG: ca}
+    missing = [flag for flag, path in given.items() if path is None]
+    if cert is None or key is None or ca is None:
+        present = [flag for flag in given if flag not in missing] + [NAME_FLAG] * (server_name is not None)
+        if not present:
+            return None
+        raise InvalidArgument(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing beside {' and '.join(present)}: "
+            "TLS takes this process's certificate, its key and the authority that signed everybody's",
+            field=missing[0],
+        )
+    return TlsFiles(Path(cert), Path(key), Path(ca), server_name)
+
+
+def load_credentials(files: TlsFiles) -> Credentials:
+    """Read and check. Raises InvalidArgument naming the flag, the file and what is wrong with it."""
+    cert_pem, key_pem, ca_pem = (
+        _read(flag, path) for flag, path in ((CERT_FLAG, files.cert), (KEY_FLAG, files.key), (CA_FLAG, files.ca))
+    )
+    chain = _parse(CERT_FLAG, files.cert, "a PEM certificate", x509.load_pem_x509_certificates, cert_pem)
+    key = _parse(KEY_FLAG, files.key, "a PEM private key", lambda pem: load_pem_private_key(pem, None), key_pem)
+    authorities = _parse(CA_FLAG, files.ca, "a PEM certificate", x509.load_pem_x509_certificates, ca_pem)
+    if chain[0].public_key() != key.public_key():
+        raise InvalidArgument(
+            f"{KEY_FLAG} {files.key} is not the key of {CERT_FLAG} {files.cert}: name the two that were made together",
+            field=KEY_FLAG,
+        )
+    for flag, path, certificate in ((CERT_FLAG, files.cert, chain[0]), (CA_FLAG, files.ca, authorities[0])):
+        _check_dates(flag, path, certificate)
+    last = chain[0].not_valid_after_utc
+    if last - datetime.datetime.now(datetime.UTC) < _SOON:
+        log.warning("tls.expires_soon", file=str(files.cert), expires=last.isoformat())
+    usages = _usages(chain[0])
+    _check_usage(usages, ExtendedKeyUsageOID.CLIENT_AUTH, "client", files.cert)
+    return Credentials(files, usages, cert_pem, key_pem, ca_pem)
+
+
+def _read(flag: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidArgument(f"{flag} {path} cannot be read: {error.strerror}", field=flag) from error
+
+
+def _parse(flag: str, path: Path, wanted: str, parse: Callable[[bytes], T], pem: bytes) -> T:
+    try:
+        return parse(pem)
+    except TypeError:
+        # Only said of keys.
+        raise InvalidArgument(
+            f"{flag} {path} is encrypted: give a key without a passphrase, in a file for its user alone", field=flag
+        ) from None
+    except Exception as error:
+        # The library raises more than ValueError for damaged files, a kind for each of its layers.
+        raise InvalidArgument(f"{flag} {path} does not hold {wanted}", field=flag) from error
+
+
+def _check_dates(flag: str, path: Path, certificate: x509.Certificate) -> None:
+    now = datetime.datetime.now(datetime.UTC)
+    first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if now > last:
+        raise InvalidArgument(f"{flag} {path} expired on {last:%Y-%m-%d %H:%M} UTC: make a new one", field=flag)
+    if now < first:
+        raise InvalidArgument(
+            f"{flag} {path} is valid from {first:%Y-%m-%d %H:%M} UTC only, it is {now:%Y-%m-%d %H:%M}: correct this "
+            "host's clock, or make a new one",
+            field=flag,
+        )
+
+
+def _usages(certificate: x509.Certificate) -> frozenset[x509.ObjectIdentifier] | None:
+    """The extended key usages, None where the certificate doesn't limit them."""
+    try:
+        return frozenset(certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
+    except x509.ExtensionNotFound:
+        return None
+
+
+def _check_usage(
+    usages: frozenset[x509.ObjectIdentifier] | None, needed: x509.ObjectIdentifier, name: str, path: Path
+) -> None:
+    if usages is not None and not usages & {needed, ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE}:
+        raise InvalidArgument(
+            f"{CERT_FLAG} {path} is not for {name}s: make one with the extended key usages serverAuth and clientAuth",
+            field=CERT_FLAG,
+        )
