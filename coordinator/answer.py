@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from services.steps import Sampling
+from services.steps import Grammar, Sampling, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,10 @@ class Request:
     prefill_chunk: int = 512
     boundaries: tuple[int, ...] = ()
     """Where turns of a chat end in the prompt: states worth keeping."""
+    logprobs: int | None = None
+    """Tell each token's log-probability and those of so many likeliest ones beside it (0 to 20); None: tell none."""
+    grammar: Grammar | None = None
+    """What the output must be; it can end in one of `stop_token_ids` only where it is that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +67,34 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A finished answer. text is None for a checkpoint without a tokenizer."""
+    """A finished answer. text is None for a checkpoint without a tokenizer.
+
+    logprobs: one for each of token_ids, None where the request asked for none.
+    """
 
     token_ids: tuple[int, ...]
     text: str | None
     finish_reason: str
     stats: Stats
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    stop_string: str | None = None
+    """The one that ended it."""
 
     def as_json(self) -> dict[str, Any]:
-        """The object that `--json` prints."""
-        return asdict(self)
+        """The object that `--json` prints; logprobs stand in it where they were asked for."""
+        fields = asdict(self)
+        if self.logprobs is None:
+            del fields["logprobs"]
+        return fields
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an answer as it comes."""
+    """A part of an answer as it comes. logprobs: one for each of token_ids where asked for, else none."""
 
     token_ids: tuple[int, ...]
     text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(slots=True)

@@ -51,6 +51,7 @@ class ChatTemplate:
         origin: str = "chat template",
     ) -> None:
         self._origin = origin
+        self.source = source if tool_use is None else f"{source}\n{tool_use}"
         self._special_tokens = dict(special_tokens or {})
         self._environment = _Environment()
         self._default = self._compile(source)

@@ -27,10 +27,11 @@ from services.errors import FailedPrecondition, FlashsplitError, Unavailable
 from services.layers import LayerRange
 from services.peers import Peers
 from services.process import WorkerProcess
+from services.security import OPEN, Security
 from services.snapshot import SnapshotOwner
 from services.snapshot_service import RemoteSnapshots
 from services.stage import StageSession
-from services.steps import DraftRoute, Hop, Open, Sampling
+from services.steps import DraftRoute, Grammar, Hop, Open, Sampling
 from services.worker import FeatureCapture, LoadDraft, LoadProgress, LoadTarget
 
 T = TypeVar("T")
@@ -74,17 +75,19 @@ class Cluster:
         *,
         threads: int | None = None,
         prefix_cache_bytes: int | None = None,
+        security: Security = OPEN,
         reporter: LoadReporter | None = None,
     ) -> None:
         self._plan, self._checkpoints, self._threads = plan, checkpoints, threads
-        self._prefix_cache_bytes = prefix_cache_bytes
+        self._prefix_cache_bytes, self._security = prefix_cache_bytes, security
         self._reporter = reporter or LoadReporter()
-        self._peers = Peers()
+        self._peers = Peers(security=security)
         self._processes: list[WorkerProcess] = []
         self._watchers: dict[int, asyncio.Task[str]] = {}
         self.addresses: tuple[str, ...] = ()
         self.workers: tuple[WorkerDescription, ...] = ()
         self.draft: DraftDescription | None = None
+        self.draft_worker: WorkerDescription | None = None
         self._draft_address: str | None = None
 
     @property
@@ -118,6 +121,8 @@ class Cluster:
         sampling: Sampling,
         stop_token_ids: frozenset[int],
         speculate: bool,
+        logprobs: int | None = None,
+        grammar: Grammar | None = None,
     ) -> StageSession:
         """A session over the whole chain; for the arguments see `stage.proto`."""
         stages = self._plan.stages
@@ -138,8 +143,15 @@ class Cluster:
                 sampling=sampling,
                 stop_token_ids=stop_token_ids,
                 draft=DraftRoute(self._draft_address) if speculate and self.draft is not None else None,
+                logprobs=logprobs,
+                grammar=grammar,
             )
         )
+
+    @property
+    def alive(self) -> bool:
+        """Whether all local workers still run."""
+        return not any(watcher.done() for watcher in self._watchers.values())
 
     def snapshot_places(self, *, with_draft: bool) -> tuple[SnapshotPlace, ...]:
         """Who keeps a part of a prefix's state: the stages in order, then the draft."""
@@ -196,7 +208,8 @@ class Cluster:
         self._draft_address = addresses[stages] if self._plan.draft is not None else None
         self.workers = tuple(await self._or_death(_all(self._load_stage(index) for index in range(stages))))
         if self._plan.has_draft:
-            self.draft = (await self._or_death(self._load_draft())).draft
+            self.draft_worker = await self._or_death(self._load_draft())
+            self.draft = self.draft_worker.draft
         self._check()
 
     async def _launch(self, index: int, place: Place, threads: int | None) -> str:
@@ -207,7 +220,13 @@ class Cluster:
         if last and self._plan.has_draft and self._plan.draft is None:
             roles.append(Role.DRAFT)
         assert place.devices is not None
-        process = WorkerProcess(place.devices, roles, threads=threads, prefix_cache_bytes=self._prefix_cache_bytes)
+        process = WorkerProcess(
+            place.devices,
+            roles,
+            threads=threads,
+            prefix_cache_bytes=self._prefix_cache_bytes,
+            security=self._security,
+        )
         self._processes.append(process)
         await process.start()
         self._watchers[index] = asyncio.ensure_future(process.died())
@@ -217,7 +236,10 @@ class Cluster:
         plan, checkpoints = self._plan.stages[index], self._checkpoints
         address = self.addresses[index]
         worker = await self._peers.worker(address)
-        before = await worker.describe()
+        try:
+            before = await worker.describe()
+        except FlashsplitError as error:
+            raise _named(error, f"stage {index} ({plan.place})") from error
         name = f"stage {index} ({before.device} on {before.host}, {plan.place})"
         if Role.TARGET not in before.roles:
             raise FailedPrecondition(
@@ -238,7 +260,10 @@ class Cluster:
         beside = self._draft_address is None
         address = self.addresses[-1] if self._draft_address is None else self._draft_address
         worker = await self._peers.worker(address)
-        device = (await worker.describe()).device
+        try:
+            device = (await worker.describe()).device
+        except FlashsplitError as error:
+            raise _named(error, f"draft ({address})") from error
         part = LoadDraft(
             draft_path=str(checkpoints.draft),
             model_path=str(checkpoints.model),

@@ -19,6 +19,7 @@ from coordinator.speculation import Speculation
 from coordinator.text_stream import TextStream
 from coordinator.tokenizer import Tokenizer
 from services.errors import FlashsplitError, InternalError, InvalidArgument, NotFound, error_named
+from services.output_frames import check_grammar, check_logprobs
 from services.stage import StageSession
 from services.steps import (
     Commit,
@@ -30,6 +31,7 @@ from services.steps import (
     SnapshotRestored,
     SnapshotSaved,
     StepKind,
+    TokenLogprobs,
 )
 
 CHUNKS_IN_FLIGHT = 4
@@ -54,6 +56,7 @@ class Generation:
             self._prefix = PrefixRun(prefixes, request.prompt_ids, request.boundaries, with_draft=draft is not None)
         self._times = StepTimes()
         self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         # All that the session has committed or is about to, also what lies behind the answer's end.
         self._sequence: list[int] = list(request.prompt_ids)
         self._finish_reason: str | None = None
@@ -62,7 +65,7 @@ class Generation:
         self._prefill_s = self._decode_s = 0.0
         self.answer: Answer | None = None
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncGenerator[Piece]:
         """The answer as it comes. Raises the FlashsplitError that ended it, if one did."""
         try:
             if self._prefix is not None:
@@ -109,6 +112,8 @@ class Generation:
             sampling=request.sampling,
             stop_token_ids=request.stop_token_ids,
             speculate=self._speculation.block_size > 1,
+            logprobs=request.logprobs,
+            grammar=request.grammar,
         )
 
     async def _run(self, session: StageSession, events: AsyncIterator[Event]) -> AsyncIterator[Piece]:
@@ -126,7 +131,15 @@ class Generation:
             self._finish_reason = "stop"
         if text:
             yield Piece((), text)
-        self.answer = Answer(tuple(self._token_ids), self._text.text, self._finish_reason, self._stats(session))
+        logprobs = tuple(self._logprobs) if self._request.logprobs is not None else None
+        self.answer = Answer(
+            tuple(self._token_ids),
+            self._text.text,
+            self._finish_reason,
+            self._stats(session),
+            logprobs,
+            self._text.stop_string,
+        )
 
     # --- prefill
 
@@ -153,7 +166,7 @@ class Generation:
                 commit = await self._commit(events)
                 unanswered -= 1
         self._length = commit.length
-        yield self._take(commit.token_ids)
+        yield self._take(commit)
         if self._finish_reason is None:
             self._guesses = await self._proposal(events, propose)
 
@@ -173,7 +186,7 @@ class Generation:
         commit = await self._commit(events)
         self._clock(commit, time.monotonic_ns() - sent_ns)
         self._length = commit.length
-        yield self._take(commit.token_ids)
+        yield self._take(commit)
         if self._finish_reason is None:
             self._guesses = await self._proposal(events, propose)
         seconds = (time.monotonic_ns() - sent_ns) / 1e9
@@ -198,6 +211,8 @@ class Generation:
             event = await self._next(events)
         if not isinstance(event, Commit):
             raise InternalError(f"stage 0 answered {type(event).__name__} where a commit was due")
+        if self._request.logprobs is not None and len(event.logprobs) != len(event.token_ids):
+            raise InternalError("the last stage told no log-probabilities: install the same flashsplit on all hosts")
         self._sequence += event.token_ids
         return event
 
@@ -234,11 +249,11 @@ class Generation:
 
     # --- what came
 
-    def _take(self, token_ids: tuple[int, ...]) -> Piece:
+    def _take(self, commit: Commit) -> Piece:
         """Count tokens, one by one, up to the one that ends the answer."""
         shown: list[str] = []
         taken: list[int] = []
-        for token_id in token_ids:
+        for token_id in commit.token_ids:
             taken.append(token_id)
             self._token_ids.append(token_id)
             if token_id in self._request.stop_token_ids:
@@ -252,7 +267,9 @@ class Generation:
             if len(self._token_ids) == self._request.max_tokens:
                 self._finish_reason = "length"
                 break
-        return Piece(tuple(taken), "".join(shown))
+        logprobs = commit.logprobs[: len(taken)]
+        self._logprobs += logprobs
+        return Piece(tuple(taken), "".join(shown), logprobs)
 
     def _clock(self, commit: Commit, elapsed_ns: int) -> None:
         """Split a step's time: what a stage computed, and what lay between it and the one above."""
@@ -339,3 +356,5 @@ def _check(request: Request, cluster: Cluster, tokenizer: Tokenizer | None) -> N
         )
     if request.stop_strings and tokenizer is None:
         raise InvalidArgument("stop strings need a tokenizer and this checkpoint has none", field="stop")
+    check_logprobs(request.logprobs)
+    check_grammar(request.grammar)

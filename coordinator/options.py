@@ -17,6 +17,7 @@ from coordinator.prefix.disk import DiskCache
 from coordinator.store_options import StoreOptions, store_options
 from services.description import FeatureTransport, HeadPlace
 from services.errors import InvalidArgument
+from services.security import load_security
 from services.sizes import parse_size
 
 Command = Callable[..., Any]
@@ -44,6 +45,14 @@ _PLACEMENT = (
                  help="Element type of weights and activations.  [default: the checkpoint's]"),
     click.option("--threads", type=click.IntRange(1), metavar="N",
                  help="CPU threads of each local worker.  [default: the cores shared out]"),
+    click.option("--tls-cert", metavar="FILE",
+                 help="This host's PEM certificate, for workers over TCP; see flashsplit certs."),
+    click.option("--tls-key", metavar="FILE", help="The certificate's key."),
+    click.option("--tls-ca", metavar="FILE", help="Who must have signed the workers' certificates."),
+    click.option("--tls-server-name", metavar="NAME",
+                 help="Expect this name in the workers' certificates.  [default: the host dialled]"),
+    click.option("--cluster-token-file", metavar="FILE",
+                 help="The secret that the workers ask for.  [default: what FLASHSPLIT_CLUSTER_TOKEN holds, if set]"),
 )  # fmt: skip
 
 
@@ -149,6 +158,11 @@ class PlacementOptions:
     features: str
     dtype: str | None
     threads: int | None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_ca: str | None = None
+    tls_server_name: str | None = None
+    cluster_token_file: str | None = None
 
     def cluster(
         self,
@@ -178,5 +192,12 @@ class PlacementOptions:
             checkpoints,
             threads=self.threads,
             prefix_cache_bytes=prefix_cache_bytes,
+            security=load_security(
+                tls_cert=self.tls_cert,
+                tls_key=self.tls_key,
+                tls_ca=self.tls_ca,
+                tls_server_name=self.tls_server_name,
+                cluster_token_file=self.cluster_token_file,
+            ),
             reporter=reporter,
         )

@@ -13,15 +13,18 @@ from services.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """boundaries: positions up to which a later request of the same chat may agree; none for plain text."""
+    """boundaries: positions up to which a later request of the same chat may agree; none for plain text. text: what was
+    tokenised; empty where token ids came."""
 
     token_ids: tuple[int, ...]
     boundaries: tuple[int, ...] = ()
+    text: str = ""
 
 
 def chat_prompt(
     files: ModelFiles,
     messages: Sequence[Mapping[str, object]],
+    /,
     *,
     tools: Sequence[Mapping[str, object]] | None = None,
     **variables: Any,
@@ -33,7 +36,8 @@ def chat_prompt(
     # The template writes the special tokens itself.
     text = template.render(messages, tools=tools, **variables)
     token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-    return Prompt(token_ids, turn_boundaries(template, tokenizer, messages, token_ids, tools=tools, **variables))
+    boundaries = turn_boundaries(template, tokenizer, messages, token_ids, tools=tools, **variables)
+    return Prompt(token_ids, boundaries, text)
 
 
 def text_prompt(files: ModelFiles, text: str) -> Prompt:
@@ -42,4 +46,4 @@ def text_prompt(files: ModelFiles, text: str) -> Prompt:
         raise InvalidArgument(
             f"{files.directory} has no tokenizer.json: give the prompt as --prompt-ids", field="--prompt"
         )
-    return Prompt(tuple(files.tokenizer.encode(text, add_special_tokens=True)))
+    return Prompt(tuple(files.tokenizer.encode(text, add_special_tokens=True)), text=text)

@@ -33,6 +33,8 @@ class StopStrings:
         self._held = ""
         self._cut: int | None = None  # where in _held the earliest complete match starts
         self._stopped = False
+        self.met: str | None = None
+        """The stop string that ended the text."""
 
     @property
     def stopped(self) -> bool:
@@ -84,6 +86,7 @@ class StopStrings:
 
     def _stop(self, buffer: str) -> str:
         shown = buffer[: self._cut]
+        self.met = next(matcher.stop for matcher in self._matchers if buffer.startswith(matcher.stop, self._cut))
         self._held, self._cut, self._stopped = "", None, True
         return shown
 

@@ -24,6 +24,11 @@ class TextStream:
         """All text so far, None without a tokenizer."""
         return "".join(self._parts) if self._decoder is not None else None
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the answer, if one did."""
+        return None if self._stops is None else self._stops.met
+
     def push(self, token_id: int) -> tuple[str, bool]:
         """Text that is safe to show, and whether a stop string ended the answer with this token."""
         if self._decoder is None:

@@ -20,6 +20,7 @@ def turn_boundaries(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, object]],
     full_ids: Sequence[int],
+    /,
     *,
     tools: Sequence[Mapping[str, object]] | None = None,
     **variables: object,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from flashsplit.shard.v1 import failure_pb2, stage_pb2, stage_service_pb2 as pb
-from services import snapshot_frames
+from services import output_frames, snapshot_frames
 from services.addresses import parse_address
 from services.description import range_from_message, range_to_message
 from services.errors import InvalidArgument
@@ -72,11 +72,15 @@ def open_to_message(request: Open) -> stage_pb2.Open:
         message.draft.SetInParent()
         if request.draft.address is not None:
             message.draft.address = request.draft.address
+    if request.logprobs is not None:
+        message.logprobs = request.logprobs
+    if request.grammar is not None:
+        output_frames.grammar_to_message(request.grammar, message.grammar)
     return message
 
 
 def open_from_message(message: stage_pb2.Open) -> Open:
-    """Raises InvalidArgument for places, ranges, addresses and sampling numbers that make no sense."""
+    """Raises InvalidArgument for places, ranges, addresses, sampling numbers and grammars that make no sense."""
     if message.stage + len(message.route) >= MAX_STAGES:
         raise InvalidArgument(
             f"stage is {message.stage} with {len(message.route)} behind it: a chain has at most {MAX_STAGES} stages",
@@ -86,6 +90,8 @@ def open_from_message(message: stage_pb2.Open) -> Open:
     if message.HasField("draft"):
         here = not message.draft.HasField("address")
         draft = DraftRoute(None if here else parse_address(message.draft.address, "draft.address"))
+    logprobs = message.logprobs if message.HasField("logprobs") else None
+    output_frames.check_logprobs(logprobs)
     return Open(
         request_id=message.request_id,
         fingerprint=message.fingerprint,
@@ -101,6 +107,8 @@ def open_from_message(message: stage_pb2.Open) -> Open:
         sampling=_sampling_from_message(message.sampling),
         stop_token_ids=frozenset(message.stop_token_ids),
         draft=draft,
+        logprobs=logprobs,
+        grammar=output_frames.grammar_from_message(message.grammar) if message.HasField("grammar") else None,
     )
 
 
@@ -269,6 +277,8 @@ def event_to_message(event: Event) -> pb.RunStageResponse:
         commit = stage_pb2.Commit(step=event.step, length=event.length, token_ids=event.token_ids)
         for timing in event.timings:
             commit.timings.add(forward_ns=timing.forward_ns, elapsed_ns=timing.elapsed_ns)
+        for logprobs in event.logprobs:
+            output_frames.logprobs_to_message(logprobs, commit.logprobs.add())
         return pb.RunStageResponse(commit=commit)
     if isinstance(event, Proposal):
         proposal = stage_pb2.Proposal(step=event.step, token_ids=event.token_ids, elapsed_ns=event.elapsed_ns)
@@ -287,12 +297,13 @@ def event_to_message(event: Event) -> pb.RunStageResponse:
 
 
 def event_from_message(message: pb.RunStageResponse) -> Event:
-    """Raises InvalidArgument for a frame that this version doesn't know."""
+    """Raises InvalidArgument for a frame that this version doesn't know and for log-probabilities that are none."""
     match message.WhichOneof("frame"):
         case "commit":
             commit = message.commit
             timings = tuple(StageTiming(timing.forward_ns, timing.elapsed_ns) for timing in commit.timings)
-            return Commit(commit.step, commit.length, tuple(commit.token_ids), timings)
+            logprobs = output_frames.logprobs_from_commit(commit)
+            return Commit(commit.step, commit.length, tuple(commit.token_ids), timings, logprobs)
         case "proposal":
             proposal = message.proposal
             return Proposal(proposal.step, tuple(proposal.token_ids), proposal.elapsed_ns)

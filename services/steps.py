@@ -32,6 +32,23 @@ class Sampling:
     seed: int = 0
 
 
+class GrammarKind(StrEnum):
+    """How a grammar is written; the values are the fields of `Grammar` in `stage.proto`."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    LARK = "lark"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must be. text: the schema, expression or grammar; empty for JSON_OBJECT, which is any object."""
+
+    kind: GrammarKind
+    text: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Hop:
     """A later stage: where it is and what it must hold."""
@@ -49,7 +66,7 @@ class DraftRoute:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """First frame of a session; see `stage.proto`."""
+    """First frame of a session; see `stage.proto`. logprobs: how many alternatives beside each token, None for off."""
 
     request_id: str
     fingerprint: str
@@ -63,6 +80,8 @@ class Open:
     sampling: Sampling = Sampling()
     stop_token_ids: frozenset[int] = frozenset()
     draft: DraftRoute | None = None
+    logprobs: int | None = None
+    grammar: Grammar | None = None
 
 
 class StepKind(StrEnum):
@@ -130,13 +149,28 @@ class StageTiming:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one produced token's place, of the model's own logits: before bias, penalties, grammar,
+    temperature and what follows. top_*: the likeliest tokens in falling order, not always the produced one among them.
+    """
+
+    logprob: float
+    top_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
-    """How many tokens count after a step, and which ones it produced (none after a prefill)."""
+    """How many tokens count after a step, and which ones it produced (none after a prefill).
+
+    logprobs: one for each of token_ids where the session asked for them, else none.
+    """
 
     step: int
     length: int
     token_ids: tuple[int, ...]
     timings: tuple[StageTiming, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

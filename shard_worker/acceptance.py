@@ -9,7 +9,8 @@ def accept(guesses: Sequence[int], chosen: Sequence[int], stop_tokens: AbstractS
     """The longest run of guesses that the target chose too, and the target's own token after it.
 
     guesses: the draft's tokens, the inputs of rows 1, 2, …; chosen: the target's token after each row, one more than
-    guesses. Nothing follows a stop token. Always at least one token; so many rows of the step count.
+    guesses, or fewer where the later rows cannot count. Nothing follows a stop token. Always at least one token; so
+    many rows of the step count.
     """
     produced: list[int] = []
     for row, token in enumerate(chosen):

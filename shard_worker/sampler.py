@@ -14,6 +14,7 @@ import torch
 
 from services.errors import InvalidArgument
 from services.steps import Sampling
+from shard_worker.grammar import GrammarState
 
 
 def uniform(seed: int, position: int) -> float:
@@ -23,10 +24,17 @@ def uniform(seed: int, position: int) -> float:
 
 
 class Sampler:
-    """One request's processors and the token counts that penalties need."""
+    """One request's processors, the token counts that penalties need, and its grammar."""
 
-    def __init__(self, sampling: Sampling, prompt_length: int, vocab_size: int, device: torch.device) -> None:
-        self._sampling, self._prompt_length, self._device = sampling, prompt_length, device
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompt_length: int,
+        vocab_size: int,
+        device: torch.device,
+        grammar: GrammarState | None = None,
+    ) -> None:
+        self._sampling, self._prompt_length, self._device, self._grammar = sampling, prompt_length, device, grammar
         self._bias: torch.Tensor | None = None
         if sampling.logit_bias:
             self._bias = torch.zeros(vocab_size, device=device)
@@ -43,7 +51,9 @@ class Sampler:
             self._counts = torch.zeros(2, vocab_size, device=device)
 
     def observe(self, token_ids: Sequence[int], first_position: int) -> None:
-        """Count committed tokens."""
+        """Count committed tokens. Raises InvalidArgument for one that the grammar doesn't allow."""
+        if self._grammar is not None:
+            self._grammar.observe(token_ids, first_position)
         if self._counts is None or not token_ids:
             return
         tokens = torch.tensor(token_ids, device=self._device)
@@ -53,17 +63,21 @@ class Sampler:
         self._counts[1].index_add_(0, tokens[outputs:], ones[outputs:])
 
     def choose(self, logits: torch.Tensor, token_ids: Sequence[int], first_position: int) -> list[int]:
-        """One token after each of the last len(logits) rows.
+        """One token after each of the last len(logits) rows; after fewer where the grammar says that the others cannot
+        count.
 
         logits: [n, vocab]. token_ids: tokens of all rows of the step (at least n), not yet observed, from
-        `first_position` on; none for the one row of logits behind all that was observed.
+        `first_position` on; none for the one row of logits behind all that was observed. Raises InvalidArgument and
+        ResourceExhausted as `GrammarState.allowed` does.
         """
-        rows = len(logits)
+        first_drawn = first_position + len(token_ids) - len(logits) + 1
         logits = self.adjusted(logits, token_ids, first_position)
+        if self._grammar is not None:
+            allowed = self._grammar.allowed(token_ids, first_position, len(logits))
+            logits = logits[: len(allowed)].masked_fill(~allowed, float("-inf"))
         if self._sampling.temperature == 0:
             return logits.argmax(-1).tolist()
-        first_drawn = first_position + len(token_ids) - rows + 1
-        numbers = [uniform(self._sampling.seed, first_drawn + row) for row in range(rows)]
+        numbers = [uniform(self._sampling.seed, first_drawn + row) for row in range(len(logits))]
         return draw(probabilities(logits, self._sampling), numbers)
 
     def adjusted(self, logits: torch.Tensor, token_ids: Sequence[int], first_position: int) -> torch.Tensor:

@@ -33,6 +33,7 @@ from services.steps import (
     StageIdentity,
     StageTiming,
     StepKind,
+    TokenLogprobs,
 )
 from shard_worker.acceptance import accept
 from shard_worker.draft_link import DraftLink, Guess, slices_to_wire
@@ -40,6 +41,7 @@ from shard_worker.dtypes import dtype_to_name, from_wire, to_wire
 from shard_worker.executor import DeviceThread
 from shard_worker.features import Features
 from shard_worker.last_row import LastRow
+from shard_worker.logprobs import token_logprobs
 from shard_worker.prefix_state import StateView
 from shard_worker.sampler import Sampler
 from shard_worker.snapshot_keeper import SnapshotKeeper
@@ -55,6 +57,16 @@ class InFlight:
     rows: int
     kind: StepKind
     arrived_ns: int
+    forward_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """What the last stage made of a step: tokens, their log-probabilities where asked for, features of all rows."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    features: Features
     forward_ns: int
 
 
@@ -322,44 +334,49 @@ class TargetSession:
     # --- the last stage
 
     async def _answer(self, forward: Forward, arrived_ns: int) -> None:
-        produced, features, forward_ns = await self._thread.submit(self._compute_and_choose, forward)
-        counted = len(produced) if forward.kind is StepKind.VERIFY else len(forward.token_ids)
+        produced = await self._thread.submit(self._compute_and_choose, forward)
+        token_ids = produced.token_ids
+        counted = len(token_ids) if forward.kind is StepKind.VERIFY else len(forward.token_ids)
         base, self._length = self._length, self._length + counted
         elapsed_ns = time.monotonic_ns() - arrived_ns
-        timing = StageTiming(forward_ns, elapsed_ns)
-        self._events.put_nowait(Commit(forward.step, self._length, tuple(produced), (timing,)))
+        timing = StageTiming(produced.forward_ns, elapsed_ns)
+        self._events.put_nowait(Commit(forward.step, self._length, token_ids, (timing,), produced.logprobs))
         guess = None
-        if produced and forward.propose_tokens:
-            guess = Guess(forward.step, self._length, produced[-1], forward.propose_tokens)
+        if token_ids and forward.propose_tokens:
+            guess = Guess(forward.step, self._length, token_ids[-1], forward.propose_tokens)
         # The draft first: the next step waits for its guesses. Counting the rows comes behind, still before the next
         # forward, because jobs run in order.
-        drafting = asyncio.ensure_future(self._draft_ahead(features.rows(counted), base, guess))
+        drafting = asyncio.ensure_future(self._draft_ahead(produced.features.rows(counted), base, guess))
         await asyncio.sleep(0)
         if forward.kind is StepKind.VERIFY and self._state is not None:
             await self._thread.submit(self._stage.commit, self._state, self._length)
         await drafting
 
-    def _compute_and_choose(self, forward: Forward) -> tuple[list[int], Features, int]:
+    def _compute_and_choose(self, forward: Forward) -> Produced:
         started_ns = time.monotonic_ns()
         hidden, features = self._compute(forward)
         head, sampler = self._stage.head, self._sampler
         assert head is not None
         assert sampler is not None
-        tokens, base = forward.token_ids, forward.base_position
+        tokens, base, kind = forward.token_ids, forward.base_position, forward.kind
         produced: list[int] = []
-        if forward.kind is StepKind.RESUME:
-            produced = sampler.choose(self._last.logits(), (), base)
-            return produced, features, time.monotonic_ns() - started_ns
-        if forward.kind is not StepKind.PREFILL:
-            wanted = hidden if forward.kind is StepKind.VERIFY else hidden[-1:]
-            chosen = sampler.choose(head.logits(wanted), tokens, base)
-            guesses = tokens[1:] if forward.kind is StepKind.VERIFY else ()
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if kind is not StepKind.PREFILL:
+            if kind is StepKind.RESUME:
+                logits = self._last.logits()
+            else:
+                logits = head.logits(hidden if kind is StepKind.VERIFY else hidden[-1:])
+            chosen = sampler.choose(logits, tokens, base)
+            guesses = tokens[1:] if kind is StepKind.VERIFY else ()
             produced = accept(guesses, chosen, self._request.stop_token_ids)
-        counted = len(produced) if forward.kind is StepKind.VERIFY else len(tokens)
-        sampler.observe(tokens[:counted], base)
-        # A copy: a view would hold all rows of a prefill.
-        self._last.hidden = hidden[counted - 1 : counted].clone()
-        return produced, features, time.monotonic_ns() - started_ns
+            if self._request.logprobs is not None:
+                logprobs = token_logprobs(logits[: len(produced)], produced, self._request.logprobs)
+        if kind is not StepKind.RESUME:
+            counted = len(produced) if kind is StepKind.VERIFY else len(tokens)
+            sampler.observe(tokens[:counted], base)
+            # A copy: a view would hold all rows of a prefill.
+            self._last.hidden = hidden[counted - 1 : counted].clone()
+        return Produced(tuple(produced), logprobs, features, time.monotonic_ns() - started_ns)
 
     async def _draft_ahead(self, features: Features, start: int, guess: Guess | None) -> None:
         draft = self._draft

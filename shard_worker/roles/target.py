@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,7 @@ from shard_worker.drafters import drafter_of
 from shard_worker.dtypes import dtype_to_name
 from shard_worker.embedding_rows import EmbeddingRows, rows_of_stage
 from shard_worker.executor import DeviceThread
+from shard_worker.grammar_compiler import GrammarCompiler
 from shard_worker.model_config import ModelConfig
 from shard_worker.ops.deltanet import CHUNK_ROWS
 from shard_worker.prefix_state import cuttable
@@ -45,6 +47,7 @@ class LoadedStage:
     fingerprint: str
     embedding: EmbeddingRows
     keeper: SnapshotKeeper
+    grammars: GrammarCompiler
 
 
 class TargetRole:
@@ -87,6 +90,7 @@ class TargetRole:
                 self._devices,
                 self._store.generation(SnapshotOwner.STAGE),
             ),
+            GrammarCompiler(checkpoint.directory, checkpoint.config, stage.config.vocab_size),
         )
 
     def describe(self) -> TargetDescription | None:
@@ -115,20 +119,16 @@ class TargetRole:
             loaded = self._expected(request)
             stage = loaded.stage
             self._check_limits(request, stage)
+            sampler = None if request.route else await self._sampler(request, loaded)
             state = await self._thread.submit(stage.allocate, request.max_length, request.block_rows)
         except FlashsplitError as error:
             raise error.located(stage=request.stage, host=location.host, device=location.device) from None
         downstream: StageSession | None = None
         draft: DraftLink | None = None
-        sampler: Sampler | None = None
         if request.route:
             downstream = await self._open_next(request)
-        else:
-            assert stage.head is not None
-            device = stage.head.weight.device
-            sampler = Sampler(request.sampling, request.prompt_length, stage.config.vocab_size, device)
-            if request.draft is not None:
-                draft = await self._open_draft(request, loaded)
+        elif request.draft is not None:
+            draft = await self._open_draft(request, loaded)
         identity = StageIdentity(location, stage.layers)
         session = TargetSession(
             thread=self._thread,
@@ -144,6 +144,15 @@ class TargetRole:
         )
         self.open_sessions += 1
         return session
+
+    @staticmethod
+    async def _sampler(request: Open, loaded: LoadedStage) -> Sampler:
+        stage, grammar = loaded.stage, None
+        assert stage.head is not None
+        device = stage.head.weight.device
+        if request.grammar is not None:
+            grammar = await asyncio.to_thread(loaded.grammars.compile, request.grammar, request, device)
+        return Sampler(request.sampling, request.prompt_length, stage.config.vocab_size, device, grammar)
 
     def _closed(self) -> None:
         self.open_sessions -= 1
@@ -191,12 +200,13 @@ class TargetRole:
             value = getattr(request, field)
             if not 1 <= value <= most:
                 raise InvalidArgument(f"{field} is {value}; it must be between 1 and {most}", field=field)
-        tokens = [*request.sampling.logit_bias, *request.stop_token_ids]
-        if any(token >= stage.config.vocab_size for token in tokens):
-            raise InvalidArgument(
-                f"a token of logit_bias or stop_token_ids is not below {stage.config.vocab_size}",
-                field="stop_token_ids",
-            )
+        vocabulary = stage.config.vocab_size
+        for field, tokens in (
+            ("logit_bias", request.sampling.logit_bias),
+            ("stop_token_ids", request.stop_token_ids),
+        ):
+            if any(token >= vocabulary for token in tokens):
+                raise InvalidArgument(f"{field} has token {max(tokens)}; they must be below {vocabulary}", field=field)
 
     async def _open_next(self, request: Open) -> StageSession:
         hop = request.route[0]
