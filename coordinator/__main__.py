@@ -15,8 +15,10 @@ import click
 from services.logs import configure_logs
 
 _COMMANDS = {
+    "serve": "Serve a model to OpenAI and Anthropic clients.",
     "generate": "Answer one prompt.",
     "cache": "See, check and clean up the prefix snapshots kept on disk.",
+    "certs": "Make certificates for the workers' hosts and the coordinator.",
     "bench": "Measure decode speed, plain and with DFlash, over one or more workers.",
     "demo": "Show the demo pair at work: plain and DFlash, split over two workers.",
 }

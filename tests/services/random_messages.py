@@ -13,6 +13,8 @@ INTEGERS = [0, 1, 2, 3, 5, 16, 64, 65, 4096, 8193, 2**16, 2**31 - 1, 2**31, 2**3
 FLOATS = [0.0, -0.0, 1e-45, 1e-30, 0.5, 1.0, 2.0, -1.0, 3.4e38, -3.4e38, float("inf"), float("-inf"), float("nan")]
 TEXTS = ["", "x", "ü\n", "\0", "../../etc", "unix:/no/such.sock", "unix:", "127.0.0.1:1", "host", "x" * 70_000]
 SIZES = [0, 1, 3, 4, 16, 128, 256, 1024, 100_000]
+MAX_DEPTH = 6
+"""Of messages within messages; some hold their own kind."""
 
 Field = FieldDescriptor
 RANGES: Mapping[int, tuple[int, int]] = {
@@ -62,7 +64,11 @@ class RandomMessages:
         if is_map(field):
             kinds = field.message_type.fields_by_name
             for _ in range(rng.choice([1, 3, 40])):
-                value[self._scalar(kinds["key"])] = self._scalar(kinds["value"])
+                key = self._scalar(kinds["key"])
+                if kinds["value"].cpp_type != Field.CPPTYPE_MESSAGE:
+                    value[key] = self._scalar(kinds["value"])
+                elif depth < MAX_DEPTH:
+                    self.fill(value[key], depth + 1)
         elif field.is_repeated:
             count = rng.choice([0, 1, 2, 4, 20])
             message.ClearField(field.name)
@@ -73,7 +79,8 @@ class RandomMessages:
                     getattr(message, field.name).append(self._scalar(field))
         elif field.cpp_type == Field.CPPTYPE_MESSAGE:
             value.SetInParent()
-            self.fill(value, depth + 1)
+            if depth < MAX_DEPTH:
+                self.fill(value, depth + 1)
         else:
             setattr(message, field.name, self._scalar(field))
 

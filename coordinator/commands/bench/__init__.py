@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from coordinator.commands.bench.decode import decode
+from coordinator.commands.bench.serve import serve
 from coordinator.commands.bench.snapshot import snapshot
 
 
@@ -14,4 +15,5 @@ def bench() -> None:
 
 
 bench.add_command(decode)
+bench.add_command(serve)
 bench.add_command(snapshot)

@@ -1,0 +1,96 @@
+"""What operators and clients' tools ask: health, readiness, version, models, tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib import metadata
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+from coordinator.engine import Engine
+from coordinator.prompt import text_prompt
+from coordinator.server.fields import DetokenizeRequest, TokenizeRequest
+from coordinator.server.metrics import CONTENT_TYPE, Metrics
+from coordinator.server.requests import check_model, make_chat
+from services.errors import InvalidArgument, NotFound
+
+
+def routes(engine: Engine, metrics: Metrics) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health", tags=["Operations"])
+    async def health() -> dict[str, str]:
+        """The process is there."""
+        return {"status": "ok"}
+
+    @router.get("/ready", tags=["Operations"])
+    async def ready() -> JSONResponse:
+        """A request would be taken: workers are there, and the server isn't shutting down."""
+        load = engine.load
+        body = {"ready": engine.ready, "running": load.running, "waiting": load.waiting, "draining": load.draining}
+        return JSONResponse(body, 200 if engine.ready else 503)
+
+    @router.get("/metrics", tags=["Operations"])
+    async def scrape() -> Response:
+        """Prometheus metrics."""
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
+
+    @router.get("/version", tags=["Operations"])
+    async def version() -> dict[str, str]:
+        return {"version": metadata.version("flashsplit")}
+
+    @router.get("/v1/models", tags=["OpenAI"])
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(engine, name) for name in (engine.name, *engine.aliases)]}
+
+    @router.get("/v1/models/{name:path}", tags=["OpenAI"])
+    async def model(name: str) -> dict[str, Any]:
+        if not engine.serves(name):
+            raise NotFound(f"model {name!r} is not served here", reason="MODEL_NOT_FOUND", field="model")
+        return _model(engine, name)
+
+    @router.post("/tokenize", tags=["Tokens"])
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """A text's or a chat's token ids."""
+        check_model(engine, body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidArgument("give exactly one of prompt and messages", field="prompt")
+        tokens = await asyncio.to_thread(_tokens, engine, body)
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": engine.max_model_len}
+
+    @router.post("/detokenize", tags=["Tokens"])
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        """Token ids as text."""
+        check_model(engine, body.model)
+        tokenizer = engine.files.tokenizer
+        if tokenizer is None:
+            raise InvalidArgument("this checkpoint has no tokenizer", field="tokens")
+        return {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+    return router
+
+
+def _tokens(engine: Engine, body: TokenizeRequest) -> list[int]:
+    tokenizer, template = engine.files.tokenizer, engine.files.chat_template
+    if body.prompt is not None:
+        if body.add_special_tokens or tokenizer is None:
+            return list(text_prompt(engine.files, body.prompt).token_ids)
+        return list(tokenizer.encode(body.prompt, add_special_tokens=False))
+    if template is None or tokenizer is None:
+        raise InvalidArgument("this checkpoint has no chat template: send prompt instead", field="messages")
+    chat = make_chat(body.messages or [], None, None)
+    text = template.render(chat.messages, add_generation_prompt=body.add_generation_prompt)
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _model(engine: Engine, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": engine.created,
+        "owned_by": "flashsplit",
+        "root": engine.name,
+        "max_model_len": engine.max_model_len,
+    }

@@ -1,0 +1,46 @@
+"""What an answer cost, in OpenAI's words, with our own figures beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from coordinator.answer import Answer
+
+
+def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:
+    """All choices of one prompt together; the prompt counts once."""
+    first = answers[0].stats
+    completion = sum(answer.stats.completion_tokens for answer in answers)
+    return {
+        "prompt_tokens": first.prompt_tokens,
+        "completion_tokens": completion,
+        "total_tokens": first.prompt_tokens + completion,
+        "prompt_tokens_details": {"cached_tokens": first.cached_tokens},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": sum(answer.stats.accepted_tokens for answer in answers),
+            "rejected_prediction_tokens": sum(
+                answer.stats.draft_tokens - answer.stats.accepted_tokens for answer in answers
+            ),
+        },
+    }
+
+
+def timings_of(answer: Answer) -> dict[str, Any]:
+    """Times in milliseconds and what speculation did."""
+    stats = answer.stats
+    return {
+        "prompt_n": stats.prompt_tokens - stats.cached_tokens,
+        "prompt_ms": round(stats.prefill_ms, 3),
+        "predicted_n": stats.completion_tokens,
+        "predicted_ms": round(stats.decode_ms, 3),
+        "predicted_per_second": round(stats.decode_tokens_per_s, 3),
+        "cache_n": stats.cached_tokens,
+        "cache_source": stats.cache_source,
+        "restore_ms": round(stats.restore_ms, 3),
+        "draft_n": stats.draft_tokens,
+        "draft_n_accepted": stats.accepted_tokens,
+        "acceptance_length": stats.acceptance_length,
+        "steps": stats.steps,
+        "notes": list(stats.notes),
+    }

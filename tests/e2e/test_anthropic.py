@@ -1,0 +1,90 @@
+"""Anthropic's own SDK against `flashsplit serve` over the demo pair on two workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+
+from tests.e2e.server import PAIR, Server, serving
+
+ASK: Any = [{"role": "user", "content": "Calculate 4729 + 3485."}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("serve"), *PAIR, "--target-devices", "cpu,cpu", "--api-key", "k") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.url, api_key="k", max_retries=0, timeout=60) as made:
+        yield made
+
+
+def test_messages_whole_and_streamed(client: anthropic.Anthropic) -> None:
+    """The same text both ways, events in Anthropic's order, usage that adds up."""
+    whole = client.messages.create(model="target", messages=ASK, max_tokens=200, extra_body={"temperature": 0})
+    with client.messages.stream(model="target", messages=ASK, max_tokens=200, extra_body={"temperature": 0}) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_message()
+
+    [block] = whole.content
+    assert block.type == "text"
+    assert "8214" in block.text
+    assert whole.stop_reason == "end_turn"
+    assert final.content[0].text == block.text  # type: ignore[union-attr]
+    assert final.usage.output_tokens == whole.usage.output_tokens
+    assert final.usage.cache_read_input_tokens is not None
+    assert final.usage.input_tokens + final.usage.cache_read_input_tokens == whole.usage.input_tokens + (
+        whole.usage.cache_read_input_tokens or 0
+    )
+    assert kinds[0] == "message_start"
+    assert kinds[-1] == "message_stop"
+    assert kinds.index("content_block_start") < kinds.index("content_block_stop") < kinds.index("message_delta")
+
+
+def test_system_blocks_and_stops(client: anthropic.Anthropic) -> None:
+    """System prompts and content as blocks; stop sequences and limits tell which ended the answer."""
+    blocks: Any = [{"role": "user", "content": [{"type": "text", "text": "Calculate 4729 + 3485."}]}]
+    stopped = client.messages.create(
+        model="target",
+        system=[{"type": "text", "text": "You do sums."}],
+        messages=blocks,
+        max_tokens=200,
+        extra_body={"temperature": 0},
+        stop_sequences=["carry"],
+        metadata={"user_id": "u"},
+    )
+    cut = client.messages.create(model="target", messages=ASK, max_tokens=3, extra_body={"temperature": 0})
+
+    assert stopped.stop_reason == "stop_sequence"
+    assert stopped.stop_sequence == "carry"
+    assert cut.stop_reason == "max_tokens"
+    assert cut.usage.output_tokens == 3
+
+
+def test_count_tokens(client: anthropic.Anthropic) -> None:
+    counted = client.messages.count_tokens(model="target", messages=ASK, system="You do sums.")
+    answered = client.messages.create(model="target", messages=ASK, system="You do sums.", max_tokens=1)
+
+    assert counted.input_tokens == answered.usage.input_tokens + (answered.usage.cache_read_input_tokens or 0)
+
+
+def test_refusals(client: anthropic.Anthropic, server: Server) -> None:
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.create(model="other", messages=ASK, max_tokens=1)
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        client.messages.create(
+            model="target", messages=[{"role": "user", "content": [{"type": "image"}]}], max_tokens=1
+        )  # type: ignore[list-item]
+    assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+        client.messages.create(model="target", messages=ASK, max_tokens=0)
+    with pytest.raises(anthropic.AuthenticationError):
+        anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0).messages.create(
+            model="target", messages=ASK, max_tokens=1
+        )
