@@ -12,7 +12,8 @@ from importlib import import_module, metadata
 
 import click
 
-from services.logs import configure_logs
+from services.logs import FORMATS, configure_logs
+from services.tracing import start_tracing
 
 _COMMANDS = {
     "serve": "Serve a model to OpenAI and Anthropic clients.",
@@ -46,9 +47,15 @@ class _Lazy(click.Group):
     type=click.Choice(["debug", "info", "warning", "error"]),
     help="Least important line to log.",
 )
-def main(log_level: str) -> None:
+@click.option(
+    "--log-format",
+    type=click.Choice(FORMATS),
+    help="How log lines look.  [default: console on a terminal, json elsewhere]",
+)
+def main(log_level: str, log_format: str | None) -> None:
     """One LLM, served from whatever GPUs its owner has."""
-    configure_logs(log_level)
+    configure_logs(log_level, log_format)
+    start_tracing("flashsplit")
 
 
 if __name__ == "__main__":

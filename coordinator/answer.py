@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from services.steps import Grammar, Sampling, TokenLogprobs
+from services.trace_context import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,12 @@ class Request:
     """Tell each token's log-probability and those of so many likeliest ones beside it (0 to 20); None: tell none."""
     grammar: Grammar | None = None
     """What the output must be; it can end in one of `stop_token_ids` only where it is that."""
+    trace: Trace = field(default_factory=Trace)
+    """Where the request stands in its client's trace."""
+    chat: bool = False
+    """Whether the prompt is a conversation."""
+    unique_id: str = field(default_factory=lambda: secrets.token_hex(12))
+    """For names that must differ between requests, of tool calls above all: clients may choose one request_id twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +103,15 @@ class Piece:
     token_ids: tuple[int, ...]
     text: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A part of a request's way. Times as `time.monotonic()` gave them."""
+
+    name: str
+    began_s: float
+    ended_s: float
 
 
 @dataclass(slots=True)

@@ -32,6 +32,7 @@ from services.snapshot import SnapshotOwner
 from services.snapshot_service import RemoteSnapshots
 from services.stage import StageSession
 from services.steps import DraftRoute, Grammar, Hop, Open, Sampling
+from services.trace_context import Trace
 from services.worker import FeatureCapture, LoadDraft, LoadProgress, LoadTarget
 
 T = TypeVar("T")
@@ -123,6 +124,7 @@ class Cluster:
         speculate: bool,
         logprobs: int | None = None,
         grammar: Grammar | None = None,
+        trace: Trace | None = None,
     ) -> StageSession:
         """A session over the whole chain; for the arguments see `stage.proto`."""
         stages = self._plan.stages
@@ -145,6 +147,7 @@ class Cluster:
                 draft=DraftRoute(self._draft_address) if speculate and self.draft is not None else None,
                 logprobs=logprobs,
                 grammar=grammar,
+                trace=trace,
             )
         )
 

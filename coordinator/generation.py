@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
-from coordinator.answer import Answer, Piece, Request, StageStats, Stats, StepTimes
+from coordinator.answer import Answer, Phase, Piece, Request, StageStats, Stats, StepTimes
 from coordinator.cluster import Cluster
 from coordinator.prefix.cache import PrefixCache
 from coordinator.prefix.policy import chunks
@@ -63,11 +63,14 @@ class Generation:
         self._step = self._length = 0
         self._guesses: tuple[int, ...] = ()
         self._prefill_s = self._decode_s = 0.0
+        self._looked_up_at = self._restored_at = self._run_at = 0.0
+        self.phases: list[Phase] = []
         self.answer: Answer | None = None
 
     async def pieces(self) -> AsyncGenerator[Piece]:
         """The answer as it comes. Raises the FlashsplitError that ended it, if one did."""
         try:
+            self._looked_up_at = time.monotonic()
             if self._prefix is not None:
                 await self._prefix.begin()
             try:
@@ -80,6 +83,7 @@ class Generation:
                     raise
                 self._prefix.forget_hit()
                 self._step = self._length = 0
+                self.phases.clear()
                 async with contextlib.aclosing(self._attempt()) as pieces:
                     async for piece in pieces:
                         yield piece
@@ -97,6 +101,7 @@ class Generation:
                 self._prefix.finish(session, events, tuple(self._sequence[: self._length]))
                 session = None
         finally:
+            self._note_phases()
             if session is not None:
                 await session.close()
 
@@ -114,10 +119,11 @@ class Generation:
             speculate=self._speculation.block_size > 1,
             logprobs=request.logprobs,
             grammar=request.grammar,
+            trace=request.trace,
         )
 
     async def _run(self, session: StageSession, events: AsyncIterator[Event]) -> AsyncIterator[Piece]:
-        started = time.monotonic()
+        started = self._run_at = time.monotonic()
         async for piece in self._prefill(session, events):
             self._prefill_s = time.monotonic() - started
             yield piece
@@ -140,6 +146,15 @@ class Generation:
             logprobs,
             self._text.stop_string,
         )
+
+    def _note_phases(self) -> None:
+        """When prefill and decode were, as far as they came."""
+        now = time.monotonic()
+        first_token_at = self._run_at + self._prefill_s if self._prefill_s else now
+        if self._run_at:
+            self.phases.append(Phase("prefill", max(self._run_at, self._restored_at), first_token_at))
+        if self._prefill_s:
+            self.phases.append(Phase("decode", first_token_at, now))
 
     # --- prefill
 
@@ -231,6 +246,9 @@ class Generation:
         while isinstance(event, SnapshotSaved | SnapshotRestored):
             if self._prefix is not None:
                 self._prefix.take(event)
+            if isinstance(event, SnapshotRestored):
+                self._restored_at = time.monotonic()
+                self.phases.append(Phase("restore", self._looked_up_at, self._restored_at))
             event = await anext(events, None)
         if event is None:
             raise InternalError("stage 0 ended the session without a reason")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,10 +21,11 @@ from flashsplit.shard.v1 import (
 )
 from services import snapshot_frames, stage_frames
 from services.client_stream import ClientStream
-from services.errors import InvalidArgument, Unavailable, answering
+from services.errors import CLOSED, InvalidArgument, Unavailable, answering, ending
 from services.steps import FeatureSlice, SnapshotPart, SnapshotRestore, SnapshotSave
 from services.streams import read_tensors
 from services.tensors import OutgoingTensors, WireTensor, incomplete
+from services.trace_context import Trace, log_for
 
 SERVICE = pb.DESCRIPTOR.services_by_name["DraftService"].full_name
 
@@ -35,6 +37,7 @@ class DraftOpen:
     request_id: str
     fingerprint: str
     max_length: int
+    trace: Trace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +77,8 @@ class DraftSession(Protocol):
     async def restore_snapshot(self, restore: SnapshotRestore) -> SnapshotPart:
         """Begin from a kept state. Raises NotFound when it isn't kept, FailedPrecondition after the first features."""
 
-    async def close(self) -> None:
-        """Free the session. Safe to call twice."""
+    async def close(self, why: str = CLOSED) -> None:
+        """Free the session. why: what ended it, in a word for the log. Safe to call twice."""
 
 
 class DraftPort(Protocol):
@@ -100,16 +103,16 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
             first = await context.read()
             if first is grpc.aio.EOF or first.WhichOneof("frame") != "open":
                 raise InvalidArgument("the first frame of a session must be open", field="frame")
-            session = await self._port.open(
-                DraftOpen(first.open.request_id, first.open.fingerprint, first.open.max_length)
-            )
+            opening = _open_from_message(first.open)
+            log_for(opening.request_id, opening.trace)
+            session = await self._port.open(opening)
             try:
                 opened = draft_pb2.DraftOpened(host=session.host, device=session.device)
                 await context.write(pb.RunDraftResponse(opened=opened))
                 await self._serve(session, context)
             finally:
                 # A caller that cancels meanwhile must not leave a session half closed.
-                await asyncio.shield(session.close())
+                await asyncio.shield(session.close(ending(sys.exception())))
 
     @staticmethod
     async def _serve(session: DraftSession, context: grpc.aio.ServicerContext) -> None:
@@ -135,6 +138,15 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
                     await context.write(pb.RunDraftResponse(snapshot_part=snapshot_frames.part_to_message(part)))
                 case other:
                     raise InvalidArgument(f"frame {other} is not expected here", field="frame")
+
+
+def _open_from_message(message: draft_pb2.DraftOpen) -> DraftOpen:
+    return DraftOpen(
+        stage_frames.check_request_id(message.request_id),
+        message.fingerprint,
+        message.max_length,
+        stage_frames.trace_from_message(message),
+    )
 
 
 async def _propose_from_message(
@@ -172,6 +184,7 @@ class RemoteDraft:
             request_id=request.request_id,
             fingerprint=request.fingerprint,
             max_length=request.max_length,
+            traceparent=request.trace.traceparent if request.trace is not None else None,
         )
         try:
             await stream.send(pb.RunDraftRequest(open=message))
@@ -224,7 +237,7 @@ class RemoteDraftSession:
         await self._send(pb.RunDraftRequest(snapshot_restore=message), OutgoingTensors())
         return snapshot_frames.part_from_message((await self._answer("snapshot_part")).snapshot_part)
 
-    async def close(self) -> None:
+    async def close(self, why: str = CLOSED) -> None:
         await self._stream.close()
 
     async def _answer(self, expected: str) -> pb.RunDraftResponse:

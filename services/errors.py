@@ -20,6 +20,7 @@ programs, a reason and the place it speaks of; both travel as `google.rpc.ErrorI
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
 
@@ -119,6 +120,25 @@ def error_named(code_name: str, message: str, *, reason: str | None = None, **wh
     return _BY_NAME.get(code_name, InternalError)(message, reason=reason).located(**where)
 
 
+CLOSED = "closed"
+"""How a session ends that its caller closes."""
+
+
+def ending(error: BaseException | None) -> str:
+    """What ended a session, in a word: CLOSED, "cancelled" by its caller, or the error's reason.
+
+    A stage that ends its session while it waits for the stage below cancels the stream there: behind the first stage
+    both words mean that nothing was wrong.
+    """
+    if error is None:
+        return CLOSED
+    if isinstance(error, FlashsplitError):
+        return error.reason.lower()
+    # gRPC raises its own where a stream is gone.
+    gone = isinstance(error, asyncio.CancelledError | grpc.aio.BaseError)
+    return "cancelled" if gone else InternalError.code.name.lower()
+
+
 def to_status(error: FlashsplitError) -> grpc.Status:
     """The rich gRPC status of an exception; very long texts are cut."""
     code, _ = error.code.value
@@ -181,7 +201,7 @@ async def answering(context: grpc.aio.ServicerContext, **where: object) -> Async
         await context.abort_with_status(to_status(error.located(**where)))
     except Exception:
         log.exception("call.failed", **where)
-        failure = InternalError("internal error: the worker's log has the details").located(**where)
+        failure = InternalError("internal error: the log has the details").located(**where)
         await context.abort_with_status(to_status(failure))
 
 

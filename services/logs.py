@@ -7,10 +7,12 @@ import sys
 
 import structlog
 
+FORMATS = ("console", "json")
 
-def configure_logs(level: str = "info", *, json: bool | None = None) -> None:
-    """level: debug, info, warning or error. json: None chooses it where stderr is no terminal."""
-    as_json = not sys.stderr.isatty() if json is None else json
+
+def configure_logs(level: str = "info", form: str | None = None) -> None:
+    """level: debug, info, warning or error. form: one of FORMATS; None chooses json where stderr is no terminal."""
+    as_json = not sys.stderr.isatty() if form is None else form == "json"
     processors: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,

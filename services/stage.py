@@ -7,6 +7,7 @@ module only turns frames into `services.steps` and back, and keeps the stream's 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from typing import Protocol
 
@@ -15,7 +16,7 @@ import grpc
 from flashsplit.shard.v1 import stage_service_pb2 as pb, stage_service_pb2_grpc as pb_grpc
 from services import snapshot_frames, stage_frames as frames
 from services.client_stream import ClientStream
-from services.errors import InvalidArgument, Unavailable, answering
+from services.errors import CLOSED, InvalidArgument, Unavailable, answering, ending
 from services.steps import (
     Commit,
     Event,
@@ -30,6 +31,7 @@ from services.steps import (
     StageIdentity,
 )
 from services.streams import first_done, read_tensors
+from services.trace_context import log_for
 
 SERVICE = pb.DESCRIPTOR.services_by_name["StageService"].full_name
 
@@ -70,8 +72,8 @@ class StageSession(Protocol):
         """One Commit a step, in order; Proposal where asked for; SnapshotSaved and SnapshotRestored for theirs;
         Failure when something below broke."""
 
-    async def close(self) -> None:
-        """Free the session here and below. Safe to call twice."""
+    async def close(self, why: str = CLOSED) -> None:
+        """Free the session here and below. why: what ended it, in a word for the log. Safe to call twice."""
 
 
 class StagePort(Protocol):
@@ -96,7 +98,9 @@ class StageServicer(pb_grpc.StageServiceServicer):
             first = await context.read()
             if first is grpc.aio.EOF or first.WhichOneof("frame") != "open":
                 raise InvalidArgument("the first frame of a session must be open", field="frame")
-            session = await self._port.open(frames.open_from_message(first.open))
+            opening = frames.open_from_message(first.open)
+            log_for(opening.request_id, opening.trace)
+            session = await self._port.open(opening)
             ahead = asyncio.Semaphore(MAX_STEPS_AHEAD)
             try:
                 await context.write(pb.RunStageResponse(opened=frames.opened(session.stages)))
@@ -104,7 +108,7 @@ class StageServicer(pb_grpc.StageServiceServicer):
                 await first_done(self._answer(session, context, ahead), self._take(session, context, ahead))
             finally:
                 # A caller that cancels meanwhile must not leave a session half closed.
-                await asyncio.shield(session.close())
+                await asyncio.shield(session.close(ending(sys.exception())))
 
     @staticmethod
     async def _take(session: StageSession, context: grpc.aio.ServicerContext, ahead: asyncio.Semaphore) -> None:
@@ -183,5 +187,5 @@ class RemoteStageSession:
         while (response := await self._stream.read()) is not grpc.aio.EOF:
             yield frames.event_from_message(response)
 
-    async def close(self) -> None:
+    async def close(self, why: str = CLOSED) -> None:
         await self._stream.close()

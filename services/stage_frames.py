@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from flashsplit.shard.v1 import failure_pb2, stage_pb2, stage_service_pb2 as pb
+from flashsplit.shard.v1 import draft_pb2, failure_pb2, stage_pb2, stage_service_pb2 as pb
 from services import output_frames, snapshot_frames
 from services.addresses import parse_address
 from services.description import range_from_message, range_to_message
@@ -31,8 +31,10 @@ from services.steps import (
     StepKind,
 )
 from services.tensors import IncomingTensor, OutgoingTensors, WireTensor, incomplete
+from services.trace_context import Trace, parse_traceparent
 
 MAX_STAGES = 1024
+MAX_REQUEST_ID = 256
 MAX_ADDED_TO_LOGITS = 1e6
 """Largest bias, and largest penalty for each occurrence: far above any logit, far below where float32 ends."""
 
@@ -67,6 +69,7 @@ def open_to_message(request: Open) -> stage_pb2.Open:
         prompt_length=request.prompt_length,
         sampling=_sampling_to_message(request.sampling),
         stop_token_ids=sorted(request.stop_token_ids),
+        traceparent=request.trace.traceparent if request.trace is not None else None,
     )
     if request.draft is not None:
         message.draft.SetInParent()
@@ -80,7 +83,7 @@ def open_to_message(request: Open) -> stage_pb2.Open:
 
 
 def open_from_message(message: stage_pb2.Open) -> Open:
-    """Raises InvalidArgument for places, ranges, addresses, sampling numbers and grammars that make no sense."""
+    """Raises InvalidArgument for names, places, ranges, addresses, sampling numbers and grammars that make no sense."""
     if message.stage + len(message.route) >= MAX_STAGES:
         raise InvalidArgument(
             f"stage is {message.stage} with {len(message.route)} behind it: a chain has at most {MAX_STAGES} stages",
@@ -93,7 +96,7 @@ def open_from_message(message: stage_pb2.Open) -> Open:
     logprobs = message.logprobs if message.HasField("logprobs") else None
     output_frames.check_logprobs(logprobs)
     return Open(
-        request_id=message.request_id,
+        request_id=check_request_id(message.request_id),
         fingerprint=message.fingerprint,
         stage=message.stage,
         layers=range_from_message(message.layers),
@@ -109,7 +112,32 @@ def open_from_message(message: stage_pb2.Open) -> Open:
         draft=draft,
         logprobs=logprobs,
         grammar=output_frames.grammar_from_message(message.grammar) if message.HasField("grammar") else None,
+        trace=trace_from_message(message),
     )
+
+
+def check_request_id(text: str) -> str:
+    """Raises InvalidArgument for what cannot stand in a log line."""
+    if len(text) > MAX_REQUEST_ID or not text.isprintable():
+        raise InvalidArgument(
+            f"request_id has {len(text)} characters; it must be at most {MAX_REQUEST_ID}, all of them printable",
+            field="request_id",
+        )
+    return text
+
+
+def trace_from_message(message: stage_pb2.Open | draft_pb2.DraftOpen) -> Trace | None:
+    """Where the caller stands in its trace; None where it doesn't say. Raises InvalidArgument for another form."""
+    if not message.HasField("traceparent"):
+        return None
+    trace = parse_traceparent(message.traceparent)
+    if trace is None:
+        raise InvalidArgument(
+            f"traceparent is {message.traceparent[:64]!r}; it must have the form 00-<32 hex digits>-<16>-<2>, in "
+            "lower case",
+            field="traceparent",
+        )
+    return trace
 
 
 def _sampling_to_message(sampling: Sampling) -> stage_pb2.Sampling:
@@ -302,7 +330,7 @@ def event_from_message(message: pb.RunStageResponse) -> Event:
         case "commit":
             commit = message.commit
             timings = tuple(StageTiming(timing.forward_ns, timing.elapsed_ns) for timing in commit.timings)
-            logprobs = output_frames.logprobs_from_commit(commit)
+            logprobs = output_frames.logprobs_of_tokens(commit)
             return Commit(commit.step, commit.length, tuple(commit.token_ids), timings, logprobs)
         case "proposal":
             proposal = message.proposal

@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from services.layers import LayerRange
 from services.tensors import WireTensor
+from services.trace_context import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ class Open:
     draft: DraftRoute | None = None
     logprobs: int | None = None
     grammar: Grammar | None = None
+    trace: Trace | None = None
 
 
 class StepKind(StrEnum):

@@ -14,10 +14,11 @@ from services.addresses import is_loopback
 from services.description import Role
 from services.errors import FlashsplitError
 from services.lifeline import die_with
-from services.logs import configure_logs
+from services.logs import FORMATS, configure_logs
 from services.security import Security, load_security
 from services.server import Server
 from services.sizes import parse_size
+from services.tracing import start_tracing
 
 DRAIN_S = 2.0
 
@@ -97,6 +98,11 @@ log = structlog.get_logger()
     help="Least important line to log.",
 )
 @click.option(
+    "--log-format",
+    type=click.Choice(FORMATS),
+    help="How log lines look.  [default: console on a terminal, json elsewhere]",
+)
+@click.option(
     "--list-devices",
     is_flag=True,
     is_eager=True,
@@ -122,6 +128,7 @@ def main(
     insecure: bool,
     health_port: int,
     log_level: str,
+    log_format: str | None,
     lifeline_fd: int | None,
 ) -> None:
     """Serve layers of a model, or a draft, from this host's devices.
@@ -135,7 +142,8 @@ def main(
     """
     if lifeline_fd is not None:
         die_with(lifeline_fd)
-    configure_logs(log_level)
+    configure_logs(log_level, log_format)
+    start_tracing("flashsplit-worker")
     try:
         security = load_security(
             tls_cert=tls_cert,

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from services.draft import DraftSession, Propose
-from services.errors import FailedPrecondition
+from services.errors import CLOSED, FailedPrecondition
 from services.steps import FeatureSlice, Location, SnapshotPart, SnapshotRestore, SnapshotSave
 from services.tensors import WireTensor
 from shard_worker.drafters.dflash import Draft, DraftState
@@ -21,6 +21,7 @@ from shard_worker.dtypes import from_wire, to_wire
 from shard_worker.embedding_rows import EmbeddingRows
 from shard_worker.executor import DeviceThread
 from shard_worker.features import Features
+from shard_worker.session_record import SessionRecord
 from shard_worker.snapshot_keeper import SnapshotKeeper
 
 Projection = Callable[[torch.Tensor], torch.Tensor]
@@ -49,8 +50,8 @@ class DraftLink(Protocol):
     async def restore_snapshot(self, restore: SnapshotRestore) -> SnapshotPart:
         """Begin from a kept state. Raises NotFound when it isn't kept."""
 
-    async def close(self) -> None:
-        """Free the draft's session."""
+    async def close(self, why: str = CLOSED) -> None:
+        """Free the draft's session. why: what ended it, in a word for the log."""
 
 
 def advance(
@@ -143,13 +144,16 @@ class LocalDraftLink:
         project: Projection,
         keeper: SnapshotKeeper,
         location: Location,
+        record: SessionRecord,
     ) -> None:
         self._thread, self._draft, self._state = thread, draft, state
         self._embedding, self._project = embedding, project
-        self._keeper, self._location = keeper, location
+        self._keeper, self._location, self._record = keeper, location, record
 
     async def advance(self, features: Features, start: int, guess: Guess | None) -> tuple[int, ...]:
+        self._record.steps += guess is not None
         return await self._thread.submit(
+            self._record.timed,
             advance,
             self._draft,
             self._state,
@@ -166,8 +170,8 @@ class LocalDraftLink:
     async def restore_snapshot(self, restore: SnapshotRestore) -> SnapshotPart:
         return await restore_draft(self._keeper, self._state, restore, self._location)
 
-    async def close(self) -> None:
-        return None
+    async def close(self, why: str = CLOSED) -> None:
+        self._record.end(why, self._state.length)
 
 
 class RemoteDraftLink:
@@ -206,8 +210,8 @@ class RemoteDraftLink:
     async def restore_snapshot(self, restore: SnapshotRestore) -> SnapshotPart:
         return await self._session.restore_snapshot(restore)
 
-    async def close(self) -> None:
-        await self._session.close()
+    async def close(self, why: str = CLOSED) -> None:
+        await self._session.close(why)
 
     def _embed(self, token_id: int) -> WireTensor:
         return to_wire(self._embedding((token_id, self._mask_token_id)))

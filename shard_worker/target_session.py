@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, Unavailable
+from services.errors import CLOSED, FailedPrecondition, FlashsplitError, InvalidArgument, Unavailable
 from services.stage import StageSession
 from services.steps import (
     Commit,
@@ -44,6 +44,7 @@ from shard_worker.last_row import LastRow
 from shard_worker.logprobs import token_logprobs
 from shard_worker.prefix_state import StateView
 from shard_worker.sampler import Sampler
+from shard_worker.session_record import SessionRecord
 from shard_worker.snapshot_keeper import SnapshotKeeper
 from shard_worker.stage import Stage, StageState
 
@@ -92,6 +93,7 @@ class TargetSession:
         self._location = identity.location
         self._downstream, self._sampler, self._draft = downstream, sampler, draft
         self._on_close = on_close
+        self._record = SessionRecord(request.request_id, request.trace, identity.location, identity.layers)
         self.stages = (identity, *(downstream.stages if downstream is not None else ()))
         # What the stages before this one captured for the session's draft, in the order in which they send it.
         self._incoming_captures: list[int | None] = []
@@ -162,23 +164,28 @@ class TargetSession:
                         event = replace(event, parts=(await self._own_save(event), *event.parts))
                     case SnapshotRestored() if self._restored is not None:
                         event = replace(event, parts=(self._restored, *event.parts))
-                yield event
                 if isinstance(event, Failure) and event.reason is not FailureReason.DRAFT_LOST:
+                    self._record.failed(event.reason)
+                    yield event
                     return
+                yield event
             raise Unavailable("the stage ended the session")
         except FlashsplitError as error:
-            yield _failure(error, self._downstream.stages[0].location)
+            failure = _failure(error, self._downstream.stages[0].location)
+            self._record.failed(failure.reason)
+            yield failure
 
-    async def close(self) -> None:
+    async def close(self, why: str = CLOSED) -> None:
         if self._state is None:
             return
         self._state = None
         draft, self._draft = self._draft, None
         self._on_close()
+        self._record.end(why, self._length)
         if self._downstream is not None:
             await self._downstream.close()
         if draft is not None:
-            await draft.close()
+            await draft.close(why)
 
     # --- keeping and taking up a prefix
 
@@ -293,11 +300,13 @@ class TargetSession:
 
     async def _run(self, forward: Forward, arrived_ns: int) -> None:
         self._next_step += 1
+        self._record.steps += 1
         rows = len(forward.token_ids)
         if self._downstream is None:
             await self._answer(forward, arrived_ns)
             return
         passed_on, forward_ns = await self._thread.submit(self._compute_and_pack, forward)
+        self._record.forward_ns += forward_ns
         flight = InFlight(forward.step, forward.base_position, rows, forward.kind, arrived_ns, forward_ns)
         if forward.kind is not StepKind.VERIFY:
             self._length += rows
@@ -335,6 +344,7 @@ class TargetSession:
 
     async def _answer(self, forward: Forward, arrived_ns: int) -> None:
         produced = await self._thread.submit(self._compute_and_choose, forward)
+        self._record.forward_ns += produced.forward_ns
         token_ids = produced.token_ids
         counted = len(token_ids) if forward.kind is StepKind.VERIFY else len(forward.token_ids)
         base, self._length = self._length, self._length + counted

@@ -9,7 +9,7 @@ import torch
 
 from services.description import DraftDescription, FeatureTransport, HeadPlace
 from services.draft import DraftOpen, Guesses, Propose
-from services.errors import FailedPrecondition, InvalidArgument
+from services.errors import CLOSED, FailedPrecondition, InvalidArgument
 from services.snapshot import SnapshotOwner
 from services.steps import FeatureSlice, Location, SnapshotPart, SnapshotRestore, SnapshotSave
 from services.tensors import WireTensor
@@ -33,6 +33,7 @@ from shard_worker.embedding_rows import EmbeddingRows, matrix_name, rows_of_chec
 from shard_worker.executor import DeviceThread
 from shard_worker.features import Features
 from shard_worker.prefix_state import cuttable
+from shard_worker.session_record import SessionRecord
 from shard_worker.snapshot_keeper import SnapshotKeeper
 from shard_worker.snapshot_store import SnapshotStore
 
@@ -120,7 +121,7 @@ class DraftRole:
                 f"max_length is {request.max_length}; it must be between 1 and {MAX_LENGTH}", field="max_length"
             )
         state = await self._thread.submit(loaded.draft.allocate, request.max_length)
-        return LocalDraftSession(self, self._thread, loaded, state, request.max_length, self._location(None))
+        return LocalDraftSession(self, self._thread, loaded, state, request, self._location(None))
 
     def _load_head(self, target: Checkpoint, draft: Draft) -> Projection:
         tied = "lm_head.weight" not in target.names
@@ -144,11 +145,12 @@ class LocalDraftSession:
         thread: DeviceThread,
         loaded: LoadedDraft,
         state: DraftState,
-        max_length: int,
+        request: DraftOpen,
         location: Location,
     ) -> None:
         self._role, self._thread, self._loaded, self._state = role, thread, loaded, state
-        self._max_length, self._location = max_length, location
+        self._max_length, self._location = request.max_length, location
+        self._record = SessionRecord(request.request_id, request.trace, location, None)
         # Plain slices of one set of rows come one after the other; they count when all are there.
         self._gathered = Features()
         self.host, self.device = location.host, loaded.draft.device.name
@@ -182,10 +184,13 @@ class LocalDraftSession:
             if len(slices) < len(self._loaded.draft.config.capture_layers):
                 return
             features, self._gathered = self._gathered, Features()
-        await self._thread.submit(append, self._loaded.draft, self._state, features, piece.start_position)
+        await self._thread.submit(
+            self._record.timed, append, self._loaded.draft, self._state, features, piece.start_position
+        )
 
     async def propose(self, request: Propose) -> Guesses:
         draft = self._loaded.draft
+        self._record.steps += 1
         if request.position + request.tokens + 1 > self._max_length + draft.config.block_size:
             raise InvalidArgument("position lies beyond the session's max_length", field="position")
         if not request.token_id < draft.config.vocab_size:
@@ -194,13 +199,13 @@ class LocalDraftSession:
                 field="token_id",
             )
         if self._loaded.part.head_place is HeadPlace.LOADED:
-            return await self._thread.submit(self._guess, request)
+            return await self._thread.submit(self._record.timed, self._guess, request)
         if request.embed is None or self._check_shape("embed.rows", request.embed) != 2:
             raise InvalidArgument(
                 "embed.rows must hold the known and the mask token's rows, [2, hidden]",
                 field="embed.rows",
             )
-        return await self._thread.submit(self._hidden, request)
+        return await self._thread.submit(self._record.timed, self._hidden, request)
 
     async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
         return await save_draft(self._loaded.keeper, self._state, save, self._location)
@@ -212,10 +217,11 @@ class LocalDraftSession:
             )
         return await restore_draft(self._loaded.keeper, self._state, restore, self._location)
 
-    async def close(self) -> None:
+    async def close(self, why: str = CLOSED) -> None:
         if not self._closed:
             self._closed = True
             self._role.open_sessions -= 1
+            self._record.end(why, self._state.length)
 
     def _guess(self, request: Propose) -> tuple[int, ...]:
         loaded = self._loaded

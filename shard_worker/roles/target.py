@@ -28,6 +28,7 @@ from shard_worker.ops.deltanet import CHUNK_ROWS
 from shard_worker.prefix_state import cuttable
 from shard_worker.roles.draft import DraftRole
 from shard_worker.sampler import Sampler
+from shard_worker.session_record import SessionRecord
 from shard_worker.snapshot_keeper import SnapshotKeeper
 from shard_worker.snapshot_store import SnapshotStore
 from shard_worker.stage import Stage
@@ -229,8 +230,16 @@ class TargetRole:
             _check_fit(held.draft.config, loaded.stage.config)
             _check_captures(held.draft.config, loaded.stage)
             state = await self._thread.submit(held.draft.allocate, request.max_length)
+            location = self._location(None)
             return LocalDraftLink(
-                self._thread, held.draft, state, loaded.embedding, project, held.keeper, self._location(None)
+                self._thread,
+                held.draft,
+                state,
+                loaded.embedding,
+                project,
+                held.keeper,
+                location,
+                SessionRecord(request.request_id, request.trace, location, None),
             )
         description = (await (await self._peers.worker(request.draft.address)).describe()).draft
         if description is None:
@@ -238,7 +247,9 @@ class TargetRole:
         _check_fit(description, loaded.stage.config)
         _check_captures(description, loaded.stage)
         port = await self._peers.draft(request.draft.address)
-        session = await port.open(DraftOpen(request.request_id, description.fingerprint, request.max_length))
+        session = await port.open(
+            DraftOpen(request.request_id, description.fingerprint, request.max_length, request.trace)
+        )
         return RemoteDraftLink(
             self._thread,
             session,

@@ -73,13 +73,16 @@ def prefix_cases(pairs: dict[str, Pair]) -> dict[str, tuple[tuple[int, ...], tup
 
 @pytest.fixture
 def start_worker() -> Iterator[Callable[..., Worker]]:
-    """Start `flashsplit-worker` with more arguments; all are ended after the test."""
+    """Start `flashsplit-worker` with more arguments, stderr into `log` if given; all are ended after the test."""
     with tempfile.TemporaryDirectory(prefix="fs-") as folder, contextlib.ExitStack() as stack:
 
-        def start(*arguments: str) -> Worker:
+        def start(*arguments: str, log: Path | None = None) -> Worker:
             address = f"unix:{folder}/{len(os.listdir(folder))}.sock"
             command = [sys.executable, "-m", "shard_worker", "--listen", address, "--device", "cpu"]
-            process = subprocess.Popen([*command, "--threads", "1", "--log-level", "warning", *arguments], cwd=ROOT)
+            output = None if log is None else stack.enter_context(log.open("w"))
+            process = subprocess.Popen(
+                [*command, "--threads", "1", "--log-level", "warning", *arguments], cwd=ROOT, stderr=output
+            )
             stack.callback(end, process)
             until(lambda: os.path.exists(address.removeprefix("unix:")), 60)
             return Worker(process, address)

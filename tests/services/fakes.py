@@ -18,7 +18,7 @@ from services.description import (
     WorkerDescription,
 )
 from services.draft import DraftOpen, Guesses, Propose
-from services.errors import DataLoss, InvalidArgument, NotFound
+from services.errors import CLOSED, DataLoss, InvalidArgument, NotFound
 from services.layers import LayerRange
 from services.snapshot import (
     SnapshotChunk,
@@ -205,8 +205,9 @@ class FakeStageSession:
                 raise event
             yield event
 
-    async def close(self) -> None:
+    async def close(self, why: str = CLOSED) -> None:
         self.closed += 1
+        self.why = why
 
 
 class FakeDraft:
@@ -262,8 +263,9 @@ class FakeDraftSession:
         self.snapshots.append(asked)
         return PARTS[len(self.snapshots) % 2]
 
-    async def close(self) -> None:
+    async def close(self, why: str = CLOSED) -> None:
         self.closed += 1
+        self.why = why
 
 
 class FakeWorker:

@@ -17,11 +17,12 @@ from services.draft import DraftOpen, DraftServicer, Propose, RemoteDraft, Remot
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, NotFound, Unavailable
 from services.steps import FeatureSlice, SnapshotRestore, SnapshotSave
 from services.tensors import CHUNK_BYTES, WireTensor
+from services.trace_context import Trace
 from tests.services.conftest import Dial, Serve
 from tests.services.fakes import PARTS, FakeDraft, FakeDraftSession, same_bytes, tensor, until
 
 ROOT = Path(__file__).parents[2]
-OPEN = DraftOpen("request-1", "beef", 512)
+OPEN = DraftOpen("request-1", "beef", 512, Trace("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"))
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ async def test_a_whole_session(port: FakeDraft, draft: RemoteDraft) -> None:
     assert port.session.slices == slices
     assert port.session.closed == 0
     await session.close()
-    assert port.session.closed == 1
+    assert (port.session.closed, port.session.why) == (1, "closed")
 
 
 async def test_snapshots_within_a_session(port: FakeDraft, draft: RemoteDraft) -> None:
@@ -279,6 +280,8 @@ BEGUN = features(dtype=1, shape=[4])
         ([], "the first frame of a session must be open"),
         ([Frame()], "the first frame of a session must be open"),
         ([BEGUN], "the first frame of a session must be open"),
+        ([Frame(open={"traceparent": "00-0-0-0"})], "traceparent is '00-0-0-0'"),
+        ([Frame(open={"request_id": "\n"})], "request_id has 1 characters"),
         ([OPENING, OPENING], "frame open is not expected here"),
         ([OPENING, Frame()], "frame None is not expected here"),
         ([OPENING, Frame(chunk={"data": b"x"})], "frame chunk is not expected here"),

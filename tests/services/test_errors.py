@@ -99,7 +99,7 @@ async def test_unexpected_exceptions_tell_nothing(fault: Exception, serve: Serve
     with pytest.raises(InternalError) as stream:
         await RemoteStage(channel, server.address).open(OPEN)
     for raised in (unary, stream):
-        assert raised.value.message == "internal error: the worker's log has the details"
+        assert raised.value.message == "internal error: the log has the details"
         assert "secret" not in repr(raised.value.where)
         assert "secret" not in repr(raised.value.__cause__)
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 CODE = """
 import structlog
 from services.logs import configure_logs
-configure_logs("info", json={json})
+configure_logs("info", {form!r})
 log = structlog.get_logger()
 log.debug("too.quiet")
 structlog.contextvars.bind_contextvars(request_id="r1")
@@ -26,8 +26,8 @@ except ZeroDivisionError:
 """
 
 
-def run(json_lines: bool | None) -> list[str]:
-    code = CODE.format(json=json_lines)
+def run(form: str | None) -> list[str]:
+    code = CODE.format(form=form)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == ""
     assert "too.quiet" not in done.stderr
@@ -35,10 +35,10 @@ def run(json_lines: bool | None) -> list[str]:
     return done.stderr.splitlines()
 
 
-@pytest.mark.parametrize("json_lines", [True, None])
-def test_json_where_no_terminal_reads(json_lines: bool | None) -> None:
+@pytest.mark.parametrize("form", ["json", None])
+def test_json_where_no_terminal_reads(form: str | None) -> None:
     """One JSON object a line on stderr, with level, time, context and a traceback without local variables."""
-    ready, failed = [json.loads(line) for line in run(json_lines)]
+    ready, failed = [json.loads(line) for line in run(form)]
     assert {"event": "worker.ready", "level": "info", "address": "unix:/a", "request_id": "r1"}.items() <= ready.items()
     assert ready["timestamp"].endswith("Z")
     assert failed["exception"][0]["exc_type"] == "ZeroDivisionError"
@@ -46,6 +46,6 @@ def test_json_where_no_terminal_reads(json_lines: bool | None) -> None:
 
 def test_text_for_people() -> None:
     """Plain lines and a plain traceback when JSON is not wanted."""
-    lines = run(False)
+    lines = run("console")
     assert "worker.ready" in lines[0]
     assert lines[-1] == "ZeroDivisionError: division by zero"

@@ -390,7 +390,7 @@ async def test_close_ends_a_reader(port: FakeStage, stage: RemoteStage) -> None:
 async def test_close_does_not_wait_for_a_hanging_stage(port: FakeStage, stage: RemoteStage) -> None:
     """A stage that hangs while it closes is waited for a moment only; a reader ends then as well."""
 
-    async def hang(session: FakeStageSession) -> None:
+    async def hang(session: FakeStageSession, why: str) -> None:
         session.closed += 1
         await asyncio.sleep(2.0)
 
@@ -485,7 +485,7 @@ async def test_freeing_goes_on_when_the_caller_cancels_meanwhile(port: FakeStage
     """A caller that closes and then cancels doesn't interrupt the stage's own closing."""
     freed = asyncio.Event()
 
-    async def slow(session: FakeStageSession) -> None:
+    async def slow(session: FakeStageSession, why: str) -> None:
         session.closed += 1
         await asyncio.sleep(0.3)
         freed.set()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flashsplit.shard.v1 import failure_pb2, stage_pb2, stage_service_pb2 as pb
+from flashsplit.shard.v1 import draft_pb2, failure_pb2, stage_pb2, stage_service_pb2 as pb
 from services.errors import InvalidArgument
 from services.layers import LayerRange
 from services.stage_frames import (
@@ -21,6 +21,7 @@ from services.stage_frames import (
     open_to_message,
     opened,
     opened_from_message,
+    trace_from_message,
 )
 from services.steps import (
     Commit,
@@ -40,6 +41,7 @@ from services.steps import (
     StageTiming,
     StepKind,
 )
+from services.trace_context import Trace
 from tests.services.fakes import OPEN, PARTS, tensor
 
 HERE = Location(2, "alpha", "cuda:0", "h:1")
@@ -53,6 +55,7 @@ HERE = Location(2, "alpha", "cuda:0", "h:1")
         replace(OPEN, draft=DraftRoute("h:7")),
         replace(OPEN, route=(), sampling=Sampling(), stop_token_ids=frozenset()),
         replace(OPEN, stage=0, max_length=2**32 - 1, request_id="ü" * 100),
+        replace(OPEN, trace=Trace("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", sampled=True)),
     ],
 )
 def test_open_round_trip(request_: Open) -> None:
@@ -96,6 +99,22 @@ def test_senseless_sampling_is_refused(fields: dict[str, Any], text: str) -> Non
     with pytest.raises(InvalidArgument) as refused:
         open_from_message(message)
     assert refused.value.message.startswith(text)
+
+
+@pytest.mark.parametrize("text", ["", "x", "00-0af7651916cd43dd8448eb211c80319c", "0" * 70_000])
+def test_senseless_traces_are_refused(text: str) -> None:
+    """Only what has the form of W3C's header goes down the chain and to the draft."""
+    for message in (stage_pb2.Open(traceparent=text), draft_pb2.DraftOpen(traceparent=text)):
+        with pytest.raises(InvalidArgument, match="traceparent is") as refused:
+            trace_from_message(message)
+        assert len(refused.value.message) < 300
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\0", "x" * 257])
+def test_names_that_cannot_stand_in_a_log_line_are_refused(name: str) -> None:
+    """Whatever their length."""
+    with pytest.raises(InvalidArgument, match=f"request_id has {len(name)} characters"):
+        open_from_message(open_to_message(replace(OPEN, request_id=name)))
 
 
 def test_senseless_routes_are_refused() -> None:

@@ -132,7 +132,7 @@ REFUSED: list[tuple[dict[str, Any], type[FlashsplitError], str]] = [
     ({"block_rows": 0}, InvalidArgument, "block_rows"),
     ({"block_rows": 65}, InvalidArgument, "block_rows"),
     ({"stop_token_ids": frozenset({3, 256})}, InvalidArgument, "stop_token_ids"),
-    ({"sampling": Sampling(logit_bias={256: 1.0})}, InvalidArgument, "stop_token_ids"),
+    ({"sampling": Sampling(logit_bias={256: 1.0})}, InvalidArgument, "logit_bias"),
 ]
 
 

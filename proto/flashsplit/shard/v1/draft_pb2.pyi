@@ -8,14 +8,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DraftOpen(_message.Message):
-    __slots__ = ("request_id", "fingerprint", "max_length")
+    __slots__ = ("request_id", "fingerprint", "max_length", "traceparent")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     fingerprint: str
     max_length: int
-    def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., max_length: _Optional[int] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., max_length: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class DraftOpened(_message.Message):
     __slots__ = ("host", "device")

@@ -1,0 +1,103 @@
+"""Which request of which trace this is: W3C's `traceparent` (https://www.w3.org/TR/trace-context/), and the call that a
+client made, from its door down to every log line that is written on its behalf.
+
+Knows nothing of spans; those are made in `tracing.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+
+import structlog
+
+HEADER = "traceparent"
+
+MAX_TRACEPARENT = 256
+"""Characters; version 00 has 55, later ones may append."""
+
+_FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+
+_SAMPLED = 1
+
+
+def _new_trace_id() -> str:
+    return secrets.token_hex(16)
+
+
+def _new_span_id() -> str:
+    return secrets.token_hex(8)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A place in a trace. span_id: whose children begin here; None where the trace does. sampled: it is recorded."""
+
+    trace_id: str = field(default_factory=_new_trace_id)
+    span_id: str | None = None
+    sampled: bool = False
+
+    @property
+    def traceparent(self) -> str:
+        """The header for whoever is called from here."""
+        return f"00-{self.trace_id}-{self.span_id or _new_span_id()}-{int(self.sampled):02x}"
+
+    def child(self) -> Trace:
+        """A place below this one that nobody records."""
+        return replace(self, span_id=_new_span_id())
+
+
+def parse_traceparent(text: str) -> Trace | None:
+    """None for what is no traceparent, as the recommendation says: versions that it does not know are read as far as
+    they agree with 00."""
+    found = _FORM.fullmatch(text) if len(text) <= MAX_TRACEPARENT else None
+    if found is None:
+        return None
+    version, trace_id, span_id, flags, more = found.groups()
+    if version == "ff" or (version == "00" and more is not None) or not (int(trace_id, 16) and int(span_id, 16)):
+        return None
+    return Trace(trace_id, span_id, bool(int(flags, 16) & _SAMPLED))
+
+
+def trace_of(headers: Sequence[str]) -> Trace:
+    """The trace that a client's headers of that name continue; a new one unless there is exactly one, and valid."""
+    return (parse_traceparent(headers[0]) if len(headers) == 1 else None) or Trace()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A client's call as its door took it."""
+
+    request_id: str
+    trace: Trace
+
+
+_call: ContextVar[Call | None] = ContextVar("call", default=None)
+
+
+@contextlib.contextmanager
+def calling(request_id: str, traceparents: Sequence[str]) -> Iterator[Call]:
+    """The block, and every task that it starts, runs for this call; its log lines carry both ids."""
+    call = Call(request_id, trace_of(traceparents))
+    token = _call.set(call)
+    try:
+        with structlog.contextvars.bound_contextvars(request_id=request_id, trace_id=call.trace.trace_id):
+            yield call
+    finally:
+        _call.reset(token)
+
+
+def current_call() -> Call | None:
+    """The call that is being answered, None outside of one."""
+    return _call.get()
+
+
+def log_for(request_id: str, trace: Trace | None) -> None:
+    """From here on this task's log lines, and those of tasks that it starts, carry both ids."""
+    structlog.contextvars.bind_contextvars(request_id=request_id)
+    if trace is not None:
+        structlog.contextvars.bind_contextvars(trace_id=trace.trace_id)
