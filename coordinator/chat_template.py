@@ -19,6 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from coordinator.tokenizer import TokenizerError, read_json_object, special_tokens
+from services.errors import InvalidArgument
 
 # Loop rounds and macro calls that one rendering may take; a long chat takes some thousands.
 MAX_STEPS = 1_000_000
@@ -28,8 +29,11 @@ RESERVED_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_pro
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
-class TemplateError(ValueError):
+class TemplateError(InvalidArgument):
     """A chat template that cannot be used, or messages that it cannot render."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, field="messages")
 
 
 class ChatTemplate:

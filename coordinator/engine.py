@@ -9,15 +9,16 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
-from coordinator.answer import Answer, Request
+from coordinator.answer import Answer, Phase, Request
 from coordinator.cluster import Cluster
 from coordinator.generation import Generation
 from coordinator.model_files import ModelFiles
 from coordinator.prefix.cache import PrefixCache
+from coordinator.request_span import RequestSpan
 from services.errors import FlashsplitError, InvalidArgument, ResourceExhausted, Unavailable
 
 RETRY_AFTER_S = 1
@@ -100,6 +101,8 @@ class Engine:
         Raises InvalidArgument for a request that cannot fit, ResourceExhausted when too many wait already, Unavailable
         while draining.
         """
+        span = RequestSpan(request, self.name)
+        request = replace(request, trace=span.trace)
         generation = Generation(self.cluster, request, self.files.tokenizer, self.prefixes)
         if len(request.prompt_ids) + request.max_tokens > self.max_model_len:
             raise InvalidArgument(
@@ -122,6 +125,7 @@ class Engine:
             raise
         finally:
             now = time.monotonic()
+            span.end(generation.answer, outcome, [Phase("queue", arrived, begun), *generation.phases])
             self._tell(Finished(request, generation.answer, outcome, begun - arrived, now - arrived))
 
     def _tell(self, finished: Finished) -> None:
@@ -140,6 +144,7 @@ class Engine:
         log.info(
             "request.finished",
             request_id=finished.request.request_id,
+            trace_id=finished.request.trace.trace_id,
             outcome=finished.outcome,
             prompt_tokens=len(finished.request.prompt_ids),
             queued_ms=round(finished.queued_s * 1e3, 1),
@@ -153,6 +158,9 @@ class Engine:
     async def _turn(self) -> AsyncIterator[None]:
         if self._draining:
             raise Unavailable("the server is shutting down: ask another one", reason="DRAINING")
+        if not self.cluster.alive:
+            # Trying to reach the dead would take seconds, and could only end the same way.
+            raise await self.cluster.explain(Unavailable("a worker has ended"))
         if self._turns.locked() and self._waiting >= self._max_waiting:
             raise ResourceExhausted(
                 f"{self._running} requests run and {self._waiting} wait: try again in {RETRY_AFTER_S} s",

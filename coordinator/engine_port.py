@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from importlib import metadata
 
-import structlog
-
 from coordinator.answer import Answer
-from coordinator.chat_template import TemplateError
 from coordinator.engine import Engine
 from coordinator.requests import chat_of, check_model, make_request, plain_prompt, render
-from coordinator.stop_strings import StopStringError
-from coordinator.tokenizer import TokenizerError
-from services.errors import FlashsplitError, InternalError, InvalidArgument
+from services.errors import InvalidArgument
 from services.inference_words import (
     AnswerEvent,
     Ask,
@@ -35,8 +30,6 @@ from services.inference_words import (
     Usage,
 )
 
-log = structlog.get_logger()
-
 
 class EnginePort:
     """An `InferencePort` over an engine of this process."""
@@ -47,29 +40,31 @@ class EnginePort:
     async def answer(self, ask: Ask, request_id: str) -> AsyncGenerator[AnswerEvent]:
         """As the port says."""
         engine = self._engine
-        with _known_errors():
-            check_model(engine, ask.model)
-            chat = isinstance(ask.prompt, Conversation)
-            if isinstance(ask.prompt, Conversation):
-                prompt = await render(engine, chat_of(ask.prompt))
-            else:
-                prompt = await plain_prompt(engine, ask.prompt)
-            request = make_request(
-                engine,
-                prompt,
-                ask.sampling,
-                ask.stopping,
-                speculate=ask.speculate,
-                request_id=request_id,
-                prompt_field="conversation" if chat else "prompt",
-            )
-            async with engine.answering(request) as generation:
-                yield Started(request_id, len(request.prompt_ids))
-                async with contextlib.aclosing(generation.pieces()) as pieces:
-                    async for piece in pieces:
-                        yield Delta(piece.token_ids, piece.text)
-            assert generation.answer is not None
-            yield _finished(generation.answer)
+        check_model(engine, ask.model)
+        chat = isinstance(ask.prompt, Conversation)
+        if isinstance(ask.prompt, Conversation):
+            prompt = await render(engine, chat_of(ask.prompt))
+        else:
+            prompt = await plain_prompt(engine, ask.prompt)
+        request = make_request(
+            engine,
+            prompt,
+            ask.sampling,
+            ask.stopping,
+            speculate=ask.speculate,
+            logprobs=ask.logprobs,
+            grammar=ask.grammar,
+            request_id=request_id,
+            prompt_field="conversation" if chat else "prompt",
+            chat=chat,
+        )
+        async with engine.answering(request) as generation:
+            yield Started(request_id, len(request.prompt_ids))
+            async with contextlib.aclosing(generation.pieces()) as pieces:
+                async for piece in pieces:
+                    yield Delta(piece.token_ids, piece.text, piece.logprobs)
+        assert generation.answer is not None
+        yield _finished(generation.answer)
 
     async def models(self) -> tuple[Model, ...]:
         """As the port says."""
@@ -107,40 +102,20 @@ class EnginePort:
         self, prompt: str | Conversation, *, add_special_tokens: bool = True, model: str | None = None
     ) -> tuple[int, ...]:
         """As the port says."""
-        with _known_errors():
-            check_model(self._engine, model)
-            if isinstance(prompt, Conversation):
-                return (await render(self._engine, chat_of(prompt))).token_ids
-            return (await plain_prompt(self._engine, prompt, add_special_tokens=add_special_tokens)).token_ids
+        check_model(self._engine, model)
+        if isinstance(prompt, Conversation):
+            return (await render(self._engine, chat_of(prompt))).token_ids
+        return (await plain_prompt(self._engine, prompt, add_special_tokens=add_special_tokens)).token_ids
 
     async def detokenize(
         self, token_ids: tuple[int, ...], *, skip_special_tokens: bool = False, model: str | None = None
     ) -> str:
         """As the port says."""
-        with _known_errors():
-            check_model(self._engine, model)
-            tokenizer = self._engine.files.tokenizer
-            if tokenizer is None:
-                raise InvalidArgument("this model has no tokenizer", field="token_ids")
-            return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-
-
-@contextlib.contextmanager
-def _known_errors() -> Iterator[None]:
-    """What text refuses is the caller's fault; what nobody expected keeps its details to itself."""
-    try:
-        yield
-    except FlashsplitError:
-        raise
-    except TemplateError as error:
-        raise InvalidArgument(str(error), field="conversation") from error
-    except StopStringError as error:
-        raise InvalidArgument(str(error), field="stop") from error
-    except TokenizerError as error:
-        raise InvalidArgument(str(error), field="prompt") from error
-    except Exception as error:
-        log.exception("grpc.failed")
-        raise InternalError("internal error: the server's log has the details") from error
+        check_model(self._engine, model)
+        tokenizer = self._engine.files.tokenizer
+        if tokenizer is None:
+            raise InvalidArgument("this model has no tokenizer", field="token_ids")
+        return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
 
 def _finished(answer: Answer) -> Finished:

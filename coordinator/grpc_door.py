@@ -10,6 +10,7 @@ from coordinator.engine import Engine
 from coordinator.engine_port import EnginePort
 from coordinator.server.auth import ApiKeys
 from services.client_server import ClientServer
+from services.client_tls import ClientTls
 from services.inference import InferenceServicer
 
 HEALTH_PERIOD_S = 0.25
@@ -20,10 +21,10 @@ GRACE_S = 2.0
 class GrpcDoor:
     """Use as `async with`; `address` is where it listens. Drain the engine before leaving."""
 
-    def __init__(self, engine: Engine, keys: ApiKeys, host: str, port: int) -> None:
+    def __init__(self, engine: Engine, keys: ApiKeys, host: str, port: int, tls: ClientTls | None) -> None:
         self._engine = engine
         self._servicer = InferenceServicer(EnginePort(engine))
-        self._server = ClientServer(host, port, [self._servicer.register], keys.check_headers)
+        self._server = ClientServer(host, port, [self._servicer.register], keys.check_headers, tls)
         self._health: asyncio.Task[None] | None = None
 
     @property

@@ -16,7 +16,8 @@ from coordinator.prompt import Prompt, chat_prompt, text_prompt
 from services.errors import InvalidArgument, NotFound
 from services.inference_words import Conversation, Message, SamplingWishes, Stopping
 from services.stage_frames import check_sampling
-from services.steps import Sampling
+from services.steps import Grammar, Sampling
+from services.trace_context import Trace, current_call
 
 MAX_STOPS = 64
 MAX_TEMPERATURE = 100.0
@@ -66,10 +67,17 @@ def make_request(
     stopping: Stopping,
     *,
     speculate: bool = True,
+    logprobs: int | None = None,
+    grammar: Grammar | None = None,
     request_id: str | None = None,
     prompt_field: str = "prompt",
+    chat: bool = False,
 ) -> Request:
-    """The engine's request. prompt_field: what the client calls its prompt. request_id None: a new one."""
+    """The engine's request, under the name and in the trace of the call that is being answered.
+
+    prompt_field: what the client calls its prompt. request_id None: the call's, or a new one outside of a call.
+    """
+    call = current_call()
     room = engine.max_model_len - len(prompt.token_ids)
     if room < 1:
         raise InvalidArgument(
@@ -87,7 +95,7 @@ def make_request(
         )
     own = frozenset() if stopping.ignore_eos else engine.files.stop_token_ids
     return Request(
-        request_id=request_id or secrets.token_hex(12),
+        request_id=request_id or (secrets.token_hex(12) if call is None else call.request_id),
         prompt_ids=prompt.token_ids,
         boundaries=prompt.boundaries,
         max_tokens=min(room, DEFAULT_MAX_TOKENS) if stopping.max_tokens is None else stopping.max_tokens,
@@ -95,6 +103,10 @@ def make_request(
         stop_token_ids=own | frozenset(stopping.stop_token_ids),
         stop_strings=tuple(stop for stop in stopping.stop if stop),
         speculate=speculate,
+        logprobs=logprobs,
+        grammar=grammar,
+        trace=Trace() if call is None else call.trace,
+        chat=chat,
     )
 
 

@@ -9,10 +9,7 @@ import sys
 from collections.abc import Coroutine
 from typing import Any
 
-from coordinator.chat_template import TemplateError
 from coordinator.console import print_error
-from coordinator.stop_strings import StopStringError
-from coordinator.tokenizer import TokenizerError
 from services.errors import FlashsplitError
 
 EXIT_ERROR, EXIT_USAGE = 1, 2
@@ -27,9 +24,6 @@ def run(main: Coroutine[Any, Any, None]) -> None:
     except FlashsplitError as error:
         print_error(error.message)
         sys.exit(EXIT_USAGE if error.code_name == "INVALID_ARGUMENT" else EXIT_ERROR)
-    except (TemplateError, StopStringError, TokenizerError) as error:
-        print_error(str(error))
-        sys.exit(EXIT_USAGE)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except BrokenPipeError:

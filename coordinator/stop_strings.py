@@ -6,9 +6,14 @@ Knows nothing of tokens, of where the text comes from or of how an answer is rep
 
 from collections.abc import Sequence
 
+from services.errors import InvalidArgument
 
-class StopStringError(ValueError):
+
+class StopStringError(InvalidArgument):
     """A stop string that cannot be used."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, field="stop")
 
 
 class StopStrings:

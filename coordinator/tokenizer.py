@@ -12,6 +12,8 @@ from typing import Self
 
 import tokenizers
 
+from services.errors import InvalidArgument
+
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A stream re-decodes at most this many ids, then goes on from the last few. The few must hold any
 # unfinished character (at most three bytes, so three ids) and some text before it.
@@ -19,8 +21,11 @@ _WINDOW_LIMIT = 32
 _WINDOW_KEPT = 8
 
 
-class TokenizerError(ValueError):
+class TokenizerError(InvalidArgument):
     """A checkpoint's tokenizer files, a text or an id that cannot be used."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, field="prompt")
 
 
 class Tokenizer:

@@ -1,6 +1,7 @@
 """The gRPC server that clients talk to: their key at the door, health and reflection behind it, bounded messages.
 
-Unlike `services.server` it listens on TCP for strangers, and knows nothing of the cluster's certificates and token.
+Unlike `services.server` it listens on TCP for strangers, with a certificate of its own, and knows nothing of the
+cluster's certificates and token.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 
 from services.addresses import parse_address
 from services.channel import SERVER_OPTIONS
+from services.client_tls import ClientTls
 from services.errors import Unavailable, answering
 from services.interceptors import RefuseGarbage
 from services.server import Registration
@@ -48,8 +50,16 @@ class RequireKey(grpc.aio.ServerInterceptor):
 class ClientServer:
     """Listens on a host's port, 0 for a free one; `address` is where, once it is started."""
 
-    def __init__(self, host: str, port: int, registrations: Sequence[Registration], check_key: CheckKey) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        registrations: Sequence[Registration],
+        check_key: CheckKey,
+        tls: ClientTls | None = None,
+    ) -> None:
         self.address = parse_address(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", "--host")
+        self._tls = tls
         self._server = grpc.aio.server(interceptors=[RequireKey(check_key), RefuseGarbage()], options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -60,7 +70,10 @@ class ClientServer:
     async def start(self) -> None:
         """Listen. Raises Unavailable when the port is taken or the host is another one's."""
         try:
-            port = self._server.add_insecure_port(self.address)
+            if self._tls is None:
+                port = self._server.add_insecure_port(self.address)
+            else:
+                port = self._server.add_secure_port(self.address, self._tls.for_server())
         except RuntimeError as error:
             raise Unavailable(
                 f"cannot listen on {self.address} for gRPC: it is in use or not of this host; choose another "

@@ -12,6 +12,7 @@ import grpc
 import structlog
 
 from flashsplit.inference.v1 import inference_pb2 as pb, inference_pb2_grpc as pb_grpc, server_pb2
+from services import trace_context
 from services.errors import (
     Cancelled,
     FlashsplitError,
@@ -34,7 +35,8 @@ from services.inference_frames import (
     model_from_message,
 )
 from services.inference_words import AnswerEvent, Ask, Conversation, Model, ServerInfo, ServerLoad
-from services.running_calls import HEADER, RunningCalls, request_id_of, within_deadline
+from services.running_calls import HEADER, RunningCalls, request_id_of, traceparents_of, within_deadline
+from services.trace_context import calling
 
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
@@ -145,16 +147,20 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def _answer(
         self, request: pb.GenerateRequest | pb.ChatRequest, response: type[Any], context: grpc.aio.ServicerContext
     ) -> None:
-        started, request_id, status = time.monotonic(), None, "CANCELLED"
+        started, request_id, trace_id, status = time.monotonic(), None, None, "CANCELLED"
         try:
             async with answering(context):
                 request_id = request_id_of(context)
+                # Now, so that no first write has it on board: one that is cut short could not be followed by a status.
+                await context.send_initial_metadata(())
                 try:
-                    async with self._running.named(request_id), within_deadline(context):
-                        events = self._port.answer(ask_from_message(request), request_id)
-                        async with contextlib.aclosing(events):
-                            async for event in events:
-                                await context.write(event_to_message(event, response()))
+                    with calling(request_id, traceparents_of(context)) as call:
+                        trace_id = call.trace.trace_id
+                        async with self._running.named(request_id), within_deadline(context):
+                            events = self._port.answer(ask_from_message(request), request_id)
+                            async with contextlib.aclosing(events):
+                                async for event in events:
+                                    await context.write(event_to_message(event, response()))
                     status = "OK"
                 except FlashsplitError as error:
                     status = error.code_name
@@ -164,6 +170,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             log.info(
                 "grpc.request",
                 request_id=request_id,
+                trace_id=trace_id,
                 method=request.DESCRIPTOR.name.removesuffix("Request"),
                 status=status,
                 ms=round((time.monotonic() - started) * 1e3, 1),
@@ -179,13 +186,19 @@ class RemoteInference:
         self._metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
 
     async def answer(
-        self, ask: Ask, request_id: str | None = None, *, timeout_s: float | None = None
+        self,
+        ask: Ask,
+        request_id: str | None = None,
+        *,
+        timeout_s: float | None = None,
+        traceparent: str | None = None,
     ) -> AsyncGenerator[AnswerEvent]:
         """As the port says; request_id None leaves the name to the server, timeout_s bounds the whole answer."""
         request = ask_to_message(ask)
         method = self._stub.Chat if isinstance(request, pb.ChatRequest) else self._stub.Generate
-        name = () if request_id is None else ((HEADER, request_id),)
-        call = method(request, timeout=timeout_s, metadata=(*self._metadata, *name))
+        headers = {HEADER: request_id, trace_context.HEADER: traceparent}
+        named = ((key, value) for key, value in headers.items() if value is not None)
+        call = method(request, timeout=timeout_s, metadata=(*self._metadata, *named))
         try:
             with rpc_failures_as_errors(address=self._address):
                 async for response in call:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from flashsplit.inference.v1 import generation_pb2, inference_pb2 as pb, server_pb2
+from services import output_frames
 from services.errors import InvalidArgument
 from services.inference_words import (
     AnswerEvent,
@@ -64,7 +65,7 @@ _SAMPLING_NUMBERS = (
 
 
 def ask_from_message(request: pb.GenerateRequest | pb.ChatRequest) -> Ask:
-    """Raises InvalidArgument where there is no prompt."""
+    """Raises InvalidArgument where there is no prompt, and for a grammar that is none."""
     prompt: str | tuple[int, ...] | Conversation
     if isinstance(request, pb.ChatRequest):
         prompt = conversation_from_message(request.conversation)
@@ -74,7 +75,8 @@ def ask_from_message(request: pb.GenerateRequest | pb.ChatRequest) -> Ask:
         prompt = tuple(request.token_ids.ids)
     else:
         raise InvalidArgument("prompt is missing: give text or token_ids", field="prompt")
-    stopping = request.stopping
+    stopping, logprobs = request.stopping, given(request, "logprobs")
+    output_frames.check_logprobs(logprobs)
     return Ask(
         prompt,
         SamplingWishes(
@@ -86,6 +88,8 @@ def ask_from_message(request: pb.GenerateRequest | pb.ChatRequest) -> Ask:
         ),
         speculate=request.speculate if request.HasField("speculate") else True,
         model=given(request, "model"),
+        logprobs=logprobs,
+        grammar=output_frames.grammar_from_message(request.grammar) if request.HasField("grammar") else None,
     )
 
 
@@ -96,7 +100,11 @@ def ask_to_message(ask: Ask) -> pb.GenerateRequest | pb.ChatRequest:
         "stopping": generation_pb2.Stopping(**asdict(ask.stopping)),
         "speculate": ask.speculate,
         "model": ask.model,
+        "logprobs": ask.logprobs,
     }
+    if ask.grammar is not None:
+        common["grammar"] = generation_pb2.Grammar()
+        output_frames.grammar_to_message(ask.grammar, common["grammar"])
     if isinstance(ask.prompt, Conversation):
         return pb.ChatRequest(conversation=conversation_to_message(ask.prompt), **common)
     if isinstance(ask.prompt, str):
@@ -171,6 +179,8 @@ def event_to_message(event: AnswerEvent, response: T) -> T:
             message.delta.SetInParent()
             message.delta.token_ids.extend(event.token_ids)
             message.delta.text = event.text
+            for logprobs in event.logprobs:
+                output_frames.logprobs_to_message(logprobs, message.delta.logprobs.add())
         case Finished():
             finished = message.finished
             finished.finish_reason = _FINISH_NUMBERS[event.finish_reason]
@@ -182,12 +192,13 @@ def event_to_message(event: AnswerEvent, response: T) -> T:
 
 
 def event_from_message(response: pb.GenerateResponse | pb.ChatResponse) -> AnswerEvent | None:
-    """None for an event of a later version."""
+    """None for an event of a later version. Raises InvalidArgument for log-probabilities that are none."""
     match response.WhichOneof("event"):
         case "started":
             return Started(response.started.request_id, response.started.prompt_tokens)
         case "delta":
-            return Delta(tuple(response.delta.token_ids), response.delta.text)
+            logprobs = output_frames.logprobs_of_tokens(response.delta)
+            return Delta(tuple(response.delta.token_ids), response.delta.text, logprobs)
         case "finished":
             return _finished(response.finished)
     return None

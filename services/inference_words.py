@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from services.steps import Grammar, TokenLogprobs
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingWishes:
@@ -58,13 +60,16 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request for an answer. model None: the one that is served."""
+    """A request for an answer. model None: the one that is served. logprobs: how many alternatives beside each token,
+    None for off. grammar None: the answer may be anything."""
 
     prompt: str | tuple[int, ...] | Conversation
     sampling: SamplingWishes = SamplingWishes()
     stopping: Stopping = Stopping()
     speculate: bool = True
     model: str | None = None
+    logprobs: int | None = None
+    grammar: Grammar | None = None
 
 
 class FinishReason(StrEnum):
@@ -91,10 +96,11 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A part of an answer."""
+    """A part of an answer. logprobs: one for each token where they were asked for, else none."""
 
     token_ids: tuple[int, ...]
     text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

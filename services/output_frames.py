@@ -1,13 +1,18 @@
-"""What a session may ask of its output, and what is told of it: grammars and log-probabilities, to messages and back.
+"""What may be asked of an output, and what is told of it: grammars and log-probabilities, to messages and back.
 
+Clients' messages and those between the processes have the same fields, so that one code fills and reads both.
 Sizes and numbers are checked here; whether a grammar can be compiled turns out on the last stage.
 """
 
 from __future__ import annotations
 
-from flashsplit.shard.v1 import stage_pb2 as pb
+from flashsplit.inference.v1 import generation_pb2
+from flashsplit.shard.v1 import stage_pb2
 from services.errors import InvalidArgument
 from services.steps import Grammar, GrammarKind, TokenLogprobs
+
+GrammarMessage = stage_pb2.Grammar | generation_pb2.Grammar
+LogprobsMessage = stage_pb2.TokenLogprobs | generation_pb2.TokenLogprobs
 
 MAX_ALTERNATIVES = 20
 """Most tokens whose log-probabilities are told beside each produced one."""
@@ -44,7 +49,7 @@ def grammar_field(grammar: Grammar) -> str:
     return f"grammar.{grammar.kind}"
 
 
-def grammar_to_message(grammar: Grammar, message: pb.Grammar) -> None:
+def grammar_to_message(grammar: Grammar, message: GrammarMessage) -> None:
     """Fill the message."""
     if grammar.kind is GrammarKind.JSON_OBJECT:
         message.json_object = True
@@ -52,7 +57,7 @@ def grammar_to_message(grammar: Grammar, message: pb.Grammar) -> None:
         setattr(message, grammar.kind, grammar.text)
 
 
-def grammar_from_message(message: pb.Grammar) -> Grammar:
+def grammar_from_message(message: GrammarMessage) -> Grammar:
     """Raises InvalidArgument as `check_grammar`, and for a grammar of no known kind."""
     field = message.WhichOneof("grammar")
     if field is None or (field == "json_object" and not message.json_object):
@@ -64,24 +69,24 @@ def grammar_from_message(message: pb.Grammar) -> Grammar:
     return grammar
 
 
-def logprobs_to_message(logprobs: TokenLogprobs, message: pb.TokenLogprobs) -> None:
+def logprobs_to_message(logprobs: TokenLogprobs, message: LogprobsMessage) -> None:
     """Fill the message."""
     message.logprob = logprobs.logprob
     message.top_token_ids.extend(logprobs.top_token_ids)
     message.top_logprobs.extend(logprobs.top_logprobs)
 
 
-def logprobs_from_commit(commit: pb.Commit) -> tuple[TokenLogprobs, ...]:
-    """One for each token of the commit, or none. Raises InvalidArgument for other numbers of them and of
+def logprobs_of_tokens(message: stage_pb2.Commit | generation_pb2.Delta) -> tuple[TokenLogprobs, ...]:
+    """One for each of the message's tokens, or none. Raises InvalidArgument for other numbers of them and of
     alternatives, and for what is no log-probability."""
-    if commit.logprobs and len(commit.logprobs) != len(commit.token_ids):
+    if message.logprobs and len(message.logprobs) != len(message.token_ids):
         raise InvalidArgument(
-            f"logprobs has {len(commit.logprobs)} entries for {len(commit.token_ids)} tokens", field="logprobs"
+            f"logprobs has {len(message.logprobs)} entries for {len(message.token_ids)} tokens", field="logprobs"
         )
-    return tuple(_logprobs_from_message(message) for message in commit.logprobs)
+    return tuple(_logprobs_from_message(one) for one in message.logprobs)
 
 
-def _logprobs_from_message(message: pb.TokenLogprobs) -> TokenLogprobs:
+def _logprobs_from_message(message: LogprobsMessage) -> TokenLogprobs:
     if len(message.top_token_ids) != len(message.top_logprobs) or len(message.top_logprobs) > MAX_ALTERNATIVES:
         raise InvalidArgument(
             f"logprobs has {len(message.top_logprobs)} numbers for {len(message.top_token_ids)} alternatives; "

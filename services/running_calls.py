@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from services import trace_context
 from services.errors import AlreadyExists, DeadlineExceeded, FlashsplitError, InvalidArgument, NotFound
 
 HEADER = "x-request-id"
@@ -85,6 +86,11 @@ def request_id_of(context: grpc.aio.ServicerContext) -> str:
             f"{HEADER} must be one name of 1 to 128 visible ASCII characters without blanks", field=HEADER
         )
     return str(names[0])
+
+
+def traceparents_of(context: grpc.aio.ServicerContext) -> list[str]:
+    """What the client sent of W3C's header; whether it is one, `services.trace_context` knows."""
+    return [str(value) for key, value in context.invocation_metadata() or () if key == trace_context.HEADER]
 
 
 @contextlib.asynccontextmanager

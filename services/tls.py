@@ -82,25 +82,37 @@ def tls_files(cert: str | None, key: str | None, ca: str | None, server_name: st
 
 def load_credentials(files: TlsFiles) -> Credentials:
     """Read and check. Raises InvalidArgument naming the flag, the file and what is wrong with it."""
-    cert_pem, key_pem, ca_pem = (
-        _read(flag, path) for flag, path in ((CERT_FLAG, files.cert), (KEY_FLAG, files.key), (CA_FLAG, files.ca))
-    )
-    chain = _parse(CERT_FLAG, files.cert, "a PEM certificate", x509.load_pem_x509_certificates, cert_pem)
-    key = _parse(KEY_FLAG, files.key, "a PEM private key", lambda pem: load_pem_private_key(pem, None), key_pem)
-    authorities = _parse(CA_FLAG, files.ca, "a PEM certificate", x509.load_pem_x509_certificates, ca_pem)
-    if chain[0].public_key() != key.public_key():
-        raise InvalidArgument(
-            f"{KEY_FLAG} {files.key} is not the key of {CERT_FLAG} {files.cert}: name the two that were made together",
-            field=KEY_FLAG,
-        )
-    for flag, path, certificate in ((CERT_FLAG, files.cert, chain[0]), (CA_FLAG, files.ca, authorities[0])):
-        _check_dates(flag, path, certificate)
+    chain, cert_pem, key_pem = read_pair(CERT_FLAG, files.cert, KEY_FLAG, files.key)
+    ca_pem = read_authority(CA_FLAG, files.ca)
     last = chain[0].not_valid_after_utc
     if last - datetime.datetime.now(datetime.UTC) < _SOON:
         log.warning("tls.expires_soon", file=str(files.cert), expires=last.isoformat())
     usages = _usages(chain[0])
     _check_usage(usages, ExtendedKeyUsageOID.CLIENT_AUTH, "client", files.cert)
     return Credentials(files, usages, cert_pem, key_pem, ca_pem)
+
+
+def read_pair(cert_flag: str, cert: Path, key_flag: str, key: Path) -> tuple[list[x509.Certificate], bytes, bytes]:
+    """A certificate, with those that lead to its authority behind it, and its key; both as PEM too. Raises
+    InvalidArgument naming the flag, the file and what is wrong with it."""
+    cert_pem, key_pem = _read(cert_flag, cert), _read(key_flag, key)
+    chain = _parse(cert_flag, cert, "a PEM certificate", x509.load_pem_x509_certificates, cert_pem)
+    private = _parse(key_flag, key, "a PEM private key", lambda pem: load_pem_private_key(pem, None), key_pem)
+    if chain[0].public_key() != private.public_key():
+        raise InvalidArgument(
+            f"{key_flag} {key} is not the key of {cert_flag} {cert}: name the two that were made together",
+            field=key_flag,
+        )
+    _check_dates(cert_flag, cert, chain[0])
+    return chain, cert_pem, key_pem
+
+
+def read_authority(flag: str, path: Path) -> bytes:
+    """PEM of those who must have signed the other side's certificate. Raises InvalidArgument."""
+    pem = _read(flag, path)
+    authorities = _parse(flag, path, "a PEM certificate", x509.load_pem_x509_certificates, pem)
+    _check_dates(flag, path, authorities[0])
+    return pem
 
 
 def _read(flag: str, path: Path) -> bytes:

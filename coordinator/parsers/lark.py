@@ -17,6 +17,9 @@ def literal(text: str) -> str:
     return json.dumps(text)
 
 
-def json_schema(schema: Mapping[str, Any]) -> str:
-    """A term that matches the JSON values of a schema."""
-    return f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}"
+def json_schema(schema: Mapping[str, Any], *, lenient: bool = True) -> str:
+    """A term that matches the JSON values of a schema.
+
+    lenient: keywords that llguidance lacks are passed over; a tool's schema is a description first.
+    """
+    return f"%json {json.dumps({**schema, 'x-guidance': {**_JSON_OPTIONS, 'lenient': lenient}})}"

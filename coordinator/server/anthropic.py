@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any, Literal
 
 from fastapi import APIRouter
@@ -13,16 +13,17 @@ from starlette.responses import JSONResponse, Response
 
 from coordinator.answer import Answer
 from coordinator.engine import Engine
-from coordinator.parsers.collected import collect
 from coordinator.parsers.events import (
     ContentDelta,
+    Event,
     ReasoningDelta,
     ToolCallArguments,
     ToolCallEnd,
     ToolCallStart,
 )
-from coordinator.server.choices import answer_all
-from coordinator.server.conversation import Conversation, ToolUse, converse
+from coordinator.server.bodies import JsonRoute
+from coordinator.server.conversation import Conversation, ToolUse, answers_to, converse
+from coordinator.server.documented import ANSWER, ANTHROPIC_ERRORS
 from coordinator.server.fields import FunctionCall, FunctionDefinition, Message, Open, SamplingFields, Tool, ToolCall
 from coordinator.server.replies import event_stream, unless_gone
 from coordinator.server.requests import check_model, make_chat, render
@@ -49,6 +50,7 @@ class Turn(Open):
 
 
 class AnthropicTool(Open):
+    type: str | None = None
     name: str = Field(min_length=1, max_length=128)
     description: str | None = None
     input_schema: dict[str, Any] = Field(default_factory=dict)
@@ -80,9 +82,9 @@ class MessagesRequest(CountRequest, SamplingFields):
 
 
 def routes(engine: Engine) -> APIRouter:
-    router = APIRouter(tags=["Anthropic"])
+    router = APIRouter(tags=["Anthropic"], route_class=JsonRoute, responses=ANTHROPIC_ERRORS)
 
-    @router.post("/v1/messages", response_model=None)
+    @router.post("/v1/messages", response_model=None, responses=ANSWER)
     async def messages(body: MessagesRequest, http: HttpRequest) -> Response:
         """A chat, answered by the model; `stream` gives named server-sent events."""
         check_model(engine, body.model)
@@ -158,6 +160,13 @@ def _text(content: str | Sequence[Block] | None, field: str) -> str:
 
 
 def _tool_use(body: CountRequest) -> ToolUse:
+    for index, tool in enumerate(body.tools or []):
+        if tool.type not in (None, "custom"):
+            raise InvalidArgument(
+                f"tools.{index} is of type {tool.type!r}; it must be of type 'custom' with an input_schema: no other "
+                "tools are built in",
+                field=f"tools.{index}",
+            )
     tools = [
         Tool(function=FunctionDefinition(name=tool.name, description=tool.description, parameters=tool.input_schema))
         for tool in body.tools or []
@@ -194,27 +203,40 @@ def _stop(answer: Answer, called: bool) -> dict[str, Any]:
 
 async def _whole(engine: Engine, talk: Conversation, head: dict[str, Any]) -> dict[str, Any]:
     answer = None
-    async for came in answer_all(engine, [talk.request]):
+    async for came in answers_to(engine, talk):
         if isinstance(came.what, Answer):
             answer = came.what
     assert answer is not None
     parser = talk.parser()
-    said = collect([*parser.push(answer.text or ""), *parser.finish()])
-    content: list[dict[str, Any]] = []
-    if said.reasoning:
-        content.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
-    if said.content.strip() or not said.tool_calls:
-        content.append({"type": "text", "text": said.content})
-    for number, call in enumerate(said.tool_calls):
-        made = {
-            "type": "tool_use",
-            "id": _call_id(talk, number),
-            "name": call.name,
-            "input": json.loads(call.arguments),
-        }
-        content.append(made)
-    stop = _stop(answer, bool(said.tool_calls))
+    content = _content(talk, [*parser.push(answer.text or ""), *parser.finish()])
+    stop = _stop(answer, any(block["type"] == "tool_use" for block in content))
     return {**head, "content": content, **stop, "usage": _usage(answer), "timings": timings_of(answer)}
+
+
+def _content(talk: Conversation, events: Iterable[Event]) -> list[dict[str, Any]]:
+    """The blocks of a whole answer, in the order in which they came; of a call that was broken off only its text."""
+    blocks: list[dict[str, Any]] = []
+    call, arguments = dict[str, Any](), list[str]()
+    for event in events:
+        last: dict[str, Any] = blocks[-1] if blocks else {"type": None}
+        match event:
+            case ContentDelta(text):
+                if last["type"] == "text":
+                    last["text"] += text
+                elif text.strip() or last["type"] != "tool_use":
+                    blocks.append({"type": "text", "text": text})
+            case ReasoningDelta(text):
+                if last["type"] == "thinking":
+                    last["thinking"] += text
+                else:
+                    blocks.append({"type": "thinking", "thinking": text, "signature": ""})
+            case ToolCallStart(index, name):
+                call, arguments = {"type": "tool_use", "id": _call_id(talk, index), "name": name}, []
+            case ToolCallArguments(_, text):
+                arguments.append(text)
+            case ToolCallEnd():
+                blocks.append({**call, "input": json.loads("".join(arguments))})
+    return blocks or [{"type": "text", "text": ""}]
 
 
 async def _stream(
@@ -225,7 +247,7 @@ async def _stream(
 
     index, open_kind, called, begun = -1, "", False, False
     parser = talk.parser()
-    async for came in answer_all(engine, [talk.request]):
+    async for came in answers_to(engine, talk):
         if not begun:
             begun = True
             start = {"input_tokens": len(talk.request.prompt_ids), "output_tokens": 0}
@@ -264,9 +286,9 @@ async def _stream(
                 index = 0
                 yield event("content_block_start", index=0, content_block={"type": "text", "text": ""})
             yield event("content_block_stop", index=index)
-            yield event("message_delta", delta=_stop(answer, called), usage=_usage(answer))
+            yield event("message_delta", delta=_stop(answer, called), usage=_usage(answer), timings=timings_of(answer))
             yield event("message_stop")
 
 
 def _call_id(talk: Conversation, number: int) -> str:
-    return f"toolu_{talk.request.request_id}{number:02d}"
+    return f"toolu_{talk.request.unique_id}{number:02d}"

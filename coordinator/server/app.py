@@ -20,6 +20,7 @@ from coordinator.server.auth import ApiKeys
 from coordinator.server.errors import HttpError, invalid_body, to_http
 from coordinator.server.metrics import Metrics
 from coordinator.server.replies import ClientGone
+from services.trace_context import Call, calling
 
 MAX_BODY_BYTES = 32 << 20
 
@@ -53,16 +54,20 @@ class Door:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request, started, status = Request(scope), time.monotonic(), 0
+        request = Request(scope)
         request_id = _clean(request.headers.get("x-request-id", "")) or secrets.token_hex(12)
         scope.setdefault("state", {})["request_id"] = request_id
-        begun = False
+        with calling(request_id, request.headers.getlist("traceparent")) as call:
+            await self._answer(request, call, receive, send)
+
+    async def _answer(self, request: Request, call: Call, receive: Receive, send: Send) -> None:
+        scope, started, begun, status = request.scope, time.monotonic(), False, 0
 
         async def answer(message: Message) -> None:
             nonlocal begun, status
             if message["type"] == "http.response.start":
                 begun, status = True, message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                message["headers"] = [*message["headers"], (b"x-request-id", call.request_id.encode())]
             await send(message)
 
         try:
@@ -78,7 +83,8 @@ class Door:
         finally:
             log.info(
                 "http.request",
-                request_id=request_id,
+                request_id=call.request_id,
+                trace_id=call.trace.trace_id,
                 method=request.method,
                 path=request.url.path,
                 status=status,
@@ -113,7 +119,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    known = invalid_body(list(error.errors()))
+    known = invalid_body(error)
     return JSONResponse(known.body(request.url.path), known.status)
 
 

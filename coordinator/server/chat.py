@@ -21,20 +21,21 @@ from coordinator.parsers.events import (
     ToolCallEnd,
     ToolCallStart,
 )
-from coordinator.server.choices import answer_all
-from coordinator.server.conversation import Conversation, ToolUse, converse
+from coordinator.server.bodies import JsonRoute
+from coordinator.server.conversation import Conversation, ToolUse, answers_to, converse
+from coordinator.server.documented import ANSWER, OPENAI_ERRORS
 from coordinator.server.fields import ChatRequest
 from coordinator.server.logprobs import chat_logprobs
 from coordinator.server.replies import event_stream, unless_gone
-from coordinator.server.requests import check_model, choices_of
+from coordinator.server.requests import check_model
 from coordinator.server.usage import timings_of, usage_of
 from services.errors import InvalidArgument
 
 
 def routes(engine: Engine) -> APIRouter:
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(tags=["OpenAI"], route_class=JsonRoute, responses=OPENAI_ERRORS)
 
-    @router.post("/v1/chat/completions", response_model=None)
+    @router.post("/v1/chat/completions", response_model=None, responses=ANSWER)
     async def chat_completions(body: ChatRequest, http: HttpRequest) -> Response:
         """A chat, answered by the model; `stream` gives server-sent events."""
         check_model(engine, body.model)
@@ -90,12 +91,12 @@ def finish_reason(answer: Answer, called: bool) -> str:
 
 def call_id(talk: Conversation, choice: int, index: int) -> str:
     """The name of a call, unique among all requests."""
-    return f"call_{talk.request.request_id}{choice:02d}{index:02d}"
+    return f"call_{talk.request.unique_id}{choice:02d}{index:02d}"
 
 
 async def _whole(engine: Engine, talk: Conversation, count: int, head: dict[str, Any]) -> dict[str, Any]:
     answers: dict[int, Answer] = {}
-    async for came in answer_all(engine, choices_of(talk.request, count)):
+    async for came in answers_to(engine, talk, count):
         if isinstance(came.what, Answer):
             answers[came.index] = came.what
     ordered = [answers[index] for index in range(count)]
@@ -137,8 +138,10 @@ async def _stream(
 ) -> AsyncGenerator[dict[str, Any] | str]:
     def chunk(index: int, delta: dict[str, Any], reason: str | None = None, **more: Any) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": more.pop("logprobs", None), "finish_reason": reason}
-        return {**head, "object": "chat.completion.chunk", "choices": [choice], **more}
+        return {**head, "object": "chat.completion.chunk", "choices": [choice], **untold, **more}
 
+    # The last chunk tells it; the others say that it comes.
+    untold = {"usage": None} if usage else {}
     answers: list[Answer] = []
     parsers = [talk.parser() for _ in range(count)]
     begun: set[int] = set()
@@ -167,7 +170,7 @@ async def _stream(
                     called.add(index)
         return found
 
-    async for came in answer_all(engine, choices_of(talk.request, count)):
+    async for came in answers_to(engine, talk, count):
         index, what = came.index, came.what
         if index not in begun:
             begun.add(index)

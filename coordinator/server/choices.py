@@ -20,17 +20,21 @@ class Came:
 
 
 async def answer_all(engine: Engine, requests: Sequence[Request]) -> AsyncGenerator[Came]:
-    """Answer all requests together. The first error ends them all and is raised; so does closing the generator."""
+    """Answer all requests together. The first error ends them all and is raised; so does closing the generator.
+
+    As many as the engine runs at once are begun at once, so that they don't fill its queue by themselves.
+    """
     if len(requests) == 1:
         async with contextlib.aclosing(_answer(engine, requests[0], 0)) as events:
             async for event in events:
                 yield event
         return
     queue: asyncio.Queue[Came | BaseException | None] = asyncio.Queue()
+    turns = asyncio.Semaphore(engine.load.max_running)
 
     async def run(request: Request, index: int) -> None:
         try:
-            async with contextlib.aclosing(_answer(engine, request, index)) as events:
+            async with turns, contextlib.aclosing(_answer(engine, request, index)) as events:
                 async for event in events:
                     queue.put_nowait(event)
             queue.put_nowait(None)

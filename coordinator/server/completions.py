@@ -13,7 +13,9 @@ from starlette.responses import JSONResponse, Response
 
 from coordinator.answer import Answer, Request
 from coordinator.engine import Engine
+from coordinator.server.bodies import JsonRoute
 from coordinator.server.choices import answer_all
+from coordinator.server.documented import ANSWER, OPENAI_ERRORS
 from coordinator.server.fields import CompletionRequest
 from coordinator.server.logprobs import completion_logprobs
 from coordinator.server.replies import event_stream, unless_gone
@@ -22,18 +24,20 @@ from coordinator.server.usage import timings_of, usage_of
 
 
 def routes(engine: Engine) -> APIRouter:
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(tags=["OpenAI"], route_class=JsonRoute, responses=OPENAI_ERRORS)
 
-    @router.post("/v1/completions", response_model=None)
+    @router.post("/v1/completions", response_model=None, responses=ANSWER)
     async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
         """The continuation of one or more prompts."""
         check_model(engine, body.model)
         prompts = await plain_prompts(engine, body.prompt)
         requests = [
             choice
-            for prompt in prompts
+            for number, prompt in enumerate(prompts)
             for choice in choices_of(
-                replace(make_request(engine, body, prompt, body.max_tokens), logprobs=body.logprobs), body.n
+                replace(make_request(engine, body, prompt, body.max_tokens, chat=False), logprobs=body.logprobs),
+                body.n,
+                number * body.n,
             )
         ]
         head = {
@@ -81,15 +85,23 @@ async def _whole(engine: Engine, requests: list[Request], head: dict[str, Any], 
 async def _stream(
     engine: Engine, requests: list[Request], head: dict[str, Any], echoes: list[str], *, usage: bool
 ) -> AsyncGenerator[dict[str, Any] | str]:
+    # The last chunk tells it; the others say that it comes.
+    head = {**head, "usage": None} if usage else head
     answers: list[Answer] = []
     unsaid = dict(enumerate(echoes))
+    offsets = [len(echo) for echo in echoes]
     async for came in answer_all(engine, requests):
         if isinstance(came.what, Answer):
             answers.append(came.what)
             choice = _choice(came.index, unsaid.pop(came.index, ""), came.what.finish_reason)
             yield {**head, "choices": [choice], "timings": timings_of(came.what)}
-        elif text := unsaid.pop(came.index, "") + came.what.text:
-            logprobs = completion_logprobs(engine.files.tokenizer, came.what.token_ids, came.what.logprobs)
+            continue
+        text = unsaid.pop(came.index, "") + came.what.text
+        offset = offsets[came.index]
+        logprobs = completion_logprobs(engine.files.tokenizer, came.what.token_ids, came.what.logprobs, offset)
+        if logprobs is not None:
+            offsets[came.index] += sum(map(len, logprobs["tokens"]))
+        if text or logprobs is not None:
             yield {**head, "choices": [_choice(came.index, text, None, logprobs)]}
     if usage:
         yield {**head, "choices": [], "usage": usage_of(answers)}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +15,12 @@ from coordinator.parsers.lark import json_schema
 from coordinator.parsers.pipeline import OutputParser
 from coordinator.parsers.reasoning import Opening, ReasoningParser, opening_of
 from coordinator.parsers.tags import END_THINK, TAGS, THINK
+from coordinator.parsers.tool_schema import read_tools
 from coordinator.parsers.tools import NONE, detect, new_parser
 from coordinator.prompt import Prompt
+from coordinator.server.choices import Came, answer_all
 from coordinator.server.fields import Message, ResponseFormat, SamplingFields, Tool
-from coordinator.server.requests import make_chat, make_request, render
+from coordinator.server.requests import choices_of, make_chat, make_request, render
 from services.errors import InvalidArgument
 from services.steps import Grammar, GrammarKind
 
@@ -43,6 +46,8 @@ class Conversation:
     thinks: bool
     format: str
     tools: list[dict[str, Any]]
+    bound_by: str
+    """The client's field that the grammar came from, if there is one."""
 
     def parser(self) -> OutputParser:
         """For one answer."""
@@ -59,9 +64,13 @@ async def converse(
     max_tokens: int | None,
     variables: dict[str, Any] | None = None,
     answer_format: ResponseFormat | None = None,
+    format_field: str = "response_format",
     logprobs: int | None = None,
 ) -> Conversation:
-    """Render and check a conversation. Raises InvalidArgument naming the client's field, and TemplateError."""
+    """Render and check a conversation. Raises InvalidArgument naming the client's field, and TemplateError.
+
+    format_field: what the client calls answer_format.
+    """
     chat = make_chat(messages, use.tools, variables)
     prompt = await render(engine, chat)
     template = engine.files.chat_template
@@ -69,11 +78,30 @@ async def converse(
     found = detect(source)
     opening = opening_of(prompt.text)
     tools = chat.tools or []
+    read_tools(tools)  # refuses names that are there twice now, not when an answer is read
     request = replace(make_request(engine, fields, prompt, max_tokens), logprobs=logprobs)
     grammar = _grammar(engine, prompt, opening, found, tools, use, answer_format)
     if grammar is not None:
         request = replace(request, grammar=grammar)
-    return Conversation(request, opening, THINK in source, found if tools else NONE, tools)
+    bound_by = "tools" if use.forced else format_field
+    return Conversation(request, opening, THINK in source, found if tools else NONE, tools, bound_by)
+
+
+async def answers_to(engine: Engine, talk: Conversation, count: int = 1) -> AsyncGenerator[Came]:
+    """As `answer_all` with so many choices; what a worker says of the grammar names the client's field."""
+    try:
+        async with contextlib.aclosing(answer_all(engine, choices_of(talk.request, count))) as events:
+            async for event in events:
+                yield event
+    except InvalidArgument as error:
+        field = str(error.where.get("field", ""))
+        if not field.startswith("grammar"):
+            raise
+        raise InvalidArgument(
+            f"{talk.bound_by} cannot be used: {error.message.removeprefix(f'{field} cannot be used: ')}",
+            reason=error.reason,
+            field=talk.bound_by,
+        ) from error
 
 
 def _grammar(
@@ -111,4 +139,5 @@ def _grammar(
         return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
     # The model thinks first; only what comes after is bound.
     end = f"thinking: /(?s:.*)/ {END_THINK}" if END_THINK in single else "thinking[lazy]: /(?s:.*)<\\/think>/"
-    return Grammar(GrammarKind.LARK, f'start: thinking "\\n\\n" body\nbody: {json_schema(schema)}\n{end}\n')
+    body = json_schema(schema, lenient=False)
+    return Grammar(GrammarKind.LARK, f'start: thinking "\\n\\n" body\nbody: {body}\n{end}\n')

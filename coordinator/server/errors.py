@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from coordinator.chat_template import TemplateError
-from coordinator.stop_strings import StopStringError
-from coordinator.tokenizer import TokenizerError
+from fastapi.exceptions import RequestValidationError
+
 from services.errors import FlashsplitError
 
 _STATUS: Mapping[str, tuple[int, str, str]] = {
@@ -29,10 +28,14 @@ _CODES: Mapping[str, str] = {
     "QUEUE_FULL": "rate_limit_exceeded",
     "INVALID_API_KEY": "invalid_api_key",
 }
-_RESPONSES_NAMES: Mapping[str, str] = {
-    # What all chat APIs share calls its fields as chat completions do.
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
+_NAMES: Mapping[str, Mapping[str, str]] = {
+    # What all APIs share calls its fields as chat completions do. By path: what this one calls them.
+    "/v1/responses": {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+    },
+    "/v1/completions": {"messages": "prompt"},
+    "/detokenize": {"messages": "tokens"},
 }
 
 
@@ -62,21 +65,19 @@ class HttpError:
         """In the words of the API that a path belongs to."""
         if path.startswith("/v1/messages"):
             return self.anthropic()
-        names = _RESPONSES_NAMES if path.startswith("/v1/responses") else {}
-        return replace(self, param=names.get(self.param or "", self.param)).openai()
+        return replace(self, param=_NAMES.get(path, {}).get(self.param or "", self.param)).openai()
 
 
 def to_http(error: BaseException) -> HttpError:
     """What a client is told; an unexpected exception keeps its details to itself."""
-    if isinstance(error, TemplateError | StopStringError | TokenizerError):
-        return HttpError(400, str(error), "invalid_request_error", "invalid_request_error", param="messages")
     if not isinstance(error, FlashsplitError):
-        return HttpError(500, "internal error: the server's log has the details", "server_error", "api_error")
+        return HttpError(500, "internal error: the log has the details", "server_error", "api_error")
     status, openai_type, anthropic_type = _STATUS.get(error.code_name, (500, "server_error", "api_error"))
     retry = error.where.get("retry_after_s")
     return HttpError(
         status,
-        error.message,
+        # Behind the first line stand a dead worker's log lines, which are for operators.
+        error.message.partition("\n")[0].removesuffix("; its last log lines:"),
         openai_type,
         anthropic_type,
         code=_CODES.get(error.reason),
@@ -85,15 +86,32 @@ def to_http(error: BaseException) -> HttpError:
     )
 
 
-def invalid_body(errors: list[Any]) -> HttpError:
-    """From pydantic's list: names the first field, what came and what would be accepted."""
-    first = errors[0]
-    path = ".".join(str(part) for part in first["loc"] if part != "body")
-    given = repr(first.get("input"))
+def invalid_body(error: RequestValidationError) -> HttpError:
+    """Names the first field that pydantic complains of, what came and what would be accepted."""
+    places = [(_field(one, error.body), one) for one in error.errors()]
+    # Of a field that may have several types each complains. The one that got furthest was meant.
+    first = [(field, one) for field, one in places if field[:1] == places[0][0][:1]]
+    found, chosen = max(first, key=lambda place: len(place[0]))
+    reasons = dict.fromkeys(one["msg"] for field, one in first if field == found)
+    path = ".".join(found)
     return HttpError(
         400,
-        f"{path or 'body'}: {first['msg']} (given {given[:80]})",
+        f"{path or 'body'}: {'; '.join(reasons)} (given {repr(chosen.get('input'))[:80]})",
         "invalid_request_error",
         "invalid_request_error",
         param=path or None,
     )
+
+
+def _field(error: Mapping[str, Any], body: Any) -> list[str]:
+    """Where in the body it is: pydantic's path without the names of the types that it tried."""
+    _, *path = error["loc"]
+    found, value = [], body
+    for index, part in enumerate(path):
+        inside = part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int)
+        if inside and not (isinstance(value, list) and part >= len(value)):
+            value = value[part]
+        elif not (error["type"] == "missing" and index == len(path) - 1):
+            continue
+        found.append(str(part))
+    return found

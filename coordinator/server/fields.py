@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 MAX_CHOICES = 16
+MAX_PROMPTS = 1024
 
 
 class Open(BaseModel):

@@ -65,7 +65,7 @@ async def event_stream(
                 yield _frame(event)
         except Exception as error:
             known = to_http(error)
-            if known.status == 500:
+            if known.status >= 500:
                 log.exception("http.stream_failed", path=path)
             body = json.dumps(known.body(path))
             yield {"event": "error", "data": body} if path.startswith("/v1/messages") else {"data": body}

@@ -11,27 +11,35 @@ from coordinator.answer import Request
 from coordinator.engine import Engine
 from coordinator.prompt import Prompt
 from coordinator.requests import Chat, check_model, plain_prompt, render, tool_call
-from coordinator.server.fields import Message, SamplingFields, Tool
+from coordinator.server.fields import MAX_PROMPTS, Message, SamplingFields, Tool
 from services.errors import InvalidArgument
 from services.inference_words import SamplingWishes, Stopping
 
 __all__ = ["Chat", "check_model", "choices_of", "make_chat", "make_request", "plain_prompts", "render"]
 
 
-def make_request(engine: Engine, fields: SamplingFields, prompt: Prompt, max_tokens: int | None) -> Request:
+def make_request(
+    engine: Engine, fields: SamplingFields, prompt: Prompt, max_tokens: int | None, *, chat: bool = True
+) -> Request:
     """The engine's request. max_tokens None: what the context leaves, up to a default."""
     stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     stopping = Stopping(max_tokens, stops, tuple(fields.stop_token_ids or ()), fields.ignore_eos)
     return requests.make_request(
-        engine, prompt, _wishes(fields), stopping, speculate=fields.speculate, prompt_field="messages"
+        engine,
+        prompt,
+        _wishes(fields),
+        stopping,
+        speculate=fields.speculate,
+        prompt_field="messages" if chat else "prompt",
+        chat=chat,
     )
 
 
 def _wishes(fields: SamplingFields) -> SamplingWishes:
     bias = {}
     for key, value in (fields.logit_bias or {}).items():
-        if not key.isascii() or not key.isdigit() or int(key) >= 2**31:
-            raise InvalidArgument(f"logit_bias has the key {key!r}; keys are token ids", field="logit_bias")
+        if not key.isascii() or not key.isdigit() or len(key) > 10 or int(key) >= 2**31:
+            raise InvalidArgument(f"logit_bias has the key {key[:80]!r}; keys are token ids", field="logit_bias")
         bias[int(key)] = value
     return SamplingWishes(
         temperature=fields.temperature,
@@ -47,16 +55,16 @@ def _wishes(fields: SamplingFields) -> SamplingWishes:
     )
 
 
-def choices_of(request: Request, count: int) -> list[Request]:
-    """One request for each choice: its own id and seed, the first as it stands."""
+def choices_of(request: Request, count: int, before: int = 0) -> list[Request]:
+    """One request for each choice: its own id and seed, the first as it stands. before: choices of other prompts."""
     seed = request.sampling.seed
-    return [request] + [
+    return [
         replace(
             request,
-            request_id=f"{request.request_id}-{index}",
+            request_id=f"{request.request_id}-{before + index}" if before + index else request.request_id,
             sampling=replace(request.sampling, seed=(seed + index) % 2**64),
         )
-        for index in range(1, count)
+        for index in range(count)
     ]
 
 
@@ -70,13 +78,15 @@ def make_chat(messages: Sequence[Message], tools: Sequence[Tool] | None, variabl
 
 
 async def plain_prompts(engine: Engine, prompt: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
-    """Each prompt of a completion. Raises InvalidArgument for an empty list."""
+    """Each prompt of a completion. Raises InvalidArgument for an empty list and one that is too long."""
     if isinstance(prompt, str):
         return [await plain_prompt(engine, prompt)]
     if not prompt:
         raise InvalidArgument("prompt is an empty list: give a text or token ids", field="prompt")
     if isinstance(prompt[0], int):
         return [await plain_prompt(engine, [token for token in prompt if isinstance(token, int)])]
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidArgument(f"prompt has {len(prompt)} prompts; at most {MAX_PROMPTS} are taken", field="prompt")
     return [await plain_prompt(engine, one) for one in prompt if not isinstance(one, int)]
 
 

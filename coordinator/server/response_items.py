@@ -30,9 +30,9 @@ class OutputItems:
     again in a message.
     """
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, unique_id: str) -> None:
         self.done: list[dict[str, Any]] = []
-        self._request_id = request_id
+        self._unique_id = unique_id
         self._index = -1  # of the newest item, broken calls included
         self._kind = ""  # of the open item
         self._name = ""  # of the open call
@@ -106,7 +106,7 @@ class OutputItems:
         return {**place, "content_index": 0} if self._kind in _TEXTS else place
 
     def _id(self) -> str:
-        return f"{_PREFIXES[self._kind]}_{self._request_id}{self._index:02d}"
+        return f"{_PREFIXES[self._kind]}_{self._unique_id}{self._index:02d}"
 
     def _part(self) -> dict[str, Any]:
         part: dict[str, Any] = {"type": _TEXTS[self._kind], "text": "".join(self._text)}
@@ -118,5 +118,5 @@ class OutputItems:
             return {**item, "role": "assistant", "content": [self._part()]}
         if self._kind == "reasoning":
             return {**item, "summary": [], "content": [self._part()]}
-        call_id = f"call_{self._request_id}{self._index:02d}"
+        call_id = f"call_{self._unique_id}{self._index:02d}"
         return {**item, "call_id": call_id, "name": self._name, "arguments": "".join(self._text)}

@@ -13,8 +13,9 @@ from starlette.responses import JSONResponse, Response
 
 from coordinator.answer import Answer
 from coordinator.engine import Engine
-from coordinator.server.choices import answer_all
-from coordinator.server.conversation import Conversation, converse
+from coordinator.server.bodies import JsonRoute
+from coordinator.server.conversation import Conversation, answers_to, converse
+from coordinator.server.documented import ANSWER, OPENAI_ERRORS
 from coordinator.server.errors import to_http
 from coordinator.server.replies import event_stream, unless_gone
 from coordinator.server.requests import check_model
@@ -26,9 +27,9 @@ log = structlog.get_logger()
 
 
 def routes(engine: Engine) -> APIRouter:
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(tags=["OpenAI"], route_class=JsonRoute, responses=OPENAI_ERRORS)
 
-    @router.post("/v1/responses", response_model=None)
+    @router.post("/v1/responses", response_model=None, responses=ANSWER)
     async def responses(body: ResponsesRequest, http: HttpRequest) -> Response:
         """A conversation, answered by the model; `stream` gives named server-sent events."""
         check_model(engine, body.model)
@@ -41,6 +42,7 @@ def routes(engine: Engine) -> APIRouter:
             max_tokens=body.max_output_tokens,
             variables=body.chat_template_kwargs,
             answer_format=answer_format(body),
+            format_field="text.format",
         )
         head = _head(engine, body, talk)
         if body.stream:
@@ -105,11 +107,11 @@ def _finished(engine: Engine, head: dict[str, Any], items: OutputItems, answer: 
 
 async def _whole(engine: Engine, talk: Conversation, head: dict[str, Any]) -> dict[str, Any]:
     answer = None
-    async for came in answer_all(engine, [talk.request]):
+    async for came in answers_to(engine, talk):
         if isinstance(came.what, Answer):
             answer = came.what
     assert answer is not None
-    parser, items = talk.parser(), OutputItems(talk.request.request_id)
+    parser, items = talk.parser(), OutputItems(talk.request.unique_id)
     for event in [*parser.push(answer.text or ""), *parser.finish()]:
         items.take(event)
     items.finish(_status(answer))
@@ -126,9 +128,9 @@ async def _stream(
         number += 1
         return said[0], {"type": said[0], "sequence_number": number, **said[1]}
 
-    parser, items = talk.parser(), OutputItems(talk.request.request_id)
+    parser, items = talk.parser(), OutputItems(talk.request.unique_id)
     try:
-        async for came in answer_all(engine, [talk.request]):
+        async for came in answers_to(engine, talk):
             if number < 0:
                 yield numbered(("response.created", {"response": head}))
                 yield numbered(("response.in_progress", {"response": head}))
@@ -144,7 +146,7 @@ async def _stream(
         if number < 0:  # nothing was sent: it gets a status
             raise
         known = to_http(error)
-        if known.status == 500:
+        if known.status >= 500:
             log.exception("http.stream_failed", path="/v1/responses")
         failed = {"code": known.code or "server_error", "message": known.message}
         yield numbered(("response.failed", {"response": {**head, "status": "failed", "error": failed}}))

@@ -7,10 +7,12 @@ from importlib import metadata
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from coordinator.engine import Engine
 from coordinator.prompt import text_prompt
+from coordinator.server.bodies import JsonRoute
+from coordinator.server.documented import BODY_ERRORS, METRICS, NOT_READY, QUERY_ERRORS
 from coordinator.server.fields import DetokenizeRequest, TokenizeRequest
 from coordinator.server.metrics import CONTENT_TYPE, Metrics
 from coordinator.server.requests import check_model, make_chat
@@ -18,40 +20,42 @@ from services.errors import InvalidArgument, NotFound
 
 
 def routes(engine: Engine, metrics: Metrics) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     @router.get("/health", tags=["Operations"])
     async def health() -> dict[str, str]:
         """The process is there."""
         return {"status": "ok"}
 
-    @router.get("/ready", tags=["Operations"])
+    @router.get("/ready", tags=["Operations"], responses={**QUERY_ERRORS, **NOT_READY})
     async def ready() -> JSONResponse:
         """A request would be taken: workers are there, and the server isn't shutting down."""
         load = engine.load
         body = {"ready": engine.ready, "running": load.running, "waiting": load.waiting, "draining": load.draining}
         return JSONResponse(body, 200 if engine.ready else 503)
 
-    @router.get("/metrics", tags=["Operations"])
+    @router.get(
+        "/metrics", tags=["Operations"], response_class=PlainTextResponse, responses={**QUERY_ERRORS, **METRICS}
+    )
     async def scrape() -> Response:
         """Prometheus metrics."""
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
-    @router.get("/version", tags=["Operations"])
+    @router.get("/version", tags=["Operations"], responses=QUERY_ERRORS)
     async def version() -> dict[str, str]:
         return {"version": metadata.version("flashsplit")}
 
-    @router.get("/v1/models", tags=["OpenAI"])
+    @router.get("/v1/models", tags=["OpenAI"], responses=QUERY_ERRORS)
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_model(engine, name) for name in (engine.name, *engine.aliases)]}
 
-    @router.get("/v1/models/{name:path}", tags=["OpenAI"])
+    @router.get("/v1/models/{name:path}", tags=["OpenAI"], responses=BODY_ERRORS)
     async def model(name: str) -> dict[str, Any]:
         if not engine.serves(name):
             raise NotFound(f"model {name!r} is not served here", reason="MODEL_NOT_FOUND", field="model")
         return _model(engine, name)
 
-    @router.post("/tokenize", tags=["Tokens"])
+    @router.post("/tokenize", tags=["Tokens"], responses=BODY_ERRORS)
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         """A text's or a chat's token ids."""
         check_model(engine, body.model)
@@ -60,7 +64,7 @@ def routes(engine: Engine, metrics: Metrics) -> APIRouter:
         tokens = await asyncio.to_thread(_tokens, engine, body)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": engine.max_model_len}
 
-    @router.post("/detokenize", tags=["Tokens"])
+    @router.post("/detokenize", tags=["Tokens"], responses=BODY_ERRORS)
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         """Token ids as text."""
         check_model(engine, body.model)

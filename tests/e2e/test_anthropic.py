@@ -29,8 +29,10 @@ def test_messages_whole_and_streamed(client: anthropic.Anthropic) -> None:
     """The same text both ways, events in Anthropic's order, usage that adds up."""
     whole = client.messages.create(model="target", messages=ASK, max_tokens=200, extra_body={"temperature": 0})
     with client.messages.stream(model="target", messages=ASK, max_tokens=200, extra_body={"temperature": 0}) as stream:
-        kinds = [event.type for event in stream]
+        events = list(stream)
         final = stream.get_final_message()
+    kinds = [event.type for event in events]
+    [delta] = [event for event in events if event.type == "message_delta"]
 
     [block] = whole.content
     assert block.type == "text"
@@ -42,6 +44,10 @@ def test_messages_whole_and_streamed(client: anthropic.Anthropic) -> None:
     assert final.usage.input_tokens + final.usage.cache_read_input_tokens == whole.usage.input_tokens + (
         whole.usage.cache_read_input_tokens or 0
     )
+    for told in (whole.model_extra, delta.model_extra):
+        assert told is not None
+        assert told["timings"]["acceptance_length"] > 4
+        assert told["timings"]["predicted_n"] == whole.usage.output_tokens
     assert kinds[0] == "message_start"
     assert kinds[-1] == "message_stop"
     assert kinds.index("content_block_start") < kinds.index("content_block_stop") < kinds.index("message_delta")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 import signal
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
@@ -23,6 +24,7 @@ from services.channel import connect
 from services.errors import Cancelled, DeadlineExceeded, FlashsplitError, InvalidArgument, NotFound
 from services.inference import SERVICE, RemoteInference
 from services.inference_words import Ask, Conversation, Delta, Finished, Message, SamplingWishes, Started, Stopping
+from services.steps import Grammar, GrammarKind
 from tests.e2e.conftest import generate
 from tests.e2e.server import DEMO, PAIR, Server, serving
 from tests.services.fuzzing import ALLOWED
@@ -140,6 +142,18 @@ async def test_stopping(client: RemoteInference) -> None:
     await whole(client, Ask(TEXT, SamplingWishes(logit_bias={tokens[0]: 100.0}), Stopping(1)))
 
 
+async def test_grammar_and_logprobs(client: RemoteInference) -> None:
+    """An answer is bound by a regular expression, and every token comes with the numbers that were asked for."""
+    grammar = Grammar(GrammarKind.REGEX, "[0-9]{3}-[a-f]{2}")
+    events = [e async for e in client.answer(Ask(TEXT, WARM, Stopping(20), logprobs=3, grammar=grammar))]
+    deltas = [event for event in events if isinstance(event, Delta)]
+    assert re.fullmatch(grammar.text, "".join(delta.text for delta in deltas))
+    for delta in deltas:
+        assert len(delta.logprobs) == len(delta.token_ids)
+        assert all(one.logprob <= 0 and len(one.top_token_ids) == 3 for one in delta.logprobs)
+    assert sum(len(delta.token_ids) for delta in deltas) > 3
+
+
 # --- what the server tells
 
 
@@ -227,6 +241,9 @@ async def test_who_has_no_key_gets_nothing_but_health(channel: grpc.aio.Channel)
         (Ask(()), "prompt"),
         (Ask((2**32 - 1,)), "prompt"),
         (Ask((5,) * 5000), "prompt"),
+        (Ask(TEXT, logprobs=21), "logprobs"),
+        (Ask(TEXT, grammar=Grammar(GrammarKind.REGEX, "(")), "grammar.regex"),
+        (Ask(TALK, grammar=Grammar(GrammarKind.JSON_SCHEMA, "x" * 300_000)), "grammar.json_schema"),
         (Ask(Conversation((Message("assistant", tool_calls="{"),))), "messages.0.tool_calls"),
         (Ask(Conversation((Message("assistant", tool_calls='[{"id": 1}]'),))), "messages.0.tool_calls"),
         (

@@ -24,6 +24,7 @@ from services.inference_words import (
     Timings,
     Usage,
 )
+from services.steps import TokenLogprobs
 
 FINISHED = Finished(
     FinishReason.LENGTH,
@@ -31,7 +32,12 @@ FINISHED = Finished(
     Timings(1.5, 2.5, 3.5, 4.5, 5.5),
     SpeculationFigures(4, 30, 20, 6.25, ("plain decode: why not",)),
 )
-ANSWER: tuple[AnswerEvent, ...] = (Delta((5, 6), "ab"), Delta((), "c"), Delta((7,)), FINISHED)
+ANSWER: tuple[AnswerEvent, ...] = (
+    Delta((5, 6), "ab"),
+    Delta((), "c"),
+    Delta((7,), "", (TokenLogprobs(-0.5, (7, 2), (-0.5, -1.25)),)),
+    FINISHED,
+)
 MODEL = Model("demo", ("gpt-4o", "other"), 4096, 1_700_000_000)
 INFO = ServerInfo(
     "0.1.0",

@@ -37,6 +37,7 @@ from services.inference_words import (
     Started,
     Stopping,
 )
+from services.steps import Grammar, GrammarKind
 from tests.services.conftest import Dial, Serve
 from tests.services.fake_inference import ANSWER, FINISHED, INFO, LOAD, MODEL, FakeInference
 from tests.services.fakes import until
@@ -89,7 +90,8 @@ async def all_of(events: AsyncIterator[AnswerEvent]) -> list[AnswerEvent]:
         Ask("Ünïcode\n", FULL, Stopping(0, ("a", ""), (0, 7), True), speculate=False, model="m"),
         Ask((0, 5, 2**32 - 1), SamplingWishes(temperature=0.7, seed=0)),
         Ask(()),
-        Ask(TALK, FULL, Stopping(2**32 - 1)),
+        Ask(TALK, FULL, Stopping(2**32 - 1), logprobs=0, grammar=Grammar(GrammarKind.JSON_OBJECT)),
+        Ask("x", logprobs=20, grammar=Grammar(GrammarKind.JSON_SCHEMA, "{}")),
     ],
 )
 async def test_what_is_asked_arrives(ask: Ask, port: FakeInference, remote: RemoteInference) -> None:

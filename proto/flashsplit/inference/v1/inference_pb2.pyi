@@ -9,20 +9,24 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "sampling", "stopping", "speculate", "model")
+    __slots__ = ("text", "token_ids", "sampling", "stopping", "speculate", "model", "logprobs", "grammar")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     STOPPING_FIELD_NUMBER: _ClassVar[int]
     SPECULATE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: _generation_pb2.TokenIds
     sampling: _generation_pb2.Sampling
     stopping: _generation_pb2.Stopping
     speculate: bool
     model: str
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_generation_pb2.Sampling, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.Stopping, _Mapping]] = ..., speculate: _Optional[bool] = ..., model: _Optional[str] = ...) -> None: ...
+    logprobs: int
+    grammar: _generation_pb2.Grammar
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_generation_pb2.Sampling, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.Stopping, _Mapping]] = ..., speculate: _Optional[bool] = ..., model: _Optional[str] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[_generation_pb2.Grammar, _Mapping]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "delta", "finished")
@@ -35,18 +39,22 @@ class GenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[_generation_pb2.Started, _Mapping]] = ..., delta: _Optional[_Union[_generation_pb2.Delta, _Mapping]] = ..., finished: _Optional[_Union[_generation_pb2.Finished, _Mapping]] = ...) -> None: ...
 
 class ChatRequest(_message.Message):
-    __slots__ = ("conversation", "sampling", "stopping", "speculate", "model")
+    __slots__ = ("conversation", "sampling", "stopping", "speculate", "model", "logprobs", "grammar")
     CONVERSATION_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     STOPPING_FIELD_NUMBER: _ClassVar[int]
     SPECULATE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     conversation: _generation_pb2.Conversation
     sampling: _generation_pb2.Sampling
     stopping: _generation_pb2.Stopping
     speculate: bool
     model: str
-    def __init__(self, conversation: _Optional[_Union[_generation_pb2.Conversation, _Mapping]] = ..., sampling: _Optional[_Union[_generation_pb2.Sampling, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.Stopping, _Mapping]] = ..., speculate: _Optional[bool] = ..., model: _Optional[str] = ...) -> None: ...
+    logprobs: int
+    grammar: _generation_pb2.Grammar
+    def __init__(self, conversation: _Optional[_Union[_generation_pb2.Conversation, _Mapping]] = ..., sampling: _Optional[_Union[_generation_pb2.Sampling, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.Stopping, _Mapping]] = ..., speculate: _Optional[bool] = ..., model: _Optional[str] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[_generation_pb2.Grammar, _Mapping]] = ...) -> None: ...
 
 class ChatResponse(_message.Message):
     __slots__ = ("started", "delta", "finished")

@@ -1,0 +1,39 @@
+"""A YAML file whose keys are a command's flags, as defaults beneath the environment and the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+
+def read_config(context: click.Context, option: click.Parameter, path: Path | None) -> None:
+    """Callback of `--config`. Raises BadParameter for what is no YAML and for a key that is no flag."""
+    if path is None:
+        return
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise click.BadParameter(f"{path} is not readable YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise click.BadParameter(f"{path} must hold keys named after the flags, like target-devices: cpu,cpu")
+    flags = {
+        flag.lstrip("-").replace("-", "_"): parameter
+        for parameter in context.command.params
+        for flag in [*parameter.opts, *parameter.secondary_opts]
+    }
+    defaults: dict[str, Any] = {}
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        flag = flags.get(name)
+        if flag is None or flag is option:
+            command = context.info_name or "this command"
+            raise click.BadParameter(f"{path}: {key!r} is not a flag of {command}; see flashsplit {command} --help")
+        if isinstance(value, list) and not flag.multiple:
+            value = ",".join(str(item) for item in value)
+        if isinstance(value, bool) and f"--{name.replace('_', '-')}" in flag.secondary_opts:
+            value = not value
+        defaults[str(flag.name)] = value
+    context.default_map = {**(context.default_map or {}), **defaults}

@@ -1,0 +1,55 @@
+"""What /openapi.json tells of replies besides their bodies: the errors of each API, and that answers may stream."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+Responses = dict[int | str, dict[str, Any]]
+
+
+class OpenAIProblem(BaseModel):
+    """param: the field at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIError(BaseModel):
+    """As OpenAI's API tells what went wrong."""
+
+    error: OpenAIProblem
+
+
+class AnthropicProblem(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    """As Anthropic's API tells what went wrong."""
+
+    type: Literal["error"]
+    error: AnthropicProblem
+
+
+def _errors(form: type[BaseModel], *statuses: int) -> Responses:
+    found: Responses = {status: {"model": form, "description": HTTPStatus(status).phrase} for status in statuses}
+    return {**found, "default": {"model": form, "description": "Anything else that went wrong."}}
+
+
+_STREAM: dict[str, Any] = {"text/event-stream": {}}
+ANSWER: Responses = {200: {"description": "The whole reply, or its pieces with `stream`.", "content": _STREAM}}
+
+_ASKING = (400, 401, 404, 413)
+_ANSWERING = (*_ASKING, 429, 500, 503, 504)
+OPENAI_ERRORS = _errors(OpenAIError, *_ANSWERING)
+ANTHROPIC_ERRORS = _errors(AnthropicError, *_ANSWERING)
+QUERY_ERRORS = _errors(OpenAIError, 401)
+BODY_ERRORS = _errors(OpenAIError, *_ASKING)
+NOT_READY: Responses = {503: {"description": "No request would be taken now."}}
+METRICS: Responses = {200: {"description": "Prometheus' text format.", "content": {"text/plain": {}}}}

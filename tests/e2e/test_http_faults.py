@@ -1,0 +1,206 @@
+"""What no SDK would send, and a worker that dies: an error in the form of each API, and a server that lives on."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from tests.e2e.conftest import children, until
+from tests.e2e.server import PAIR, Server, get, serving
+
+CHAT = "/v1/chat/completions"
+BODIES = (
+    CHAT,
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/tokenize",
+    "/detokenize",
+)
+JSON = {"content-type": "application/json"}
+ASK: Any = [{"role": "user", "content": "Calculate 4729 + 3485."}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("serve"), *PAIR, "--target-devices", "cpu,cpu") as running:
+        yield running
+
+
+def send(
+    server: Server, method: str, path: str, body: str | bytes | None = None, headers: dict[str, str] = JSON
+) -> tuple[int, Any]:
+    """Status and body, which must be JSON if there is one."""
+    host = server.url.removeprefix("http://")
+    connection = http.client.HTTPConnection(host, timeout=30)
+    try:
+        connection.request(method, path, body, headers)
+        reply = connection.getresponse()
+        text = reply.read()
+        return reply.status, json.loads(text) if text else None
+    finally:
+        connection.close()
+
+
+def told(path: str, reply: Any) -> tuple[str, str]:
+    """Type and message of an error, in the form of the API that the path belongs to."""
+    error = reply["error"]
+    if path.startswith("/v1/messages"):
+        assert reply["type"] == "error"
+        assert set(error) == {"type", "message"}
+    else:
+        assert set(error) == {"type", "message", "param", "code"}
+    return error["type"], error["message"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("body", "headers", "says"),
+    [
+        ("{", JSON, "not JSON"),
+        ("", JSON, "empty"),
+        ("[]", JSON, "body"),
+        ("null", JSON, "body"),
+        (b'{"x": "\xff"}', JSON, "not UTF-8"),
+        (b'{"x": "\xed\xa0\x80"}', JSON, "not UTF-8"),
+        (r'{"x": "\ud800"}', JSON, "surrogate"),
+        ('{"x": NaN}', JSON, "NaN"),
+        ('{"x": 1e999}', JSON, "1e999"),
+        ('{"x": ' + "9" * 5000 + "}", JSON, "not JSON"),
+        ("[" * 100_000, JSON, "nested"),
+        ("{}", {"content-type": "text/plain"}, "text/plain"),
+        ("{}", {}, "content-type is missing"),
+    ],
+    ids=lambda value: None if not isinstance(value, str | bytes) else str(value)[:20],
+)  # fmt: skip
+def test_bodies(server: Server, path: str, body: str | bytes, headers: dict[str, str], says: str) -> None:
+    status, reply = send(server, "POST", path, body, headers)
+    kind, message = told(path, reply)
+    assert (status, kind) == (400, "invalid_request_error")
+    assert says in message
+
+
+def test_methods_and_paths(server: Server) -> None:
+    for method in ("GET", "PUT", "DELETE", "OPTIONS", "PATCH"):
+        for path in BODIES:
+            status, reply = send(server, method, path, headers={})
+            assert (status, told(path, reply)[0]) == (405, "invalid_request_error"), (method, path)
+    assert send(server, "HEAD", CHAT) == (405, None)
+    assert send(server, "POST", "/health", "{}")[0] == 405
+    for path in ("/", "/v1", "/v2/chat/completions", "/v1/messages/batches", "/v1/models/none", "/v1/models/%ff"):
+        status, reply = send(server, "GET", path, headers={})
+        assert (status, told(path, reply)[0]) == (404, "not_found_error"), path
+
+
+def test_sizes(server: Server) -> None:
+    """A body beyond the limit, announced or not; a header that has no end."""
+    status, reply = send(server, "POST", CHAT, b" " * (33 << 20))
+    assert (status, reply["error"]["code"], reply["error"]["type"]) == (413, None, "invalid_request_error")
+    status, reply = send(server, "POST", "/v1/messages", b"{}", {**JSON, "content-length": str(1 << 40)})
+    assert (status, reply["error"]["type"]) == (413, "request_too_large")
+
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"a" * (100 << 10))
+        assert connection.recv(100).split()[1] in (b"400", b"431")
+    assert get(f"{server.url}/health")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"logit_bias": {"1" * 5000: 1}}, "logit_bias"),
+        (CHAT, {"stop": 5}, "stop"),
+        (CHAT, {"stop": ["x", 5]}, "stop.1"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        (CHAT, {"messages": [{"content": "x"}]}, "messages.0.role"),
+        (CHAT, {"top_logprobs": 3}, "top_logprobs"),
+        (CHAT, {"n": 17}, "n"),
+        (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        (CHAT, {"chat_template_kwargs": 5}, "chat_template_kwargs"),
+        (CHAT, {"response_format": {"type": "xml"}}, "response_format.type"),
+        (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}}, "response_format"),
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 300_000]}}}},
+         "response_format"),
+        (CHAT, {"max_tokens": 5000}, "max_tokens"),
+        ("/v1/completions", {"prompt": "x " * 5000}, "prompt"),
+        ("/v1/completions", {"prompt": []}, "prompt"),
+        ("/v1/completions", {"prompt": [[]]}, "prompt"),
+        ("/v1/completions", {"prompt": [99999]}, "prompt"),
+        ("/v1/completions", {"prompt": ["x"] * 2000}, "prompt"),
+        ("/v1/completions", {"prompt": {}}, "prompt"),
+        ("/v1/completions", {"prompt": "x", "logprobs": 21}, "logprobs"),
+        ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
+         "text.format"),
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": ["x"]}, "tokens.0"),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_field(server: Server, path: str, fields: dict[str, Any], param: str) -> None:
+    asked = {"messages": ASK, **fields} if path == CHAT else fields
+    for stream in (False, True):
+        status, reply = send(server, "POST", path, json.dumps({**asked, "stream": stream}))
+        assert (status, reply["error"]["type"]) == (400, "invalid_request_error"), reply
+        assert reply["error"]["param"] == param, reply
+
+
+def test_a_worker_dies_under_every_api(server: Server) -> None:
+    """Streams of all four APIs end with an error event in its form; then no request is taken, and /health answers.
+
+    The last test of this file: the server is of no use after it.
+    """
+    openais = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+    claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60)
+    long: Any = {"temperature": 1, "stream": True}
+    extra: Any = {"ignore_eos": True, "speculate": False}
+    with openais, claude:
+        chat = openais.chat.completions.create(model="target", messages=ASK, max_tokens=3500, extra_body=extra, **long)
+        text = openais.completions.create(model="target", prompt="x", max_tokens=3500, extra_body=extra, **long)
+        events = openais.responses.create(model="target", input="x", max_output_tokens=3500, extra_body=extra, **long)
+        blocks = claude.messages.create(
+            model="target", messages=ASK, max_tokens=3500, stream=True, extra_body={**extra, "temperature": 1}
+        )
+        streams = [iter(chat), iter(text), iter(events), iter(blocks)]
+        for stream in streams:
+            next(stream)
+        [_, last] = sorted(children(server.process.pid))
+        os.kill(last, signal.SIGKILL)
+
+        for stream in streams[:2]:
+            with pytest.raises(openai.APIError) as failed:
+                list(stream)
+            assert failed.value.type == "server_error"
+            assert failed.value.message.endswith("was killed by SIGKILL")
+        *_, event = streams[2]
+        assert event.type == "response.failed"
+        assert event.response.error is not None
+        assert event.response.error.code == "server_error"
+        with pytest.raises(anthropic.APIStatusError) as refused:
+            list(streams[3])
+        assert refused.value.body["error"]["type"] in ("overloaded_error", "api_error")  # type: ignore[index]
+
+        until(lambda: get(f"{server.url}/ready")[0] == 503, 10)
+        began = time.monotonic()
+        with pytest.raises(openai.InternalServerError) as late:
+            openais.chat.completions.create(model="target", messages=ASK)
+        assert late.value.status_code == 503
+        assert time.monotonic() - began < 2
+        with pytest.raises(openai.InternalServerError):
+            openais.completions.create(model="target", prompt="x", stream=True)
+    assert get(f"{server.url}/health")[0] == 200
+    assert get(f"{server.url}/metrics")[0] == 200
+    assert '"running":0' in get(f"{server.url}/ready")[1]

@@ -1,0 +1,121 @@
+"""Many clients at once, some of which vanish: the others get what they get alone, and nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.server import PAIR, Server, serving
+
+CLIENTS = 64
+STORY = "The keeper of the lighthouse counts the ships, and writes each name down. " * 30
+CHATS: list[dict[str, Any]] = [
+    {"ask": "Calculate 4729 + 3485.", "temperature": 0, "max_tokens": 130},
+    {"ask": "Calculate 17 + 4.", "temperature": 0, "max_tokens": 40},
+    {"ask": "Hello", "temperature": 1.0, "seed": 5, "max_tokens": 8},
+    {"ask": STORY, "temperature": 0, "max_tokens": 4},
+    {"ask": STORY + "What does he count?", "temperature": 0.8, "seed": 6, "max_tokens": 24},
+]
+
+
+async def ask(client: openai.AsyncOpenAI, chat: dict[str, Any]) -> str:
+    fields = {key: value for key, value in chat.items() if key != "ask"}
+    messages: Any = [{"role": "user", "content": chat["ask"]}]
+    made = await client.chat.completions.create(model="target", messages=messages, **fields)
+    return made.choices[0].message.content or ""
+
+
+async def stream(client: openai.AsyncOpenAI, chat: dict[str, Any], pieces: int | None = None) -> str:
+    """The answer piece by piece; a client that wants only some pieces hangs up then."""
+    fields = {key: value for key, value in chat.items() if key != "ask"}
+    messages: Any = [{"role": "user", "content": chat["ask"]}]
+    text = ""
+    async with await client.chat.completions.create(model="target", messages=messages, stream=True, **fields) as chunks:
+        async for chunk in chunks:
+            text += chunk.choices[0].delta.content or "" if chunk.choices else ""
+            if pieces is not None and (pieces := pieces - 1) <= 0:
+                break
+    return text
+
+
+async def crowd(server: Server, seconds: float, alone: list[str]) -> tuple[int, int]:
+    """How many answers came whole, and how many clients vanished."""
+    until, counts = time.monotonic() + seconds, [0, 0]
+
+    async def one(number: int) -> None:
+        rng = random.Random(number)
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120
+        ) as client:
+            while time.monotonic() < until:
+                index = rng.randrange(len(CHATS))
+                if rng.random() < 0.2:
+                    endless = CHATS[index] | {"max_tokens": 1000, "temperature": 1.5, "seed": rng.randrange(2**32)}
+                    await stream(client, endless, rng.randrange(1, 6))
+                    counts[1] += 1
+                    continue
+                told = await rng.choice([ask, stream])(client, CHATS[index])
+                assert told == alone[index]
+                counts[0] += 1
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(CLIENTS):
+            group.create_task(one(number))
+    return counts[0], counts[1]
+
+
+def processes(pid: int) -> list[int]:
+    """The process and its children."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *map(int, children)]
+
+
+def held(server: Server) -> dict[str, int]:
+    """Bytes in memory and open files of the server and its workers together."""
+    pids = processes(server.process.pid)
+    pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
+    files = sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids)
+    return {"bytes": pages * 4096, "files": files}
+
+
+async def idle(client: openai.AsyncOpenAI) -> None:
+    """Wait until nothing runs, on this server's word."""
+    async with asyncio.timeout(10):
+        while True:
+            ready = await client.get("/ready", cast_to=dict[str, Any])
+            if not ready["running"] + ready["waiting"]:
+                return
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "seconds", [12, pytest.param(600, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+)  # fmt: skip
+async def test_each_gets_its_own_answer(seconds: float, tmp_path: Path) -> None:
+    """64 clients, long and short prompts, greedy and seeded, whole and streamed, one in five hanging up midway."""
+    with serving(
+        tmp_path,
+        *(*PAIR, "--target-devices", "cpu,cpu", "--prefix-cache-bytes", "48MiB"),
+        *("--max-concurrent-requests", 16, "--max-waiting-requests", CLIENTS),
+    ) as server:
+        async with openai.AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60) as root:
+            client = root.with_options(base_url=f"{server.url}/v1")
+            alone = [await ask(client, chat) for chat in CHATS]
+            # Caches fill and pools grow until here.
+            await crowd(server, seconds / 3, alone)
+            await idle(root)
+            before = held(server)
+            whole, vanished = await crowd(server, seconds * 2 / 3, alone)
+            await idle(root)
+        after = held(server)
+    print(f"{whole} answers, {vanished} vanished, before {before}, after {after}")
+    assert whole > CLIENTS
+    assert vanished > CLIENTS / 10
+    assert after["files"] <= before["files"] + 4
+    assert after["bytes"] < before["bytes"] * 1.1 + 16 * 2**20
