@@ -9,8 +9,7 @@ from importlib import metadata
 
 from coordinator.answer import Answer
 from coordinator.engine import Engine
-from coordinator.requests import chat_of, check_model, make_request, plain_prompt, render
-from services.errors import InvalidArgument
+from coordinator.requests import chat_of, check_model, make_request, plain_prompt, render, text_of
 from services.inference_words import (
     AnswerEvent,
     Ask,
@@ -112,10 +111,7 @@ class EnginePort:
     ) -> str:
         """As the port says."""
         check_model(self._engine, model)
-        tokenizer = self._engine.files.tokenizer
-        if tokenizer is None:
-            raise InvalidArgument("this model has no tokenizer", field="token_ids")
-        return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text_of(self._engine, token_ids, "token_ids", skip_special_tokens=skip_special_tokens)
 
 
 def _finished(answer: Answer) -> Finished:

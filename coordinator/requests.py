@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,7 +146,8 @@ async def render(engine: Engine, chat: Chat) -> Prompt:
             f"chat_template_kwargs has {min(taken)}, which is set by the request itself: leave it out",
             field="chat_template_kwargs",
         )
-    return await asyncio.to_thread(chat_prompt, engine.files, chat.messages, tools=chat.tools, **chat.variables)
+    with naming("messages"):
+        return await asyncio.to_thread(chat_prompt, engine.files, chat.messages, tools=chat.tools, **chat.variables)
 
 
 async def plain_prompt(engine: Engine, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> Prompt:
@@ -155,9 +157,29 @@ async def plain_prompt(engine: Engine, prompt: str | Sequence[int], *, add_speci
     tokenizer = engine.files.tokenizer
     if tokenizer is None:
         raise InvalidArgument("this model has no tokenizer: send token ids", field="prompt")
-    if add_special_tokens:
-        return await asyncio.to_thread(text_prompt, engine.files, prompt)
-    return Prompt(tuple(await asyncio.to_thread(tokenizer.encode, prompt, add_special_tokens=False)))
+    with naming("prompt"):
+        if add_special_tokens:
+            return await asyncio.to_thread(text_prompt, engine.files, prompt)
+        return Prompt(tuple(await asyncio.to_thread(tokenizer.encode, prompt, add_special_tokens=False)))
+
+
+def text_of(engine: Engine, token_ids: Sequence[int], field: str, *, skip_special_tokens: bool = False) -> str:
+    """Tokens as text. Raises InvalidArgument, naming the client's field, where the model has no tokenizer and for what
+    are no tokens."""
+    tokenizer = engine.files.tokenizer
+    if tokenizer is None:
+        raise InvalidArgument("this model has no tokenizer", field=field)
+    with naming(field):
+        return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+@contextlib.contextmanager
+def naming(field: str) -> Iterator[None]:
+    """What is refused in the block, and names no field itself, is this field's fault."""
+    try:
+        yield
+    except InvalidArgument as error:
+        raise error.located(field=field) from None
 
 
 def tool_call(identifier: str | None, name: str, arguments: str | Mapping[str, Any] | None, index: int) -> object:

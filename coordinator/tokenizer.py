@@ -24,9 +24,6 @@ _WINDOW_KEPT = 8
 class TokenizerError(InvalidArgument):
     """A checkpoint's tokenizer files, a text or an id that cannot be used."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, field="prompt")
-
 
 class Tokenizer:
     """A checkpoint's tokenizer; safe to share between threads."""

@@ -34,8 +34,6 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "messages": "input",
         "max_tokens": "max_output_tokens",
     },
-    "/v1/completions": {"messages": "prompt"},
-    "/detokenize": {"messages": "tokens"},
 }
 
 

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from coordinator.engine import Engine
 from coordinator.prompt import text_prompt
+from coordinator.requests import text_of
 from coordinator.server.bodies import JsonRoute
 from coordinator.server.documented import BODY_ERRORS, METRICS, NOT_READY, QUERY_ERRORS
 from coordinator.server.fields import DetokenizeRequest, TokenizeRequest
@@ -68,10 +69,7 @@ def routes(engine: Engine, metrics: Metrics) -> APIRouter:
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         """Token ids as text."""
         check_model(engine, body.model)
-        tokenizer = engine.files.tokenizer
-        if tokenizer is None:
-            raise InvalidArgument("this checkpoint has no tokenizer", field="tokens")
-        return {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
+        return {"prompt": text_of(engine, body.tokens, "tokens")}
 
     return router
 

@@ -20,10 +20,18 @@ SEEDED = Sampling(temperature=1.2, top_p=0.95, repetition_penalty=1.1, frequency
 
 
 PLACEMENTS = [("cpu", None, None), ("cpu,cpu", "0.3,0.7", None), ("cpu,cpu,cpu", None, "cpu")]
+FAMILIES = [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_5"]
+"""The hybrid has attention as well: the other one is left to long runs, but for one placement."""
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-@pytest.mark.parametrize(("devices", "split", "draft_device"), PLACEMENTS)
+@pytest.mark.parametrize(
+    ("family", "devices", "split", "draft_device"),
+    [
+        pytest.param(family, *place, marks=[pytest.mark.slow] * (family == "qwen3" and number != 1))
+        for number, place in enumerate(PLACEMENTS)
+        for family in ("qwen3", "qwen3_5")
+    ],
+)
 async def test_taken_up_from_memory(
     family: str,
     devices: str,
@@ -70,7 +78,7 @@ async def test_taken_up_from_memory(
             assert 0 < worker.snapshot_bytes <= worker.snapshot_budget_bytes
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("family", FAMILIES)
 async def test_restart_on_another_split(
     family: str,
     pairs: dict[str, Pair],
