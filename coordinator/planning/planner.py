@@ -1,0 +1,128 @@
+"""Chooses the layers of each worker from what was measured, and says where a smaller set of workers would be faster."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from coordinator.placement import Plan, StagePlan
+from coordinator.planning.memory import Models, Share, cache_bytes, draft_share, stage_shares
+from coordinator.planning.split import best_split
+from coordinator.planning.step_time import Prediction, WorkerSpeed, predict, stage_time
+from services.errors import FailedPrecondition
+from services.layers import LayerRange
+from services.sizes import format_size
+
+RESERVE = 0.05
+"""Share of a device's memory left free: activations of a prefill chunk, rounding of the allocator, other programs."""
+
+CONTEXT = 256
+"""Tokens before the step whose time is minimised."""
+
+Memory = Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What must fit beside the weights: so many sessions of up to `length` tokens."""
+
+    length: int
+    sessions: int
+
+
+def memory_of(worker: WorkerSpeed, device: int) -> Memory:
+    """Devices of one name on one host are one memory."""
+    return worker.host, worker.devices[device].name
+
+
+def free_bytes(workers: Sequence[WorkerSpeed]) -> dict[Memory, int]:
+    """What may be used of each memory: what is free, and what the workers hold and will give up."""
+    free: dict[Memory, int] = {}
+    held: dict[Memory, int] = {}
+    for worker in workers:
+        for index, device in enumerate(worker.devices):
+            memory = memory_of(worker, index)
+            room = device.free_bytes - int(device.total_bytes * RESERVE)
+            free[memory] = min(free.get(memory, room), room)
+            held[memory] = held.get(memory, 0) + worker.held_bytes // len(worker.devices)
+    return {memory: max(room + held[memory], 0) for memory, room in free.items()}
+
+
+def choose_split(
+    models: Models, plan: Plan, workers: Sequence[WorkerSpeed], draft_worker: WorkerSpeed | None, load: Load
+) -> Plan:
+    """The plan with the fastest layers that fit. workers: one a stage; draft_worker: where the plan names one.
+
+    Raises FailedPrecondition when nothing fits, saying how much is missing.
+    """
+    everyone = [*workers, *([draft_worker] if draft_worker is not None else [])]
+    free = free_bytes(everyone)
+    if draft_worker is not None:
+        share = draft_share(models)
+        free[memory_of(draft_worker, 0)] -= share.weight_bytes + cache_bytes(models, share, load.length, load.sessions)
+    ranges = _fastest(models, workers, free, load, draft_beside=plan.has_draft and plan.draft is None)
+    if ranges is None:
+        raise FailedPrecondition(_does_not_fit(models, free, load), reason="DOES_NOT_FIT")
+    stages = tuple(StagePlan(stage.place, layers) for stage, layers in zip(plan.stages, ranges, strict=True))
+    return replace(plan, stages=stages, auto=False)
+
+
+def faster_subset(
+    models: Models, plan: Plan, workers: Sequence[WorkerSpeed], load: Load, *, by: float = 1.05
+) -> tuple[tuple[int, ...], Prediction] | None:
+    """The workers, by their index, that alone would decode faster than the plan by that factor; None where none do."""
+    model = models.target
+    best = predict(model, [stage.layers for stage in plan.stages], workers, CONTEXT).step_s / by
+    free, found = free_bytes(workers), None
+    for count in range(1, len(workers)):
+        for chosen in itertools.combinations(range(len(workers)), count):
+            some = [workers[index] for index in chosen]
+            ranges = _fastest(models, some, free, load, draft_beside=plan.has_draft and plan.draft is None)
+            if ranges is None:
+                continue
+            prediction = predict(model, ranges, some, CONTEXT)
+            if prediction.step_s < best:
+                best, found = prediction.step_s, (chosen, prediction)
+    return found
+
+
+def _fastest(
+    models: Models, workers: Sequence[WorkerSpeed], free: Mapping[Memory, int], load: Load, *, draft_beside: bool
+) -> tuple[LayerRange, ...] | None:
+    model = models.target
+    count = len(model.layers)
+    if count < sum(len(worker.devices) for worker in workers):
+        return None
+
+    def cost(stage: int, layers: LayerRange) -> float:
+        if len(layers) < len(workers[stage].devices):
+            return float("inf")
+        return stage_time(model, layers, workers[stage], CONTEXT).total_s
+
+    def usage(stage: int, layers: LayerRange) -> dict[Memory, int]:
+        worker = workers[stage]
+        taken: dict[Memory, int] = {memory_of(worker, index): 0 for index in range(len(worker.devices))}
+        if len(layers) < len(worker.devices):
+            return taken
+        here = draft_beside and stage == len(workers) - 1
+        for index, share in enumerate(stage_shares(models, layers, len(worker.devices), draft_here=here)):
+            taken[memory_of(worker, index)] += taken_bytes(models, share, load)
+        return taken
+
+    return best_split(count, len(workers), cost, usage, free)
+
+
+def taken_bytes(models: Models, share: Share, load: Load) -> int:
+    """Weights and caches."""
+    return share.weight_bytes + cache_bytes(models, share, load.length, load.sessions)
+
+
+def _does_not_fit(models: Models, free: Mapping[Memory, int], load: Load) -> str:
+    whole = stage_shares(models, LayerRange(0, len(models.target.layers)), 1, draft_here=models.draft is not None)[0]
+    caches = cache_bytes(models, whole, load.length, load.sessions)
+    return (
+        f"no split fits: {format_size(whole.weight_bytes)} of weights and {format_size(caches)} of caches for "
+        f"{load.sessions} sessions of {load.length} tokens, {format_size(sum(max(room, 0) for room in free.values()))} "
+        "usable on the workers; name more devices, or lower --max-model-len, --sessions or --dtype"
+    )
