@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -73,27 +72,27 @@ def faster_subset(
 ) -> tuple[tuple[int, ...], Prediction] | None:
     """The workers, by their index, that alone would decode faster than the plan by that factor; None where none do."""
     model = models.target
-    best = predict(model, [stage.layers for stage in plan.stages], workers, CONTEXT).step_s / by
-    free, found = free_bytes(workers), None
-    for count in range(1, len(workers)):
-        for chosen in itertools.combinations(range(len(workers)), count):
-            some = [workers[index] for index in chosen]
-            ranges = _fastest(models, some, free, load, draft_beside=plan.has_draft and plan.draft is None)
-            if ranges is None:
-                continue
-            prediction = predict(model, ranges, some, CONTEXT)
-            if prediction.step_s < best:
-                best, found = prediction.step_s, (chosen, prediction)
-    return found
+    beside = plan.has_draft and plan.draft is None
+    ranges = _fastest(models, workers, free_bytes(workers), load, draft_beside=beside, may_skip=True)
+    chosen = tuple(index for index, layers in enumerate(ranges or ()) if len(layers))
+    if ranges is None or len(chosen) == len(workers):
+        return None
+    alone = predict(model, [ranges[index] for index in chosen], [workers[index] for index in chosen], CONTEXT)
+    whole = predict(model, [stage.layers for stage in plan.stages], workers, CONTEXT)
+    return (chosen, alone) if whole.step_s > alone.step_s * by else None
 
 
 def _fastest(
-    models: Models, workers: Sequence[WorkerSpeed], free: Mapping[Memory, int], load: Load, *, draft_beside: bool
+    models: Models,
+    workers: Sequence[WorkerSpeed],
+    free: Mapping[Memory, int],
+    load: Load,
+    *,
+    draft_beside: bool,
+    may_skip: bool = False,
 ) -> tuple[LayerRange, ...] | None:
     model = models.target
     count = len(model.layers)
-    if count < sum(len(worker.devices) for worker in workers):
-        return None
 
     def cost(stage: int, layers: LayerRange) -> float:
         if len(layers) < len(workers[stage].devices):
@@ -105,12 +104,12 @@ def _fastest(
         taken: dict[Memory, int] = {memory_of(worker, index): 0 for index in range(len(worker.devices))}
         if len(layers) < len(worker.devices):
             return taken
-        here = draft_beside and stage == len(workers) - 1
+        here = draft_beside and layers.last == count
         for index, share in enumerate(stage_shares(models, layers, len(worker.devices), draft_here=here)):
             taken[memory_of(worker, index)] += taken_bytes(models, share, load)
         return taken
 
-    return best_split(count, len(workers), cost, usage, free)
+    return best_split(count, len(workers), cost, usage, free, may_skip=may_skip)
 
 
 def taken_bytes(models: Models, share: Share, load: Load) -> int:

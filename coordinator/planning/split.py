@@ -43,28 +43,37 @@ class _Partial:
 
 
 def best_split(
-    num_layers: int, stages: int, cost: Cost, usage: Usage, free: Mapping[Hashable, int]
+    num_layers: int,
+    stages: int,
+    cost: Cost,
+    usage: Usage,
+    free: Mapping[Hashable, int],
+    *,
+    may_skip: bool = False,
 ) -> tuple[LayerRange, ...] | None:
-    """At least one layer a stage. The most even of the splits whose summed cost is within TOLERANCE of the lowest.
+    """The most even of the splits whose summed cost is within TOLERANCE of the lowest; None where nothing fits.
 
-    None where nothing fits.
+    may_skip: a stage may be left out, which costs and takes nothing; its range is empty. Otherwise each has a layer.
     """
     named = Counter(memory for stage in range(stages) for memory in usage(stage, LayerRange(0, num_layers)))
     shared = [memory for memory, count in named.items() if count > 1]
+    least = 0 if may_skip else 1
     reached: dict[int, list[_Partial]] = {0: [_Partial(0.0, 0.0, (0,) * len(shared), ())]}
     for stage in range(stages):
         behind: dict[int, list[_Partial]] = {}
         following = stages - stage - 1
         for first, partials in reached.items():
-            for last in range(first + 1, num_layers - following + 1) if following else [num_layers]:
+            lasts = range(first + least, num_layers - least * following + 1) if following else [num_layers]
+            for last in lasts:
                 layers = LayerRange(first, last)
-                seconds, taken = cost(stage, layers), usage(stage, layers)
+                seconds, taken = (cost(stage, layers), usage(stage, layers)) if len(layers) else (0.0, {})
                 if math.isinf(seconds) or any(size > free[memory] for memory, size in taken.items()):
                     continue
                 for one in partials:
                     used = tuple(size + taken.get(memory, 0) for size, memory in zip(one.shared, shared, strict=True))
                     if all(size <= free[memory] for size, memory in zip(used, shared, strict=True)):
-                        longer = _Partial(one.seconds + seconds, max(one.slowest, seconds), used, (*one.ranges, layers))
+                        slowest = max(one.slowest, seconds)
+                        longer = _Partial(one.seconds + seconds, slowest, used, (*one.ranges, layers))
                         _keep(behind.setdefault(last, []), longer)
         reached = behind
     found = reached.get(num_layers, [])
