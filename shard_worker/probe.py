@@ -31,6 +31,10 @@ from shard_worker.segment import Segment
 READ_S, LAYER_S, MATMUL_S = 0.3, 0.12, 0.1
 """How long each figure is measured: LAYER_S once a kind of layer and number of layers."""
 
+REST_S = 0.003
+"""Before each run, as a stage rests while the others compute: a core that has just slept is slower, and finds other
+programs' data in its caches."""
+
 NARROW = 64
 """Hidden and MLP width of the layers whose weights cost nothing to read."""
 
@@ -155,13 +159,14 @@ def _choose_s(device: Device, shape: ModelConfig, dtype: torch.dtype) -> float:
 
 
 def _seconds(device: Device, job: Callable[[], None], budget_s: float) -> float:
-    """Median time of one run within the budget; at least three runs, after two that do not count."""
+    """Median time of one run, each after a rest, within the budget; at least three, after two that do not count."""
     for _ in range(2):
         job()
     device.synchronize()
     times: list[float] = []
     deadline = time.perf_counter() + budget_s
-    while len(times) < 3 or (time.perf_counter() < deadline and len(times) < 2000):
+    while len(times) < 3 or time.perf_counter() < deadline:
+        time.sleep(REST_S)
         began = time.perf_counter()
         job()
         device.synchronize()

@@ -19,7 +19,7 @@ from shard_worker.device import parse_devices
 from shard_worker.drafters import drafter_of
 from shard_worker.stage import Stage
 from shard_worker.stage_loader import CaptureRequest, StageLoader
-from tests.reference import storage
+from tests.reference import checkpoints, storage
 
 Pairs = dict[str, tuple[Path, Path]]
 CPU = parse_devices("cpu")
@@ -178,8 +178,6 @@ def test_quantised_weights_are_refused(broken: Path) -> None:
 
 def test_a_draft_for_another_target_is_refused(pairs: Pairs, tmp_path: Path) -> None:
     """A target given as a draft, another hidden size, captures beyond the target's blocks."""
-    from tests.reference import checkpoints
-
     target = read_model_size(pairs["qwen3"][0], None)
     with pytest.raises(InvalidArgument, match="no DFlash draft"):
         read_draft_size(pairs["qwen3"][0], target, None)
