@@ -1,16 +1,15 @@
 """The split with the shortest step that fits the memory: exact, over all contiguous ranges.
 
-Dynamic programming from the first stage on. Workers on one device share its memory (several CPU workers of a host), and
-of splits that are as good as equally fast the most even one is wanted; so a partial split is kept unless another one is
-no worse in time, in its slowest stage and in every shared memory. Knows nothing of models: what a stage costs and takes
-is asked for.
+Dynamic programming from the first stage on, first for the shortest step, then for the most even split among those that
+are nearly as short. Workers on one device share its memory (several CPU workers of a host), so a partial split is kept
+unless another one is no worse in time, in its slowest stage and in every shared memory. Knows nothing of models: what a
+stage costs and takes is asked for.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.layers import LayerRange
@@ -26,8 +25,17 @@ Usage = Callable[[int, LayerRange], Mapping[Hashable, int]]
 
 
 @dataclass(frozen=True, slots=True)
+class _Choice:
+    """What one stage may hold."""
+
+    layers: LayerRange
+    seconds: float
+    taken: Mapping[Hashable, int]
+
+
+@dataclass(frozen=True, slots=True)
 class _Partial:
-    """The first stages. shared: what they take of the memories that several stages use."""
+    """The first stages. slowest: 0 where it does not matter. shared: taken of the memories that several stages use."""
 
     seconds: float
     slowest: float
@@ -55,32 +63,76 @@ def best_split(
 
     may_skip: a stage may be left out, which costs and takes nothing; its range is empty. Otherwise each has a layer.
     """
-    named = Counter(memory for stage in range(stages) for memory in usage(stage, LayerRange(0, num_layers)))
-    shared = [memory for memory, count in named.items() if count > 1]
-    least = 0 if may_skip else 1
-    reached: dict[int, list[_Partial]] = {0: [_Partial(0.0, 0.0, (0,) * len(shared), ())]}
-    for stage in range(stages):
-        behind: dict[int, list[_Partial]] = {}
-        following = stages - stage - 1
-        for first, partials in reached.items():
-            lasts = range(first + least, num_layers - least * following + 1) if following else [num_layers]
-            for last in lasts:
-                layers = LayerRange(first, last)
-                seconds, taken = (cost(stage, layers), usage(stage, layers)) if len(layers) else (0.0, {})
-                if math.isinf(seconds) or any(size > free[memory] for memory, size in taken.items()):
-                    continue
-                for one in partials:
-                    used = tuple(size + taken.get(memory, 0) for size, memory in zip(one.shared, shared, strict=True))
-                    if all(size <= free[memory] for size, memory in zip(used, shared, strict=True)):
-                        slowest = max(one.slowest, seconds)
-                        longer = _Partial(one.seconds + seconds, slowest, used, (*one.ranges, layers))
-                        _keep(behind.setdefault(last, []), longer)
-        reached = behind
-    found = reached.get(num_layers, [])
-    if not found:
+    choices = [_choices(num_layers, stage, stages, cost, usage, free, 0 if may_skip else 1) for stage in range(stages)]
+    fastest = _search(num_layers, choices, free, math.inf, even=False)
+    if fastest is None:
         return None
-    fast = min(one.seconds for one in found) * (1 + TOLERANCE)
-    return min((one for one in found if one.seconds <= fast), key=lambda one: (one.slowest, one.seconds)).ranges
+    found = _search(num_layers, choices, free, fastest.seconds * (1 + TOLERANCE), even=True)
+    return (found or fastest).ranges
+
+
+def _choices(
+    num_layers: int, stage: int, stages: int, cost: Cost, usage: Usage, free: Mapping[Hashable, int], least: int
+) -> dict[int, list[_Choice]]:
+    """By first layer: what a stage may hold and what that costs, as far as it fits on its own."""
+    following = stages - stage - 1
+    found: dict[int, list[_Choice]] = {}
+    for first in range(num_layers + 1 - least):
+        lasts = range(first + least, num_layers - least * following + 1) if following else [num_layers]
+        for last in lasts:
+            layers = LayerRange(first, last)
+            seconds, taken = (cost(stage, layers), usage(stage, layers)) if len(layers) else (0.0, {})
+            if not math.isinf(seconds) and all(size <= free[memory] for memory, size in taken.items()):
+                found.setdefault(first, []).append(_Choice(layers, seconds, taken))
+    return found
+
+
+def _search(
+    num_layers: int,
+    choices: Sequence[Mapping[int, Sequence[_Choice]]],
+    free: Mapping[Hashable, int],
+    most: float,
+    *,
+    even: bool,
+) -> _Partial | None:
+    """The split of the lowest slowest stage (even) or of the lowest sum, among those of at most `most` seconds."""
+    named = [{memory for found in stage.values() for choice in found for memory in choice.taken} for stage in choices]
+    shared = sorted({memory for memory in free if sum(memory in one for one in named) > 1}, key=str)
+    to_go = _seconds_to_go(num_layers, choices)
+    reached: dict[int, list[_Partial]] = {0: [_Partial(0.0, 0.0, (0,) * len(shared), ())]}
+    for stage, found in enumerate(choices):
+        behind: dict[int, list[_Partial]] = {}
+        for first, partials in reached.items():
+            for choice in found.get(first, ()):
+                rest = to_go[stage + 1].get(choice.layers.last, math.inf)
+                for one in partials:
+                    seconds = one.seconds + choice.seconds
+                    # Sums of the same numbers in another order differ in their last bits.
+                    if math.isinf(rest) or seconds + rest > most * (1 + 1e-9):
+                        continue
+                    used = tuple(
+                        size + choice.taken.get(memory, 0) for size, memory in zip(one.shared, shared, strict=True)
+                    )
+                    if all(size <= free[memory] for size, memory in zip(used, shared, strict=True)):
+                        slowest = max(one.slowest, choice.seconds) if even else 0.0
+                        longer = _Partial(seconds, slowest, used, (*one.ranges, choice.layers))
+                        _keep(behind.setdefault(choice.layers.last, []), longer)
+        reached = behind
+    return min(reached.get(num_layers, []), key=lambda one: (one.slowest, one.seconds), default=None)
+
+
+def _seconds_to_go(num_layers: int, choices: Sequence[Mapping[int, Sequence[_Choice]]]) -> list[dict[int, float]]:
+    """By stage and first layer: the least that it and those behind it cost, were memory never shared."""
+    to_go: list[dict[int, float]] = [{num_layers: 0.0}]
+    for found in reversed(choices):
+        to_go.insert(
+            0,
+            {
+                first: min(choice.seconds + to_go[0].get(choice.layers.last, math.inf) for choice in some)
+                for first, some in found.items()
+            },
+        )
+    return to_go
 
 
 def _keep(partials: list[_Partial], new: _Partial) -> None:

@@ -14,7 +14,6 @@ import pytest
 from coordinator.cluster import Checkpoints, Cluster
 from coordinator.placement import make_plan
 from services.description import FeatureTransport
-from services.peers import Peers
 from services.steps import Sampling
 from tests.e2e.conftest import Pair, Worker, alive, children, flashsplit, generate, interrupt, until
 
@@ -49,19 +48,30 @@ def test_a_placement_is_shown_without_a_start(pairs: dict[str, Pair]) -> None:
     assert "predicted" not in text
 
 
-async def test_weights_and_sessions_take_what_was_said(pairs: dict[str, Pair]) -> None:
-    """A cluster with the planned split reports, stage by stage and for the draft, the bytes that the plan names."""
-    pair = pairs["qwen3_5"]
-    found = planned(
-        *("--model", pair.target, "--draft", pair.draft, "--target-devices", "cpu,cpu", "--target-layers", "0:3,3:8"),
+async def test_auto_asks_local_and_running_workers(pairs: dict[str, Pair], start_worker: Callable[..., Worker]) -> None:
+    """The layers that it names are for the other commands, and what it says of weights is what their workers hold.
+
+    The worker that ran before runs on; while it has a session it is not measured, and says so.
+    """
+    pair, running = pairs["qwen3_5"], start_worker()
+    devices = f"cpu,{running.address}"
+    found = await asyncio.to_thread(
+        planned,
+        *("--model", pair.target, "--draft", pair.draft, "--target-devices", devices, "--auto", "--threads", 1),
         *("--features", "slices", "--dtype", "bfloat16"),
     )
+
+    assert [measured["worker"] for measured in found["measured"]] == ["cpu", running.address]
+    assert found["predicted"]["decode_tokens_per_s"]["256"] > 0
+    assert "would help" in found["predicted"]["bottleneck"]
+    assert running.process.poll() is None
+
     drawn = make_plan(
-        target_devices="cpu,cpu",
+        target_devices=devices,
         layer_split=None,
         target_layers=found["target_layers"],
         draft_device=None,
-        num_layers=8,
+        num_layers=pair.layers,
         has_draft=True,
     )
     checkpoints = Checkpoints(pair.target, pair.draft, "bfloat16", transport=FeatureTransport.SLICES)
@@ -69,50 +79,6 @@ async def test_weights_and_sessions_take_what_was_said(pairs: dict[str, Pair]) -
         held = [worker.target.weight_bytes for worker in cluster.workers if worker.target is not None]
         assert cluster.draft is not None
         held[-1] += cluster.draft.weight_bytes
-
-    assert [device["weight_bytes"] for device in found["devices"]] == held
-
-
-def test_auto_measures_local_and_running_workers(pairs: dict[str, Pair], start_worker: Callable[..., Worker]) -> None:
-    """The layers that it names are the other commands' to use, and a worker that ran before runs on."""
-    pair = pairs["qwen3"]
-    running = start_worker()
-    devices = f"cpu,{running.address}"
-    found = planned("--model", pair.target, "--target-devices", devices, "--auto", "--threads", 1)
-
-    assert [measured["worker"] for measured in found["measured"]] == ["cpu", running.address]
-    assert found["predicted"]["decode_tokens_per_s"]["256"] > 0
-    assert "would help" in found["predicted"]["bottleneck"]
-    assert running.process.poll() is None
-    answer = generate(
-        *("--model", pair.target, "--target-devices", devices, "--target-layers", found["target_layers"]),
-        *("--prompt-ids", "1,2,3", "--max-tokens", 8, "--ignore-eos"),
-    )
-    assert [(stage["first_layer"], stage["last_layer"]) for stage in answer["stats"]["stages"]] == [
-        tuple(device["layers"]) for device in found["devices"]
-    ]
-
-
-def test_every_command_can_choose_the_layers(pairs: dict[str, Pair]) -> None:
-    """--target-layer-split auto measures, splits and gives the tokens of one worker."""
-    pair = pairs["qwen3"]
-    asked = ("--prompt-ids", "1,2,3", "--max-tokens", 12, "--ignore-eos", "--threads", 1)
-    auto = generate("--model", pair.target, "--target-devices", "cpu,cpu", "--target-layer-split", "auto", *asked)
-    alone = generate("--model", pair.target, *asked)
-
-    assert auto["token_ids"] == alone["token_ids"]
-    bounds = [(stage["first_layer"], stage["last_layer"]) for stage in auto["stats"]["stages"]]
-    assert [bounds[0][0], bounds[-1][1]] == [0, pair.layers]
-    assert bounds[0][1] == bounds[1][0]
-
-
-async def test_a_busy_worker_is_not_measured(pairs: dict[str, Pair], start_worker: Callable[..., Worker]) -> None:
-    """With a session open the refusal says so and names the worker; when it has ended, measuring works."""
-    pair, running = pairs["qwen3"], start_worker()
-    drawn = make_plan(
-        target_devices=running.address, layer_split=None, draft_device=None, num_layers=6, has_draft=False
-    )
-    async with Cluster(drawn, Checkpoints(pair.target, None, None)) as cluster:
         session = await cluster.open(
             request_id="busy",
             max_length=16,
@@ -126,22 +92,31 @@ async def test_a_busy_worker_is_not_measured(pairs: dict[str, Pair], start_worke
         arguments = ("--model", pair.target, "--target-devices", running.address, "--measure")
         refusal = await asyncio.to_thread(plan, *arguments, code=1)
         await session.close()
-        assert "1 sessions are open on this worker" in refusal
-        assert running.address in refusal
-        await asyncio.to_thread(plan, *arguments)
-    peers = Peers()
-    description = await (await peers.worker(running.address)).describe()
-    await peers.close()
-    assert description.target is not None
+
+    assert [device["weight_bytes"] for device in found["devices"]] == held
+    assert f"measuring {running.address}: 1 sessions are open on this worker" in refusal
+
+
+def test_every_command_can_choose_the_layers(
+    pairs: dict[str, Pair], prefix_cases: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+) -> None:
+    """--target-layer-split auto measures, splits and gives the tokens of the unsplit model."""
+    pair, (prompt, tokens) = pairs["qwen3"], prefix_cases["qwen3"]
+    answer = generate(
+        *("--model", pair.target, "--target-devices", "cpu,cpu", "--target-layer-split", "auto", "--threads", 1),
+        *("--prompt-ids", ",".join(map(str, prompt)), "--max-tokens", len(tokens), "--ignore-eos"),
+    )
+
+    assert tuple(answer["token_ids"]) == tokens
+    bounds = [(stage["first_layer"], stage["last_layer"]) for stage in answer["stats"]["stages"]]
+    assert [bounds[0][0], bounds[-1][1]] == [0, pair.layers]
+    assert bounds[0][1] == bounds[1][0]
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (("--auto", "--target-devices", "cpu,cpu", "--target-layers", "0:3,3:6"), 2, ["--auto", "--target-layers"]),
-        (("--auto", "--target-devices", "cpu,cpu", "--target-layer-split", "1,2"), 2, ["--target-layer-split '1,2'"]),
         (("--target-devices", "cpu,cpu", "--target-layers", "0:3,4:6"), 2, ["4:6 leaves out layers 3:4"]),
-        (("--target-devices", "cpu", "--max-model-len", "999999"), 2, ["--max-model-len", "the model's context"]),
         (("--measure", "--target-devices", "127.0.0.1:1"), 1, ["127.0.0.1:1"]),
         (("--auto", "--target-devices", "cpu,cpu", "--sessions", "100000000"), 1, ["no split fits", "--sessions"]),
     ],
