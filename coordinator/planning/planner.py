@@ -123,5 +123,6 @@ def _does_not_fit(models: Models, free: Mapping[Memory, int], load: Load) -> str
     return (
         f"no split fits: {format_size(whole.weight_bytes)} of weights and {format_size(caches)} of caches for "
         f"{load.sessions} sessions of {load.length} tokens, {format_size(sum(max(room, 0) for room in free.values()))} "
-        "usable on the workers; name more devices, or lower --max-model-len, --sessions or --dtype"
+        "usable on the workers; name more devices or a smaller --dtype, or see with flashsplit plan which --sessions and "
+        "--max-model-len fit"
     )
