@@ -36,8 +36,8 @@ _PLACEMENT = (
                  "CPU]"),
     click.option("--target-layer-split", metavar="WEIGHT[,WEIGHT…]",
                  help="Proportional share of the layers for each entry, like 0.3,0.7; or auto: measure the workers "
-                 "and take what decodes fastest with room for a session of 8192 tokens (flashsplit plan --auto shows it "
-                 "first).  [default: equal shares]"),
+                 "and take what decodes fastest with room for a session of 8192 tokens (flashsplit plan --auto shows "
+                 "it first).  [default: equal shares]"),
     click.option("--target-layers", metavar="FIRST:BEHIND[,FIRST:BEHIND…]",
                  help="The layers of each entry instead of a share, like 0:5,5:35,35:64: each begins where the one "
                  "before ends."),

@@ -40,6 +40,9 @@ NARROW = 64
 
 FEW, MANY, POSITION = 1, 5, 100
 PREFILL_ROWS = 512
+MATMUL_ELEMENTS = {"cpu": 4 << 20, "gpu": 1 << 30}
+"""Most weights of the product of many rows, which takes 2 * PREFILL_ROWS operations for each."""
+
 MOST_BYTES = {"cpu": 256 << 20, "gpu": 2 << 30}
 """Most weights that are read in turns: above that no cache helps any more."""
 
@@ -71,9 +74,10 @@ def _product_rates(
     device: Device, shape: ModelConfig, dtype: torch.dtype, resident_bytes: int, free_bytes: int
 ) -> tuple[float, float]:
     """Bytes a second at one row, operations a second at PREFILL_ROWS."""
+    kind = "gpu" if device.is_gpu else "cpu"
     extents = (2 * shape.mlp_size, shape.hidden_size)
-    size = 2 * shape.mlp_size * shape.hidden_size * dtype.itemsize
-    most = min(MOST_BYTES["gpu" if device.is_gpu else "cpu"], max(resident_bytes, size))
+    size = extents[0] * extents[1] * dtype.itemsize
+    most = min(MOST_BYTES[kind], max(resident_bytes, size))
     if free_bytes:
         most = min(most, max(size, free_bytes // 4))
     made = {"dtype": dtype, "device": device.torch_device}
@@ -92,8 +96,9 @@ def _product_rates(
     # What a product costs without weights is in the layers' own figure.
     bare_s = _seconds(device, products(tiny_row, [tiny] * 32), READ_S / 6) / 32
     read_s = _seconds(device, products(row, matrices), READ_S) / len(matrices)
-    full_s = _seconds(device, products(rows, matrices[:4]), MATMUL_S) / len(matrices[:4])
-    return size / max(read_s - bare_s, read_s / 10), 2 * extents[0] * extents[1] * PREFILL_ROWS / full_s
+    part = matrices[0][: max(1, MATMUL_ELEMENTS[kind] // extents[1])]
+    full_s = _seconds(device, products(rows, [part]), MATMUL_S)
+    return size / max(read_s - bare_s, read_s / 10), 2 * part.numel() * PREFILL_ROWS / full_s
 
 
 def _layer_costs(

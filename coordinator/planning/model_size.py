@@ -14,12 +14,16 @@ from typing import Any
 
 from coordinator.planning.tensor_headers import TensorHeader, read_headers
 from coordinator.tokenizer import read_json_object
-from services.errors import InvalidArgument
+from services.errors import InvalidArgument, Unimplemented
 from services.layers import LayerRange
 from services.tensors import ITEM_BYTES
 
 _LAYER = re.compile(r"^(?P<prefix>model\.language_model\.|model\.|)layers\.(?P<layer>\d+)\.(?P<rest>.+)$")
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$")
+_LINEAR = ("linear_attn.A_log", "linear_attn.norm.weight", "linear_attn.conv1d.weight")
+_ATTENTION = ("self_attn.k_proj.weight", "self_attn.v_proj.weight")
+"""What the sizes of a layer's caches are read from."""
+
 STATE_BYTES = 4
 """Recurrent state is float32 always."""
 
@@ -139,6 +143,14 @@ def _layer_size(tensors: Mapping[str, TensorHeader], dtype: str, kind: str, conf
     weights = {name: header.size_bytes(name, dtype) for name, header in tensors.items()}
     matrices = sum(size for name, size in weights.items() if len(tensors[name].shape) == 2)
     item, token, state, row = ITEM_BYTES[dtype], 0, 0, 0
+    needed = _LINEAR if kind == "linear_attention" else _ATTENTION
+    for name in needed:
+        if name not in tensors:
+            raise Unimplemented(
+                f"a {kind} layer without {name}: caches of this family are not known; plan with one that "
+                "flashsplit-worker serves",
+                field=name,
+            )
     if kind == "linear_attention":
         heads, value_dim = tensors["linear_attn.A_log"].shape[0], tensors["linear_attn.norm.weight"].shape[0]
         channels, *_, taps = tensors["linear_attn.conv1d.weight"].shape

@@ -120,9 +120,9 @@ def taken_bytes(models: Models, share: Share, load: Load) -> int:
 def _does_not_fit(models: Models, free: Mapping[Memory, int], load: Load) -> str:
     whole = stage_shares(models, LayerRange(0, len(models.target.layers)), 1, draft_here=models.draft is not None)[0]
     caches = cache_bytes(models, whole, load.length, load.sessions)
+    room = format_size(sum(max(size, 0) for size in free.values()))
     return (
         f"no split fits: {format_size(whole.weight_bytes)} of weights and {format_size(caches)} of caches for "
-        f"{load.sessions} sessions of {load.length} tokens, {format_size(sum(max(room, 0) for room in free.values()))} "
-        "usable on the workers; name more devices or a smaller --dtype, or see with flashsplit plan which --sessions and "
-        "--max-model-len fit"
+        f"{load.sessions} sessions of {load.length} tokens, {room} usable on the workers; name more devices or a "
+        "smaller --dtype, or see with flashsplit plan which --sessions and --max-model-len fit"
     )

@@ -1,7 +1,8 @@
 """How long a plain decode step takes: the stages one after the other, each reading all its weights, and the hops.
 
 At one row a layer costs the bytes of its matrices over the device's bandwidth, and what its operators cost whatever
-their size; both are measured (`shard_worker/probe.py`). Nothing overlaps: the next token needs this one.
+their size; both are measured (`shard_worker/probe.py`). On a CPU they add up. On a GPU the operators are launched ahead
+while weights are read, so the longer of the two counts. Stages never overlap: the next token needs this one.
 """
 
 from __future__ import annotations
@@ -33,15 +34,17 @@ class WorkerSpeed:
 @dataclass(frozen=True, slots=True)
 class StageTime:
     """Where a stage's share of a step goes, in seconds: reading weights and caches, operators, the way there and
-    back."""
+    back. overlapping: reading and operators run at the same time."""
 
     read_s: float
     operators_s: float
     hop_s: float
+    overlapping: bool = False
 
     @property
     def total_s(self) -> float:
-        return self.read_s + self.operators_s + self.hop_s
+        both = (self.read_s, self.operators_s)
+        return (max(both) if self.overlapping else sum(both)) + self.hop_s
 
 
 def stage_time(model: ModelSize, layers: LayerRange, worker: WorkerSpeed, context: int) -> StageTime:
@@ -56,7 +59,7 @@ def stage_time(model: ModelSize, layers: LayerRange, worker: WorkerSpeed, contex
         last = worker.devices[-1]
         read += model.head_bytes / last.read_bytes_per_s
         operators += last.choose_s
-    return StageTime(read, operators, worker.link.round_trip_s)
+    return StageTime(read, operators, worker.link.round_trip_s, worker.devices[0].name != "cpu")
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,6 +166,17 @@ def test_missing_tensors_are_named(broken: Path, gone: str, text: str) -> None:
         read_model_size(broken, None)
 
 
+def test_a_layer_of_another_kind_is_refused(broken: Path) -> None:
+    """Without keys and values nobody knows what a session takes."""
+
+    def rename(tensors: dict[str, object]) -> None:
+        tensors["model.layers.1.self_attn.kv_a_proj.weight"] = tensors.pop("model.layers.1.self_attn.k_proj.weight")
+
+    storage.edit_tensors(broken, rename)
+    with pytest.raises(Unimplemented, match=r"full_attention layer without self_attn\.k_proj\.weight"):
+        read_model_size(broken, None)
+
+
 def test_quantised_weights_are_refused(broken: Path) -> None:
     """An element type that no worker serves."""
     weights = broken / "model.safetensors"

@@ -56,7 +56,7 @@ def ranges(plan: Plan) -> list[LayerRange]:
 
 def test_a_step_is_the_sum_of_its_parts(models: Models) -> None:
     """Weights and caches over bandwidth, operators a layer and a step, the head and the choice on the last stage, a hop
-    a stage."""
+    a stage; on a GPU reading and operators at the same time."""
     model = models.target
     workers = [worker(hop=1e-3, read=1e9), worker("cuda:0", hop=5e-3, read=1e12)]
     found = predict(model, [LayerRange(0, 3), LayerRange(3, 8)], workers, 1000)
@@ -68,6 +68,8 @@ def test_a_step_is_the_sum_of_its_parts(models: Models) -> None:
     assert second.read_s == pytest.approx(read / 1e12)
     assert second.operators_s == pytest.approx(3 * KINDS["linear_attention"] + 2 * KINDS["full_attention"] + 3e-5)
     assert (first.hop_s, second.hop_s) == (1e-3, 5e-3)
+    assert first.total_s == pytest.approx(first.read_s + first.operators_s + 1e-3)
+    assert second.total_s == pytest.approx(max(second.read_s, second.operators_s) + 5e-3)
     assert found.step_s == pytest.approx(first.total_s + second.total_s + COORDINATOR_S)
     assert "the way to stage 1 (cuda:0)" in bottleneck(found, workers)
     assert predict(model, ranges(planned(workers)), workers, 4000).step_s > found.step_s - 0.01
@@ -86,7 +88,7 @@ def test_the_largest_part_is_named(models: Models) -> None:
 
 def test_the_fast_device_gets_more(models: Models) -> None:
     """Ten times the bandwidth: all but the layer that the other must have."""
-    workers = [worker("cuda:0", read=1e7), worker("cuda:1", read=1e8)]
+    workers = [worker("cuda:0", read=1e6), worker("cuda:1", read=1e7)]
 
     assert ranges(choose_split(models, planned(workers), workers, None, LOAD)) == [LayerRange(0, 1), LayerRange(1, 8)]
 
