@@ -19,6 +19,7 @@ _COMMANDS = {
     "serve": "Serve a model to OpenAI and Anthropic clients.",
     "generate": "Answer one prompt.",
     "cache": "See, check and clean up the prefix snapshots kept on disk.",
+    "plan": "Show who would hold which layers, what that takes and how fast it would be.",
     "certs": "Make certificates for the workers' hosts and the coordinator.",
     "bench": "Measure decode speed, plain and with DFlash, over one or more workers.",
     "demo": "Show the demo pair at work: plain and DFlash, split over two workers.",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -59,6 +59,10 @@ class SnapshotPlace:
     fingerprint: str
 
 
+ChooseSplit = Callable[[Plan, Sequence[str], Peers], Awaitable[Plan]]
+"""Given a plan whose layers are to be chosen and its workers' addresses, the draft's behind the stages': the plan."""
+
+
 class LoadReporter:
     """Hears of loading: one bar a worker. The default keeps silent."""
 
@@ -78,10 +82,13 @@ class Cluster:
         prefix_cache_bytes: int | None = None,
         security: Security = OPEN,
         reporter: LoadReporter | None = None,
+        choose_split: ChooseSplit | None = None,
     ) -> None:
+        """choose_split: asked for the layers once the workers run, where the plan leaves them open."""
         self._plan, self._checkpoints, self._threads = plan, checkpoints, threads
         self._prefix_cache_bytes, self._security = prefix_cache_bytes, security
         self._reporter = reporter or LoadReporter()
+        self._choose_split = choose_split
         self._peers = Peers(security=security)
         self._processes: list[WorkerProcess] = []
         self._watchers: dict[int, asyncio.Task[str]] = {}
@@ -204,11 +211,13 @@ class Cluster:
         places = [stage.place for stage in self._plan.stages]
         if self._plan.draft is not None:
             places.append(self._plan.draft)
-        threads = self._threads or _threads_each(places)
+        threads = self._threads or threads_each(places)
         addresses = await _all(self._launch(index, place, threads) for index, place in enumerate(places))
         stages = len(self._plan.stages)
         self.addresses = tuple(addresses[:stages])
         self._draft_address = addresses[stages] if self._plan.draft is not None else None
+        if self._plan.auto and self._choose_split is not None:
+            self._plan = await self._or_death(self._choose_split(self._plan, addresses, self._peers))
         self.workers = tuple(await self._or_death(_all(self._load_stage(index) for index in range(stages))))
         if self._plan.has_draft:
             self.draft_worker = await self._or_death(self._load_draft())
@@ -282,7 +291,7 @@ class Cluster:
     def _bar(self, name: str) -> Callable[[LoadProgress], None]:
         return lambda progress: self._reporter.progress(name, progress.loaded_bytes, progress.total_bytes)
 
-    async def _or_death(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _or_death(self, work: Awaitable[T]) -> T:
         """The work's result, or at once the news that a local worker died under it."""
         task = asyncio.ensure_future(work)
         try:
@@ -343,7 +352,7 @@ def check_fit(draft: DraftDescription, target: TargetDescription) -> None:
         )
 
 
-def _threads_each(places: list[Place]) -> int | None:
+def threads_each(places: list[Place]) -> int | None:
     """CPU threads for each local worker: they share this host's cores. None, torch's default, for a single one."""
     local_cpu = sum(1 for place in places if place.devices is not None and "cpu" in place.devices)
     if local_cpu < 2:

@@ -11,13 +11,17 @@ import click
 
 from coordinator.cluster import Checkpoints, Cluster, LoadReporter
 from coordinator.model_files import ModelFiles
-from coordinator.placement import make_plan
+from coordinator.placement import Plan, make_plan
+from coordinator.planning.draft_size import read_draft_size
+from coordinator.planning.measuring import SplitChooser
+from coordinator.planning.memory import Models
+from coordinator.planning.model_size import read_model_size
 from coordinator.prefix.cache import PrefixCache, lineage_of
 from coordinator.prefix.disk import DiskCache
 from coordinator.store_options import StoreOptions, store_options
 from services.description import FeatureTransport, HeadPlace
 from services.errors import InvalidArgument
-from services.security import load_security
+from services.security import Security, load_security
 from services.sizes import parse_size
 
 Command = Callable[..., Any]
@@ -31,16 +35,20 @@ _PLACEMENT = (
                  "(HOST:PORT or unix:PATH). cpu may repeat, a GPU may not.  [default: one worker on all GPUs, or the "
                  "CPU]"),
     click.option("--target-layer-split", metavar="WEIGHT[,WEIGHT…]",
-                 help="Proportional share of the layers for each entry, like 0.3,0.7.  [default: equal shares]"),
+                 help="Proportional share of the layers for each entry, like 0.3,0.7; or auto: measure the workers "
+                 "and take what decodes fastest with room for a session of 8192 tokens (flashsplit plan --auto shows "
+                 "it first).  [default: equal shares]"),
+    click.option("--target-layers", metavar="FIRST:BEHIND[,FIRST:BEHIND…]",
+                 help="The layers of each entry instead of a share, like 0:5,5:35,35:64: each begins where the one "
+                 "before ends."),
     click.option("--draft-device", metavar="DEVICE|ADDRESS",
                  help="Put the draft in a worker of its own.  [default: beside the last stage]"),
     click.option("--draft-head", type=click.Choice([HeadPlace.LOADED.value, HeadPlace.PROJECTED.value]),
-                 default=HeadPlace.LOADED.value, show_default=True,
                  help="With --draft-device: the draft's worker loads the target's lm_head and reads its embedding, or "
-                 "it sends hidden rows back to the last stage to be projected (for small cards)."),
+                 "it sends hidden rows back to the last stage to be projected (for small cards).  [default: loaded]"),
     click.option("--features", "features", type=click.Choice([kind.value for kind in FeatureTransport]),
-                 default=FeatureTransport.SUM.value, show_default=True,
-                 help="How captured features travel: summed through the draft's fc by each stage, or as plain slices."),
+                 help="With --draft: captured features travel summed through the draft's fc by each stage, or as plain "
+                 "slices.  [default: sum]"),
     click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
                  help="Element type of weights and activations.  [default: the checkpoint's]"),
     click.option("--threads", type=click.IntRange(1), metavar="N",
@@ -154,10 +162,11 @@ class PlacementOptions:
     target_devices: str | None
     target_layer_split: str | None
     draft_device: str | None
-    draft_head: str
-    features: str
+    draft_head: str | None
+    features: str | None
     dtype: str | None
     threads: int | None
+    target_layers: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_ca: str | None = None
@@ -173,31 +182,77 @@ class PlacementOptions:
         prefix_cache_bytes: int | None = None,
     ) -> Cluster:
         """A cluster that is not started yet. Raises InvalidArgument for options that contradict each other."""
-        plan = make_plan(
-            target_devices=self.target_devices,
-            layer_split=self.target_layer_split,
-            draft_device=self.draft_device,
-            num_layers=files.num_layers,
-            has_draft=draft is not None,
-        )
+        plan = self.plan(files.num_layers, has_draft=draft is not None)
         checkpoints = Checkpoints(
             model=files.directory.absolute(),
             draft=None if draft is None else draft.absolute(),
             dtype=self.dtype,
-            head_place=HeadPlace(self.draft_head),
-            transport=FeatureTransport(self.features),
+            head_place=self.head_place,
+            transport=self.transport,
         )
+        choose_split = None
+        if plan.auto:
+            choose_split = SplitChooser(self.models(files.directory, draft), str(checkpoints.model))
         return Cluster(
             plan,
             checkpoints,
             threads=self.threads,
             prefix_cache_bytes=prefix_cache_bytes,
-            security=load_security(
-                tls_cert=self.tls_cert,
-                tls_key=self.tls_key,
-                tls_ca=self.tls_ca,
-                tls_server_name=self.tls_server_name,
-                cluster_token_file=self.cluster_token_file,
-            ),
+            security=self.security(),
             reporter=reporter,
+            choose_split=choose_split,
+        )
+
+    def models(self, model: Path, draft: Path | None) -> Models:
+        """What is placed, from the checkpoints' headers. Raises what `read_model_size` and `read_draft_size` raise."""
+        target = read_model_size(model, self.dtype)
+        drafted = None if draft is None else read_draft_size(draft, target, self.dtype)
+        return Models(target, drafted, self.head_place, self.transport)
+
+    @property
+    def head_place(self) -> HeadPlace:
+        return HeadPlace(self.draft_head or HeadPlace.LOADED)
+
+    @property
+    def transport(self) -> FeatureTransport:
+        return FeatureTransport(self.features or FeatureTransport.SUM)
+
+    def plan(self, num_layers: int, *, has_draft: bool) -> Plan:
+        """Raises InvalidArgument for options that contradict each other or have no effect."""
+        plan = make_plan(
+            target_devices=self.target_devices,
+            layer_split=self.target_layer_split,
+            target_layers=self.target_layers,
+            draft_device=self.draft_device,
+            num_layers=num_layers,
+            has_draft=has_draft,
+        )
+        if self.features is not None and not has_draft:
+            raise InvalidArgument(
+                f"--features {self.features} has no effect without --draft: name the draft checkpoint, or leave it out",
+                field="--features",
+            )
+        if self.draft_head is not None and plan.draft is None:
+            raise InvalidArgument(
+                f"--draft-head {self.draft_head} has no effect on a draft beside the last stage, which shares that "
+                "stage's lm_head: name another worker in --draft-device, or leave it out",
+                field="--draft-head",
+            )
+        places = [*(stage.place for stage in plan.stages), *([plan.draft] if plan.draft is not None else [])]
+        if self.threads is not None and all(place.devices is None for place in places):
+            raise InvalidArgument(
+                f"--threads {self.threads} has no effect on workers that run already: give it to flashsplit-worker, or "
+                "leave it out",
+                field="--threads",
+            )
+        return plan
+
+    def security(self) -> Security:
+        """What to call the workers with. Raises InvalidArgument for files that cannot be used."""
+        return load_security(
+            tls_cert=self.tls_cert,
+            tls_key=self.tls_key,
+            tls_ca=self.tls_ca,
+            tls_server_name=self.tls_server_name,
+            cluster_token_file=self.cluster_token_file,
         )

@@ -1,7 +1,7 @@
-"""Who holds what: parses --target-devices, --target-layer-split and --draft-device into a checked plan.
+"""Who holds what: parses --target-devices, its split and --draft-device into a checked plan.
 
-The language is lucebox's: proportional weights, rounded, at least one layer each. Contradictions and options without
-effect are refused with a sentence that says what to change.
+The language is lucebox's: proportional weights, rounded, at least one layer each; or the layers themselves, or "auto".
+Contradictions and options without effect are refused with a sentence that says what to change.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from services.addresses import parse_address
 from services.errors import InvalidArgument
 from services.layers import LayerRange
 
+AUTO = "auto"
+
+_RANGE = re.compile(r"^\s*(\d{1,9}):(\d{1,9})\s*$")
 _DEVICE = re.compile(r"^(cpu|best|(cuda|hip):\d{1,3})$")
 
 
@@ -39,11 +42,15 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All stages in order. draft: a worker of its own, or None: beside the last stage (or no draft at all)."""
+    """All stages in order. draft: a worker of its own, or None: beside the last stage (or no draft at all).
+
+    auto: the layers are to be chosen from measurements; until then they are equal shares.
+    """
 
     stages: tuple[StagePlan, ...]
     draft: Place | None
     has_draft: bool
+    auto: bool = False
 
 
 def make_plan(
@@ -53,12 +60,19 @@ def make_plan(
     draft_device: str | None,
     num_layers: int,
     has_draft: bool,
+    target_layers: str | None = None,
 ) -> Plan:
     """Raises InvalidArgument naming the option, its value and what would be accepted."""
-    if layer_split is not None and target_devices is None:
+    for field, value in (("--target-layer-split", layer_split), ("--target-layers", target_layers)):
+        if value is not None and target_devices is None:
+            raise InvalidArgument(
+                f"{field} has no effect without --target-devices: name the devices, or leave it out", field=field
+            )
+    if layer_split is not None and target_layers is not None:
         raise InvalidArgument(
-            "--target-layer-split has no effect without --target-devices: name the devices, or leave it out",
-            field="--target-layer-split",
+            f"--target-layers {target_layers!r} and --target-layer-split {layer_split!r} both say who holds which "
+            "layers: give one of them",
+            field="--target-layers",
         )
     places = parse_places(target_devices or "best")
     if len(places) > num_layers:
@@ -66,21 +80,34 @@ def make_plan(
             f"--target-devices names {len(places)} workers, the model has {num_layers} layers: name fewer",
             field="--target-devices",
         )
-    weights = parse_weights(layer_split, len(places))
-    draft = None
-    if draft_device is not None:
-        if not has_draft:
-            raise InvalidArgument(
-                "--draft-device has no effect without --draft: name the draft checkpoint, or leave it out",
-                field="--draft-device",
-            )
-        draft = _parse_place(draft_device, "--draft-device")
-        if draft.address is not None and draft.address == places[-1].address:
-            draft = None
-    stages = tuple(
-        StagePlan(place, layers) for place, layers in zip(places, split_layers(num_layers, weights), strict=True)
-    )
-    return Plan(stages, draft, has_draft)
+    auto = layer_split is not None and layer_split.strip() == AUTO
+    if auto and len(places) == 1:
+        raise InvalidArgument(
+            f"--target-layer-split auto has no effect on one worker, {places[0]}: name several in --target-devices, or "
+            "leave it out",
+            field="--target-layer-split",
+        )
+    if target_layers is not None:
+        ranges = parse_ranges(target_layers, len(places), num_layers)
+    else:
+        ranges = split_layers(num_layers, parse_weights(None if auto else layer_split, len(places)))
+    stages = tuple(StagePlan(place, layers) for place, layers in zip(places, ranges, strict=True))
+    return Plan(stages, _draft_place(draft_device, places[-1], has_draft=has_draft), has_draft, auto)
+
+
+def _draft_place(text: str | None, last: Place, *, has_draft: bool) -> Place | None:
+    """None: beside the last stage, or no draft."""
+    field = "--draft-device"
+    if text is None:
+        return None
+    if not has_draft:
+        raise InvalidArgument(
+            f"{field} {text!r} has no effect without --draft: name the draft checkpoint, or leave it out", field=field
+        )
+    if "+" in text:
+        raise InvalidArgument(f"{field} {text!r} joins devices, a draft sits on one: name that one", field=field)
+    place = _parse_place(text, field)
+    return None if place.address is not None and place.address == last.address else place
 
 
 def parse_places(text: str) -> tuple[Place, ...]:
@@ -123,7 +150,9 @@ def parse_weights(text: str | None, count: int) -> tuple[float, ...]:
     try:
         weights = tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise InvalidArgument(f"{field} {text!r} must be numbers joined by commas, like 0.3,0.7", field=field) from None
+        raise InvalidArgument(
+            f"{field} {text!r} must be numbers joined by commas, like 0.3,0.7, or auto", field=field
+        ) from None
     if len(weights) != count:
         raise InvalidArgument(
             f"{field} has {len(weights)} weights, --target-devices names {count} workers: give one weight each",
@@ -132,6 +161,46 @@ def parse_weights(text: str | None, count: int) -> tuple[float, ...]:
     if any(not math.isfinite(weight) or weight <= 0 for weight in weights):
         raise InvalidArgument(f"{field} {text!r} must hold finite numbers above 0 only", field=field)
     return weights
+
+
+def parse_ranges(text: str, count: int, num_layers: int) -> list[LayerRange]:
+    """Half-open ranges, one a worker, that hold every layer once and in order."""
+    field, ranges = "--target-layers", []
+    for part in text.split(","):
+        match = _RANGE.match(part)
+        if match is None:
+            raise InvalidArgument(
+                f"{field} {text!r}: {part!r} is no range; write FIRST:BEHIND for each worker, like 0:5,5:{num_layers}",
+                field=field,
+            )
+        ranges.append(LayerRange(int(match[1]), int(match[2])))
+    if len(ranges) != count:
+        raise InvalidArgument(
+            f"{field} {text!r} has {len(ranges)} ranges, --target-devices names {count} workers: give one range each",
+            field=field,
+        )
+    expected = 0
+    for layers in ranges:
+        written = f"{layers.first}:{layers.last}"
+        if layers.first >= layers.last:
+            raise InvalidArgument(
+                f"{field} {text!r}: {written} holds no layer; the number behind the colon is the first layer that the "
+                "worker does not hold and must be above the one before it",
+                field=field,
+            )
+        if layers.first != expected:
+            fault = "leaves out" if layers.first > expected else "repeats"
+            low, high = sorted((expected, layers.first))
+            raise InvalidArgument(
+                f"{field} {text!r}: {written} {fault} layers {low}:{high}; begin it at {expected}", field=field
+            )
+        expected = layers.last
+    if expected != num_layers:
+        raise InvalidArgument(
+            f"{field} {text!r} ends at layer {expected}, the model has {num_layers}: end it at {num_layers}",
+            field=field,
+        )
+    return ranges
 
 
 def split_layers(num_layers: int, weights: Sequence[float]) -> list[LayerRange]:

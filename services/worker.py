@@ -8,7 +8,8 @@ from typing import Protocol
 
 import grpc
 
-from flashsplit.shard.v1 import worker_service_pb2 as pb, worker_service_pb2_grpc as pb_grpc
+from flashsplit.shard.v1 import measure_pb2, worker_service_pb2 as pb, worker_service_pb2_grpc as pb_grpc
+from services.client_stream import ClientStream
 from services.description import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -27,10 +28,22 @@ from services.description import (
 )
 from services.errors import InvalidArgument, Unavailable, answering, rpc_failures_as_errors
 from services.layers import LayerRange
+from services.link_speed import measure_link
+from services.measure import (
+    ECHO_BYTES,
+    DeviceSpeed,
+    LinkSpeed,
+    MeasureFor,
+    request_from_message,
+    request_to_message,
+    speed_from_message,
+    speed_to_message,
+)
 from services.tensors import dtype_name, dtype_number
 
 SERVICE = pb.DESCRIPTOR.services_by_name["WorkerService"].full_name
 DESCRIBE_TIMEOUT_S = 5.0
+MEASURE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +96,13 @@ class WorkerPort(Protocol):
         another one, Unimplemented for a family, format or role that the worker lacks.
         """
 
+    async def measure(self, wanted: MeasureFor) -> tuple[DeviceSpeed, ...]:
+        """How fast each device is. Raises FailedPrecondition while sessions are open, and what `load` raises for a
+        configuration that cannot be served."""
+
+    async def echo(self, payload: bytes) -> int:
+        """How many bytes came, said from the device's thread. Raises FailedPrecondition while sessions are open."""
+
 
 class WorkerServicer(pb_grpc.WorkerServiceServicer):
     """Frames to port."""
@@ -108,6 +128,24 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
                     await context.write(pb.LoadResponse(progress=progress))
                 else:
                     await context.write(pb.LoadResponse(worker=worker_to_message(event)))
+
+    async def Measure(
+        self, request: measure_pb2.MeasureRequest, context: grpc.aio.ServicerContext
+    ) -> measure_pb2.MeasureResponse:
+        async with answering(context):
+            speeds = await self._port.measure(request_from_message(request))
+            return measure_pb2.MeasureResponse(devices=[speed_to_message(speed) for speed in speeds])
+        raise AssertionError("answering() always ends the call")
+
+    async def Echo(self, _: object, context: grpc.aio.ServicerContext) -> None:
+        async with answering(context):
+            while (request := await context.read()) is not grpc.aio.EOF:
+                if len(request.payload) > ECHO_BYTES:
+                    raise InvalidArgument(
+                        f"payload has {len(request.payload)} bytes; it may have {ECHO_BYTES}", field="payload"
+                    )
+                received = await self._port.echo(request.payload)
+                await context.write(measure_pb2.EchoResponse(received_bytes=received))
 
 
 class RemoteWorker:
@@ -141,6 +179,21 @@ class RemoteWorker:
         if worker is None:
             raise Unavailable(f"{self._address} ended Load without a description", address=self._address)
         return worker
+
+    async def measure(self, wanted: MeasureFor) -> tuple[DeviceSpeed, ...]:
+        """As `WorkerPort.measure`."""
+        with rpc_failures_as_errors(address=self._address):
+            response = await self._stub.Measure(request_to_message(wanted), timeout=MEASURE_TIMEOUT_S)
+        return tuple(speed_from_message(device) for device in response.devices)
+
+    async def measure_link(self, row_bytes: int) -> LinkSpeed:
+        """How long a row of so many bytes takes to the worker's device thread and its answer back, and how fast large
+        pieces follow each other. Errors as in `WorkerPort.echo`."""
+        stream = ClientStream(self._stub.Echo(timeout=MEASURE_TIMEOUT_S), address=self._address)
+        try:
+            return await measure_link(stream, row_bytes)
+        finally:
+            stream.cancel()
 
 
 def _part_to_message(part: LoadTarget | LoadDraft) -> pb.LoadRequest:

@@ -35,9 +35,7 @@ class Checkpoint:
     def __init__(self, directory: str | Path, field: str = "--model") -> None:
         self.directory = Path(directory)
         self._field = field
-        if not os.path.isdir(self.directory):
-            raise NotFound(f"{field} {str(directory)!r} is not a directory on this host", field=field)
-        self.config: Mapping[str, Any] = self._read_json("config.json")
+        self.config: Mapping[str, Any] = read_config(self.directory, field)
         self._files = self._open_files()
         held = {path: list(handle.keys()) for path, handle in self._files.items()}
         self._where = {name: path for path, names in held.items() for name in names}
@@ -94,24 +92,9 @@ class Checkpoint:
     def _slice(self, name: str) -> Any:
         return self._files[self._where[name]].get_slice(name)
 
-    def _read_json(self, name: str) -> dict[str, Any]:
-        path = self.directory / name
-        try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise NotFound(
-                f"{self._field} {str(self.directory)!r} has no {name}: name a Hugging Face checkpoint directory",
-                field=self._field,
-            ) from None
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise InvalidArgument(f"{path} is not JSON: {error}", field=self._field) from error
-        if not isinstance(value, dict):
-            raise InvalidArgument(f"{path} must hold a JSON object", field=self._field)
-        return value
-
     def _open_files(self) -> dict[Path, Any]:
         if (self.directory / _INDEX).exists():
-            weight_map = self._read_json(_INDEX).get("weight_map")
+            weight_map = _read_json(self.directory, _INDEX, self._field).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
                 raise InvalidArgument(f"{self.directory / _INDEX} has no weight_map", field=self._field)
             names = sorted({str(name) for name in weight_map.values()})
@@ -135,3 +118,26 @@ class Checkpoint:
                 f"weight file {path} cannot be read ({error}): it is truncated or not safetensors",
                 field=self._field,
             ) from error
+
+
+def read_config(directory: str | Path, field: str = "--model") -> Mapping[str, Any]:
+    """config.json alone. Raises NotFound and InvalidArgument as `Checkpoint` does."""
+    if not os.path.isdir(directory):
+        raise NotFound(f"{field} {str(directory)!r} is not a directory on this host", field=field)
+    return _read_json(Path(directory), "config.json", field)
+
+
+def _read_json(directory: Path, name: str, field: str) -> dict[str, Any]:
+    path = directory / name
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise NotFound(
+            f"{field} {str(directory)!r} has no {name}: name a Hugging Face checkpoint directory",
+            field=field,
+        ) from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InvalidArgument(f"{path} is not JSON: {error}", field=field) from error
+    if not isinstance(value, dict):
+        raise InvalidArgument(f"{path} must hold a JSON object", field=field)
+    return value

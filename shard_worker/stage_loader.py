@@ -65,14 +65,15 @@ class StageLoader:
 
     def load(self, devices: Sequence[Device], capture: CaptureRequest | None, on_progress: Progress) -> Stage:
         """The stage, its layers spread evenly over the devices in order."""
-        loaded = 0
+        loaded = resident = 0
 
         def take(name: str, device: torch.device) -> torch.Tensor:
-            nonlocal loaded
+            nonlocal loaded, resident
             stored = self._checkpoint.tensor(name)
             # Vectors keep their stored precision: norms, decays and such are widened to float32 when packed.
             dtype = self.dtype if stored.ndim > 1 or name.endswith("_proj.bias") else stored.dtype
             tensor = stored.to(device=device, dtype=dtype, copy=True)
+            resident += tensor.nbytes
             loaded += self._checkpoint.size_bytes(name)
             on_progress(loaded, self.total_bytes)
             return tensor
@@ -97,7 +98,7 @@ class StageLoader:
             embedding=embedding,
             head=head,
             dtype=self.dtype,
-            weight_bytes=loaded,
+            weight_bytes=resident,
             captures=capture.layers if capture is not None else (),
             summed=capture is not None and capture.fc is not None,
         )

@@ -20,6 +20,7 @@ import torch
 from services.description import FeatureTransport, HeadPlace, Role, WorkerDescription
 from services.draft import DraftServicer
 from services.errors import FailedPrecondition, InvalidArgument, Unimplemented
+from services.measure import DeviceSpeed, MeasureFor
 from services.peers import Peers
 from services.security import OPEN, Security
 from services.server import Registration
@@ -28,8 +29,10 @@ from services.snapshot_service import SnapshotServicer
 from services.stage import StageServicer
 from services.steps import Location
 from services.worker import LoadDraft, LoadProgress, LoadTarget, WorkerServicer
+from shard_worker.checkpoint import read_config
 from shard_worker.device import Device, describe
 from shard_worker.executor import DeviceThread
+from shard_worker.probe import measure
 from shard_worker.roles.draft import DraftRole
 from shard_worker.roles.target import MAX_ROWS, TargetRole
 from shard_worker.snapshot_keeper import SnapshotKeeper
@@ -126,6 +129,18 @@ class Worker:
             log.info("load.finished")
             yield await self.describe()
 
+    async def measure(self, wanted: MeasureFor) -> tuple[DeviceSpeed, ...]:
+        async with self._loading:
+            self._check_idle()
+            config = read_config(self._config.model_path or wanted.model_path)
+            return tuple(
+                [await self._thread.submit(measure, device, config, wanted) for device in self._config.devices]
+            )
+
+    async def echo(self, payload: bytes) -> int:
+        self._check_idle()
+        return await self._thread.submit(len, payload)
+
     async def close(self) -> None:
         """Leave the peers and the devices. Safe to call twice."""
         await self._peers.close()
@@ -186,6 +201,14 @@ class Worker:
     def _location(self, stage: int | None) -> Location:
         device = "+".join(device.name for device in self._config.devices)
         return Location(stage, self._host, device, self.address)
+
+    def _check_idle(self) -> None:
+        if self._open_sessions():
+            raise FailedPrecondition(
+                f"{self._open_sessions()} sessions are open on this worker: measuring would make them wait and the "
+                "figures wrong; measure when none is",
+                reason="SESSIONS_OPEN",
+            )
 
     def _open_sessions(self) -> int:
         return sum(role.open_sessions for role in (self._target, self._draft) if role is not None)

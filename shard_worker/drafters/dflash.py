@@ -209,15 +209,17 @@ def load(
     names = _names(checkpoint, config)
     total = sum(checkpoint.size_bytes(name) for name in names.values())
     wanted = checkpoint.tensor(names["fc.weight"]).dtype if dtype is None else dtype_from_name(dtype)
-    loaded = 0
+    loaded = resident = 0
 
     def take(name: str) -> torch.Tensor:
-        nonlocal loaded
+        nonlocal loaded, resident
         stored = checkpoint.tensor(names[name])
         loaded += checkpoint.size_bytes(names[name])
         on_progress(loaded, total)
         kept = stored.dtype if stored.ndim == 1 and name.endswith("norm.weight") else wanted
-        return stored.to(device=device.torch_device, dtype=kept, copy=True)
+        tensor = stored.to(device=device.torch_device, dtype=kept, copy=True)
+        resident += tensor.nbytes
+        return tensor
 
     def bias(name: str) -> torch.Tensor | None:
         return take(name) if config.attention_bias else None
@@ -248,7 +250,6 @@ def load(
         device=device,
         dtype=wanted,
         fingerprint=checkpoint.fingerprint,
-        weight_bytes=total,
         fc=take("fc.weight"),
         hidden_norm=take("hidden_norm.weight").float(),
         norm=take("norm.weight").float(),
@@ -257,6 +258,8 @@ def load(
         key_value_bias=torch.cat(key_value_bias) if key_value_bias else None,
         key_norm=torch.stack(key_norms)[:, None],
         frequencies=inverse_frequencies(config.head_dim, config.rope_theta, device.torch_device),
+        # Last: it counts what is taken above.
+        weight_bytes=resident,
     )
 
 

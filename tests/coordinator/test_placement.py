@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from coordinator.options import PlacementOptions
 from coordinator.placement import Place, Plan, make_plan, parse_weights, split_layers
 from services.errors import InvalidArgument
 from services.layers import LayerRange
@@ -88,6 +89,30 @@ def test_draft_is_beside_the_last_stage_unless_named() -> None:
         ({"target_devices": ",".join(["cpu"] * 13)}, ["13 workers", "12 layers"]),
         ({"draft_device": "cpu"}, ["--draft-device", "no effect", "--draft"]),
         ({"draft_device": "gpu", "has_draft": True}, ["--draft-device", "gpu"]),
+        ({"draft_device": "cuda:0+cuda:1", "has_draft": True}, ["--draft-device", "cuda:0+cuda:1", "on one"]),
+        ({"layer_split": "auto"}, ["--target-layer-split", "no effect", "--target-devices"]),
+        ({"target_devices": "cpu", "layer_split": "auto"}, ["--target-layer-split auto", "one worker", "cpu"]),
+        ({"target_devices": "cpu,cpu", "layer_split": "auto,1"}, ["--target-layer-split", "auto,1", "or auto"]),
+        ({"target_layers": "0:12"}, ["--target-layers", "no effect", "--target-devices"]),
+        (
+            {"target_devices": "cpu,cpu", "target_layers": "0:6,6:12", "layer_split": "1,1"},
+            ["--target-layers", "0:6,6:12", "--target-layer-split", "1,1", "one of them"],
+        ),
+        (
+            {"target_devices": "cpu,cpu", "target_layers": "0:6,6:12", "layer_split": "auto"},
+            ["--target-layers", "--target-layer-split", "'auto'"],
+        ),
+        ({"target_devices": "cpu,cpu", "target_layers": "6,6"}, ["--target-layers", "'6'", "0:5,5:12"]),
+        ({"target_devices": "cpu,cpu", "target_layers": "0:6,"}, ["--target-layers", "''", "no range"]),
+        ({"target_devices": "cpu,cpu", "target_layers": "-1:6,6:12"}, ["--target-layers", "'-1:6'"]),
+        ({"target_devices": "cpu,cpu", "target_layers": "0:12"}, ["--target-layers", "1 ranges", "2 workers"]),
+        ({"target_devices": "cpu,cpu", "target_layers": "0:0,0:12"}, ["--target-layers", "0:0 holds no layer"]),
+        ({"target_devices": "cpu,cpu", "target_layers": "0:6,12:6"}, ["--target-layers", "12:6 holds no layer"]),
+        ({"target_devices": "cpu,cpu", "target_layers": "1:6,6:12"}, ["1:6 leaves out layers 0:1", "begin it at 0"]),
+        ({"target_devices": "cpu,cpu", "target_layers": "0:6,8:12"}, ["8:12 leaves out layers 6:8", "begin it at 6"]),
+        ({"target_devices": "cpu,cpu", "target_layers": "0:6,5:12"}, ["5:12 repeats layers 5:6", "begin it at 6"]),
+        ({"target_devices": "cpu,cpu", "target_layers": "0:6,6:11"}, ["ends at layer 11", "has 12", "end it at 12"]),
+        ({"target_devices": "cpu,cpu", "target_layers": "0:6,6:13"}, ["ends at layer 13", "has 12", "end it at 12"]),
     ],
 )
 def test_contradictions_are_refused_by_name(options: dict[str, object], words: list[str]) -> None:
@@ -96,6 +121,59 @@ def test_contradictions_are_refused_by_name(options: dict[str, object], words: l
         plan(**options)
 
     assert all(word in caught.value.message for word in words), caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("devices", "text", "expected"),
+    [
+        ("cpu", "0:12", [0, 12]),
+        ("cpu,cpu", "0:1,1:12", [0, 1, 12]),
+        ("cpu,cuda:0,h:1", " 0:5, 5:11 ,11:12", [0, 5, 11, 12]),
+    ],
+)
+def test_layers_may_be_named(devices: str, text: str, expected: list[int]) -> None:
+    """--target-layers gives each worker its half-open range as it stands."""
+    assert bounds([stage.layers for stage in plan(target_devices=devices, target_layers=text).stages]) == expected
+
+
+def test_auto_leaves_the_layers_open() -> None:
+    """--target-layer-split auto marks the plan and makes equal shares until workers have been measured."""
+    made = plan(target_devices="cpu,cpu,h:1", layer_split="auto")
+
+    assert made.auto
+    assert bounds([stage.layers for stage in made.stages]) == [0, 4, 8, 12]
+    assert not plan(target_devices="cpu,cpu,h:1", layer_split="1,1,1").auto
+
+
+def options(**given: object) -> PlacementOptions:
+    names = ("target_devices", "target_layer_split", "draft_device", "draft_head", "features", "dtype", "threads")
+    return PlacementOptions(**{**dict.fromkeys(names), **given})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "has_draft", "words"),
+    [
+        ({"features": "sum"}, False, ["--features sum", "no effect without --draft"]),
+        ({"draft_head": "projected"}, True, ["--draft-head projected", "no effect", "--draft-device"]),
+        ({"draft_head": "loaded", "target_devices": "h:1", "draft_device": "h:1"}, True, ["--draft-head loaded"]),
+        ({"threads": 2, "target_devices": "h:1,g:1"}, False, ["--threads 2", "no effect", "flashsplit-worker"]),
+    ],
+)
+def test_options_without_effect_are_refused(given: dict[str, object], has_draft: bool, words: list[str]) -> None:
+    """An option that would change nothing is an error that says what it needs."""
+    with pytest.raises(InvalidArgument) as caught:
+        options(**given).plan(12, has_draft=has_draft)
+
+    assert all(word in caught.value.message for word in words), caught.value.message
+
+
+def test_options_with_effect_are_taken() -> None:
+    """The same options where they change something."""
+    assert options(features="slices").plan(12, has_draft=True).has_draft
+    assert options(draft_head="projected", draft_device="cpu").plan(12, has_draft=True).draft == Place("cpu", None)
+    assert len(options(threads=2, target_devices="h:1,cpu").plan(12, has_draft=False).stages) == 2
+    made = options(threads=2, target_devices="h:1", draft_device="cpu", draft_head="loaded").plan(12, has_draft=True)
+    assert made.draft == Place("cpu", None)
 
 
 def test_weights_default_to_equal_shares() -> None:

@@ -20,6 +20,7 @@ from services.description import (
 from services.draft import DraftOpen, Guesses, Propose
 from services.errors import CLOSED, DataLoss, InvalidArgument, NotFound
 from services.layers import LayerRange
+from services.measure import DeviceSpeed, MeasureFor
 from services.snapshot import (
     SnapshotChunk,
     SnapshotFrame,
@@ -91,6 +92,11 @@ WORKER = WorkerDescription(
     max_tensor_bytes=1 << 29,
     snapshot_bytes=3 << 40,
     snapshot_budget_bytes=1 << 62,
+)
+
+SPEEDS = (
+    DeviceSpeed("cuda:0", 80 << 30, 79 << 30, 3.35e12, 6.5e14, {"full_attention": 2e-5}, 1e-6, 0.0),
+    DeviceSpeed("cuda:1", 1, 0, 0.5, 0.25, {"full_attention": 3e-5, "linear_attention": 4e-5}, 0.0, 5e-6),
 )
 
 OPEN = Open(
@@ -275,6 +281,8 @@ class FakeWorker:
         self.description = description
         self.fault: BaseException | None = None
         self.loaded: list[LoadTarget | LoadDraft] = []
+        self.measured: list[MeasureFor] = []
+        self.echoed: list[int] = []
         self.hold: asyncio.Event | None = None
         self.loading = 0
 
@@ -282,6 +290,18 @@ class FakeWorker:
         if self.fault is not None:
             raise self.fault
         return self.description
+
+    async def measure(self, wanted: MeasureFor) -> tuple[DeviceSpeed, ...]:
+        if self.fault is not None:
+            raise self.fault
+        self.measured.append(wanted)
+        return SPEEDS
+
+    async def echo(self, payload: bytes) -> int:
+        if self.fault is not None:
+            raise self.fault
+        self.echoed.append(len(payload))
+        return len(payload)
 
     async def load(self, part: LoadTarget | LoadDraft) -> AsyncIterator[LoadProgress | WorkerDescription]:
         self.loading += 1

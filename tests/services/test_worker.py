@@ -8,13 +8,15 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from flashsplit.shard.v1 import model_pb2, worker_service_pb2 as pb, worker_service_pb2_grpc as pb_grpc
+from flashsplit.shard.v1 import measure_pb2, model_pb2, worker_service_pb2 as pb, worker_service_pb2_grpc as pb_grpc
 from services.description import PROTOCOL_MAJOR, FeatureTransport, HeadPlace, worker_to_message
 from services.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable, rpc_failures_as_errors
 from services.layers import LayerRange
+from services.link_speed import PIECES, ROUND_TRIPS
+from services.measure import ECHO_BYTES, MeasureFor, speed_from_message
 from services.worker import FeatureCapture, LoadDraft, LoadProgress, LoadTarget, RemoteWorker, WorkerServicer
 from tests.services.conftest import Dial, Serve
-from tests.services.fakes import WORKER, FakeWorker, until
+from tests.services.fakes import SPEEDS, WORKER, FakeWorker, until
 
 TARGET = LoadTarget("/models/t", LayerRange(0, 3), "bfloat16", FeatureCapture("/models/d", FeatureTransport.SLICES))
 
@@ -165,3 +167,72 @@ async def test_an_empty_answer_is_no_worker(serve: Serve, dial: Dial, monkeypatc
     channel = await dial((await serve(WorkerServicer(FakeWorker()).register)).address)
     with pytest.raises(FailedPrecondition, match="the worker at a speaks protocol 0.0"):
         await RemoteWorker(channel, "a").describe()
+
+
+async def test_measure(port: FakeWorker, worker: RemoteWorker) -> None:
+    """The question arrives field by field, every device's figures come back."""
+    wanted = MeasureFor("/models/t", "bfloat16", 1 << 40)
+
+    assert await worker.measure(wanted) == SPEEDS
+    assert port.measured == [wanted]
+
+
+async def test_a_refused_measure(port: FakeWorker, worker: RemoteWorker) -> None:
+    """A worker that is busy says so, to both calls, with its address."""
+    port.fault = FailedPrecondition("2 sessions are open", reason="SESSIONS_OPEN")
+    for call in (worker.measure(MeasureFor("", "float32", 0)), worker.measure_link(64)):
+        with pytest.raises(FailedPrecondition, match="2 sessions are open") as raised:
+            await call
+        assert (raised.value.reason, raised.value.where["address"]) == ("SESSIONS_OPEN", "here")
+
+
+async def test_measuring_the_link(port: FakeWorker, worker: RemoteWorker) -> None:
+    """Rows of the size asked for come first, then the large pieces; both figures are above nothing."""
+    link = await worker.measure_link(640)
+
+    assert port.echoed == [640] * ROUND_TRIPS + [ECHO_BYTES] * PIECES
+    assert link.round_trip_s > 0
+    assert link.bytes_per_s > 0
+
+
+async def test_a_worker_that_ends_the_echo_early(serve: Serve, dial: Dial, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that ends without an answer is no measurement."""
+
+    async def echo(self: object, request: object, context: grpc.aio.ServicerContext) -> None:
+        await context.read()
+
+    monkeypatch.setattr(WorkerServicer, "Echo", echo)
+    channel = await dial((await serve(WorkerServicer(FakeWorker()).register)).address)
+    with pytest.raises(Unavailable, match="ended Echo without an answer") as raised:
+        await RemoteWorker(channel, "a").measure_link(8)
+    assert raised.value.where["address"] == "a"
+
+
+@pytest.mark.parametrize("dtype", [0, 4, 42])
+async def test_senseless_measures_are_refused(dtype: int, port: FakeWorker, channel: grpc.aio.Channel) -> None:
+    """An element type that is missing, unknown or not for weights is refused by field."""
+    with pytest.raises(InvalidArgument, match="dtype is") as raised, rpc_failures_as_errors():
+        await pb_grpc.WorkerServiceStub(channel).Measure(measure_pb2.MeasureRequest(dtype=dtype))
+    assert raised.value.where["field"] == "dtype"
+    assert port.measured == []
+
+
+async def test_an_echo_is_bounded(port: FakeWorker, channel: grpc.aio.Channel) -> None:
+    """A payload above a piece's size is refused, one of that size is not."""
+    stub = pb_grpc.WorkerServiceStub(channel)
+
+    async def received(size: int) -> list[int]:
+        with rpc_failures_as_errors():
+            stream = stub.Echo(iter([measure_pb2.EchoRequest(payload=bytes(size))]))
+            return [answer.received_bytes async for answer in stream]
+
+    assert await received(ECHO_BYTES) == [ECHO_BYTES]
+    with pytest.raises(InvalidArgument, match=f"payload has {ECHO_BYTES + 1} bytes"):
+        await received(ECHO_BYTES + 1)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_rate_that_is_none_is_refused(rate: float) -> None:
+    """What a plan would divide by is finite and above 0."""
+    with pytest.raises(InvalidArgument, match="read_bytes_per_s of cpu"):
+        speed_from_message(measure_pb2.DeviceSpeed(name="cpu", read_bytes_per_s=rate, matmul_flops_per_s=1))

@@ -1,3 +1,4 @@
+from flashsplit.shard.v1 import measure_pb2 as _measure_pb2
 from flashsplit.shard.v1 import model_pb2 as _model_pb2
 from flashsplit.shard.v1 import tensor_pb2 as _tensor_pb2
 from google.protobuf import descriptor as _descriptor

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from flashsplit.shard.v1 import measure_pb2 as flashsplit_dot_shard_dot_v1_dot_measure__pb2
 from flashsplit.shard.v1 import worker_service_pb2 as flashsplit_dot_shard_dot_v1_dot_worker__service__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -45,6 +46,16 @@ class WorkerServiceStub:
                 request_serializer=flashsplit_dot_shard_dot_v1_dot_worker__service__pb2.LoadRequest.SerializeToString,
                 response_deserializer=flashsplit_dot_shard_dot_v1_dot_worker__service__pb2.LoadResponse.FromString,
                 _registered_method=True)
+        self.Measure = channel.unary_unary(
+                '/flashsplit.shard.v1.WorkerService/Measure',
+                request_serializer=flashsplit_dot_shard_dot_v1_dot_measure__pb2.MeasureRequest.SerializeToString,
+                response_deserializer=flashsplit_dot_shard_dot_v1_dot_measure__pb2.MeasureResponse.FromString,
+                _registered_method=True)
+        self.Echo = channel.stream_stream(
+                '/flashsplit.shard.v1.WorkerService/Echo',
+                request_serializer=flashsplit_dot_shard_dot_v1_dot_measure__pb2.EchoRequest.SerializeToString,
+                response_deserializer=flashsplit_dot_shard_dot_v1_dot_measure__pb2.EchoResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -66,6 +77,21 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Measure(self, request, context):
+        """Measures the devices, about a second each. FAILED_PRECONDITION while sessions are open: they would wait, and the
+        figures be wrong.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Echo(self, request_iterator, context):
+        """Counts what arrives and says so, for the time that a step takes on its way. Refused as Measure is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -78,6 +104,16 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Load,
                     request_deserializer=flashsplit_dot_shard_dot_v1_dot_worker__service__pb2.LoadRequest.FromString,
                     response_serializer=flashsplit_dot_shard_dot_v1_dot_worker__service__pb2.LoadResponse.SerializeToString,
+            ),
+            'Measure': grpc.unary_unary_rpc_method_handler(
+                    servicer.Measure,
+                    request_deserializer=flashsplit_dot_shard_dot_v1_dot_measure__pb2.MeasureRequest.FromString,
+                    response_serializer=flashsplit_dot_shard_dot_v1_dot_measure__pb2.MeasureResponse.SerializeToString,
+            ),
+            'Echo': grpc.stream_stream_rpc_method_handler(
+                    servicer.Echo,
+                    request_deserializer=flashsplit_dot_shard_dot_v1_dot_measure__pb2.EchoRequest.FromString,
+                    response_serializer=flashsplit_dot_shard_dot_v1_dot_measure__pb2.EchoResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -135,6 +171,60 @@ class WorkerService:
             '/flashsplit.shard.v1.WorkerService/Load',
             flashsplit_dot_shard_dot_v1_dot_worker__service__pb2.LoadRequest.SerializeToString,
             flashsplit_dot_shard_dot_v1_dot_worker__service__pb2.LoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Measure(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flashsplit.shard.v1.WorkerService/Measure',
+            flashsplit_dot_shard_dot_v1_dot_measure__pb2.MeasureRequest.SerializeToString,
+            flashsplit_dot_shard_dot_v1_dot_measure__pb2.MeasureResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Echo(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/flashsplit.shard.v1.WorkerService/Echo',
+            flashsplit_dot_shard_dot_v1_dot_measure__pb2.EchoRequest.SerializeToString,
+            flashsplit_dot_shard_dot_v1_dot_measure__pb2.EchoResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,101 @@
+"""Asks workers how fast they are: the running ones, and local ones started for it and ended after."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from coordinator.cluster import threads_each
+from coordinator.placement import Place, Plan
+from coordinator.planning.memory import Models
+from coordinator.planning.planner import Load, choose_split
+from coordinator.planning.step_time import WorkerSpeed
+from services.description import Role
+from services.errors import FlashsplitError
+from services.measure import MeasureFor
+from services.peers import Peers
+from services.process import WorkerProcess
+from services.security import Security
+
+Told = Callable[[str], None]
+"""Hears which worker is being measured."""
+
+AUTO_LENGTH, AUTO_SESSIONS = 8192, 1
+"""What must fit where a command does not say it: one session, of this length or the model's own."""
+
+
+def places_of(plan: Plan) -> list[Place]:
+    """Of the stages in order, then of the draft's own worker."""
+    return [*(stage.place for stage in plan.stages), *([plan.draft] if plan.draft is not None else [])]
+
+
+@contextlib.asynccontextmanager
+async def workers_at(
+    places: Sequence[Place], *, threads: int | None, security: Security
+) -> AsyncIterator[tuple[str, ...]]:
+    """Addresses of these workers; the local ones, one for equal places, run as they would in a cluster."""
+    each = threads or threads_each(list(places))
+    processes = {
+        place: WorkerProcess(place.devices, [Role.TARGET], threads=each, prefix_cache_bytes=0, security=security)
+        for place in places
+        if place.devices is not None
+    }
+    try:
+        starting = [asyncio.ensure_future(process.start()) for process in processes.values()]
+        try:
+            await asyncio.gather(*starting)
+        finally:
+            for task in starting:
+                task.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
+        yield tuple(place.address or processes[place].address for place in places)
+    finally:
+        await asyncio.gather(*(process.stop() for process in processes.values()))
+
+
+async def measure_workers(
+    places: Sequence[Place],
+    addresses: Sequence[str],
+    peers: Peers,
+    models: Models,
+    model_path: str,
+    told: Told = lambda worker: None,
+) -> tuple[WorkerSpeed, ...]:
+    """One after the other, because workers of one host would slow each other down; equal local places once.
+
+    Raises Unavailable for a worker that doesn't answer, FailedPrecondition for one with open sessions.
+    """
+    target = models.target
+    wanted = MeasureFor(model_path, target.dtype, target.weight_bytes)
+    known: dict[Place, WorkerSpeed] = {}
+    for place, address in zip(places, addresses, strict=True):
+        if place in known:
+            continue
+        told(str(place))
+        try:
+            worker = await peers.worker(address)
+            description = await worker.describe()
+            devices = await worker.measure(wanted)
+            link = await worker.measure_link(target.hidden_size * target.item_bytes)
+        except FlashsplitError as error:
+            error.message = f"measuring {place}: {error.message}"
+            raise
+        held = sum(part.weight_bytes for part in (description.target, description.draft) if part is not None)
+        known[place] = WorkerSpeed(place, description.host, devices, link, held)
+    return tuple(known[place] for place in places)
+
+
+class SplitChooser:
+    """Chooses the layers of a cluster whose workers have just been started: --target-layer-split auto."""
+
+    def __init__(self, models: Models, model_path: str) -> None:
+        self._models, self._model_path = models, model_path
+
+    async def __call__(self, plan: Plan, addresses: Sequence[str], peers: Peers) -> Plan:
+        """The plan with its layers. Raises what `measure_workers` and `choose_split` raise."""
+        workers = await measure_workers(places_of(plan), addresses, peers, self._models, self._model_path)
+        stages = len(plan.stages)
+        draft_worker = workers[stages] if plan.draft is not None else None
+        load = Load(min(AUTO_LENGTH, self._models.target.max_position), AUTO_SESSIONS)
+        return choose_split(self._models, plan, workers[:stages], draft_worker, load)

@@ -1,0 +1,112 @@
+"""What a placement takes of each device's memory: weights, and the caches of so many sessions of such a length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coordinator.placement import Place, Plan
+from coordinator.planning.draft_size import DraftSize
+from coordinator.planning.model_size import ModelSize
+from services.description import FeatureTransport, HeadPlace
+from services.errors import InvalidArgument
+from services.layers import LayerRange
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """What is placed: the target, its draft if there is one, and how the two work together."""
+
+    target: ModelSize
+    draft: DraftSize | None
+    head_place: HeadPlace = HeadPlace.LOADED
+    transport: FeatureTransport = FeatureTransport.SUM
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of the largest verify."""
+        return 1 if self.draft is None else self.draft.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One device's part of a stage, or the draft in a worker of its own (layers None). Weights in bytes.
+
+    draft: the draft sits here. captures: blocks captured here for it.
+    """
+
+    layers: LayerRange | None
+    weight_bytes: int
+    draft: bool
+    captures: int = 0
+
+
+def device_names(place: Place) -> tuple[str, ...]:
+    """The devices of a worker that is to be started; of a running one only it knows them."""
+    return tuple((place.devices or str(place)).split("+"))
+
+
+def spread(layers: LayerRange, devices: int) -> list[LayerRange]:
+    """A worker's layers over its devices, as it spreads them. Raises InvalidArgument for fewer layers than devices."""
+    if len(layers) < devices:
+        raise InvalidArgument(
+            f"layers {layers} cannot be spread over {devices} devices of one worker: name fewer devices or give that "
+            "worker more layers",
+            field="--target-devices",
+        )
+    bounds = [layers.first + len(layers) * index // devices for index in range(devices + 1)]
+    return [LayerRange(first, last) for first, last in zip(bounds, bounds[1:], strict=False)]
+
+
+def stage_shares(models: Models, layers: LayerRange, devices: int, *, draft_here: bool) -> list[Share]:
+    """What each device of a stage's worker holds."""
+    target, draft = models.target, models.draft
+    shares = []
+    runs = spread(layers, devices)
+    for index, run in enumerate(runs):
+        weights, captures, holds_draft = target.layers_bytes(run), 0, False
+        first, last = index == 0 and layers.first == 0, index == devices - 1 and layers.last == len(target.layers)
+        if first:
+            weights += target.embedding_bytes
+        if last:
+            weights += target.norm_bytes + (0 if target.tied_head and first else target.head_bytes)
+        if draft is not None:
+            captures = draft.captured(run)
+            if models.transport is FeatureTransport.SUM:
+                weights += captures * draft.capture_bytes
+            if last and draft_here:
+                weights += draft.weight_bytes
+                holds_draft = True
+        shares.append(Share(run, weights, holds_draft, captures))
+    return shares
+
+
+def draft_share(models: Models) -> Share:
+    """What a draft's own worker holds."""
+    target, draft = models.target, models.draft
+    assert draft is not None
+    head = target.vocab_size * target.hidden_size * draft.item_bytes if models.head_place is HeadPlace.LOADED else 0
+    return Share(None, draft.weight_bytes + head, True)
+
+
+def cache_bytes(models: Models, share: Share, length: int, sessions: int) -> int:
+    """Of so many sessions of up to `length` tokens."""
+    total = 0
+    if share.layers is not None:
+        layers = models.target.layers[share.layers.first : share.layers.last]
+        total += sum(layer.cache_bytes(length, models.block_rows) for layer in layers)
+    if share.draft and models.draft is not None:
+        total += models.draft.cache_bytes(length)
+    return total * sessions
+
+
+def plan_shares(models: Models, plan: Plan, devices: Sequence[int]) -> list[list[Share]]:
+    """Of every stage in order and then of the draft's own worker. devices: how many each stage's worker has."""
+    shares = []
+    for index, stage in enumerate(plan.stages):
+        last = index == len(plan.stages) - 1
+        draft_here = last and plan.has_draft and plan.draft is None
+        shares.append(stage_shares(models, stage.layers, devices[index], draft_here=draft_here))
+    if plan.draft is not None:
+        shares.append([draft_share(models)])
+    return shares

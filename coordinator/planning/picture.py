@@ -1,0 +1,139 @@
+"""A plan for people: tables of placement, edges and times, and one bar a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from coordinator.planning.planner import CONTEXT
+from coordinator.planning.report import DeviceLoad, Report, ranges_text
+from services.sizes import format_size
+
+BAR = 48
+"""Characters of a bar."""
+
+
+def show(report: Report, console: Console) -> None:
+    """Everything, in the order in which one asks for it."""
+    for part in _parts(report):
+        console.print(part, soft_wrap=isinstance(part, Text))
+
+
+def _parts(report: Report) -> Iterator[RenderableType]:
+    target, sessions = report.models.target, report.sessions
+    many = "1 session" if sessions == 1 else f"{sessions} sessions"
+    yield Text(
+        f"{len(target.layers)} layers, {format_size(target.weight_bytes)} in {target.dtype}; caches of {many}",
+        style="bold",
+    )
+    yield _placement(report)
+    yield Text("")
+    yield from _bars(report)
+    yield Text("")
+    yield _edges(report)
+    if report.draft_reason is not None:
+        yield Text(f"\nThe draft is {report.draft_reason}.")
+    if report.forecast is not None:
+        yield Text("")
+        yield _speeds(report)
+        forecast = report.forecast
+        rates = ", ".join(f"{rate:.1f} behind {length} tokens" for length, rate in forecast.by_length.items())
+        yield Text(f"\nPlain decode, predicted tokens/s: {rates}.", style="bold")
+        yield Text(f"Bottleneck: {forecast.bottleneck}.")
+    for note in report.notes:
+        yield Text(f"Note: {note}.")
+    yield Text(f"\n--target-devices {_devices(report)} --target-layers {ranges_text(report.plan)}", style="dim")
+
+
+def _devices(report: Report) -> str:
+    return ",".join(str(stage.place) for stage in report.plan.stages)
+
+
+def _table(*headings: str) -> Table:
+    made = Table(box=None, pad_edge=False)
+    for index, heading in enumerate(headings):
+        made.add_column(heading, justify="left" if index < 2 else "right")
+    return made
+
+
+def _placement(report: Report) -> Table:
+    made = _table("", "device", "layers", "weights", *(f"caches at {length}" for length in report.lengths), "free")
+    for one in report.devices:
+        layers = "" if one.share.layers is None else f"{one.share.layers.first}:{one.share.layers.last}"
+        made.add_row(
+            one.owner + (" + draft" if one.share.draft and one.owner != "draft" else ""),
+            _where(one),
+            layers,
+            format_size(one.weight_bytes),
+            *(format_size(one.cache_bytes[length]) for length in report.lengths),
+            "not asked" if one.free_bytes is None else format_size(one.free_bytes),
+        )
+    return made
+
+
+def _where(one: DeviceLoad) -> str:
+    return one.device if one.device == one.worker or one.device in one.worker else f"{one.device} at {one.worker}"
+
+
+def _bars(report: Report) -> Iterator[Text]:
+    """A bar for every memory, its workers' parts in turn; without a known size, as wide as the fullest one."""
+    length = max(report.lengths)
+    memories = list(dict.fromkeys(one.memory for one in report.devices))
+    used = {
+        memory: sum(one.weight_bytes + one.cache_bytes[length] for one in report.devices if one.memory == memory)
+        for memory in memories
+    }
+    widest = max(len(memory) for memory in memories)
+    for memory in memories:
+        members = [one for one in report.devices if one.memory == memory]
+        free = members[0].free_bytes
+        whole = max(used[memory], free) if free is not None else max(used.values())
+        bar = Text(f"{memory:{widest}}  ", no_wrap=True)
+        left = BAR
+        for index, one in enumerate(members):
+            for sign, size in (("█", one.weight_bytes), ("▒", one.cache_bytes[length])):
+                # What is there is seen, however small beside the rest.
+                count = min(left, max(round(BAR * size / max(whole, 1)), 1 if size else 0))
+                bar.append(sign * count, style=("cyan", "magenta")[index % 2])
+                left -= count
+        bar.append(("░" if free is not None else " ") * left, style="dim")
+        text = f"  {format_size(used[memory])}"
+        bar.append(text + (f" of {format_size(free)} free" if free is not None else ""))
+        yield bar
+    yield Text(f"{'':{widest}}  █ weights  ▒ caches at {length} tokens  ░ free", style="dim")
+
+
+def _edges(report: Report) -> Table:
+    made = _table("bytes a step", "", "decode", "verify", "prefill of 512")
+    for edge in report.edges:
+        verify = format_size(edge.verify_bytes) if edge.verify_bytes else ""
+        decode = format_size(edge.decode_bytes) if edge.decode_bytes else ""
+        made.add_row(f"{edge.source} → {edge.to}", "", decode, verify, format_size(edge.prefill_bytes))
+    return made
+
+
+def _speeds(report: Report) -> Table:
+    assert report.forecast is not None
+    made = _table(
+        "measured", "", "reads GB/s", "GFLOP/s", "round trip ms", "link MB/s", "weights ms", "operators ms", "hop ms"
+    )
+    stages = report.forecast.prediction.stages
+    for index, worker in enumerate(report.workers):
+        times = ["", "", ""]
+        if index < len(stages):
+            stage = stages[index]
+            times = [f"{seconds * 1e3:.2f}" for seconds in (stage.read_s, stage.operators_s, stage.hop_s)]
+        made.add_row(
+            f"stage {index}" if index < len(stages) else "draft",
+            f"{worker.place} on {worker.host}",
+            " + ".join(f"{device.read_bytes_per_s / 1e9:.1f}" for device in worker.devices),
+            " + ".join(f"{device.matmul_flops_per_s / 1e9:.0f}" for device in worker.devices),
+            f"{worker.link.round_trip_s * 1e3:.2f}",
+            f"{worker.link.bytes_per_s / 1e6:.0f}",
+            *times,
+        )
+    made.caption = f"times of a plain step behind {CONTEXT} tokens"
+    return made

@@ -1,0 +1,128 @@
+"""Chooses the layers of each worker from what was measured, and says where a smaller set of workers would be faster."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from coordinator.placement import Plan, StagePlan
+from coordinator.planning.memory import Models, Share, cache_bytes, draft_share, stage_shares
+from coordinator.planning.split import best_split
+from coordinator.planning.step_time import Prediction, WorkerSpeed, predict, stage_time
+from services.errors import FailedPrecondition
+from services.layers import LayerRange
+from services.sizes import format_size
+
+RESERVE = 0.05
+"""Share of a device's memory left free: activations of a prefill chunk, rounding of the allocator, other programs."""
+
+CONTEXT = 256
+"""Tokens before the step whose time is minimised."""
+
+Memory = Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What must fit beside the weights: so many sessions of up to `length` tokens."""
+
+    length: int
+    sessions: int
+
+
+def memory_of(worker: WorkerSpeed, device: int) -> Memory:
+    """Devices of one name on one host are one memory."""
+    return worker.host, worker.devices[device].name
+
+
+def free_bytes(workers: Sequence[WorkerSpeed]) -> dict[Memory, int]:
+    """What may be used of each memory: what is free, and what the workers hold and will give up."""
+    free: dict[Memory, int] = {}
+    held: dict[Memory, int] = {}
+    for worker in workers:
+        for index, device in enumerate(worker.devices):
+            memory = memory_of(worker, index)
+            room = device.free_bytes - int(device.total_bytes * RESERVE)
+            free[memory] = min(free.get(memory, room), room)
+            held[memory] = held.get(memory, 0) + worker.held_bytes // len(worker.devices)
+    return {memory: max(room + held[memory], 0) for memory, room in free.items()}
+
+
+def choose_split(
+    models: Models, plan: Plan, workers: Sequence[WorkerSpeed], draft_worker: WorkerSpeed | None, load: Load
+) -> Plan:
+    """The plan with the fastest layers that fit. workers: one a stage; draft_worker: where the plan names one.
+
+    Raises FailedPrecondition when nothing fits, saying how much is missing.
+    """
+    everyone = [*workers, *([draft_worker] if draft_worker is not None else [])]
+    free = free_bytes(everyone)
+    if draft_worker is not None:
+        share = draft_share(models)
+        free[memory_of(draft_worker, 0)] -= share.weight_bytes + cache_bytes(models, share, load.length, load.sessions)
+    ranges = _fastest(models, workers, free, load, draft_beside=plan.has_draft and plan.draft is None)
+    if ranges is None:
+        raise FailedPrecondition(_does_not_fit(models, free, load), reason="DOES_NOT_FIT")
+    stages = tuple(StagePlan(stage.place, layers) for stage, layers in zip(plan.stages, ranges, strict=True))
+    return replace(plan, stages=stages, auto=False)
+
+
+def faster_subset(
+    models: Models, plan: Plan, workers: Sequence[WorkerSpeed], load: Load, *, by: float = 1.05
+) -> tuple[tuple[int, ...], Prediction] | None:
+    """The workers, by their index, that alone would decode faster than the plan by that factor; None where none do."""
+    model = models.target
+    beside = plan.has_draft and plan.draft is None
+    ranges = _fastest(models, workers, free_bytes(workers), load, draft_beside=beside, may_skip=True)
+    chosen = tuple(index for index, layers in enumerate(ranges or ()) if len(layers))
+    if ranges is None or len(chosen) == len(workers):
+        return None
+    alone = predict(model, [ranges[index] for index in chosen], [workers[index] for index in chosen], CONTEXT)
+    whole = predict(model, [stage.layers for stage in plan.stages], workers, CONTEXT)
+    return (chosen, alone) if whole.step_s > alone.step_s * by else None
+
+
+def _fastest(
+    models: Models,
+    workers: Sequence[WorkerSpeed],
+    free: Mapping[Memory, int],
+    load: Load,
+    *,
+    draft_beside: bool,
+    may_skip: bool = False,
+) -> tuple[LayerRange, ...] | None:
+    model = models.target
+    count = len(model.layers)
+
+    def cost(stage: int, layers: LayerRange) -> float:
+        if len(layers) < len(workers[stage].devices):
+            return float("inf")
+        return stage_time(model, layers, workers[stage], CONTEXT).total_s
+
+    def usage(stage: int, layers: LayerRange) -> dict[Memory, int]:
+        worker = workers[stage]
+        taken: dict[Memory, int] = {memory_of(worker, index): 0 for index in range(len(worker.devices))}
+        if len(layers) < len(worker.devices):
+            return taken
+        here = draft_beside and layers.last == count
+        for index, share in enumerate(stage_shares(models, layers, len(worker.devices), draft_here=here)):
+            taken[memory_of(worker, index)] += taken_bytes(models, share, load)
+        return taken
+
+    return best_split(count, len(workers), cost, usage, free, may_skip=may_skip)
+
+
+def taken_bytes(models: Models, share: Share, load: Load) -> int:
+    """Weights and caches."""
+    return share.weight_bytes + cache_bytes(models, share, load.length, load.sessions)
+
+
+def _does_not_fit(models: Models, free: Mapping[Memory, int], load: Load) -> str:
+    whole = stage_shares(models, LayerRange(0, len(models.target.layers)), 1, draft_here=models.draft is not None)[0]
+    caches = cache_bytes(models, whole, load.length, load.sessions)
+    room = format_size(sum(max(size, 0) for size in free.values()))
+    return (
+        f"no split fits: {format_size(whole.weight_bytes)} of weights and {format_size(caches)} of caches for "
+        f"{load.sessions} sessions of {load.length} tokens, {room} usable on the workers; name more devices or a "
+        "smaller --dtype, or see with flashsplit plan which --sessions and --max-model-len fit"
+    )

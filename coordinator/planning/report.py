@@ -1,0 +1,241 @@
+"""A plan as figures: who holds what, how much of which memory, what travels, how fast. Printed by `report_table`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from coordinator.placement import Plan
+from coordinator.planning.edges import Edge, feature_bytes, plan_edges
+from coordinator.planning.memory import Models, Share, cache_bytes, device_names, plan_shares
+from coordinator.planning.planner import CONTEXT, Load
+from coordinator.planning.step_time import Prediction, WorkerSpeed, bottleneck, predict
+from services.description import HeadPlace
+from services.sizes import format_size
+
+PREFILL_ROWS = 512
+"""Rows of a prefill chunk, as every command sends them unless told otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLoad:
+    """One device of one worker. Bytes; caches by context length; total and free are None where nobody has asked.
+
+    owner: "stage 0" or "draft". memory: devices with the same one share it.
+    """
+
+    owner: str
+    worker: str
+    device: str
+    memory: str
+    share: Share
+    weight_bytes: int
+    cache_bytes: Mapping[int, int]
+    total_bytes: int | None
+    free_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Plain decode as predicted. by_length: tokens a second behind that many tokens."""
+
+    prediction: Prediction
+    by_length: Mapping[int, float]
+    bottleneck: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that `flashsplit plan` says. notes: sentences for people."""
+
+    plan: Plan
+    models: Models
+    sessions: int
+    lengths: tuple[int, ...]
+    devices: tuple[DeviceLoad, ...]
+    edges: tuple[Edge, ...]
+    draft_reason: str | None
+    workers: tuple[WorkerSpeed, ...]
+    forecast: Forecast | None
+    notes: tuple[str, ...]
+
+
+def make_report(
+    models: Models,
+    plan: Plan,
+    *,
+    lengths: Sequence[int],
+    sessions: int,
+    workers: Sequence[WorkerSpeed] = (),
+    local_memory: tuple[int, int] | None = None,
+    notes: Sequence[str] = (),
+) -> Report:
+    """workers: as measured, one a stage and then the draft's own; empty where nothing was measured. local_memory: this
+    host's total and free bytes, for its CPU workers."""
+    stages = len(plan.stages)
+    counts = [len(worker.devices) for worker in workers[:stages]] or [
+        len(device_names(stage.place)) for stage in plan.stages
+    ]
+    loads: list[DeviceLoad] = []
+    for index, shares in enumerate(plan_shares(models, plan, counts)):
+        place = plan.stages[index].place if index < stages else plan.draft
+        assert place is not None
+        worker = workers[index] if workers else None
+        for number, share in enumerate(shares):
+            name = worker.devices[number].name if worker is not None else device_names(place)[number]
+            total, free = (None, None)
+            if worker is not None:
+                total, free = worker.devices[number].total_bytes, worker.devices[number].free_bytes
+            elif name == "cpu" and local_memory is not None:
+                total, free = local_memory
+            host = worker.host if worker is not None else "here"
+            loads.append(
+                DeviceLoad(
+                    owner=f"stage {index}" if index < stages else "draft",
+                    worker=str(place),
+                    device=name,
+                    memory=f"{name} of {host}" if place.address is None or worker is not None else str(place),
+                    share=share,
+                    weight_bytes=share.weight_bytes,
+                    cache_bytes={length: cache_bytes(models, share, length, sessions) for length in lengths},
+                    total_bytes=total,
+                    free_bytes=None if free is None else free + (worker.held_bytes // len(shares) if worker else 0),
+                )
+            )
+    forecast = None
+    if workers:
+        layers = [stage.layers for stage in plan.stages]
+        prediction = predict(models.target, layers, workers[:stages], CONTEXT)
+        forecast = Forecast(
+            prediction,
+            {
+                length: predict(models.target, layers, workers[:stages], length).tokens_per_s
+                for length in (CONTEXT, *lengths)
+            },
+            bottleneck(prediction, workers[:stages]),
+        )
+    return Report(
+        plan=plan,
+        models=models,
+        sessions=sessions,
+        lengths=tuple(lengths),
+        devices=tuple(loads),
+        edges=tuple(plan_edges(models, plan, PREFILL_ROWS)),
+        draft_reason=draft_reason(models, plan),
+        workers=tuple(workers),
+        forecast=forecast,
+        notes=(*overfull(loads, Load(max(lengths), sessions)), *notes),
+    )
+
+
+def draft_reason(models: Models, plan: Plan) -> str | None:
+    """Why the draft is where it is, and what that takes."""
+    draft, target = models.draft, models.target
+    if draft is None:
+        return None
+    last = len(plan.stages) - 1
+    head = format_size(target.vocab_size * target.hidden_size * draft.item_bytes)
+    row = format_size(feature_bytes(models, len(target.layers)))
+    if plan.draft is None:
+        return (
+            f"beside stage {last}, where the logits are: it shares that stage's lm_head, {head} less, and {row} of "
+            "features a row stay in the process; --draft-device puts it elsewhere"
+        )
+    if models.head_place is HeadPlace.LOADED:
+        cost = f"it loads the target's lm_head, {head} more (--draft-head projected leaves that out)"
+    else:
+        cost = "its hidden rows go back to the last stage to be projected, which saves " + head
+    return (
+        f"on {plan.draft}, as --draft-device says: {cost}, and {row} of features a row travel there from stage {last}; "
+        "without --draft-device it sits beside that stage and neither is needed"
+    )
+
+
+def overfull(loads: Sequence[DeviceLoad], load: Load) -> list[str]:
+    """A sentence for every memory that cannot hold its devices' weights and caches."""
+    sentences = []
+    for memory in dict.fromkeys(one.memory for one in loads):
+        members = [one for one in loads if one.memory == memory]
+        free = members[0].free_bytes
+        needed = sum(one.weight_bytes + one.cache_bytes[load.length] for one in members)
+        if free is not None and needed > free:
+            sentences.append(
+                f"{memory} has {format_size(free)} free and would need {format_size(needed)} for {load.sessions} "
+                f"sessions of {load.length} tokens: give it fewer layers, or lower --max-model-len or --sessions"
+            )
+    return sentences
+
+
+def as_json(report: Report) -> dict[str, object]:
+    """For programs; bytes, seconds and tokens a second."""
+    target, draft, forecast = report.models.target, report.models.draft, report.forecast
+    return {
+        "dtype": target.dtype,
+        "num_layers": len(target.layers),
+        "weight_bytes": target.weight_bytes,
+        "sessions": report.sessions,
+        "max_model_len": list(report.lengths),
+        "target_devices": ",".join(str(stage.place) for stage in report.plan.stages),
+        "target_layers": ranges_text(report.plan),
+        "devices": [
+            {
+                "owner": one.owner,
+                "worker": one.worker,
+                "device": one.device,
+                "layers": None if one.share.layers is None else [one.share.layers.first, one.share.layers.last],
+                "weight_bytes": one.weight_bytes,
+                "cache_bytes": {str(length): size for length, size in one.cache_bytes.items()},
+                "total_bytes": one.total_bytes,
+                "free_bytes": one.free_bytes,
+            }
+            for one in report.devices
+        ],
+        "edges": [
+            {
+                "from": edge.source,
+                "to": edge.to,
+                "decode_bytes": edge.decode_bytes,
+                "verify_bytes": edge.verify_bytes,
+                "prefill_bytes": edge.prefill_bytes,
+            }
+            for edge in report.edges
+        ],
+        "draft": None
+        if draft is None
+        else {"weight_bytes": draft.weight_bytes, "block_size": draft.block_size, "reason": report.draft_reason},
+        "measured": [
+            {
+                "worker": str(worker.place),
+                "host": worker.host,
+                "round_trip_s": worker.link.round_trip_s,
+                "link_bytes_per_s": worker.link.bytes_per_s,
+                "devices": [
+                    {
+                        "device": device.name,
+                        "read_bytes_per_s": device.read_bytes_per_s,
+                        "matmul_flops_per_s": device.matmul_flops_per_s,
+                        "layer_s": dict(device.layer_s),
+                    }
+                    for device in worker.devices
+                ],
+            }
+            for worker in report.workers
+        ],
+        "predicted": None
+        if forecast is None
+        else {
+            "decode_tokens_per_s": {str(length): rate for length, rate in forecast.by_length.items()},
+            "step_s": forecast.prediction.step_s,
+            "stages": [
+                {"read_s": stage.read_s, "operators_s": stage.operators_s, "hop_s": stage.hop_s}
+                for stage in forecast.prediction.stages
+            ],
+            "bottleneck": forecast.bottleneck,
+        },
+        "notes": list(report.notes),
+    }
+
+
+def ranges_text(plan: Plan) -> str:
+    """As --target-layers takes it."""
+    return ",".join(f"{stage.layers.first}:{stage.layers.last}" for stage in plan.stages)

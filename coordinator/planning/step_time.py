@@ -1,0 +1,101 @@
+"""How long a plain decode step takes: the stages one after the other, each reading all its weights, and the hops.
+
+At one row a layer costs the bytes of its matrices over the device's bandwidth, and what its operators cost whatever
+their size; both are measured (`shard_worker/probe.py`). On a CPU they add up. On a GPU the operators are launched ahead
+while weights are read, so the longer of the two counts. Stages never overlap: the next token needs this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coordinator.placement import Place
+from coordinator.planning.memory import spread
+from coordinator.planning.model_size import ModelSize
+from services.layers import LayerRange
+from services.measure import DeviceSpeed, LinkSpeed
+
+COORDINATOR_S = 0.0001
+"""What the coordinator itself does for a token: text, stop strings, the next frame."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpeed:
+    """One worker, measured. host: where its devices are; held_bytes: weights that it gives up for new ones."""
+
+    place: Place
+    host: str
+    devices: tuple[DeviceSpeed, ...]
+    link: LinkSpeed
+    held_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """Where a stage's share of a step goes, in seconds: reading weights and caches, operators, the way there and
+    back. overlapping: reading and operators run at the same time."""
+
+    read_s: float
+    operators_s: float
+    hop_s: float
+    overlapping: bool = False
+
+    @property
+    def total_s(self) -> float:
+        both = (self.read_s, self.operators_s)
+        return (max(both) if self.overlapping else sum(both)) + self.hop_s
+
+
+def stage_time(model: ModelSize, layers: LayerRange, worker: WorkerSpeed, context: int) -> StageTime:
+    """A stage's share of a step with `context` tokens before it."""
+    read = operators = 0.0
+    for device, run in zip(worker.devices, spread(layers, len(worker.devices)), strict=True):
+        held = model.layers[run.first : run.last]
+        read += sum(layer.read_bytes + layer.token_bytes * context for layer in held) / device.read_bytes_per_s
+        slowest = max(device.layer_s.values(), default=0.0)
+        operators += device.step_s + sum(device.layer_s.get(layer.kind, slowest) for layer in held)
+    if layers.last == len(model.layers):
+        last = worker.devices[-1]
+        read += model.head_bytes / last.read_bytes_per_s
+        operators += last.choose_s
+    return StageTime(read, operators, worker.link.round_trip_s, worker.devices[0].name != "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Of one placement at one context length."""
+
+    context: int
+    stages: tuple[StageTime, ...]
+
+    @property
+    def step_s(self) -> float:
+        return sum(stage.total_s for stage in self.stages) + COORDINATOR_S
+
+    @property
+    def tokens_per_s(self) -> float:
+        return 1 / self.step_s
+
+
+def predict(model: ModelSize, layers: Sequence[LayerRange], workers: Sequence[WorkerSpeed], context: int) -> Prediction:
+    """Plain decode over these stages."""
+    return Prediction(
+        context,
+        tuple(stage_time(model, part, worker, context) for part, worker in zip(layers, workers, strict=True)),
+    )
+
+
+def bottleneck(prediction: Prediction, workers: Sequence[WorkerSpeed]) -> str:
+    """The largest part of a step, in a sentence that says what it is and what would help."""
+    parts = []
+    for index, (stage, worker) in enumerate(zip(prediction.stages, workers, strict=True)):
+        name = f"stage {index} ({worker.place})"
+        rate = worker.devices[0].read_bytes_per_s / 1e9
+        parts += [
+            (stage.read_s, f"{name} reading its weights at {rate:.1f} GB/s: a faster device or fewer layers there"),
+            (stage.operators_s, f"operators of {name}: fewer layers there, or a device that runs them faster"),
+            (stage.hop_s, f"the way to {name}: a faster link, or one worker less"),
+        ]
+    seconds, what = max(parts)
+    return f"{what} would help; {seconds * 1e3:.2f} of {prediction.step_s * 1e3:.2f} ms"

@@ -1,0 +1,200 @@
+"""Sizes from headers: those of what a worker loads and allocates, to the byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from coordinator.planning.draft_size import read_draft_size
+from coordinator.planning.memory import Models, cache_bytes, stage_shares
+from coordinator.planning.model_size import read_model_size
+from services.description import FeatureTransport
+from services.errors import DataLoss, InvalidArgument, NotFound, Unimplemented
+from services.layers import LayerRange
+from shard_worker.caches import AttentionCache, RecurrentCache
+from shard_worker.checkpoint import Checkpoint
+from shard_worker.device import parse_devices
+from shard_worker.drafters import drafter_of
+from shard_worker.stage import Stage
+from shard_worker.stage_loader import CaptureRequest, StageLoader
+from tests.reference import checkpoints, storage
+
+Pairs = dict[str, tuple[Path, Path]]
+CPU = parse_devices("cpu")
+
+
+def load(path: Path, layers: LayerRange, dtype: str | None, capture: CaptureRequest | None = None) -> Stage:
+    return StageLoader(Checkpoint(path), layers, dtype).load(CPU, capture, lambda loaded, total: None)
+
+
+def allocated(cache: AttentionCache | RecurrentCache | None) -> int:
+    return 0 if cache is None else sum(value.nbytes for value in vars(cache).values() if hasattr(value, "nbytes"))
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_stages_take_what_is_said(pairs: Pairs, family: str, dtype: str | None) -> None:
+    """Weights and caches of every stage of a split and of the whole, as a worker has them."""
+    path, draft = pairs[family]
+    target = read_model_size(path, dtype)
+    models = Models(target, read_draft_size(draft, target, dtype), transport=FeatureTransport.SLICES)
+    count = len(target.layers)
+    for layers in (LayerRange(0, 2), LayerRange(2, count - 1), LayerRange(count - 1, count), LayerRange(0, count)):
+        stage = load(path, layers, dtype)
+        (share,) = stage_shares(models, layers, 1, draft_here=False)
+        assert share.weight_bytes == stage.weight_bytes
+
+        state = stage.allocate(100, models.block_rows)
+        held = sum(allocated(caches.attention) + allocated(caches.recurrent) for caches in state.caches)
+        assert cache_bytes(models, share, 100, 1) == held
+        assert cache_bytes(models, share, 100, 3) == 3 * held
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_drafts_take_what_is_said(pairs: Pairs, family: str, dtype: str | None) -> None:
+    """A draft's weights and its caches below, at and above a sliding window; what it captures, and where."""
+    path, directory = pairs[family]
+    target = read_model_size(path, dtype)
+    size = read_draft_size(directory, target, dtype)
+    draft = drafter_of(Checkpoint(directory)).load(Checkpoint(directory), CPU[0], dtype, lambda loaded, total: None)
+
+    assert size.weight_bytes == draft.weight_bytes
+    assert (size.capture_layers, size.block_size) == (draft.config.capture_layers, draft.config.block_size)
+    for length in (1, 31, 32, 33, 200):
+        state = draft.allocate(length)
+        assert size.cache_bytes(length) == sum(tensor.nbytes for tensor in (*state.keys, *state.values))
+
+
+def test_captured_blocks_cost_their_columns_of_fc(pairs: Pairs) -> None:
+    """A stage that sums features keeps fc's columns for its own captures; plain slices need none."""
+    path, directory = pairs["qwen3"]
+    target = read_model_size(path, "float32")
+    draft = read_draft_size(directory, target, "float32")
+    config, fc = drafter_of(Checkpoint(directory)).read_fc(Checkpoint(directory))
+    for layers in (LayerRange(0, 3), LayerRange(3, 6)):
+        stage = load(path, layers, "float32", CaptureRequest(config.capture_layers, fc))
+        capture = stage.segments[0].capture
+        columns = 0 if capture is None or capture.fc is None else capture.fc.nbytes
+        summed, plain = (
+            stage_shares(Models(target, draft, transport=kind), layers, 1, draft_here=False)[0].weight_bytes
+            for kind in (FeatureTransport.SUM, FeatureTransport.SLICES)
+        )
+        assert summed - plain == columns
+
+
+def test_several_devices_share_a_stage_as_the_worker_spreads_it(pairs: Pairs) -> None:
+    """The embedding on the first, the head on the last, layers evenly; together what one device would hold and, where
+    the two are one matrix, that once more."""
+    path, _ = pairs["qwen3"]
+    models = Models(read_model_size(path, None), None)
+    whole = LayerRange(0, 6)
+    (alone,) = stage_shares(models, whole, 1, draft_here=False)
+    shares = stage_shares(models, whole, 4, draft_here=False)
+
+    assert [len(share.layers or ()) for share in shares] == [1, 2, 1, 2]
+    assert sum(share.weight_bytes for share in shares) == alone.weight_bytes + models.target.head_bytes
+    assert alone.weight_bytes == models.target.weight_bytes
+    with pytest.raises(InvalidArgument, match=r"layers \[0, 2\) cannot be spread over 3 devices"):
+        stage_shares(models, LayerRange(0, 2), 3, draft_here=False)
+
+
+def test_layers_are_counted_by_kind(pairs: Pairs) -> None:
+    """Three linear layers to a full one; only the latter grow with the length."""
+    size = read_model_size(pairs["qwen3_5"][0], None)
+
+    kinds = [layer.kind for layer in size.layers]
+    assert kinds == ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 2
+    assert [layer.token_bytes > 0 for layer in size.layers] == [kind == "full_attention" for kind in kinds]
+    assert [layer.state_bytes > 0 for layer in size.layers] == [kind == "linear_attention" for kind in kinds]
+
+
+@pytest.fixture
+def broken(pairs: Pairs, tmp_path: Path) -> Path:
+    """A copy of a checkpoint in one file, to be damaged."""
+    source = pairs["qwen3"][0]
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / "config.json").write_text((source / "config.json").read_text())
+    storage.save_tensors(copy, storage.load_tensors(source), None)
+    assert read_model_size(copy, None) == read_model_size(source, None)
+    return copy
+
+
+def test_damaged_files_are_refused(broken: Path) -> None:
+    """Missing, cut off or no safetensors: the file is named."""
+    weights = broken / "model.safetensors"
+    content = weights.read_bytes()
+    for damaged in (b"", content[:100], b"\xff" * 64, b"\2\0\0\0\0\0\0\0[]"):
+        weights.write_bytes(damaged)
+        with pytest.raises(DataLoss, match=r"model\.safetensors cannot be read"):
+            read_model_size(broken, None)
+    weights.unlink()
+    with pytest.raises(NotFound, match=r"model\.safetensors is missing"):
+        read_model_size(broken, None)
+
+
+@pytest.mark.parametrize(
+    ("index", "text"), [({}, "no weight_map"), ({"weight_map": {"a": "../b"}}, "not a file of that directory")]
+)
+def test_a_senseless_index_is_refused(broken: Path, index: object, text: str) -> None:
+    """An index without a map, or with one that leads out of the directory."""
+    (broken / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InvalidArgument, match=text):
+        read_model_size(broken, None)
+
+
+@pytest.mark.parametrize(
+    ("gone", "text"),
+    [
+        ("model.embed_tokens.weight", "embed_tokens"),
+        ("model.norm.weight", r"model\.norm\.weight is missing"),
+        ("model.layers.2.", "not all of model.layers.0"),
+    ],
+)
+def test_missing_tensors_are_named(broken: Path, gone: str, text: str) -> None:
+    """What no decoder can lack."""
+
+    def remove(tensors: dict[str, object]) -> None:
+        for name in [name for name in tensors if name.startswith(gone)]:
+            del tensors[name]
+
+    storage.edit_tensors(broken, remove)
+    with pytest.raises(InvalidArgument, match=text):
+        read_model_size(broken, None)
+
+
+def test_a_layer_of_another_kind_is_refused(broken: Path) -> None:
+    """Without keys and values nobody knows what a session takes."""
+
+    def rename(tensors: dict[str, object]) -> None:
+        tensors["model.layers.1.self_attn.kv_a_proj.weight"] = tensors.pop("model.layers.1.self_attn.k_proj.weight")
+
+    storage.edit_tensors(broken, rename)
+    with pytest.raises(Unimplemented, match=r"full_attention layer without self_attn\.k_proj\.weight"):
+        read_model_size(broken, None)
+
+
+def test_quantised_weights_are_refused(broken: Path) -> None:
+    """An element type that no worker serves."""
+    weights = broken / "model.safetensors"
+    content = weights.read_bytes()
+    assert b'"BF16"' in content
+    weights.write_bytes(content.replace(b'"BF16"', b'"F8E4"', 1))
+    with pytest.raises(Unimplemented, match="stored as F8E4"):
+        read_model_size(broken, None)
+
+
+def test_a_draft_for_another_target_is_refused(pairs: Pairs, tmp_path: Path) -> None:
+    """A target given as a draft, another hidden size, captures beyond the target's blocks."""
+    target = read_model_size(pairs["qwen3"][0], None)
+    with pytest.raises(InvalidArgument, match="no DFlash draft"):
+        read_draft_size(pairs["qwen3"][0], target, None)
+    narrow = read_model_size(checkpoints.write_qwen3(tmp_path / "narrow", hidden=32), None)
+    with pytest.raises(InvalidArgument, match="hidden_size is 64, the target's 32"):
+        read_draft_size(pairs["qwen3"][1], narrow, None)
+    short = read_model_size(checkpoints.write_qwen3(tmp_path / "short", layers=2), None)
+    with pytest.raises(InvalidArgument, match="captures block"):
+        read_draft_size(pairs["qwen3"][1], short, None)

@@ -1,0 +1,153 @@
+"""What a plan says: bytes on the edges, why the draft is where it is, what does not fit."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from coordinator.commands.plan import parse_lengths
+from coordinator.placement import Plan, make_plan
+from coordinator.planning.draft_size import read_draft_size
+from coordinator.planning.edges import Edge, plan_edges
+from coordinator.planning.memory import Models
+from coordinator.planning.model_size import read_model_size
+from coordinator.planning.picture import BAR, show
+from coordinator.planning.report import as_json, draft_reason, make_report
+from services.description import FeatureTransport, HeadPlace
+from services.errors import InvalidArgument
+from tests.coordinator.planning.conftest import worker
+
+Pairs = dict[str, tuple[Path, Path]]
+
+
+def models_of(pairs: Pairs, *, draft: bool = True, **how: object) -> Models:
+    target = read_model_size(pairs["qwen3"][0], None)
+    drafted = read_draft_size(pairs["qwen3"][1], target, None) if draft else None
+    return Models(target, drafted, **how)  # type: ignore[arg-type]
+
+
+def plan_of(devices: str, *, draft: str | None = None, has_draft: bool = True, layers: str | None = None) -> Plan:
+    return make_plan(
+        target_devices=devices,
+        layer_split=None,
+        target_layers=layers,
+        draft_device=draft,
+        num_layers=6,
+        has_draft=has_draft,
+    )
+
+
+def test_rows_cross_each_edge_once(pairs: Pairs) -> None:
+    """A plain row is a hidden vector and a token id; the coordinator sends ids alone."""
+    hidden = 64 * 2 + 4
+    assert plan_edges(models_of(pairs, draft=False), plan_of("cpu,cpu", has_draft=False), 512) == [
+        Edge("coordinator", "stage 0", 4, 0, 4 * 512),
+        Edge("stage 0", "stage 1", hidden, 0, hidden * 512),
+    ]
+
+
+def test_features_ride_once_there_are_any(pairs: Pairs) -> None:
+    """Before the first captured block nothing rides along; then one float32 sum, or a slice for every capture."""
+    summed, sliced = models_of(pairs), models_of(pairs, transport=FeatureTransport.SLICES)
+    assert summed.draft is not None
+    captured, block, hidden = summed.draft.capture_layers, summed.draft.block_size, 64 * 2 + 4
+    early = plan_of("cpu,cpu", layers=f"0:{min(captured)},{min(captured)}:6")
+    late = plan_of("cpu,cpu", layers="0:5,5:6")
+    before = sum(1 for layer in captured if layer < 5)
+
+    assert plan_edges(summed, early, 1)[1].verify_bytes == hidden * block
+    assert plan_edges(summed, late, 1)[1].verify_bytes == (hidden + 64 * 4) * block
+    assert plan_edges(sliced, late, 1)[1].verify_bytes == (hidden + before * 64 * 2) * block
+    assert plan_edges(summed, late, 1)[1].decode_bytes == hidden
+
+
+def test_a_draft_elsewhere_has_an_edge(pairs: Pairs) -> None:
+    """Its own worker gets the features; with a projected head also embedding rows, and sends hidden rows back."""
+    plan = plan_of("cpu", draft="cpu")
+    loaded, projected = (
+        plan_edges(models_of(pairs, head_place=place), plan, 512)[-1]
+        for place in (HeadPlace.LOADED, HeadPlace.PROJECTED)
+    )
+    draft = models_of(pairs).draft
+    assert draft is not None
+    assert (loaded.source, loaded.to, loaded.decode_bytes) == ("stage 0", "draft", 0)
+    assert loaded.verify_bytes == 64 * 4 * draft.block_size
+    assert projected.verify_bytes - loaded.verify_bytes == (draft.block_size + 1) * 64 * draft.item_bytes
+
+
+@pytest.mark.parametrize(
+    ("device", "place", "words"),
+    [
+        (None, HeadPlace.LOADED, ["beside stage 1", "shares that stage's lm_head", "--draft-device"]),
+        ("cpu", HeadPlace.LOADED, ["on cpu, as --draft-device says", "lm_head", "more", "--draft-head projected"]),
+        ("cpu", HeadPlace.PROJECTED, ["on cpu, as --draft-device says", "projected", "saves 64.0 KiB"]),
+    ],
+)
+def test_the_drafts_place_has_a_reason(pairs: Pairs, device: str | None, place: HeadPlace, words: list[str]) -> None:
+    """Where it is, what that costs or saves, which option changes it."""
+    reason = draft_reason(models_of(pairs, head_place=place), plan_of("cpu,cpu", draft=device))
+
+    assert reason is not None
+    assert all(word in reason for word in words), reason
+    assert draft_reason(models_of(pairs, draft=False), plan_of("cpu", has_draft=False)) is None
+
+
+def test_what_does_not_fit_is_said(pairs: Pairs) -> None:
+    """Workers of one memory are added up; the sentence has sizes and options. With room there is none."""
+    models, plan = models_of(pairs), plan_of("cpu,cpu")
+    small = [worker(free=300_000), worker(free=300_000)]
+    (note,) = make_report(models, plan, lengths=(64, 4096), sessions=2, workers=small).notes
+
+    words = ("cpu of a has 293.0 KiB free", "2 sessions of 4096 tokens", "--max-model-len", "--sessions")
+    assert all(word in note for word in words), note
+    assert make_report(models, plan, lengths=(64,), sessions=1, workers=[worker(), worker()]).notes == ()
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_the_picture_and_the_object_say_the_same(pairs: Pairs, measured: bool) -> None:
+    """Every device has its row and every memory its bar; figures that were not measured are not made up."""
+    models, plan = models_of(pairs), plan_of("cpu,cuda:0+cuda:1")
+    workers = [worker(), worker("cuda:0+cuda:1", held=100)] if measured else []
+    report = make_report(models, plan, lengths=(64, 1024), sessions=3, workers=workers)
+    out = io.StringIO()
+    show(report, Console(file=out, width=160))
+    text, found = out.getvalue(), as_json(report)
+
+    assert text.count("▒") > 2
+    bars = [line for line in text.splitlines() if line.startswith(("cpu of", "cuda:0 of", "cuda:1 of"))]
+    assert len(bars) == 3
+    assert all(sum(line.count(sign) for sign in "█▒░") <= BAR for line in bars)
+    assert ("not asked" in text) is not measured
+    assert ("predicted tokens/s" in text) is measured
+    assert text.rstrip().endswith("--target-devices cpu,cuda:0+cuda:1 --target-layers 0:3,3:6")
+    assert [device["layers"] for device in found["devices"]] == [[0, 3], [3, 4], [4, 6]]  # type: ignore[attr-defined]
+    assert (found["predicted"] is not None) is measured
+    assert found["target_layers"] == "0:3,3:6"
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "expected"),
+    [
+        (None, 4096, (4096,)),
+        (None, 40960, (4096, 32768, 40960)),
+        (None, 1 << 18, (4096, 32768, 131072, 1 << 18)),
+        ("512, 64,512", 4096, (64, 512)),
+        ("4096", 4096, (4096,)),
+    ],
+)
+def test_lengths(text: str | None, most: int, expected: tuple[int, ...]) -> None:
+    """The usual ones as far as the model goes, or those that are asked for, each once."""
+    assert parse_lengths(text, most) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "word"), [("1", "from 2 to 4096"), ("4097", "from 2 to 4096"), ("a", "whole numbers")]
+)
+def test_senseless_lengths_are_refused(text: str, word: str) -> None:
+    """Below two, beyond the model's context, or no number."""
+    with pytest.raises(InvalidArgument, match=word) as caught:
+        parse_lengths(text, 4096)
+    assert caught.value.where["field"] == "--max-model-len"
