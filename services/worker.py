@@ -63,6 +63,17 @@ class LoadDraft:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadDrafter:
+    """A model to compress prompts with. dtype None keeps the checkpoint's own."""
+
+    drafter_path: str
+    dtype: str | None = None
+
+
+Part = LoadTarget | LoadDraft | LoadDrafter
+
+
+@dataclass(frozen=True, slots=True)
 class LoadProgress:
     """Bytes of weights read so far and in all."""
 
@@ -76,7 +87,7 @@ class WorkerPort(Protocol):
     async def describe(self) -> WorkerDescription:
         """What the worker is and holds."""
 
-    def load(self, part: LoadTarget | LoadDraft) -> AsyncIterator[LoadProgress | WorkerDescription]:
+    def load(self, part: Part) -> AsyncIterator[LoadProgress | WorkerDescription]:
         """Load a part: progress, and at the end the new description.
 
         Raises InvalidArgument for a checkpoint that does not fit, FailedPrecondition when sessions are open on
@@ -127,7 +138,7 @@ class RemoteWorker:
 
     async def load(
         self,
-        part: LoadTarget | LoadDraft,
+        part: Part,
         on_progress: Callable[[LoadProgress], None] = lambda progress: None,
     ) -> WorkerDescription:
         """Load a part and return the worker's new description; errors as in `WorkerPort.load`."""
@@ -143,7 +154,7 @@ class RemoteWorker:
         return worker
 
 
-def _part_to_message(part: LoadTarget | LoadDraft) -> pb.LoadRequest:
+def _part_to_message(part: Part) -> pb.LoadRequest:
     if isinstance(part, LoadTarget):
         target = pb.LoadTarget(
             model_path=part.model_path,
@@ -154,6 +165,8 @@ def _part_to_message(part: LoadTarget | LoadDraft) -> pb.LoadRequest:
             target.capture.draft_path = part.capture.draft_path
             target.capture.transport = transport_to_number(part.capture.transport)
         return pb.LoadRequest(target=target)
+    if isinstance(part, LoadDrafter):
+        return pb.LoadRequest(drafter=pb.LoadDrafter(drafter_path=part.drafter_path, dtype=dtype_number(part.dtype)))
     draft = pb.LoadDraft(
         draft_path=part.draft_path,
         model_path=part.model_path,
@@ -164,7 +177,7 @@ def _part_to_message(part: LoadTarget | LoadDraft) -> pb.LoadRequest:
     return pb.LoadRequest(draft=draft)
 
 
-def _part_from_message(request: pb.LoadRequest) -> LoadTarget | LoadDraft:
+def _part_from_message(request: pb.LoadRequest) -> Part:
     match request.WhichOneof("part"):
         case "target":
             target = request.target
@@ -186,8 +199,10 @@ def _part_from_message(request: pb.LoadRequest) -> LoadTarget | LoadDraft:
                 feature_transport=_required_transport(draft.feature_transport),
                 dtype=dtype_name(draft.dtype),
             )
+        case "drafter":
+            return LoadDrafter(request.drafter.drafter_path, dtype_name(request.drafter.dtype))
         case _:
-            raise InvalidArgument("part is missing: name a target or a draft to load", field="part")
+            raise InvalidArgument("part is missing: name a target, a draft or a drafter to load", field="part")
 
 
 def _required_transport(number: int) -> FeatureTransport:
