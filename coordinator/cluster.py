@@ -79,8 +79,8 @@ class Cluster:
         security: Security = OPEN,
         reporter: LoadReporter | None = None,
     ) -> None:
-        self._plan, self._checkpoints, self._threads = plan, checkpoints, threads
-        self._prefix_cache_bytes, self._security = prefix_cache_bytes, security
+        self._plan, self._checkpoints, self.threads = plan, checkpoints, threads
+        self._prefix_cache_bytes, self.security = prefix_cache_bytes, security
         self._reporter = reporter or LoadReporter()
         self._peers = Peers(security=security)
         self._processes: list[WorkerProcess] = []
@@ -152,6 +152,11 @@ class Cluster:
         )
 
     @property
+    def first_place(self) -> Place:
+        """Where the first stage is."""
+        return self._plan.stages[0].place
+
+    @property
     def alive(self) -> bool:
         """Whether all local workers still run."""
         return not any(watcher.done() for watcher in self._watchers.values())
@@ -204,7 +209,7 @@ class Cluster:
         places = [stage.place for stage in self._plan.stages]
         if self._plan.draft is not None:
             places.append(self._plan.draft)
-        threads = self._threads or _threads_each(places)
+        threads = self.threads or _threads_each(places)
         addresses = await _all(self._launch(index, place, threads) for index, place in enumerate(places))
         stages = len(self._plan.stages)
         self.addresses = tuple(addresses[:stages])
@@ -228,7 +233,7 @@ class Cluster:
             roles,
             threads=threads,
             prefix_cache_bytes=self._prefix_cache_bytes,
-            security=self._security,
+            security=self.security,
         )
         self._processes.append(process)
         await process.start()

@@ -74,7 +74,7 @@ def make_plan(
                 "--draft-device has no effect without --draft: name the draft checkpoint, or leave it out",
                 field="--draft-device",
             )
-        draft = _parse_place(draft_device, "--draft-device")
+        draft = parse_place(draft_device, "--draft-device")
         if draft.address is not None and draft.address == places[-1].address:
             draft = None
     stages = tuple(
@@ -85,7 +85,7 @@ def make_plan(
 
 def parse_places(text: str) -> tuple[Place, ...]:
     """A comma starts a new worker. Raises InvalidArgument for a GPU named twice or an entry that is neither form."""
-    places = tuple(_parse_place(entry.strip(), "--target-devices") for entry in text.split(","))
+    places = tuple(parse_place(entry.strip(), "--target-devices") for entry in text.split(","))
     gpus = [name for place in places for name in (place.devices or "").split("+") if ":" in name]
     addresses = [place.address for place in places if place.address is not None]
     for name in (*gpus, *addresses):
@@ -94,7 +94,8 @@ def parse_places(text: str) -> tuple[Place, ...]:
     return places
 
 
-def _parse_place(text: str, field: str) -> Place:
+def parse_place(text: str, field: str) -> Place:
+    """One worker. Raises InvalidArgument naming the field for an entry that is neither form."""
     names = text.split("+")
     if all(_DEVICE.match(name) for name in names):
         vendors = {name.partition(":")[0] for name in names}

@@ -15,10 +15,11 @@ import structlog
 
 from coordinator.compression.bridge import Reading, Span, read
 from coordinator.compression.drafter_worker import DrafterWorker
-from coordinator.compression.settings import CompressionSettings, Mode
+from coordinator.compression.settings import CompressionSettings
 from coordinator.tokenizer import Tokenizer
 from services.compress import MAX_TOKENS
 from services.errors import FlashsplitError
+from services.inference_words import CompressionMode
 
 REMEMBERED = 64
 """Prompts whose choice is kept: the same prompt asked again is not read again."""
@@ -67,12 +68,14 @@ class Compressor:
 
     async def shorten(self, request_id: str, text: str, prompt_tokens: int, settings: CompressionSettings) -> Shortened:
         """The text with only what its end looks at. prompt_tokens: of the whole prompt, in the target's vocabulary."""
-        if settings.mode is Mode.OFF or (settings.mode is Mode.AUTO and prompt_tokens < settings.threshold):
+        if settings.mode is CompressionMode.OFF or (
+            settings.mode is CompressionMode.AUTO and prompt_tokens < settings.threshold
+        ):
             return Shortened(None)
         started = time.monotonic()
         reading = await asyncio.to_thread(read, self._tokenizer, text)
         ratio = settings.keep.ratio(prompt_tokens)
-        if settings.mode is Mode.AUTO and not self._pays(len(reading.token_ids), prompt_tokens, ratio):
+        if settings.mode is CompressionMode.AUTO and not self._pays(len(reading.token_ids), prompt_tokens, ratio):
             return Shortened(None, "not compressed: reading it would take longer than it saves")
         if len(reading.token_ids) > MAX_TOKENS:
             return Shortened(None, f"not compressed: more than {MAX_TOKENS} tokens of the drafter")

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from services.errors import InvalidArgument
+from services.inference_words import CompressionMode, CompressionWish
 
 RATIO_FLAG = "--prefill-keep-ratio"
-
-
-class Mode(StrEnum):
-    """OFF: never; AUTO: from the threshold on, and where it pays; ALWAYS: every prompt that may be."""
-
-    OFF = "off"
-    AUTO = "auto"
-    ALWAYS = "always"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +32,16 @@ class KeepCurve:
 class CompressionSettings:
     """threshold: tokens of a prompt from which AUTO compresses."""
 
-    mode: Mode = Mode.AUTO
+    mode: CompressionMode = CompressionMode.AUTO
     threshold: int = 32_000
     keep: KeepCurve = KeepCurve(((0, 0.05),))
 
-    def for_request(self, mode: Mode | None, ratio: float | None) -> CompressionSettings:
+    def for_request(self, wish: CompressionWish) -> CompressionSettings:
         """With what one request asks for. Raises InvalidArgument for a ratio that is no number."""
-        changed = self if mode is None else replace(self, mode=mode)
-        return changed if ratio is None else replace(changed, keep=KeepCurve(((0, _ratio(ratio, "ratio")),)))
+        changed = self if wish.mode is None else replace(self, mode=wish.mode)
+        if wish.keep_ratio is None:
+            return changed
+        return replace(changed, keep=KeepCurve(((0, _ratio(wish.keep_ratio, "prefill_keep_ratio")),)))
 
 
 def parse_keep(text: str) -> KeepCurve:

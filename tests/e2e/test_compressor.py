@@ -14,14 +14,15 @@ import pytest
 from coordinator.compression.bridge import question_of
 from coordinator.compression.compressor import Compressor
 from coordinator.compression.drafter_worker import DrafterWorker
-from coordinator.compression.settings import CompressionSettings, KeepCurve, Mode
+from coordinator.compression.settings import CompressionSettings, KeepCurve
 from coordinator.placement import Place
 from coordinator.tokenizer import Tokenizer
+from services.inference_words import CompressionMode
 from tests.e2e.conftest import ROOT
 from tests.reference import checkpoints
 
 TOKENIZER = ROOT / "deploy" / "demo" / "target" / "tokenizer.json"
-ALWAYS = CompressionSettings(Mode.ALWAYS, 0, KeepCurve(((0, 0.2),)))
+ALWAYS = CompressionSettings(CompressionMode.ALWAYS, 0, KeepCurve(((0, 0.2),)))
 STORY = "The keeper of the lighthouse counts the ships, and writes each name down. Überraschung! 日本語。\n" * 120
 TEXT = STORY + "\n\nWhat does the keeper count?"
 
@@ -66,15 +67,15 @@ async def test_a_long_text_gets_short(worker: DrafterWorker, tokenizer: Tokenize
     assert first.text.endswith(TEXT[question_of(TEXT)[0] :])
     whole, left = (len(tokenizer.encode(text, add_special_tokens=False)) for text in (TEXT, first.text))
     assert 0.15 * whole < left < 0.25 * whole + 40
-    everything = CompressionSettings(Mode.ALWAYS, 0, KeepCurve(((0, 1.0),)))
+    everything = CompressionSettings(CompressionMode.ALWAYS, 0, KeepCurve(((0, 1.0),)))
     assert (await compressor.shorten("c", TEXT, 5000, everything)).text is None
 
 
 async def test_when_it_is_left_alone(worker: DrafterWorker, tokenizer: Tokenizer) -> None:
     compressor = Compressor(worker, tokenizer, ALWAYS)
-    for settings in (CompressionSettings(Mode.OFF, 0), CompressionSettings(Mode.AUTO, 5001)):
+    for settings in (CompressionSettings(CompressionMode.OFF, 0), CompressionSettings(CompressionMode.AUTO, 5001)):
         assert (await compressor.shorten("a", TEXT, 5000, settings)).text is None
-    auto = CompressionSettings(Mode.AUTO, 5000, KeepCurve(((0, 0.2),)))
+    auto = CompressionSettings(CompressionMode.AUTO, 5000, KeepCurve(((0, 0.2),)))
     assert (await compressor.shorten("a", TEXT, 5000, auto)).text is not None
     # As fast a target as this saves nothing.
     compressor.observe_prefill(10**9, 1.0)

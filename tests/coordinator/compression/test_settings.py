@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.compression.settings import CompressionSettings, KeepCurve, Mode, parse_keep
+from coordinator.compression.settings import CompressionSettings, KeepCurve, parse_keep
 from services.errors import InvalidArgument
+from services.inference_words import CompressionMode, CompressionWish
 
 
 @pytest.mark.parametrize(
@@ -48,9 +49,9 @@ def test_what_is_no_ratio(text: str, words: str) -> None:
 
 
 def test_a_request_has_its_own_way() -> None:
-    settings = CompressionSettings(Mode.AUTO, 100, KeepCurve(((0, 0.1),)))
-    assert settings.for_request(None, None) == settings
-    asked = settings.for_request(Mode.ALWAYS, 7.0)
-    assert (asked.mode, asked.threshold, asked.keep.ratio(5)) == (Mode.ALWAYS, 100, 1.0)
+    settings = CompressionSettings(CompressionMode.AUTO, 100, KeepCurve(((0, 0.1),)))
+    assert settings.for_request(CompressionWish()) == settings
+    asked = settings.for_request(CompressionWish(CompressionMode.ALWAYS, 7.0))
+    assert (asked.mode, asked.threshold, asked.keep.ratio(5)) == (CompressionMode.ALWAYS, 100, 1.0)
     with pytest.raises(InvalidArgument):
-        settings.for_request(None, float("nan"))
+        settings.for_request(CompressionWish(None, float("nan")))
