@@ -26,8 +26,8 @@ from shard_worker.pflash.sparse import attend_sparsely
 from shard_worker.segment import Segment
 from shard_worker.stage_loader import Progress, StageLoader
 
-SPARSE_FROM = 4096
-"""Tokens from which attention to chosen blocks is faster than to all."""
+SPARSE_FROM_CPU, SPARSE_FROM_GPU = 4096, 1 << 17
+"""Tokens from which attention to chosen blocks is faster than to all: a GPU does all of it in one kernel."""
 
 ROWS = 4096
 """Of the feed-forward part at once: its inner rows are the widest."""
@@ -86,10 +86,10 @@ class Drafter:
 
 
 def attend_causally(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sparse_from: int = SPARSE_FROM
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sparse_from: int | None = None
 ) -> torch.Tensor:
-    """Dense below `sparse_from` rows. Shapes as in `attend_sparsely`."""
-    if len(queries) >= sparse_from:
+    """Dense below `sparse_from` rows, by default where that is faster. Shapes as in `attend_sparsely`."""
+    if len(queries) >= (sparse_from or (SPARSE_FROM_CPU if queries.device.type == "cpu" else SPARSE_FROM_GPU)):
         return attend_sparsely(queries, keys, values)
     q, k, v = (x.transpose(0, 1)[None] for x in (queries, keys, values))
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
