@@ -11,6 +11,15 @@ from services.trace_context import Trace
 
 
 @dataclass(frozen=True, slots=True)
+class Compression:
+    """How a prompt was made shorter. original_tokens: before; None where it went on whole, and note says why."""
+
+    original_tokens: int | None = None
+    elapsed_ms: float = 0.0
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One prompt and how to answer it. Sizes count tokens."""
 
@@ -28,6 +37,7 @@ class Request:
     """Tell each token's log-probability and those of so many likeliest ones beside it (0 to 20); None: tell none."""
     grammar: Grammar | None = None
     """What the output must be; it can end in one of `stop_token_ids` only where it is that."""
+    compression: Compression | None = None
     trace: Trace = field(default_factory=Trace)
     """Where the request stands in its client's trace."""
     chat: bool = False
@@ -54,6 +64,7 @@ class Stats:
 
     acceptance_length: mean tokens a verify step produced, None when there was none. cached_tokens: prompt tokens that
     were not computed but taken up from `cache_source` ("memory" or "disk", None without), which took restore_ms.
+    original_prompt_tokens: before the prompt was compressed, which took compress_ms; None where it was not.
     """
 
     prompt_tokens: int
@@ -71,6 +82,8 @@ class Stats:
     draft_ms: float
     stages: tuple[StageStats, ...]
     notes: tuple[str, ...] = ()
+    original_prompt_tokens: int | None = None
+    compress_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,8 +85,8 @@ class Cluster:
         choose_split: ChooseSplit | None = None,
     ) -> None:
         """choose_split: asked for the layers once the workers run, where the plan leaves them open."""
-        self._plan, self._checkpoints, self._threads = plan, checkpoints, threads
-        self._prefix_cache_bytes, self._security = prefix_cache_bytes, security
+        self._plan, self._checkpoints, self.threads = plan, checkpoints, threads
+        self._prefix_cache_bytes, self.security = prefix_cache_bytes, security
         self._reporter = reporter or LoadReporter()
         self._choose_split = choose_split
         self._peers = Peers(security=security)
@@ -159,6 +159,11 @@ class Cluster:
         )
 
     @property
+    def first_place(self) -> Place:
+        """Where the first stage is."""
+        return self._plan.stages[0].place
+
+    @property
     def alive(self) -> bool:
         """Whether all local workers still run."""
         return not any(watcher.done() for watcher in self._watchers.values())
@@ -211,7 +216,7 @@ class Cluster:
         places = [stage.place for stage in self._plan.stages]
         if self._plan.draft is not None:
             places.append(self._plan.draft)
-        threads = self._threads or threads_each(places)
+        threads = self.threads or threads_each(places)
         addresses = await _all(self._launch(index, place, threads) for index, place in enumerate(places))
         stages = len(self._plan.stages)
         self.addresses = tuple(addresses[:stages])
@@ -237,7 +242,7 @@ class Cluster:
             roles,
             threads=threads,
             prefix_cache_bytes=self._prefix_cache_bytes,
-            security=self._security,
+            security=self.security,
         )
         self._processes.append(process)
         await process.start()

@@ -15,6 +15,7 @@ import structlog
 
 from coordinator.answer import Answer, Phase, Request
 from coordinator.cluster import Cluster
+from coordinator.compression.compressor import Compressor
 from coordinator.generation import Generation
 from coordinator.model_files import ModelFiles
 from coordinator.prefix.cache import PrefixCache
@@ -62,9 +63,10 @@ class Engine:
         max_model_len: int | None = None,
         max_running: int = 16,
         max_waiting: int = 64,
+        compressor: Compressor | None = None,
     ) -> None:
         """Raises InvalidArgument when max_model_len is beyond the model's own context."""
-        self.cluster, self.files, self.prefixes = cluster, files, prefixes
+        self.cluster, self.files, self.prefixes, self.compressor = cluster, files, prefixes, compressor
         self.name, self.aliases, self.created = name, aliases, int(time.time())
         most = cluster.target.max_position
         if max_model_len is not None and not 2 <= max_model_len <= most:
@@ -133,6 +135,8 @@ class Engine:
         stats = finished.answer.stats if finished.answer is not None else None
         figures = {} if stats is None else {
             "completion_tokens": stats.completion_tokens,
+            "original_prompt_tokens": stats.original_prompt_tokens,
+            "compress_ms": round(stats.compress_ms, 1),
             "cached_tokens": stats.cached_tokens,
             "cache_source": stats.cache_source,
             "restore_ms": round(stats.restore_ms, 1),
@@ -151,6 +155,8 @@ class Engine:
             total_ms=round(finished.total_s * 1e3, 1),
             **figures,
         )
+        if stats is not None and self.compressor is not None:
+            self.compressor.observe_prefill(stats.prompt_tokens - stats.cached_tokens, stats.prefill_ms / 1e3)
         for listener in self.listeners:
             listener(finished)
 

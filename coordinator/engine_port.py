@@ -9,7 +9,15 @@ from importlib import metadata
 
 from coordinator.answer import Answer
 from coordinator.engine import Engine
-from coordinator.requests import chat_of, check_model, make_request, plain_prompt, render, text_of
+from coordinator.requests import (
+    chat_of,
+    check_model,
+    compressed_text,
+    make_request,
+    plain_prompt,
+    render,
+    text_of,
+)
 from services.inference_words import (
     AnswerEvent,
     Ask,
@@ -40,11 +48,13 @@ class EnginePort:
         """As the port says."""
         engine = self._engine
         check_model(engine, ask.model)
-        chat = isinstance(ask.prompt, Conversation)
+        chat = None
         if isinstance(ask.prompt, Conversation):
-            prompt = await render(engine, chat_of(ask.prompt))
+            chat = chat_of(ask.prompt)
+            prompt = await render(engine, chat, ask.compression, structured=ask.grammar is not None)
         else:
             prompt = await plain_prompt(engine, ask.prompt)
+            prompt = await compressed_text(engine, prompt, ask.compression, structured=ask.grammar is not None)
         request = make_request(
             engine,
             prompt,
@@ -54,8 +64,8 @@ class EnginePort:
             logprobs=ask.logprobs,
             grammar=ask.grammar,
             request_id=request_id,
-            prompt_field="conversation" if chat else "prompt",
-            chat=chat,
+            prompt_field="prompt" if chat is None else "conversation",
+            chat=chat is not None,
         )
         async with engine.answering(request) as generation:
             yield Started(request_id, len(request.prompt_ids))
@@ -119,8 +129,15 @@ def _finished(answer: Answer) -> Finished:
     source = None if stats.cache_source is None else CacheSource(stats.cache_source)
     return Finished(
         FinishReason(answer.finish_reason),
-        Usage(stats.prompt_tokens, stats.completion_tokens, stats.cached_tokens, source),
-        Timings(stats.prefill_ms, stats.restore_ms, stats.decode_ms, stats.decode_tokens_per_s, stats.draft_ms),
+        Usage(stats.prompt_tokens, stats.completion_tokens, stats.cached_tokens, source, stats.original_prompt_tokens),
+        Timings(
+            stats.prefill_ms,
+            stats.restore_ms,
+            stats.decode_ms,
+            stats.decode_tokens_per_s,
+            stats.draft_ms,
+            stats.compress_ms,
+        ),
         SpeculationFigures(
             stats.steps, stats.draft_tokens, stats.accepted_tokens, stats.acceptance_length, stats.notes
         ),

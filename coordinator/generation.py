@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
-from coordinator.answer import Answer, Phase, Piece, Request, StageStats, Stats, StepTimes
+from coordinator.answer import Answer, Compression, Phase, Piece, Request, StageStats, Stats, StepTimes
 from coordinator.cluster import Cluster
 from coordinator.prefix.cache import PrefixCache
 from coordinator.prefix.policy import chunks
@@ -317,6 +317,7 @@ class Generation:
             )
         )
         decoded = len(self._token_ids) - 1
+        compressed = self._request.compression or Compression()
         hit = self._prefix.hit if self._prefix is not None else None
         restored_ms = self._prefix.restored_ms if self._prefix is not None else 0.0
         return Stats(
@@ -334,7 +335,9 @@ class Generation:
             acceptance_length=speculation.acceptance_length,
             draft_ms=times.draft_ns / 1e6,
             stages=stages,
-            notes=tuple(speculation.notes),
+            notes=(*(() if compressed.note is None else (compressed.note,)), *speculation.notes),
+            original_prompt_tokens=compressed.original_tokens,
+            compress_ms=compressed.elapsed_ms,
         )
 
 

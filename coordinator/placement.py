@@ -106,13 +106,13 @@ def _draft_place(text: str | None, last: Place, *, has_draft: bool) -> Place | N
         )
     if "+" in text:
         raise InvalidArgument(f"{field} {text!r} joins devices, a draft sits on one: name that one", field=field)
-    place = _parse_place(text, field)
+    place = parse_place(text, field)
     return None if place.address is not None and place.address == last.address else place
 
 
 def parse_places(text: str) -> tuple[Place, ...]:
     """A comma starts a new worker. Raises InvalidArgument for a GPU named twice or an entry that is neither form."""
-    places = tuple(_parse_place(entry.strip(), "--target-devices") for entry in text.split(","))
+    places = tuple(parse_place(entry.strip(), "--target-devices") for entry in text.split(","))
     gpus = [name for place in places for name in (place.devices or "").split("+") if ":" in name]
     addresses = [place.address for place in places if place.address is not None]
     for name in (*gpus, *addresses):
@@ -121,7 +121,8 @@ def parse_places(text: str) -> tuple[Place, ...]:
     return places
 
 
-def _parse_place(text: str, field: str) -> Place:
+def parse_place(text: str, field: str) -> Place:
+    """One worker. Raises InvalidArgument naming the field for an entry that is neither form."""
     names = text.split("+")
     if all(_DEVICE.match(name) for name in names):
         vendors = {name.partition(":")[0] for name in names}

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from coordinator.answer import Compression
 from coordinator.model_files import ModelFiles
 from coordinator.turns import turn_boundaries
 from services.errors import InvalidArgument
@@ -19,6 +20,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     boundaries: tuple[int, ...] = ()
     text: str = ""
+    compression: Compression | None = None
 
 
 def chat_prompt(

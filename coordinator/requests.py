@@ -12,10 +12,19 @@ from typing import Any
 
 from coordinator.answer import Request
 from coordinator.chat_template import RESERVED_VARIABLES
+from coordinator.compression.prompts import shorten_chat, shorten_text
+from coordinator.compression.settings import CompressionSettings
 from coordinator.engine import Engine
 from coordinator.prompt import Prompt, chat_prompt, text_prompt
 from services.errors import InvalidArgument, NotFound
-from services.inference_words import Conversation, Message, SamplingWishes, Stopping
+from services.inference_words import (
+    CompressionMode,
+    CompressionWish,
+    Conversation,
+    Message,
+    SamplingWishes,
+    Stopping,
+)
 from services.stage_frames import check_sampling
 from services.steps import Grammar, Sampling
 from services.trace_context import Trace, current_call
@@ -96,7 +105,7 @@ def make_request(
         )
     own = frozenset() if stopping.ignore_eos else engine.files.stop_token_ids
     return Request(
-        request_id=request_id or (secrets.token_hex(12) if call is None else call.request_id),
+        request_id=request_id or _call_id(),
         prompt_ids=prompt.token_ids,
         boundaries=prompt.boundaries,
         max_tokens=min(room, DEFAULT_MAX_TOKENS) if stopping.max_tokens is None else stopping.max_tokens,
@@ -106,6 +115,7 @@ def make_request(
         speculate=speculate,
         logprobs=logprobs,
         grammar=grammar,
+        compression=prompt.compression,
         trace=Trace() if call is None else call.trace,
         chat=chat,
     )
@@ -132,8 +142,13 @@ def chat_of(conversation: Conversation) -> Chat:
     )
 
 
-async def render(engine: Engine, chat: Chat) -> Prompt:
+async def render(
+    engine: Engine, chat: Chat, wish: CompressionWish | None = None, *, structured: bool = False
+) -> Prompt:
     """The conversation as tokens; long ones take a while, so on a thread.
+
+    wish: it may be compressed, as the server is set or as the client wishes; None: it must not. structured: a grammar
+    binds the answer.
 
     Raises InvalidArgument where the model has no template and for variables that mean something else to it,
     TemplateError as the template does.
@@ -147,7 +162,48 @@ async def render(engine: Engine, chat: Chat) -> Prompt:
             field="chat_template_kwargs",
         )
     with naming("messages"):
-        return await asyncio.to_thread(chat_prompt, engine.files, chat.messages, tools=chat.tools, **chat.variables)
+        prompt = await asyncio.to_thread(chat_prompt, engine.files, chat.messages, tools=chat.tools, **chat.variables)
+    settings = _compression(engine, wish)
+    if engine.compressor is None or settings is None:
+        return prompt
+    return await shorten_chat(
+        engine.compressor,
+        settings,
+        _call_id(),
+        engine.files,
+        prompt,
+        chat.messages,
+        tools=chat.tools,
+        structured=structured,
+        variables=chat.variables,
+    )
+
+
+async def compressed_text(engine: Engine, prompt: Prompt, wish: CompressionWish, *, structured: bool = False) -> Prompt:
+    """A plain prompt, shortened where it may and need be. As in `render`."""
+    settings = _compression(engine, wish)
+    if engine.compressor is None or settings is None:
+        return prompt
+    return await shorten_text(engine.compressor, settings, _call_id(), engine.files, prompt, structured=structured)
+
+
+def _compression(engine: Engine, wish: CompressionWish | None) -> CompressionSettings | None:
+    if wish is None:
+        return None
+    if engine.compressor is None:
+        if wish.mode is CompressionMode.ALWAYS:
+            raise InvalidArgument(
+                "prefill_compression is always, and this server has no model for it: start it with --prefill-drafter, "
+                "or leave it out",
+                field="prefill_compression",
+            )
+        return None
+    return engine.compressor.settings.for_request(wish)
+
+
+def _call_id() -> str:
+    call = current_call()
+    return secrets.token_hex(12) if call is None else call.request_id
 
 
 async def plain_prompt(engine: Engine, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> Prompt:

@@ -74,8 +74,22 @@ class Tokenizer:
         Raises:
             TokenizerError: the text holds a lone surrogate, which JSON can spell but UTF-8 cannot.
         """
+        return self._encoding(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the text's ids, and the half-open range of characters that each one stands for.
+
+        Tokens that share a character, as bytes of it, have overlapping ranges. Special tokens are not added.
+
+        Raises:
+            TokenizerError: as `encode`.
+        """
+        encoding = self._encoding(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    def _encoding(self, text: str, *, add_special_tokens: bool) -> tokenizers.Encoding:
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeError) as error:
             raise TokenizerError(
                 f"text: {text[:40]!r} cannot be written as UTF-8; expected Unicode text without lone surrogates"

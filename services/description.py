@@ -6,7 +6,7 @@ The handshake of every pair of processes is over these; `check_protocol` is its 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import TypeVar
 
@@ -26,6 +26,7 @@ class Role(StrEnum):
 
     TARGET = "target"
     DRAFT = "draft"
+    COMPRESS = "compress"
 
 
 class FeatureTransport(StrEnum):
@@ -43,7 +44,11 @@ class HeadPlace(StrEnum):
     PROJECTED = "projected"
 
 
-_ROLE_NUMBERS = {Role.TARGET: model_pb2.ROLE_TARGET, Role.DRAFT: model_pb2.ROLE_DRAFT}
+_ROLE_NUMBERS = {
+    Role.TARGET: model_pb2.ROLE_TARGET,
+    Role.DRAFT: model_pb2.ROLE_DRAFT,
+    Role.COMPRESS: model_pb2.ROLE_COMPRESS,
+}
 _TRANSPORT_NUMBERS = {
     FeatureTransport.SUM: model_pb2.FEATURE_TRANSPORT_SUM,
     FeatureTransport.SLICES: model_pb2.FEATURE_TRANSPORT_SLICES,
@@ -107,6 +112,18 @@ class DraftDescription:
 
 
 @dataclass(frozen=True, slots=True)
+class DrafterDescription:
+    """The model with which a worker compresses prompts."""
+
+    fingerprint: str
+    vocab_size: int
+    num_layers: int
+    max_position: int
+    dtype: str
+    weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerDescription:
     """A worker: where it runs, what it can do, what it holds."""
 
@@ -123,6 +140,7 @@ class WorkerDescription:
     max_tensor_bytes: int
     snapshot_bytes: int = 0
     snapshot_budget_bytes: int = 0
+    drafter: DrafterDescription | None = None
     protocol_major: int = PROTOCOL_MAJOR
     protocol_minor: int = PROTOCOL_MINOR
 
@@ -240,6 +258,9 @@ def worker_to_message(worker: WorkerDescription) -> model_pb2.WorkerDescription:
                 state_cuttable=draft.state_cuttable,
             )
         )
+    if (drafter := worker.drafter) is not None:
+        fields = asdict(drafter) | {"dtype": dtype_number(drafter.dtype)}
+        message.drafter.CopyFrom(model_pb2.DrafterDescription(**fields))
     return message
 
 
@@ -265,6 +286,18 @@ def worker_from_message(message: model_pb2.WorkerDescription) -> WorkerDescripti
         max_tensor_bytes=message.max_tensor_bytes,
         snapshot_bytes=message.snapshot_bytes,
         snapshot_budget_bytes=message.snapshot_budget_bytes,
+        drafter=_drafter_from_message(message.drafter) if message.HasField("drafter") else None,
+    )
+
+
+def _drafter_from_message(message: model_pb2.DrafterDescription) -> DrafterDescription:
+    return DrafterDescription(
+        fingerprint=message.fingerprint,
+        vocab_size=message.vocab_size,
+        num_layers=message.num_layers,
+        max_position=message.max_position,
+        dtype=_required_dtype(message.dtype, "drafter.dtype"),
+        weight_bytes=message.weight_bytes,
     )
 
 

@@ -13,6 +13,8 @@ from services.inference_words import (
     AnswerEvent,
     Ask,
     CacheSource,
+    CompressionMode,
+    CompressionWish,
     Conversation,
     Delta,
     DraftPlace,
@@ -45,6 +47,13 @@ _SOURCE_NUMBERS = {
     CacheSource.MEMORY: generation_pb2.CACHE_SOURCE_MEMORY,
     CacheSource.DISK: generation_pb2.CACHE_SOURCE_DISK,
 }
+_COMPRESSION_NUMBERS = {
+    None: generation_pb2.PREFILL_COMPRESSION_UNSPECIFIED,
+    CompressionMode.OFF: generation_pb2.PREFILL_COMPRESSION_OFF,
+    CompressionMode.AUTO: generation_pb2.PREFILL_COMPRESSION_AUTO,
+    CompressionMode.ALWAYS: generation_pb2.PREFILL_COMPRESSION_ALWAYS,
+}
+_COMPRESSIONS = {number: mode for mode, number in _COMPRESSION_NUMBERS.items()}
 _FINISH_REASONS = {number: reason for reason, number in _FINISH_NUMBERS.items()}
 _SOURCES = {number: source for source, number in _SOURCE_NUMBERS.items()}
 
@@ -90,6 +99,10 @@ def ask_from_message(request: pb.GenerateRequest | pb.ChatRequest) -> Ask:
         model=given(request, "model"),
         logprobs=logprobs,
         grammar=output_frames.grammar_from_message(request.grammar) if request.HasField("grammar") else None,
+        # What a later version means by another number is left to the server.
+        compression=CompressionWish(
+            _COMPRESSIONS.get(request.prefill_compression), given(request, "prefill_keep_ratio")
+        ),
     )
 
 
@@ -101,6 +114,8 @@ def ask_to_message(ask: Ask) -> pb.GenerateRequest | pb.ChatRequest:
         "speculate": ask.speculate,
         "model": ask.model,
         "logprobs": ask.logprobs,
+        "prefill_compression": _COMPRESSION_NUMBERS[ask.compression.mode],
+        "prefill_keep_ratio": ask.compression.keep_ratio,
     }
     if ask.grammar is not None:
         common["grammar"] = generation_pb2.Grammar()
@@ -208,13 +223,20 @@ def _finished(message: generation_pb2.Finished) -> Finished:
     usage, timings, speculation = message.usage, message.timings, message.speculation
     return Finished(
         _FINISH_REASONS.get(message.finish_reason, FinishReason.STOP),
-        Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, _SOURCES.get(usage.cache_source)),
+        Usage(
+            usage.prompt_tokens,
+            usage.completion_tokens,
+            usage.cached_tokens,
+            _SOURCES.get(usage.cache_source),
+            given(usage, "original_prompt_tokens"),
+        ),
         Timings(
             timings.prefill_ms,
             timings.restore_ms,
             timings.decode_ms,
             timings.decode_tokens_per_second,
             timings.draft_ms,
+            timings.compress_ms,
         ),
         SpeculationFigures(
             speculation.steps,

@@ -58,6 +58,22 @@ class Conversation:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
+class CompressionMode(StrEnum):
+    """OFF: never; AUTO: long prompts, where it pays; ALWAYS: every prompt that may be."""
+
+    OFF = "off"
+    AUTO = "auto"
+    ALWAYS = "always"
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionWish:
+    """Whether a prompt may be made shorter before it is read, and to what share of it; None: as the server does."""
+
+    mode: CompressionMode | None = None
+    keep_ratio: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """A request for an answer. model None: the one that is served. logprobs: how many alternatives beside each token,
@@ -70,6 +86,7 @@ class Ask:
     model: str | None = None
     logprobs: int | None = None
     grammar: Grammar | None = None
+    compression: CompressionWish = CompressionWish()
 
 
 class FinishReason(StrEnum):
@@ -105,12 +122,14 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a request. cached_tokens of the prompt's were taken up from cache_source."""
+    """Tokens of a request. cached_tokens of the prompt's were taken up from cache_source. original_prompt_tokens: of
+    the prompt before it was compressed, None where it was not."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
     cache_source: CacheSource | None = None
+    original_prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +141,7 @@ class Timings:
     decode_ms: float = 0.0
     decode_tokens_per_second: float = 0.0
     draft_ms: float = 0.0
+    compress_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

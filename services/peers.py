@@ -8,6 +8,7 @@ from collections.abc import Callable
 import grpc
 
 from services.channel import connect
+from services.compress import RemoteCompressor
 from services.draft import RemoteDraft
 from services.errors import Unavailable
 from services.security import OPEN, Security
@@ -37,6 +38,9 @@ class Peers:
 
     async def draft(self, address: str) -> RemoteDraft:
         return RemoteDraft(await self._channel(address), address)
+
+    async def compressor(self, address: str) -> RemoteCompressor:
+        return RemoteCompressor(await self._channel(address), address)
 
     async def snapshots(self, address: str) -> RemoteSnapshots:
         """On a connection of its own: a snapshot must not sit in front of a step."""

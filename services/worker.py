@@ -76,6 +76,17 @@ class LoadDraft:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadDrafter:
+    """A model to compress prompts with. dtype None keeps the checkpoint's own."""
+
+    drafter_path: str
+    dtype: str | None = None
+
+
+Part = LoadTarget | LoadDraft | LoadDrafter
+
+
+@dataclass(frozen=True, slots=True)
 class LoadProgress:
     """Bytes of weights read so far and in all."""
 
@@ -89,7 +100,7 @@ class WorkerPort(Protocol):
     async def describe(self) -> WorkerDescription:
         """What the worker is and holds."""
 
-    def load(self, part: LoadTarget | LoadDraft) -> AsyncIterator[LoadProgress | WorkerDescription]:
+    def load(self, part: Part) -> AsyncIterator[LoadProgress | WorkerDescription]:
         """Load a part: progress, and at the end the new description.
 
         Raises InvalidArgument for a checkpoint that does not fit, FailedPrecondition when sessions are open on
@@ -165,7 +176,7 @@ class RemoteWorker:
 
     async def load(
         self,
-        part: LoadTarget | LoadDraft,
+        part: Part,
         on_progress: Callable[[LoadProgress], None] = lambda progress: None,
     ) -> WorkerDescription:
         """Load a part and return the worker's new description; errors as in `WorkerPort.load`."""
@@ -196,7 +207,7 @@ class RemoteWorker:
             stream.cancel()
 
 
-def _part_to_message(part: LoadTarget | LoadDraft) -> pb.LoadRequest:
+def _part_to_message(part: Part) -> pb.LoadRequest:
     if isinstance(part, LoadTarget):
         target = pb.LoadTarget(
             model_path=part.model_path,
@@ -207,6 +218,8 @@ def _part_to_message(part: LoadTarget | LoadDraft) -> pb.LoadRequest:
             target.capture.draft_path = part.capture.draft_path
             target.capture.transport = transport_to_number(part.capture.transport)
         return pb.LoadRequest(target=target)
+    if isinstance(part, LoadDrafter):
+        return pb.LoadRequest(drafter=pb.LoadDrafter(drafter_path=part.drafter_path, dtype=dtype_number(part.dtype)))
     draft = pb.LoadDraft(
         draft_path=part.draft_path,
         model_path=part.model_path,
@@ -217,7 +230,7 @@ def _part_to_message(part: LoadTarget | LoadDraft) -> pb.LoadRequest:
     return pb.LoadRequest(draft=draft)
 
 
-def _part_from_message(request: pb.LoadRequest) -> LoadTarget | LoadDraft:
+def _part_from_message(request: pb.LoadRequest) -> Part:
     match request.WhichOneof("part"):
         case "target":
             target = request.target
@@ -239,8 +252,10 @@ def _part_from_message(request: pb.LoadRequest) -> LoadTarget | LoadDraft:
                 feature_transport=_required_transport(draft.feature_transport),
                 dtype=dtype_name(draft.dtype),
             )
+        case "drafter":
+            return LoadDrafter(request.drafter.drafter_path, dtype_name(request.drafter.dtype))
         case _:
-            raise InvalidArgument("part is missing: name a target or a draft to load", field="part")
+            raise InvalidArgument("part is missing: name a target, a draft or a drafter to load", field="part")
 
 
 def _required_transport(number: int) -> FeatureTransport:

@@ -43,9 +43,10 @@ log = structlog.get_logger()
 )
 @click.option(
     "--roles",
-    default="target,draft",
+    default="target,draft,compress",
     show_default=True,
-    help="What this worker offers, joined by commas: target (a stage of the model), draft (DFlash guesses).",
+    help="What this worker offers, joined by commas: target (a stage of the model), draft (DFlash guesses), "
+    "compress (reading long prompts with a small model).",
 )
 @click.option(
     "--model",
@@ -56,6 +57,11 @@ log = structlog.get_logger()
     "--draft",
     metavar="DIR",
     help="Draft checkpoint on this host; wins over the coordinator's path.",
+)
+@click.option(
+    "--prefill-drafter",
+    metavar="DIR",
+    help="Checkpoint of a small Qwen3 to compress prompts with, on this host.  [default: the coordinator's path]",
 )
 @click.option("--threads", type=click.IntRange(1), help="CPU threads for computing.  [default: all cores]")
 @click.option(
@@ -118,6 +124,7 @@ def main(
     roles: str,
     model: str | None,
     draft: str | None,
+    prefill_drafter: str | None,
     threads: int | None,
     prefix_cache_bytes: str | None,
     tls_cert: str | None,
@@ -160,7 +167,20 @@ def main(
                 "--insecure"
             )
         budget = None if prefix_cache_bytes is None else parse_size(prefix_cache_bytes, "--prefix-cache-bytes")
-        asyncio.run(_serve(listen, devices, _parse_roles(roles), model, draft, threads, budget, security, health_port))
+        asyncio.run(
+            _serve(
+                listen,
+                devices,
+                _parse_roles(roles),
+                model,
+                draft,
+                prefill_drafter,
+                threads,
+                budget,
+                security,
+                health_port,
+            )
+        )
     except FlashsplitError as error:
         print(f"flashsplit-worker: {error.message}", file=sys.stderr)
         sys.exit(2)
@@ -188,6 +208,7 @@ async def _serve(
     roles: tuple[Role, ...],
     model: str | None,
     draft: str | None,
+    prefill_drafter: str | None,
     threads: int | None,
     prefix_cache_bytes: int | None,
     security: Security,
@@ -200,7 +221,7 @@ async def _serve(
 
     parsed = parse_devices("+".join(best_devices()) if devices == "best" else devices)
     budget = default_budget_bytes() if prefix_cache_bytes is None else prefix_cache_bytes
-    worker = Worker(WorkerConfig(parsed, roles, model, draft, threads, budget, security))
+    worker = Worker(WorkerConfig(parsed, roles, model, draft, prefill_drafter, threads, budget, security))
     server = Server(listen, worker.registrations(), security=security, health_port=health_port)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -17,6 +17,7 @@ from importlib import metadata
 import structlog
 import torch
 
+from services.compress import CompressServicer
 from services.description import FeatureTransport, HeadPlace, Role, WorkerDescription
 from services.draft import DraftServicer
 from services.errors import FailedPrecondition, InvalidArgument, Unimplemented
@@ -28,11 +29,12 @@ from services.snapshot import SnapshotOwner
 from services.snapshot_service import SnapshotServicer
 from services.stage import StageServicer
 from services.steps import Location
-from services.worker import LoadDraft, LoadProgress, LoadTarget, WorkerServicer
+from services.worker import LoadDrafter, LoadProgress, LoadTarget, Part, WorkerServicer
 from shard_worker.checkpoint import read_config
 from shard_worker.device import Device, describe
 from shard_worker.executor import DeviceThread
 from shard_worker.probe import measure
+from shard_worker.roles.compress import CompressRole
 from shard_worker.roles.draft import DraftRole
 from shard_worker.roles.target import MAX_ROWS, TargetRole
 from shard_worker.snapshot_keeper import SnapshotKeeper
@@ -44,17 +46,20 @@ PROGRESS_INTERVAL_S = 0.1
 SESSIONS_GRACE_S = 2.0
 """For sessions whose client has just gone, before a load is refused because of them."""
 
+AnyRole = TargetRole | DraftRole | CompressRole
+
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """What the command line says. model_path and draft_path win over the paths that a coordinator names."""
+    """What the command line says. The paths in it win over those that a coordinator names."""
 
     devices: tuple[Device, ...]
     roles: tuple[Role, ...]
     model_path: str | None = None
     draft_path: str | None = None
+    drafter_path: str | None = None
     threads: int | None = None
     snapshot_budget_bytes: int = 0
     security: Security = OPEN
@@ -74,6 +79,9 @@ class Worker:
         self._host = host
         self._draft: DraftRole | None = None
         self._target: TargetRole | None = None
+        self._compress: CompressRole | None = None
+        if Role.COMPRESS in config.roles:
+            self._compress = CompressRole(self._thread, config.devices[0])
         if Role.DRAFT in config.roles:
             # Beside a stage the draft sits where the head is: on the last device.
             self._draft = DraftRole(self._thread, config.devices[-1], self._location, self._snapshots)
@@ -90,6 +98,8 @@ class Worker:
             services.append(StageServicer(self._target).register)
         if self._draft is not None:
             services.append(DraftServicer(self._draft).register)
+        if self._compress is not None:
+            services.append(CompressServicer(self._compress).register)
         return services
 
     async def describe(self) -> WorkerDescription:
@@ -107,9 +117,10 @@ class Worker:
             max_tensor_bytes=MAX_ROWS * 65536,
             snapshot_bytes=self._snapshots.held_bytes,
             snapshot_budget_bytes=self._snapshots.budget_bytes,
+            drafter=self._compress.describe() if self._compress is not None else None,
         )
 
-    async def load(self, part: LoadTarget | LoadDraft) -> AsyncIterator[LoadProgress | WorkerDescription]:
+    async def load(self, part: Part) -> AsyncIterator[LoadProgress | WorkerDescription]:
         role, part = self._role_for(part)
         async with self._loading:
             if role.loaded is not None and role.loaded.part == part:
@@ -122,8 +133,9 @@ class Worker:
                     reason="SESSIONS_OPEN",
                 )
             log.info("load.started", part=str(part))
-            # What is kept belongs to the model that goes.
-            self._snapshots.clear(SnapshotOwner.STAGE if role is self._target else SnapshotOwner.DRAFT)
+            if not isinstance(role, CompressRole):
+                # What is kept belongs to the model that goes.
+                self._snapshots.clear(SnapshotOwner.STAGE if role is self._target else SnapshotOwner.DRAFT)
             async for progress in self._run_load(role, part):
                 yield progress
             log.info("load.finished")
@@ -146,9 +158,7 @@ class Worker:
         await self._peers.close()
         self._thread.shutdown()
 
-    async def _run_load(
-        self, role: TargetRole | DraftRole, part: LoadTarget | LoadDraft
-    ) -> AsyncIterator[LoadProgress]:
+    async def _run_load(self, role: AnyRole, part: Part) -> AsyncIterator[LoadProgress]:
         loop = asyncio.get_running_loop()
         latest = LoadProgress(0, 0)
 
@@ -167,8 +177,12 @@ class Worker:
                 yield reported
         job.result()
 
-    def _role_for(self, part: LoadTarget | LoadDraft) -> tuple[TargetRole | DraftRole, LoadTarget | LoadDraft]:
+    def _role_for(self, part: Part) -> tuple[AnyRole, Part]:
         config = self._config
+        if isinstance(part, LoadDrafter):
+            if self._compress is None:
+                raise _role_missing(Role.COMPRESS)
+            return self._compress, replace(part, drafter_path=config.drafter_path or part.drafter_path)
         if isinstance(part, LoadTarget):
             if self._target is None:
                 raise _role_missing(Role.TARGET)
@@ -211,10 +225,10 @@ class Worker:
             )
 
     def _open_sessions(self) -> int:
-        return sum(role.open_sessions for role in (self._target, self._draft) if role is not None)
+        return sum(role.open_sessions for role in (self._target, self._draft, self._compress) if role is not None)
 
 
-async def _sessions_ended(role: TargetRole | DraftRole) -> bool:
+async def _sessions_ended(role: AnyRole) -> bool:
     """Whether no session is open; those whose client has just gone have a moment to end."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(SESSIONS_GRACE_S):

@@ -6,12 +6,17 @@ import contextlib
 import json
 import secrets
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
 from coordinator import generation
 from coordinator.answer import Answer, Piece, Request
+from coordinator.compression.compressor import Compressor
+from coordinator.compression.prompts import shorten_chat, shorten_text
+from coordinator.compression_options import CompressionOptions, compression_options
 from coordinator.console import LoadBars, console
 from coordinator.model_files import ModelFiles, read_model_files
 from coordinator.options import PlacementOptions, PrefixOptions, model_options, placement_options, prefix_options
@@ -36,6 +41,7 @@ _EPILOG = """Examples:
 @model_options(required=True)
 @placement_options
 @prefix_options
+@compression_options
 @click.option(
     "--prompt",
     "prompts",
@@ -108,6 +114,11 @@ def generate(
     kv_cache_url: str | None,
     kv_cache_budget: str,
     kv_cache_min_tokens: int,
+    prefill_drafter: Path | None,
+    prefill_compression: str | None,
+    prefill_threshold: int | None,
+    prefill_keep_ratio: str | None,
+    prefill_device: str | None,
     **placement: str | int | None,
 ) -> None:
     """Answer one prompt with a model that is split over worker processes.
@@ -119,6 +130,9 @@ def generate(
 
     async def main() -> None:
         store = chosen_store(kv_cache_dir, kv_cache_url)
+        shortening = CompressionOptions(
+            prefill_drafter, prefill_compression, prefill_threshold, prefill_keep_ratio, prefill_device
+        )
         files = read_model_files(model)
         sampling = Sampling(
             repetition_penalty=repetition_penalty,
@@ -133,28 +147,31 @@ def generate(
         check_sampling(sampling)
         asked = read_prompts(files, prompts, prompt_files, prompt_ids, chat=chat, system=system)
         keeping = PrefixOptions(prefix_cache, prefix_cache_bytes, store, kv_cache_budget, kv_cache_min_tokens)
-        budget = keeping.worker_bytes
-        with LoadBars() as bars:
-            cluster = PlacementOptions(**placement).cluster(  # type: ignore[arg-type]
-                files, draft, bars, prefix_cache_bytes=budget
-            )
-            await cluster.__aenter__()
 
         def show(piece: Piece) -> None:
             if not as_json:
                 stream(piece.text if files.tokenizer is not None else ids_as_text(piece.token_ids))
 
         async with contextlib.AsyncExitStack() as stack:
-            stack.push_async_callback(cluster.close)
+            with LoadBars() as bars:
+                options = PlacementOptions(**placement)  # type: ignore[arg-type]
+                cluster = options.cluster(files, draft, bars, prefix_cache_bytes=keeping.worker_bytes)
+                await stack.enter_async_context(cluster)
+                compressor = await shortening.open(cluster, bars, options.dtype)
+                if compressor is not None:
+                    stack.push_async_callback(compressor.close)
             # A single prompt has nobody to leave its state to, unless that goes to disk.
             cache = keeping.open(cluster, files) if len(asked) > 1 or store.given is not None else None
             if cache is not None:
                 await stack.enter_async_context(cache)
-            for prompt in asked:
+            for one in asked:
+                request_id = secrets.token_hex(8)
+                prompt = await one.shortened(compressor, request_id, files)
                 request = Request(
-                    request_id=secrets.token_hex(8),
+                    request_id=request_id,
                     prompt_ids=prompt.token_ids,
                     boundaries=prompt.boundaries,
+                    compression=prompt.compression,
                     max_tokens=max_tokens,
                     sampling=sampling,
                     stop_token_ids=frozenset() if ignore_eos else files.stop_token_ids,
@@ -175,6 +192,21 @@ def generate(
     run(main())
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt, and the messages that it was made of, if it was."""
+
+    prompt: Prompt
+    messages: tuple[Mapping[str, str], ...] = ()
+
+    async def shortened(self, compressor: Compressor | None, request_id: str, files: ModelFiles) -> Prompt:
+        """As it is computed."""
+        if compressor is None:
+            return self.prompt
+        common = compressor, compressor.settings, request_id, files, self.prompt
+        return await (shorten_chat(*common, self.messages) if self.messages else shorten_text(*common))
+
+
 def read_prompts(
     files: ModelFiles,
     prompts: tuple[str, ...],
@@ -183,7 +215,7 @@ def read_prompts(
     *,
     chat: bool,
     system: str | None,
-) -> list[Prompt]:
+) -> list[Asked]:
     """The prompts from whichever of the three options was given. Raises InvalidArgument for none or several of them."""
     given = [option for option in (prompts, prompt_files, prompt_ids) if option]
     if len(given) != 1:
@@ -194,16 +226,17 @@ def read_prompts(
         if chat:
             raise InvalidArgument("--chat needs text: use --prompt or --prompt-file with it", field="--chat")
         try:
-            return [Prompt(tuple(int(part) for part in prompt_ids.split(",")))]
+            return [Asked(Prompt(tuple(int(part) for part in prompt_ids.split(","))))]
         except ValueError:
             raise InvalidArgument(
                 f"--prompt-ids {prompt_ids!r} must be whole numbers joined by commas", field="--prompt-ids"
             ) from None
     texts = prompts or [_read_text(path) for path in prompt_files]
     if not chat:
-        return [text_prompt(files, text) for text in texts]
+        return [Asked(text_prompt(files, text)) for text in texts]
     before = [{"role": "system", "content": system}] if system is not None else []
-    return [chat_prompt(files, [*before, {"role": "user", "content": text}]) for text in texts]
+    chats = [[*before, {"role": "user", "content": text}] for text in texts]
+    return [Asked(chat_prompt(files, messages), tuple(messages)) for messages in chats]
 
 
 def _read_text(path: Path) -> str:
@@ -228,6 +261,14 @@ def summary(answer: Answer) -> str:
     stats = answer.stats
     parts = [
         f"{stats.completion_tokens} tokens ({answer.finish_reason})",
+        *(
+            [
+                f"prompt of {stats.original_prompt_tokens} tokens made {stats.prompt_tokens} in "
+                f"{stats.compress_ms:.0f} ms"
+            ]
+            if stats.original_prompt_tokens is not None
+            else []
+        ),
         f"prefill {stats.prefill_ms:.0f} ms",
         *(
             [

@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 import structlog
 
+from coordinator.compression_options import CompressionOptions, compression_options
 from coordinator.config_file import read_config
 from coordinator.console import LoadBars, console
 from coordinator.engine import Engine
@@ -39,6 +40,7 @@ PATH = click.Path(path_type=Path)
 @model_options(required=True)
 @placement_options
 @prefix_options
+@compression_options
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where HTTP listens.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
 @click.option("--grpc/--no-grpc", default=True, show_default=True, help="Listen for gRPC clients too.")
@@ -87,6 +89,11 @@ def serve(
     kv_cache_url: str | None,
     kv_cache_budget: str,
     kv_cache_min_tokens: int,
+    prefill_drafter: Path | None,
+    prefill_compression: str | None,
+    prefill_threshold: int | None,
+    prefill_keep_ratio: str | None,
+    prefill_device: str | None,
     **placement: str | int | None,
 ) -> None:
     """Serve a model to clients of OpenAI's and Anthropic's HTTP APIs, and over gRPC.
@@ -103,6 +110,9 @@ def serve(
     async def main() -> None:
         store = chosen_store(kv_cache_dir, kv_cache_url)
         keeping = PrefixOptions(prefix_cache, prefix_cache_bytes, store, kv_cache_budget, kv_cache_min_tokens)
+        shortening = CompressionOptions(
+            prefill_drafter, prefill_compression, prefill_threshold, prefill_keep_ratio, prefill_device
+        )
         keys = ApiKeys(read_keys(api_keys, api_key_file))
         tls = load_client_tls(ssl_certfile, ssl_keyfile, ssl_ca_certs)
         if not insecure:
@@ -110,10 +120,12 @@ def serve(
         files = read_model_files(model)
         async with contextlib.AsyncExitStack() as stack:
             with LoadBars() as bars:
-                cluster = PlacementOptions(**placement).cluster(  # type: ignore[arg-type]
-                    files, draft, bars, prefix_cache_bytes=keeping.worker_bytes
-                )
+                options = PlacementOptions(**placement)  # type: ignore[arg-type]
+                cluster = options.cluster(files, draft, bars, prefix_cache_bytes=keeping.worker_bytes)
                 await stack.enter_async_context(cluster)
+                compressor = await shortening.open(cluster, bars, options.dtype)
+                if compressor is not None:
+                    stack.push_async_callback(compressor.close)
             cache = keeping.open(cluster, files)
             if cache is not None:
                 await stack.enter_async_context(cache)
@@ -127,6 +139,7 @@ def serve(
                 max_model_len=max_model_len,
                 max_running=max_concurrent_requests,
                 max_waiting=max_waiting_requests,
+                compressor=compressor,
             )
             app = create_app(engine, keys, vllm_metrics=metrics_compat == "vllm")
             told = _told_to_stop()

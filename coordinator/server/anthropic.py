@@ -89,13 +89,16 @@ def routes(engine: Engine) -> APIRouter:
         """A chat, answered by the model; `stream` gives named server-sent events."""
         check_model(engine, body.model)
         body.stop = body.stop_sequences
-        talk = await converse(
-            engine,
-            body,
-            make_messages(body),
-            _tool_use(body),
-            max_tokens=body.max_tokens,
-            variables=body.chat_template_kwargs,
+        talk = await unless_gone(
+            http,
+            converse(
+                engine,
+                body,
+                make_messages(body),
+                _tool_use(body),
+                max_tokens=body.max_tokens,
+                variables=body.chat_template_kwargs,
+            ),
         )
         head = {
             "id": f"msg_{talk.request.request_id}",

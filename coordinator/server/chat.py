@@ -41,15 +41,18 @@ def routes(engine: Engine) -> APIRouter:
         check_model(engine, body.model)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidArgument("top_logprobs needs logprobs: true", field="top_logprobs")
-        talk = await converse(
-            engine,
-            body,
-            body.messages,
-            tool_use(body),
-            max_tokens=body.max_completion_tokens or body.max_tokens,
-            variables=body.chat_template_kwargs,
-            answer_format=body.response_format,
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        talk = await unless_gone(
+            http,
+            converse(
+                engine,
+                body,
+                body.messages,
+                tool_use(body),
+                max_tokens=body.max_completion_tokens or body.max_tokens,
+                variables=body.chat_template_kwargs,
+                answer_format=body.response_format,
+                logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            ),
         )
         head = {
             "id": f"chatcmpl-{talk.request.request_id}",

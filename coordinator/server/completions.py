@@ -19,7 +19,7 @@ from coordinator.server.documented import ANSWER, OPENAI_ERRORS
 from coordinator.server.fields import CompletionRequest
 from coordinator.server.logprobs import completion_logprobs
 from coordinator.server.replies import event_stream, unless_gone
-from coordinator.server.requests import check_model, choices_of, make_request, plain_prompts
+from coordinator.server.requests import check_model, choices_of, compression_wish, make_request, plain_prompts
 from coordinator.server.usage import timings_of, usage_of
 
 
@@ -30,7 +30,7 @@ def routes(engine: Engine) -> APIRouter:
     async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
         """The continuation of one or more prompts."""
         check_model(engine, body.model)
-        prompts = await plain_prompts(engine, body.prompt)
+        prompts = await unless_gone(http, plain_prompts(engine, body.prompt, compression_wish(body)))
         requests = [
             choice
             for number, prompt in enumerate(prompts)

@@ -20,7 +20,7 @@ from coordinator.parsers.tools import NONE, detect, new_parser
 from coordinator.prompt import Prompt
 from coordinator.server.choices import Came, answer_all
 from coordinator.server.fields import Message, ResponseFormat, SamplingFields, Tool
-from coordinator.server.requests import choices_of, make_chat, make_request, render
+from coordinator.server.requests import choices_of, compression_wish, make_chat, make_request, render
 from services.errors import InvalidArgument
 from services.steps import Grammar, GrammarKind
 
@@ -72,7 +72,8 @@ async def converse(
     format_field: what the client calls answer_format.
     """
     chat = make_chat(messages, use.tools, variables)
-    prompt = await render(engine, chat)
+    structured = use.forced or (answer_format is not None and answer_format.type != "text")
+    prompt = await render(engine, chat, compression_wish(fields), structured=structured)
     template = engine.files.chat_template
     source = "" if template is None else template.source
     found = detect(source)

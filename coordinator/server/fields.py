@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from services.inference_words import CompressionMode
+
 MAX_CHOICES = 16
 MAX_PROMPTS = 1024
 
@@ -32,6 +34,8 @@ class SamplingFields(Open):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     speculate: bool = True
+    prefill_compression: CompressionMode | None = None
+    prefill_keep_ratio: float | None = None
 
 
 class StreamOptions(Open):

@@ -10,12 +10,21 @@ from coordinator import requests
 from coordinator.answer import Request
 from coordinator.engine import Engine
 from coordinator.prompt import Prompt
-from coordinator.requests import Chat, check_model, plain_prompt, render, tool_call
+from coordinator.requests import Chat, check_model, compressed_text, plain_prompt, render, tool_call
 from coordinator.server.fields import MAX_PROMPTS, Message, SamplingFields, Tool
 from services.errors import InvalidArgument
-from services.inference_words import SamplingWishes, Stopping
+from services.inference_words import CompressionWish, SamplingWishes, Stopping
 
-__all__ = ["Chat", "check_model", "choices_of", "make_chat", "make_request", "plain_prompts", "render"]
+__all__ = [
+    "Chat",
+    "check_model",
+    "choices_of",
+    "compression_wish",
+    "make_chat",
+    "make_request",
+    "plain_prompts",
+    "render",
+]
 
 
 def make_request(
@@ -33,6 +42,11 @@ def make_request(
         prompt_field="messages" if chat else "prompt",
         chat=chat,
     )
+
+
+def compression_wish(fields: SamplingFields) -> CompressionWish:
+    """Whether and how far the client wants its prompt made shorter."""
+    return CompressionWish(fields.prefill_compression, fields.prefill_keep_ratio)
 
 
 def _wishes(fields: SamplingFields) -> SamplingWishes:
@@ -77,8 +91,15 @@ def make_chat(messages: Sequence[Message], tools: Sequence[Tool] | None, variabl
     )
 
 
-async def plain_prompts(engine: Engine, prompt: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
-    """Each prompt of a completion. Raises InvalidArgument for an empty list and one that is too long."""
+async def plain_prompts(
+    engine: Engine, prompt: str | list[str] | list[int] | list[list[int]], wish: CompressionWish
+) -> list[Prompt]:
+    """Each prompt of a completion, texts as short as `wish` has them. Raises InvalidArgument for an empty list and one
+    that is too long."""
+    return [await compressed_text(engine, found, wish) for found in await _prompts(engine, prompt)]
+
+
+async def _prompts(engine: Engine, prompt: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
     if isinstance(prompt, str):
         return [await plain_prompt(engine, prompt)]
     if not prompt:

@@ -34,15 +34,18 @@ def routes(engine: Engine) -> APIRouter:
         """A conversation, answered by the model; `stream` gives named server-sent events."""
         check_model(engine, body.model)
         refuse_stored(body)
-        talk = await converse(
-            engine,
-            body,
-            make_messages(body),
-            tool_use(body),
-            max_tokens=body.max_output_tokens,
-            variables=body.chat_template_kwargs,
-            answer_format=answer_format(body),
-            format_field="text.format",
+        talk = await unless_gone(
+            http,
+            converse(
+                engine,
+                body,
+                make_messages(body),
+                tool_use(body),
+                max_tokens=body.max_output_tokens,
+                variables=body.chat_template_kwargs,
+                answer_format=answer_format(body),
+                format_field="text.format",
+            ),
         )
         head = _head(engine, body, talk)
         if body.stream:

@@ -38,6 +38,8 @@ def timings_of(answer: Answer) -> dict[str, Any]:
         "cache_n": stats.cached_tokens,
         "cache_source": stats.cache_source,
         "restore_ms": round(stats.restore_ms, 3),
+        "original_prompt_n": stats.original_prompt_tokens,
+        "compress_ms": round(stats.compress_ms, 3),
         "draft_n": stats.draft_tokens,
         "draft_n_accepted": stats.accepted_tokens,
         "acceptance_length": stats.acceptance_length,

@@ -118,7 +118,7 @@ async def test_versions_are_compared_before_anything_else(
 @pytest.mark.parametrize(
     ("request_", "text"),
     [
-        (pb.LoadRequest(), "part is missing: name a target or a draft to load"),
+        (pb.LoadRequest(), "part is missing: name a target, a draft or a drafter to load"),
         (pb.LoadRequest(target=pb.LoadTarget()), "layers is [0, 0)"),
         (pb.LoadRequest(target=pb.LoadTarget(layers={"last": 1}, dtype=42)), "dtype is 42"),
         (

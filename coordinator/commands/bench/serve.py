@@ -108,14 +108,14 @@ def serve(
     run(main())
 
 
-def parse_counts(text: str) -> list[int]:
+def parse_counts(text: str, field: str = "--clients") -> list[int]:
     """Raises InvalidArgument for anything but whole numbers above 0 joined by commas."""
     try:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
         counts = []
     if not counts or min(counts) < 1:
-        raise InvalidArgument(f"--clients {text!r} must be whole numbers joined by commas", field="--clients")
+        raise InvalidArgument(f"{field} {text!r} must be whole numbers above 0 joined by commas", field=field)
     return counts
 
 

@@ -8,6 +8,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class PrefillCompression(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PREFILL_COMPRESSION_UNSPECIFIED: _ClassVar[PrefillCompression]
+    PREFILL_COMPRESSION_OFF: _ClassVar[PrefillCompression]
+    PREFILL_COMPRESSION_AUTO: _ClassVar[PrefillCompression]
+    PREFILL_COMPRESSION_ALWAYS: _ClassVar[PrefillCompression]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -19,6 +26,10 @@ class CacheSource(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CACHE_SOURCE_UNSPECIFIED: _ClassVar[CacheSource]
     CACHE_SOURCE_MEMORY: _ClassVar[CacheSource]
     CACHE_SOURCE_DISK: _ClassVar[CacheSource]
+PREFILL_COMPRESSION_UNSPECIFIED: PrefillCompression
+PREFILL_COMPRESSION_OFF: PrefillCompression
+PREFILL_COMPRESSION_AUTO: PrefillCompression
+PREFILL_COMPRESSION_ALWAYS: PrefillCompression
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -138,30 +149,34 @@ class Delta(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens", "cache_source", "completion_tokens")
+    __slots__ = ("prompt_tokens", "cached_tokens", "cache_source", "completion_tokens", "original_prompt_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SOURCE_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ORIGINAL_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: int
     cache_source: CacheSource
     completion_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., cache_source: _Optional[_Union[CacheSource, str]] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
+    original_prompt_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., cache_source: _Optional[_Union[CacheSource, str]] = ..., completion_tokens: _Optional[int] = ..., original_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("prefill_ms", "restore_ms", "decode_ms", "decode_tokens_per_second", "draft_ms")
+    __slots__ = ("prefill_ms", "restore_ms", "decode_ms", "decode_tokens_per_second", "draft_ms", "compress_ms")
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     RESTORE_MS_FIELD_NUMBER: _ClassVar[int]
     DECODE_MS_FIELD_NUMBER: _ClassVar[int]
     DECODE_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     DRAFT_MS_FIELD_NUMBER: _ClassVar[int]
+    COMPRESS_MS_FIELD_NUMBER: _ClassVar[int]
     prefill_ms: float
     restore_ms: float
     decode_ms: float
     decode_tokens_per_second: float
     draft_ms: float
-    def __init__(self, prefill_ms: _Optional[float] = ..., restore_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., decode_tokens_per_second: _Optional[float] = ..., draft_ms: _Optional[float] = ...) -> None: ...
+    compress_ms: float
+    def __init__(self, prefill_ms: _Optional[float] = ..., restore_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., decode_tokens_per_second: _Optional[float] = ..., draft_ms: _Optional[float] = ..., compress_ms: _Optional[float] = ...) -> None: ...
 
 class Speculation(_message.Message):
     __slots__ = ("steps", "draft_tokens", "accepted_tokens", "acceptance_length", "notes")

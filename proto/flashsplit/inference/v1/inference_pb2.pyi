@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "sampling", "stopping", "speculate", "model", "logprobs", "grammar")
+    __slots__ = ("text", "token_ids", "sampling", "stopping", "speculate", "model", "logprobs", "grammar", "prefill_compression", "prefill_keep_ratio")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,8 @@ class GenerateRequest(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_COMPRESSION_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_KEEP_RATIO_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: _generation_pb2.TokenIds
     sampling: _generation_pb2.Sampling
@@ -26,7 +28,9 @@ class GenerateRequest(_message.Message):
     model: str
     logprobs: int
     grammar: _generation_pb2.Grammar
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_generation_pb2.Sampling, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.Stopping, _Mapping]] = ..., speculate: _Optional[bool] = ..., model: _Optional[str] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[_generation_pb2.Grammar, _Mapping]] = ...) -> None: ...
+    prefill_compression: _generation_pb2.PrefillCompression
+    prefill_keep_ratio: float
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_generation_pb2.Sampling, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.Stopping, _Mapping]] = ..., speculate: _Optional[bool] = ..., model: _Optional[str] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[_generation_pb2.Grammar, _Mapping]] = ..., prefill_compression: _Optional[_Union[_generation_pb2.PrefillCompression, str]] = ..., prefill_keep_ratio: _Optional[float] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "delta", "finished")
@@ -39,7 +43,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[_generation_pb2.Started, _Mapping]] = ..., delta: _Optional[_Union[_generation_pb2.Delta, _Mapping]] = ..., finished: _Optional[_Union[_generation_pb2.Finished, _Mapping]] = ...) -> None: ...
 
 class ChatRequest(_message.Message):
-    __slots__ = ("conversation", "sampling", "stopping", "speculate", "model", "logprobs", "grammar")
+    __slots__ = ("conversation", "sampling", "stopping", "speculate", "model", "logprobs", "grammar", "prefill_compression", "prefill_keep_ratio")
     CONVERSATION_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     STOPPING_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +51,8 @@ class ChatRequest(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_COMPRESSION_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_KEEP_RATIO_FIELD_NUMBER: _ClassVar[int]
     conversation: _generation_pb2.Conversation
     sampling: _generation_pb2.Sampling
     stopping: _generation_pb2.Stopping
@@ -54,7 +60,9 @@ class ChatRequest(_message.Message):
     model: str
     logprobs: int
     grammar: _generation_pb2.Grammar
-    def __init__(self, conversation: _Optional[_Union[_generation_pb2.Conversation, _Mapping]] = ..., sampling: _Optional[_Union[_generation_pb2.Sampling, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.Stopping, _Mapping]] = ..., speculate: _Optional[bool] = ..., model: _Optional[str] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[_generation_pb2.Grammar, _Mapping]] = ...) -> None: ...
+    prefill_compression: _generation_pb2.PrefillCompression
+    prefill_keep_ratio: float
+    def __init__(self, conversation: _Optional[_Union[_generation_pb2.Conversation, _Mapping]] = ..., sampling: _Optional[_Union[_generation_pb2.Sampling, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.Stopping, _Mapping]] = ..., speculate: _Optional[bool] = ..., model: _Optional[str] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[_generation_pb2.Grammar, _Mapping]] = ..., prefill_compression: _Optional[_Union[_generation_pb2.PrefillCompression, str]] = ..., prefill_keep_ratio: _Optional[float] = ...) -> None: ...
 
 class ChatResponse(_message.Message):
     __slots__ = ("started", "delta", "finished")

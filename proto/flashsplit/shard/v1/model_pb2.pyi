@@ -13,6 +13,7 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_UNSPECIFIED: _ClassVar[Role]
     ROLE_TARGET: _ClassVar[Role]
     ROLE_DRAFT: _ClassVar[Role]
+    ROLE_COMPRESS: _ClassVar[Role]
 
 class FeatureTransport(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -29,6 +30,7 @@ class HeadPlace(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 ROLE_UNSPECIFIED: Role
 ROLE_TARGET: Role
 ROLE_DRAFT: Role
+ROLE_COMPRESS: Role
 FEATURE_TRANSPORT_UNSPECIFIED: FeatureTransport
 FEATURE_TRANSPORT_SUM: FeatureTransport
 FEATURE_TRANSPORT_SLICES: FeatureTransport
@@ -103,6 +105,22 @@ class DraftDescription(_message.Message):
     state_cuttable: bool
     def __init__(self, fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., mask_token_id: _Optional[int] = ..., capture_layers: _Optional[_Iterable[int]] = ..., hidden_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_target_layers: _Optional[int] = ..., head_place: _Optional[_Union[HeadPlace, str]] = ..., feature_transport: _Optional[_Union[FeatureTransport, str]] = ..., max_position: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., weight_bytes: _Optional[int] = ..., state_cuttable: _Optional[bool] = ...) -> None: ...
 
+class DrafterDescription(_message.Message):
+    __slots__ = ("fingerprint", "vocab_size", "num_layers", "max_position", "dtype", "weight_bytes")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_POSITION_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: str
+    vocab_size: int
+    num_layers: int
+    max_position: int
+    dtype: _tensor_pb2.Dtype
+    weight_bytes: int
+    def __init__(self, fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., max_position: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., weight_bytes: _Optional[int] = ...) -> None: ...
+
 class DeviceDescription(_message.Message):
     __slots__ = ("name", "product", "total_bytes", "free_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -116,7 +134,7 @@ class DeviceDescription(_message.Message):
     def __init__(self, name: _Optional[str] = ..., product: _Optional[str] = ..., total_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("protocol_major", "protocol_minor", "host", "devices", "roles", "flashsplit_version", "torch_version", "python_version", "target", "draft", "open_sessions", "process_id", "max_tensor_bytes", "snapshot_bytes", "snapshot_budget_bytes")
+    __slots__ = ("protocol_major", "protocol_minor", "host", "devices", "roles", "flashsplit_version", "torch_version", "python_version", "target", "draft", "open_sessions", "process_id", "max_tensor_bytes", "snapshot_bytes", "snapshot_budget_bytes", "drafter")
     PROTOCOL_MAJOR_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MINOR_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +150,7 @@ class WorkerDescription(_message.Message):
     MAX_TENSOR_BYTES_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
     protocol_major: int
     protocol_minor: int
     host: str
@@ -147,4 +166,5 @@ class WorkerDescription(_message.Message):
     max_tensor_bytes: int
     snapshot_bytes: int
     snapshot_budget_bytes: int
-    def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., host: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[DeviceDescription, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., flashsplit_version: _Optional[str] = ..., torch_version: _Optional[str] = ..., python_version: _Optional[str] = ..., target: _Optional[_Union[TargetDescription, _Mapping]] = ..., draft: _Optional[_Union[DraftDescription, _Mapping]] = ..., open_sessions: _Optional[int] = ..., process_id: _Optional[int] = ..., max_tensor_bytes: _Optional[int] = ..., snapshot_bytes: _Optional[int] = ..., snapshot_budget_bytes: _Optional[int] = ...) -> None: ...
+    drafter: DrafterDescription
+    def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., host: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[DeviceDescription, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., flashsplit_version: _Optional[str] = ..., torch_version: _Optional[str] = ..., python_version: _Optional[str] = ..., target: _Optional[_Union[TargetDescription, _Mapping]] = ..., draft: _Optional[_Union[DraftDescription, _Mapping]] = ..., open_sessions: _Optional[int] = ..., process_id: _Optional[int] = ..., max_tensor_bytes: _Optional[int] = ..., snapshot_bytes: _Optional[int] = ..., snapshot_budget_bytes: _Optional[int] = ..., drafter: _Optional[_Union[DrafterDescription, _Mapping]] = ...) -> None: ...

@@ -56,13 +56,23 @@ class LoadDraft(_message.Message):
     dtype: _tensor_pb2.Dtype
     def __init__(self, draft_path: _Optional[str] = ..., model_path: _Optional[str] = ..., head_place: _Optional[_Union[_model_pb2.HeadPlace, str]] = ..., feature_transport: _Optional[_Union[_model_pb2.FeatureTransport, str]] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ...) -> None: ...
 
+class LoadDrafter(_message.Message):
+    __slots__ = ("drafter_path", "dtype")
+    DRAFTER_PATH_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    drafter_path: str
+    dtype: _tensor_pb2.Dtype
+    def __init__(self, drafter_path: _Optional[str] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ...) -> None: ...
+
 class LoadRequest(_message.Message):
-    __slots__ = ("target", "draft")
+    __slots__ = ("target", "draft", "drafter")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
     target: LoadTarget
     draft: LoadDraft
-    def __init__(self, target: _Optional[_Union[LoadTarget, _Mapping]] = ..., draft: _Optional[_Union[LoadDraft, _Mapping]] = ...) -> None: ...
+    drafter: LoadDrafter
+    def __init__(self, target: _Optional[_Union[LoadTarget, _Mapping]] = ..., draft: _Optional[_Union[LoadDraft, _Mapping]] = ..., drafter: _Optional[_Union[LoadDrafter, _Mapping]] = ...) -> None: ...
 
 class LoadProgress(_message.Message):
     __slots__ = ("loaded_bytes", "total_bytes")

@@ -70,7 +70,7 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Load(self, request, context):
-        """Loads a stage of the target or a draft, with progress. Asking for what is loaded already answers at once.
+        """Loads a stage of the target, a draft or a drafter, with progress. Asking for what is loaded already answers at once.
         FAILED_PRECONDITION when sessions are open on something else; INVALID_ARGUMENT for a checkpoint that doesn't fit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -1,0 +1,110 @@
+"""The worker that reads prompts: started or called, loaded, and started again after it was lost.
+
+A worker of its own, so that a drafter that fails or runs out of memory takes nothing else with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from coordinator.placement import Place
+from services.compress import Compress, Compressed
+from services.description import DrafterDescription, Role
+from services.errors import FailedPrecondition, Unavailable
+from services.peers import Peers
+from services.process import WorkerProcess
+from services.security import OPEN, Security
+from services.worker import LoadDrafter, LoadProgress
+
+log = structlog.get_logger()
+
+Bar = Callable[[LoadProgress], None]
+
+
+class DrafterWorker:
+    """A drafter at `place`. Use `start`, and in any case `close`. on_progress hears of the first load."""
+
+    def __init__(
+        self,
+        place: Place,
+        drafter: Path,
+        *,
+        dtype: str | None = None,
+        threads: int | None = None,
+        security: Security = OPEN,
+        on_progress: Bar = lambda progress: None,
+    ) -> None:
+        self._place, self._part = place, LoadDrafter(str(drafter), dtype)
+        self._threads, self._security, self._on_progress = threads, security, on_progress
+        self._peers = Peers(security=security)
+        self._process: WorkerProcess | None = None
+        self._dead: asyncio.Task[str] | None = None
+        self._starting = asyncio.Lock()
+        self._drafter: DrafterDescription | None = None
+
+    async def start(self) -> DrafterDescription:
+        """Its drafter, loaded; what runs already is left as it is. Raises what starting, calling and loading raise."""
+        async with self._starting:
+            if self._drafter is None or (self._dead is not None and self._dead.done()):
+                await self._end()
+                self._drafter = await self._load(await self._address())
+            return self._drafter
+
+    async def compress(self, request_id: str, token_ids: tuple[int, ...], ratio: float) -> Compressed:
+        """What to keep. A failure ends the worker, so that the next request gets a fresh one; it is raised."""
+        drafter = await self.start()
+        try:
+            remote = await self._peers.compressor(await self._address())
+            return await remote.compress(Compress(request_id, drafter.fingerprint, token_ids, ratio))
+        except FailedPrecondition:
+            # A remote worker that was started again holds nothing, or another one's drafter.
+            self._drafter = None
+            raise
+        except Unavailable as error:
+            self._drafter = None
+            if self._dead is not None:
+                await asyncio.wait([self._dead], timeout=0.5)
+                if self._dead.done():
+                    raise Unavailable(self._dead.result(), reason="WORKER_DIED") from error
+            raise
+
+    async def close(self) -> None:
+        """End it. Safe to call twice."""
+        await self._peers.close()
+        await self._end()
+
+    async def _address(self) -> str:
+        if self._place.address is not None:
+            return self._place.address
+        if self._process is None:
+            assert self._place.devices is not None
+            self._process = WorkerProcess(
+                self._place.devices,
+                [Role.COMPRESS],
+                threads=self._threads,
+                prefix_cache_bytes=0,
+                security=self._security,
+            )
+            await self._process.start()
+            self._dead = asyncio.ensure_future(self._process.died())
+        return self._process.address
+
+    async def _load(self, address: str) -> DrafterDescription:
+        worker = await self._peers.worker(address)
+        loaded = await worker.load(self._part, self._on_progress)
+        if loaded.drafter is None:
+            raise FailedPrecondition(f"the worker at {address} loaded no drafter", reason="NOT_LOADED")
+        log.info("compress.ready", device=loaded.device, host=loaded.host, bytes=loaded.drafter.weight_bytes)
+        return loaded.drafter
+
+    async def _end(self) -> None:
+        if self._dead is not None:
+            self._dead.cancel()
+            self._dead = None
+        if self._process is not None:
+            process, self._process = self._process, None
+            await process.stop()

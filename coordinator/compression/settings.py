@@ -1,0 +1,70 @@
+"""When prompts are compressed, and to what share: parsed and brought into range once, before use."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from services.errors import InvalidArgument
+from services.inference_words import CompressionMode, CompressionWish
+
+RATIO_FLAG = "--prefill-keep-ratio"
+
+
+@dataclass(frozen=True, slots=True)
+class KeepCurve:
+    """The share of a prompt to keep by its tokens: linear between ascending points, level beyond them."""
+
+    points: tuple[tuple[int, float], ...]
+
+    def ratio(self, tokens: int) -> float:
+        """From 0 to 1."""
+        before = self.points[0]
+        for point in self.points:
+            if tokens <= point[0]:
+                span = point[0] - before[0]
+                return point[1] if not span else before[1] + (point[1] - before[1]) * (tokens - before[0]) / span
+            before = point
+        return before[1]
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionSettings:
+    """threshold: tokens of a prompt from which AUTO compresses."""
+
+    mode: CompressionMode = CompressionMode.AUTO
+    threshold: int = 32_000
+    keep: KeepCurve = KeepCurve(((0, 0.05),))
+
+    def for_request(self, wish: CompressionWish) -> CompressionSettings:
+        """With what one request asks for. Raises InvalidArgument for a ratio that is no number."""
+        changed = self if wish.mode is None else replace(self, mode=wish.mode)
+        if wish.keep_ratio is None:
+            return changed
+        return replace(changed, keep=KeepCurve(((0, _ratio(wish.keep_ratio, "prefill_keep_ratio")),)))
+
+
+def parse_keep(text: str) -> KeepCurve:
+    """A ratio, or TOKENS:RATIO pairs joined by commas. Ratios outside of 0 … 1 are brought into it.
+
+    Raises InvalidArgument for anything else.
+    """
+    try:
+        if ":" not in text:
+            return KeepCurve(((0, _ratio(float(text), RATIO_FLAG)),))
+        pairs = [part.split(":") for part in text.split(",")]
+        points = tuple((int(tokens), _ratio(float(ratio), RATIO_FLAG)) for tokens, ratio in pairs)
+    except ValueError:
+        raise InvalidArgument(
+            f"{RATIO_FLAG} {text!r} must be a number like 0.05, or TOKENS:RATIO pairs like 8000:0.3,64000:0.05",
+            field=RATIO_FLAG,
+        ) from None
+    if any(one[0] >= other[0] for one, other in zip(points, points[1:], strict=False)) or points[0][0] < 0:
+        raise InvalidArgument(f"{RATIO_FLAG} {text!r} must have its tokens ascending from 0", field=RATIO_FLAG)
+    return KeepCurve(points)
+
+
+def _ratio(value: float, field: str) -> float:
+    if math.isnan(value):
+        raise InvalidArgument(f"{field} is not a number; it must be from 0 to 1", field=field)
+    return min(max(value, 0.0), 1.0)

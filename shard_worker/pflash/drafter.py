@@ -1,0 +1,123 @@
+"""The small model that reads a prompt: layer by layer over all tokens, so that one layer's keys are held at a time.
+
+Qwen3 only: its queries and keys before RoPE are what `scoring` needs. No cache, no head, no sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from services.errors import InvalidArgument, Unimplemented
+from services.layers import LayerRange
+from shard_worker.checkpoint import Checkpoint
+from shard_worker.device import Device
+from shard_worker.families import family_of, qwen3
+from shard_worker.layers import mlp
+from shard_worker.model_config import LayerKind, ModelConfig
+from shard_worker.ops.norm import rms_norm
+from shard_worker.ops.rope import apply_rope, rope_table
+from shard_worker.pflash.scoring import TAIL_QUERIES, TokenScores, chunk_means
+from shard_worker.pflash.selection import CHUNK_TOKENS
+from shard_worker.pflash.sparse import attend_sparsely
+from shard_worker.segment import Segment
+from shard_worker.stage_loader import Progress, StageLoader
+
+SPARSE_FROM_CPU, SPARSE_FROM_GPU = 4096, 1 << 17
+"""Tokens from which attention to chosen blocks is faster than to all: a GPU does all of it in one kernel."""
+
+ROWS = 4096
+"""Of the feed-forward part at once: its inner rows are the widest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """A loaded Qwen3. embedding: [vocab, hidden]."""
+
+    config: ModelConfig
+    segment: Segment
+    embedding: torch.Tensor
+    fingerprint: str
+    weight_bytes: int
+
+    def score(self, token_ids: tuple[int, ...]) -> Iterator[int | list[float]]:
+        """The number of layers done after each one, and at last the mean weight of each run of CHUNK_TOKENS tokens.
+
+        Runs on the device thread, a piece at a time, so that others get their turn between layers.
+        """
+        device = self.segment.device.torch_device
+        hidden = F.embedding(torch.tensor(token_ids, device=device), self.embedding)
+        rope = rope_table(torch.arange(len(token_ids), device=device), self.segment.frequencies, hidden.dtype)
+        scores, last = TokenScores(), len(self.segment.weights) - 1
+        for number, weights in enumerate(self.segment.weights):
+            hidden = self._layer(weights, hidden, rope, scores, last=number == last)
+            yield number + 1
+        yield chunk_means(scores.tokens(), CHUNK_TOKENS)
+
+    def _layer(
+        self,
+        weights: qwen3.Weights,
+        hidden: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        scores: TokenScores,
+        *,
+        last: bool,
+    ) -> torch.Tensor:
+        """hidden: [n, hidden] -> the same behind this layer; behind the last one nothing is computed."""
+        config, attention = self.config, weights.attention
+        length, heads, kv_heads = len(hidden), config.heads, config.kv_heads
+        normed = rms_norm(hidden, weights.input_norm, config.norm_eps)
+        projected = F.linear(normed, attention.qkv, attention.qkv_bias).view(length, -1, config.head_dim)
+        qk = rms_norm(projected[:, : heads + kv_heads], attention.qk_norm, config.norm_eps)
+        scores.add(qk[-TAIL_QUERIES:, :heads], qk[:, heads:])
+        if last:
+            return hidden
+        qk = apply_rope(qk, rope)
+        mixed = attend_causally(qk[:, :heads], qk[:, heads:], projected[:, heads + kv_heads :])
+        hidden = hidden + F.linear(mixed, attention.out, attention.out_bias)
+        parts = [
+            part + mlp.run(weights.mlp, rms_norm(part, weights.post_norm, config.norm_eps))
+            for part in torch.split(hidden, ROWS)
+        ]
+        return torch.cat(parts)
+
+
+def attend_causally(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sparse_from: int | None = None
+) -> torch.Tensor:
+    """Dense below `sparse_from` rows, by default where that is faster. Shapes as in `attend_sparsely`."""
+    if len(queries) >= (sparse_from or (SPARSE_FROM_CPU if queries.device.type == "cpu" else SPARSE_FROM_GPU)):
+        return attend_sparsely(queries, keys, values)
+    q, k, v = (x.transpose(0, 1)[None] for x in (queries, keys, values))
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return mixed[0].transpose(0, 1).flatten(1)
+
+
+def load_drafter(checkpoint: Checkpoint, device: Device, dtype: str | None, on_progress: Progress) -> Drafter:
+    """Raises Unimplemented for another family or layers that see less than everything, and what `StageLoader` does."""
+    name, _, config = family_of(checkpoint.config)
+    if name != "qwen3" or set(config.layer_kinds) != {LayerKind.FULL}:
+        raise Unimplemented(
+            f"{checkpoint.directory} is of model_type {name!r}; prompts are compressed by a Qwen3 without sliding "
+            "windows, like Qwen3-0.6B",
+            reason="UNKNOWN_FAMILY",
+            field="--prefill-drafter",
+        )
+    stage = StageLoader(checkpoint, LayerRange(0, config.num_layers), dtype).load([device], None, on_progress)
+    assert stage.embedding is not None
+    return Drafter(config, stage.segments[0], stage.embedding, checkpoint.fingerprint, stage.weight_bytes)
+
+
+def check_prompt(drafter: Drafter, token_ids: tuple[int, ...]) -> None:
+    """Raises InvalidArgument for an empty prompt and for what are no tokens of the drafter."""
+    if not token_ids:
+        raise InvalidArgument("token_ids is empty: there is nothing to compress", field="token_ids")
+    vocabulary = drafter.config.vocab_size
+    foreign = [token for token in token_ids if not 0 <= token < vocabulary]
+    if foreign:
+        raise InvalidArgument(
+            f"token_ids has {foreign[0]}; the drafter's tokens are 0 to {vocabulary - 1}", field="token_ids"
+        )

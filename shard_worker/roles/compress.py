@@ -1,0 +1,92 @@
+"""The compress role: holds a drafter and reads prompts with it, layer by layer between other work of the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import dataclass
+
+from services.compress import Compress, Compressed, CompressProgress
+from services.description import DrafterDescription
+from services.errors import FailedPrecondition
+from services.worker import LoadDrafter
+from shard_worker.checkpoint import Checkpoint
+from shard_worker.device import Device
+from shard_worker.dtypes import dtype_to_name
+from shard_worker.executor import DeviceThread
+from shard_worker.pflash.drafter import Drafter, check_prompt, load_drafter
+from shard_worker.pflash.selection import MIN_TOKENS, kept_ranges, select_chunks
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDrafter:
+    """A drafter, and what it was loaded by."""
+
+    part: LoadDrafter
+    drafter: Drafter
+
+
+class CompressRole:
+    """Implements `services.compress.CompressPort`."""
+
+    def __init__(self, thread: DeviceThread, device: Device) -> None:
+        self._thread, self._device = thread, device
+        self.loaded: LoadedDrafter | None = None
+        self.open_sessions = 0
+
+    def load(self, part: LoadDrafter, on_progress: Callable[[int, int], None]) -> None:
+        """Runs on the device thread. Errors as in `load_drafter`."""
+        self.loaded = None
+        checkpoint = Checkpoint(part.drafter_path, "--prefill-drafter")
+        self.loaded = LoadedDrafter(part, load_drafter(checkpoint, self._device, part.dtype, on_progress))
+
+    def describe(self) -> DrafterDescription | None:
+        if self.loaded is None:
+            return None
+        drafter = self.loaded.drafter
+        return DrafterDescription(
+            fingerprint=drafter.fingerprint,
+            vocab_size=drafter.config.vocab_size,
+            num_layers=drafter.config.num_layers,
+            max_position=drafter.config.max_position,
+            dtype=dtype_to_name(drafter.embedding.dtype),
+            weight_bytes=drafter.weight_bytes,
+        )
+
+    async def compress(self, request: Compress) -> AsyncGenerator[CompressProgress | Compressed]:
+        """As the port says."""
+        loaded = self.loaded
+        if loaded is None:
+            raise FailedPrecondition("no drafter is loaded on this worker", reason="NOT_LOADED")
+        drafter = loaded.drafter
+        if drafter.fingerprint != request.fingerprint:
+            raise FailedPrecondition(
+                f"this worker holds drafter {drafter.fingerprint}, the request is for {request.fingerprint}",
+                reason="FINGERPRINT_MISMATCH",
+                field="fingerprint",
+            )
+        check_prompt(drafter, request.token_ids)
+        length = len(request.token_ids)
+        if length < MIN_TOKENS:
+            yield Compressed(((0, length),), 0)
+            return
+        self.open_sessions += 1
+        try:
+            forward_ns = 0
+            steps = drafter.score(request.token_ids)
+            while True:
+                step, elapsed_ns = await self._thread.submit(_timed, steps)
+                forward_ns += elapsed_ns
+                if isinstance(step, list):
+                    break
+                yield CompressProgress(step, drafter.config.num_layers)
+            chunks = select_chunks(step, request.token_ids, request.keep_ratio)
+            yield Compressed(tuple(kept_ranges(chunks, length)), forward_ns)
+        finally:
+            self.open_sessions -= 1
+
+
+def _timed(steps: Iterator[int | list[float]]) -> tuple[int | list[float], int]:
+    """The next step of a score and its nanoseconds."""
+    started_ns = time.monotonic_ns()
+    return next(steps), time.monotonic_ns() - started_ns
