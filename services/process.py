@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -20,10 +19,10 @@ from pathlib import Path
 
 from services.errors import FailedPrecondition, Unavailable
 from services.security import OPEN, Security
+from services.worker_log import WorkerLog
 
 READY_TIMEOUT_S = 120.0
 STOP_GRACE_S = 2.0
-LOG_TAIL_LINES = 8
 DEFAULT_COMMAND = (sys.executable, "-m", "shard_worker")
 
 
@@ -48,6 +47,8 @@ class WorkerProcess:
         self._scratch: Path | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._lifeline: int | None = None
+        self._log: WorkerLog
+        self._following: asyncio.Task[None] | None = None
         self._stopping = False
 
     @property
@@ -62,6 +63,7 @@ class WorkerProcess:
     async def start(self) -> None:
         """Spawn, and return when the worker listens. Raises Unavailable, with its last log lines, when it doesn't."""
         self._scratch = Path(tempfile.mkdtemp(prefix="flashsplit-"))
+        self._log = WorkerLog(self._scratch / "worker.log")
         child_end, self._lifeline = os.pipe()
         optional = {"--threads": self._threads, "--prefix-cache-bytes": self._prefix_cache_bytes}
         arguments = [
@@ -73,7 +75,7 @@ class WorkerProcess:
             *(word for flag, value in optional.items() if value is not None for word in (flag, str(value))),
         ]
         try:
-            with (self._directory / "worker.log").open("wb") as log:
+            with self._log.open() as log:
                 self._process = await asyncio.create_subprocess_exec(
                     *arguments,
                     stdin=asyncio.subprocess.DEVNULL,
@@ -86,6 +88,8 @@ class WorkerProcess:
                 )
         finally:
             os.close(child_end)
+        self._log.worker = f"{self.device} (process {self.process_id})"
+        self._following = asyncio.ensure_future(self._log.follow())
         await self._listening()
 
     async def died(self) -> str:
@@ -98,11 +102,7 @@ class WorkerProcess:
 
     def last_exception(self) -> str | None:
         """The last unexpected exception in the worker's log, e.g. "ValueError: …"."""
-        for line in reversed(self._log_text().splitlines()):
-            with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
-                raised = json.loads(line)["exception"][-1]
-                return f"{raised['exc_type']}: {raised['exc_value']}"
-        return None
+        return self._log.last_exception()
 
     async def stop(self) -> None:
         """End the process and remove its scratch directory. Safe to call twice and at any moment."""
@@ -121,6 +121,10 @@ class WorkerProcess:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 await process.wait()
+        if self._following is not None:
+            self._following.cancel()
+            self._following = None
+            self._log.carry()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
             self._scratch = None
@@ -141,12 +145,12 @@ class WorkerProcess:
                     await asyncio.sleep(0.02)
         except TimeoutError:
             raise Unavailable(
-                f"the worker for {self.device} did not listen within {READY_TIMEOUT_S:g} s{self._log_tail()}",
+                f"the worker for {self.device} did not listen within {READY_TIMEOUT_S:g} s{self._log.tail()}",
                 device=self.device,
             ) from None
 
     def _raise_early_exit(self, code: int) -> None:
-        text = self._log_text().strip()
+        text = self._log.text().strip()
         if code == 2 and text.startswith("flashsplit-worker: "):
             # The worker refused its own command line and said why in one sentence.
             raise FailedPrecondition(text.removeprefix("flashsplit-worker: "), device=self.device)
@@ -154,16 +158,7 @@ class WorkerProcess:
 
     def _obituary(self, code: int) -> str:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        return f"the worker for {self.device} (process {self.process_id}) {how}{self._log_tail()}"
-
-    def _log_text(self) -> str:
-        with contextlib.suppress(OSError):
-            return (self._directory / "worker.log").read_text(errors="replace")
-        return ""
-
-    def _log_tail(self) -> str:
-        lines = self._log_text().strip().splitlines()[-LOG_TAIL_LINES:]
-        return "; its last log lines:\n  " + "\n  ".join(lines) if lines else ""
+        return f"the worker for {self.device} (process {self.process_id}) {how}{self._log.tail()}"
 
 
 def list_devices(command: Sequence[str] = DEFAULT_COMMAND) -> list[str]:

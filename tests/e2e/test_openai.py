@@ -213,6 +213,20 @@ def test_a_client_that_goes_frees_its_turn(server: Server, client: openai.OpenAI
         time.sleep(0.05)
 
 
+def test_workers_lines_are_in_the_servers_log(server: Server, client: openai.OpenAI) -> None:
+    """By the request's id, for each stage and the draft beside the last one."""
+    client.chat.completions.create(model="demo", messages=ASK, max_tokens=2, extra_headers={"x-request-id": "find-me"})
+
+    def closed() -> list[str]:
+        return [line for line in server.log.read_text().splitlines() if "session.closed" in line and "find-me" in line]
+
+    deadline = time.monotonic() + 5
+    while len(closed()) < 3:
+        assert time.monotonic() < deadline, closed()
+        time.sleep(0.05)
+    assert len({line.partition('"worker": ')[2].partition(",")[0] for line in closed()}) == 2
+
+
 def test_operators_see(server: Server) -> None:
     assert get(f"{server.url}/health")[0] == 200
     assert get(f"{server.url}/ready")[0] == 200

@@ -69,7 +69,7 @@ async def test_program_that_is_no_worker_is_reported_with_its_last_words() -> No
 
 async def test_last_exception_is_read_from_the_log() -> None:
     """What a worker logged as an exception is told as type and text."""
-    line = '{"event": "call.failed", "exception": [{"exc_type": "ValueError", "exc_value": "bad"}]}'
+    line = '{"level": "error", "event": "call.failed", "exception": [{"exc_type": "ValueError", "exc_value": "bad"}]}'
     process = WorkerProcess("cpu", ["target"], command=["sh", "-c", f"echo '{line}'; echo more; exit 1", "sh"])
     try:
         with pytest.raises(Unavailable):
