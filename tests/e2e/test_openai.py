@@ -227,7 +227,11 @@ def test_workers_lines_are_in_the_servers_log(server: Server, client: openai.Ope
     assert len({line.partition('"worker": ')[2].partition(",")[0] for line in closed()}) == 2
 
 
-def test_operators_see(server: Server) -> None:
+def test_operators_see(server: Server, client: openai.OpenAI) -> None:
+    long = [{"role": "system", "content": "You calculate. " * 60}, *ASK]
+    for _ in range(2):
+        client.chat.completions.create(model="demo", messages=long, max_tokens=40)  # type: ignore[arg-type]
+    client.chat.completions.create(model="demo", messages=ASK, max_tokens=40)  # type: ignore[arg-type]
     assert get(f"{server.url}/health")[0] == 200
     assert get(f"{server.url}/ready")[0] == 200
     assert "version" in get(f"{server.url}/version")[1]
