@@ -1,8 +1,8 @@
 """What a session remembers on one device: attention keys and values, and the state of recurrent layers.
 
-Preallocated for the whole session and written in place. Layers of one kind are stacked, so that committing a block is a
-few operators for all of them together. Rows beyond the committed length are scratch: attention overwrites them, and
-recurrent layers only keep what they need to advance by any number of them.
+Written in place. Layers of one kind are stacked, so that committing a block is a few operators for all of them
+together. Rows beyond the committed length are scratch: attention overwrites them, and recurrent layers only keep what
+they need to advance by any number of them.
 """
 
 from __future__ import annotations
@@ -13,30 +13,19 @@ from dataclasses import dataclass
 import torch
 
 from services.layers import LayerRange
+from shard_worker.attention_cache import AttentionCache, AttentionView
 from shard_worker.model_config import LayerKind, LinearAttentionConfig, ModelConfig
 from shard_worker.ops import deltanet
-from shard_worker.prefix_state import GroupKind, RowsView, StateView, TensorGroup, WholeView
-
-
-class AttentionCache:
-    """Keys (after norm and RoPE) and values of all attention layers of a segment: [layers, kv_heads, capacity, dim]."""
-
-    def __init__(self, layers: int, kv_heads: int, capacity: int, head_dim: int, like: torch.Tensor) -> None:
-        shape = (layers, kv_heads, capacity, head_dim)
-        self.keys = torch.zeros(shape, dtype=like.dtype, device=like.device)
-        self.values = torch.zeros(shape, dtype=like.dtype, device=like.device)
-
-    def write(self, slot: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store rows [n, kv_heads, dim] of layer `slot` at `positions` [n]."""
-        self.keys[slot].index_copy_(1, positions, keys.transpose(0, 1))
-        self.values[slot].index_copy_(1, positions, values.transpose(0, 1))
+from shard_worker.prefix_state import GroupKind, StateView, TensorGroup, WholeView
 
 
 class RecurrentCache:
     """State, convolution inputs and, between a verify and its commit, the block's own rows of all linear layers.
 
     state: float32 [layers, value_heads, key_dim, value_dim]. conv: [layers, taps - 1 + block, channels]; the first
-    taps - 1 rows are the last committed inputs, the others belong to the block in flight.
+    taps - 1 rows are the last committed inputs, the others belong to the block in flight. keys, corrected, decays:
+    float32 [layers, value_heads, block, …], what advancing by some of the block's rows needs; decays are the running
+    sums of log decays where `window` and `record` were used, each row's own factor where kernels were.
     """
 
     def __init__(self, layers: int, shape: LinearAttentionConfig, block_rows: int, like: torch.Tensor) -> None:
@@ -48,9 +37,9 @@ class RecurrentCache:
         self.taps = shape.conv_taps
         self.state = zeros(heads, shape.key_head_dim, shape.value_head_dim)
         self.conv = zeros(self.taps - 1 + block_rows, shape.conv_channels, dtype=like.dtype)
-        self._keys = zeros(heads, block_rows, shape.key_head_dim)
-        self._corrected = zeros(heads, block_rows, shape.value_head_dim)
-        self._running = zeros(heads, block_rows)
+        self.keys = zeros(heads, block_rows, shape.key_head_dim)
+        self.corrected = zeros(heads, block_rows, shape.value_head_dim)
+        self.decays = zeros(heads, block_rows)
 
     def window(self, slot: int, rows: torch.Tensor, deferred: bool) -> torch.Tensor:
         """Inputs of the convolution for new rows [n, channels]: the committed ones before them and they themselves."""
@@ -65,18 +54,18 @@ class RecurrentCache:
     def record(self, slot: int, keys: torch.Tensor, corrected: torch.Tensor, running: torch.Tensor) -> None:
         """Keep what committing a part of the block in flight needs."""
         rows = keys.shape[1]
-        self._keys[slot, :, :rows] = keys
-        self._corrected[slot, :, :rows] = corrected
-        self._running[slot, :, :rows] = running
+        self.keys[slot, :, :rows] = keys
+        self.corrected[slot, :, :rows] = corrected
+        self.decays[slot, :, :rows] = running
 
     def commit(self, rows: int) -> None:
         """Advance all layers by the first `rows` rows of the block in flight."""
         before = self.taps - 1
         deltanet.commit(
             self.state.flatten(0, 1),
-            self._keys[:, :, :rows].flatten(0, 1),
-            self._corrected[:, :, :rows].flatten(0, 1),
-            self._running[:, :, :rows].flatten(0, 1),
+            self.keys[:, :, :rows].flatten(0, 1),
+            self.corrected[:, :, :rows].flatten(0, 1),
+            self.decays[:, :, :rows].flatten(0, 1),
         )
         self.conv[:, :before] = self.conv[:, rows : rows + before].clone()
 
@@ -97,8 +86,10 @@ class SegmentCaches:
         capacity: int,
         block_rows: int,
         like: torch.Tensor,
+        page_rows: int | None = None,
     ) -> SegmentCaches:
-        """Caches for layers of these kinds. capacity: positions; block_rows: rows of the largest verify."""
+        """Caches for layers of these kinds. capacity: positions; block_rows: rows of the largest verify; page_rows:
+        positions that are allocated at a time, by default all."""
         slots: list[int] = []
         linear = attention = 0
         for kind in kinds:
@@ -114,14 +105,14 @@ class SegmentCaches:
             recurrent = RecurrentCache(linear, config.linear, block_rows, like)
         keys_and_values = None
         if attention:
-            keys_and_values = AttentionCache(attention, config.kv_heads, capacity, config.head_dim, like)
+            keys_and_values = AttentionCache(attention, config.kv_heads, capacity, config.head_dim, like, page_rows)
         return cls(keys_and_values, recurrent, tuple(slots))
 
     def views(self) -> list[StateView]:
         """In the order of `state_groups`."""
         views: list[StateView] = []
         if self.attention is not None:
-            views += [RowsView(self.attention.keys), RowsView(self.attention.values)]
+            views += [AttentionView(self.attention, slice(None), which) for which in (0, 1)]
         if self.recurrent is not None:
             committed = self.recurrent.conv[:, : self.recurrent.taps - 1]
             views += [WholeView(self.recurrent.state), WholeView(committed)]

@@ -85,36 +85,6 @@ class StateView(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RowsView:
-    """Rows in order of their tokens: [names, heads, capacity, dim]."""
-
-    tensor: torch.Tensor
-
-    def read(self, first: int, last: int) -> torch.Tensor:
-        return self.tensor[:, :, first:last]
-
-    def write(self, tensor: torch.Tensor, first: int, last: int) -> None:
-        self.tensor[:, :, first:last].copy_(tensor, non_blocking=True)
-
-
-@dataclass(frozen=True, slots=True)
-class RingView:
-    """Rows at token modulo slots: [heads, slots, dim], a group of one name. At most `slots` rows at a time."""
-
-    tensor: torch.Tensor
-
-    def read(self, first: int, last: int) -> torch.Tensor:
-        return self.tensor.index_select(1, self._slots(first, last))[None]
-
-    def write(self, tensor: torch.Tensor, first: int, last: int) -> None:
-        rows = tensor[0].to(self.tensor.device, non_blocking=True)
-        self.tensor.index_copy_(1, self._slots(first, last), rows)
-
-    def _slots(self, first: int, last: int) -> torch.Tensor:
-        return torch.arange(first, last, device=self.tensor.device) % self.tensor.shape[1]
-
-
-@dataclass(frozen=True, slots=True)
 class WholeView:
     """State that does not grow: [names, …]."""
 

@@ -137,12 +137,11 @@ def _narrow_step(
         capture=None,
         dtype=dtype,
     )
-    capacity = POSITION + 1
-    caches = segment.allocate(capacity, 1)
+    caches = segment.allocate(POSITION + 1, 1)
     hidden = torch.full((1, NARROW), 0.01, dtype=dtype, device=target)
 
     def step() -> None:
-        segment.run(hidden, POSITION, capacity, False, caches, None)
+        segment.run(hidden, POSITION, False, caches, None)
 
     return step
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
 
 from shard_worker.model_config import LayerKind, ModelConfig
 from shard_worker.ops.attention import grouped_mask, visibility
@@ -15,13 +16,12 @@ from shard_worker.ops.rope import rope_table
 class Rows:
     """n rows of one step.
 
-    positions: int64 [n]. rope: from `rope_table`. span: cache slots to attend over. masks: by layer kind; None where
-    every row sees the whole span. deferred: the rows are guesses, so recurrent layers must not advance.
+    base: position of the first one. rope: from `rope_table`. masks: by layer kind; None where every row sees all
+    positions up to the last row's. deferred: the rows are guesses, so recurrent layers must not advance.
     """
 
-    positions: torch.Tensor
+    base: int
     rope: tuple[torch.Tensor, torch.Tensor]
-    span: int
     masks: dict[LayerKind, torch.Tensor | None]
     deferred: bool
 
@@ -31,25 +31,23 @@ def make_rows(
     kinds: frozenset[LayerKind],
     frequencies: torch.Tensor,
     like: torch.Tensor,
-    base_position: int,
+    base: int,
     count: int,
-    span: int,
     deferred: bool,
 ) -> Rows:
-    """Rows at [base_position, base_position + count) for layers of these kinds, in `like`'s dtype and device.
-
-    span: cache slots to attend over, at least up to the last row; slots behind that are masked.
-    """
-    device = like.device
-    positions = torch.arange(base_position, base_position + count, device=device)
+    """Rows at [base, base + count) for layers of these kinds, in `like`'s dtype and device."""
+    device, span = like.device, base + count
+    positions = torch.arange(base, span, device=device)
     masks: dict[LayerKind, torch.Tensor | None] = {}
     for kind in kinds - {LayerKind.LINEAR}:
         window = config.sliding_window if kind is LayerKind.SLIDING else None
         if window is not None and span <= window:
             window = None
-        if count == 1 and window is None and span == base_position + 1:
+        if window is None and count == 1:
             masks[kind] = None
-            continue
-        seen = visibility(positions, torch.arange(span, device=device), causal=True, window=window)
-        masks[kind] = grouped_mask(seen, config.heads // config.kv_heads, like.dtype)
-    return Rows(positions, rope_table(positions, frequencies, like.dtype), span, masks, deferred)
+        elif window is None and like.is_cuda and like.dtype.itemsize == 2:
+            masks[kind] = causal_lower_right(count, span)
+        else:
+            seen = visibility(positions, torch.arange(span, device=device), causal=True, window=window)
+            masks[kind] = grouped_mask(seen, config.heads // config.kv_heads, like.dtype)
+    return Rows(base, rope_table(positions, frequencies, like.dtype), masks, deferred)

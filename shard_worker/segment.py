@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from services.layers import LayerRange
+from shard_worker.attention_cache import PAGE_ROWS
 from shard_worker.caches import SegmentCaches, state_groups
 from shard_worker.device import Device
 from shard_worker.families import Family
@@ -34,7 +35,8 @@ class Segment:
         """Caches of one session. capacity: positions; block_rows: rows of its largest verify."""
         kinds = self.config.layer_kinds[self.layers.first : self.layers.last]
         like = torch.empty(0, dtype=self.dtype, device=self.device.torch_device)
-        return SegmentCaches.allocate(self.config, kinds, capacity, block_rows, like)
+        page_rows = PAGE_ROWS if self.device.is_gpu else None
+        return SegmentCaches.allocate(self.config, kinds, capacity, block_rows, like, page_rows)
 
     def state_groups(self) -> list[TensorGroup]:
         """What is kept of a prefix, in the order of the caches' views."""
@@ -44,7 +46,6 @@ class Segment:
         self,
         hidden: torch.Tensor,
         base_position: int,
-        capacity: int,
         deferred: bool,
         caches: SegmentCaches,
         features: Features | None,
@@ -55,11 +56,7 @@ class Segment:
         """
         hidden = hidden.to(self.device.torch_device)
         kinds = frozenset(self.config.layer_kinds[self.layers.first : self.layers.last])
-        count = len(hidden)
-        # On a GPU the span is the whole cache, so that its shape never changes from step to step and the position is
-        # data; on the CPU it ends with the last row, which saves the work.
-        span = capacity if self.device.is_gpu else base_position + count
-        rows = make_rows(self.config, kinds, self.frequencies, hidden, base_position, count, span, deferred)
+        rows = make_rows(self.config, kinds, self.frequencies, hidden, base_position, len(hidden), deferred)
         capture = self.capture if features is not None else None
         captured: list[torch.Tensor] = []
         for offset, weights in enumerate(self.weights):

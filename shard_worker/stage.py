@@ -76,7 +76,7 @@ class Stage:
         Rows count at once unless deferred: then `commit` says later how many of them do.
         """
         for segment, caches in zip(self.segments, state.caches, strict=True):
-            hidden = segment.run(hidden, state.length, state.capacity, deferred, caches, features)
+            hidden = segment.run(hidden, state.length, deferred, caches, features)
         if deferred:
             state.pending = len(hidden)
         else:

@@ -15,17 +15,20 @@ import torch
 import torch.nn.functional as F
 
 from services.errors import InvalidArgument
+from shard_worker.attention_cache import PAGE_ROWS, AttentionCache, AttentionView
 from shard_worker.checkpoint import Checkpoint
 from shard_worker.device import Device
 from shard_worker.draft_config import DraftConfig, read_draft_config
 from shard_worker.dtypes import dtype_from_name
 from shard_worker.features import Features
+from shard_worker.layers.attention import AttentionWeights
+from shard_worker.layers.decoder import DecoderWeights
 from shard_worker.layers.mlp import MlpWeights, run as run_mlp
 from shard_worker.model_config import LayerKind
 from shard_worker.ops.attention import attend, grouped_mask, visibility
 from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import apply_rope, inverse_frequencies, rope_table
-from shard_worker.prefix_state import GroupKind, RingView, StateView, TensorGroup
+from shard_worker.prefix_state import GroupKind, StateView, TensorGroup
 
 _ALIASES = (
     (re.compile(r"^midlayer\."), "layers.0."),
@@ -36,39 +39,30 @@ _ALIASES = (
 _IGNORED = re.compile(r"^(embed_tokens\.weight|lm_head\.weight|t2d|verifier_.*|.*rotary_emb\.inv_freq)$")
 
 
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One draft layer. query: [heads * dim, hidden]; norms float32."""
-
-    input_norm: torch.Tensor
-    query: torch.Tensor
-    query_bias: torch.Tensor | None
-    query_norm: torch.Tensor
-    out: torch.Tensor
-    out_bias: torch.Tensor | None
-    post_norm: torch.Tensor
-    mlp: MlpWeights
-
-
 @dataclass(slots=True)
 class DraftState:
-    """One session's context: keys and values of every layer, [kv_heads, slots, dim]; slot = position modulo slots.
+    """One session's context: keys and values of all layers of a kind in one cache, and each layer's place in its own.
 
-    A sliding layer has window + block slots: enough that a block never overwrites what one of its rows can see.
+    Sliding layers' positions wrap around in window + block slots: enough that a block never overwrites what one of its
+    rows can see.
     """
 
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
+    caches: dict[LayerKind, AttentionCache]
+    layers: tuple[tuple[LayerKind, int], ...]
     length: int = 0
 
     def views(self) -> list[StateView]:
         """In the order of `Draft.state_groups`."""
-        return [RingView(tensor) for pair in zip(self.keys, self.values, strict=True) for tensor in pair]
+        return [
+            AttentionView(self.caches[kind], slice(slot, slot + 1), which)
+            for kind, slot in self.layers
+            for which in (0, 1)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A loaded draft. key_value: all layers' k and v rows, [layers * 2 * kv_heads * dim, hidden], for one product."""
+    """A loaded draft."""
 
     config: DraftConfig
     device: Device
@@ -78,24 +72,38 @@ class Draft:
     fc: torch.Tensor
     hidden_norm: torch.Tensor
     norm: torch.Tensor
-    layers: tuple[LayerWeights, ...]
-    key_value: torch.Tensor
-    key_value_bias: torch.Tensor | None
-    key_norm: torch.Tensor
+    layers: tuple[DecoderWeights, ...]
     frequencies: torch.Tensor
 
     def allocate(self, max_length: int) -> DraftState:
         """Memory for one session of up to `max_length` tokens."""
         config, block = self.config, self.config.block_size
-        keys, values = [], []
-        for kind in config.layer_kinds:
-            slots = max_length + block
-            if kind is LayerKind.SLIDING and config.window is not None:
-                slots = min(slots, config.window + block)
-            shape = (config.kv_heads, slots, config.head_dim)
-            keys.append(torch.zeros(shape, dtype=self.dtype, device=self.device.torch_device))
-            values.append(torch.zeros_like(keys[-1]))
-        return DraftState(keys, values)
+        like = torch.empty(0, dtype=self.dtype, device=self.device.torch_device)
+        caches: dict[LayerKind, AttentionCache] = {}
+        kinds = config.layer_kinds
+        layers = tuple((kind, kinds[:layer].count(kind)) for layer, kind in enumerate(kinds))
+        for kind in set(kinds):
+            ring = self.ring if kind is LayerKind.SLIDING else None
+            caches[kind] = AttentionCache(
+                kinds.count(kind),
+                config.kv_heads,
+                max_length + block,
+                config.head_dim,
+                like,
+                PAGE_ROWS if self.device.is_gpu else None,
+                None if ring is None or ring > max_length + block else ring,
+            )
+        return DraftState(caches, layers)
+
+    @property
+    def ring(self) -> int | None:
+        """Slots of a sliding layer. On a GPU whole pages, and room for a step's rows that do not count after all."""
+        window, block = self.config.window, self.config.block_size
+        if window is None:
+            return None
+        if not self.device.is_gpu:
+            return window + block
+        return -(-(window + 2 * block) // PAGE_ROWS) * PAGE_ROWS
 
     def state_groups(self) -> tuple[TensorGroup, ...]:
         """What is kept of a prefix: each layer's keys and values, a sliding one's only as far as it looks back."""
@@ -128,18 +136,18 @@ class Draft:
         context = self.combine(features)
         count, config = len(context), self.config
         positions = torch.arange(state.length, state.length + count, device=context.device)
-        projected = F.linear(context, self.key_value, self.key_value_bias)
-        projected = projected.view(count, config.num_layers, 2, config.kv_heads, config.head_dim)
-        keys = rms_norm(projected[:, :, 0], self.key_norm, config.norm_eps)
-        keys = apply_rope(
-            keys.reshape(count, -1, config.head_dim),
-            rope_table(positions, self.frequencies, self.dtype),
-        ).view(count, config.num_layers, config.kv_heads, config.head_dim)
-        for layer in range(config.num_layers):
-            slots = state.keys[layer].shape[1]
-            # Only the last `slots` rows: earlier ones would be overwritten, in no particular order.
-            tail = slice(max(0, count - slots), count)
-            _store(state, layer, positions[tail], keys[tail, layer], projected[tail, layer, 1])
+        rope = rope_table(positions, self.frequencies, self.dtype)
+        queries = config.heads * config.head_dim
+        for (kind, slot), weights in zip(state.layers, self.layers, strict=True):
+            mixer = weights.mixer
+            assert isinstance(mixer, AttentionWeights)
+            bias = None if mixer.qkv_bias is None else mixer.qkv_bias[queries:]
+            projected = F.linear(context, mixer.qkv[queries:], bias).view(count, 2, config.kv_heads, -1)
+            keys = apply_rope(rms_norm(projected[:, 0], mixer.qk_norm[config.heads :], config.norm_eps), rope)
+            # Only the last `slots` rows: earlier ones would be overwritten.
+            cache = state.caches[kind]
+            first = max(0, count - cache.slots)
+            cache.store(slot, state.length + first, keys[first:], projected[first:, 1])
         state.length += count
 
     def propose(self, state: DraftState, embedded: torch.Tensor, guesses: int) -> torch.Tensor:
@@ -155,47 +163,35 @@ class Draft:
         positions = torch.arange(state.length, end, device=hidden.device)
         rope = rope_table(positions, self.frequencies, self.dtype)
         masks: dict[tuple[LayerKind, bool], torch.Tensor | None] = {}
-        per_layer = 2 * config.kv_heads * config.head_dim
-        for index_, weights in enumerate(self.layers):
+        for (kind, slot), causal, weights in zip(state.layers, config.causal, self.layers, strict=True):
+            mixer, cache = weights.mixer, state.caches[kind]
+            assert isinstance(mixer, AttentionWeights)
             x = rms_norm(hidden, weights.input_norm, config.norm_eps)
-            queries = F.linear(x, weights.query, weights.query_bias).view(rows, config.heads, -1)
-            part = slice(index_ * per_layer, (index_ + 1) * per_layer)
-            bias = None if self.key_value_bias is None else self.key_value_bias[part]
-            key_value = F.linear(x, self.key_value[part], bias).view(rows, 2, config.kv_heads, -1)
-            queries = apply_rope(rms_norm(queries, weights.query_norm, config.norm_eps), rope)
-            keys = apply_rope(rms_norm(key_value[:, 0], self.key_norm[index_], config.norm_eps), rope)
-            _store(state, index_, positions, keys, key_value[:, 1])
-
-            kind = (config.layer_kinds[index_], config.causal[index_])
-            span = state.keys[index_].shape[1]
-            if not self.device.is_gpu:
-                span = min(span, end)
-            if kind not in masks:
-                masks[kind] = self._mask(kind, positions, end, span, state.keys[index_].shape[1])
-            mixed = attend(queries, state.keys[index_][:, :span], state.values[index_][:, :span], masks[kind])
-            hidden = hidden + F.linear(mixed, weights.out, weights.out_bias)
+            projected = F.linear(x, mixer.qkv, mixer.qkv_bias).view(rows, -1, config.head_dim)
+            normed = rms_norm(projected[:, : config.heads + config.kv_heads], mixer.qk_norm, config.norm_eps)
+            rotated = apply_rope(normed, rope)
+            values = projected[:, config.heads + config.kv_heads :]
+            cache.store(slot, state.length, rotated[:, config.heads :], values)
+            span = min(cache.slots, end)
+            if (kind, causal) not in masks:
+                masks[kind, causal] = self._mask(kind, causal, positions, end, span, cache.slots)
+            mixed = attend(rotated[:, : config.heads], *cache.span(slot, span), masks[kind, causal])
+            hidden = hidden + F.linear(mixed, mixer.out, mixer.out_bias)
             normed = rms_norm(hidden, weights.post_norm, config.norm_eps)
             hidden = hidden + run_mlp(weights.mlp, normed)
         return rms_norm(hidden[1:], self.norm, config.norm_eps)
 
     def _mask(
-        self, kind: tuple[LayerKind, bool], positions: torch.Tensor, end: int, span: int, slots: int
+        self, kind: LayerKind, causal: bool, positions: torch.Tensor, end: int, span: int, slots: int
     ) -> torch.Tensor | None:
         """Slots hold the latest position below `end` that maps to them; a negative one means empty."""
-        sliding, causal = kind[0] is LayerKind.SLIDING, kind[1]
-        window = self.config.window if sliding else None
-        if not causal and span == end and (window is None or end <= window):
+        window = self.config.window if kind is LayerKind.SLIDING else None
+        if not causal and (window is None or end <= window):
             return None
         slot = torch.arange(span, device=positions.device)
         held = end - 1 - torch.remainder(end - 1 - slot, slots)
         seen = visibility(positions, held, causal=causal, window=window)
         return grouped_mask(seen, self.config.heads // self.config.kv_heads, self.dtype)
-
-
-def _store(state: DraftState, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    slots = torch.remainder(positions, state.keys[layer].shape[1])
-    state.keys[layer].index_copy_(1, slots, keys.transpose(0, 1))
-    state.values[layer].index_copy_(1, slots, values.transpose(0, 1))
 
 
 def load(
@@ -221,30 +217,34 @@ def load(
         resident += tensor.nbytes
         return tensor
 
-    def bias(name: str) -> torch.Tensor | None:
-        return take(name) if config.attention_bias else None
-
-    layers, key_value, key_value_bias, key_norms = [], [], [], []
-    for index in range(config.num_layers):
+    def pack(index: int, kind: LayerKind) -> DecoderWeights:
         prefix = f"layers.{index}."
         attention = f"{prefix}self_attn."
-        gate_up = torch.cat((take(f"{prefix}mlp.gate_proj.weight"), take(f"{prefix}mlp.up_proj.weight")))
-        layers.append(
-            LayerWeights(
-                input_norm=take(f"{prefix}input_layernorm.weight").float(),
-                query=take(f"{attention}q_proj.weight"),
-                query_bias=bias(f"{attention}q_proj.bias"),
-                query_norm=take(f"{attention}q_norm.weight").float(),
+
+        def fuse(suffix: str) -> torch.Tensor:
+            return torch.cat([take(f"{attention}{part}_proj.{suffix}") for part in "qkv"])
+
+        norms = [(take(f"{attention}{part}_norm.weight").float(), heads) for part, heads in heads_of]
+        return DecoderWeights(
+            kind=kind,
+            input_norm=take(f"{prefix}input_layernorm.weight").float(),
+            mixer=AttentionWeights(
+                qkv=fuse("weight"),
+                qkv_bias=fuse("bias") if config.attention_bias else None,
+                qk_norm=torch.cat([norm.expand(heads, -1) for norm, heads in norms]).contiguous(),
                 out=take(f"{attention}o_proj.weight"),
-                out_bias=bias(f"{attention}o_proj.bias"),
-                post_norm=take(f"{prefix}post_attention_layernorm.weight").float(),
-                mlp=MlpWeights(gate_up, take(f"{prefix}mlp.down_proj.weight")),
-            )
+                out_bias=take(f"{attention}o_proj.bias") if config.attention_bias else None,
+                gated=False,
+            ),
+            post_norm=take(f"{prefix}post_attention_layernorm.weight").float(),
+            mlp=MlpWeights(
+                torch.cat([take(f"{prefix}mlp.{part}_proj.weight") for part in ("gate", "up")]),
+                take(f"{prefix}mlp.down_proj.weight"),
+            ),
         )
-        key_value += [take(f"{attention}{part}_proj.weight") for part in "kv"]
-        if config.attention_bias:
-            key_value_bias += [take(f"{attention}{part}_proj.bias") for part in "kv"]
-        key_norms.append(take(f"{attention}k_norm.weight").float())
+
+    heads_of = (("q", config.heads), ("k", config.kv_heads))
+    layers = tuple(pack(index, kind) for index, kind in enumerate(config.layer_kinds))
     return Draft(
         config=config,
         device=device,
@@ -253,10 +253,7 @@ def load(
         fc=take("fc.weight"),
         hidden_norm=take("hidden_norm.weight").float(),
         norm=take("norm.weight").float(),
-        layers=tuple(layers),
-        key_value=torch.cat(key_value),
-        key_value_bias=torch.cat(key_value_bias) if key_value_bias else None,
-        key_norm=torch.stack(key_norms)[:, None],
+        layers=layers,
         frequencies=inverse_frequencies(config.head_dim, config.rope_theta, device.torch_device),
         # Last: it counts what is taken above.
         weight_bytes=resident,

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shard_worker.caches import SegmentCaches
-from shard_worker.layers import attention, mlp
+from shard_worker.layers import attention, decoder, mlp
+from shard_worker.layers.decoder import DecoderWeights
 from shard_worker.model_config import ConfigReader, LayerKind, ModelConfig
-from shard_worker.ops.norm import rms_norm
-from shard_worker.rows import Rows
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """One decoder layer."""
-
-    kind: LayerKind
-    input_norm: torch.Tensor
-    attention: attention.AttentionWeights
-    post_norm: torch.Tensor
-    mlp: mlp.MlpWeights
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -69,25 +55,14 @@ def layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def pack_layer(config: ModelConfig, layer: int, tensors: Mapping[str, torch.Tensor]) -> Weights:
-    return Weights(
+def pack_layer(config: ModelConfig, layer: int, tensors: Mapping[str, torch.Tensor]) -> DecoderWeights:
+    return DecoderWeights(
         kind=config.layer_kinds[layer],
         input_norm=norm_weight(tensors["input_layernorm.weight"]),
-        attention=attention.pack(config, tensors, norm_weight, gated=False),
+        mixer=attention.pack(config, tensors, norm_weight, gated=False),
         post_norm=norm_weight(tensors["post_attention_layernorm.weight"]),
         mlp=mlp.pack(tensors),
     )
 
 
-def run_layer(
-    config: ModelConfig,
-    weights: Weights,
-    slot: int,
-    hidden: torch.Tensor,
-    rows: Rows,
-    caches: SegmentCaches,
-) -> torch.Tensor:
-    """One decoder layer on hidden [n, hidden_size]."""
-    normed = rms_norm(hidden, weights.input_norm, config.norm_eps)
-    hidden = hidden + attention.run(config, weights.attention, weights.kind, slot, normed, rows, caches)
-    return hidden + mlp.run(weights.mlp, rms_norm(hidden, weights.post_norm, config.norm_eps))
+run_layer = decoder.run

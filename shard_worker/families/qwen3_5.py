@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from services.errors import InvalidArgument
-from shard_worker.caches import SegmentCaches
-from shard_worker.layers import attention, linear_attention, mlp
+from shard_worker.layers import attention, decoder, linear_attention, mlp
+from shard_worker.layers.decoder import DecoderWeights
 from shard_worker.model_config import ConfigReader, LayerKind, LinearAttentionConfig, ModelConfig
-from shard_worker.ops.norm import rms_norm
-from shard_worker.rows import Rows
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """One decoder layer; its mixer tells which kind it is."""
-
-    input_norm: torch.Tensor
-    mixer: attention.AttentionWeights | linear_attention.LinearAttentionWeights
-    post_norm: torch.Tensor
-    mlp: mlp.MlpWeights
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -84,13 +71,14 @@ def layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def pack_layer(config: ModelConfig, layer: int, tensors: Mapping[str, torch.Tensor]) -> Weights:
+def pack_layer(config: ModelConfig, layer: int, tensors: Mapping[str, torch.Tensor]) -> DecoderWeights:
     mixer: attention.AttentionWeights | linear_attention.LinearAttentionWeights
     if config.layer_kinds[layer] is LayerKind.LINEAR:
         mixer = linear_attention.pack(config, tensors)
     else:
         mixer = attention.pack(config, tensors, norm_weight, gated=True)
-    return Weights(
+    return DecoderWeights(
+        kind=config.layer_kinds[layer],
         input_norm=norm_weight(tensors["input_layernorm.weight"]),
         mixer=mixer,
         post_norm=norm_weight(tensors["post_attention_layernorm.weight"]),
@@ -98,19 +86,4 @@ def pack_layer(config: ModelConfig, layer: int, tensors: Mapping[str, torch.Tens
     )
 
 
-def run_layer(
-    config: ModelConfig,
-    weights: Weights,
-    slot: int,
-    hidden: torch.Tensor,
-    rows: Rows,
-    caches: SegmentCaches,
-) -> torch.Tensor:
-    """One decoder layer on hidden [n, hidden_size]."""
-    normed = rms_norm(hidden, weights.input_norm, config.norm_eps)
-    if isinstance(weights.mixer, linear_attention.LinearAttentionWeights):
-        mixed = linear_attention.run(config, weights.mixer, slot, normed, rows, caches)
-    else:
-        mixed = attention.run(config, weights.mixer, LayerKind.FULL, slot, normed, rows, caches)
-    hidden = hidden + mixed
-    return hidden + mlp.run(weights.mlp, rms_norm(hidden, weights.post_norm, config.norm_eps))
+run_layer = decoder.run

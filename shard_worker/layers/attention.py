@@ -99,9 +99,8 @@ def run(
     qk = rms_norm(projected[:, : heads + kv_heads], weights.qk_norm, config.norm_eps)
     qk = apply_rope(qk, rows.rope)
     values = projected[:, heads + kv_heads : heads + 2 * kv_heads]
-    caches.attention.write(slot, rows.positions, qk[:, heads:], values)
-    keys = caches.attention.keys[slot, :, : rows.span]
-    mixed = attend(qk[:, :heads], keys, caches.attention.values[slot, :, : rows.span], rows.masks[kind])
+    caches.attention.store(slot, rows.base, qk[:, heads:], values)
+    mixed = attend(qk[:, :heads], *caches.attention.span(slot, rows.base + count), rows.masks[kind])
     if weights.gated:
         mixed = mixed * projected[:, heads + 2 * kv_heads :].reshape(count, -1).sigmoid()
     return F.linear(mixed, weights.out, weights.out_bias)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import CausalBias
 
 
 def visibility(
@@ -46,11 +47,16 @@ def attend(
     """softmax(q kᵀ / sqrt(head_dim) + mask) v.
 
     queries: [n, heads, head_dim]; keys, values: [kv_heads, span, head_dim]; mask: from `grouped_mask`, or None when
-    every query sees every key. Returns [n, heads * head_dim].
+    every query sees every key, or a CausalBias, with which a GPU needs no mask in memory. Returns
+    [n, heads * head_dim].
     """
     rows, heads, head_dim = queries.shape
     kv_heads = keys.shape[0]
     group = heads // kv_heads
+    if isinstance(mask, CausalBias):
+        rows_last = queries.transpose(0, 1)[None]
+        out = F.scaled_dot_product_attention(rows_last, keys[None], values[None], attn_mask=mask, enable_gqa=True)
+        return out[0].transpose(0, 1).reshape(rows, heads * head_dim)
     grouped = queries.transpose(0, 1).reshape(1, kv_heads, group * rows, head_dim)
     out = F.scaled_dot_product_attention(grouped, keys[None], values[None], attn_mask=mask)
     # Some kernels return it with the two middle axes swapped in memory.

@@ -15,8 +15,10 @@ from services.errors import InvalidArgument, Unimplemented
 from services.layers import LayerRange
 from shard_worker.checkpoint import Checkpoint
 from shard_worker.device import Device
-from shard_worker.families import family_of, qwen3
+from shard_worker.families import family_of
 from shard_worker.layers import mlp
+from shard_worker.layers.attention import AttentionWeights
+from shard_worker.layers.decoder import DecoderWeights
 from shard_worker.model_config import LayerKind, ModelConfig
 from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import apply_rope, rope_table
@@ -59,7 +61,7 @@ class Drafter:
 
     def _layer(
         self,
-        weights: qwen3.Weights,
+        weights: DecoderWeights,
         hidden: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor],
         scores: TokenScores,
@@ -67,7 +69,8 @@ class Drafter:
         last: bool,
     ) -> torch.Tensor:
         """hidden: [n, hidden] -> the same behind this layer; behind the last one nothing is computed."""
-        config, attention = self.config, weights.attention
+        config, attention = self.config, weights.mixer
+        assert isinstance(attention, AttentionWeights)
         length, heads, kv_heads = len(hidden), config.heads, config.kv_heads
         normed = rms_norm(hidden, weights.input_norm, config.norm_eps)
         projected = F.linear(normed, attention.qkv, attention.qkv_bias).view(length, -1, config.head_dim)

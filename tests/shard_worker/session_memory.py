@@ -50,16 +50,19 @@ async def memory_of(client: Client, *, window: int | None = None) -> Memory:
                     memory[f"{layer}.conv"] = caches.recurrent.conv[slot, : caches.recurrent.taps - 1].clone()
                 else:
                     assert caches.attention is not None
-                    memory[f"{layer}.k"] = caches.attention.keys[slot, :, : state.length].clone()
-                    memory[f"{layer}.v"] = caches.attention.values[slot, :, : state.length].clone()
+                    for which, what in enumerate("kv"):
+                        [rows] = caches.attention.read(slice(slot, slot + 1), which, 0, state.length)
+                        memory[f"{layer}.{what}"] = rows.clone()
     if (draft := draft_of(client)) is not None:
         assert draft.length == client.length
-        for layer, pair in enumerate(zip(draft.keys, draft.values, strict=True)):
-            for what, ring in zip("kv", pair, strict=True):
-                slots = ring.shape[1]
-                seen = draft.length if slots > 300 or window is None else min(window, draft.length)
-                tokens = torch.arange(draft.length - seen, draft.length)
-                memory[f"draft.{layer}.{what}"] = ring[:, tokens % slots].clone()
+        for layer, (kind, slot) in enumerate(draft.layers):
+            seen = draft.length
+            if kind == "sliding_attention" and window is not None:
+                seen = min(window, seen)
+            for which, what in enumerate("kv"):
+                cache = draft.caches[kind]
+                [rows] = cache.read(slice(slot, slot + 1), which, draft.length - seen, draft.length)
+                memory[f"draft.{layer}.{what}"] = rows.clone()
     return memory
 
 

@@ -120,8 +120,9 @@ def test_caches_take_what_the_layers_need(tiny: Tiny) -> None:
 
     assert caches.slots == (0, 1, 2, 0, 3, 4, 5, 1)
     assert caches.attention is not None
-    assert caches.attention.keys.shape == caches.attention.values.shape == (2, 2, 100, 32)
-    assert caches.attention.keys.dtype == torch.bfloat16
+    [page] = caches.attention.pages
+    assert page.shape == (2, 2, 2, 100, 32)
+    assert page.dtype == torch.bfloat16
     assert caches.recurrent is not None
     assert caches.recurrent.state.shape == (6, 4, 16, 16)
     assert caches.recurrent.state.dtype == torch.float32

@@ -12,10 +12,9 @@ from itertools import pairwise
 import pytest
 import torch
 
+from shard_worker.attention_cache import AttentionCache, AttentionView
 from shard_worker.prefix_state import (
     GroupKind,
-    RingView,
-    RowsView,
     StateView,
     TensorGroup,
     WholeView,
@@ -48,6 +47,20 @@ def history(group: TensorGroup) -> torch.Tensor:
 HISTORY = {group: history(group) for group in GROUPS}
 
 
+def rows_view(group: TensorGroup, slots: int | None = None) -> AttentionView:
+    """Keys of as many layers as the group has names, all NaN; with slots, a ring of so many."""
+    heads, dim = group.extents
+    like = torch.empty(0, dtype=group.dtype)
+    cache = AttentionCache(len(group.names), heads, TOTAL, dim, like, ring=slots)
+    cache.pages[0].fill_(torch.nan)
+    return AttentionView(cache, slice(None), 0)
+
+
+def memory_of(view: AttentionView) -> torch.Tensor:
+    """All slots in their order: [names, heads, slots, dim]."""
+    return view.cache.pages[0][:, 0]
+
+
 class Memory:
     """A session's memory that has seen some tokens, in the views of all groups; what it has not seen is NaN."""
 
@@ -56,16 +69,21 @@ class Memory:
         for group in groups:
             told = HISTORY[group]
             if group.window is not None:
-                ring = torch.full((2, slots, 3), torch.nan, dtype=group.dtype)
+                ring = rows_view(group, slots)
                 for token in range(seen):
-                    ring[:, token % slots] = told[0, :, token]
-                self.views.append(RingView(ring))
+                    memory_of(ring)[:, :, token % slots] = told[:, :, token]
+                self.views.append(ring)
             elif group.kind is GroupKind.ROWS:
-                rows = torch.full_like(told, torch.nan)
-                rows[:, :, :seen] = told[:, :, :seen]
-                self.views.append(RowsView(rows))
+                rows = rows_view(group)
+                memory_of(rows)[:, :, :seen] = told[:, :, :seen]
+                self.views.append(rows)
             else:
                 self.views.append(WholeView(told[seen - 1].clone() if seen else torch.full_like(told[0], torch.nan)))
+
+    def clear(self) -> None:
+        """Forget all, in place."""
+        for view in self.views:
+            (memory_of(view) if isinstance(view, AttentionView) else view.tensor).zero_()
 
     def holds(self, length: int, groups: Sequence[TensorGroup] = GROUPS) -> bool:
         """Whether all that steps behind `length` tokens look at is as it would be after seeing them."""
@@ -76,9 +94,9 @@ class Memory:
                 whole &= torch.equal(view.read(0, length), told[length - 1])
                 continue
             first = max(0, length - group.window) if group.window is not None else 0
+            assert isinstance(view, AttentionView)
             for token in range(first, length):
-                seen = view.tensor[:, token % view.tensor.shape[1]] if group.window else view.tensor[:, :, token]
-                whole &= torch.equal(seen, told[0, :, token] if group.window else told[:, :, token])
+                whole &= torch.equal(memory_of(view)[:, :, token % view.cache.slots], told[:, :, token])
         return whole
 
 
@@ -139,20 +157,22 @@ def test_a_ring_is_read_and_written_around_its_end(slots: int) -> None:
         for first in range(max(0, last - slots), last):
             rows = memory.views[0].read(first, last)
             assert torch.equal(rows[0], told[:, first:last])
-            other = torch.full((2, slots, 3), torch.nan, dtype=torch.bfloat16)
-            RingView(other).write(rows, first, last)
+            other = rows_view(WINDOW, slots)
+            other.write(rows, first, last)
             written = [token % slots for token in range(first, last)]
-            assert torch.equal(other[:, written], told[:, first:last])
-            assert other.isnan().all(-1).all(0).tolist() == [slot not in written for slot in range(slots)]
+            [slots_held] = memory_of(other)
+            assert torch.equal(slots_held[:, written], told[:, first:last])
+            assert slots_held.isnan().all(-1).all(0).tolist() == [slot not in written for slot in range(slots)]
 
 
 def test_rows_are_written_where_they_belong_and_nowhere_else() -> None:
     """Putting rows back touches no other row of the session."""
     told = HISTORY[ROWS]
-    target = torch.full_like(told, torch.nan)
+    view = rows_view(ROWS)
 
-    RowsView(target).write(RowsView(told).read(3, 9), 3, 9)
+    view.write(Memory(TOTAL, groups=(ROWS,)).views[0].read(3, 9), 3, 9)
 
+    target = memory_of(view)
     assert torch.equal(target[:, :, 3:9], told[:, :, 3:9])
     assert target[:, :, :3].isnan().all()
     assert target[:, :, 9:].isnan().all()
@@ -199,14 +219,12 @@ def test_copies_are_copies() -> None:
     """What a session does behind a save doesn't reach what was kept, nor what a restored one does."""
     memory, told = Memory(20), Memory(20)
     copies = copy_out(GROUPS, memory.views, 0, 20)
-    for view in memory.views:
-        view.tensor.zero_()
+    memory.clear()
     for _ in range(2):
         restored = Memory(slots=13)
         copy_in(GROUPS, restored.views, [(0, 20, copies)], 20)
         assert restored.holds(20)
-        for view in restored.views:
-            view.tensor.zero_()
+        restored.clear()
     assert told.holds(20)
     assert all(tensor.is_contiguous() for tensor in copies)
 

@@ -1,4 +1,4 @@
-"""A segment's steps in the fixed shapes of a GPU, tried on the CPU; test_stage.py has the usual ones."""
+"""A segment's steps over caches that grow page by page, as on a GPU, tried on the CPU; test_stage.py has the others."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from tests.shard_worker.tiny import AS_GPU, Run, Tiny, ids, load_stage
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-sliding", "qwen3_5-ratio-3"])
-def test_steps_over_the_whole_cache_have_the_same_logits(tiny: Tiny, name: str) -> None:
-    """Where every step attends over all slots, those without a row are masked, single rows' too."""
+def test_steps_over_pages_have_the_same_logits(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Pages come as they are needed, and a step may begin, end and look back anywhere in them."""
+    monkeypatch.setattr("shard_worker.segment.PAGE_ROWS", 16)
     tokens = ids(60)
     expected = target.logits(tiny.model(name), tokens)
-    run = Run([load_stage(tiny.path(name), devices=[AS_GPU])], capacity=64)
+    run = Run([load_stage(tiny.path(name), devices=[AS_GPU])], capacity=640)
 
     rows = [run(tokens[:20]), run(tokens[20:33]), *(run([token]) for token in tokens[33:40]), run.verify(tokens[40:48])]
+    [caches] = run.states[0].caches
+    assert caches.attention is not None
+    assert len(caches.attention.pages) == 3
     run.commit(3)
     rows.append(run.verify(tokens[43:56]))
     expected = torch.cat((expected[:48], expected[43:56]))

@@ -13,9 +13,10 @@ import torch
 from services.errors import NotFound
 from services.snapshot import SnapshotOwner
 from services.steps import Location, SnapshotRestore, SnapshotSave
+from shard_worker.attention_cache import AttentionCache, AttentionView
 from shard_worker.device import Device
 from shard_worker.executor import DeviceThread
-from shard_worker.prefix_state import GroupKind, RowsView, TensorGroup
+from shard_worker.prefix_state import GroupKind, TensorGroup
 from shard_worker.snapshot_keeper import SnapshotKeeper
 from shard_worker.snapshot_store import SnapshotStore
 
@@ -57,10 +58,12 @@ def keeper(device: LateDevice) -> Iterator[SnapshotKeeper]:
     thread.shutdown()
 
 
-def rows(fill: float | None = None) -> RowsView:
+def rows(fill: float | None = None) -> AttentionView:
     """A session's rows: counting up, or all the same."""
     counted = torch.arange(2 * 2 * 40 * 3, dtype=torch.float32).view(2, 2, 40, 3)
-    return RowsView(counted if fill is None else torch.full_like(counted, fill))
+    view = AttentionView(AttentionCache(2, 2, 40, 3, counted), slice(None), 0)
+    view.write(counted if fill is None else torch.full_like(counted, fill), 0, 40)
+    return view
 
 
 @pytest.mark.parametrize("length", [20, 11])
@@ -74,7 +77,7 @@ async def test_a_restore_waits_for_copies_that_are_on_their_way(
 
     await keeper.restore(SnapshotRestore("a", length), [restored], HERE)
 
-    assert torch.equal(restored.tensor[:, :, :length], rows().tensor[:, :, :length])
+    assert torch.equal(restored.read(0, length), rows().read(0, length))
 
 
 @pytest.mark.parametrize("moment", ["at once", "queued", "running"])
@@ -105,7 +108,7 @@ async def test_nobody_need_wait_for_a_save(keeper: SnapshotKeeper, moment: str) 
     assert keeper.store.held_bytes == size
     restored = rows(-1.0)
     await keeper.restore(SnapshotRestore("a", 20), [restored], HERE)
-    assert torch.equal(restored.tensor[:, :, :20], rows().tensor[:, :, :20])
+    assert torch.equal(restored.read(0, 20), rows().read(0, 20))
 
 
 async def test_one_name_saved_by_two_at_once(keeper: SnapshotKeeper) -> None:

@@ -211,8 +211,9 @@ def test_a_sliding_layer_keeps_no_more_than_it_can_see(made: Made) -> None:
     """A sliding layer's memory is its window and a block, whatever the session's length."""
     state = made("sliding")[0].allocate(4000)
 
-    assert [keys.shape[1] for keys in state.keys] == [10 + BLOCK, 4000 + BLOCK]
-    assert [values.shape for values in state.values] == [keys.shape for keys in state.keys]
+    assert [state.caches[kind].slots for kind, _ in state.layers] == [10 + BLOCK, 4000 + BLOCK]
+    for cache in state.caches.values():
+        assert [page.shape[3] for page in cache.pages] == [cache.slots]
 
 
 def test_a_draft_may_run_in_another_dtype(tiny: Tiny) -> None:

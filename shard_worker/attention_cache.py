@@ -1,0 +1,101 @@
+"""A session's attention keys and values on one device, in pages: one for the whole session, or more as it grows.
+
+Knows where a position lies, and nothing of what attends to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+PAGE_ROWS = 256
+"""Positions of a page on a GPU."""
+
+
+class AttentionCache:
+    """Keys (after norm and RoPE) and values of all attention layers of a segment, in pages of
+    [layers, 2, kv_heads, page rows, dim]; keys come first.
+
+    On the CPU there is one page for the whole session, whose untouched rows cost nothing. On a GPU pages are added as
+    the session grows. A ring's positions wrap around after `ring` slots.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        capacity: int,
+        head_dim: int,
+        like: torch.Tensor,
+        page_rows: int | None = None,
+        ring: int | None = None,
+    ) -> None:
+        self.slots = capacity if ring is None else ring
+        self.page_rows, self._ring, self._like = page_rows or self.slots, ring, like
+        self._shape = (layers, 2, kv_heads, self.page_rows, head_dim)
+        self.pages: list[torch.Tensor] = []
+        if page_rows is None:
+            self.reserve(self.slots)
+
+    def reserve(self, length: int) -> None:
+        """Make room for the first `length` positions."""
+        while len(self.pages) * self.page_rows < min(length, self.slots):
+            self.pages.append(torch.empty(self._shape, dtype=self._like.dtype, device=self._like.device))
+
+    def write(self, layers: slice, which: int, first: int, rows: torch.Tensor) -> None:
+        """Store keys (which: 0) or values (1) [layers, kv_heads, n, dim] of n positions from `first` on, no more than
+        there are slots."""
+        count = rows.shape[2]
+        self.reserve(first + count)
+        for page, start, done, size in self._pieces(first, count):
+            page[layers, which, :, start : start + size].copy_(rows[:, :, done : done + size], non_blocking=True)
+
+    def read(self, layers: slice, which: int, first: int, last: int) -> torch.Tensor:
+        """Keys (which: 0) or values (1) of positions [first, last): [layers, kv_heads, n, dim]; a view where they lie
+        side by side."""
+        pieces = self._pieces(first, last - first)
+        parts = [page[layers, which, :, start : start + size] for page, start, _, size in pieces]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+    def store(self, layer: int, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store rows [n, kv_heads, dim] of one layer from position `first` on."""
+        count = len(keys)
+        self.reserve(first + count)
+        for page, start, done, size in self._pieces(first, count):
+            page[layer, 0, :, start : start + size] = keys[done : done + size].transpose(0, 1)
+            page[layer, 1, :, start : start + size] = values[done : done + size].transpose(0, 1)
+
+    def span(self, layer: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values in one layer's first slots, [kv_heads, slots, dim] each."""
+        if len(self.pages) == 1:
+            keys, values = self.pages[0][layer]
+            return keys[:, :slots], values[:, :slots]
+        held = torch.cat([page[layer] for page in self.pages[: -(-slots // self.page_rows)]], 2)
+        return held[0, :, :slots], held[1, :, :slots]
+
+    def _pieces(self, first: int, count: int) -> Iterator[tuple[torch.Tensor, int, int, int]]:
+        """Runs of positions that lie side by side: page, row in it, rows before in `count`, rows."""
+        done = 0
+        while done < count:
+            slot = first + done if self._ring is None else (first + done) % self._ring
+            start = slot % self.page_rows
+            size = min(count - done, self.page_rows - start, self.slots - slot)
+            yield self.pages[slot // self.page_rows], start, done, size
+            done += size
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionView:
+    """A `StateView` of the keys (which: 0) or values (1) of some layers: [layers, kv_heads, n, dim]."""
+
+    cache: AttentionCache
+    layers: slice
+    which: int
+
+    def read(self, first: int, last: int) -> torch.Tensor:
+        return self.cache.read(self.layers, self.which, first, last)
+
+    def write(self, tensor: torch.Tensor, first: int, last: int) -> None:
+        self.cache.write(self.layers, self.which, first, tensor)

@@ -1,0 +1,42 @@
+"""A decoder layer as most families have it: norm, mixer, residual, norm, SwiGLU, residual."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shard_worker.caches import SegmentCaches
+from shard_worker.layers import attention, linear_attention, mlp
+from shard_worker.model_config import LayerKind, ModelConfig
+from shard_worker.ops.norm import rms_norm
+from shard_worker.rows import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """One layer. kind: of an attention mixer; the norms are float32 [hidden]."""
+
+    kind: LayerKind
+    input_norm: torch.Tensor
+    mixer: attention.AttentionWeights | linear_attention.LinearAttentionWeights
+    post_norm: torch.Tensor
+    mlp: mlp.MlpWeights
+
+
+def run(
+    config: ModelConfig,
+    weights: DecoderWeights,
+    slot: int,
+    hidden: torch.Tensor,
+    rows: Rows,
+    caches: SegmentCaches,
+) -> torch.Tensor:
+    """One layer on hidden [n, hidden_size]."""
+    normed = rms_norm(hidden, weights.input_norm, config.norm_eps)
+    if isinstance(weights.mixer, linear_attention.LinearAttentionWeights):
+        mixed = linear_attention.run(config, weights.mixer, slot, normed, rows, caches)
+    else:
+        mixed = attention.run(config, weights.mixer, weights.kind, slot, normed, rows, caches)
+    hidden = hidden + mixed
+    return hidden + mlp.run(weights.mlp, rms_norm(hidden, weights.post_norm, config.norm_eps))
