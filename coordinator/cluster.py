@@ -80,13 +80,15 @@ class Cluster:
         *,
         threads: int | None = None,
         prefix_cache_bytes: int | None = None,
+        cuda_graphs: bool | None = None,
         security: Security = OPEN,
         reporter: LoadReporter | None = None,
         choose_split: ChooseSplit | None = None,
     ) -> None:
-        """choose_split: asked for the layers once the workers run, where the plan leaves them open."""
+        """choose_split: asked for the layers once the workers run, where the plan leaves them open. cuda_graphs: what
+        local workers with GPUs are told; None leaves it to them."""
         self._plan, self._checkpoints, self.threads = plan, checkpoints, threads
-        self._prefix_cache_bytes, self.security = prefix_cache_bytes, security
+        self._prefix_cache_bytes, self.security, self._cuda_graphs = prefix_cache_bytes, security, cuda_graphs
         self._reporter = reporter or LoadReporter()
         self._choose_split = choose_split
         self._peers = Peers(security=security)
@@ -242,6 +244,7 @@ class Cluster:
             roles,
             threads=threads,
             prefix_cache_bytes=self._prefix_cache_bytes,
+            cuda_graphs=self._cuda_graphs if place.devices != "cpu" else None,
             security=self.security,
         )
         self._processes.append(process)

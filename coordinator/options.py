@@ -53,6 +53,9 @@ _PLACEMENT = (
                  help="Element type of weights and activations.  [default: the checkpoint's]"),
     click.option("--threads", type=click.IntRange(1), metavar="N",
                  help="CPU threads of each local worker.  [default: the cores shared out]"),
+    click.option("--cuda-graphs/--no-cuda-graphs", default=None,
+                 help="Local workers with a GPU launch a step as one captured graph, or its kernels one by one.  "
+                 "[default: graphs]"),
     click.option("--tls-cert", metavar="FILE",
                  help="This host's PEM certificate, for workers over TCP; see flashsplit certs."),
     click.option("--tls-key", metavar="FILE", help="The certificate's key."),
@@ -167,6 +170,7 @@ class PlacementOptions:
     dtype: str | None
     threads: int | None
     target_layers: str | None = None
+    cuda_graphs: bool | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_ca: str | None = None
@@ -198,6 +202,7 @@ class PlacementOptions:
             checkpoints,
             threads=self.threads,
             prefix_cache_bytes=prefix_cache_bytes,
+            cuda_graphs=self.cuda_graphs,
             security=self.security(),
             reporter=reporter,
             choose_split=choose_split,
@@ -244,6 +249,13 @@ class PlacementOptions:
                 f"--threads {self.threads} has no effect on workers that run already: give it to flashsplit-worker, or "
                 "leave it out",
                 field="--threads",
+            )
+        if self.cuda_graphs is not None and all(place.devices in (None, "cpu") for place in places):
+            flag = "--cuda-graphs" if self.cuda_graphs else "--no-cuda-graphs"
+            raise InvalidArgument(
+                f"{flag} has no effect without a GPU in a worker that is started here: name one in --target-devices, "
+                "give it to flashsplit-worker, or leave it out",
+                field=flag,
             )
         return plan
 

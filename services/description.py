@@ -44,6 +44,14 @@ class HeadPlace(StrEnum):
     PROJECTED = "projected"
 
 
+class StepEngine(StrEnum):
+    """How steps of few rows run: in plain torch, by kernels one after the other, or by kernels in a captured graph."""
+
+    TORCH = "torch"
+    KERNELS = "kernels"
+    GRAPHS = "graphs"
+
+
 _ROLE_NUMBERS = {
     Role.TARGET: model_pb2.ROLE_TARGET,
     Role.DRAFT: model_pb2.ROLE_DRAFT,
@@ -58,9 +66,19 @@ _HEAD_NUMBERS = {
     HeadPlace.LOADED: model_pb2.HEAD_PLACE_LOADED,
     HeadPlace.PROJECTED: model_pb2.HEAD_PLACE_PROJECTED,
 }
+_ENGINE_NUMBERS = {
+    StepEngine.TORCH: model_pb2.STEP_ENGINE_TORCH,
+    StepEngine.KERNELS: model_pb2.STEP_ENGINE_KERNELS,
+    StepEngine.GRAPHS: model_pb2.STEP_ENGINE_GRAPHS,
+}
 _ROLES: Mapping[int, Role] = {number: role for role, number in _ROLE_NUMBERS.items()}
 _TRANSPORTS: Mapping[int, FeatureTransport] = {number: transport for transport, number in _TRANSPORT_NUMBERS.items()}
 _HEADS: Mapping[int, HeadPlace] = {number: place for place, number in _HEAD_NUMBERS.items()}
+
+_ENGINES: Mapping[int, StepEngine] = {
+    model_pb2.STEP_ENGINE_UNSPECIFIED: StepEngine.TORCH,
+    **{number: engine for engine, number in _ENGINE_NUMBERS.items()},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +108,7 @@ class TargetDescription:
     weight_bytes: int
     state_cuttable: bool = False
     """A snapshot of n tokens also serves every shorter prefix of them."""
+    step_engine: StepEngine = StepEngine.TORCH
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +128,7 @@ class DraftDescription:
     dtype: str
     weight_bytes: int
     state_cuttable: bool = False
+    step_engine: StepEngine = StepEngine.TORCH
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +258,7 @@ def worker_to_message(worker: WorkerDescription) -> model_pb2.WorkerDescription:
                 feature_transport=transport_to_number(target.feature_transport),
                 weight_bytes=target.weight_bytes,
                 state_cuttable=target.state_cuttable,
+                step_engine=_ENGINE_NUMBERS[target.step_engine],
             )
         )
     if (draft := worker.draft) is not None:
@@ -256,6 +277,7 @@ def worker_to_message(worker: WorkerDescription) -> model_pb2.WorkerDescription:
                 dtype=dtype_number(draft.dtype),
                 weight_bytes=draft.weight_bytes,
                 state_cuttable=draft.state_cuttable,
+                step_engine=_ENGINE_NUMBERS[draft.step_engine],
             )
         )
     if (drafter := worker.drafter) is not None:
@@ -315,6 +337,7 @@ def _target_from_message(message: model_pb2.TargetDescription) -> TargetDescript
         feature_transport=transport_from_number(message.feature_transport),
         weight_bytes=message.weight_bytes,
         state_cuttable=message.state_cuttable,
+        step_engine=_known(_ENGINES, message.step_engine, "step_engine"),
     )
 
 
@@ -336,6 +359,7 @@ def _draft_from_message(message: model_pb2.DraftDescription) -> DraftDescription
         dtype=_required_dtype(message.dtype, "draft.dtype"),
         weight_bytes=message.weight_bytes,
         state_cuttable=message.state_cuttable,
+        step_engine=_known(_ENGINES, message.step_engine, "step_engine"),
     )
 
 

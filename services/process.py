@@ -36,13 +36,14 @@ class WorkerProcess:
         *,
         threads: int | None = None,
         prefix_cache_bytes: int | None = None,
+        cuda_graphs: bool | None = None,
         security: Security = OPEN,
         log_level: str = "info",
         command: Sequence[str] = DEFAULT_COMMAND,
     ) -> None:
         self.device = device
         self._roles, self._threads, self._log_level = tuple(roles), threads, log_level
-        self._prefix_cache_bytes, self._security = prefix_cache_bytes, security
+        self._prefix_cache_bytes, self._security, self._cuda_graphs = prefix_cache_bytes, security, cuda_graphs
         self._command = tuple(command)
         self._scratch: Path | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -72,6 +73,7 @@ class WorkerProcess:
             *("--roles", ",".join(self._roles), "--log-level", self._log_level),
             *("--lifeline-fd", str(child_end)),
             *self._security.child_arguments(),
+            *({None: (), True: ("--cuda-graphs",), False: ("--no-cuda-graphs",)}[self._cuda_graphs]),
             *(word for flag, value in optional.items() if value is not None for word in (flag, str(value))),
         ]
         try:

@@ -12,7 +12,7 @@ import structlog
 
 from services.addresses import is_loopback
 from services.description import Role
-from services.errors import FlashsplitError
+from services.errors import FlashsplitError, InvalidArgument
 from services.lifeline import die_with
 from services.logs import FORMATS, configure_logs
 from services.security import Security, load_security
@@ -64,6 +64,11 @@ log = structlog.get_logger()
     help="Checkpoint of a small Qwen3 to compress prompts with, on this host.  [default: the coordinator's path]",
 )
 @click.option("--threads", type=click.IntRange(1), help="CPU threads for computing.  [default: all cores]")
+@click.option(
+    "--cuda-graphs/--no-cuda-graphs",
+    default=None,
+    help="On a GPU: launch a step as one captured graph, or its kernels one by one.  [default: graphs]",
+)
 @click.option(
     "--prefix-cache-bytes",
     metavar="SIZE",
@@ -126,6 +131,7 @@ def main(
     draft: str | None,
     prefill_drafter: str | None,
     threads: int | None,
+    cuda_graphs: bool | None,
     prefix_cache_bytes: str | None,
     tls_cert: str | None,
     tls_key: str | None,
@@ -176,6 +182,7 @@ def main(
                 draft,
                 prefill_drafter,
                 threads,
+                cuda_graphs,
                 budget,
                 security,
                 health_port,
@@ -210,6 +217,7 @@ async def _serve(
     draft: str | None,
     prefill_drafter: str | None,
     threads: int | None,
+    cuda_graphs: bool | None,
     prefix_cache_bytes: int | None,
     security: Security,
     health_port: int,
@@ -220,8 +228,13 @@ async def _serve(
     from shard_worker.worker import Worker, WorkerConfig
 
     parsed = parse_devices("+".join(best_devices()) if devices == "best" else devices)
+    if cuda_graphs is not None and not any(device.is_gpu for device in parsed):
+        flag = "--cuda-graphs" if cuda_graphs else "--no-cuda-graphs"
+        raise InvalidArgument(f"{flag} has no effect on {devices}: name a GPU in --device, or leave it out", field=flag)
     budget = default_budget_bytes() if prefix_cache_bytes is None else prefix_cache_bytes
-    worker = Worker(WorkerConfig(parsed, roles, model, draft, prefill_drafter, threads, budget, security))
+    worker = Worker(
+        WorkerConfig(parsed, roles, model, draft, prefill_drafter, threads, budget, security, cuda_graphs is not False)
+    )
     server = Server(listen, worker.registrations(), security=security, health_port=health_port)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()

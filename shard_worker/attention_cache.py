@@ -36,6 +36,7 @@ class AttentionCache:
         self.page_rows, self._ring, self._like = page_rows or self.slots, ring, like
         self._shape = (layers, 2, kv_heads, self.page_rows, head_dim)
         self.pages: list[torch.Tensor] = []
+        self.addresses: list[int] = []
         if page_rows is None:
             self.reserve(self.slots)
 
@@ -43,6 +44,7 @@ class AttentionCache:
         """Make room for the first `length` positions."""
         while len(self.pages) * self.page_rows < min(length, self.slots):
             self.pages.append(torch.empty(self._shape, dtype=self._like.dtype, device=self._like.device))
+            self.addresses.append(self.pages[-1].data_ptr())
 
     def write(self, layers: slice, which: int, first: int, rows: torch.Tensor) -> None:
         """Store keys (which: 0) or values (1) [layers, kv_heads, n, dim] of n positions from `first` on, no more than

@@ -40,6 +40,11 @@ class RecurrentCache:
         self.keys = zeros(heads, block_rows, shape.key_head_dim)
         self.corrected = zeros(heads, block_rows, shape.value_head_dim)
         self.decays = zeros(heads, block_rows)
+        memory = (self.state, self.conv, self.keys, self.corrected, self.decays)
+        self.addresses = (*(tensor.data_ptr() for tensor in memory), block_rows)
+        """Of state, conv, keys, corrected and decays, and how many rows of a block there is room for."""
+        self.place = torch.tensor([0, 0, 0, *self.addresses], device=like.device)
+        """The same on the device, as kernels take them."""
 
     def window(self, slot: int, rows: torch.Tensor, deferred: bool) -> torch.Tensor:
         """Inputs of the convolution for new rows [n, channels]: the committed ones before them and they themselves."""
@@ -90,15 +95,8 @@ class SegmentCaches:
     ) -> SegmentCaches:
         """Caches for layers of these kinds. capacity: positions; block_rows: rows of the largest verify; page_rows:
         positions that are allocated at a time, by default all."""
-        slots: list[int] = []
-        linear = attention = 0
-        for kind in kinds:
-            if kind is LayerKind.LINEAR:
-                slots.append(linear)
-                linear += 1
-            else:
-                slots.append(attention)
-                attention += 1
+        linear = kinds.count(LayerKind.LINEAR)
+        attention = len(kinds) - linear
         recurrent = None
         if linear:
             assert config.linear is not None
@@ -106,7 +104,7 @@ class SegmentCaches:
         keys_and_values = None
         if attention:
             keys_and_values = AttentionCache(attention, config.kv_heads, capacity, config.head_dim, like, page_rows)
-        return cls(keys_and_values, recurrent, tuple(slots))
+        return cls(keys_and_values, recurrent, slots_of(kinds))
 
     def views(self) -> list[StateView]:
         """In the order of `state_groups`."""
@@ -122,6 +120,12 @@ class SegmentCaches:
         """Let the first `rows` rows of the block in flight count. Attention needs nothing: length decides there."""
         if self.recurrent is not None:
             self.recurrent.commit(rows)
+
+
+def slots_of(kinds: Sequence[LayerKind]) -> tuple[int, ...]:
+    """Each layer's place among those that share a cache with it: recurrent ones, or all that attend."""
+    linear = [kind is LayerKind.LINEAR for kind in kinds]
+    return tuple(linear[:layer].count(one) for layer, one in enumerate(linear))
 
 
 def state_groups(config: ModelConfig, layers: LayerRange, dtype: torch.dtype) -> list[TensorGroup]:

@@ -6,6 +6,7 @@ stands in `torch.version`. The wrong one is refused by name.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -30,6 +31,10 @@ class Device:
     @property
     def is_gpu(self) -> bool:
         return self.torch_device.type != "cpu"
+
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        """What is launched inside is launched on this GPU; on the CPU there is nothing to choose."""
+        return torch.cuda.device(self.torch_device) if self.torch_device.type != "cpu" else contextlib.nullcontext()
 
     def synchronize(self) -> None:
         """Wait for all that is queued on a GPU; the CPU has no queue."""

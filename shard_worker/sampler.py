@@ -50,6 +50,11 @@ class Sampler:
         if any(penalty is not None for penalty in penalties):
             self._counts = torch.zeros(2, vocab_size, device=device)
 
+    @property
+    def takes_the_likeliest(self) -> bool:
+        """Whether the tokens are the logits' argmax, as they are."""
+        return self._sampling.temperature == 0 and self._bias is None and self._counts is None and self._grammar is None
+
     def observe(self, token_ids: Sequence[int], first_position: int) -> None:
         """Count committed tokens. Raises InvalidArgument for one that the grammar doesn't allow."""
         if self._grammar is not None:
@@ -62,14 +67,22 @@ class Sampler:
         outputs = max(0, self._prompt_length - first_position)
         self._counts[1].index_add_(0, tokens[outputs:], ones[outputs:])
 
-    def choose(self, logits: torch.Tensor, token_ids: Sequence[int], first_position: int) -> list[int]:
+    def choose(
+        self,
+        logits: torch.Tensor,
+        token_ids: Sequence[int],
+        first_position: int,
+        likeliest: torch.Tensor | None = None,
+    ) -> list[int]:
         """One token after each of the last len(logits) rows; after fewer where the grammar says that the others cannot
         count.
 
         logits: [n, vocab]. token_ids: tokens of all rows of the step (at least n), not yet observed, from
-        `first_position` on; none for the one row of logits behind all that was observed. Raises InvalidArgument and
-        ResourceExhausted as `GrammarState.allowed` does.
+        `first_position` on; none for the one row of logits behind all that was observed. likeliest: each row's argmax,
+        where it is known. Raises InvalidArgument and ResourceExhausted as `GrammarState.allowed` does.
         """
+        if likeliest is not None and self.takes_the_likeliest:
+            return likeliest.tolist()
         first_drawn = first_position + len(token_ids) - len(logits) + 1
         logits = self.adjusted(logits, token_ids, first_position)
         if self._grammar is not None:

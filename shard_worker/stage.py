@@ -5,11 +5,13 @@ Owns weights; a session's caches are in `StageState`. Knows nothing of processes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
+from services.description import StepEngine
 from services.layers import LayerRange
 from shard_worker.caches import SegmentCaches
 from shard_worker.features import Features
@@ -17,6 +19,7 @@ from shard_worker.head import Head
 from shard_worker.model_config import ModelConfig
 from shard_worker.prefix_state import GroupKind, TensorGroup
 from shard_worker.segment import Segment
+from shard_worker.step_runner import StepOutput, StepRunner
 
 
 @dataclass(slots=True)
@@ -45,10 +48,19 @@ class Stage:
     weight_bytes: int
     captures: tuple[int, ...] = ()
     summed: bool = False
+    runners: tuple[StepRunner | None, ...] = ()
+    """One a segment, for steps of few rows; None, or none at all, where plain torch does them."""
 
     @property
     def device(self) -> torch.device:
         return self.segments[0].device.torch_device
+
+    @property
+    def engine(self) -> StepEngine:
+        """How steps of few rows run."""
+        if not self.runners or any(runner is None for runner in self.runners):
+            return StepEngine.TORCH
+        return StepEngine.GRAPHS if all(runner and runner.graphs for runner in self.runners) else StepEngine.KERNELS
 
     def allocate(self, capacity: int, block_rows: int) -> StageState:
         """Memory for one session of up to `capacity` tokens."""
@@ -68,6 +80,25 @@ class Stage:
         assert self.embedding is not None
         return F.embedding(torch.tensor(token_ids, device=self.embedding.device), self.embedding)
 
+    def step(
+        self, state: StageState, rows: Sequence[int] | torch.Tensor, features: Features | None, *, deferred: bool
+    ) -> StepOutput:
+        """The stage on tokens, where it is the first, or on hidden rows; otherwise as `run`. With the logits of all
+        rows where they come with it."""
+        runners = [
+            runner for runner in self.runners if runner is not None and runner.takes(len(rows), deferred=deferred)
+        ]
+        if not runners or len(runners) < len(self.segments):
+            hidden = rows if isinstance(rows, torch.Tensor) else self.embed(tuple(rows))
+            return StepOutput(self.run(state, hidden, features, deferred=deferred))
+        count, output = len(rows), None
+        for runner, caches in zip(runners, state.caches, strict=True):
+            output = runner.run(rows, state.length, caches, features, deferred=deferred)
+            rows = output.hidden
+        self._count(state, count, deferred)
+        assert output is not None
+        return output
+
     def run(
         self, state: StageState, hidden: torch.Tensor, features: Features | None, *, deferred: bool
     ) -> torch.Tensor:
@@ -77,15 +108,23 @@ class Stage:
         """
         for segment, caches in zip(self.segments, state.caches, strict=True):
             hidden = segment.run(hidden, state.length, deferred, caches, features)
-        if deferred:
-            state.pending = len(hidden)
-        else:
-            state.length += len(hidden)
+        self._count(state, len(hidden), deferred)
         return hidden
 
     def commit(self, state: StageState, length: int) -> None:
         """Let the rows up to `length` of the verify in flight count."""
         rows = length - state.length
-        for caches in state.caches:
-            caches.commit_block(rows)
+        runners = self.runners or (None,) * len(self.segments)
+        for runner, caches in zip(runners, state.caches, strict=True):
+            if runner is not None and runner.takes(state.pending, deferred=True):
+                runner.commit(caches, rows)
+            else:
+                caches.commit_block(rows)
         state.length, state.pending = length, 0
+
+    @staticmethod
+    def _count(state: StageState, rows: int, deferred: bool) -> None:
+        if deferred:
+            state.pending = rows
+        else:
+            state.length += rows

@@ -18,6 +18,7 @@ from shard_worker.head import Head
 from shard_worker.ops.rope import inverse_frequencies
 from shard_worker.segment import Segment
 from shard_worker.stage import Stage
+from shard_worker.step_runner import make_runner
 
 Progress = Callable[[int, int], None]
 """Called with bytes loaded so far and bytes in all."""
@@ -63,8 +64,15 @@ class StageLoader:
     def is_last(self) -> bool:
         return self._layers.last == self.config.num_layers
 
-    def load(self, devices: Sequence[Device], capture: CaptureRequest | None, on_progress: Progress) -> Stage:
-        """The stage, its layers spread evenly over the devices in order."""
+    def load(
+        self,
+        devices: Sequence[Device],
+        capture: CaptureRequest | None,
+        on_progress: Progress,
+        *,
+        graphs: bool = True,
+    ) -> Stage:
+        """The stage, its layers spread evenly over the devices in order. graphs: whether steps may be CUDA graphs."""
         loaded = resident = 0
 
         def take(name: str, device: torch.device) -> torch.Tensor:
@@ -91,6 +99,7 @@ class StageLoader:
             assert weight is not None
             norm = self._family.norm_weight(take(self._norm, last))
             head = Head(norm, weight, self.config.norm_eps)
+        ends = len(segments) - 1
         return Stage(
             config=self.config,
             layers=self._layers,
@@ -101,6 +110,10 @@ class StageLoader:
             weight_bytes=resident,
             captures=capture.layers if capture is not None else (),
             summed=capture is not None and capture.fc is not None,
+            runners=tuple(
+                make_runner(segment, embedding if not place else None, head if place == ends else None, graphs=graphs)
+                for place, segment in enumerate(segments)
+            ),
         )
 
     def _load_segment(

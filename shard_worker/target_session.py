@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,6 +47,7 @@ from shard_worker.sampler import Sampler
 from shard_worker.session_record import SessionRecord
 from shard_worker.snapshot_keeper import SnapshotKeeper
 from shard_worker.stage import Stage, StageState
+from shard_worker.step_runner import StepOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,16 +314,15 @@ class TargetSession:
         self._unanswered.append(flight)
         await self._downstream.forward(passed_on)
 
-    def _compute(self, forward: Forward) -> tuple[torch.Tensor, Features]:
+    def _compute(self, forward: Forward) -> tuple[StepOutput, Features]:
         state, features = self._open_state(), Features()
         if forward.kind is StepKind.RESUME:
             # Nothing to compute: the state is there, and the last stage has the logits.
-            return torch.empty(0, self._stage.config.hidden_size, dtype=self._stage.dtype), features
-        if forward.activation is None:
-            hidden = self._stage.embed(forward.token_ids)
-        else:
+            return StepOutput(torch.empty(0, self._stage.config.hidden_size, dtype=self._stage.dtype)), features
+        rows: Sequence[int] | torch.Tensor = forward.token_ids
+        if forward.activation is not None:
             device = self._stage.device
-            hidden = from_wire(forward.activation, device)
+            rows = from_wire(forward.activation, device)
             for piece in forward.features:
                 tensor = from_wire(piece.features, device)
                 if piece.capture_index is None:
@@ -331,13 +331,13 @@ class TargetSession:
                     features.slices[piece.capture_index] = tensor
         wanted = features if self._request.draft is not None else None
         deferred = forward.kind is StepKind.VERIFY
-        return self._stage.run(state, hidden, wanted, deferred=deferred), features
+        return self._stage.step(state, rows, wanted, deferred=deferred), features
 
     def _compute_and_pack(self, forward: Forward) -> tuple[Forward, int]:
         started_ns = time.monotonic_ns()
-        hidden, features = self._compute(forward)
+        output, features = self._compute(forward)
         pieces = tuple(slices_to_wire(features, forward.base_position))
-        passed_on = replace(forward, activation=to_wire(hidden), features=pieces)
+        passed_on = replace(forward, activation=to_wire(output.hidden), features=pieces)
         return passed_on, time.monotonic_ns() - started_ns
 
     # --- the last stage
@@ -364,7 +364,8 @@ class TargetSession:
 
     def _compute_and_choose(self, forward: Forward) -> Produced:
         started_ns = time.monotonic_ns()
-        hidden, features = self._compute(forward)
+        output, features = self._compute(forward)
+        hidden = output.hidden
         head, sampler = self._stage.head, self._sampler
         assert head is not None
         assert sampler is not None
@@ -372,11 +373,15 @@ class TargetSession:
         produced: list[int] = []
         logprobs: tuple[TokenLogprobs, ...] = ()
         if kind is not StepKind.PREFILL:
+            rows = slice(None) if kind is StepKind.VERIFY else slice(-1, None)
+            likeliest = None
             if kind is StepKind.RESUME:
                 logits = self._last.logits()
+            elif output.logits is not None and output.likeliest is not None:
+                logits, likeliest = output.logits[rows], output.likeliest[rows]
             else:
-                logits = head.logits(hidden if kind is StepKind.VERIFY else hidden[-1:])
-            chosen = sampler.choose(logits, tokens, base)
+                logits = head.logits(hidden[rows])
+            chosen = sampler.choose(logits, tokens, base, likeliest)
             guesses = tokens[1:] if kind is StepKind.VERIFY else ()
             produced = accept(guesses, chosen, self._request.stop_token_ids)
             if self._request.logprobs is not None:

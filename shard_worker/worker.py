@@ -63,6 +63,7 @@ class WorkerConfig:
     threads: int | None = None
     snapshot_budget_bytes: int = 0
     security: Security = OPEN
+    cuda_graphs: bool = True
 
 
 class Worker:
@@ -84,10 +85,18 @@ class Worker:
             self._compress = CompressRole(self._thread, config.devices[0])
         if Role.DRAFT in config.roles:
             # Beside a stage the draft sits where the head is: on the last device.
-            self._draft = DraftRole(self._thread, config.devices[-1], self._location, self._snapshots)
+            self._draft = DraftRole(
+                self._thread, config.devices[-1], self._location, self._snapshots, graphs=config.cuda_graphs
+            )
         if Role.TARGET in config.roles:
             self._target = TargetRole(
-                self._thread, config.devices, self._peers, self._location, self._draft, self._snapshots
+                self._thread,
+                config.devices,
+                self._peers,
+                self._location,
+                self._draft,
+                self._snapshots,
+                graphs=config.cuda_graphs,
             )
 
     def registrations(self) -> list[Registration]:

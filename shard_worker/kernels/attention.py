@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from shard_worker.kernels.heads import BASE, FIRST_PAGE, ROWS, HeadShape
+from shard_worker.kernels.heads import HeadShape
+from shard_worker.kernels.place import BASE, FIRST_PAGE, ROWS
 
 _TILE_ROWS = 32
 """Of queries. More would be another matrix instruction, whose sums may differ in the last bit."""

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shard_worker.kernels.heads import CORRECTED, DECAYS, INPUTS, KEYS, ROOM, ROWS, STATE
+from shard_worker.kernels.place import CORRECTED, DECAYS, INPUTS, KEYS, ROOM, ROWS, STATE
 
 _VALUES = 16
 """Columns of a head's state that one warp holds."""

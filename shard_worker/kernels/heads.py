@@ -1,8 +1,4 @@
-"""The end of a projection whose tiles are heads: per-head norm, RoPE, keys and values into the session's pages.
-
-`place` says on the device where the rows stand and where the session's memory lies, so that a captured launch serves
-any session: int64 [FIRST_PAGE + pages]. Indices: see the constants.
-"""
+"""The end of a projection whose tiles are heads: per-head norm, RoPE, keys and values into the session's pages."""
 
 from __future__ import annotations
 
@@ -12,15 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-BASE, ROWS = tl.constexpr(0), tl.constexpr(1)
-"""The first row's position; how many rows there are in truth."""
-
-STATE, INPUTS, KEYS, CORRECTED, DECAYS, ROOM = (tl.constexpr(index) for index in range(3, 9))
-"""Of recurrent layers: addresses of the states, the convolution's inputs, and the records of rows that may be rolled
-back; how many of those there is room for."""
-
-FIRST_PAGE = tl.constexpr(16)
-"""From here on the addresses of the session's pages."""
+from shard_worker.kernels.place import BASE, FIRST_PAGE, ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +32,7 @@ class HeadShape:
 
     @property
     def stride(self) -> int:
-        """Of the projection's result: queries, and gates where there are any."""
+        """Of the projection's result: queries, and gates where there are any; 0 where it is keys and values alone."""
         return self.heads * self.dim * (2 if self.gated else 1)
 
 

@@ -18,7 +18,6 @@ import triton.language as tl
 
 from shard_worker.kernels.heads import Heads, finish_heads
 
-MAX_ROWS = 64
 _MAX_BLOCKS = 1 << 16
 
 
@@ -77,7 +76,7 @@ def _finish(
     if ADDED:
         # Rounded before it is added, as a product of its own would be.
         acc = acc.to(kind).to(tl.float32) + tl.load(residual + at, mask=kept, other=0.0).to(tl.float32)
-    if HEADS > 0:
+    if DIM > 0:
         finish_heads(
             acc, out, norm, cos, sin, place, slot, next_eps, block, ms, rows, HEADS, KV_HEADS, DIM, ROTARY, STRIDE,
             PAGE, RING,
@@ -180,7 +179,7 @@ def linear(
     heads: Heads | None = None,
     config: Config | None = None,
 ) -> tuple[torch.Tensor, Normed | None]:
-    """x [n, depth] times weight [width, depth] transposed, n up to MAX_ROWS.
+    """x [n, depth] times weight [width, depth] transposed, n up to place.MAX_ROWS.
 
     bias: [width]. residual: [n, width], added at the end. paired: weight is [2 * width, depth], and the result is
     silu(first half) * second half. norm: float32 [width], of the RMSNorm that the result goes through next. heads: the

@@ -57,8 +57,16 @@ class DraftRole:
     """Implements `services.draft.DraftPort`."""
 
     def __init__(
-        self, thread: DeviceThread, device: Device, location: Callable[[int | None], Location], store: SnapshotStore
+        self,
+        thread: DeviceThread,
+        device: Device,
+        location: Callable[[int | None], Location],
+        store: SnapshotStore,
+        *,
+        graphs: bool = True,
     ) -> None:
+        """graphs: whether blocks may be guessed by CUDA graphs."""
+        self._graphs = graphs
         self._thread, self._device, self._location, self._store = thread, device, location, store
         self.loaded: LoadedDraft | None = None
         self.open_sessions = 0

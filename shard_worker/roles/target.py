@@ -62,8 +62,11 @@ class TargetRole:
         location: Callable[[int | None], Location],
         draft_role: DraftRole | None,
         store: SnapshotStore,
+        *,
+        graphs: bool = True,
     ) -> None:
-        self._thread, self._devices, self._peers = thread, devices, peers
+        """graphs: whether steps may run as CUDA graphs."""
+        self._thread, self._devices, self._peers, self._graphs = thread, devices, peers, graphs
         self._location, self._draft_role, self._store = location, draft_role, store
         self.loaded: LoadedStage | None = None
         self.open_sessions = 0
@@ -73,7 +76,7 @@ class TargetRole:
         self.loaded = None
         checkpoint = Checkpoint(part.model_path)
         loader = StageLoader(checkpoint, part.layers, part.dtype)
-        stage = loader.load(self._devices, self._capture_request(part, loader), on_progress)
+        stage = loader.load(self._devices, self._capture_request(part, loader), on_progress, graphs=self._graphs)
         self.loaded = LoadedStage(
             part,
             stage,
@@ -112,6 +115,7 @@ class TargetRole:
             feature_transport=None if capture is None else capture.transport,
             weight_bytes=stage.weight_bytes,
             state_cuttable=cuttable(loaded.keeper.groups),
+            step_engine=stage.engine,
         )
 
     async def open(self, request: Open) -> TargetSession:

@@ -27,6 +27,13 @@ class HeadPlace(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     HEAD_PLACE_SHARED: _ClassVar[HeadPlace]
     HEAD_PLACE_LOADED: _ClassVar[HeadPlace]
     HEAD_PLACE_PROJECTED: _ClassVar[HeadPlace]
+
+class StepEngine(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STEP_ENGINE_UNSPECIFIED: _ClassVar[StepEngine]
+    STEP_ENGINE_TORCH: _ClassVar[StepEngine]
+    STEP_ENGINE_KERNELS: _ClassVar[StepEngine]
+    STEP_ENGINE_GRAPHS: _ClassVar[StepEngine]
 ROLE_UNSPECIFIED: Role
 ROLE_TARGET: Role
 ROLE_DRAFT: Role
@@ -38,6 +45,10 @@ HEAD_PLACE_UNSPECIFIED: HeadPlace
 HEAD_PLACE_SHARED: HeadPlace
 HEAD_PLACE_LOADED: HeadPlace
 HEAD_PLACE_PROJECTED: HeadPlace
+STEP_ENGINE_UNSPECIFIED: StepEngine
+STEP_ENGINE_TORCH: StepEngine
+STEP_ENGINE_KERNELS: StepEngine
+STEP_ENGINE_GRAPHS: StepEngine
 
 class LayerRange(_message.Message):
     __slots__ = ("first", "last")
@@ -48,7 +59,7 @@ class LayerRange(_message.Message):
     def __init__(self, first: _Optional[int] = ..., last: _Optional[int] = ...) -> None: ...
 
 class TargetDescription(_message.Message):
-    __slots__ = ("fingerprint", "family", "layers", "num_layers", "hidden_size", "vocab_size", "max_position", "dtype", "capture_layers", "feature_transport", "weight_bytes", "state_cuttable")
+    __slots__ = ("fingerprint", "family", "layers", "num_layers", "hidden_size", "vocab_size", "max_position", "dtype", "capture_layers", "feature_transport", "weight_bytes", "state_cuttable", "step_engine")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     FAMILY_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +72,7 @@ class TargetDescription(_message.Message):
     FEATURE_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     STATE_CUTTABLE_FIELD_NUMBER: _ClassVar[int]
+    STEP_ENGINE_FIELD_NUMBER: _ClassVar[int]
     fingerprint: str
     family: str
     layers: LayerRange
@@ -73,10 +85,11 @@ class TargetDescription(_message.Message):
     feature_transport: FeatureTransport
     weight_bytes: int
     state_cuttable: bool
-    def __init__(self, fingerprint: _Optional[str] = ..., family: _Optional[str] = ..., layers: _Optional[_Union[LayerRange, _Mapping]] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_position: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., capture_layers: _Optional[_Iterable[int]] = ..., feature_transport: _Optional[_Union[FeatureTransport, str]] = ..., weight_bytes: _Optional[int] = ..., state_cuttable: _Optional[bool] = ...) -> None: ...
+    step_engine: StepEngine
+    def __init__(self, fingerprint: _Optional[str] = ..., family: _Optional[str] = ..., layers: _Optional[_Union[LayerRange, _Mapping]] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_position: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., capture_layers: _Optional[_Iterable[int]] = ..., feature_transport: _Optional[_Union[FeatureTransport, str]] = ..., weight_bytes: _Optional[int] = ..., state_cuttable: _Optional[bool] = ..., step_engine: _Optional[_Union[StepEngine, str]] = ...) -> None: ...
 
 class DraftDescription(_message.Message):
-    __slots__ = ("fingerprint", "block_size", "mask_token_id", "capture_layers", "hidden_size", "vocab_size", "num_target_layers", "head_place", "feature_transport", "max_position", "dtype", "weight_bytes", "state_cuttable")
+    __slots__ = ("fingerprint", "block_size", "mask_token_id", "capture_layers", "hidden_size", "vocab_size", "num_target_layers", "head_place", "feature_transport", "max_position", "dtype", "weight_bytes", "state_cuttable", "step_engine")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     MASK_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +103,7 @@ class DraftDescription(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     STATE_CUTTABLE_FIELD_NUMBER: _ClassVar[int]
+    STEP_ENGINE_FIELD_NUMBER: _ClassVar[int]
     fingerprint: str
     block_size: int
     mask_token_id: int
@@ -103,7 +117,8 @@ class DraftDescription(_message.Message):
     dtype: _tensor_pb2.Dtype
     weight_bytes: int
     state_cuttable: bool
-    def __init__(self, fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., mask_token_id: _Optional[int] = ..., capture_layers: _Optional[_Iterable[int]] = ..., hidden_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_target_layers: _Optional[int] = ..., head_place: _Optional[_Union[HeadPlace, str]] = ..., feature_transport: _Optional[_Union[FeatureTransport, str]] = ..., max_position: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., weight_bytes: _Optional[int] = ..., state_cuttable: _Optional[bool] = ...) -> None: ...
+    step_engine: StepEngine
+    def __init__(self, fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., mask_token_id: _Optional[int] = ..., capture_layers: _Optional[_Iterable[int]] = ..., hidden_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_target_layers: _Optional[int] = ..., head_place: _Optional[_Union[HeadPlace, str]] = ..., feature_transport: _Optional[_Union[FeatureTransport, str]] = ..., max_position: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., weight_bytes: _Optional[int] = ..., state_cuttable: _Optional[bool] = ..., step_engine: _Optional[_Union[StepEngine, str]] = ...) -> None: ...
 
 class DrafterDescription(_message.Message):
     __slots__ = ("fingerprint", "vocab_size", "num_layers", "max_position", "dtype", "weight_bytes")

@@ -1,0 +1,282 @@
+"""Steps of few rows through a segment on a GPU: kernels, captured as CUDA graphs, one for each number of rows.
+
+A graph knows no session: where its rows stand and where its session's memory lies is data that is sent along. So graphs
+outlive sessions, and a session's memory must only outlive the steps that were launched for it, which queueing on one
+stream sees to. Owns the graphs and the memory that they read and write between sessions.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import structlog
+import torch
+import torch.nn.functional as F
+
+from shard_worker.attention_cache import PAGE_ROWS
+from shard_worker.caches import SegmentCaches, slots_of
+from shard_worker.features import Features
+from shard_worker.head import Head
+from shard_worker.layers.attention import AttentionWeights
+from shard_worker.layers.decoder import DecoderWeights
+from shard_worker.model_config import LayerKind
+from shard_worker.segment import Segment
+
+if TYPE_CHECKING:
+    from shard_worker.kernels import decoder
+
+log = structlog.get_logger()
+
+ROW_COUNTS = (1, 16, 32, 64)
+"""Rows that steps are made with; a step of another number leaves the last ones unused."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step made of its rows. logits [n, vocab] and the likeliest token of each row [n] where the head is.
+
+    All of it is overwritten by the next step: take what is needed before that.
+    """
+
+    hidden: torch.Tensor
+    logits: torch.Tensor | None = None
+    likeliest: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What a graph is captured for."""
+
+    rows: int
+    deferred: bool
+    featured: bool
+
+
+@dataclass(slots=True)
+class Captured:
+    """A graph, or None where steps are launched kernel by kernel, and what it writes to."""
+
+    graph: torch.cuda.CUDAGraph | None
+    output: StepOutput
+    captured: list[torch.Tensor] = field(default_factory=list)
+    total: torch.Tensor | None = None
+
+
+class StepRunner:
+    """Of one segment, with the embedding before it and the head behind it where they are on its device."""
+
+    def __init__(self, segment: Segment, embedding: torch.Tensor | None, head: Head | None, *, graphs: bool) -> None:
+        from shard_worker.kernels.place import Place
+
+        self._segment, self._embedding, self._head, self._graphs = segment, embedding, head, graphs
+        self._layers = kernel_layers(segment)
+        device, config = segment.device.torch_device, segment.config
+        self._place = Place(device, -(-config.max_position // PAGE_ROWS) + 1)
+        self._hidden = torch.zeros((ROW_COUNTS[-1], config.hidden_size), dtype=segment.dtype, device=device)
+        self._recurrent = self._layers.delta is not None
+        self._made: dict[Variant, Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle() if graphs else None
+
+    @property
+    def graphs(self) -> bool:
+        return self._graphs
+
+    def takes(self, rows: int, *, deferred: bool) -> bool:
+        """Whether steps of so many rows run here. Rows that count at once come one by one, or many together."""
+        return rows == 1 or (deferred and rows <= ROW_COUNTS[-1])
+
+    def prepare(self, rows: int, *, deferred: bool, featured: bool) -> None:
+        """Compile and capture what steps like this need, so that the first one need not wait."""
+        with self._segment.device.current():
+            self._prepared(self._key(rows, deferred, featured))
+
+    def run(
+        self,
+        rows: Sequence[int] | torch.Tensor,
+        base: int,
+        caches: SegmentCaches,
+        features: Features | None,
+        *,
+        deferred: bool,
+    ) -> StepOutput:
+        """A step of tokens, where the embedding is here, or of hidden rows [n, hidden] from elsewhere.
+
+        base: the first row's position. Captures are added to `features`, where there are any wanted.
+        """
+        with self._segment.device.current():
+            return self._run(rows, base, caches, features, deferred)
+
+    def _run(
+        self,
+        rows: Sequence[int] | torch.Tensor,
+        base: int,
+        caches: SegmentCaches,
+        features: Features | None,
+        deferred: bool,
+    ) -> StepOutput:
+        count, capture = len(rows), self._segment.capture if features is not None else None
+        variant = self._key(count, deferred, capture is not None)
+        made = self._prepared(variant)
+        token_ids: Sequence[int] = ()
+        if isinstance(rows, torch.Tensor):
+            self._hidden[:count].copy_(rows)
+        else:
+            token_ids = rows
+        if caches.attention is not None:
+            caches.attention.reserve(base + count)
+        self._place.fill(base, token_ids, count, caches.attention, caches.recurrent)
+        if made.graph is not None:
+            made.graph.replay()
+        else:
+            made = self._launch(variant)
+        if features is not None and capture is not None:
+            # Copies: they are used behind steps of other sessions.
+            if made.total is not None:
+                features.add(made.total[:count].clone())
+            else:
+                captured = [piece[:count].clone() for piece in made.captured]
+                features.slices |= dict(zip(capture.indices.values(), captured, strict=True))
+        output = made.output
+        return StepOutput(
+            output.hidden[:count],
+            None if output.logits is None else output.logits[:count],
+            None if output.likeliest is None else output.likeliest[:count],
+        )
+
+    def commit(self, caches: SegmentCaches, rows: int) -> None:
+        """Let the first `rows` rows of the step in flight count."""
+        if caches.recurrent is None:
+            return
+        from shard_worker.kernels import deltanet
+
+        assert self._layers.delta is not None
+        with self._segment.device.current():
+            count = torch.full((1,), rows, dtype=torch.int64, device=self._place.tensor.device)
+            deltanet.commit(self._layers.delta, caches.recurrent.place, count, caches.recurrent.conv)
+
+    def _key(self, count: int, deferred: bool, featured: bool) -> Variant:
+        rows = next(rows for rows in ROW_COUNTS if count <= rows)
+        return Variant(rows, deferred and self._recurrent, featured)
+
+    def _prepared(self, variant: Variant) -> Captured:
+        if variant not in self._made:
+            # Tried out on memory of nobody's: kernels are compiled and loaded then, which a capture must not see.
+            scratch = self._segment.allocate(PAGE_ROWS, variant.rows)
+            if scratch.attention is not None:
+                scratch.attention.reserve(variant.rows)
+            self._place.fill(0, (), variant.rows, scratch.attention, scratch.recurrent)
+            self._made[variant] = self._capture(variant)
+        return self._made[variant]
+
+    def _capture(self, variant: Variant) -> Captured:
+        made = self._launch(variant)
+        if not self._graphs:
+            return made
+        self._segment.device.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            made = self._launch(variant)
+        made.graph = graph
+        return made
+
+    def _launch(self, variant: Variant) -> Captured:
+        from shard_worker.kernels import decoder
+        from shard_worker.kernels.deltanet import commit
+        from shard_worker.kernels.matmul import linear
+        from shard_worker.kernels.place import FIRST_TOKEN, ROWS
+
+        segment, place = self._segment, self._place.tensor
+        self._place.send()
+        hidden = self._hidden[: variant.rows]
+        if self._embedding is not None:
+            hidden = F.embedding(place[FIRST_TOKEN : FIRST_TOKEN + variant.rows], self._embedding)
+        capture = segment.capture if variant.featured else None
+        wanted = [] if capture is None else [layer - segment.layers.first for layer in capture.indices]
+        result = decoder.run(
+            self._layers,
+            hidden,
+            dict.fromkeys(LayerKind, place),
+            deferred=variant.deferred,
+            then=None if self._head is None else self._head.norm,
+            capture=wanted,
+        )
+        if self._layers.delta is not None and not variant.deferred:
+            commit(self._layers.delta, place, place[ROWS.value :], hidden, states=False)
+        made = Captured(None, StepOutput(result.hidden))
+        if capture is not None and capture.fc is not None:
+            made.total = linear(torch.cat(result.captured, -1), capture.fc)[0].float()
+        elif capture is not None:
+            made.captured = result.captured
+        if self._head is not None and result.normed is not None:
+            logits, _ = linear(result.normed, self._head.weight)
+            made.output = StepOutput(result.hidden, logits, logits.argmax(-1))
+        return made
+
+
+def kernel_layers(segment: Segment) -> decoder.Layers:
+    """A segment's layers as kernels take them."""
+    from shard_worker.kernels import decoder, deltanet
+    from shard_worker.kernels.heads import HeadShape
+
+    config = segment.config
+    kinds = config.layer_kinds[segment.layers.first : segment.layers.last]
+    heads = {
+        kind: HeadShape(
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            dim=config.head_dim,
+            rotary=config.rotary_dim,
+            page=PAGE_ROWS,
+            window=(config.sliding_window or 0) if kind is LayerKind.SLIDING else 0,
+            gated=any(isinstance(one.mixer, AttentionWeights) and one.mixer.gated for one in segment.weights),
+        )
+        for kind in set(kinds) - {LayerKind.LINEAR}
+    }
+    linear = config.linear
+    delta = None
+    if linear is not None and LayerKind.LINEAR in kinds:
+        delta = deltanet.Shape(
+            key_heads=linear.key_heads,
+            value_heads=linear.value_heads,
+            key_dim=linear.key_head_dim,
+            value_dim=linear.value_head_dim,
+            taps=linear.conv_taps,
+            layers=kinds.count(LayerKind.LINEAR),
+        )
+    return decoder.Layers(
+        weights=segment.weights,
+        slots=slots_of(kinds),
+        heads=heads,
+        delta=delta,
+        longest=config.max_position,
+        frequencies=segment.frequencies,
+        eps=config.norm_eps,
+    )
+
+
+def make_runner(
+    segment: Segment, embedding: torch.Tensor | None, head: Head | None, *, graphs: bool
+) -> StepRunner | None:
+    """None where plain torch has to do: on the CPU, in float32, without Triton, for layers or sizes that the kernels
+    don't have."""
+    if segment.device.torch_device.type != "cuda" or segment.dtype.itemsize != 2:
+        return None
+    if importlib.util.find_spec("triton") is None:
+        log.warning("kernels.unavailable", device=segment.device.name, why="Triton is not installed")
+        return None
+    if not _fits(segment):
+        log.warning("kernels.unavailable", device=segment.device.name, why="a size is not a power of two")
+        return None
+    return StepRunner(segment, embedding, head, graphs=graphs)
+
+
+def _fits(segment: Segment) -> bool:
+    config = segment.config
+    sizes = [config.head_dim]
+    if config.linear is not None:
+        sizes += [config.linear.key_head_dim, config.linear.value_head_dim]
+    powers = all(16 <= size <= 256 and size & (size - 1) == 0 for size in sizes)
+    return powers and all(isinstance(weights, DecoderWeights) for weights in segment.weights)

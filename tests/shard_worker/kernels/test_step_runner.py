@@ -1,0 +1,189 @@
+"""Steps by kernels and graphs against the same stage in plain torch, and against each other, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from services.layers import LayerRange
+from shard_worker.features import Features
+from shard_worker.head import Head
+from shard_worker.stage import Stage, StageState
+from shard_worker.stage_loader import CaptureRequest
+from shard_worker.step_runner import StepRunner
+from tests.shard_worker.kernels.machine import DTYPE, ON_GPU, device
+from tests.shard_worker.tiny import Tiny, ids, load_stage
+
+pytestmark = pytest.mark.gpu
+
+NAMES = ("qwen3", "qwen3-sliding", "qwen3-bias", "qwen3_5-ratio-3")
+Load = Callable[..., Stage]
+
+
+@pytest.fixture(scope="module")
+def load(tiny: Tiny) -> Load:
+    """A stage with runners, by checkpoint; each made once."""
+    made: dict[object, Stage] = {}
+
+    def load(name: str, layers: tuple[int, int] | None = None, *, fc: torch.Tensor | None = None) -> Stage:
+        key = (name, layers, fc is None)
+        if key not in made:
+            capture = CaptureRequest((2, 0), fc)
+            stage = load_stage(
+                tiny.path(name), layers, devices=[device()], dtype=str(DTYPE).removeprefix("torch."), capture=capture
+            )
+            runners = [StepRunner(segment, stage.embedding, stage.head, graphs=ON_GPU) for segment in stage.segments]
+            made[key] = replace(stage, runners=tuple(runners))
+        return made[key]
+
+    return load
+
+
+def plain(stage: Stage) -> Stage:
+    return replace(stage, runners=())
+
+
+class Session:
+    """One session of a stage that has embedding and head."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.state: StageState = stage.allocate(640, 16)
+
+    @torch.inference_mode()
+    def __call__(
+        self, token_ids: Sequence[int], features: Features | None = None, *, deferred: bool = False
+    ) -> torch.Tensor:
+        """Logits after each token, a copy."""
+        output = self.stage.step(self.state, tuple(token_ids), features, deferred=deferred)
+        head: Head | None = self.stage.head
+        assert head is not None
+        logits = head.logits(output.hidden) if output.logits is None else output.logits
+        if output.likeliest is not None:
+            assert torch.equal(output.likeliest, logits.argmax(-1))
+        return logits.clone()
+
+    @torch.inference_mode()
+    def commit(self, rows: int) -> None:
+        self.stage.commit(self.state, self.state.length + rows)
+
+
+def steps(session: Session, tokens: list[int]) -> list[torch.Tensor]:
+    """A prefill, single rows, and blocks of which a part counts: the logits of all."""
+    rows = [session(tokens[:250])]
+    at = 250
+    for count, kept in ((1, 1), (1, 1), (8, 3), (16, 16), (1, 1), (5, 1), (16, 7), (1, 1)):
+        rows.append(session(tokens[at : at + count], deferred=count > 1))
+        if count > 1:
+            session.commit(kept)
+        at += kept
+    assert session.state.length == at
+    return rows
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_are_those_of_plain_torch(load: Load, name: str) -> None:
+    """Across a page's end, whatever number of rows counts: the same logits but for rounding."""
+    stage, tokens = load(name), ids(330)
+    own, expected = steps(Session(stage), tokens), steps(Session(plain(stage)), tokens)
+
+    for one, other in zip(own, expected, strict=True):
+        assert (one - other).abs().max() < 0.06 * other.abs().max()
+        assert ((one - other).norm() / other.norm()) < 0.02
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_is_the_same_alone_and_in_a_block(load: Load, name: str) -> None:
+    """Plain decode and verifying, with any number of rows and any commits, give each token's logits bit for bit."""
+    if not ON_GPU:
+        pytest.skip("the CPU's products differ with the number of rows")
+    stage, tokens = load(name), ids(340)
+    alone, block = Session(stage), Session(stage)
+    for session in (alone, block):
+        session(tokens[:245])
+    single = torch.cat([alone([token]) for token in tokens[245:325]])
+
+    rows, at = [], 245
+    for count, kept in ((16, 16), (16, 5), (3, 2), (1, 1), (16, 16), (9, 1), (16, 13), (16, 16), (2, 2), (8, 8)):
+        logits = block(tokens[at : at + count], deferred=True)
+        rows.append(logits[:kept])
+        block.commit(kept)
+        at += kept
+
+    together = torch.cat(rows)
+    assert len(together) == 80
+    assert torch.equal(together, single)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5-ratio-3"])
+def test_sessions_share_graphs_and_nothing_else(load: Load, name: str) -> None:
+    """Two sessions in turn on one runner give what each gives alone; one that has ended leaves no trace."""
+    stage = load(name)
+    texts = [ids(60, seed=1), ids(60, seed=2)]
+    alone = []
+    for text in texts:
+        session = Session(stage)
+        alone.append(
+            [session(text[:20]), *(session([token]) for token in text[20:30]), session(text[30:41], deferred=True)]
+        )
+    sessions = [Session(stage), Session(stage)]
+    together = [[session(text[:20])] for session, text in zip(sessions, texts, strict=True)]
+    for step in range(20, 30):
+        for session, text, rows in zip(sessions, texts, together, strict=True):
+            rows.append(session(text[step : step + 1]))
+    for session, text, rows in zip(sessions, texts, together, strict=True):
+        rows.append(session(text[30:41], deferred=True))
+
+    for one, other in zip(alone, together, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5-ratio-3"])
+@pytest.mark.parametrize("summed", [True, False])
+def test_captures_are_those_of_plain_torch(load: Load, name: str, summed: bool) -> None:
+    """For one row and for a block, as slices and as the sum through `fc`."""
+    width = 64
+    fc = torch.randn(width, 2 * width, generator=torch.Generator().manual_seed(7)) / 16 if summed else None
+    stage, tokens = load(name, fc=fc), ids(40)
+    found: list[list[Features]] = []
+    for one in (stage, plain(stage)):
+        session = Session(one)
+        gathered = [Features(), Features()]
+        session(tokens[:20], Features())
+        session(tokens[20:21], gathered[0])
+        session(tokens[21:32], gathered[1], deferred=True)
+        found.append(gathered)
+
+    for own, expected in zip(*found, strict=True):
+        pairs = [(own.slices[index], piece) for index, piece in expected.slices.items()]
+        if summed:
+            assert own.total is not None
+            assert expected.total is not None
+            assert own.total.dtype == torch.float32
+            pairs.append((own.total, expected.total))
+        assert pairs
+        for one, other in pairs:
+            assert one.shape == other.shape
+            assert ((one.float() - other.float()).norm() / other.float().norm()) < 0.02
+
+
+def test_a_later_stage_takes_hidden_rows(load: Load) -> None:
+    """Without an embedding, rows come as activations."""
+    first, second = load("qwen3_5-ratio-3", (0, 2)), load("qwen3_5-ratio-3", (2, 4))
+    assert first.layers == LayerRange(0, 2)
+    answers = []
+    for stages in ((first, second), (plain(first), plain(second))):
+        states = [stage.allocate(100, 16) for stage in stages]
+        rows = []
+        with torch.inference_mode():
+            for tokens, deferred in ((ids(20), False), ([5], False), (ids(9, seed=4), True)):
+                moving: Sequence[int] | torch.Tensor = tokens
+                for stage, state in zip(stages, states, strict=True):
+                    moving = stage.step(state, moving, None, deferred=deferred).hidden.clone()
+                rows.append(moving)
+        answers.append(torch.cat(rows))
+
+    assert ((answers[0] - answers[1]).norm() / answers[1].norm()) < 0.02
