@@ -33,7 +33,7 @@ from services.snapshot_service import RemoteSnapshots
 from services.stage import StageSession
 from services.steps import DraftRoute, Grammar, Hop, Open, Sampling
 from services.trace_context import Trace
-from services.worker import FeatureCapture, LoadDraft, LoadProgress, LoadTarget
+from services.worker import FeatureCapture, LoadDraft, LoadProgress, LoadTarget, RemoteWorker
 
 T = TypeVar("T")
 
@@ -181,6 +181,10 @@ class Cluster:
             address = self._draft_address or self.addresses[-1]
             places.append(SnapshotPlace(address, SnapshotOwner.DRAFT, None, draft.fingerprint))
         return tuple(places)
+
+    async def worker(self, address: str) -> RemoteWorker:
+        """What a worker is, and how fast."""
+        return await self._peers.worker(address)
 
     async def snapshots(self, address: str) -> RemoteSnapshots:
         """A worker's kept prefixes, on a connection apart from the steps."""

@@ -39,6 +39,8 @@ class DeviceSpeed:
     layer_s: Mapping[str, float]
     step_s: float
     choose_s: float
+    copy_bytes_per_s: float = 0.0
+    """Of a large copy on the device, what is read and what is written: the floor of what reads memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ def speed_to_message(speed: DeviceSpeed) -> pb.DeviceSpeed:
         matmul_flops_per_s=speed.matmul_flops_per_s,
         step_nanoseconds=round(speed.step_s * 1e9),
         choose_nanoseconds=round(speed.choose_s * 1e9),
+        copy_bytes_per_s=speed.copy_bytes_per_s,
     )
     for kind, seconds in speed.layer_s.items():
         message.layers.add(kind=kind, nanoseconds=round(seconds * 1e9))
@@ -95,4 +98,5 @@ def speed_from_message(message: pb.DeviceSpeed) -> DeviceSpeed:
         layer_s={layer.kind: layer.nanoseconds / 1e9 for layer in message.layers},
         step_s=message.step_nanoseconds / 1e9,
         choose_s=message.choose_nanoseconds / 1e9,
+        copy_bytes_per_s=message.copy_bytes_per_s,
     )

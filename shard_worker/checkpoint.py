@@ -66,6 +66,10 @@ class Checkpoint:
         """One tensor over the mapped file, with its stored dtype. Copy it before keeping it."""
         return self._files[self._where[name]].get_tensor(name)
 
+    def place(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """A copy of one tensor on a device."""
+        return self.tensor(name).to(device=device, dtype=dtype, copy=True)
+
     def rows(self, name: str, indices: Sequence[int]) -> torch.Tensor:
         """A few rows of a matrix, [len(indices), columns], read from the mapped file."""
         view = self._slice(name)

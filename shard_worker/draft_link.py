@@ -6,9 +6,7 @@ what it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -16,7 +14,8 @@ from services.draft import DraftSession, Propose
 from services.errors import CLOSED, FailedPrecondition
 from services.steps import FeatureSlice, Location, SnapshotPart, SnapshotRestore, SnapshotSave
 from services.tensors import WireTensor
-from shard_worker.drafters.dflash import Draft, DraftState
+from shard_worker.draft_engine import DraftEngine, Guess, Projection
+from shard_worker.drafters.dflash import DraftState
 from shard_worker.dtypes import from_wire, to_wire
 from shard_worker.embedding_rows import EmbeddingRows
 from shard_worker.executor import DeviceThread
@@ -24,18 +23,8 @@ from shard_worker.features import Features
 from shard_worker.session_record import SessionRecord
 from shard_worker.snapshot_keeper import SnapshotKeeper
 
-Projection = Callable[[torch.Tensor], torch.Tensor]
-"""Normed hidden rows [n, hidden] -> logits [n, vocab]."""
-
-
-@dataclass(frozen=True, slots=True)
-class Guess:
-    """What to guess after: the known token, its position, and how many tokens to guess."""
-
-    step: int
-    position: int
-    token_id: int
-    tokens: int
+if TYPE_CHECKING:
+    from shard_worker.ahead import Ahead
 
 
 class DraftLink(Protocol):
@@ -52,60 +41,6 @@ class DraftLink(Protocol):
 
     async def close(self, why: str = CLOSED) -> None:
         """Free the draft's session. why: what ended it, in a word for the log."""
-
-
-def advance(
-    draft: Draft,
-    state: DraftState,
-    features: Features,
-    start: int,
-    guess: Guess | None,
-    embedding: EmbeddingRows,
-    project: Projection,
-) -> tuple[int, ...]:
-    """Append features, then guess if asked. Runs on the device thread."""
-    if not features.empty:
-        append(draft, state, features, start)
-    return () if guess is None else guess_tokens(draft, state, guess, embedding, project)
-
-
-def guess_tokens(
-    draft: Draft, state: DraftState, guess: Guess, embedding: EmbeddingRows, project: Projection
-) -> tuple[int, ...]:
-    """The draft's likeliest token for each place behind the known one. Raises FailedPrecondition as `check_guess`."""
-    check_guess(draft, state, guess.position, guess.tokens)
-    rows = embedding((guess.token_id, draft.config.mask_token_id))
-    hidden = draft.propose(state, rows, guess.tokens)
-    return tuple(project(hidden).argmax(-1).tolist())
-
-
-def append(draft: Draft, state: DraftState, features: Features, start: int) -> None:
-    """Raises FailedPrecondition when the rows don't follow the context."""
-    check_start(state, start)
-    draft.append(state, features)
-
-
-def check_start(state: DraftState, start: int) -> None:
-    """Raises FailedPrecondition when features from position `start` on don't follow the context."""
-    if start != state.length:
-        raise FailedPrecondition(
-            f"features start at position {start}, the draft's context ends at {state.length}",
-            reason="OUT_OF_STEP",
-            field="start_position",
-        )
-
-
-def check_guess(draft: Draft, state: DraftState, position: int, tokens: int) -> None:
-    """Raises FailedPrecondition when the context ends elsewhere than at the known token."""
-    if position != state.length:
-        raise FailedPrecondition(
-            f"propose is for position {position}, the draft's context ends at {state.length}",
-            reason="OUT_OF_STEP",
-            field="position",
-        )
-    most = draft.config.block_size - 1
-    if not 1 <= tokens <= most:
-        raise FailedPrecondition(f"propose asks for {tokens} tokens, this draft guesses 1 to {most}", field="tokens")
 
 
 async def save_draft(keeper: SnapshotKeeper, state: DraftState, save: SnapshotSave, location: Location) -> SnapshotPart:
@@ -138,31 +73,27 @@ class LocalDraftLink:
     def __init__(
         self,
         thread: DeviceThread,
-        draft: Draft,
+        engine: DraftEngine,
         state: DraftState,
-        embedding: EmbeddingRows,
-        project: Projection,
         keeper: SnapshotKeeper,
         location: Location,
         record: SessionRecord,
+        ahead: Ahead | None = None,
     ) -> None:
-        self._thread, self._draft, self._state = thread, draft, state
-        self._embedding, self._project = embedding, project
+        """ahead: where the block behind a step may have been issued together with the step."""
+        self._thread, self._engine, self._state, self.ahead = thread, engine, state, ahead
         self._keeper, self._location, self._record = keeper, location, record
 
     async def advance(self, features: Features, start: int, guess: Guess | None) -> tuple[int, ...]:
         self._record.steps += guess is not None
-        return await self._thread.submit(
-            self._record.timed,
-            advance,
-            self._draft,
-            self._state,
-            features,
-            start,
-            guess,
-            self._embedding,
-            self._project,
-        )
+        return await self._thread.submit(self._record.timed, self._advance, features, start, guess)
+
+    def _advance(self, features: Features, start: int, guess: Guess | None) -> tuple[int, ...]:
+        if self.ahead is not None and self.ahead.issued:
+            return self.ahead.guesses()
+        if not features.empty:
+            self._engine.append(self._state, features, start)
+        return () if guess is None else self._engine.guess(self._state, guess)
 
     async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
         return await save_draft(self._keeper, self._state, save, self._location)

@@ -17,9 +17,7 @@ EmbeddingRows = Callable[[tuple[int, ...]], torch.Tensor]
 
 def rows_of_stage(stage: Stage, checkpoint: Checkpoint) -> EmbeddingRows:
     """The stage's own embedding or tied lm_head where it has one, else the checkpoint's file."""
-    matrix = stage.embedding
-    if matrix is None and stage.config.tied_head and stage.head is not None:
-        matrix = stage.head.weight
+    matrix = resident_embedding(stage)
     if matrix is None:
         return rows_of_checkpoint(checkpoint)
     resident = matrix
@@ -28,6 +26,13 @@ def rows_of_stage(stage: Stage, checkpoint: Checkpoint) -> EmbeddingRows:
         return F.embedding(torch.tensor(token_ids, device=resident.device), resident)
 
     return lookup
+
+
+def resident_embedding(stage: Stage) -> torch.Tensor | None:
+    """The whole matrix [vocab, hidden], where the stage has it as its embedding or as a tied lm_head."""
+    if stage.embedding is None and stage.config.tied_head and stage.head is not None:
+        return stage.head.weight
+    return stage.embedding
 
 
 def rows_of_checkpoint(checkpoint: Checkpoint) -> EmbeddingRows:

@@ -27,6 +27,12 @@ class Features:
     def empty(self) -> bool:
         return self.total is None and not self.slices
 
+    @property
+    def count(self) -> int:
+        """Rows."""
+        pieces = [self.total] if self.total is not None else list(self.slices.values())
+        return len(pieces[0]) if pieces else 0
+
     def rows(self, count: int) -> Features:
         """The first `count` rows."""
         total = None if self.total is None else self.total[:count]

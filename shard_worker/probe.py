@@ -67,6 +67,7 @@ def measure(device: Device, config: Mapping[str, Any], wanted: MeasureFor) -> De
         layer_s=layer_s,
         step_s=step_s,
         choose_s=choose_s,
+        copy_bytes_per_s=_copy_rate(device, described.free_bytes),
     )
 
 
@@ -99,6 +100,16 @@ def _product_rates(
     part = matrices[0][: max(1, MATMUL_ELEMENTS[kind] // extents[1])]
     full_s = _seconds(device, products(rows, [part]), MATMUL_S)
     return size / max(read_s - bare_s, read_s / 10), 2 * part.numel() * PREFILL_ROWS / full_s
+
+
+def _copy_rate(device: Device, free_bytes: int) -> float:
+    """Bytes read and written a second."""
+    size = MOST_BYTES["gpu" if device.is_gpu else "cpu"]
+    if free_bytes:
+        size = min(size, free_bytes // 4)
+    source = torch.ones(size, dtype=torch.uint8, device=device.torch_device)
+    target = torch.empty_like(source)
+    return 2 * size / _seconds(device, lambda: target.copy_(source), MATMUL_S)
 
 
 def _layer_costs(
@@ -162,7 +173,7 @@ def _choose_s(device: Device, shape: ModelConfig, dtype: torch.dtype) -> float:
     return _seconds(device, choose, LAYER_S / 2)
 
 
-def _seconds(device: Device, job: Callable[[], None], budget_s: float) -> float:
+def _seconds(device: Device, job: Callable[[], object], budget_s: float) -> float:
     """Median time of one run, each after a rest, within the budget; at least three, after two that do not count."""
     for _ in range(2):
         job()

@@ -21,6 +21,9 @@ from shard_worker.prefix_state import GroupKind, TensorGroup
 from shard_worker.segment import Segment
 from shard_worker.step_runner import StepOutput, StepRunner
 
+BLOCK_ROWS = 16
+"""Of the blocks that steps are prepared for; drafts are trained for so many, or fewer."""
+
 
 @dataclass(slots=True)
 class StageState:
@@ -61,6 +64,15 @@ class Stage:
         if not self.runners or any(runner is None for runner in self.runners):
             return StepEngine.TORCH
         return StepEngine.GRAPHS if all(runner and runner.graphs for runner in self.runners) else StepEngine.KERNELS
+
+    def prepare(self) -> None:
+        """Compile and capture what the first steps would have to wait for: of one row, and of a block with a draft."""
+        for runner in self.runners:
+            if runner is not None:
+                runner.prepare(1, deferred=False, featured=False)
+                if self.captures:
+                    runner.prepare(1, deferred=False, featured=True)
+                    runner.prepare(BLOCK_ROWS, deferred=True, featured=True)
 
     def allocate(self, capacity: int, block_rows: int) -> StageState:
         """Memory for one session of up to `capacity` tokens."""

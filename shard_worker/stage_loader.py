@@ -77,10 +77,9 @@ class StageLoader:
 
         def take(name: str, device: torch.device) -> torch.Tensor:
             nonlocal loaded, resident
-            stored = self._checkpoint.tensor(name)
             # Vectors keep their stored precision: norms, decays and such are widened to float32 when packed.
-            dtype = self.dtype if stored.ndim > 1 or name.endswith("_proj.bias") else stored.dtype
-            tensor = stored.to(device=device, dtype=dtype, copy=True)
+            matrix = len(self._checkpoint.shape(name)) > 1 or name.endswith("_proj.bias")
+            tensor = self._checkpoint.place(name, device, self.dtype if matrix else self._checkpoint.dtype(name))
             resident += tensor.nbytes
             loaded += self._checkpoint.size_bytes(name)
             on_progress(loaded, self.total_bytes)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from shard_worker.attention_cache import PAGE_ROWS
 from shard_worker.caches import SegmentCaches, slots_of
+from shard_worker.device import Device
 from shard_worker.features import Features
 from shard_worker.head import Head
 from shard_worker.layers.attention import AttentionWeights
@@ -91,7 +92,7 @@ class StepRunner:
     def prepare(self, rows: int, *, deferred: bool, featured: bool) -> None:
         """Compile and capture what steps like this need, so that the first one need not wait."""
         with self._segment.device.current():
-            self._prepared(self._key(rows, deferred, featured))
+            self._prepared(self._key(rows, deferred, featured and self._segment.capture is not None))
 
     def run(
         self,
@@ -127,11 +128,12 @@ class StepRunner:
             token_ids = rows
         if caches.attention is not None:
             caches.attention.reserve(base + count)
-        self._place.fill(base, token_ids, count, caches.attention, caches.recurrent)
+        self._place.fill(base, count, token_ids=token_ids, attention=caches.attention, recurrent=caches.recurrent)
         if made.graph is not None:
             made.graph.replay()
         else:
             made = self._launch(variant)
+        self._place.sent()
         if features is not None and capture is not None:
             # Copies: they are used behind steps of other sessions.
             if made.total is not None:
@@ -146,15 +148,22 @@ class StepRunner:
             None if output.likeliest is None else output.likeliest[:count],
         )
 
-    def commit(self, caches: SegmentCaches, rows: int) -> None:
-        """Let the first `rows` rows of the step in flight count."""
+    @property
+    def place(self) -> torch.Tensor:
+        """The numbers of the last step, on the device."""
+        return self._place.tensor[0]
+
+    def commit(self, caches: SegmentCaches, rows: int | torch.Tensor) -> None:
+        """Let the first `rows` rows of the step in flight count; a tensor, int64 [1 or more], says it on the device."""
         if caches.recurrent is None:
             return
         from shard_worker.kernels import deltanet
 
         assert self._layers.delta is not None
         with self._segment.device.current():
-            count = torch.full((1,), rows, dtype=torch.int64, device=self._place.tensor.device)
+            count = rows
+            if not isinstance(count, torch.Tensor):
+                count = torch.full((1,), count, dtype=torch.int64, device=self.place.device)
             deltanet.commit(self._layers.delta, caches.recurrent.place, count, caches.recurrent.conv)
 
     def _key(self, count: int, deferred: bool, featured: bool) -> Variant:
@@ -167,17 +176,18 @@ class StepRunner:
             scratch = self._segment.allocate(PAGE_ROWS, variant.rows)
             if scratch.attention is not None:
                 scratch.attention.reserve(variant.rows)
-            self._place.fill(0, (), variant.rows, scratch.attention, scratch.recurrent)
+            self._place.fill(0, variant.rows, attention=scratch.attention, recurrent=scratch.recurrent)
             self._made[variant] = self._capture(variant)
         return self._made[variant]
 
     def _capture(self, variant: Variant) -> Captured:
         made = self._launch(variant)
+        self._place.sent()
         if not self._graphs:
             return made
         self._segment.device.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             made = self._launch(variant)
         made.graph = graph
         return made
@@ -188,11 +198,12 @@ class StepRunner:
         from shard_worker.kernels.matmul import linear
         from shard_worker.kernels.place import FIRST_TOKEN, ROWS
 
-        segment, place = self._segment, self._place.tensor
+        segment, place = self._segment, self.place
         self._place.send()
         hidden = self._hidden[: variant.rows]
         if self._embedding is not None:
-            hidden = F.embedding(place[FIRST_TOKEN : FIRST_TOKEN + variant.rows], self._embedding)
+            first = FIRST_TOKEN.value
+            hidden = F.embedding(place[first : first + variant.rows], self._embedding)
         capture = segment.capture if variant.featured else None
         wanted = [] if capture is None else [layer - segment.layers.first for layer in capture.indices]
         result = decoder.run(
@@ -260,23 +271,22 @@ def kernel_layers(segment: Segment) -> decoder.Layers:
 def make_runner(
     segment: Segment, embedding: torch.Tensor | None, head: Head | None, *, graphs: bool
 ) -> StepRunner | None:
-    """None where plain torch has to do: on the CPU, in float32, without Triton, for layers or sizes that the kernels
-    don't have."""
-    if segment.device.torch_device.type != "cuda" or segment.dtype.itemsize != 2:
-        return None
-    if importlib.util.find_spec("triton") is None:
-        log.warning("kernels.unavailable", device=segment.device.name, why="Triton is not installed")
-        return None
-    if not _fits(segment):
-        log.warning("kernels.unavailable", device=segment.device.name, why="a size is not a power of two")
-        return None
-    return StepRunner(segment, embedding, head, graphs=graphs)
-
-
-def _fits(segment: Segment) -> bool:
+    """None where plain torch has to do, as `can_run` says, and for layers that the kernels don't have."""
     config = segment.config
     sizes = [config.head_dim]
     if config.linear is not None:
         sizes += [config.linear.key_head_dim, config.linear.value_head_dim]
-    powers = all(16 <= size <= 256 and size & (size - 1) == 0 for size in sizes)
-    return powers and all(isinstance(weights, DecoderWeights) for weights in segment.weights)
+    usual = all(isinstance(weights, DecoderWeights) for weights in segment.weights)
+    if not usual or not can_run(segment.device, segment.dtype, sizes):
+        return None
+    return StepRunner(segment, embedding, head, graphs=graphs)
+
+
+def can_run(device: Device, dtype: torch.dtype, head_sizes: Sequence[int]) -> bool:
+    """Whether kernels can: on a GPU with Triton, in 16 bits, for heads whose size is a power of two."""
+    if device.torch_device.type != "cuda" or dtype.itemsize != 2:
+        return False
+    if importlib.util.find_spec("triton") is None:
+        log.warning("kernels.unavailable", device=device.name, why="Triton is not installed")
+        return False
+    return all(16 <= size <= 256 and size & (size - 1) == 0 for size in head_sizes)

@@ -33,17 +33,14 @@ from services.steps import (
     StageIdentity,
     StageTiming,
     StepKind,
-    TokenLogprobs,
 )
-from shard_worker.acceptance import accept
-from shard_worker.draft_link import DraftLink, Guess, slices_to_wire
+from shard_worker.deciding import Decider, Produced
+from shard_worker.draft_engine import Guess
+from shard_worker.draft_link import DraftLink, slices_to_wire
 from shard_worker.dtypes import dtype_to_name, from_wire, to_wire
 from shard_worker.executor import DeviceThread
 from shard_worker.features import Features
-from shard_worker.last_row import LastRow
-from shard_worker.logprobs import token_logprobs
 from shard_worker.prefix_state import StateView
-from shard_worker.sampler import Sampler
 from shard_worker.session_record import SessionRecord
 from shard_worker.snapshot_keeper import SnapshotKeeper
 from shard_worker.stage import Stage, StageState
@@ -62,16 +59,6 @@ class InFlight:
     forward_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class Produced:
-    """What the last stage made of a step: tokens, their log-probabilities where asked for, features of all rows."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-    features: Features
-    forward_ns: int
-
-
 class TargetSession:
     """Implements `services.stage.StageSession` on this worker's devices."""
 
@@ -84,7 +71,7 @@ class TargetSession:
         request: Open,
         identity: StageIdentity,
         downstream: StageSession | None,
-        sampler: Sampler | None,
+        decider: Decider | None,
         draft: DraftLink | None,
         keeper: SnapshotKeeper,
         on_close: Callable[[], None],
@@ -92,7 +79,8 @@ class TargetSession:
         self._thread, self._stage, self._request, self._keeper = thread, stage, request, keeper
         self._state: StageState | None = state
         self._location = identity.location
-        self._downstream, self._sampler, self._draft = downstream, sampler, draft
+        # The last stage has a decider and perhaps a draft, every other one a stage below.
+        self._downstream, self._decider, self._draft = downstream, decider, draft
         self._on_close = on_close
         self._record = SessionRecord(request.request_id, request.trace, identity.location, identity.layers)
         self.stages = (identity, *(downstream.stages if downstream is not None else ()))
@@ -110,8 +98,6 @@ class TargetSession:
         # This stage's share of snapshots that the stages below have not answered yet.
         self._saving: deque[asyncio.Future[SnapshotPart]] = deque()
         self._restored: SnapshotPart | None = None
-        # On the last stage: where the logits behind the last committed token come from.
-        self._last = LastRow(stage.head)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
 
     async def forward(self, forward: Forward) -> None:
@@ -145,8 +131,8 @@ class TargetSession:
         if self._downstream is not None:
             await self._downstream.restore_snapshot(restore)
             return
-        assert self._sampler is not None
-        self._sampler.observe(restore.token_ids, 0)
+        assert self._decider is not None
+        self._decider.observe(restore.token_ids)
         parts = [own]
         if self._draft is not None:
             parts.append(await self._draft.restore_snapshot(restore))
@@ -192,7 +178,7 @@ class TargetSession:
 
     def _views(self) -> list[StateView]:
         views: list[StateView] = [view for caches in self._open_state().caches for view in caches.views()]
-        return views if self._stage.head is None else [*views, self._last]
+        return views if self._decider is None else [*views, self._decider.last]
 
     def _check_save(self, save: SnapshotSave) -> None:
         self._check_answered()
@@ -343,7 +329,7 @@ class TargetSession:
     # --- the last stage
 
     async def _answer(self, forward: Forward, arrived_ns: int) -> None:
-        produced = await self._thread.submit(self._compute_and_choose, forward)
+        produced = await self._thread.submit(self._compute_and_decide, forward)
         self._record.forward_ns += produced.forward_ns
         token_ids = produced.token_ids
         counted = len(token_ids) if forward.kind is StepKind.VERIFY else len(forward.token_ids)
@@ -358,40 +344,15 @@ class TargetSession:
         # forward, because jobs run in order.
         drafting = asyncio.ensure_future(self._draft_ahead(produced.features.rows(counted), base, guess))
         await asyncio.sleep(0)
-        if forward.kind is StepKind.VERIFY and self._state is not None:
+        if forward.kind is StepKind.VERIFY and self._state is not None and not produced.counted:
             await self._thread.submit(self._stage.commit, self._state, self._length)
         await drafting
 
-    def _compute_and_choose(self, forward: Forward) -> Produced:
+    def _compute_and_decide(self, forward: Forward) -> Produced:
         started_ns = time.monotonic_ns()
         output, features = self._compute(forward)
-        hidden = output.hidden
-        head, sampler = self._stage.head, self._sampler
-        assert head is not None
-        assert sampler is not None
-        tokens, base, kind = forward.token_ids, forward.base_position, forward.kind
-        produced: list[int] = []
-        logprobs: tuple[TokenLogprobs, ...] = ()
-        if kind is not StepKind.PREFILL:
-            rows = slice(None) if kind is StepKind.VERIFY else slice(-1, None)
-            likeliest = None
-            if kind is StepKind.RESUME:
-                logits = self._last.logits()
-            elif output.logits is not None and output.likeliest is not None:
-                logits, likeliest = output.logits[rows], output.likeliest[rows]
-            else:
-                logits = head.logits(hidden[rows])
-            chosen = sampler.choose(logits, tokens, base, likeliest)
-            guesses = tokens[1:] if kind is StepKind.VERIFY else ()
-            produced = accept(guesses, chosen, self._request.stop_token_ids)
-            if self._request.logprobs is not None:
-                logprobs = token_logprobs(logits[: len(produced)], produced, self._request.logprobs)
-        if kind is not StepKind.RESUME:
-            counted = len(produced) if kind is StepKind.VERIFY else len(tokens)
-            sampler.observe(tokens[:counted], base)
-            # A copy: a view would hold all rows of a prefill.
-            self._last.hidden = hidden[counted - 1 : counted].clone()
-        return Produced(tuple(produced), logprobs, features, time.monotonic_ns() - started_ns)
+        assert self._decider is not None
+        return self._decider.decide(forward, self._open_state(), output, features, started_ns)
 
     async def _draft_ahead(self, features: Features, start: int, guess: Guess | None) -> None:
         draft = self._draft

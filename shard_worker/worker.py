@@ -147,6 +147,8 @@ class Worker:
                 self._snapshots.clear(SnapshotOwner.STAGE if role is self._target else SnapshotOwner.DRAFT)
             async for progress in self._run_load(role, part):
                 yield progress
+            if self._target is not None and not isinstance(role, CompressRole):
+                await self._thread.submit(self._target.prepare)
             log.info("load.finished")
             yield await self.describe()
 

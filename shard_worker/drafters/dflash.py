@@ -81,7 +81,6 @@ class Draft:
         like = torch.empty(0, dtype=self.dtype, device=self.device.torch_device)
         caches: dict[LayerKind, AttentionCache] = {}
         kinds = config.layer_kinds
-        layers = tuple((kind, kinds[:layer].count(kind)) for layer, kind in enumerate(kinds))
         for kind in set(kinds):
             ring = self.ring if kind is LayerKind.SLIDING else None
             caches[kind] = AttentionCache(
@@ -93,7 +92,13 @@ class Draft:
                 PAGE_ROWS if self.device.is_gpu else None,
                 None if ring is None or ring > max_length + block else ring,
             )
-        return DraftState(caches, layers)
+        return DraftState(caches, tuple(zip(kinds, self.slots, strict=True)))
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Each layer's place in the cache of its kind."""
+        kinds = self.config.layer_kinds
+        return tuple(kinds[:layer].count(kind) for layer, kind in enumerate(kinds))
 
     @property
     def ring(self) -> int | None:
@@ -121,15 +126,17 @@ class Draft:
             for what in ("k", "v")
         )
 
-    def combine(self, features: Features) -> torch.Tensor:
-        """Features of n rows -> the context vector of each, [n, hidden]: `hidden_norm(fc(features))`."""
+    def mix(self, features: Features) -> torch.Tensor:
+        """`fc(features)` of n rows, [n, hidden]."""
         if features.total is not None:
-            mixed = features.total.to(self.device.torch_device, self.dtype)
-        else:
-            pieces = [features.slices[index] for index in range(len(self.config.capture_layers))]
-            joined = torch.cat([piece.to(self.device.torch_device) for piece in pieces], -1)
-            mixed = F.linear(joined.to(self.dtype), self.fc)
-        return rms_norm(mixed, self.hidden_norm, self.config.norm_eps)
+            return features.total.to(self.device.torch_device, self.dtype)
+        pieces = [features.slices[index] for index in range(len(self.config.capture_layers))]
+        joined = torch.cat([piece.to(self.device.torch_device) for piece in pieces], -1)
+        return F.linear(joined.to(self.dtype), self.fc)
+
+    def combine(self, features: Features) -> torch.Tensor:
+        """The context vector of each of n rows, [n, hidden]: `hidden_norm(fc(features))`."""
+        return rms_norm(self.mix(features), self.hidden_norm, self.config.norm_eps)
 
     def append(self, state: DraftState, features: Features) -> None:
         """Take features of the n committed rows that follow the context."""
@@ -204,16 +211,16 @@ def load(
     config = read_draft_config(checkpoint.config)
     names = _names(checkpoint, config)
     total = sum(checkpoint.size_bytes(name) for name in names.values())
-    wanted = checkpoint.tensor(names["fc.weight"]).dtype if dtype is None else dtype_from_name(dtype)
+    wanted = checkpoint.dtype(names["fc.weight"]) if dtype is None else dtype_from_name(dtype)
     loaded = resident = 0
 
     def take(name: str) -> torch.Tensor:
         nonlocal loaded, resident
-        stored = checkpoint.tensor(names[name])
-        loaded += checkpoint.size_bytes(names[name])
+        stored = names[name]
+        loaded += checkpoint.size_bytes(stored)
         on_progress(loaded, total)
-        kept = stored.dtype if stored.ndim == 1 and name.endswith("norm.weight") else wanted
-        tensor = stored.to(device=device.torch_device, dtype=kept, copy=True)
+        kept = checkpoint.dtype(stored) if name.endswith("norm.weight") else wanted
+        tensor = checkpoint.place(stored, device.torch_device, kept)
         resident += tensor.nbytes
         return tensor
 

@@ -20,38 +20,56 @@ STATE, INPUTS, KEYS, CORRECTED, DECAYS, ROOM = (tl.constexpr(index) for index in
 """Of recurrent layers: addresses of the states, the convolution's inputs, and the records of rows that may be rolled
 back; how many of those there is room for."""
 
-FIRST_TOKEN, MAX_ROWS = 16, 64
+FIRST_TOKEN, MAX_ROWS = tl.constexpr(16), 64
 """From here on the rows' tokens."""
 
-FIRST_PAGE = tl.constexpr(FIRST_TOKEN + MAX_ROWS)
+FIRST_PAGE = tl.constexpr(16 + MAX_ROWS)
 """From here on the addresses of the session's pages."""
 
 
 class Place:
-    """int64 [FIRST_PAGE + pages] on a device, `tensor`, and its page-locked twin on the host."""
+    """int64 [copies, FIRST_PAGE + pages] on a device, `tensor`, and its page-locked twin on the host.
 
-    def __init__(self, device: torch.device, pages: int) -> None:
-        self.tensor = torch.zeros(FIRST_PAGE.value + pages, dtype=torch.int64, device=device)
-        self._host = torch.zeros(self.tensor.shape, dtype=torch.int64, pin_memory=device.type != "cpu")
+    Several copies are of one step for layers with caches of their own.
+    """
+
+    def __init__(self, device: torch.device, pages: int, copies: int = 1) -> None:
+        shape = (copies, FIRST_PAGE.value + pages)
+        self.tensor = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._host = torch.zeros(shape, dtype=torch.int64, pin_memory=device.type != "cpu")
         self._numbers = self._host.numpy()
+        self._sent = torch.cuda.Event() if device.type != "cpu" else None
 
     def fill(
         self,
         base: int,
-        token_ids: Sequence[int],
         rows: int,
-        attention: AttentionCache | None,
-        recurrent: RecurrentCache | None,
+        *,
+        copy: int = 0,
+        token_ids: Sequence[int] = (),
+        attention: AttentionCache | None = None,
+        recurrent: RecurrentCache | None = None,
     ) -> None:
         """Everything about a step. token_ids: of the rows, or none where activations come."""
-        numbers = self._numbers
+        if self._sent is not None:
+            # What was sent last must have left before it is overwritten.
+            self._sent.synchronize()
+        numbers = self._numbers[copy]
         numbers[:2] = base, rows
-        numbers[FIRST_TOKEN : FIRST_TOKEN + len(token_ids)] = token_ids
+        if token_ids:
+            first = FIRST_TOKEN.value
+            numbers[first : first + len(token_ids)] = token_ids
         if recurrent is not None:
             numbers[STATE.value : ROOM.value + 1] = recurrent.addresses
         if attention is not None:
-            numbers[FIRST_PAGE.value : FIRST_PAGE.value + len(attention.pages)] = attention.addresses
+            first = FIRST_PAGE.value
+            numbers[first : first + len(attention.addresses)] = attention.addresses
 
     def send(self) -> None:
         """Queue the copy to the device; in a captured graph this is its first node."""
         self.tensor.copy_(self._host, non_blocking=True)
+
+    def sent(self) -> None:
+        """To be called behind every launch that sends."""
+        if self._sent is not None:
+            self._sent.record()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.description import DraftDescription, FeatureTransport, HeadPlace
+from services.description import DraftDescription, FeatureTransport, HeadPlace, StepEngine
 from services.draft import DraftOpen, Guesses, Propose
 from services.errors import CLOSED, FailedPrecondition, InvalidArgument
 from services.snapshot import SnapshotOwner
@@ -16,23 +16,16 @@ from services.tensors import WireTensor
 from services.worker import LoadDraft
 from shard_worker.checkpoint import Checkpoint
 from shard_worker.device import Device
-from shard_worker.draft_link import (
-    Guess,
-    Projection,
-    append,
-    check_guess,
-    check_start,
-    guess_tokens,
-    restore_draft,
-    save_draft,
-)
+from shard_worker.draft_engine import DraftEngine, Guess, by_kernels, check_start, make_engine
+from shard_worker.draft_link import restore_draft, save_draft
 from shard_worker.drafters import drafter_of
 from shard_worker.drafters.dflash import Draft, DraftState
 from shard_worker.dtypes import dtype_to_name, from_wire, to_wire
-from shard_worker.embedding_rows import EmbeddingRows, matrix_name, rows_of_checkpoint
+from shard_worker.embedding_rows import matrix_name, rows_of_checkpoint
 from shard_worker.executor import DeviceThread
 from shard_worker.features import Features
 from shard_worker.prefix_state import cuttable
+from shard_worker.random_checkpoint import open_checkpoint
 from shard_worker.session_record import SessionRecord
 from shard_worker.snapshot_keeper import SnapshotKeeper
 from shard_worker.snapshot_store import SnapshotStore
@@ -44,13 +37,15 @@ MAX_LENGTH = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
-    """A draft with what turns its hidden rows into tokens, where it has that itself."""
+    """A draft. engine: as this worker's own sessions use it; beside a stage another one shares that stage's head."""
 
     part: LoadDraft
-    draft: Draft
-    embedding: EmbeddingRows | None
-    project: Projection | None
+    engine: DraftEngine
     keeper: SnapshotKeeper
+
+    @property
+    def draft(self) -> Draft:
+        return self.engine.draft
 
 
 class DraftRole:
@@ -66,7 +61,7 @@ class DraftRole:
         graphs: bool = True,
     ) -> None:
         """graphs: whether blocks may be guessed by CUDA graphs."""
-        self._graphs = graphs
+        self.graphs = graphs
         self._thread, self._device, self._location, self._store = thread, device, location, store
         self.loaded: LoadedDraft | None = None
         self.open_sessions = 0
@@ -74,13 +69,14 @@ class DraftRole:
     def load(self, part: LoadDraft, on_progress: Callable[[int, int], None]) -> None:
         """Load a draft; runs on the device thread. Errors as in `drafters.dflash.load`."""
         self.loaded = None
-        checkpoint = Checkpoint(part.draft_path, "--draft")
+        checkpoint = open_checkpoint(part.draft_path, "--draft")
         draft = drafter_of(checkpoint).load(checkpoint, self._device, part.dtype, on_progress)
-        embedding = project = None
+        engine = DraftEngine(draft)
         if part.head_place is HeadPlace.LOADED:
-            target = Checkpoint(part.model_path)
-            embedding = rows_of_checkpoint(target)
-            project = self._load_head(target, draft)
+            target = open_checkpoint(part.model_path)
+            head = self._load_head(target, draft)
+            engine = make_engine(draft, rows_of_checkpoint(target), head, graphs=self.graphs)
+            engine.prepare()
         keeper = SnapshotKeeper(
             self._store,
             self._thread,
@@ -92,7 +88,7 @@ class DraftRole:
             (self._device,),
             self._store.generation(SnapshotOwner.DRAFT),
         )
-        self.loaded = LoadedDraft(part, draft, embedding, project, keeper)
+        self.loaded = LoadedDraft(part, engine, keeper)
 
     def describe(self) -> DraftDescription | None:
         if self.loaded is None:
@@ -112,6 +108,7 @@ class DraftRole:
             dtype=dtype_to_name(draft.dtype),
             weight_bytes=draft.weight_bytes,
             state_cuttable=cuttable(self.loaded.keeper.groups),
+            step_engine=self._step_engine(draft),
         )
 
     async def open(self, request: DraftOpen) -> LocalDraftSession:
@@ -131,7 +128,12 @@ class DraftRole:
         state = await self._thread.submit(loaded.draft.allocate, request.max_length)
         return LocalDraftSession(self, self._thread, loaded, state, request, self._location(None))
 
-    def _load_head(self, target: Checkpoint, draft: Draft) -> Projection:
+    def _step_engine(self, draft: Draft) -> StepEngine:
+        if not by_kernels(draft):
+            return StepEngine.TORCH
+        return StepEngine.GRAPHS if self.graphs else StepEngine.KERNELS
+
+    def _load_head(self, target: Checkpoint, draft: Draft) -> torch.Tensor:
         tied = "lm_head.weight" not in target.names
         name = matrix_name(target, "embed_tokens.weight") if tied else "lm_head.weight"
         weight = target.tensor(name).to(self._device.torch_device, draft.dtype, copy=True)
@@ -141,7 +143,7 @@ class DraftRole:
                 f"[{draft.config.vocab_size}, {draft.config.hidden_size}]",
                 field=name,
             )
-        return lambda hidden: torch.nn.functional.linear(hidden, weight)
+        return weight
 
 
 class LocalDraftSession:
@@ -193,7 +195,7 @@ class LocalDraftSession:
                 return
             features, self._gathered = self._gathered, Features()
         await self._thread.submit(
-            self._record.timed, append, self._loaded.draft, self._state, features, piece.start_position
+            self._record.timed, self._loaded.engine.append, self._state, features, piece.start_position
         )
 
     async def propose(self, request: Propose) -> Guesses:
@@ -232,18 +234,14 @@ class LocalDraftSession:
             self._record.end(why, self._state.length)
 
     def _guess(self, request: Propose) -> tuple[int, ...]:
-        loaded = self._loaded
-        assert loaded.embedding is not None
-        assert loaded.project is not None
         guess = Guess(request.step, request.position, request.token_id, request.tokens)
-        return guess_tokens(loaded.draft, self._state, guess, loaded.embedding, loaded.project)
+        return self._loaded.engine.guess(self._state, guess)
 
     def _hidden(self, request: Propose) -> WireTensor:
-        draft = self._loaded.draft
         assert request.embed is not None
-        check_guess(draft, self._state, request.position, request.tokens)
-        rows = from_wire(request.embed, draft.device.torch_device)
-        return to_wire(draft.propose(self._state, rows, request.tokens))
+        engine = self._loaded.engine
+        rows = from_wire(request.embed, engine.draft.device.torch_device)
+        return to_wire(engine.hidden(self._state, request.position, rows, request.tokens))
 
     def _check_shape(self, field: str, tensor: WireTensor) -> int:
         hidden = self._loaded.draft.config.hidden_size

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import structlog
 
 from services.description import DraftDescription, FeatureTransport, HeadPlace, TargetDescription
 from services.draft import DraftOpen
@@ -14,19 +17,22 @@ from services.snapshot import SnapshotOwner
 from services.stage import StageSession
 from services.steps import Location, Open, StageIdentity
 from services.worker import LoadTarget
-from shard_worker.checkpoint import Checkpoint
+from shard_worker.deciding import Decider
 from shard_worker.device import Device
 from shard_worker.draft_config import DraftConfig
+from shard_worker.draft_engine import DraftEngine, make_engine
 from shard_worker.draft_link import DraftLink, LocalDraftLink, RemoteDraftLink
 from shard_worker.drafters import drafter_of
+from shard_worker.drafters.dflash import Draft, DraftState
 from shard_worker.dtypes import dtype_to_name
-from shard_worker.embedding_rows import EmbeddingRows, rows_of_stage
+from shard_worker.embedding_rows import EmbeddingRows, resident_embedding, rows_of_stage
 from shard_worker.executor import DeviceThread
 from shard_worker.grammar_compiler import GrammarCompiler
 from shard_worker.model_config import ModelConfig
 from shard_worker.ops.deltanet import CHUNK_ROWS
 from shard_worker.prefix_state import cuttable
-from shard_worker.roles.draft import DraftRole
+from shard_worker.random_checkpoint import open_checkpoint
+from shard_worker.roles.draft import DraftRole, LoadedDraft
 from shard_worker.sampler import Sampler
 from shard_worker.session_record import SessionRecord
 from shard_worker.snapshot_keeper import SnapshotKeeper
@@ -35,7 +41,12 @@ from shard_worker.stage import Stage
 from shard_worker.stage_loader import CaptureRequest, StageLoader
 from shard_worker.target_session import TargetSession
 
+if TYPE_CHECKING:
+    from shard_worker.ahead import Ahead
+
 MAX_ROWS = 8192
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +80,13 @@ class TargetRole:
         self._thread, self._devices, self._peers, self._graphs = thread, devices, peers, graphs
         self._location, self._draft_role, self._store = location, draft_role, store
         self.loaded: LoadedStage | None = None
+        self._engine: tuple[Stage, Draft, DraftEngine] | None = None
         self.open_sessions = 0
 
     def load(self, part: LoadTarget, on_progress: Callable[[int, int], None]) -> None:
         """Load a stage; runs on the device thread. Errors as in `StageLoader`."""
         self.loaded = None
-        checkpoint = Checkpoint(part.model_path)
+        checkpoint = open_checkpoint(part.model_path)
         loader = StageLoader(checkpoint, part.layers, part.dtype)
         stage = loader.load(self._devices, self._capture_request(part, loader), on_progress, graphs=self._graphs)
         self.loaded = LoadedStage(
@@ -96,6 +108,20 @@ class TargetRole:
             ),
             GrammarCompiler(checkpoint.directory, checkpoint.config, stage.config.vocab_size),
         )
+
+    def prepare(self) -> None:
+        """Compile and capture what steps will need, for what is loaded by now; runs on the device thread."""
+        if self.loaded is None or not any(self.loaded.stage.runners):
+            return
+        stage, held = self.loaded.stage, None if self._draft_role is None else self._draft_role.loaded
+        try:
+            stage.prepare()
+            if held is not None and stage.head is not None and held.part.head_place is HeadPlace.SHARED:
+                self._draft_engine(held, self.loaded).prepare()
+        except Exception as error:
+            # Whatever a compiler may lack on this host, plain torch has what it needs.
+            log.warning("kernels.failed", error=f"{type(error).__name__}: {error}"[:500])
+            self.loaded = replace(self.loaded, stage=replace(stage, runners=()))
 
     def describe(self) -> TargetDescription | None:
         loaded = self.loaded
@@ -130,10 +156,12 @@ class TargetRole:
             raise error.located(stage=request.stage, host=location.host, device=location.device) from None
         downstream: StageSession | None = None
         draft: DraftLink | None = None
+        ahead: Ahead | None = None
         if request.route:
             downstream = await self._open_next(request)
         elif request.draft is not None:
             draft = await self._open_draft(request, loaded)
+            ahead = draft.ahead if isinstance(draft, LocalDraftLink) else None
         identity = StageIdentity(location, stage.layers)
         session = TargetSession(
             thread=self._thread,
@@ -142,7 +170,7 @@ class TargetRole:
             request=request,
             identity=identity,
             downstream=downstream,
-            sampler=sampler,
+            decider=None if sampler is None else Decider(stage, sampler, request, ahead),
             draft=draft,
             keeper=loaded.keeper,
             on_close=self._closed,
@@ -233,18 +261,7 @@ class TargetRole:
                 )
             _check_fit(held.draft.config, loaded.stage.config)
             _check_captures(held.draft.config, loaded.stage)
-            state = await self._thread.submit(held.draft.allocate, request.max_length)
-            location = self._location(None)
-            return LocalDraftLink(
-                self._thread,
-                held.draft,
-                state,
-                loaded.embedding,
-                project,
-                held.keeper,
-                location,
-                SessionRecord(request.request_id, request.trace, location, None),
-            )
+            return await self._open_local_draft(request, loaded, held)
         description = (await (await self._peers.worker(request.draft.address)).describe()).draft
         if description is None:
             raise FailedPrecondition(f"no draft is loaded at {request.draft.address}", reason="NOT_LOADED")
@@ -264,11 +281,55 @@ class TargetRole:
             project,
         )
 
+    async def _open_local_draft(self, request: Open, loaded: LoadedStage, held: LoadedDraft) -> LocalDraftLink:
+        engine = self._draft_engine(held, loaded)
+        state = await self._thread.submit(engine.draft.allocate, request.max_length)
+        location = self._location(None)
+        return LocalDraftLink(
+            self._thread,
+            engine,
+            state,
+            held.keeper,
+            location,
+            SessionRecord(request.request_id, request.trace, location, None),
+            await self._thread.submit(self._ahead, request, loaded, engine, state),
+        )
+
+    def _draft_engine(self, held: LoadedDraft, loaded: LoadedStage) -> DraftEngine:
+        """The draft with this stage's head: made once for the two."""
+        stage, draft = loaded.stage, held.draft
+        if self._engine is None or self._engine[0] is not stage or self._engine[1] is not draft:
+            assert stage.head is not None
+            engine = make_engine(draft, loaded.embedding, stage.head.weight, graphs=self._graphs)
+            self._engine = (stage, draft, engine)
+        return self._engine[2]
+
+    @staticmethod
+    def _ahead(request: Open, loaded: LoadedStage, engine: DraftEngine, state: DraftState) -> Ahead | None:
+        """Where a block can be issued together with the step before it: all of it by kernels on one device."""
+        stage = loaded.stage
+        embedding, runner = resident_embedding(stage), stage.runners[-1] if stage.runners else None
+        if (
+            engine.runner is None
+            or runner is None
+            or embedding is None
+            or len(stage.segments) > 1
+            or not stage.summed
+            or embedding.device != engine.draft.device.torch_device
+        ):
+            return None
+        from shard_worker.ahead import Ahead
+        from shard_worker.kernels.accept import STOPS
+
+        if len(request.stop_token_ids) > STOPS:
+            return None
+        return Ahead(runner, engine.runner, state, embedding, request.stop_token_ids)
+
     @staticmethod
     def _capture_request(part: LoadTarget, loader: StageLoader) -> CaptureRequest | None:
         if part.capture is None:
             return None
-        checkpoint = Checkpoint(part.capture.draft_path, "--draft")
+        checkpoint = open_checkpoint(part.capture.draft_path, "--draft")
         config, fc = drafter_of(checkpoint).read_fc(checkpoint)
         _check_fit(config, loader.config)
         if max(config.capture_layers) >= loader.config.num_layers:

@@ -15,79 +15,17 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from coordinator.commands.bench.shapes import TARGETS, draft_config
 from shard_worker.draft_config import read_draft_config
 from shard_worker.drafters.dflash import expected_shapes
 from shard_worker.families import family_of
 
 SHARD_BYTES = 4 << 30
 
-_COMMON: dict[str, Any] = {
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "torch_dtype": "bfloat16",
-}
-_TARGETS: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": _COMMON
-    | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-8b": _COMMON
-    | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1e6,
-    },
-    "qwen3.6-27b": _COMMON
-    | {
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "model_type": "qwen3_5_text",
-        "hidden_size": 5120,
-        "intermediate_size": 17408,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "vocab_size": 248320,
-        "max_position_embeddings": 262144,
-        "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25, "rope_type": "default"},
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 48,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-    },
-}
-_DRAFTS: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": {"target_layer_ids": [1, 7, 13, 19, 25], "mask_token_id": 151669},
-    "qwen3-8b": {"target_layer_ids": [1, 9, 17, 25, 33], "mask_token_id": 151669},
-    "qwen3.6-27b": {"target_layer_ids": [1, 16, 31, 46, 61], "mask_token_id": 248070},
-}
-
 
 def write(shape: str, directory: Path) -> None:
-    """Write target and draft of a shape ("qwen3-0.6b", "qwen3-8b", "qwen3.6-27b")."""
-    target = _TARGETS[shape]
+    """Write target and draft of a shape that `flashsplit bench step` knows."""
+    target = TARGETS[shape]
     _, family, config = family_of(target)
     shapes = {
         f"model.layers.{layer}.{name}": extents
@@ -101,26 +39,7 @@ def write(shape: str, directory: Path) -> None:
     shapes["model.norm.weight"] = (config.hidden_size,)
     _save(directory / "target", target, shapes)
 
-    sliding = shape == "qwen3.6-27b"
-    draft = _COMMON | {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.mlp_size,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": 40960,
-        "rope_theta": config.rope_theta,
-        "block_size": 16,
-        "num_target_layers": config.num_layers,
-        "layer_types": ["sliding_attention" if sliding else "full_attention"] * 4 + ["full_attention"],
-        "sliding_window": 2048,
-        "is_causal": False,
-        "dflash_config": _DRAFTS[shape],
-    }
+    draft = draft_config(shape)
     _save(directory / "draft", draft, expected_shapes(read_draft_config(draft)))
 
 

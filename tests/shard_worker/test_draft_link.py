@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from services.errors import FailedPrecondition
-from shard_worker.draft_link import append, check_guess, slices_to_wire
+from shard_worker.draft_engine import DraftEngine, check_guess
+from shard_worker.draft_link import slices_to_wire
 from shard_worker.dtypes import from_wire
 from shard_worker.features import Features
 from tests.shard_worker.tiny import Tiny, load_draft
@@ -34,12 +35,12 @@ def test_features_go_out_in_the_drafts_order() -> None:
 def test_a_context_grows_without_gaps_and_guesses_start_at_its_end(tiny: Tiny) -> None:
     """Features that leave a gap or repeat rows, and guesses from elsewhere, are refused and change nothing."""
     draft = load_draft(tiny.draft("qwen3", "plain"))
-    state = draft.allocate(20)
-    append(draft, state, Features(total=torch.zeros(4, 64)), 0)
+    engine, state = DraftEngine(draft), draft.allocate(20)
+    engine.append(state, Features(total=torch.zeros(4, 64)), 0)
 
     for start in (0, 3, 5):
         with pytest.raises(FailedPrecondition, match=f"start at position {start}, .* ends at 4"):
-            append(draft, state, Features(total=torch.zeros(2, 64)), start)
+            engine.append(state, Features(total=torch.zeros(2, 64)), start)
     for position in (3, 5):
         with pytest.raises(FailedPrecondition, match=f"propose is for position {position}"):
             check_guess(draft, state, position, 3)

@@ -8,6 +8,7 @@ from coordinator.commands.bench.compress import compress
 from coordinator.commands.bench.decode import decode
 from coordinator.commands.bench.serve import serve
 from coordinator.commands.bench.snapshot import snapshot
+from coordinator.commands.bench.step import step
 
 
 @click.group()
@@ -19,3 +20,4 @@ bench.add_command(compress)
 bench.add_command(decode)
 bench.add_command(serve)
 bench.add_command(snapshot)
+bench.add_command(step)

@@ -26,7 +26,7 @@ class LayerCost(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., nanoseconds: _Optional[int] = ...) -> None: ...
 
 class DeviceSpeed(_message.Message):
-    __slots__ = ("name", "total_bytes", "free_bytes", "read_bytes_per_s", "matmul_flops_per_s", "layers", "step_nanoseconds", "choose_nanoseconds")
+    __slots__ = ("name", "total_bytes", "free_bytes", "read_bytes_per_s", "matmul_flops_per_s", "layers", "step_nanoseconds", "choose_nanoseconds", "copy_bytes_per_s")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class DeviceSpeed(_message.Message):
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     STEP_NANOSECONDS_FIELD_NUMBER: _ClassVar[int]
     CHOOSE_NANOSECONDS_FIELD_NUMBER: _ClassVar[int]
+    COPY_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     name: str
     total_bytes: int
     free_bytes: int
@@ -43,7 +44,8 @@ class DeviceSpeed(_message.Message):
     layers: _containers.RepeatedCompositeFieldContainer[LayerCost]
     step_nanoseconds: int
     choose_nanoseconds: int
-    def __init__(self, name: _Optional[str] = ..., total_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., read_bytes_per_s: _Optional[float] = ..., matmul_flops_per_s: _Optional[float] = ..., layers: _Optional[_Iterable[_Union[LayerCost, _Mapping]]] = ..., step_nanoseconds: _Optional[int] = ..., choose_nanoseconds: _Optional[int] = ...) -> None: ...
+    copy_bytes_per_s: float
+    def __init__(self, name: _Optional[str] = ..., total_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., read_bytes_per_s: _Optional[float] = ..., matmul_flops_per_s: _Optional[float] = ..., layers: _Optional[_Iterable[_Union[LayerCost, _Mapping]]] = ..., step_nanoseconds: _Optional[int] = ..., choose_nanoseconds: _Optional[int] = ..., copy_bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class MeasureResponse(_message.Message):
     __slots__ = ("devices",)

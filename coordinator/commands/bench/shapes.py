@@ -1,0 +1,121 @@
+"""Published shapes to measure without their weights: configurations that ask the workers for random ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+RANDOM = {"random_weights": True}
+"""The key by which a worker knows that there are no weight files."""
+
+_COMMON: Mapping[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "torch_dtype": "bfloat16",
+}
+_QWEN3: Mapping[str, Any] = {
+    **_COMMON,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
+}
+_QWEN3_5: Mapping[str, Any] = {
+    **_COMMON,
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "head_dim": 256,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+    "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25, "rope_type": "default"},
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+TARGETS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3-0.6b": {
+        **_QWEN3,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        **_QWEN3,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+    },
+    "qwen3.5-9b": {
+        **_QWEN3_5,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 32,
+    },
+    "qwen3.6-27b": {
+        **_QWEN3_5,
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 48,
+    },
+}
+CAPTURES: Mapping[str, tuple[list[int], int]] = {
+    "qwen3-0.6b": ([1, 7, 13, 19, 25], 151669),
+    "qwen3-8b": ([1, 9, 17, 25, 33], 151669),
+    "qwen3.5-9b": ([1, 8, 15, 22, 29], 248070),
+    "qwen3.6-27b": ([1, 16, 31, 46, 61], 248070),
+}
+"""Of each shape's draft: the blocks that it reads, and its mask token."""
+
+
+def draft_config(shape: str) -> dict[str, Any]:
+    """Of a five-layer DFlash draft for a shape, as published for it; the largest one's looks back 2048 tokens."""
+    target = TARGETS[shape]
+    layers, mask = CAPTURES[shape]
+    sliding = shape == "qwen3.6-27b"
+    rope = target.get("rope_parameters", target)
+    return {
+        **_COMMON,
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        **{key: target[key] for key in ("hidden_size", "intermediate_size", "vocab_size")},
+        "num_hidden_layers": 5,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": rope["rope_theta"],
+        "block_size": 16,
+        "num_target_layers": target["num_hidden_layers"],
+        "layer_types": ["sliding_attention" if sliding else "full_attention"] * 4 + ["full_attention"],
+        "sliding_window": 2048,
+        "is_causal": False,
+        "dflash_config": {"target_layer_ids": layers, "mask_token_id": mask},
+    }
+
+
+def write_shape(shape: str, directory: Path) -> tuple[Path, Path]:
+    """Checkpoints of a shape and of its draft, without weights; returns the directories of both."""
+    made = []
+    for name, config in (("target", TARGETS[shape]), ("draft", draft_config(shape))):
+        path = directory / name
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps({**config, **RANDOM}), encoding="utf-8")
+        made.append(path)
+    return made[0], made[1]
