@@ -59,6 +59,9 @@ class AttentionCache:
         side by side."""
         pieces = self._pieces(first, last - first)
         parts = [page[layers, which, :, start : start + size] for page, start, _, size in pieces]
+        if not parts:
+            held, _, heads, _, dim = self._shape
+            return self._like.new_empty((len(range(held)[layers]), heads, 0, dim))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
     def store(self, layer: int, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:

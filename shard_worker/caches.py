@@ -7,6 +7,7 @@ they need to advance by any number of them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,8 +44,11 @@ class RecurrentCache:
         memory = (self.state, self.conv, self.keys, self.corrected, self.decays)
         self.addresses = (*(tensor.data_ptr() for tensor in memory), block_rows)
         """Of state, conv, keys, corrected and decays, and how many rows of a block there is room for."""
-        self.place = torch.tensor([0, 0, 0, *self.addresses], device=like.device)
-        """The same on the device, as kernels take them."""
+
+    @functools.cached_property
+    def place(self) -> torch.Tensor:
+        """The addresses on the device, as kernels take them."""
+        return torch.tensor([0, 0, 0, *self.addresses], device=self.state.device)
 
     def window(self, slot: int, rows: torch.Tensor, deferred: bool) -> torch.Tensor:
         """Inputs of the convolution for new rows [n, channels]: the committed ones before them and they themselves."""

@@ -28,7 +28,7 @@ def test_rows_are_read_where_they_were_stored(page_rows: int | None, step: int) 
     cache = filled(AttentionCache(LAYERS, HEADS, TOTAL, DIM, TOLD, page_rows), TOTAL, step)
 
     for which in (0, 1):
-        for first, last in ((0, 40), (3, 9), (7, 8), (15, 33)):
+        for first, last in ((0, 40), (3, 9), (7, 8), (15, 33), (9, 9)):
             view = AttentionView(cache, slice(1, 3), which)
             assert torch.equal(view.read(first, last), TOLD[1:, which, :, first:last])
     for length in (1, 8, 9, 40):

@@ -13,7 +13,8 @@ from coordinator.planning.model_size import read_model_size
 from services.description import FeatureTransport
 from services.errors import DataLoss, InvalidArgument, NotFound, Unimplemented
 from services.layers import LayerRange
-from shard_worker.caches import AttentionCache, RecurrentCache
+from shard_worker.attention_cache import AttentionCache
+from shard_worker.caches import RecurrentCache
 from shard_worker.checkpoint import Checkpoint
 from shard_worker.device import parse_devices
 from shard_worker.drafters import drafter_of
@@ -30,7 +31,11 @@ def load(path: Path, layers: LayerRange, dtype: str | None, capture: CaptureRequ
 
 
 def allocated(cache: AttentionCache | RecurrentCache | None) -> int:
-    return 0 if cache is None else sum(value.nbytes for value in vars(cache).values() if hasattr(value, "nbytes"))
+    if cache is None:
+        return 0
+    if isinstance(cache, AttentionCache):
+        return sum(page.nbytes for page in cache.pages)
+    return sum(value.nbytes for value in vars(cache).values() if hasattr(value, "nbytes"))
 
 
 @pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
@@ -65,7 +70,7 @@ def test_drafts_take_what_is_said(pairs: Pairs, family: str, dtype: str | None) 
     assert (size.capture_layers, size.block_size) == (draft.config.capture_layers, draft.config.block_size)
     for length in (1, 31, 32, 33, 200):
         state = draft.allocate(length)
-        assert size.cache_bytes(length) == sum(tensor.nbytes for tensor in (*state.keys, *state.values))
+        assert size.cache_bytes(length) == sum(allocated(cache) for cache in state.caches.values())
 
 
 def test_captured_blocks_cost_their_columns_of_fc(pairs: Pairs) -> None:
