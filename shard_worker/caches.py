@@ -57,8 +57,15 @@ class RecurrentCache:
             self.conv[slot, before : before + rows.shape[0]] = rows
             return self.conv[slot, : before + rows.shape[0]]
         window = torch.cat((self.conv[slot, :before], rows))
-        self.conv[slot, :before] = window[-before:]
+        self.advance_inputs(slot, rows)
         return window
+
+    def advance_inputs(self, slot: int, rows: torch.Tensor) -> None:
+        """New rows [n, channels] count: the last ones are what the next convolution begins with."""
+        before = self.taps - 1
+        if len(rows) < before:
+            rows = torch.cat((self.conv[slot, :before], rows))
+        self.conv[slot, :before] = rows[-before:]
 
     def record(self, slot: int, keys: torch.Tensor, corrected: torch.Tensor, running: torch.Tensor) -> None:
         """Keep what committing a part of the block in flight needs."""

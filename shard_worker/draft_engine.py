@@ -17,7 +17,7 @@ from services.errors import FailedPrecondition
 from shard_worker.drafters.dflash import Draft, DraftState
 from shard_worker.embedding_rows import EmbeddingRows
 from shard_worker.features import Features
-from shard_worker.step_runner import can_run
+from shard_worker.kernel_support import can_run
 
 if TYPE_CHECKING:
     from shard_worker.draft_runner import DraftRunner

@@ -17,13 +17,15 @@ class Rows:
     """n rows of one step.
 
     base: position of the first one. rope: from `rope_table`. masks: by layer kind; None where every row sees all
-    positions up to the last row's. deferred: the rows are guesses, so recurrent layers must not advance.
+    positions up to the last row's. deferred: the rows are guesses, so recurrent layers must not advance. kernels:
+    recurrent layers may use theirs.
     """
 
     base: int
     rope: tuple[torch.Tensor, torch.Tensor]
     masks: dict[LayerKind, torch.Tensor | None]
     deferred: bool
+    kernels: bool = False
 
 
 def make_rows(
@@ -34,6 +36,8 @@ def make_rows(
     base: int,
     count: int,
     deferred: bool,
+    *,
+    kernels: bool = False,
 ) -> Rows:
     """Rows at [base, base + count) for layers of these kinds, in `like`'s dtype and device."""
     device, span = like.device, base + count
@@ -50,4 +54,4 @@ def make_rows(
         else:
             seen = visibility(positions, torch.arange(span, device=device), causal=True, window=window)
             masks[kind] = grouped_mask(seen, config.heads // config.kv_heads, like.dtype)
-    return Rows(base, rope_table(positions, frequencies, like.dtype), masks, deferred)
+    return Rows(base, rope_table(positions, frequencies, like.dtype), masks, deferred, kernels)

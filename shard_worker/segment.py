@@ -30,6 +30,8 @@ class Segment:
     frequencies: torch.Tensor
     capture: Capture | None
     dtype: torch.dtype
+    kernels: bool = False
+    """Whether recurrent layers take many rows by kernels."""
 
     def allocate(self, capacity: int, block_rows: int) -> SegmentCaches:
         """Caches of one session. capacity: positions; block_rows: rows of its largest verify."""
@@ -56,7 +58,9 @@ class Segment:
         """
         hidden = hidden.to(self.device.torch_device)
         kinds = frozenset(self.config.layer_kinds[self.layers.first : self.layers.last])
-        rows = make_rows(self.config, kinds, self.frequencies, hidden, base_position, len(hidden), deferred)
+        rows = make_rows(
+            self.config, kinds, self.frequencies, hidden, base_position, len(hidden), deferred, kernels=self.kernels
+        )
         capture = self.capture if features is not None else None
         captured: list[torch.Tensor] = []
         for offset, weights in enumerate(self.weights):

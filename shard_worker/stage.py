@@ -6,7 +6,7 @@ Owns weights; a session's caches are in `StageState`. Knows nothing of processes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -73,6 +73,15 @@ class Stage:
                 if self.captures:
                     runner.prepare(1, deferred=False, featured=True)
                     runner.prepare(BLOCK_ROWS, deferred=True, featured=True)
+        for segment in self.segments:
+            if segment.kernels:
+                rows = torch.zeros((2, self.config.hidden_size), dtype=self.dtype, device=segment.device.torch_device)
+                with segment.device.current():
+                    segment.run(rows, 0, False, segment.allocate(len(rows), 1), None)
+
+    def without_kernels(self) -> Stage:
+        """The same in plain torch."""
+        return replace(self, runners=(), segments=tuple(replace(segment, kernels=False) for segment in self.segments))
 
     def allocate(self, capacity: int, block_rows: int) -> StageState:
         """Memory for one session of up to `capacity` tokens."""

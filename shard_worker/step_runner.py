@@ -7,20 +7,18 @@ stream sees to. Owns the graphs and the memory that they read and write between 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import structlog
 import torch
 import torch.nn.functional as F
 
 from shard_worker.attention_cache import PAGE_ROWS
 from shard_worker.caches import SegmentCaches, slots_of
-from shard_worker.device import Device
 from shard_worker.features import Features
 from shard_worker.head import Head
+from shard_worker.kernel_support import can_run, head_sizes
 from shard_worker.layers.attention import AttentionWeights
 from shard_worker.layers.decoder import DecoderWeights
 from shard_worker.model_config import LayerKind
@@ -28,8 +26,6 @@ from shard_worker.segment import Segment
 
 if TYPE_CHECKING:
     from shard_worker.kernels import decoder
-
-log = structlog.get_logger()
 
 ROW_COUNTS = (1, 16, 32, 64)
 """Rows that steps are made with; a step of another number leaves the last ones unused."""
@@ -272,21 +268,7 @@ def make_runner(
     segment: Segment, embedding: torch.Tensor | None, head: Head | None, *, graphs: bool
 ) -> StepRunner | None:
     """None where plain torch has to do, as `can_run` says, and for layers that the kernels don't have."""
-    config = segment.config
-    sizes = [config.head_dim]
-    if config.linear is not None:
-        sizes += [config.linear.key_head_dim, config.linear.value_head_dim]
     usual = all(isinstance(weights, DecoderWeights) for weights in segment.weights)
-    if not usual or not can_run(segment.device, segment.dtype, sizes):
+    if not usual or not can_run(segment.device, segment.dtype, head_sizes(segment.config)):
         return None
     return StepRunner(segment, embedding, head, graphs=graphs)
-
-
-def can_run(device: Device, dtype: torch.dtype, head_sizes: Sequence[int]) -> bool:
-    """Whether kernels can: on a GPU with Triton, in 16 bits, for heads whose size is a power of two."""
-    if device.torch_device.type != "cuda" or dtype.itemsize != 2:
-        return False
-    if importlib.util.find_spec("triton") is None:
-        log.warning("kernels.unavailable", device=device.name, why="Triton is not installed")
-        return False
-    return all(16 <= size <= 256 and size & (size - 1) == 0 for size in head_sizes)

@@ -44,9 +44,12 @@ class Shape:
 def _mix(
     projected, taps, decay_rate, dt_bias, place, mixed, gates, slot,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    TAPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    TAPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, LOGS: tl.constexpr,
 ):  # fmt: skip
-    """One row and head: convolution, SiLU and, for queries and keys, the L2 norm. For values also decay and beta."""
+    """One row and head: convolution, SiLU and, for queries and keys, the L2 norm. For values also decay and beta.
+
+    LOGS: the decay's logarithm in its place.
+    """
     row, head = tl.program_id(0), tl.program_id(1)
     channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     kind = projected.dtype.element_ty
@@ -78,7 +81,8 @@ def _mix(
         a = tl.load(projected + row * WIDTH + channels + VALUE_HEADS * (VALUE_DIM + 1) + h).to(tl.float32)
         a += tl.load(dt_bias + h)
         softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
-        tl.store(gates + row * 2 * VALUE_HEADS + h, tl.exp(tl.load(decay_rate + h) * softplus))
+        decay = tl.load(decay_rate + h) * softplus
+        tl.store(gates + row * 2 * VALUE_HEADS + h, decay if LOGS else tl.exp(decay))
         tl.store(gates + row * 2 * VALUE_HEADS + VALUE_HEADS + h, 1.0 / (1.0 + tl.exp(-b)))
     else:
         total = total * tl.rsqrt(tl.sum(total * total, 0) + 1e-6)
@@ -217,22 +221,46 @@ def run(
     slot: the layer's place in them.
     """
     rows, device = len(projected), projected.device
-    mixed = torch.empty((rows, shape.channels), dtype=torch.float32, device=device)
-    gates = torch.empty((rows, 2, shape.value_heads), dtype=torch.float32, device=device)
+    mixed, gates = mix(shape, projected, taps, decay_rate, dt_bias, place, slot)
     out = torch.empty((rows, shape.value_heads, shape.value_dim), dtype=torch.float32, device=device)
-    gated = torch.empty((rows, shape.value_heads * shape.value_dim), dtype=projected.dtype, device=device)
     heads = {"KEY_HEADS": shape.key_heads, "VALUE_HEADS": shape.value_heads}
     dims = {"KEY_DIM": shape.key_dim, "VALUE_DIM": shape.value_dim}
-    _mix[(rows, 2 * shape.key_heads + shape.value_heads)](
-        projected, taps, decay_rate, dt_bias, place, mixed, gates, slot,
-        **heads, **dims,
-        TAPS=shape.taps, WIDTH=shape.width, BLOCK=max(shape.key_dim, shape.value_dim), num_warps=1,
-    )  # fmt: skip
     values = min(_VALUES, shape.value_dim)
     _recur[(shape.value_heads, shape.value_dim // values)](
         mixed, gates, place, out, slot, **heads, **dims, VALUES=values,
         DEFERRED=deferred, num_warps=1,
     )  # fmt: skip
+    return gate(shape, out, projected, norm, eps)
+
+
+def mix(
+    shape: Shape,
+    projected: torch.Tensor,
+    taps: torch.Tensor,
+    decay_rate: torch.Tensor,
+    dt_bias: torch.Tensor,
+    place: torch.Tensor,
+    slot: int,
+    *,
+    logs: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the recurrence takes: float32 [n, channels], queries, keys and values, and [n, 2, value_heads], decays (or
+    their logarithms) and betas."""
+    rows, device = len(projected), projected.device
+    mixed = torch.empty((rows, shape.channels), dtype=torch.float32, device=device)
+    gates = torch.empty((rows, 2, shape.value_heads), dtype=torch.float32, device=device)
+    _mix[(rows, 2 * shape.key_heads + shape.value_heads)](
+        projected, taps, decay_rate, dt_bias, place, mixed, gates, slot,
+        KEY_HEADS=shape.key_heads, VALUE_HEADS=shape.value_heads, KEY_DIM=shape.key_dim, VALUE_DIM=shape.value_dim,
+        TAPS=shape.taps, WIDTH=shape.width, BLOCK=max(shape.key_dim, shape.value_dim), LOGS=logs, num_warps=1,
+    )  # fmt: skip
+    return mixed, gates
+
+
+def gate(shape: Shape, out: torch.Tensor, projected: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm of each head of float32 [n, value_heads, value_dim], times SiLU of z: [n, value_heads * value_dim]."""
+    rows = len(out)
+    gated = torch.empty((rows, shape.value_heads * shape.value_dim), dtype=projected.dtype, device=out.device)
     _gate[(rows, shape.value_heads)](
         out, projected, norm, gated, eps, VALUE_HEADS=shape.value_heads, VALUE_DIM=shape.value_dim,
         CHANNELS=shape.channels, WIDTH=shape.width, num_warps=1,

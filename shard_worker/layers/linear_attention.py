@@ -83,7 +83,14 @@ def run(
     assert cache is not None
     count, heads = x.shape[0], linear.value_heads
     sizes = (linear.conv_channels, linear.value_dim, heads, heads)
-    mix, z, b, a = F.linear(x, weights.projection).split_with_sizes(sizes, -1)
+    projected = F.linear(x, weights.projection)
+    mix, z, b, a = projected.split_with_sizes(sizes, -1)
+    if rows.kernels and not rows.deferred:
+        from shard_worker.kernels import delta_prefill
+
+        gated = delta_prefill.run_layer(linear, weights, projected, cache, slot, config.norm_eps)
+        cache.advance_inputs(slot, mix)
+        return F.linear(gated, weights.out)
     mixed = F.silu(deltanet.causal_conv(cache.window(slot, mix, rows.deferred), weights.taps))
     q, k, v = _heads(linear, mixed, weights.qk_scale)
     beta = b.float().sigmoid().t()

@@ -121,7 +121,7 @@ class TargetRole:
         except Exception as error:
             # Whatever a compiler may lack on this host, plain torch has what it needs.
             log.warning("kernels.failed", error=f"{type(error).__name__}: {error}"[:500])
-            self.loaded = replace(self.loaded, stage=replace(stage, runners=()))
+            self.loaded = replace(self.loaded, stage=stage.without_kernels())
 
     def describe(self) -> TargetDescription | None:
         loaded = self.loaded

@@ -72,7 +72,7 @@ def assert_close(own: DraftState, expected: DraftState) -> None:
     first = max(0, own.length - 10)
     for one, other in zip(own.views(), expected.views(), strict=True):
         torch.testing.assert_close(
-            one.read(first, own.length).float(), other.read(first, own.length).float(), rtol=0.02, atol=0.02
+            one.read(first, own.length).float(), other.read(first, own.length).float(), rtol=0.02, atol=0.08
         )
 
 

@@ -92,7 +92,7 @@ def test_steps_are_those_of_plain_torch(load: Load, name: str) -> None:
 
     for one, other in zip(own, expected, strict=True):
         assert (one - other).abs().max() < 0.06 * other.abs().max()
-        assert ((one - other).norm() / other.norm()) < 0.02
+        assert ((one - other).norm() / other.norm()) < 0.05
 
 
 @pytest.mark.parametrize("name", NAMES)

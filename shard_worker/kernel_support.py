@@ -1,0 +1,40 @@
+"""Where flashsplit's own kernels can run. Without a GPU or without Triton nothing of them is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+import structlog
+import torch
+
+from shard_worker.device import Device
+from shard_worker.model_config import ModelConfig
+
+log = structlog.get_logger()
+
+
+def can_run(device: Device, dtype: torch.dtype, sizes: Sequence[int]) -> bool:
+    """On a GPU with Triton, in 16 bits, for heads whose size is a power of two."""
+    if device.torch_device.type != "cuda" or dtype.itemsize != 2:
+        return False
+    if importlib.util.find_spec("triton") is None:
+        log.warning("kernels.unavailable", device=device.name, why="Triton is not installed")
+        return False
+    return all(16 <= size <= 256 and size & (size - 1) == 0 for size in sizes)
+
+
+def can_prefill(device: Device, dtype: torch.dtype, config: ModelConfig) -> bool:
+    """Whether recurrent layers take many rows by kernels, which want much shared memory."""
+    if config.linear is None or not can_run(device, dtype, head_sizes(config)):
+        return False
+    from shard_worker.kernels.delta_prefill import SHARED_BYTES
+
+    properties = torch.cuda.get_device_properties(device.torch_device)
+    return getattr(properties, "shared_memory_per_block_optin", 0) >= SHARED_BYTES
+
+
+def head_sizes(config: ModelConfig) -> list[int]:
+    """Of all kinds of heads that a model has."""
+    linear = config.linear
+    return [config.head_dim, *([] if linear is None else [linear.key_head_dim, linear.value_head_dim])]
