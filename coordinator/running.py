@@ -10,6 +10,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from coordinator.console import print_error
+from services import event_loop
 from services.errors import FlashsplitError
 
 EXIT_ERROR, EXIT_USAGE = 1, 2
@@ -20,7 +21,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        asyncio.run(_until_told(main))
+        event_loop.run(_until_told(main))
     except FlashsplitError as error:
         print_error(error.message)
         sys.exit(EXIT_USAGE if error.code_name == "INVALID_ARGUMENT" else EXIT_ERROR)

@@ -13,6 +13,7 @@ import structlog
 from services.addresses import is_loopback
 from services.description import Role
 from services.errors import FlashsplitError, InvalidArgument
+from services.event_loop import run
 from services.lifeline import die_with
 from services.logs import FORMATS, configure_logs
 from services.security import Security, load_security
@@ -173,7 +174,7 @@ def main(
                 "--insecure"
             )
         budget = None if prefix_cache_bytes is None else parse_size(prefix_cache_bytes, "--prefix-cache-bytes")
-        asyncio.run(
+        run(
             _serve(
                 listen,
                 devices,

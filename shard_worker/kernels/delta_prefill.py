@@ -28,7 +28,7 @@ _VALUES = 32
 def _chunks(
     mixed, gates, corrected, projected_keys, scores, running, rows, padded,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, SIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: what its rows' corrections are but for the state, and how rows see each other.
 
@@ -49,14 +49,22 @@ def _chunks(
     between = total[:, None] - total[None, :]
     decay = tl.exp(tl.where(cs[:, None] >= cs[None, :], between, float("-inf")))
     coupling = tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * decay * beta[:, None]
-    inverse = tl.where(cs[:, None] > cs[None, :], -coupling, 0.0)
-    for row in range(1, CHUNK):
-        # Forward substitution: each row of the inverse from those above it.
-        here = cs == row
-        line = tl.sum(tl.where(here[:, None], inverse, 0.0), 0)
+    # The inverse of blocks of SIDE rows along the diagonal by forward substitution, a row of every block at a time.
+    near = cs[:, None] // SIDE == cs[None, :] // SIDE
+    below = cs[:, None] > cs[None, :]
+    inverse = tl.where(near & below, -coupling, 0.0)
+    for row in range(1, SIDE):
+        here = (cs % SIDE == row)[:, None]
+        line = tl.sum(tl.where(here, inverse, 0.0), 0)
         line += tl.sum(line[:, None] * inverse, 0)
-        inverse = tl.where(here[:, None], line[None, :], inverse)
-    inverse += (cs[:, None] == cs[None, :]).to(tl.float32)
+        inverse = tl.where(here & near, line[None, :], inverse)
+    same = (cs[:, None] == cs[None, :]).to(tl.float32)
+    inverse += same
+    # With N what lies between the blocks times that, and four of them: (1 + N)⁻¹ = (1 - N)(1 + N²), as N⁴ is nothing.
+    rest = tl.dot(inverse, tl.where(near, 0.0, tl.where(below, coupling, 0.0)), input_precision=PRECISION)
+    square = tl.dot(rest, rest, input_precision=PRECISION)
+    between_blocks = tl.dot(same - rest, same + square, input_precision=PRECISION)
+    inverse = tl.dot(between_blocks, inverse, input_precision=PRECISION)
     at = (head.to(tl.int64) * padded + rs)[:, None]
     values = tl.load(lines + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + vs[None, :], mask=inside[:, None], other=0.0)
     tl.store(
@@ -148,7 +156,9 @@ def run_layer(
         "CHUNK": CHUNK,
         "PRECISION": "ieee" if torch.version.hip or device.type == "cpu" else "tf32x3",
     }
-    _chunks[(chunks, heads)](mixed, gates, corrected, keys, scores, running, rows, padded, **common, num_warps=8)
+    _chunks[(chunks, heads)](
+        mixed, gates, corrected, keys, scores, running, rows, padded, **common, SIDE=CHUNK // 4, num_warps=8
+    )  # fmt: skip
     values = min(_VALUES, shape.value_dim)
     _walk[(heads, shape.value_dim // values)](
         mixed, corrected, keys, scores, running, cache.place, out, slot, rows, padded, **common, VALUES=values,

@@ -191,7 +191,7 @@ def linear(
     width = weight.shape[0] // 2 if paired else weight.shape[0]
     shape = None if heads is None else heads.shape
     out = torch.empty((rows, width if shape is None else shape.stride), dtype=source.dtype, device=source.device)
-    config = config or choose(width, depth, paired, None if shape is None else shape.dim)
+    config = config or choose(width, depth, paired, None if shape is None else shape.dim, shared_bytes(source.device))
     blocks, tall = triton.cdiv(width, config.width), max(16, triton.next_power_of_2(rows))
     partial = out
     if config.split > 1:
@@ -242,7 +242,7 @@ def begin(x: torch.Tensor, norm: torch.Tensor, eps: float) -> Normed:
 
 
 @functools.cache
-def choose(width: int, depth: int, paired: bool, head_dim: int | None = None) -> Config:
+def choose(width: int, depth: int, paired: bool, head_dim: int | None, shared: int) -> Config:
     """The cut for a shape: the same for any number of rows, so that a row's result is too. Tried on an H200."""
     if head_dim is not None:
         config, enough = Config(head_dim, 128 if head_dim <= 128 else 64, stages=4), 96
@@ -255,7 +255,18 @@ def choose(width: int, depth: int, paired: bool, head_dim: int | None = None) ->
     blocks, split = triton.cdiv(width, config.width), 1
     while blocks * split < enough and split < 8 and depth >= 1024 * split:
         split *= 2
-    return config._replace(split=split)
+    stages, stage = config.stages, (config.width * (2 if paired else 1) + 16) * config.depth * 2
+    while stages > 2 and (stages - 1) * stage > shared:
+        stages -= 1
+    return config._replace(split=split, stages=stages)
+
+
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program may take; where torch does not say, what all GPUs have."""
+    if device.type != "cuda":
+        return 1 << 20
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 48 << 10)
 
 
 @functools.cache

@@ -84,6 +84,12 @@ def steps(session: Session, tokens: list[int]) -> list[torch.Tensor]:
     return rows
 
 
+def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
+    """The same but for the rounding of 16 bits through some layers; a wrong layer is another picture altogether."""
+    distance = (one.float() - other.float()).norm() / other.float().norm()
+    assert distance < (0.06 if DTYPE is torch.bfloat16 else 0.02)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_are_those_of_plain_torch(load: Load, name: str) -> None:
     """Across a page's end, whatever number of rows counts: the same logits but for rounding."""
@@ -91,8 +97,7 @@ def test_steps_are_those_of_plain_torch(load: Load, name: str) -> None:
     own, expected = steps(Session(stage), tokens), steps(Session(plain(stage)), tokens)
 
     for one, other in zip(own, expected, strict=True):
-        assert (one - other).abs().max() < 0.06 * other.abs().max()
-        assert ((one - other).norm() / other.norm()) < 0.05
+        assert_close(one, other)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -167,7 +172,7 @@ def test_captures_are_those_of_plain_torch(load: Load, name: str, summed: bool) 
         assert pairs
         for one, other in pairs:
             assert one.shape == other.shape
-            assert ((one.float() - other.float()).norm() / other.float().norm()) < 0.02
+            assert_close(one, other)
 
 
 def test_a_later_stage_takes_hidden_rows(load: Load) -> None:
@@ -186,4 +191,4 @@ def test_a_later_stage_takes_hidden_rows(load: Load) -> None:
                 rows.append(moving)
         answers.append(torch.cat(rows))
 
-    assert ((answers[0] - answers[1]).norm() / answers[1].norm()) < 0.02
+    assert_close(*answers)
