@@ -34,6 +34,9 @@ from services.steps import (
     TokenLogprobs,
 )
 
+MORE_STEPS = 15
+"""Steps that the workers take by themselves behind one that was sent."""
+
 CHUNKS_IN_FLIGHT = 4
 """Prefill chunks sent ahead of their answers, so that the stages work on different chunks at the same time."""
 
@@ -61,6 +64,8 @@ class Generation:
         self._sequence: list[int] = list(request.prompt_ids)
         self._finish_reason: str | None = None
         self._step = self._length = 0
+        # What the workers go on with by themselves: so many steps, each asking for so many guesses.
+        self._following = self._proposing = 0
         self._guesses: tuple[int, ...] = ()
         self._prefill_s = self._decode_s = 0.0
         self._looked_up_at = self._restored_at = self._run_at = 0.0
@@ -82,7 +87,7 @@ class Generation:
                 if self._prefix is None or self._prefix.hit is None or self._token_ids:
                     raise
                 self._prefix.forget_hit()
-                self._step = self._length = 0
+                self._step = self._length = self._following = 0
                 self.phases.clear()
                 async with contextlib.aclosing(self._attempt()) as pieces:
                     async for piece in pieces:
@@ -188,24 +193,34 @@ class Generation:
     # --- decode
 
     async def _decode_step(self, session: StageSession, events: AsyncIterator[Event]) -> AsyncIterator[Piece]:
-        if self._prefix is not None and self._prefix.checkpoint_due(self._length):
-            await self._keep(session, self._length)
         remaining = self._request.max_tokens - len(self._token_ids)
         guesses = self._guesses[: remaining - 1]
-        kind = StepKind.VERIFY if guesses else StepKind.DECODE
-        rows = (self._token_ids[-1], *guesses)
-        propose = self._wanted()
-        sent_ns = time.monotonic_ns()
-        await session.forward(Forward(self._step, self._length, rows, kind, propose))
+        propose, sent_ns = self._proposing, time.monotonic_ns()
+        if not self._following:
+            if self._prefix is not None and self._prefix.checkpoint_due(self._length):
+                await self._keep(session, self._length)
+            kind = StepKind.VERIFY if guesses else StepKind.DECODE
+            rows = (self._token_ids[-1], *guesses)
+            propose = self._proposing = self._wanted()
+            sent_ns = time.monotonic_ns()
+            more = self._more(remaining, max(len(guesses), propose))
+            await session.forward(Forward(self._step, self._length, rows, kind, propose, more=more))
         self._step += 1
         commit = await self._commit(events)
         self._clock(commit, time.monotonic_ns() - sent_ns)
-        self._length = commit.length
+        self._length, self._following = commit.length, commit.more
         yield self._take(commit)
         if self._finish_reason is None:
             self._guesses = await self._proposal(events, propose)
         seconds = (time.monotonic_ns() - sent_ns) / 1e9
         self._speculation.observe(len(guesses), len(commit.token_ids) - 1 if guesses else 0, seconds)
+
+    def _more(self, remaining: int, guesses: int) -> int:
+        """How many steps may follow by themselves: whole ones within the answer, where nothing is tried out between
+        them and no text ends it."""
+        if self._request.stop_strings or not self._speculation.steady:
+            return 0
+        return max(0, min(MORE_STEPS, remaining // (guesses + 1) - 1))
 
     async def _keep(self, session: StageSession, length: int) -> None:
         """Have the state behind the first `length` tokens kept, which are what the session has committed."""
@@ -253,6 +268,9 @@ class Generation:
         if event is None:
             raise InternalError("stage 0 ended the session without a reason")
         if isinstance(event, Failure):
+            if self._proposing:
+                # What would follow by itself waits for guesses.
+                self._following = 0
             if event.reason is not FailureReason.DRAFT_LOST:
                 raise error_named(
                     event.code,

@@ -45,6 +45,11 @@ class Speculation:
         """Mean tokens a verify step produced; None without one."""
         return self.produced_by_verify / self.verify_steps if self.verify_steps else None
 
+    @property
+    def steady(self) -> bool:
+        """Whether the next steps will be like the last one: nothing is being tried out or about to be."""
+        return not self._ahead and (self.block_size == 1 or self.verify_steps >= WARM_UP_STEPS)
+
     def guesses(self) -> int:
         """Guesses wanted for the next step."""
         return self._ahead[0] if self._ahead else self._current

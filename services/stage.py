@@ -134,7 +134,8 @@ class StageServicer(pb_grpc.StageServiceServicer):
     async def _answer(session: StageSession, context: grpc.aio.ServicerContext, ahead: asyncio.Semaphore) -> None:
         async for event in session.events():
             await context.write(frames.event_to_message(event))
-            if isinstance(event, Commit | SnapshotSaved | SnapshotRestored):
+            # A frame's last answer: steps that follow by themselves had none.
+            if isinstance(event, SnapshotSaved | SnapshotRestored) or (isinstance(event, Commit) and not event.more):
                 ahead.release()
             if isinstance(event, Failure) and event.reason is not FailureReason.DRAFT_LOST:
                 return

@@ -201,6 +201,7 @@ def forward_to_messages(forward: Forward) -> Iterator[pb.RunStageRequest]:
     request, tensors = pb.RunStageRequest(), OutgoingTensors()
     if forward.activation is None:
         _fill(request.forward_from_tokens, forward)
+        request.forward_from_tokens.more = forward.more
     else:
         message = request.forward_from_activation
         _fill(message, forward)
@@ -225,6 +226,7 @@ def from_tokens(message: stage_pb2.ForwardFromTokens) -> Forward:
         token_ids=tuple(message.token_ids),
         kind=_kind(message.kind),
         propose_tokens=message.propose_tokens,
+        more=message.more,
     )
 
 
@@ -302,7 +304,7 @@ def opened_from_message(message: stage_pb2.Opened) -> tuple[StageIdentity, ...]:
 
 def event_to_message(event: Event) -> pb.RunStageResponse:
     if isinstance(event, Commit):
-        commit = stage_pb2.Commit(step=event.step, length=event.length, token_ids=event.token_ids)
+        commit = stage_pb2.Commit(step=event.step, length=event.length, token_ids=event.token_ids, more=event.more)
         for timing in event.timings:
             commit.timings.add(forward_ns=timing.forward_ns, elapsed_ns=timing.elapsed_ns)
         for logprobs in event.logprobs:
@@ -331,7 +333,7 @@ def event_from_message(message: pb.RunStageResponse) -> Event:
             commit = message.commit
             timings = tuple(StageTiming(timing.forward_ns, timing.elapsed_ns) for timing in commit.timings)
             logprobs = output_frames.logprobs_of_tokens(commit)
-            return Commit(commit.step, commit.length, tuple(commit.token_ids), timings, logprobs)
+            return Commit(commit.step, commit.length, tuple(commit.token_ids), timings, logprobs, commit.more)
         case "proposal":
             proposal = message.proposal
             return Proposal(proposal.step, tuple(proposal.token_ids), proposal.elapsed_ns)

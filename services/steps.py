@@ -109,7 +109,10 @@ class FeatureSlice:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """One step. `activation` is None for the first stage, which embeds `token_ids` itself."""
+    """One step. `activation` is None for the first stage, which embeds `token_ids` itself.
+
+    more: so many steps may follow by themselves, as `stage.proto` says; only the first stage has any.
+    """
 
     step: int
     base_position: int
@@ -118,6 +121,7 @@ class Forward:
     propose_tokens: int = 0
     activation: WireTensor | None = None
     features: tuple[FeatureSlice, ...] = ()
+    more: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +169,8 @@ class TokenLogprobs:
 class Commit:
     """How many tokens count after a step, and which ones it produced (none after a prefill).
 
-    logprobs: one for each of token_ids where the session asked for them, else none.
+    logprobs: one for each of token_ids where the session asked for them, else none. more: steps that still follow by
+    themselves.
     """
 
     step: int
@@ -173,6 +178,7 @@ class Commit:
     token_ids: tuple[int, ...]
     timings: tuple[StageTiming, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    more: int = 0
 
 
 @dataclass(frozen=True, slots=True)

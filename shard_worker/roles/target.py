@@ -27,6 +27,7 @@ from shard_worker.drafters.dflash import Draft, DraftState
 from shard_worker.dtypes import dtype_to_name
 from shard_worker.embedding_rows import EmbeddingRows, resident_embedding, rows_of_stage
 from shard_worker.executor import DeviceThread
+from shard_worker.following import FollowingSession
 from shard_worker.grammar_compiler import GrammarCompiler
 from shard_worker.model_config import ModelConfig
 from shard_worker.ops.deltanet import CHUNK_ROWS
@@ -144,7 +145,7 @@ class TargetRole:
             step_engine=stage.engine,
         )
 
-    async def open(self, request: Open) -> TargetSession:
+    async def open(self, request: Open) -> StageSession:
         location = self._location(request.stage)
         try:
             loaded = self._expected(request)
@@ -176,7 +177,7 @@ class TargetRole:
             on_close=self._closed,
         )
         self.open_sessions += 1
-        return session
+        return session if stage.embedding is None else FollowingSession(session, request)
 
     @staticmethod
     async def _sampler(request: Open, loaded: LoadedStage) -> Sampler:

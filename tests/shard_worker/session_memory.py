@@ -8,6 +8,7 @@ import torch
 
 from shard_worker.draft_link import LocalDraftLink
 from shard_worker.drafters.dflash import DraftState
+from shard_worker.following import FollowingSession
 from shard_worker.target_session import TargetSession
 from tests.shard_worker.chain import Client
 
@@ -16,7 +17,8 @@ Memory = dict[str, torch.Tensor]
 
 def stages_of(client: Client) -> list[TargetSession]:
     """The sessions of a chain of this process, from the first stage on."""
-    sessions: list[Any] = [client.session]
+    first: Any = client.session
+    sessions: list[Any] = [first._session if isinstance(first, FollowingSession) else first]
     while sessions[-1]._downstream is not None:
         sessions.append(sessions[-1]._downstream)
     return sessions

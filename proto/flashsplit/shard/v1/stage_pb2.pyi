@@ -113,18 +113,20 @@ class Open(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., stage: _Optional[int] = ..., layers: _Optional[_Union[_model_pb2.LayerRange, _Mapping]] = ..., route: _Optional[_Iterable[_Union[Hop, _Mapping]]] = ..., max_length: _Optional[int] = ..., max_rows: _Optional[int] = ..., block_rows: _Optional[int] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., draft: _Optional[_Union[DraftRoute, _Mapping]] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class ForwardFromTokens(_message.Message):
-    __slots__ = ("step", "base_position", "token_ids", "kind", "propose_tokens")
+    __slots__ = ("step", "base_position", "token_ids", "kind", "propose_tokens", "more")
     STEP_FIELD_NUMBER: _ClassVar[int]
     BASE_POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     PROPOSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     step: int
     base_position: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     kind: StepKind
     propose_tokens: int
-    def __init__(self, step: _Optional[int] = ..., base_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., kind: _Optional[_Union[StepKind, str]] = ..., propose_tokens: _Optional[int] = ...) -> None: ...
+    more: int
+    def __init__(self, step: _Optional[int] = ..., base_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., kind: _Optional[_Union[StepKind, str]] = ..., propose_tokens: _Optional[int] = ..., more: _Optional[int] = ...) -> None: ...
 
 class ForwardFromActivation(_message.Message):
     __slots__ = ("step", "base_position", "token_ids", "kind", "propose_tokens", "activation", "features")
@@ -187,18 +189,20 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("step", "length", "token_ids", "timings", "logprobs")
+    __slots__ = ("step", "length", "token_ids", "timings", "logprobs", "more")
     STEP_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     step: int
     length: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     timings: _containers.RepeatedCompositeFieldContainer[StageTiming]
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
-    def __init__(self, step: _Optional[int] = ..., length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., timings: _Optional[_Iterable[_Union[StageTiming, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    more: int
+    def __init__(self, step: _Optional[int] = ..., length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., timings: _Optional[_Iterable[_Union[StageTiming, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., more: _Optional[int] = ...) -> None: ...
 
 class Proposal(_message.Message):
     __slots__ = ("step", "token_ids", "elapsed_ns")
