@@ -21,6 +21,7 @@ from coordinator.cluster import Cluster
 from coordinator.commands.bench.floor import Floor
 from coordinator.commands.bench.shapes import TARGETS, write_shape
 from coordinator.console import LoadBars, console
+from coordinator.generation import MORE_STEPS
 from coordinator.model_files import read_model_files
 from coordinator.options import PlacementOptions, model_options, placement_options
 from coordinator.running import run
@@ -77,8 +78,8 @@ def step(
 ) -> None:
     """Steps of each kind, one after the other, beside their floors.
 
-    decode: one row. verify: --rows rows. cycle: a verify and the draft's next block. draft: what a cycle takes beyond
-    its verify. prefill: --prefill-tokens rows in chunks. Tokens are random; times do not depend on them.
+    decode: one row. verify: --rows rows. cycle: a verify and the draft's next block. draft: the latter alone, from the
+    verify's outcome on. prefill: --prefill-tokens rows in chunks. Tokens are random; times do not depend on them.
     """
 
     async def main() -> None:
@@ -148,29 +149,40 @@ class Bench:
         if speculate and self._cluster.draft is not None:
             self._rows = min(self._rows, self._cluster.draft.block_size)
         rows = 1 if kind == "decode" else self._rows
+        propose = rows - 1 if speculate else 0
         async with self._session(speculate=speculate) as client:
             await client.prefill(self._tokens(self._context - 1))
-            await client.step(StepKind.DECODE, self._tokens(1), self._rows - 1 if speculate else 0)
-            if kind == "draft":
-                alone = await self._run(client, rows, propose=0)
-                both = await self._run(client, rows, propose=rows - 1)
-                ms, computing_ms = both[0] - alone[0], 0.0
-            else:
-                ms, computing_ms = await self._run(client, rows, propose=rows - 1 if speculate else 0)
+            await client.step(StepKind.DECODE, self._tokens(1))
+            times, computing, drafting = await self._run(client, rows, propose)
+        if kind == "draft":
+            times, computing = drafting, [0.0]
+        ms, computing_ms = statistics.median(times), statistics.median(computing)
         return Row(kind, rows, self._context, ms, computing_ms, self.floor.ms(kind, self._context))
 
-    async def _run(self, client: Client, rows: int, propose: int) -> tuple[float, float]:
-        """Medians of steps of so many rows: milliseconds there and back, and those of the stages."""
-        times, computing = [], []
+    async def _run(self, client: Client, rows: int, propose: int) -> tuple[list[float], list[float], list[float]]:
+        """Milliseconds of steps of so many rows, there and back; of the stages alone; and of the draft.
+
+        As in an answer, steps follow each other by themselves, where nothing else than what they produce is needed.
+        """
+        times, computing, drafting = [], [], []
         guesses: tuple[int, ...] = ()
+        following = 0
         for number in range(WARM_UP_STEPS + self._steps):
-            tokens = (*self._tokens(1), *(guesses or self._tokens(rows - 1)))[:rows]
             started = time.monotonic()
-            commit, guesses = await client.step(StepKind.VERIFY if rows > 1 else StepKind.DECODE, tokens, propose)
+            if not following:
+                tokens = (*self._tokens(1), *(guesses or self._tokens(rows - 1)))[:rows]
+                kind = StepKind.VERIFY if rows > 1 else StepKind.DECODE
+                await client.send(kind, tokens, propose, MORE_STEPS if propose or rows == 1 else 0)
+            commit = await client.commit()
+            following, drafted_ms = commit.more, 0.0
+            if propose:
+                proposal = await client.proposal()
+                guesses, drafted_ms = proposal.token_ids, proposal.elapsed_ns / 1e6
             if number >= WARM_UP_STEPS:
                 times.append((time.monotonic() - started) * 1e3)
                 computing.append(sum(timing.forward_ns for timing in commit.timings) / 1e6)
-        return statistics.median(times), statistics.median(computing)
+                drafting.append(drafted_ms)
+        return times, computing, drafting
 
     async def _prefill(self) -> Row:
         times, count = [], self._prefill_tokens
@@ -218,20 +230,26 @@ class Client:
         for first in range(0, len(tokens), CHUNK):
             await self.step(StepKind.PREFILL, tokens[first : first + CHUNK])
 
-    async def step(self, kind: StepKind, tokens: tuple[int, ...], propose: int = 0) -> tuple[Commit, tuple[int, ...]]:
-        """One step, and the guesses behind it where some are asked for."""
-        await self._session.forward(Forward(self._step, self._length, tokens, kind, propose))
-        self._step += 1
+    async def step(self, kind: StepKind, tokens: tuple[int, ...]) -> Commit:
+        await self.send(kind, tokens)
+        return await self.commit()
+
+    async def send(self, kind: StepKind, tokens: tuple[int, ...], propose: int = 0, more: int = 0) -> None:
+        await self._session.forward(Forward(self._step, self._length, tokens, kind, propose, more=more))
+
+    async def commit(self) -> Commit:
+        """Of the step sent, or of one that follows by itself."""
         commit = await self._next()
         if not isinstance(commit, Commit):
             raise InternalError(f"a step was answered by {type(commit).__name__}")
-        self._length = commit.length
-        if not propose:
-            return commit, ()
+        self._step, self._length = commit.step + 1, commit.length
+        return commit
+
+    async def proposal(self) -> Proposal:
         proposal = await self._next()
         if not isinstance(proposal, Proposal):
             raise InternalError(f"{type(proposal).__name__} came where guesses were due")
-        return commit, proposal.token_ids
+        return proposal
 
     async def _next(self) -> Event:
         event = await anext(self._events)
