@@ -17,8 +17,8 @@ class Rows:
     """n rows of one step.
 
     base: position of the first one. rope: from `rope_table`. masks: by layer kind; None where every row sees all
-    positions up to the last row's. deferred: the rows are guesses, so recurrent layers must not advance. kernels:
-    recurrent layers may use theirs.
+    positions up to the last row's. deferred: the rows are guesses, so recurrent layers must not advance. kernels,
+    delta_kernels: as a segment has them.
     """
 
     base: int
@@ -26,6 +26,7 @@ class Rows:
     masks: dict[LayerKind, torch.Tensor | None]
     deferred: bool
     kernels: bool = False
+    delta_kernels: bool = False
 
 
 def make_rows(
@@ -38,6 +39,7 @@ def make_rows(
     deferred: bool,
     *,
     kernels: bool = False,
+    delta_kernels: bool = False,
 ) -> Rows:
     """Rows at [base, base + count) for layers of these kinds, in `like`'s dtype and device."""
     device, span = like.device, base + count
@@ -54,4 +56,4 @@ def make_rows(
         else:
             seen = visibility(positions, torch.arange(span, device=device), causal=True, window=window)
             masks[kind] = grouped_mask(seen, config.heads // config.kv_heads, like.dtype)
-    return Rows(base, rope_table(positions, frequencies, like.dtype), masks, deferred, kernels)
+    return Rows(base, rope_table(positions, frequencies, like.dtype), masks, deferred, kernels, delta_kernels)

@@ -31,6 +31,8 @@ class Segment:
     capture: Capture | None
     dtype: torch.dtype
     kernels: bool = False
+    """Whether what lies between products of many rows is done by kernels."""
+    delta_kernels: bool = False
     """Whether recurrent layers take many rows by kernels."""
 
     def allocate(self, capacity: int, block_rows: int) -> SegmentCaches:
@@ -59,7 +61,15 @@ class Segment:
         hidden = hidden.to(self.device.torch_device)
         kinds = frozenset(self.config.layer_kinds[self.layers.first : self.layers.last])
         rows = make_rows(
-            self.config, kinds, self.frequencies, hidden, base_position, len(hidden), deferred, kernels=self.kernels
+            self.config,
+            kinds,
+            self.frequencies,
+            hidden,
+            base_position,
+            len(hidden),
+            deferred,
+            kernels=self.kernels,
+            delta_kernels=self.delta_kernels,
         )
         capture = self.capture if features is not None else None
         captured: list[torch.Tensor] = []

@@ -81,7 +81,8 @@ class Stage:
 
     def without_kernels(self) -> Stage:
         """The same in plain torch."""
-        return replace(self, runners=(), segments=tuple(replace(segment, kernels=False) for segment in self.segments))
+        segments = (replace(segment, kernels=False, delta_kernels=False) for segment in self.segments)
+        return replace(self, runners=(), segments=tuple(segments))
 
     def allocate(self, capacity: int, block_rows: int) -> StageState:
         """Memory for one session of up to `capacity` tokens."""

@@ -15,7 +15,7 @@ from shard_worker.dtypes import dtype_from_name
 from shard_worker.families import Family, family_of
 from shard_worker.features import Capture, fc_columns
 from shard_worker.head import Head
-from shard_worker.kernel_support import can_prefill
+from shard_worker.kernel_support import can_prefill, can_run, head_sizes
 from shard_worker.ops.rope import inverse_frequencies
 from shard_worker.segment import Segment
 from shard_worker.stage import Stage
@@ -137,7 +137,8 @@ class StageLoader:
             frequencies=inverse_frequencies(self.config.rotary_dim, self.config.rope_theta, device.torch_device),
             capture=self._capture(layers, device, capture),
             dtype=self.dtype,
-            kernels=can_prefill(device, self.dtype, self.config),
+            kernels=can_run(device, self.dtype, head_sizes(self.config)),
+            delta_kernels=can_prefill(device, self.dtype, self.config),
         )
 
     def _capture(self, layers: LayerRange, device: Device, request: CaptureRequest | None) -> Capture | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,10 +34,20 @@ def run(
     caches: SegmentCaches,
 ) -> torch.Tensor:
     """One layer on hidden [n, hidden_size]."""
-    normed = rms_norm(hidden, weights.input_norm, config.norm_eps)
+    norm = _norm(rows)
+    normed = norm(hidden, weights.input_norm, config.norm_eps)
     if isinstance(weights.mixer, linear_attention.LinearAttentionWeights):
         mixed = linear_attention.run(config, weights.mixer, slot, normed, rows, caches)
     else:
         mixed = attention.run(config, weights.mixer, weights.kind, slot, normed, rows, caches)
     hidden = hidden + mixed
-    return hidden + mlp.run(weights.mlp, rms_norm(hidden, weights.post_norm, config.norm_eps))
+    normed = norm(hidden, weights.post_norm, config.norm_eps)
+    return hidden + mlp.run(weights.mlp, normed, kernels=rows.kernels)
+
+
+def _norm(rows: Rows) -> Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]:
+    if not rows.kernels:
+        return rms_norm
+    from shard_worker.kernels import elementwise
+
+    return elementwise.rms_norm

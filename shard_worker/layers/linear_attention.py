@@ -85,7 +85,7 @@ def run(
     sizes = (linear.conv_channels, linear.value_dim, heads, heads)
     projected = F.linear(x, weights.projection)
     mix, z, b, a = projected.split_with_sizes(sizes, -1)
-    if rows.kernels and not rows.deferred:
+    if rows.delta_kernels and not rows.deferred:
         from shard_worker.kernels import delta_prefill
 
         gated = delta_prefill.run_layer(linear, weights, projected, cache, slot, config.norm_eps)

@@ -32,7 +32,12 @@ def pack(tensors: Mapping[str, torch.Tensor]) -> MlpWeights:
     return MlpWeights(gate_up, tensors["mlp.down_proj.weight"])
 
 
-def run(weights: MlpWeights, x: torch.Tensor) -> torch.Tensor:
+def run(weights: MlpWeights, x: torch.Tensor, *, kernels: bool = False) -> torch.Tensor:
     """x: [n, hidden] -> [n, hidden]."""
-    gate, up = F.linear(x, weights.gate_up).chunk(2, -1)
+    gate_up = F.linear(x, weights.gate_up)
+    if kernels:
+        from shard_worker.kernels import elementwise
+
+        return F.linear(elementwise.swiglu(gate_up), weights.down)
+    gate, up = gate_up.chunk(2, -1)
     return F.linear(F.silu(gate) * up, weights.down)

@@ -43,7 +43,7 @@ def load(tiny: Tiny) -> Load:
 
 
 def plain(stage: Stage) -> Stage:
-    return replace(stage, runners=())
+    return stage.without_kernels()
 
 
 class Session:

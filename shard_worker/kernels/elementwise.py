@@ -1,0 +1,47 @@
+"""What lies between the products of many rows, each in one pass over memory: RMSNorm, and the middle of SwiGLU."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_COLUMNS = 1024
+
+
+@triton.jit
+def _norm(x, weight, out, width, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    wide = tl.load(x + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    result = wide * factor * tl.load(weight + columns, mask=inside, other=0.0)
+    tl.store(out + row * width + columns, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu(gate_up, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    gate = tl.load(gate_up + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * width + columns, result.to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x: [n, width]; weight: float32 [width]."""
+    rows, width = x.shape
+    out = torch.empty_like(x)
+    _norm[(rows,)](x, weight, out, width, eps, BLOCK=triton.next_power_of_2(width), num_warps=8)
+    return out
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """[n, 2 * width] -> `silu(first half) * second half`, [n, width]."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    _swiglu[(rows, triton.cdiv(width, _COLUMNS))](gate_up, out, width, BLOCK=_COLUMNS, num_warps=4)
+    return out
