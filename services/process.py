@@ -19,7 +19,7 @@ from pathlib import Path
 
 from services.errors import FailedPrecondition, Unavailable
 from services.security import OPEN, Security
-from services.worker_log import WorkerLog
+from services.worker_log import REFUSAL, WorkerLog
 
 READY_TIMEOUT_S = 120.0
 STOP_GRACE_S = 2.0
@@ -151,9 +151,9 @@ class WorkerProcess:
 
     def _raise_early_exit(self, code: int) -> None:
         text = self._log.text().strip()
-        if code == 2 and text.startswith("flashsplit-worker: "):
+        if code == 2 and text.startswith(REFUSAL):
             # The worker refused its own command line and said why in one sentence.
-            raise FailedPrecondition(text.removeprefix("flashsplit-worker: "), device=self.device)
+            raise FailedPrecondition(text.removeprefix(REFUSAL), device=self.device)
         raise Unavailable(self._obituary(code), device=self.device)
 
     def _obituary(self, code: int) -> str:

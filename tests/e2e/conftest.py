@@ -136,6 +136,8 @@ def flashsplit(*arguments: object) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # Tests in a shell's background inherit that Ctrl-C is ignored; a user's terminal hands on no such thing.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

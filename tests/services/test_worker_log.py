@@ -43,6 +43,15 @@ def test_lines_are_carried_over_once(followed: WorkerLog) -> None:
     ]
 
 
+def test_a_refusal_is_told_as_an_error_only(followed: WorkerLog) -> None:
+    """Not a second time as a line of the log."""
+    with followed.open() as file, capture_logs() as said:
+        file.write(worker_log.REFUSAL.encode() + b"--device 'hip:0' needs a ROCm build of torch\n")
+        file.flush()
+        assert "hip:0" in followed.tail()
+    assert said == []
+
+
 def test_an_exception_is_named(followed: WorkerLog) -> None:
     with followed.open() as file:
         file.write(line("call.failed", "error", exception=[{"exc_type": "ValueError", "exc_value": "bad"}]))
