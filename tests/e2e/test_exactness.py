@@ -70,7 +70,7 @@ def check(answers: list[Answer], cases: list[tuple[list[int], list[int]]]) -> No
         assert answer.finish_reason == "length"
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_5"])
 def test_every_placement_gives_transformers_tokens(
     family: str,
     pairs: dict[str, Pair],

@@ -21,13 +21,13 @@ SEEDED = Sampling(temperature=1.2, top_p=0.95, repetition_penalty=1.1, frequency
 
 PLACEMENTS = [("cpu", None, None), ("cpu,cpu", "0.3,0.7", None), ("cpu,cpu,cpu", None, "cpu")]
 FAMILIES = [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_5"]
-"""The hybrid has attention as well: the other one is left to long runs, but for one placement."""
+"""The hybrid has attention as well: the other one is left to long runs."""
 
 
 @pytest.mark.parametrize(
     ("family", "devices", "split", "draft_device"),
     [
-        pytest.param(family, *place, marks=[pytest.mark.slow] * (family == "qwen3" and number != 1))
+        pytest.param(family, *place, marks=[pytest.mark.slow] * (family == "qwen3" or number != 1))
         for number, place in enumerate(PLACEMENTS)
         for family in ("qwen3", "qwen3_5")
     ],
