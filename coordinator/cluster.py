@@ -9,11 +9,12 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from coordinator.agreement import check_fit, check_same_model
 from coordinator.placement import Place, Plan
 from services.description import (
     DraftDescription,
@@ -24,10 +25,10 @@ from services.description import (
     WorkerDescription,
 )
 from services.errors import FailedPrecondition, FlashsplitError, Unavailable
+from services.launch import DEFAULT_LAUNCH, Launch
 from services.layers import LayerRange
 from services.peers import Peers
 from services.process import WorkerProcess
-from services.security import OPEN, Security
 from services.snapshot import SnapshotOwner
 from services.snapshot_service import RemoteSnapshots
 from services.stage import StageSession
@@ -78,25 +79,24 @@ class Cluster:
         plan: Plan,
         checkpoints: Checkpoints,
         *,
-        threads: int | None = None,
-        prefix_cache_bytes: int | None = None,
-        security: Security = OPEN,
+        launch: Launch = DEFAULT_LAUNCH,
         reporter: LoadReporter | None = None,
         choose_split: ChooseSplit | None = None,
     ) -> None:
-        """choose_split: asked for the layers once the workers run, where the plan leaves them open."""
-        self._plan, self._checkpoints, self.threads = plan, checkpoints, threads
-        self._prefix_cache_bytes, self.security = prefix_cache_bytes, security
+        """launch: without threads, they are shared out. choose_split: asked for the layers once the workers run, where
+        the plan leaves them open."""
+        self._plan, self._checkpoints, self.launch = plan, checkpoints, launch
         self._reporter = reporter or LoadReporter()
         self._choose_split = choose_split
-        self._peers = Peers(security=security)
-        self._processes: list[WorkerProcess] = []
+        self._peers = Peers(security=launch.security)
+        self._processes: dict[int, WorkerProcess] = {}
         self._watchers: dict[int, asyncio.Task[str]] = {}
         self.addresses: tuple[str, ...] = ()
         self.workers: tuple[WorkerDescription, ...] = ()
-        self.draft: DraftDescription | None = None
         self.draft_worker: WorkerDescription | None = None
         self._draft_address: str | None = None
+        self._trouble: FlashsplitError | None = None
+        self._draft_lost = False
 
     @property
     def target(self) -> TargetDescription:
@@ -164,9 +164,51 @@ class Cluster:
         return self._plan.stages[0].place
 
     @property
+    def draft(self) -> DraftDescription | None:
+        """None without one, and while its own worker is lost: then answers go on plainly."""
+        return None if self.draft_worker is None or self._draft_lost else self.draft_worker.draft
+
+    @property
     def alive(self) -> bool:
-        """Whether all local workers still run."""
-        return not any(watcher.done() for watcher in self._watchers.values())
+        """Whether all local stages still run, and as far as `lost` has found out the others too."""
+        return self._trouble is None and not any(map(self._ended, range(len(self._plan.stages))))
+
+    async def lost(self) -> FlashsplitError:
+        """Wait until a worker ends or cannot be reached; which one, and how.
+
+        From then on the cluster is not alive, or has no draft.
+        """
+        addresses = {*self.addresses, *([self._draft_address] if self._draft_address is not None else [])}
+        broken = {address: asyncio.ensure_future(self._peers.lost(address)) for address in addresses}
+        try:
+            await asyncio.wait([*broken.values(), *self._watchers.values()], return_when=asyncio.FIRST_COMPLETED)
+            gone = [address for address, task in broken.items() if task.done()]
+            error = await self.explain(broken[gone[0]].result() if gone else Unavailable("a worker has ended"))
+            if any(address in self.addresses for address in gone) or not self.alive:
+                self._trouble = error
+            else:
+                self._draft_lost = True
+            return error
+        finally:
+            for task in broken.values():
+                task.cancel()
+            await asyncio.gather(*broken.values(), return_exceptions=True)
+
+    async def restore(self) -> None:
+        """Start anew the local workers that ended, and have every worker load what it does not hold.
+
+        Raises what starting a cluster raises; then it can be tried again.
+        """
+        for index in [*self._processes]:
+            if index not in self._watchers or self._ended(index):
+                await self._processes.pop(index).stop()
+                self._watchers.pop(index, None)
+        await self._start()
+        self._trouble, self._draft_lost = None, False
+
+    def _ended(self, index: int) -> bool:
+        watcher = self._watchers.get(index)
+        return watcher is not None and watcher.done()
 
     def snapshot_places(self, *, with_draft: bool) -> tuple[SnapshotPlace, ...]:
         """Who keeps a part of a prefix's state: the stages in order, then the draft."""
@@ -193,10 +235,9 @@ class Cluster:
         for index, task in self._watchers.items():
             if not task.done():
                 continue
-            who = f"stage {index}" if index < len(self._plan.stages) else "draft worker"
-            return Unavailable(f"{who}: {task.result()}", reason="WORKER_DIED").located(**error.where)
+            return Unavailable(f"{self._who(index)}: {task.result()}", reason="WORKER_DIED").located(**error.where)
         if error.code_name == "INTERNAL":
-            for process in self._processes:
+            for process in self._processes.values():
                 raised = process.last_exception()
                 if raised is not None:
                     error.message += f" (worker for {process.device}: {raised})"
@@ -208,7 +249,7 @@ class Cluster:
             watcher.cancel()
         with contextlib.suppress(Exception):
             await self._peers.close()
-        await asyncio.gather(*(process.stop() for process in self._processes))
+        await asyncio.gather(*(process.stop() for process in self._processes.values()))
 
     # --- starting
 
@@ -216,36 +257,42 @@ class Cluster:
         places = [stage.place for stage in self._plan.stages]
         if self._plan.draft is not None:
             places.append(self._plan.draft)
-        threads = self.threads or threads_each(places)
-        addresses = await _all(self._launch(index, place, threads) for index, place in enumerate(places))
+        launch = replace(self.launch, threads=self.launch.threads or threads_each(places))
+        addresses = await _all(self._start_worker(index, place, launch) for index, place in enumerate(places))
         stages = len(self._plan.stages)
         self.addresses = tuple(addresses[:stages])
         self._draft_address = addresses[stages] if self._plan.draft is not None else None
         if self._plan.auto and self._choose_split is not None:
             self._plan = await self._or_death(self._choose_split(self._plan, addresses, self._peers))
-        self.workers = tuple(await self._or_death(_all(self._load_stage(index) for index in range(stages))))
+            self._choose_split = None
+        try:
+            self.workers = tuple(await self._or_death(_all(self._load_stage(index) for index in range(stages))))
+        except FlashsplitError as error:
+            self._trouble = error
+            raise
+        check_same_model(self.workers)
         if self._plan.has_draft:
             self.draft_worker = await self._or_death(self._load_draft())
-            self.draft = self.draft_worker.draft
-        self._check()
+            assert self.draft_worker.draft is not None
+            check_fit(self.draft_worker.draft, self.target)
 
-    async def _launch(self, index: int, place: Place, threads: int | None) -> str:
+    async def _start_worker(self, index: int, place: Place, launch: Launch) -> str:
+        """Its address; what runs already is left as it is."""
         if place.address is not None:
             return place.address
+        if index in self._processes:
+            return self._processes[index].address
         last = index == len(self._plan.stages) - 1
         roles = [Role.TARGET] if index < len(self._plan.stages) else [Role.DRAFT]
         if last and self._plan.has_draft and self._plan.draft is None:
             roles.append(Role.DRAFT)
         assert place.devices is not None
-        process = WorkerProcess(
-            place.devices,
-            roles,
-            threads=threads,
-            prefix_cache_bytes=self._prefix_cache_bytes,
-            security=self.security,
-        )
-        self._processes.append(process)
-        await process.start()
+        process = WorkerProcess(place.devices, roles, launch)
+        self._processes[index] = process
+        try:
+            await process.start()
+        except FlashsplitError as error:
+            raise _named(error, self._who(index)) from error
         self._watchers[index] = asyncio.ensure_future(process.died())
         return process.address
 
@@ -293,6 +340,9 @@ class Cluster:
         except FlashsplitError as error:
             raise _named(error, f"draft ({device}, {address})") from error
 
+    def _who(self, index: int) -> str:
+        return f"stage {index}" if index < len(self._plan.stages) else "draft worker"
+
     def _bar(self, name: str) -> Callable[[LoadProgress], None]:
         return lambda progress: self._reporter.progress(name, progress.loaded_bytes, progress.total_bytes)
 
@@ -309,52 +359,6 @@ class Cluster:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-
-    def _check(self) -> None:
-        """One model behind all stages, and a draft that fits it."""
-        first = self.target
-        for index, worker in enumerate(self.workers):
-            target = worker.target
-            assert target is not None
-            for field in ("fingerprint", "dtype"):
-                mine, theirs = getattr(first, field), getattr(target, field)
-                if mine != theirs:
-                    raise FailedPrecondition(
-                        f"stage {index} ({worker.device} on {worker.host}) holds {field} {theirs}, stage 0 "
-                        f"({self.workers[0].device} on {self.workers[0].host}) {mine}: give both the same checkpoint",
-                        reason="FINGERPRINT_MISMATCH" if field == "fingerprint" else "DTYPE_MISMATCH",
-                        field=field,
-                        stage=index,
-                        host=worker.host,
-                    )
-        if self.draft is not None:
-            check_fit(self.draft, first)
-
-
-def check_fit(draft: DraftDescription, target: TargetDescription) -> None:
-    """Raises FailedPrecondition when a draft was not made for a target, naming the field and both values."""
-    for field in ("hidden_size", "vocab_size"):
-        mine, theirs = getattr(draft, field), getattr(target, field)
-        if mine != theirs:
-            raise FailedPrecondition(
-                f"the draft's {field} is {mine}, the target's {theirs}: name a draft made for this target",
-                reason="DRAFT_MISMATCH",
-                field=field,
-            )
-    if draft.num_target_layers not in (1, target.num_layers):
-        raise FailedPrecondition(
-            f"the draft was made for a target of {draft.num_target_layers} layers, this one has "
-            f"{target.num_layers}: name a draft made for this target",
-            reason="DRAFT_MISMATCH",
-            field="num_target_layers",
-        )
-    if draft.capture_layers != target.capture_layers:
-        raise FailedPrecondition(
-            f"the draft captures blocks {list(draft.capture_layers)}, the stages {list(target.capture_layers)}: "
-            "give all workers the same draft checkpoint",
-            reason="DRAFT_MISMATCH",
-            field="capture_layers",
-        )
 
 
 def threads_each(places: list[Place]) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import click
 
 from coordinator.cluster import Checkpoints, Cluster, LoadReporter
 from coordinator.model_files import ModelFiles
-from coordinator.placement import Plan, make_plan
+from coordinator.placement import Place, Plan, make_plan
 from coordinator.planning.draft_size import read_draft_size
 from coordinator.planning.measuring import SplitChooser
 from coordinator.planning.memory import Models
@@ -21,6 +21,7 @@ from coordinator.prefix.disk import DiskCache
 from coordinator.store_options import StoreOptions, store_options
 from services.description import FeatureTransport, HeadPlace
 from services.errors import InvalidArgument
+from services.launch import Launch, parse_commands, vendor_of
 from services.security import Security, load_security
 from services.sizes import parse_size
 
@@ -53,6 +54,10 @@ _PLACEMENT = (
                  help="Element type of weights and activations.  [default: the checkpoint's]"),
     click.option("--threads", type=click.IntRange(1), metavar="N",
                  help="CPU threads of each local worker.  [default: the cores shared out]"),
+    click.option("--worker-command", multiple=True, metavar="VENDOR=PROGRAM",
+                 help="Start this program for workers on cpu, cuda:N or hip:N, from another environment with that "
+                 "vendor's torch: hip=/opt/rocm-env/bin/flashsplit-worker. May be given for each vendor.  [default: "
+                 "the worker beside this program]"),
     click.option("--tls-cert", metavar="FILE",
                  help="This host's PEM certificate, for workers over TCP; see flashsplit certs."),
     click.option("--tls-key", metavar="FILE", help="The certificate's key."),
@@ -167,6 +172,7 @@ class PlacementOptions:
     dtype: str | None
     threads: int | None
     target_layers: str | None = None
+    worker_command: tuple[str, ...] = ()
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_ca: str | None = None
@@ -180,9 +186,13 @@ class PlacementOptions:
         reporter: LoadReporter,
         *,
         prefix_cache_bytes: int | None = None,
+        beside: Sequence[Place] = (),
     ) -> Cluster:
-        """A cluster that is not started yet. Raises InvalidArgument for options that contradict each other."""
-        plan = self.plan(files.num_layers, has_draft=draft is not None)
+        """A cluster that is not started yet. beside: where further workers will be started as these are.
+
+        Raises InvalidArgument for options that contradict each other.
+        """
+        plan = self.plan(files.num_layers, has_draft=draft is not None, beside=beside)
         checkpoints = Checkpoints(
             model=files.directory.absolute(),
             draft=None if draft is None else draft.absolute(),
@@ -196,9 +206,7 @@ class PlacementOptions:
         return Cluster(
             plan,
             checkpoints,
-            threads=self.threads,
-            prefix_cache_bytes=prefix_cache_bytes,
-            security=self.security(),
+            launch=self.launch(prefix_cache_bytes),
             reporter=reporter,
             choose_split=choose_split,
         )
@@ -217,7 +225,7 @@ class PlacementOptions:
     def transport(self) -> FeatureTransport:
         return FeatureTransport(self.features or FeatureTransport.SUM)
 
-    def plan(self, num_layers: int, *, has_draft: bool) -> Plan:
+    def plan(self, num_layers: int, *, has_draft: bool, beside: Sequence[Place] = ()) -> Plan:
         """Raises InvalidArgument for options that contradict each other or have no effect."""
         plan = make_plan(
             target_devices=self.target_devices,
@@ -239,6 +247,14 @@ class PlacementOptions:
                 field="--draft-head",
             )
         places = [*(stage.place for stage in plan.stages), *([plan.draft] if plan.draft is not None else [])]
+        vendors = {vendor_of(place.devices) for place in (*places, *beside) if place.devices is not None}
+        for vendor in parse_commands(self.worker_command):
+            if vendor not in vendors:
+                raise InvalidArgument(
+                    f"--worker-command {vendor}=… has no effect: no worker is started on {vendor}; name such a device "
+                    "in --target-devices or --draft-device, or leave it out",
+                    field="--worker-command",
+                )
         if self.threads is not None and all(place.devices is None for place in places):
             raise InvalidArgument(
                 f"--threads {self.threads} has no effect on workers that run already: give it to flashsplit-worker, or "
@@ -246,6 +262,11 @@ class PlacementOptions:
                 field="--threads",
             )
         return plan
+
+    def launch(self, prefix_cache_bytes: int | None = None) -> Launch:
+        """How local workers are started. Raises what `security` and `parse_commands` raise."""
+        commands = parse_commands(self.worker_command)
+        return Launch(self.threads, prefix_cache_bytes, self.security(), commands=commands)
 
     def security(self) -> Security:
         """What to call the workers with. Raises InvalidArgument for files that cannot be used."""

@@ -46,6 +46,17 @@ class Peers:
         """On a connection of its own: a snapshot must not sit in front of a step."""
         return RemoteSnapshots(await self._channel(address, "snapshots"), address)
 
+    async def lost(self, address: str) -> Unavailable:
+        """Wait until the connection for steps breaks, or cannot be made; the sentence that says so."""
+        try:
+            channel = await self._channel(address)
+        except Unavailable as error:
+            return error
+        await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+        return Unavailable(
+            f"the connection to the worker at {address} broke", reason="WORKER_UNREACHABLE", address=address
+        )
+
     async def close(self) -> None:
         """Close all connections; running calls end."""
         channels, self._channels = self._channels, {}

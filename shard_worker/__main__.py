@@ -6,6 +6,7 @@ import asyncio
 import signal
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import click
 import structlog
@@ -117,6 +118,7 @@ log = structlog.get_logger()
     help="Print the GPUs that this worker's torch can use, or cpu, a line each, and exit.",
 )
 @click.option("--lifeline-fd", type=int, hidden=True)
+@click.option("--scratch", type=click.Path(path_type=Path), hidden=True)
 @click.version_option(metadata.version("flashsplit"), prog_name="flashsplit-worker")
 def main(
     listen: str,
@@ -137,6 +139,7 @@ def main(
     log_level: str,
     log_format: str | None,
     lifeline_fd: int | None,
+    scratch: Path | None,
 ) -> None:
     """Serve layers of a model, or a draft, from this host's devices.
 
@@ -148,7 +151,7 @@ def main(
       flashsplit generate --model DIR --target-devices cpu,a:7001 --prompt Hi --tls-cert coordinator.pem …
     """
     if lifeline_fd is not None:
-        die_with(lifeline_fd)
+        die_with(lifeline_fd, scratch)
     configure_logs(log_level, log_format)
     start_tracing("flashsplit-worker")
     try:

@@ -155,7 +155,9 @@ def generate(
         async with contextlib.AsyncExitStack() as stack:
             with LoadBars() as bars:
                 options = PlacementOptions(**placement)  # type: ignore[arg-type]
-                cluster = options.cluster(files, draft, bars, prefix_cache_bytes=keeping.worker_bytes)
+                cluster = options.cluster(
+                    files, draft, bars, prefix_cache_bytes=keeping.worker_bytes, beside=shortening.places
+                )
                 await stack.enter_async_context(cluster)
                 compressor = await shortening.open(cluster, bars, options.dtype)
                 if compressor is not None:

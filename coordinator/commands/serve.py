@@ -24,6 +24,7 @@ from coordinator.running import run
 from coordinator.server.app import create_app
 from coordinator.server.auth import ApiKeys, read_keys
 from coordinator.store_options import chosen_store
+from coordinator.supervisor import supervised
 from services.addresses import is_loopback
 from services.client_tls import load_client_tls
 from services.errors import InvalidArgument
@@ -121,7 +122,9 @@ def serve(
         async with contextlib.AsyncExitStack() as stack:
             with LoadBars() as bars:
                 options = PlacementOptions(**placement)  # type: ignore[arg-type]
-                cluster = options.cluster(files, draft, bars, prefix_cache_bytes=keeping.worker_bytes)
+                cluster = options.cluster(
+                    files, draft, bars, prefix_cache_bytes=keeping.worker_bytes, beside=shortening.places
+                )
                 await stack.enter_async_context(cluster)
                 compressor = await shortening.open(cluster, bars, options.dtype)
                 if compressor is not None:
@@ -148,6 +151,7 @@ def serve(
             if grpc:
                 grpc_door = await stack.enter_async_context(GrpcDoor(engine, keys, host, grpc_port, tls))
             _banner(engine, http_door, grpc_door, with_key=bool(keys))
+            await stack.enter_async_context(supervised(cluster, lambda line: console.print(line, markup=False)))
             await told.wait()
             await _drain(engine, drain_timeout)
 

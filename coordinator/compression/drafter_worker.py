@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
@@ -15,9 +16,9 @@ from coordinator.placement import Place
 from services.compress import Compress, Compressed
 from services.description import DrafterDescription, Role
 from services.errors import FailedPrecondition, Unavailable
+from services.launch import DEFAULT_LAUNCH, Launch
 from services.peers import Peers
 from services.process import WorkerProcess
-from services.security import OPEN, Security
 from services.worker import LoadDrafter, LoadProgress
 
 log = structlog.get_logger()
@@ -34,13 +35,12 @@ class DrafterWorker:
         drafter: Path,
         *,
         dtype: str | None = None,
-        threads: int | None = None,
-        security: Security = OPEN,
+        launch: Launch = DEFAULT_LAUNCH,
         on_progress: Bar = lambda progress: None,
     ) -> None:
         self._place, self._part = place, LoadDrafter(str(drafter), dtype)
-        self._threads, self._security, self._on_progress = threads, security, on_progress
-        self._peers = Peers(security=security)
+        self._launch, self._on_progress = replace(launch, prefix_cache_bytes=0), on_progress
+        self._peers = Peers(security=launch.security)
         self._process: WorkerProcess | None = None
         self._dead: asyncio.Task[str] | None = None
         self._starting = asyncio.Lock()
@@ -82,13 +82,7 @@ class DrafterWorker:
             return self._place.address
         if self._process is None:
             assert self._place.devices is not None
-            self._process = WorkerProcess(
-                self._place.devices,
-                [Role.COMPRESS],
-                threads=self._threads,
-                prefix_cache_bytes=0,
-                security=self._security,
-            )
+            self._process = WorkerProcess(self._place.devices, [Role.COMPRESS], self._launch)
             await self._process.start()
             self._dead = asyncio.ensure_future(self._process.died())
         return self._process.address

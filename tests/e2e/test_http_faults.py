@@ -159,10 +159,8 @@ def test_refusals_name_the_field(server: Server, path: str, fields: dict[str, An
 
 
 def test_a_worker_dies_under_every_api(server: Server) -> None:
-    """Streams of all four APIs end with an error event in its form; then no request is taken, and /health answers.
-
-    The last test of this file: the server is of no use after it.
-    """
+    """Streams of all four APIs end with an error event in its form; no request is taken, and /health answers, until
+    another worker has taken the dead one's place."""
     openais = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
     claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60)
     long: Any = {"temperature": 1, "stream": True}
@@ -204,3 +202,9 @@ def test_a_worker_dies_under_every_api(server: Server) -> None:
     assert get(f"{server.url}/health")[0] == 200
     assert get(f"{server.url}/metrics")[0] == 200
     assert '"running":0' in get(f"{server.url}/ready")[1]
+
+    until(lambda: get(f"{server.url}/ready")[0] == 200, 30)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as openais:
+        again = openais.chat.completions.create(model="target", messages=ASK)
+    assert "8214" in (again.choices[0].message.content or "")
+    assert len(children(server.process.pid)) == 2
