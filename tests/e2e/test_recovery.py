@@ -10,7 +10,17 @@ import urllib.request
 from pathlib import Path
 
 from tests.e2e.conftest import ROOT, end, until
-from tests.e2e.server import PAIR, Server, get, serving
+from tests.e2e.server import DEMO, Server, get, serving
+
+CLUSTER = """
+model: {demo}/target
+draft: {demo}/draft
+dtype: float32
+workers:
+  - {{at: "unix:{here}/first.sock", layers: 0:5}}
+  - {{at: "unix:{here}/second.sock", layers: 5:12}}
+  - {{at: "unix:{here}/draft.sock", roles: [draft]}}
+"""
 
 
 def worker(folder: Path, name: str) -> subprocess.Popen[bytes]:
@@ -44,10 +54,10 @@ def test_workers_that_come_back(tmp_path: Path) -> None:
     the draft, and as before with new ones."""
     names = ("first", "second", "draft")
     workers = {name: worker(tmp_path, name) for name in names}
-    first, second, draft = (f"unix:{tmp_path / name}.sock" for name in names)
-    placed = ("--target-devices", f"{first},{second}", "--draft-device", draft)
+    config = tmp_path / "cluster.yaml"
+    config.write_text(CLUSTER.format(demo=DEMO, here=tmp_path))
     try:
-        with serving(tmp_path, *PAIR, *placed) as server:
+        with serving(tmp_path, "--config", config) as server:
             before = ask(server)
             assert before[1] > 0
             for backs, lost in enumerate(("second", "draft")):
