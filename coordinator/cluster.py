@@ -88,7 +88,7 @@ class Cluster:
         self._plan, self._checkpoints, self.launch = plan, checkpoints, launch
         self._reporter = reporter or LoadReporter()
         self._choose_split = choose_split
-        self._peers = Peers(security=launch.security)
+        self._peers = Peers(security=launch.security, transport=launch.transport)
         self._processes: dict[int, WorkerProcess] = {}
         self._watchers: dict[int, asyncio.Task[str]] = {}
         self.addresses: tuple[str, ...] = ()

@@ -23,6 +23,7 @@ from services.description import FeatureTransport, HeadPlace
 from services.errors import InvalidArgument
 from services.launch import Launch, parse_commands, vendor_of
 from services.security import Security, load_security
+from services.shared_memory.transport import PayloadTransport
 from services.sizes import parse_size
 
 Command = Callable[..., Any]
@@ -54,6 +55,9 @@ _PLACEMENT = (
                  help="Element type of weights and activations.  [default: the checkpoint's]"),
     click.option("--threads", type=click.IntRange(1), metavar="N",
                  help="CPU threads of each local worker.  [default: the cores shared out]"),
+    click.option("--payload-transport", type=click.Choice([kind.value for kind in PayloadTransport]),
+                 help="How large payloads (prompts' activations, snapshots) reach workers: within the stream, through "
+                 "memory shared with them, or auto: shared on this host.  [default: auto]"),
     click.option("--worker-command", multiple=True, metavar="VENDOR=PROGRAM",
                  help="Start this program for workers on cpu, cuda:N or hip:N, from another environment with that "
                  "vendor's torch: hip=/opt/rocm-env/bin/flashsplit-worker. May be given for each vendor.  [default: "
@@ -173,6 +177,7 @@ class PlacementOptions:
     threads: int | None
     target_layers: str | None = None
     worker_command: tuple[str, ...] = ()
+    payload_transport: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_ca: str | None = None
@@ -266,7 +271,8 @@ class PlacementOptions:
     def launch(self, prefix_cache_bytes: int | None = None) -> Launch:
         """How local workers are started. Raises what `security` and `parse_commands` raise."""
         commands = parse_commands(self.worker_command)
-        return Launch(self.threads, prefix_cache_bytes, self.security(), commands=commands)
+        transport = PayloadTransport(self.payload_transport or PayloadTransport.AUTO)
+        return Launch(self.threads, prefix_cache_bytes, self.security(), transport=transport, commands=commands)
 
     def security(self) -> Security:
         """What to call the workers with. Raises InvalidArgument for files that cannot be used."""

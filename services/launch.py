@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from services.errors import InvalidArgument
 from services.security import OPEN, Security
+from services.shared_memory.transport import PayloadTransport
 from services.visible_gpus import environment_for
 
 VENDORS = ("cpu", "cuda", "hip")
@@ -34,6 +35,7 @@ class Launch:
     prefix_cache_bytes: int | None = None
     security: Security = OPEN
     log_level: str = "info"
+    transport: PayloadTransport = PayloadTransport.AUTO
     commands: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def command(self, devices: str) -> tuple[str, ...]:
@@ -46,7 +48,7 @@ class Launch:
         return [
             *("--device", devices),
             *("--roles", ",".join(roles)),
-            *("--log-level", self.log_level),
+            *("--log-level", self.log_level, "--payload-transport", self.transport),
             *self.security.child_arguments(),
             *(word for flag, value in optional.items() if value is not None for word in (flag, str(value))),
         ]

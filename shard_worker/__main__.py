@@ -7,6 +7,7 @@ import signal
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import click
 import structlog
@@ -16,8 +17,9 @@ from services.description import Role
 from services.errors import FlashsplitError
 from services.lifeline import die_with
 from services.logs import FORMATS, configure_logs
-from services.security import Security, load_security
+from services.security import load_security
 from services.server import Server
+from services.shared_memory.transport import PayloadTransport
 from services.sizes import parse_size
 from services.tracing import start_tracing
 
@@ -88,6 +90,14 @@ log = structlog.get_logger()
     metavar="FILE",
     help="The secret that every call must carry.  [default: what FLASHSPLIT_CLUSTER_TOKEN holds, if set]",
 )
+@click.option(
+    "--payload-transport",
+    type=click.Choice([kind.value for kind in PayloadTransport]),
+    default=PayloadTransport.AUTO.value,
+    show_default=True,
+    help="How large payloads go on to other workers: within the stream, through memory shared with them, or auto: "
+    "shared with those on this host.",
+)
 @click.option("--insecure", is_flag=True, help="Listen beyond this host without TLS.")
 @click.option(
     "--health-port",
@@ -134,6 +144,7 @@ def main(
     tls_ca: str | None,
     tls_server_name: str | None,
     cluster_token_file: str | None,
+    payload_transport: str,
     insecure: bool,
     health_port: int,
     log_level: str,
@@ -174,14 +185,15 @@ def main(
             _serve(
                 listen,
                 devices,
-                _parse_roles(roles),
-                model,
-                draft,
-                prefill_drafter,
-                threads,
-                budget,
-                security,
                 health_port,
+                roles=_parse_roles(roles),
+                model_path=model,
+                draft_path=draft,
+                drafter_path=prefill_drafter,
+                threads=threads,
+                snapshot_budget_bytes=budget,
+                security=security,
+                transport=PayloadTransport(payload_transport),
             )
         )
     except FlashsplitError as error:
@@ -205,34 +217,25 @@ def _parse_roles(text: str) -> tuple[Role, ...]:
     return tuple(Role(name) for name in dict.fromkeys(names))
 
 
-async def _serve(
-    listen: str,
-    devices: str,
-    roles: tuple[Role, ...],
-    model: str | None,
-    draft: str | None,
-    prefill_drafter: str | None,
-    threads: int | None,
-    prefix_cache_bytes: int | None,
-    security: Security,
-    health_port: int,
-) -> None:
+async def _serve(listen: str, devices: str, health_port: int, **config: Any) -> None:
+    """config: what `WorkerConfig` holds beside the devices."""
     # torch takes seconds to import: --help and a wrong flag should not wait for it.
     from shard_worker.device import best_devices, parse_devices
     from shard_worker.snapshot_store import default_budget_bytes
     from shard_worker.worker import Worker, WorkerConfig
 
     parsed = parse_devices("+".join(best_devices()) if devices == "best" else devices)
-    budget = default_budget_bytes() if prefix_cache_bytes is None else prefix_cache_bytes
-    worker = Worker(WorkerConfig(parsed, roles, model, draft, prefill_drafter, threads, budget, security))
-    server = Server(listen, worker.registrations(), security=security, health_port=health_port)
+    if config["snapshot_budget_bytes"] is None:
+        config["snapshot_budget_bytes"] = default_budget_bytes()
+    worker = Worker(WorkerConfig(parsed, **config))
+    server = Server(listen, worker.registrations(), security=config["security"], health_port=health_port)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
     await server.start()
     worker.address = server.address
-    log.info("worker.ready", address=server.address, device=devices, roles=[str(role) for role in roles])
+    log.info("worker.ready", address=server.address, device=devices, roles=[str(role) for role in config["roles"]])
     await stopping.wait()
     await server.set_serving(False)
     await server.stop(DRAIN_S)

@@ -25,6 +25,9 @@ from services.measure import DeviceSpeed, MeasureFor
 from services.peers import Peers
 from services.security import OPEN, Security
 from services.server import Registration
+from services.shared_memory.link import SharedLinks
+from services.shared_memory.service import SharedMemoryServicer
+from services.shared_memory.transport import PayloadTransport
 from services.snapshot import SnapshotOwner
 from services.snapshot_service import SnapshotServicer
 from services.stage import StageServicer
@@ -63,6 +66,7 @@ class WorkerConfig:
     threads: int | None = None
     snapshot_budget_bytes: int = 0
     security: Security = OPEN
+    transport: PayloadTransport = PayloadTransport.AUTO
 
 
 class Worker:
@@ -71,7 +75,10 @@ class Worker:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._thread = DeviceThread(config.threads)
-        self._peers = Peers(security=config.security, caller=lambda: f"the worker at {self.address}")
+        self._peers = Peers(
+            security=config.security, transport=config.transport, caller=lambda: f"the worker at {self.address}"
+        )
+        self._links = SharedLinks()
         self._snapshots = SnapshotStore(config.snapshot_budget_bytes)
         self._loading = asyncio.Lock()
         self.address = ""
@@ -93,11 +100,15 @@ class Worker:
     def registrations(self) -> list[Registration]:
         """What to serve."""
         transfer = SnapshotTransfer(self._snapshots, self._keepers)
-        services: list[Registration] = [WorkerServicer(self).register, SnapshotServicer(transfer).register]
+        services: list[Registration] = [
+            WorkerServicer(self).register,
+            SnapshotServicer(transfer, self._links).register,
+            SharedMemoryServicer(self._links).register,
+        ]
         if self._target is not None:
-            services.append(StageServicer(self._target).register)
+            services.append(StageServicer(self._target, self._links).register)
         if self._draft is not None:
-            services.append(DraftServicer(self._draft).register)
+            services.append(DraftServicer(self._draft, self._links).register)
         if self._compress is not None:
             services.append(CompressServicer(self._compress).register)
         return services

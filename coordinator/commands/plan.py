@@ -141,7 +141,7 @@ async def _choose_automatically(placement: dict[str, str | int | None]) -> None:
 
 async def _measured(options: PlacementOptions, drawn: Plan, models: Models, directory: Path) -> tuple[WorkerSpeed, ...]:
     places, launch = places_of(drawn), options.launch()
-    peers = Peers(security=launch.security)
+    peers = Peers(security=launch.security, transport=launch.transport)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(peers.close)
         status = stack.enter_context(console.status("starting workers"))

@@ -40,7 +40,7 @@ class DrafterWorker:
     ) -> None:
         self._place, self._part = place, LoadDrafter(str(drafter), dtype)
         self._launch, self._on_progress = replace(launch, prefix_cache_bytes=0), on_progress
-        self._peers = Peers(security=launch.security)
+        self._peers = Peers(security=launch.security, transport=launch.transport)
         self._process: WorkerProcess | None = None
         self._dead: asyncio.Task[str] | None = None
         self._starting = asyncio.Lock()

@@ -50,7 +50,8 @@ def test_arguments_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = launch.arguments("cuda:1", ["target", "draft"])
 
     assert " ".join(arguments) == (
-        "--device cuda:1 --roles target,draft --log-level info --threads 3 --prefix-cache-bytes 0"
+        "--device cuda:1 --roles target,draft --log-level info --payload-transport auto --threads 3 "
+        "--prefix-cache-bytes 0"
     )
     environment = launch.environment("cuda:1")
     assert (environment[TOKEN_VARIABLE], environment["CUDA_VISIBLE_DEVICES"]) == ("secret", "1")
