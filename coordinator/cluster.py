@@ -159,6 +159,12 @@ class Cluster:
         )
 
     @property
+    def starts_workers(self) -> bool:
+        """Whether any of the workers is this process's own child."""
+        places = [*(stage.place for stage in self._plan.stages), self._plan.draft]
+        return any(place is not None and place.devices is not None for place in places)
+
+    @property
     def first_place(self) -> Place:
         """Where the first stage is."""
         return self._plan.stages[0].place

@@ -19,6 +19,7 @@ from coordinator.planning.model_size import read_model_size
 from coordinator.prefix.cache import PrefixCache, lineage_of
 from coordinator.prefix.disk import DiskCache
 from coordinator.store_options import StoreOptions, store_options
+from services.addresses import socket_path
 from services.description import FeatureTransport, HeadPlace
 from services.errors import InvalidArgument
 from services.launch import Launch, parse_commands, vendor_of
@@ -127,6 +128,15 @@ class PrefixOptions:
         if not self.prefix_cache:
             return 0
         return None if self.prefix_cache_bytes is None else parse_size(self.prefix_cache_bytes, "--prefix-cache-bytes")
+
+    def check(self, cluster: Cluster) -> None:
+        """Raises InvalidArgument for a budget of local workers where there are none."""
+        if self.prefix_cache_bytes is not None and not cluster.starts_workers:
+            raise InvalidArgument(
+                f"--prefix-cache-bytes {self.prefix_cache_bytes} has no effect on workers that run already: give it to "
+                "flashsplit-worker, or leave it out",
+                field="--prefix-cache-bytes",
+            )
 
     def open(self, cluster: Cluster, files: ModelFiles) -> PrefixCache | None:
         """The cache of a started cluster, not yet entered; None where it is switched off."""
@@ -259,6 +269,15 @@ class PlacementOptions:
                     f"--worker-command {vendor}=… has no effect: no worker is started on {vendor}; name such a device "
                     "in --target-devices or --draft-device, or leave it out",
                     field="--worker-command",
+                )
+        remote = [place.address for place in (*places, *beside) if place.address is not None]
+        for name in ("tls_cert", "tls_key", "tls_ca", "tls_server_name"):
+            if getattr(self, name) is not None and all(socket_path(address) is not None for address in remote):
+                flag = f"--{name.replace('_', '-')}"
+                raise InvalidArgument(
+                    f"{flag} {getattr(self, name)} has no effect: no worker is reached over TCP, and a Unix socket is "
+                    "private to its user; name a worker's HOST:PORT, or leave it out",
+                    field=flag,
                 )
         if self.threads is not None and all(place.devices is None for place in places):
             raise InvalidArgument(

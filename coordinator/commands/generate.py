@@ -158,6 +158,7 @@ def generate(
                 cluster = options.cluster(
                     files, draft, bars, prefix_cache_bytes=keeping.worker_bytes, beside=shortening.places
                 )
+                keeping.check(cluster)
                 await stack.enter_async_context(cluster)
                 compressor = await shortening.open(cluster, bars, options.dtype)
                 if compressor is not None:
