@@ -87,7 +87,8 @@ class WorkerLog:
         except (ValueError, KeyError, TypeError):
             # Of a library, or the interpreter itself. A refusal becomes this process's own error.
             if line.strip() and not line.startswith(REFUSAL):
-                log.warning("worker.said", worker=self.worker, text=line)
+                # Where it matters, it is the end of an obituary as well.
+                log.info("worker.said", worker=self.worker, text=line)
             return
         with contextlib.suppress(KeyError, TypeError, IndexError):
             raised = fields["exception"][-1]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from coordinator.cluster import Checkpoints, Cluster
 from coordinator.generation import generate
 from coordinator.placement import make_plan
 from services.description import FeatureTransport, HeadPlace
-from tests.e2e.conftest import Pair, Worker
+from tests.e2e.conftest import ROOT, Pair, Worker, generate as run_generate
 from tests.reference import target
 
 TOKENS = 200
@@ -129,3 +131,23 @@ def test_checkpoint_paths_are_the_workers_own(
     answers = asyncio.run(answer_all([[1, 2, 3]], elsewhere, worker.address))
 
     assert len(answers[0].token_ids) == TOKENS
+
+
+def test_workers_of_another_environment(pairs: dict[str, Pair], tmp_path: Path) -> None:
+    """--worker-command starts the program of another virtual environment, as for another vendor's torch."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
+    [packages] = (tmp_path / "env").glob("lib/python*/site-packages")
+    (packages / "ours.pth").write_text("\n".join([str(ROOT), str(ROOT / "proto"), *map(str, sys.path[1:])]))
+    program, told = tmp_path / "env" / "bin" / "flashsplit-worker", tmp_path / "told"
+    program.write_text(
+        f"#!{tmp_path}/env/bin/python\nimport sys\nfrom shard_worker.__main__ import main\n"
+        f"open('{told}', 'a').write(sys.prefix + '\\n')\nmain()\n"
+    )
+    program.chmod(0o755)
+    asked = ("--model", pairs["qwen3"].target, "--prompt-ids", "1,2,3", "--max-tokens", "12", "--dtype", "float32")
+
+    ours = run_generate(*asked, "--target-devices", "cpu,cpu")
+    theirs = run_generate(*asked, "--target-devices", "cpu,cpu", "--worker-command", f"cpu={program}")
+
+    assert theirs["token_ids"] == ours["token_ids"]
+    assert told.read_text() == f"{tmp_path / 'env'}\n" * 2

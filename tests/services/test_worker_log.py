@@ -38,8 +38,8 @@ def test_lines_are_carried_over_once(followed: WorkerLog) -> None:
     assert said == [
         {"event": "session.closed", "log_level": "info", "worker": "cpu (process 7)", "request_id": "r1"},
         {"event": "load.failed", "log_level": "error", "worker": "cpu (process 7)", "why": "ü"},
-        {"event": "worker.said", "log_level": "warning", "worker": "cpu (process 7)", "text": "Segmentation fault"},
-        {"event": "worker.said", "log_level": "warning", "worker": "cpu (process 7)", "text": "[1, 2]"},
+        {"event": "worker.said", "log_level": "info", "worker": "cpu (process 7)", "text": "Segmentation fault"},
+        {"event": "worker.said", "log_level": "info", "worker": "cpu (process 7)", "text": "[1, 2]"},
     ]
 
 
