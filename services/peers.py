@@ -28,13 +28,13 @@ class Connection:
 
     @property
     def link(self) -> SharedLink | None:
-        return None if self._shared is None else self._shared.link
+        """None as well once the other side has given it up: the channel may have other calls and goes on."""
+        return None if self._shared is None or self._shared.closed else self._shared.link
 
     @property
     def good(self) -> bool:
         """Whether new calls can use it."""
-        ready = self.channel.get_state() == grpc.ChannelConnectivity.READY
-        return ready and (self._shared is None or not self._shared.closed)
+        return self.channel.get_state() == grpc.ChannelConnectivity.READY
 
     async def close(self) -> None:
         if self._shared is not None:
