@@ -38,7 +38,7 @@ class Connection:
 
     async def close(self) -> None:
         if self._shared is not None:
-            self._shared.close()
+            await self._shared.close()
         await self.channel.close()
 
 

@@ -61,10 +61,11 @@ class ClientLink:
         """Whether either side has ended it."""
         return self.link.closed
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the call and unmap. Safe to call twice."""
         self._loops.cancel()
-        self._stream.cancel()
+        await asyncio.wait([self._loops])
+        await self._stream.close()
         self.link.close()
 
     async def _run(self) -> None:

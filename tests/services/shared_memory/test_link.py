@@ -51,7 +51,7 @@ async def ends(server: tuple[Server, SharedLinks]) -> AsyncIterator[Ends]:
     channel = await connect(server[0].address, timeout_s=5)
     client = await open_link(channel, server[0].address)
     yield Ends(channel, client, server[1])
-    client.close()
+    await client.close()
     await channel.close()
 
 
@@ -133,7 +133,7 @@ async def test_references_to_nothing(ends: Ends, change: dict[str, int]) -> None
 async def test_a_client_that_goes(ends: Ends) -> None:
     """The server's end goes too; the client's puts nothing more anywhere, and says no more than that."""
     sender, there = ends.link.sender(), ends.there
-    ends.client.close()
+    await ends.client.close()
     await soon(lambda: there.closed)
     with pytest.raises(InvalidArgument, match="no open link"):
         ends.links.get(ends.link.link_id)
@@ -180,7 +180,7 @@ async def test_which_transport(server: tuple[Server, SharedLinks], ends: Ends, m
         found = await share_memory(channel, address, wanted)
         assert (found is not None) is there
         if found is not None:
-            found.close()
+            await found.close()
     assert await share_memory(channel, "gpu.example:7001", PayloadTransport.AUTO) is None
 
     async def fails(channel: grpc.aio.Channel, address: str) -> ClientLink:
