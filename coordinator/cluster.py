@@ -96,7 +96,8 @@ class Cluster:
         self.workers: tuple[WorkerDescription, ...] = ()
         self.draft: DraftDescription | None = None
         self.draft_worker: WorkerDescription | None = None
-        self._draft_address: str | None = None
+        self.draft_address: str | None = None
+        """Of the draft's own worker; None where it sits beside the last stage or there is none."""
 
     @property
     def target(self) -> TargetDescription:
@@ -151,7 +152,7 @@ class Cluster:
                 prompt_length=prompt_length,
                 sampling=sampling,
                 stop_token_ids=stop_token_ids,
-                draft=DraftRoute(self._draft_address) if speculate and self.draft is not None else None,
+                draft=DraftRoute(self.draft_address) if speculate and self.draft is not None else None,
                 logprobs=logprobs,
                 grammar=grammar,
                 trace=trace,
@@ -168,6 +169,11 @@ class Cluster:
         """Whether all local workers still run."""
         return not any(watcher.done() for watcher in self._watchers.values())
 
+    def death(self, index: int) -> str | None:
+        """How a local worker ended, the draft's own behind the stages'; None for one that runs and for remote ones."""
+        watcher = self._watchers.get(index)
+        return watcher.result() if watcher is not None and watcher.done() and not watcher.cancelled() else None
+
     def snapshot_places(self, *, with_draft: bool) -> tuple[SnapshotPlace, ...]:
         """Who keeps a part of a prefix's state: the stages in order, then the draft."""
         target, draft = self.target, self.draft
@@ -176,7 +182,7 @@ class Cluster:
             for address, stage in zip(self.addresses, self._plan.stages, strict=True)
         ]
         if with_draft and draft is not None:
-            address = self._draft_address or self.addresses[-1]
+            address = self.draft_address or self.addresses[-1]
             places.append(SnapshotPlace(address, SnapshotOwner.DRAFT, None, draft.fingerprint))
         return tuple(places)
 
@@ -220,7 +226,7 @@ class Cluster:
         addresses = await _all(self._launch(index, place, threads) for index, place in enumerate(places))
         stages = len(self._plan.stages)
         self.addresses = tuple(addresses[:stages])
-        self._draft_address = addresses[stages] if self._plan.draft is not None else None
+        self.draft_address = addresses[stages] if self._plan.draft is not None else None
         if self._plan.auto and self._choose_split is not None:
             self._plan = await self._or_death(self._choose_split(self._plan, addresses, self._peers))
         self.workers = tuple(await self._or_death(_all(self._load_stage(index) for index in range(stages))))
@@ -274,8 +280,8 @@ class Cluster:
     async def _load_draft(self) -> WorkerDescription:
         checkpoints = self._checkpoints
         assert checkpoints.draft is not None
-        beside = self._draft_address is None
-        address = self.addresses[-1] if self._draft_address is None else self._draft_address
+        beside = self.draft_address is None
+        address = self.addresses[-1] if self.draft_address is None else self.draft_address
         worker = await self._peers.worker(address)
         try:
             device = (await worker.describe()).device

@@ -23,6 +23,7 @@ from coordinator.options import PlacementOptions, PrefixOptions, model_options, 
 from coordinator.running import run
 from coordinator.server.app import create_app
 from coordinator.server.auth import ApiKeys, read_keys
+from coordinator.status.board import Board
 from coordinator.store_options import chosen_store
 from services.addresses import is_loopback
 from services.client_tls import load_client_tls
@@ -141,7 +142,8 @@ def serve(
                 max_waiting=max_waiting_requests,
                 compressor=compressor,
             )
-            app = create_app(engine, keys, vllm_metrics=metrics_compat == "vllm")
+            board = await stack.enter_async_context(Board(engine))
+            app = create_app(engine, keys, board, vllm_metrics=metrics_compat == "vllm")
             told = _told_to_stop()
             http_door = await stack.enter_async_context(HttpDoor(app, host, port, tls))
             grpc_door = None
