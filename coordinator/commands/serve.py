@@ -211,6 +211,7 @@ def _banner(engine: Engine, http_door: HttpDoor, grpc_door: GrpcDoor | None, *, 
         console.print(f"draft: blocks of {engine.cluster.draft.block_size}", markup=False)
     url, grpc = http_door.url, None
     console.print(f"{engine.name} at {url}/v1, {engine.max_model_len} tokens of context", markup=False)
+    console.print(f"a page to talk with it and watch it at {url}/", markup=False)
     if grpc_door is not None:
         grpc = grpc_door.address
         console.print(f"gRPC at {grpc}", markup=False)

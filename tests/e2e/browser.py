@@ -36,11 +36,7 @@ class Browser:
 
     def __init__(self, driver: webdriver.Chrome) -> None:
         self.driver = driver
-        # Behind the browser's own first page.
-        driver.get("about:blank")
-        driver.get_log("performance")
-        self.requested: list[str] = []
-        self.complaints: list[str] = []
+        self._home = ""
 
     def look(self, *, width: int = 1280, height: int = 820, scale: float = 1, dark: bool = False) -> None:
         """The window's size, and the colours that the system prefers."""
@@ -49,13 +45,25 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
 
-    def listen(self) -> None:
-        """Take in what was logged and asked for since the last time."""
-        for entry in self.driver.get_log("performance"):
-            event = json.loads(entry["message"])["message"]
-            if event["method"] == "Network.requestWillBeSent":
-                self.requested.append(event["params"]["request"]["url"])
-        self.complaints += [entry["message"] for entry in self.driver.get_log("browser")]
+    def open(self, url: str) -> None:
+        """A server's page, in the window's usual size; what was before is forgotten."""
+        self.driver.get("about:blank")
+        for kind in ("performance", "browser"):
+            self.driver.get_log(kind)
+        self.look()
+        self._home = f"{url}/"
+        self.driver.get(self._home)
+
+    def check(self) -> None:
+        """Fails the test where something was complained of, or anybody but the page's own server was asked for
+        anything."""
+        events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
+        requested = [
+            event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"
+        ]
+        assert requested
+        assert [url for url in requested if not url.startswith(self._home)] == []
+        assert [entry["message"] for entry in self.driver.get_log("browser")] == []
 
     def run(self, script: str, *arguments: object) -> Any:
         """JavaScript in the page; its `return` value."""

@@ -9,14 +9,17 @@ import signal
 import stat
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pexpect
 import pytest
+from click.testing import CliRunner
 
-from tests.e2e.conftest import ROOT, alive, children, flashsplit, until
-from tests.e2e.server import DEMO, PAIR, Server, get, serving
+from coordinator.commands.chat import chat
+from tests.e2e.conftest import ROOT, alive, children, until
+from tests.e2e.server import DEMO, PAIR, Server, serving
 
 KEY = "a-key-for-the-chat"
 PROMPT = "› "
@@ -106,18 +109,20 @@ def test_talking_with_a_server(server: Server, tmp_path: Path) -> None:
     terminal.process.sendintr()
     terminal.until(PROMPT)
     terminal.say(ENDLESS)
-    until(lambda: '"requests":{"running":1' in asked_status(server), 20)
+    until(lambda: running(server) == 1, 20)
     terminal.process.sendintr()
     terminal.until("stopped")
     terminal.until(PROMPT)
-    until(lambda: '"requests":{"running":0' in asked_status(server), 10)
+    until(lambda: running(server) == 0, 10)
     assert terminal.process.isalive()
     assert terminal.end() == 0
 
 
-def asked_status(server: Server) -> str:
-    command = [sys.executable, "-m", "coordinator", "status", "--url", server.url, "--api-key", KEY, "--json"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30).stdout
+def running(server: Server) -> int:
+    """Requests that run."""
+    request = urllib.request.Request(f"{server.url}/v1/status", headers={"x-api-key": KEY})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return int(json.load(answer)["requests"]["running"])
 
 
 def test_workers_of_its_own(tmp_path: Path) -> None:
@@ -188,11 +193,12 @@ def test_questions_from_a_pipe(server: Server) -> None:
     ],
 )
 def test_refusals(server: Server, arguments: list[object], code: int, says: str) -> None:
-    process = flashsplit("chat", *(server.url if argument == "SERVER" else argument for argument in arguments))
-    _, err = process.communicate("", timeout=30)
-    assert process.returncode == code, err
-    assert says.replace("SERVER", server.url) in err
-    assert len(err.splitlines()) == 1, err
+    given = [server.url if argument == "SERVER" else str(argument) for argument in arguments]
+    result = CliRunner().invoke(chat, given, env={"FLASHSPLIT_API_KEY": None, "COLUMNS": "400"})
+    assert result.exit_code == code, result.output
+    assert says.replace("SERVER", server.url) in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stdout == ""
 
 
 def test_a_server_that_refuses_a_question(server: Server, tmp_path: Path) -> None:
@@ -203,5 +209,4 @@ def test_a_server_that_refuses_a_question(server: Server, tmp_path: Path) -> Non
     terminal.until(PROMPT)
     assert "4729 + 3485 = 8214." in terminal.ask(SUM)
     assert terminal.end() == 0
-    assert json.loads(asked_status(server))["requests"]["running"] == 0
-    assert get(f"{server.url}/health")[0] == 200
+    assert running(server) == 0

@@ -44,13 +44,9 @@ def opened() -> Iterator[Browser]:
 @pytest.fixture
 def page(server: Server, opened: Browser) -> Iterator[Browser]:
     """The page, open anew; at its end nothing was complained of, and nobody else was asked for anything."""
-    opened.look()
-    opened.driver.get(f"{server.url}/")
+    opened.open(server.url)
     yield opened
-    opened.listen()
-    assert opened.complaints == []
-    assert opened.requested
-    assert [url for url in opened.requested if not url.startswith(f"{server.url}/")] == []
+    opened.check()
 
 
 def one(page: Browser, selector: str) -> WebElement:
@@ -262,12 +258,11 @@ def test_what_a_model_writes_cannot_become_code(page: Browser) -> None:
         assert part in html, (part, html)
 
 
-def test_with_a_key_and_a_worker_that_dies(tmp_path: Path) -> None:
-    """The page asks for the key before anything else and keeps it in the tab; nothing is complained of. A dead worker
-    is shown as such, and so is a server that went away."""
-    with serving(tmp_path, *PLACED, "--api-key", KEY) as server, browser() as page:
-        page.look()
-        page.driver.get(f"{server.url}/")
+def test_with_a_key(tmp_path: Path, opened: Browser) -> None:
+    """The page asks for the key before anything else and keeps it in the tab; nothing is complained of."""
+    page = opened
+    with serving(tmp_path, *PLACED, "--api-key", KEY) as server:
+        page.open(server.url)
         until(lambda: one(page, "#key-dialog").is_displayed(), 10)
         page.driver.switch_to.active_element.send_keys(KEY, Keys.ENTER)
         until(lambda: texts(page, "#state") == ["ready"], 10)
@@ -280,10 +275,22 @@ def test_with_a_key_and_a_worker_that_dies(tmp_path: Path) -> None:
         until(lambda: texts(page, "#state") == ["ready"], 10)
         assert not one(page, "#key-dialog").is_displayed()
         assert page.run("return [document.cookie, localStorage.length, sessionStorage.length]") == ["", 0, 1]
-        page.listen()
-        assert page.complaints == []
-        assert [url for url in page.requested if not url.startswith(f"{server.url}/")] == []
+        page.check()
 
+        one(page, "#forget-key").click()
+        until(lambda: one(page, "#key-dialog").is_displayed(), 10)
+        page.driver.switch_to.active_element.send_keys("wrong", Keys.ENTER)
+        until(shows(page, "#key-why", "doesn't know that key"), 10)
+        page.driver.switch_to.active_element.send_keys(KEY, Keys.ENTER)
+        until(lambda: texts(page, "#state") == ["ready"], 10)
+
+
+def test_a_worker_and_a_server_that_die(tmp_path: Path, opened: Browser) -> None:
+    """Both are shown as such, and said to who asks."""
+    page = opened
+    with serving(tmp_path, *PLACED) as server:
+        page.open(server.url)
+        until(lambda: texts(page, "#state") == ["ready"], 10)
         worker = children(server.process.pid)[1]
         os.kill(worker, signal.SIGKILL)
         until(lambda: not alive(worker), 5)
@@ -292,11 +299,5 @@ def test_with_a_key_and_a_worker_that_dies(tmp_path: Path) -> None:
         ask(page, "Are you there?")
         until(shows(page, ".answer.failed .figures", "was killed by SIGKILL"), 10)
 
-        one(page, "#forget-key").click()
-        until(lambda: one(page, "#key-dialog").is_displayed(), 10)
-        page.driver.switch_to.active_element.send_keys("wrong", Keys.ENTER)
-        until(shows(page, "#key-why", "doesn't know that key"), 10)
-        page.driver.switch_to.active_element.send_keys(KEY, Keys.ENTER)
-        until(lambda: texts(page, "#state") == ["not ready"], 10)
         server.process.terminate()
         until(shows(page, "#lost", "doesn't answer"), 20)
