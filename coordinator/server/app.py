@@ -25,6 +25,9 @@ from services.trace_context import Call, calling
 
 MAX_BODY_BYTES = 32 << 20
 
+POLLED = status.PATH
+"""Who watches asks for it every second: in the log that would bury everything else."""
+
 log = structlog.get_logger()
 
 
@@ -84,7 +87,8 @@ class Door:
                     raise
                 await _respond(request, error)(scope, receive, answer)
         finally:
-            log.info(
+            write = log.debug if request.url.path == POLLED else log.info
+            write(
                 "http.request",
                 request_id=call.request_id,
                 trace_id=call.trace.trace_id,

@@ -18,6 +18,8 @@ from coordinator.server.replies import event_stream
 from coordinator.status.board import Board
 from coordinator.status.report import Status
 
+PATH = "/v1/status"
+
 INTERVAL_S = 0.1
 """Between events: blocks that came meanwhile are told together."""
 
@@ -25,7 +27,7 @@ INTERVAL_S = 0.1
 def routes(engine: Engine, board: Board) -> APIRouter:
     router = APIRouter(route_class=JsonRoute, tags=["Operations"])
 
-    @router.get("/v1/status", responses=QUERY_ERRORS)
+    @router.get(PATH, responses=QUERY_ERRORS)
     async def status() -> Status:
         """The chain of workers now: what each holds, how busy it is, what travels between them, and what the draft and
         the prefix cache bring. A worker that doesn't answer within two seconds is told as such."""

@@ -21,6 +21,9 @@ from coordinator.commands.chat import chat
 from tests.e2e.conftest import ROOT, alive, children, until
 from tests.e2e.server import DEMO, PAIR, Server, serving
 
+# A terminal needs a fork, which Python 3.12 calls risky where threads run.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+
 KEY = "a-key-for-the-chat"
 PROMPT = "› "
 SUM = "Calculate 4729 + 3485."

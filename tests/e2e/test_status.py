@@ -158,6 +158,8 @@ def test_the_command_prints_a_table_and_json(server: Server) -> None:
     assert set(json.loads(out)) == set(status(server))
 
 
+# A terminal needs a fork, which Python 3.12 calls risky where threads run.
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_watching(server: Server) -> None:
     """On a terminal the picture follows what happens; Ctrl-C ends it at once and leaves the terminal as it was."""
     command = ["-m", "coordinator", "status", "--url", server.url, "--watch", "--interval", "0.3"]

@@ -72,8 +72,7 @@ class Card {
     this.loads = [...this.loads, dead ? 0 : worker.load].slice(-REMEMBERED);
     drawLine(this.line, this.loads);
     setText(this.load, dead ? "no answer" : `${percent(worker.load)} load`);
-    const product = worker.devices.map((device) => device.product).find((name) => name && name !== "x86_64");
-    setText(this.where, [worker.device, product, worker.host].filter(Boolean).join(" · "));
+    setText(this.where, `${worker.device} · ${worker.host}`);
     this.error.hidden = !dead;
     setText(this.error, worker.error ?? "");
     this.showShares(worker.shares);
@@ -93,7 +92,7 @@ class Card {
     // What has no part in it is left out; without a step one line says so.
     texts.forEach((text, index) => {
       setText(this.times[index], shares ? text : "no step in the last minute");
-      this.times[index].hidden = shares ? index === 1 && !drafting : index !== 3;
+      this.times[index].hidden = index !== 3 && (!shares || text.endsWith(" 0 %"));
     });
     this.shares.setAttribute("aria-label", shares ? `Of a step's time: ${texts.join(", ")}` : "No step lately");
   }
@@ -119,8 +118,11 @@ function drawLine(svg, loads) {
 
 // Which layers of all a stage holds, as a row of cells, and in words.
 function layers(worker, status) {
+  // Of a CPU the system tells no more than its kind.
+  const product = worker.devices.map((device) => device.product).find((name) => name?.includes(" "));
+  const made = make("span", { class: "product" }, product ?? "");
   const draft = worker.draft ? `draft, blocks of ${status.acceptance.block_rows}` : "";
-  if (!worker.layers) return [make("p", { class: "layers-text" }, draft || "reads long prompts first")];
+  if (!worker.layers) return [make("p", { class: "layers-text" }, draft || "reads long prompts first", made)];
   const { first, last } = worker.layers;
   const cells = Array.from({ length: status.num_layers }, (_, layer) =>
     make("i", layer >= first && layer < last ? { class: "held" } : {}),
@@ -128,7 +130,7 @@ function layers(worker, status) {
   const text = `layers ${first} to ${last - 1} of ${status.num_layers}`;
   return [
     make("div", { class: "layers", "aria-hidden": "true" }, ...cells),
-    make("p", { class: "layers-text" }, text, ...(draft ? [make("span", { class: "chip" }, `+ ${draft}`)] : [])),
+    make("p", { class: "layers-text" }, text, ...(draft ? [make("span", { class: "chip" }, `+ ${draft}`)] : []), made),
   ];
 }
 
