@@ -18,6 +18,8 @@ from services.tracing import start_tracing
 _COMMANDS = {
     "serve": "Serve a model to OpenAI and Anthropic clients.",
     "generate": "Answer one prompt.",
+    "chat": "Talk with a model in the terminal.",
+    "status": "Show the workers behind a running server, and how busy they are.",
     "cache": "See, check and clean up the prefix snapshots kept on disk.",
     "plan": "Show who would hold which layers, what that takes and how fast it would be.",
     "certs": "Make certificates for the workers' hosts and the coordinator.",

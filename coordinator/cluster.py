@@ -94,7 +94,8 @@ class Cluster:
         self.addresses: tuple[str, ...] = ()
         self.workers: tuple[WorkerDescription, ...] = ()
         self.draft_worker: WorkerDescription | None = None
-        self._draft_address: str | None = None
+        self.draft_address: str | None = None
+        """Of the draft's own worker; None where it sits beside the last stage or there is none."""
         self._trouble: FlashsplitError | None = None
         self._draft_lost = False
 
@@ -151,7 +152,7 @@ class Cluster:
                 prompt_length=prompt_length,
                 sampling=sampling,
                 stop_token_ids=stop_token_ids,
-                draft=DraftRoute(self._draft_address) if speculate and self.draft is not None else None,
+                draft=DraftRoute(self.draft_address) if speculate and self.draft is not None else None,
                 logprobs=logprobs,
                 grammar=grammar,
                 trace=trace,
@@ -184,7 +185,7 @@ class Cluster:
 
         From then on the cluster is not alive, or has no draft.
         """
-        addresses = {*self.addresses, *([self._draft_address] if self._draft_address is not None else [])}
+        addresses = {*self.addresses, *([self.draft_address] if self.draft_address is not None else [])}
         broken = {address: asyncio.ensure_future(self._peers.lost(address)) for address in addresses}
         try:
             await asyncio.wait([*broken.values(), *self._watchers.values()], return_when=asyncio.FIRST_COMPLETED)
@@ -216,6 +217,11 @@ class Cluster:
         watcher = self._watchers.get(index)
         return watcher is not None and watcher.done()
 
+    def death(self, index: int) -> str | None:
+        """How a local worker ended, the draft's own behind the stages'; None for one that runs and for remote ones."""
+        watcher = self._watchers.get(index)
+        return watcher.result() if watcher is not None and watcher.done() and not watcher.cancelled() else None
+
     def snapshot_places(self, *, with_draft: bool) -> tuple[SnapshotPlace, ...]:
         """Who keeps a part of a prefix's state: the stages in order, then the draft."""
         target, draft = self.target, self.draft
@@ -224,7 +230,7 @@ class Cluster:
             for address, stage in zip(self.addresses, self._plan.stages, strict=True)
         ]
         if with_draft and draft is not None:
-            address = self._draft_address or self.addresses[-1]
+            address = self.draft_address or self.addresses[-1]
             places.append(SnapshotPlace(address, SnapshotOwner.DRAFT, None, draft.fingerprint))
         return tuple(places)
 
@@ -267,7 +273,7 @@ class Cluster:
         addresses = await _all(self._start_worker(index, place, launch) for index, place in enumerate(places))
         stages = len(self._plan.stages)
         self.addresses = tuple(addresses[:stages])
-        self._draft_address = addresses[stages] if self._plan.draft is not None else None
+        self.draft_address = addresses[stages] if self._plan.draft is not None else None
         if self._plan.auto and self._choose_split is not None:
             self._plan = await self._or_death(self._choose_split(self._plan, addresses, self._peers))
             self._choose_split = None
@@ -327,8 +333,8 @@ class Cluster:
     async def _load_draft(self) -> WorkerDescription:
         checkpoints = self._checkpoints
         assert checkpoints.draft is not None
-        beside = self._draft_address is None
-        address = self.addresses[-1] if self._draft_address is None else self._draft_address
+        beside = self.draft_address is None
+        address = self.addresses[-1] if self.draft_address is None else self.draft_address
         worker = await self._peers.worker(address)
         try:
             device = (await worker.describe()).device

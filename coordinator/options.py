@@ -92,7 +92,7 @@ def prefix_options(command: Command) -> Command:
     """Everything about keeping prefixes."""
     for option in reversed(_PREFIX):
         command = option(command)
-    return store_options(command)
+    return store_options(command, short=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -307,7 +307,9 @@ def event_to_message(event: Event) -> pb.RunStageResponse:
     if isinstance(event, Commit):
         commit = stage_pb2.Commit(step=event.step, length=event.length, token_ids=event.token_ids)
         for timing in event.timings:
-            commit.timings.add(forward_ns=timing.forward_ns, elapsed_ns=timing.elapsed_ns)
+            commit.timings.add(
+                forward_ns=timing.forward_ns, elapsed_ns=timing.elapsed_ns, passed_bytes=timing.passed_bytes
+            )
         for logprobs in event.logprobs:
             output_frames.logprobs_to_message(logprobs, commit.logprobs.add())
         return pb.RunStageResponse(commit=commit)
@@ -332,7 +334,9 @@ def event_from_message(message: pb.RunStageResponse) -> Event:
     match message.WhichOneof("frame"):
         case "commit":
             commit = message.commit
-            timings = tuple(StageTiming(timing.forward_ns, timing.elapsed_ns) for timing in commit.timings)
+            timings = tuple(
+                StageTiming(timing.forward_ns, timing.elapsed_ns, timing.passed_bytes) for timing in commit.timings
+            )
             logprobs = output_frames.logprobs_of_tokens(commit)
             return Commit(commit.step, commit.length, tuple(commit.token_ids), timings, logprobs)
         case "proposal":

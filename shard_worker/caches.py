@@ -26,6 +26,10 @@ class AttentionCache:
         self.keys = torch.zeros(shape, dtype=like.dtype, device=like.device)
         self.values = torch.zeros(shape, dtype=like.dtype, device=like.device)
 
+    @property
+    def size_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
     def write(self, slot: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store rows [n, kv_heads, dim] of layer `slot` at `positions` [n]."""
         self.keys[slot].index_copy_(1, positions, keys.transpose(0, 1))
@@ -51,6 +55,10 @@ class RecurrentCache:
         self._keys = zeros(heads, block_rows, shape.key_head_dim)
         self._corrected = zeros(heads, block_rows, shape.value_head_dim)
         self._running = zeros(heads, block_rows)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(one.nbytes for one in (self.state, self.conv, self._keys, self._corrected, self._running))
 
     def window(self, slot: int, rows: torch.Tensor, deferred: bool) -> torch.Tensor:
         """Inputs of the convolution for new rows [n, channels]: the committed ones before them and they themselves."""
@@ -116,6 +124,10 @@ class SegmentCaches:
         if attention:
             keys_and_values = AttentionCache(attention, config.kv_heads, capacity, config.head_dim, like)
         return cls(keys_and_values, recurrent, tuple(slots))
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(cache.size_bytes for cache in (self.attention, self.recurrent) if cache is not None)
 
     def views(self) -> list[StateView]:
         """In the order of `state_groups`."""

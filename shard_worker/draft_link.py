@@ -41,6 +41,11 @@ class Guess:
 class DraftLink(Protocol):
     """One session's way to its draft."""
 
+    held_bytes: int
+    """Memory that it takes in this process."""
+
+    remote: bool
+
     async def advance(self, features: Features, start: int, guess: Guess | None) -> tuple[int, ...]:
         """Take features of committed rows from position `start` on; then guess, if asked."""
 
@@ -135,6 +140,8 @@ async def restore_draft(
 class LocalDraftLink:
     """A draft on the last stage's own devices, sharing its lm_head and embedding."""
 
+    remote = False
+
     def __init__(
         self,
         thread: DeviceThread,
@@ -149,6 +156,7 @@ class LocalDraftLink:
         self._thread, self._draft, self._state = thread, draft, state
         self._embedding, self._project = embedding, project
         self._keeper, self._location, self._record = keeper, location, record
+        self.held_bytes = state.size_bytes
 
     async def advance(self, features: Features, start: int, guess: Guess | None) -> tuple[int, ...]:
         self._record.steps += guess is not None
@@ -176,6 +184,8 @@ class LocalDraftLink:
 
 class RemoteDraftLink:
     """A draft in another worker. `embedding` and `project` serve one that has neither table nor head of its own."""
+
+    held_bytes, remote = 0, True
 
     def __init__(
         self,

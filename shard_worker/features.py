@@ -27,6 +27,11 @@ class Features:
     def empty(self) -> bool:
         return self.total is None and not self.slices
 
+    @property
+    def size_bytes(self) -> int:
+        tensors = [*self.slices.values(), *([self.total] if self.total is not None else [])]
+        return sum(tensor.nbytes for tensor in tensors)
+
     def rows(self, count: int) -> Features:
         """The first `count` rows."""
         total = None if self.total is None else self.total[:count]

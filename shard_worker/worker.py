@@ -129,6 +129,7 @@ class Worker:
             snapshot_bytes=self._snapshots.held_bytes,
             snapshot_budget_bytes=self._snapshots.budget_bytes,
             drafter=self._compress.describe() if self._compress is not None else None,
+            session_bytes=sum(role.session_bytes for role in (self._target, self._draft) if role is not None),
         )
 
     async def load(self, part: Part) -> AsyncIterator[LoadProgress | WorkerDescription]:

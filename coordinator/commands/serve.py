@@ -23,6 +23,7 @@ from coordinator.options import PlacementOptions, PrefixOptions, model_options, 
 from coordinator.running import run
 from coordinator.server.app import create_app
 from coordinator.server.auth import ApiKeys, read_keys
+from coordinator.status.board import Board
 from coordinator.store_options import chosen_store
 from coordinator.supervisor import supervised
 from services.addresses import is_loopback
@@ -145,7 +146,8 @@ def serve(
                 max_waiting=max_waiting_requests,
                 compressor=compressor,
             )
-            app = create_app(engine, keys, vllm_metrics=metrics_compat == "vllm")
+            board = await stack.enter_async_context(Board(engine))
+            app = create_app(engine, keys, board, vllm_metrics=metrics_compat == "vllm")
             told = _told_to_stop()
             http_door = await stack.enter_async_context(HttpDoor(app, host, port, tls))
             grpc_door = None
@@ -214,6 +216,7 @@ def _banner(engine: Engine, http_door: HttpDoor, grpc_door: GrpcDoor | None, *, 
         console.print(f"draft: blocks of {engine.cluster.draft.block_size}", markup=False)
     url, grpc = http_door.url, None
     console.print(f"{engine.name} at {url}/v1, {engine.max_model_len} tokens of context", markup=False)
+    console.print(f"a page to talk with it and watch it at {url}/", markup=False)
     if grpc_door is not None:
         grpc = grpc_door.address
         console.print(f"gRPC at {grpc}", markup=False)

@@ -14,7 +14,7 @@ import structlog
 
 from coordinator.placement import Place
 from services.compress import Compress, Compressed
-from services.description import DrafterDescription, Role
+from services.description import DrafterDescription, Role, WorkerDescription
 from services.errors import FailedPrecondition, Unavailable
 from services.launch import DEFAULT_LAUNCH, Launch
 from services.peers import Peers
@@ -45,6 +45,19 @@ class DrafterWorker:
         self._dead: asyncio.Task[str] | None = None
         self._starting = asyncio.Lock()
         self._drafter: DrafterDescription | None = None
+        self.known: WorkerDescription | None = None
+        """As the worker described itself when it had loaded."""
+
+    @property
+    def address(self) -> str | None:
+        """Where it is; None while it doesn't run."""
+        return self._place.address or (self._process.address if self._process is not None else None)
+
+    @property
+    def death(self) -> str | None:
+        """How it ended, if it did."""
+        dead = self._dead
+        return dead.result() if dead is not None and dead.done() and not dead.cancelled() else None
 
     async def start(self) -> DrafterDescription:
         """Its drafter, loaded; what runs already is left as it is. Raises what starting, calling and loading raise."""
@@ -92,6 +105,7 @@ class DrafterWorker:
         loaded = await worker.load(self._part, self._on_progress)
         if loaded.drafter is None:
             raise FailedPrecondition(f"the worker at {address} loaded no drafter", reason="NOT_LOADED")
+        self.known = loaded
         log.info("compress.ready", device=loaded.device, host=loaded.host, bytes=loaded.drafter.weight_bytes)
         return loaded.drafter
 

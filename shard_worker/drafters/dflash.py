@@ -61,6 +61,10 @@ class DraftState:
     values: list[torch.Tensor]
     length: int = 0
 
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
     def views(self) -> list[StateView]:
         """In the order of `Draft.state_groups`."""
         return [RingView(tensor) for pair in zip(self.keys, self.values, strict=True) for tensor in pair]

@@ -61,7 +61,7 @@ class DraftRole:
     ) -> None:
         self._thread, self._device, self._location, self._store = thread, device, location, store
         self.loaded: LoadedDraft | None = None
-        self.open_sessions = 0
+        self.open_sessions = self.session_bytes = 0
 
     def load(self, part: LoadDraft, on_progress: Callable[[int, int], None]) -> None:
         """Load a draft; runs on the device thread. Errors as in `drafters.dflash.load`."""
@@ -157,6 +157,7 @@ class LocalDraftSession:
         self.max_tensor_bytes = MAX_APPENDED_ROWS * loaded.draft.config.hidden_size * 4
         self._closed = False
         role.open_sessions += 1
+        role.session_bytes += state.size_bytes
 
     async def feature_slice(self, piece: FeatureSlice) -> None:
         rows = self._check_shape("features", piece.features)
@@ -221,6 +222,7 @@ class LocalDraftSession:
         if not self._closed:
             self._closed = True
             self._role.open_sessions -= 1
+            self._role.session_bytes -= self._state.size_bytes
             self._record.end(why, self._state.length)
 
     def _guess(self, request: Propose) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from services.description import DraftDescription, FeatureTransport, HeadPlace, TargetDescription
 from services.draft import DraftOpen
@@ -66,7 +67,7 @@ class TargetRole:
         self._thread, self._devices, self._peers = thread, devices, peers
         self._location, self._draft_role, self._store = location, draft_role, store
         self.loaded: LoadedStage | None = None
-        self.open_sessions = 0
+        self.open_sessions = self.session_bytes = 0
 
     def load(self, part: LoadTarget, on_progress: Callable[[int, int], None]) -> None:
         """Load a stage; runs on the device thread. Errors as in `StageLoader`."""
@@ -131,6 +132,7 @@ class TargetRole:
         elif request.draft is not None:
             draft = await self._open_draft(request, loaded)
         identity = StageIdentity(location, stage.layers)
+        held_bytes = state.size_bytes + (draft.held_bytes if draft is not None else 0)
         session = TargetSession(
             thread=self._thread,
             stage=stage,
@@ -141,9 +143,10 @@ class TargetRole:
             sampler=sampler,
             draft=draft,
             keeper=loaded.keeper,
-            on_close=self._closed,
+            on_close=partial(self._closed, held_bytes),
         )
         self.open_sessions += 1
+        self.session_bytes += held_bytes
         return session
 
     @staticmethod
@@ -155,8 +158,9 @@ class TargetRole:
             grammar = await asyncio.to_thread(loaded.grammars.compile, request.grammar, request, device)
         return Sampler(request.sampling, request.prompt_length, stage.config.vocab_size, device, grammar)
 
-    def _closed(self) -> None:
+    def _closed(self, held_bytes: int) -> None:
         self.open_sessions -= 1
+        self.session_bytes -= held_bytes
 
     def _expected(self, request: Open) -> LoadedStage:
         loaded = self.loaded

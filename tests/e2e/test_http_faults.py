@@ -98,7 +98,16 @@ def test_methods_and_paths(server: Server) -> None:
             assert (status, told(path, reply)[0]) == (405, "invalid_request_error"), (method, path)
     assert send(server, "HEAD", CHAT) == (405, None)
     assert send(server, "POST", "/health", "{}")[0] == 405
-    for path in ("/", "/v1", "/v2/chat/completions", "/v1/messages/batches", "/v1/models/none", "/v1/models/%ff"):
+    for path in (
+        "/page",
+        "/page/..",
+        "/page/no.js",
+        "/v1",
+        "/v2/chat/completions",
+        "/v1/messages/batches",
+        "/v1/models/none",
+        "/v1/models/%ff",
+    ):
         status, reply = send(server, "GET", path, headers={})
         assert (status, told(path, reply)[0]) == (404, "not_found_error"), path
 
