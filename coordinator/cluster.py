@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from coordinator.agreement import check_fit, check_same_model
-from coordinator.placement import Place, Plan
+from coordinator.placement import Place, Plan, threads_each
 from services.description import (
     DraftDescription,
     FeatureTransport,
@@ -96,8 +95,10 @@ class Cluster:
         self.draft_worker: WorkerDescription | None = None
         self.draft_address: str | None = None
         """Of the draft's own worker; None where it sits beside the last stage or there is none."""
-        self._trouble: FlashsplitError | None = None
+        self.trouble: FlashsplitError | None = None
+        """What is wrong with the stages, as far as `lost` has found out."""
         self._draft_lost = False
+        self._deaths: dict[int, str] = {}
 
     @property
     def target(self) -> TargetDescription:
@@ -178,7 +179,7 @@ class Cluster:
     @property
     def alive(self) -> bool:
         """Whether all local stages still run, and as far as `lost` has found out the others too."""
-        return self._trouble is None and not any(map(self._ended, range(len(self._plan.stages))))
+        return self.trouble is None and not any(map(self._ended, range(len(self._plan.stages))))
 
     async def lost(self) -> FlashsplitError:
         """Wait until a worker ends or cannot be reached; which one, and how.
@@ -192,7 +193,7 @@ class Cluster:
             gone = [address for address, task in broken.items() if task.done()]
             error = await self.explain(broken[gone[0]].result() if gone else Unavailable("a worker has ended"))
             if any(address in self.addresses for address in gone) or not self.alive:
-                self._trouble = error
+                self.trouble = error
             else:
                 self._draft_lost = True
             return error
@@ -207,20 +208,26 @@ class Cluster:
         Raises what starting a cluster raises; then it can be tried again.
         """
         for index in [*self._processes]:
-            if index not in self._watchers or self._ended(index):
+            watcher = self._watchers.get(index)
+            if watcher is None or watcher.done():
+                if watcher is not None:
+                    self._deaths[index] = watcher.result()
                 await self._processes.pop(index).stop()
                 self._watchers.pop(index, None)
         await self._start()
-        self._trouble, self._draft_lost = None, False
+        self.trouble, self._draft_lost = None, False
+        self._deaths.clear()
 
     def _ended(self, index: int) -> bool:
         watcher = self._watchers.get(index)
         return watcher is not None and watcher.done()
 
     def death(self, index: int) -> str | None:
-        """How a local worker ended, the draft's own behind the stages'; None for one that runs and for remote ones."""
+        """How a local worker ended that is not back yet, the draft's own behind the stages'; None for all others."""
         watcher = self._watchers.get(index)
-        return watcher.result() if watcher is not None and watcher.done() and not watcher.cancelled() else None
+        if watcher is not None and watcher.done() and not watcher.cancelled():
+            return watcher.result()
+        return self._deaths.get(index)
 
     def snapshot_places(self, *, with_draft: bool) -> tuple[SnapshotPlace, ...]:
         """Who keeps a part of a prefix's state: the stages in order, then the draft."""
@@ -280,7 +287,7 @@ class Cluster:
         try:
             self.workers = tuple(await self._or_death(_all(self._load_stage(index) for index in range(stages))))
         except FlashsplitError as error:
-            self._trouble = error
+            self.trouble = error
             raise
         check_same_model(self.workers)
         if self._plan.has_draft:
@@ -371,14 +378,6 @@ class Cluster:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-
-
-def threads_each(places: list[Place]) -> int | None:
-    """CPU threads for each local worker: they share this host's cores. None, torch's default, for a single one."""
-    local_cpu = sum(1 for place in places if place.devices is not None and "cpu" in place.devices)
-    if local_cpu < 2:
-        return None
-    return max(1, len(os.sched_getaffinity(0)) // local_cpu)
 
 
 def _named(error: FlashsplitError, name: str) -> FlashsplitError:

@@ -172,7 +172,8 @@ class Engine:
             raise Unavailable("the server is shutting down: ask another one", reason="DRAINING")
         if not self.cluster.alive:
             # Trying to reach the dead would take seconds, and could only end the same way.
-            raise await self.cluster.explain(Unavailable("a worker has ended"))
+            trouble = self.cluster.trouble or await self.cluster.explain(Unavailable("a worker has ended"))
+            raise Unavailable(trouble.message, reason=trouble.reason)
         if self._turns.locked() and self._waiting >= self._max_waiting:
             raise ResourceExhausted(
                 f"{self._running} requests run and {self._waiting} wait: try again in {RETRY_AFTER_S} s",

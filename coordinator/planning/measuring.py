@@ -7,8 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
-from coordinator.cluster import threads_each
-from coordinator.placement import Place, Plan
+from coordinator.placement import Place, Plan, threads_each
 from coordinator.planning.memory import Models
 from coordinator.planning.planner import Load, choose_split
 from coordinator.planning.step_time import WorkerSpeed

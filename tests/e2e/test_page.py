@@ -16,7 +16,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
 from tests.e2e.browser import CHROMIUM, DRIVER, Browser, browser
-from tests.e2e.conftest import alive, children, until
+from tests.e2e.conftest import Worker, children, until
 from tests.e2e.server import PAIR, Server, serving
 
 pytestmark = pytest.mark.skipif(
@@ -285,19 +285,20 @@ def test_with_a_key(tmp_path: Path, opened: Browser) -> None:
         until(lambda: texts(page, "#state") == ["ready"], 10)
 
 
-def test_a_worker_and_a_server_that_die(tmp_path: Path, opened: Browser) -> None:
-    """Both are shown as such, and said to who asks."""
-    page = opened
-    with serving(tmp_path, *PLACED) as server:
+def test_a_worker_and_a_server_that_die(tmp_path: Path, opened: Browser, start_worker: Callable[..., Worker]) -> None:
+    """Both are shown as such, and said to who asks; a worker of the server's own is back soon."""
+    page, remote = opened, start_worker()
+    with serving(tmp_path, *PAIR, "--target-devices", f"cpu,{remote.address}") as server:
         page.open(server.url)
         until(lambda: texts(page, "#state") == ["ready"], 10)
-        worker = children(server.process.pid)[1]
-        os.kill(worker, signal.SIGKILL)
-        until(lambda: not alive(worker), 5)
+        os.kill(children(server.process.pid)[0], signal.SIGKILL)
         until(shows(page, ".card.dead .error", "was killed by SIGKILL"), 10)
+        until(lambda: texts(page, "#state") == ["ready"], 30)
+        remote.process.kill()
+        until(shows(page, ".card.dead .error", remote.address), 10)
         assert texts(page, "#state") == ["not ready"]
         ask(page, "Are you there?")
-        until(shows(page, ".answer.failed .figures", "was killed by SIGKILL"), 10)
+        until(shows(page, ".answer.failed .figures", f"{remote.address} broke"), 10)
 
         server.process.terminate()
         until(shows(page, "#lost", "doesn't answer"), 20)
