@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+import structlog
+
 from coordinator.placement import Place, Plan
 from services.description import (
     DraftDescription,
@@ -36,6 +38,8 @@ from services.trace_context import Trace
 from services.worker import FeatureCapture, LoadDraft, LoadProgress, LoadTarget
 
 T = TypeVar("T")
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +85,14 @@ class Cluster:
         threads: int | None = None,
         prefix_cache_bytes: int | None = None,
         security: Security = OPEN,
+        wait_s: float = 0.0,
         reporter: LoadReporter | None = None,
         choose_split: ChooseSplit | None = None,
     ) -> None:
-        """choose_split: asked for the layers once the workers run, where the plan leaves them open."""
+        """wait_s: how long a worker that runs elsewhere is called again when it doesn't answer at the start.
+        choose_split: asked for the layers once the workers run, where the plan leaves them open."""
         self._plan, self._checkpoints, self.threads = plan, checkpoints, threads
-        self._prefix_cache_bytes, self.security = prefix_cache_bytes, security
+        self._prefix_cache_bytes, self.security, self._wait_s = prefix_cache_bytes, security, wait_s
         self._reporter = reporter or LoadReporter()
         self._choose_split = choose_split
         self._peers = Peers(security=security)
@@ -231,6 +237,8 @@ class Cluster:
 
     async def _launch(self, index: int, place: Place, threads: int | None) -> str:
         if place.address is not None:
+            if self._wait_s:
+                await self._answering(place.address)
             return place.address
         last = index == len(self._plan.stages) - 1
         roles = [Role.TARGET] if index < len(self._plan.stages) else [Role.DRAFT]
@@ -248,6 +256,19 @@ class Cluster:
         await process.start()
         self._watchers[index] = asyncio.ensure_future(process.died())
         return process.address
+
+    async def _answering(self, address: str) -> None:
+        """Wait for a worker that is still on its way. That it never came, or what else is wrong, tells who loads it."""
+        with contextlib.suppress(FlashsplitError, TimeoutError):
+            async with asyncio.timeout(self._wait_s):
+                while True:
+                    try:
+                        await self._peers.worker(address)
+                        return
+                    except Unavailable as error:
+                        if error.reason != "WORKER_UNREACHABLE":
+                            return
+                        log.info("worker.awaited", address=address, why=error.message)
 
     async def _load_stage(self, index: int) -> WorkerDescription:
         plan, checkpoints = self._plan.stages[index], self._checkpoints

@@ -33,6 +33,8 @@ def read_config(context: click.Context, option: click.Parameter, path: Path | No
             raise click.BadParameter(f"{path}: {key!r} is not a flag of {command}; see flashsplit {command} --help")
         if isinstance(value, list) and not flag.multiple:
             value = ",".join(str(item) for item in value)
+        elif flag.multiple and not isinstance(value, list):
+            value = [value]
         if isinstance(value, bool) and f"--{name.replace('_', '-')}" in flag.secondary_opts:
             value = not value
         defaults[str(flag.name)] = value

@@ -53,6 +53,8 @@ _PLACEMENT = (
                  help="Element type of weights and activations.  [default: the checkpoint's]"),
     click.option("--threads", type=click.IntRange(1), metavar="N",
                  help="CPU threads of each local worker.  [default: the cores shared out]"),
+    click.option("--wait-for-workers", type=click.FloatRange(0), default=0.0, show_default=True, metavar="SECONDS",
+                 help="How long to go on calling a worker that runs elsewhere and doesn't answer yet, at the start."),
     click.option("--tls-cert", metavar="FILE",
                  help="This host's PEM certificate, for workers over TCP; see flashsplit certs."),
     click.option("--tls-key", metavar="FILE", help="The certificate's key."),
@@ -167,6 +169,7 @@ class PlacementOptions:
     dtype: str | None
     threads: int | None
     target_layers: str | None = None
+    wait_for_workers: float = 0.0
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_ca: str | None = None
@@ -199,6 +202,7 @@ class PlacementOptions:
             threads=self.threads,
             prefix_cache_bytes=prefix_cache_bytes,
             security=self.security(),
+            wait_s=self.wait_for_workers,
             reporter=reporter,
             choose_split=choose_split,
         )

@@ -6,21 +6,20 @@ import asyncio
 import signal
 import sys
 from importlib import metadata
+from importlib.util import find_spec
 
 import click
 import structlog
 
 from services.addresses import is_loopback
 from services.description import Role
-from services.errors import FlashsplitError
+from services.errors import FailedPrecondition, FlashsplitError
 from services.lifeline import die_with
 from services.logs import FORMATS, configure_logs
 from services.security import Security, load_security
 from services.server import Server
 from services.sizes import parse_size
 from services.tracing import start_tracing
-
-DRAIN_S = 2.0
 
 log = structlog.get_logger()
 
@@ -97,6 +96,15 @@ log = structlog.get_logger()
     "[default: off]",
 )
 @click.option(
+    "--drain-timeout",
+    type=click.FloatRange(0),
+    default=2.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long sessions may go on after SIGTERM, while new ones are refused. Give it more than flashsplit serve's, "
+    "so that answers can end when all processes are told to stop at once.",
+)
+@click.option(
     "--log-level",
     default="info",
     show_default=True,
@@ -134,6 +142,7 @@ def main(
     cluster_token_file: str | None,
     insecure: bool,
     health_port: int,
+    drain_timeout: float,
     log_level: str,
     log_format: str | None,
     lifeline_fd: int | None,
@@ -179,6 +188,7 @@ def main(
                 budget,
                 security,
                 health_port,
+                drain_timeout,
             )
         )
     except FlashsplitError as error:
@@ -186,7 +196,21 @@ def main(
         sys.exit(2)
 
 
+def _check_engine() -> None:
+    """Raises FailedPrecondition in an installation for the coordinator alone."""
+    missing = [name for name in ("torch", "safetensors", "numpy", "llguidance") if find_spec(name) is None]
+    if missing:
+        raise FailedPrecondition(
+            f"a worker needs {', '.join(missing)}, not installed here: pip install torch as its site says for this "
+            "host's GPU, then 'flashsplit[worker]'; or name workers of other hosts in --target-devices"
+        )
+
+
 def _list_devices(context: click.Context) -> None:
+    try:
+        _check_engine()
+    except FlashsplitError as error:
+        raise click.UsageError(error.message) from error
     from shard_worker.device import best_devices
 
     click.echo("\n".join(best_devices()))
@@ -213,7 +237,9 @@ async def _serve(
     prefix_cache_bytes: int | None,
     security: Security,
     health_port: int,
+    drain_s: float,
 ) -> None:
+    _check_engine()
     # torch takes seconds to import: --help and a wrong flag should not wait for it.
     from shard_worker.device import best_devices, parse_devices
     from shard_worker.snapshot_store import default_budget_bytes
@@ -232,7 +258,7 @@ async def _serve(
     log.info("worker.ready", address=server.address, device=devices, roles=[str(role) for role in roles])
     await stopping.wait()
     await server.set_serving(False)
-    await server.stop(DRAIN_S)
+    await server.stop(drain_s)
     await worker.close()
     log.info("worker.stopped")
 

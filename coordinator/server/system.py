@@ -28,7 +28,7 @@ def routes(engine: Engine, metrics: Metrics) -> APIRouter:
         """The process is there."""
         return {"status": "ok"}
 
-    @router.get("/ready", tags=["Operations"], responses={**QUERY_ERRORS, **NOT_READY})
+    @router.get("/ready", tags=["Operations"], responses=NOT_READY)
     async def ready() -> JSONResponse:
         """A request would be taken: workers are there, and the server isn't shutting down."""
         load = engine.load
