@@ -48,9 +48,13 @@ class Sandbox:
         number = os.getpid() * 7 + next(_SANDBOXES)
         self._network = f"127.{1 + number // 250 % 250}.{number % 250}"
 
+    def address(self, host: str) -> str:
+        """Where a host's programs listen; new for a new name."""
+        return self._addresses.setdefault(host, f"{self._network}.{len(self._addresses) + 2}")
+
     def host(self, name: str) -> str:
-        """The address of a host that programs dial; new for a new name."""
-        return self.hosts.setdefault(name, self._address(name))
+        """The address of a host that programs dial by its name."""
+        return self.hosts.setdefault(name, self.address(name))
 
     def rewrite(self, text: str, address: str, paths: Mapping[str, Path]) -> str:
         """A text with names of hosts as addresses, and paths where they are here."""
@@ -71,7 +75,7 @@ class Sandbox:
         environment: Mapping[str, str] | None = None,
     ) -> Program:
         """`flashsplit …` or `flashsplit-worker …` on a host."""
-        address = self._address(host)
+        address = self.address(host)
         program, *arguments = command
         words = [sys.executable, "-m", PROGRAMS[program], *(self.rewrite(word, address, paths) for word in arguments)]
         given = {name: self.rewrite(value, address, paths) for name, value in (environment or {}).items()}
@@ -80,9 +84,6 @@ class Sandbox:
             process = subprocess.Popen(words, cwd=ROOT, env={**os.environ, **given}, stdout=output, stderr=output)
         self._programs.append(Program(process, address, words, log))
         return self._programs[-1]
-
-    def _address(self, host: str) -> str:
-        return self._addresses.setdefault(host, f"{self._network}.{len(self._addresses) + 2}")
 
     def close(self) -> None:
         for program in self._programs:
