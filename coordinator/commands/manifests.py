@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from coordinator.manifests.overlay import base_from, overlay, write_overlay
+from coordinator.manifests.overlay import overlay, write_overlay
 from coordinator.manifests.pods import ClusterPods, read_fields
 from coordinator.manifests.reading import ClusterFile, read_cluster_file
 from coordinator.manifests.workers import has_token
@@ -54,7 +54,7 @@ def manifests(config: Path, out: Path | None, base: Path) -> None:
     async def main() -> None:
         file = read_cluster_file(config)
         directory = out or config.parent
-        write_overlay(directory, overlay(file, base_from(directory, base)))
+        write_overlay(directory, overlay(file, directory, base, config.parent))
         click.echo("\n".join(instructions(file, directory)))
 
     run(main())

@@ -20,11 +20,19 @@ HEADER = "# Written by flashsplit manifests: change the cluster file and write i
 _KUSTOMIZE = "kustomize.config.k8s.io/v1beta1"
 
 
-def overlay(file: ClusterFile, base: str) -> dict[PurePosixPath, str]:
-    """File contents by their paths in the overlay. base: from there to deploy/kubernetes/base.
+def overlay(file: ClusterFile, directory: Path, base: Path, beside: Path) -> dict[PurePosixPath, str]:
+    """File contents by their paths in the overlay's directory. base: deploy/kubernetes/base. beside: the directory of
+    the cluster file, from where it names components.
 
     Raises InvalidArgument naming the field, its value and what to write.
     """
+    for part in ("coordinator", "worker"):
+        if not (base / part / "kustomization.yaml").is_file():
+            raise InvalidArgument(
+                f"--base {str(base)!r} has no {part}/kustomization.yaml: name deploy/kubernetes/base of a checkout of "
+                "flashsplit",
+                field="--base",
+            )
     pods = read_fields(ClusterPods, file.kubernetes, "kubernetes")
     workers = pod_workers(file)
     files: dict[str, list[Any]] = {"serve.yaml": [serve_flags(file, pods, workers)]}
@@ -34,8 +42,8 @@ def overlay(file: ClusterFile, base: str) -> dict[PurePosixPath, str]:
         "apiVersion": _KUSTOMIZE,
         "kind": "Kustomization",
         "namespace": pods.namespace,
-        "resources": [f"{base}/coordinator", *(worker.name for worker in workers)],
-        "components": pods.components,
+        "resources": [f"{_way(directory, base)}/coordinator", *(worker.name for worker in workers)],
+        "components": [_component(directory, beside, name) for name in pods.components],
         "configMapGenerator": [{"name": "serve", "files": ["serve.yaml"]}],
         "patches": [{"path": "coordinator.yaml"}],
     }
@@ -48,7 +56,7 @@ def overlay(file: ClusterFile, base: str) -> dict[PurePosixPath, str]:
             {
                 "apiVersion": _KUSTOMIZE,
                 "kind": "Kustomization",
-                "resources": [f"../{base}/worker"],
+                "resources": [f"{_way(directory / worker.name, base)}/worker"],
                 "nameSuffix": f"-{worker.index}",
                 "labels": [
                     {"pairs": {"app.kubernetes.io/instance": worker.name}, "includeSelectors": True},
@@ -57,18 +65,6 @@ def overlay(file: ClusterFile, base: str) -> dict[PurePosixPath, str]:
             }
         ]
     return {PurePosixPath(path): _text(documents) for path, documents in files.items() if documents}
-
-
-def base_from(directory: Path, base: Path) -> str:
-    """How an overlay in `directory` names the base. Raises InvalidArgument when that isn't there."""
-    for part in ("coordinator", "worker"):
-        if not (base / part / "kustomization.yaml").is_file():
-            raise InvalidArgument(
-                f"--base {str(base)!r} has no {part}/kustomization.yaml: name deploy/kubernetes/base of a checkout of "
-                "flashsplit",
-                field="--base",
-            )
-    return PurePosixPath(os.path.relpath(base.resolve(), directory.resolve())).as_posix()
 
 
 def write_overlay(directory: Path, files: Mapping[PurePosixPath, str]) -> None:
@@ -96,6 +92,21 @@ def write_overlay(directory: Path, files: Mapping[PurePosixPath, str]) -> None:
             (directory / path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise InvalidArgument(f"--out {error.filename}: {error.strerror}", field="--out") from error
+
+
+def _component(directory: Path, beside: Path, name: str) -> str:
+    if not (beside / name / "kustomization.yaml").is_file():
+        raise InvalidArgument(
+            f"kubernetes.components has {name!r}, and {beside / name} has no kustomization.yaml: name a component's "
+            "directory, from the cluster file's",
+            field="kubernetes.components",
+        )
+    return _way(directory, beside / name)
+
+
+def _way(start: Path, end: Path) -> str:
+    """As Kustomize wants it: no absolute paths."""
+    return Path(os.path.relpath(end.resolve(), start.resolve())).as_posix()
 
 
 def _text(documents: Sequence[Any]) -> str:

@@ -88,6 +88,7 @@ DRAFTED = {"draft": "/models/b"}
         (cluster(kubernetes={"namespace": "Q_1"}), ["kubernetes.namespace is 'Q_1'", "lower-case letters"]),
         (cluster(kubernetes={"images": {"gpu": "a"}}), ["kubernetes.images.gpu is unknown", "coordinator, cpu"]),
         (cluster(kubernetes={"model-mount": "models"}), ["kubernetes.model-mount is 'models'", "/models"]),
+        (cluster(kubernetes={"components": ["../a"]}), ["kubernetes.components has '../a'", "no kustomization.yaml"]),
         (cluster(certificates={"certificate": "a"}), ["certificates.certificate is unknown", "token-file"]),
         (cluster(model=None), ["model is None", "mounted at /models"]),
         (cluster(model="/data/a"), ["model is '/data/a'", "model-mount"]),
@@ -201,6 +202,18 @@ def test_a_base_that_is_not_there_is_refused(tmp_path: Path, capfd: pytest.Captu
     assert result.exit_code == 2
     words = "has no coordinator/kustomization.yaml: name deploy/kubernetes/base"
     assert words in result.output + capfd.readouterr().err
+
+
+def test_components_are_named_from_the_cluster_file(tmp_path: Path) -> None:
+    """Wherever the overlay goes."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "kustomization.yaml").touch()
+    file = cluster(kubernetes={"components": ["mine"]})
+    assert write(tmp_path, file, "--out", str(tmp_path / "a" / "b")).exit_code == 0
+
+    [top] = documents(tmp_path / "a" / "b" / "kustomization.yaml")
+    assert top["components"] == ["../../mine"]
+    assert (tmp_path / "a" / "b" / top["resources"][0]).resolve() == BASE / "coordinator"
 
 
 def test_it_says_what_to_type_next(tmp_path: Path) -> None:
