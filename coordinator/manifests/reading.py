@@ -107,6 +107,11 @@ def _entry(value: object, name: str) -> WorkerEntry:
             f"{name} has layers {entry['layers']!r} and share {share!r}: give one of them", field=f"{name}.share"
         )
     command = entry.get("command", [])
+    if not isinstance(command, str | list):
+        raise InvalidArgument(
+            f"{name}.command is {command!r}; write how a worker is started, like /opt/rocm/bin/flashsplit-worker",
+            field=f"{name}.command",
+        )
     return WorkerEntry(
         parse_place(entry["at"], f"{name}.at"),
         _roles(entry.get("roles", [Role.TARGET.value]), f"{name}.roles"),

@@ -39,7 +39,7 @@ def serve_flags(file: ClusterFile, pods: ClusterPods, workers: tuple[PodWorker, 
         if name in flags or name == "model":
             _check_below(name, flags.get(name), pods.model_mount)
     if "kv-cache-dir" in flags:
-        _check_absolute("kv-cache-dir", flags["kv-cache-dir"])
+        _check_prefixes(flags["kv-cache-dir"], pods.model_mount)
     for name in (*_OF_WORKERS, "port", "grpc-port", "cluster-token-file"):
         flags.pop(name, None)
     flags |= placement(file, workers)
@@ -139,6 +139,12 @@ def _check_below(name: str, value: object, mount: str) -> None:
         )
 
 
-def _check_absolute(name: str, value: object) -> None:
-    if not isinstance(value, str) or not value.startswith("/") or value.rstrip("/") == "":
+def _check_prefixes(value: object, weights: str) -> None:
+    name = "kv-cache-dir"
+    if not isinstance(value, str) or not value.startswith("/") or value.rstrip("/") == "" or ".." in value:
         raise InvalidArgument(f"{name} is {value!r}; in a pod it must be an absolute path, like /prefixes", field=name)
+    for taken in (weights, "/etc/flashsplit", "/tmp"):
+        if PurePosixPath(value).is_relative_to(taken):
+            raise InvalidArgument(
+                f"{name} is {value!r}; {taken} is another mount: write one like /prefixes", field=name
+            )

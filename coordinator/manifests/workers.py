@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ def pod_workers(file: ClusterFile) -> tuple[PodWorker, ...]:
 def drain_s(file: ClusterFile) -> float:
     """How long answers may take to finish. Raises InvalidArgument."""
     value = file.flags.get("drain-timeout", DRAIN_S)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise InvalidArgument(f"drain-timeout is {value!r}; write seconds, 0 or more", field="drain-timeout")
     return float(value)
 

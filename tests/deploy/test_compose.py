@@ -94,6 +94,7 @@ def run_once(service: str, sandbox: Sandbox, paths: dict[str, Path], programs: P
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_demo_answers_on_the_published_ports(composed: Composed) -> None:
     """HTTP and gRPC where the file publishes them, workers on none that it does."""
     published = {int(port.split(":")[-1]) for port in SERVICES["coordinator"]["ports"]}

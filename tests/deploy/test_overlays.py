@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ from pydantic import BaseModel
 
 from coordinator.manifests.overlay import overlay
 from coordinator.manifests.reading import read_cluster_file
+from tests.deploy.dockerfile import FILE as DOCKERFILE
 from tests.deploy.rendered import KUBERNETES, LEADER_WORKER_SET, OVERLAYS, Object, of_kind, pods, render
 
 ALL = [*(KUBERNETES / "overlays" / name for name in OVERLAYS), LEADER_WORKER_SET]
 VERSIONS = ("1.30", "1.33")
+ROOT = KUBERNETES.parents[1]
 RESOURCES = {"cuda": "nvidia.com/gpu", "hip": "amd.com/gpu"}
 
 everywhere = pytest.mark.parametrize("directory", ALL, ids=lambda path: path.name)
@@ -172,3 +176,27 @@ def test_policies_let_in_whom_they_should(directory: Path) -> None:
     assert {"port": shard} in policies["workers"]["spec"]["egress"][0]["ports"]
     [doors] = policies["coordinator"]["spec"]["ingress"]
     assert {door["port"] for door in doors["ports"]} == {port["containerPort"] for port in coordinator["ports"]}
+
+
+@everywhere
+def test_images_are_those_that_the_dockerfile_builds(directory: Path) -> None:
+    """By the names and tags that its first lines give them."""
+    built = set(re.findall(r"--target \S+ +(?:\S+ )*?-t (\S+)", DOCKERFILE.read_text()))
+    objects = render(directory)
+    templates = [*pods(objects).values(), *(job["spec"]["template"] for job in of_kind(objects, "Job").values())]
+    used = {container["image"] for template in templates for container in template["spec"]["containers"]}
+    assert used <= built, used - built
+
+
+def test_the_demo_weights_are_copied(tmp_path: Path) -> None:
+    """By the Job's own script, with its paths here; a second run finds them there."""
+    [job] = of_kind(render(KUBERNETES / "overlays" / "demo-cpu"), "Job").values()
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    [shell, options, script] = container["command"]
+    script = script.replace("/models/", f"{tmp_path}/").replace("/demo/", f"{ROOT}/deploy/demo/")
+    for _ in range(2):
+        subprocess.run([shell, options, script], check=True)
+
+    for pair in ("target", "draft"):
+        files = {path.name: path.read_bytes() for path in (tmp_path / pair).iterdir()}
+        assert files == {path.name: path.read_bytes() for path in (ROOT / "deploy" / "demo" / pair).iterdir()}

@@ -96,6 +96,7 @@ def started(tmp_path: Path) -> Iterator[tuple[Program, list[Program], Path]]:
         sandbox.close()
 
 
+@pytest.mark.slow
 def test_units_run_and_stop(started: tuple[Program, list[Program], Path]) -> None:
     """Workers on two hosts behind their certificates, the server behind its own; all exit cleanly, in their time."""
     server, workers, authority = started
