@@ -22,6 +22,7 @@ _COMMANDS = {
     "status": "Show the workers behind a running server, and how busy they are.",
     "cache": "See, check and clean up the prefix snapshots kept on disk.",
     "plan": "Show who would hold which layers, what that takes and how fast it would be.",
+    "manifests": "Write a cluster file as Kubernetes objects, for Kustomize.",
     "certs": "Make certificates for the workers' hosts and the coordinator.",
     "bench": "Measure decode speed, plain and with DFlash, over one or more workers.",
     "demo": "Show the demo pair at work: plain and DFlash, split over two workers.",

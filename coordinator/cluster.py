@@ -79,12 +79,14 @@ class Cluster:
         checkpoints: Checkpoints,
         *,
         launch: Launch = DEFAULT_LAUNCH,
+        wait_s: float = 0.0,
         reporter: LoadReporter | None = None,
         choose_split: ChooseSplit | None = None,
     ) -> None:
-        """launch: without threads, they are shared out. choose_split: asked for the layers once the workers run, where
-        the plan leaves them open."""
-        self._plan, self._checkpoints, self.launch = plan, checkpoints, launch
+        """launch: without threads, they are shared out. wait_s: how long a worker that runs elsewhere is called again
+        when it doesn't answer at the start. choose_split: asked for the layers once the workers run, where the plan
+        leaves them open."""
+        self._plan, self._checkpoints, self.launch, self._wait_s = plan, checkpoints, launch, wait_s
         self._reporter = reporter or LoadReporter()
         self._choose_split = choose_split
         self._peers = Peers(security=launch.security, transport=launch.transport)
@@ -298,6 +300,8 @@ class Cluster:
     async def _start_worker(self, index: int, place: Place, launch: Launch) -> str:
         """Its address; what runs already is left as it is."""
         if place.address is not None:
+            if self._wait_s:
+                await self._peers.awaited(place.address, self._wait_s)
             return place.address
         if index in self._processes:
             return self._processes[index].address

@@ -63,6 +63,8 @@ _PLACEMENT = (
                  help="Start this program for workers on cpu, cuda:N or hip:N, from another environment with that "
                  "vendor's torch: hip=/opt/rocm-env/bin/flashsplit-worker. May be given for each vendor.  [default: "
                  "the worker beside this program]"),
+    click.option("--wait-for-workers", type=click.FloatRange(0), default=0.0, show_default=True, metavar="SECONDS",
+                 help="How long to go on calling a worker that runs elsewhere and doesn't answer yet, at the start."),
     click.option("--tls-cert", metavar="FILE",
                  help="This host's PEM certificate, for workers over TCP; see flashsplit certs."),
     click.option("--tls-key", metavar="FILE", help="The certificate's key."),
@@ -188,6 +190,7 @@ class PlacementOptions:
     target_layers: str | None = None
     worker_command: tuple[str, ...] = ()
     payload_transport: str | None = None
+    wait_for_workers: float = 0.0
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_ca: str | None = None
@@ -222,6 +225,7 @@ class PlacementOptions:
             plan,
             checkpoints,
             launch=self.launch(prefix_cache_bytes),
+            wait_s=self.wait_for_workers,
             reporter=reporter,
             choose_split=choose_split,
         )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 import grpc
+import structlog
 
 from services.channel import connect
 from services.compress import RemoteCompressor
 from services.draft import RemoteDraft
-from services.errors import Unavailable
+from services.errors import FlashsplitError, Unavailable
 from services.security import OPEN, Security
 from services.shared_memory.link import SharedLink
 from services.shared_memory.service import ClientLink
@@ -18,6 +20,8 @@ from services.shared_memory.transport import PayloadTransport, share_memory
 from services.snapshot_service import RemoteSnapshots
 from services.stage import RemoteStage
 from services.worker import RemoteWorker
+
+log = structlog.get_logger()
 
 
 class Connection:
@@ -78,6 +82,20 @@ class Peers:
         """On a connection of its own: a snapshot must not sit in front of a step."""
         connection = await self._connection(address, "snapshots")
         return RemoteSnapshots(connection.channel, address, connection.link)
+
+    async def awaited(self, address: str, seconds: float) -> None:
+        """Go on calling a worker that is still on its way. That it never came, or what else is wrong, the next call
+        tells."""
+        with contextlib.suppress(FlashsplitError, TimeoutError):
+            async with asyncio.timeout(seconds):
+                while True:
+                    try:
+                        await self._connection(address)
+                        return
+                    except Unavailable as error:
+                        if error.reason != "WORKER_UNREACHABLE":
+                            return
+                        log.info("worker.awaited", address=address, why=error.message)
 
     async def lost(self, address: str) -> Unavailable:
         """Wait until the connection for steps breaks, or cannot be made; the sentence that says so."""

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import sys
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import structlog
 
 from services.addresses import is_loopback
 from services.description import Role
-from services.errors import FlashsplitError
+from services.errors import FailedPrecondition, FlashsplitError
 from services.lifeline import die_with
 from services.logs import FORMATS, configure_logs
 from services.security import load_security
@@ -22,8 +23,6 @@ from services.server import Server
 from services.shared_memory.transport import PayloadTransport
 from services.sizes import parse_size
 from services.tracing import start_tracing
-
-DRAIN_S = 2.0
 
 log = structlog.get_logger()
 
@@ -108,6 +107,15 @@ log = structlog.get_logger()
     "[default: off]",
 )
 @click.option(
+    "--drain-timeout",
+    type=click.FloatRange(0),
+    default=2.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long sessions may go on after SIGTERM, while new ones are refused. Give it more than flashsplit serve's, "
+    "so that answers can end when all processes are told to stop at once.",
+)
+@click.option(
     "--log-level",
     default="info",
     show_default=True,
@@ -147,6 +155,7 @@ def main(
     payload_transport: str,
     insecure: bool,
     health_port: int,
+    drain_timeout: float,
     log_level: str,
     log_format: str | None,
     lifeline_fd: int | None,
@@ -186,6 +195,7 @@ def main(
                 listen,
                 devices,
                 health_port,
+                drain_timeout,
                 roles=_parse_roles(roles),
                 model_path=model,
                 draft_path=draft,
@@ -201,7 +211,21 @@ def main(
         sys.exit(2)
 
 
+def _check_engine() -> None:
+    """Raises FailedPrecondition in an installation for the coordinator alone."""
+    missing = [name for name in ("torch", "safetensors", "numpy", "llguidance") if find_spec(name) is None]
+    if missing:
+        raise FailedPrecondition(
+            f"a worker needs {', '.join(missing)}, not installed here: pip install torch as its site says for this "
+            "host's GPU, then 'flashsplit[worker]'; or name workers of other hosts in --target-devices"
+        )
+
+
 def _list_devices(context: click.Context) -> None:
+    try:
+        _check_engine()
+    except FlashsplitError as error:
+        raise click.UsageError(error.message) from error
     from shard_worker.device import best_devices
 
     click.echo("\n".join(best_devices()))
@@ -217,8 +241,9 @@ def _parse_roles(text: str) -> tuple[Role, ...]:
     return tuple(Role(name) for name in dict.fromkeys(names))
 
 
-async def _serve(listen: str, devices: str, health_port: int, **config: Any) -> None:
+async def _serve(listen: str, devices: str, health_port: int, drain_s: float, **config: Any) -> None:
     """config: what `WorkerConfig` holds beside the devices."""
+    _check_engine()
     # torch takes seconds to import: --help and a wrong flag should not wait for it.
     from shard_worker.device import best_devices, parse_devices
     from shard_worker.snapshot_store import default_budget_bytes
@@ -238,7 +263,9 @@ async def _serve(listen: str, devices: str, health_port: int, **config: Any) -> 
     log.info("worker.ready", address=server.address, device=devices, roles=[str(role) for role in config["roles"]])
     await stopping.wait()
     await server.set_serving(False)
-    await server.stop(DRAIN_S)
+    ending = asyncio.ensure_future(worker.end_links_when_idle())
+    await server.stop(drain_s)
+    ending.cancel()
     await worker.close()
     log.info("worker.stopped")
 

@@ -79,6 +79,7 @@ class Worker:
             security=config.security, transport=config.transport, caller=lambda: f"the worker at {self.address}"
         )
         self._links = SharedLinks()
+        self._sharing = SharedMemoryServicer(self._links)
         self._snapshots = SnapshotStore(config.snapshot_budget_bytes)
         self._loading = asyncio.Lock()
         self.address = ""
@@ -103,7 +104,7 @@ class Worker:
         services: list[Registration] = [
             WorkerServicer(self).register,
             SnapshotServicer(transfer, self._links).register,
-            SharedMemoryServicer(self._links).register,
+            self._sharing.register,
         ]
         if self._target is not None:
             services.append(StageServicer(self._target, self._links).register)
@@ -164,6 +165,12 @@ class Worker:
     async def echo(self, payload: bytes) -> int:
         self._check_idle()
         return await self._thread.submit(len, payload)
+
+    async def end_links_when_idle(self) -> None:
+        """Stop sharing memory with callers once none of them has a session: for a worker that takes no new ones."""
+        while self._open_sessions():
+            await asyncio.sleep(PROGRESS_INTERVAL_S)
+        self._sharing.end()
 
     async def close(self) -> None:
         """Leave the peers and the devices. Safe to call twice."""

@@ -27,7 +27,11 @@ class SharedMemoryServicer(pb_grpc.SharedMemoryServiceServicer):
     """Adds a link to `links` for each call and takes it away again."""
 
     def __init__(self, links: SharedLinks) -> None:
-        self._links = links
+        self._links, self._ending = links, asyncio.Event()
+
+    def end(self) -> None:
+        """End all links, and those that come: a server that stops would wait for its callers to end them."""
+        self._ending.set()
 
     def register(self, server: grpc.aio.Server) -> str:
         pb_grpc.add_SharedMemoryServiceServicer_to_server(self, server)
@@ -43,10 +47,14 @@ class SharedMemoryServicer(pb_grpc.SharedMemoryServiceServicer):
             try:
                 opened = shared_memory_pb2.SharedOpened(link_id=link.link_id, segment=_to_message(link.offer))
                 await context.write(shared_memory_pb2.ShareMemoryResponse(opened=opened))
-                await first_done(_listen(link, context), _confirm(link, context, shared_memory_pb2.ShareMemoryResponse))
+                response = shared_memory_pb2.ShareMemoryResponse
+                await first_done(_listen(link, context), _confirm(link, context, response), self._over())
             finally:
                 self._links.remove(link)
                 link.close()
+
+    async def _over(self) -> None:
+        await self._ending.wait()
 
 
 class ClientLink:
