@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Callable
 
 import grpc
@@ -20,6 +21,9 @@ from services.shared_memory.transport import PayloadTransport, share_memory
 from services.snapshot_service import RemoteSnapshots
 from services.stage import RemoteStage
 from services.worker import RemoteWorker
+
+MAX_RETIRED = 16
+"""Connections that are not used for new calls any more and kept for those that run on them."""
 
 log = structlog.get_logger()
 
@@ -62,6 +66,7 @@ class Peers:
     ) -> None:
         self._timeout_s, self._security, self._transport, self._caller = timeout_s, security, transport, caller
         self._connections: dict[tuple[str, str], Connection] = {}
+        self._retired: deque[Connection] = deque()
         self._connecting: dict[tuple[str, str], asyncio.Lock] = {}
 
     async def worker(self, address: str) -> RemoteWorker:
@@ -111,16 +116,20 @@ class Peers:
     async def close(self) -> None:
         """Close all connections; running calls end."""
         connections, self._connections = self._connections, {}
-        for connection in connections.values():
+        for connection in (*connections.values(), *self._retired):
             await connection.close()
+        self._retired.clear()
 
     async def _connection(self, address: str, use: str = "steps") -> Connection:
         key = address, use
         async with self._connecting.setdefault(key, asyncio.Lock()):
             known = self._connections.pop(key, None)
             if known is not None and not known.good:
-                # A worker that was gone is asked anew, without waiting out the old channel's back-off.
-                await known.close()
+                # A worker that was gone is asked anew, without waiting out the old channel's back-off. One that stops
+                # still answers the calls that run there.
+                self._retired.append(known)
+                if len(self._retired) > MAX_RETIRED:
+                    await self._retired.popleft().close()
                 known = None
             if known is None:
                 known = await self._connect(address)

@@ -154,8 +154,9 @@ def serve(
             if grpc:
                 grpc_door = await stack.enter_async_context(GrpcDoor(engine, keys, host, grpc_port, tls))
             _banner(engine, http_door, grpc_door, with_key=bool(keys))
-            await stack.enter_async_context(supervised(cluster, lambda line: console.print(line, markup=False)))
-            await told.wait()
+            # While it drains nothing is restored: workers that are told to stop as well let running answers end.
+            async with supervised(cluster, lambda line: console.print(line, markup=False)):
+                await told.wait()
             await _drain(engine, drain_timeout)
 
     run(main())
