@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from coordinator.placement import Place, parse_place
+from coordinator.yaml_file import read_yaml
 from services.description import Role
 from services.errors import InvalidArgument
 from services.layers import LayerRange
@@ -48,7 +49,7 @@ class ClusterFile:
 def read_cluster_file(path: Path) -> ClusterFile:
     """Raises InvalidArgument naming the field, its value and what would be accepted."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml(path)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InvalidArgument(f"--config {path} is not readable YAML: {error}", field="--config") from error
     values = dict(_mapping(content, str(path), "keys named after the flags of serve, and workers"))
