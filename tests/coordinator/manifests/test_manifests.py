@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -230,3 +231,14 @@ def test_it_says_what_to_type_next(tmp_path: Path) -> None:
     assert "create secret generic api-keys" in plain.output
     assert "cluster-token" not in plain.output
     assert "create secret generic cluster-token" in token.output
+
+
+def test_the_readmes_cluster_file_is_one(tmp_path: Path) -> None:
+    """As it stands there, but for a component that lies elsewhere."""
+    [text] = re.findall(r"```yaml\n(model: .*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    file = yaml.safe_load(text)
+    del file["kubernetes"]["components"]
+
+    assert write(tmp_path, file).exit_code == 0
+    [serve] = documents(tmp_path / "serve.yaml")
+    assert serve["target-layer-split"] == "0.3,0.7"
