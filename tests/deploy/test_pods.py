@@ -144,7 +144,6 @@ def test_answers_end_before_pods_do(demo: Demo) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="serve doesn't look after workers that it did not start", strict=True)
 def test_no_requests_are_sent_while_a_stage_is_gone(tmp_path: Path) -> None:
     """The coordinator's readiness tells, within the time of a few probes."""
     sandbox, found = start(tmp_path, DEMO)
