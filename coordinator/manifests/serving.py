@@ -17,7 +17,7 @@ HTTP_PORT, GRPC_PORT = 8000, 50051
 """Inside the pod. The Service listens on those of the file."""
 
 _PLACES = ("target-devices", "target-layers", "draft-device", "prefill-device")
-_OF_WORKERS = ("threads", "prefix-cache-bytes")
+_OF_WORKERS = ("threads", "prefix-cache-bytes", "worker-command")
 _UNRENDERED = {
     "api-key": "a key would stand in a ConfigMap: write api-key-file and put the keys into the Secret api-keys",
     "ssl-ca-certs": "probes have no certificate to show: leave it out, and check clients' in the gateway before",
