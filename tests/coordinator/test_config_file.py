@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from coordinator.commands.serve import serve
 
+README = Path(__file__).parents[2] / "README.md"
 CLUSTER = """
 model: {model}
 draft: {model}
@@ -135,3 +137,13 @@ def test_refusals(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(click.UsageError) as caught:
         parse(tmp_path, text)
     assert words in caught.value.message.replace("\n", " "), caught.value.message
+
+
+def test_the_readmes_cluster(tmp_path: Path) -> None:
+    """As it stands there, but for the checkpoints' place."""
+    text, _ = re.findall(r"```yaml\n(model: .*?)```", README.read_text(), re.DOTALL)
+    given = parse(tmp_path, re.sub(r"/models/\S+", str(tmp_path), text))
+
+    assert given["target_devices"] == "cuda:0,hip:0,nas.example:7001"
+    assert (given["target_layers"], given["draft_device"]) == ("0:20,20:28,28:36", "nas.example:7002")
+    assert given["cluster_token_file"] == "token"
