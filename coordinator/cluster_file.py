@@ -6,11 +6,13 @@ for `flashsplit manifests`.
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, Field
 
-from coordinator.placement import parse_place
+from coordinator.file_fields import Fields, read_fields
+from coordinator.placement import AUTO, parse_place
 from services.description import Role
 from services.errors import InvalidArgument
 from services.launch import vendor_of
@@ -18,31 +20,39 @@ from services.launch import vendor_of
 _PLACING = ("target_devices", "target_layers", "target_layer_split", "draft_device", "prefill_device", "worker_command")
 
 
+_RANGE = re.compile(r"\s*\d{1,9}\s*:\s*\d{1,9}\s*")
 _SECURING = ("tls_cert", "tls_key", "tls_ca", "tls_server_name", "cluster_token_file")
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, alias_generator=lambda name: name.replace("_", "-")
-    )
+def _roles(value: list[str]) -> list[str]:
+    known = [role.value for role in Role]
+    if not value or any(role not in known for role in value):
+        raise ValueError(f"these are not some of {', '.join(known)}")
+    return list(dict.fromkeys(value))
 
 
-class WorkerEntry(_Part):
+def _range(value: str) -> str:
+    if _RANGE.fullmatch(value) is None:
+        raise ValueError("this is not FIRST:BEHIND")
+    return value
+
+
+class WorkerEntry(Fields):
     """One worker. at: a device expression, for a worker that is started here, or a running one's address.
 
     layers: FIRST:BEHIND; share: a proportional weight; for targets, one of the two or neither. command: the program,
     for a worker that is started here.
     """
 
-    at: str
-    roles: list[str] = [Role.TARGET.value]
-    layers: str | None = None
-    share: float | None = None
-    command: str | None = None
+    at: str = Field(examples=["cuda:0 or gpu-a:7001"])
+    roles: Annotated[list[str], AfterValidator(_roles)] = Field([Role.TARGET.value], examples=[["target", "draft"]])
+    layers: Annotated[str, AfterValidator(_range)] | None = Field(None, examples=["0:12"])
+    share: float | None = Field(None, gt=0, allow_inf_nan=False, examples=[0.3])
+    command: str | None = Field(None, examples=["/opt/rocm-env/bin/flashsplit-worker"])
     kubernetes: dict[str, Any] = {}
 
 
-class Certificates(_Part):
+class Certificates(Fields):
     """Files for the edges between processes."""
 
     cert: str | None = None
@@ -52,7 +62,7 @@ class Certificates(_Part):
     token_file: str | None = None
 
 
-class ClusterFile(_Part):
+class ClusterFile(Fields):
     """What a file says beside plain flags."""
 
     workers: list[WorkerEntry] = Field(default_factory=list, min_length=1)
@@ -65,14 +75,10 @@ def read_cluster(values: dict[str, Any]) -> tuple[ClusterFile, dict[str, Any]]:
 
     Raises InvalidArgument naming what has another form than it should.
     """
-    own = {name: values[name] for name in ("workers", "certificates", "kubernetes") if values.get(name) is not None}
-    rest = {name: value for name, value in values.items() if name not in ("workers", "certificates", "kubernetes")}
-    try:
-        return ClusterFile.model_validate(own), rest
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise InvalidArgument(f"{place}: {_reason(first)}", field=place) from None
+    names = ("workers", "certificates", "kubernetes")
+    own = {name: values[name] for name in names if values.get(name) is not None}
+    rest = {name: value for name, value in values.items() if name not in names}
+    return read_fields(ClusterFile, own), rest
 
 
 def cluster_flags(cluster: ClusterFile) -> dict[str, Any]:
@@ -95,15 +101,19 @@ def check_rest(cluster: ClusterFile, rest: dict[str, Any]) -> None:
             raise InvalidArgument(
                 f"workers: one has the role {role} and {key} is missing: name the checkpoint with {key}: DIR", field=key
             )
+    divided = any(worker.layers is not None or worker.share is not None for worker in cluster.workers)
     for part, flags in (("workers", _PLACING), ("certificates", _SECURING)):
         for flag in flags:
+            if flag == "target_layer_split" and not divided and rest.get(names.get(flag, "")) == AUTO:
+                # The one word that workers have no way to say.
+                continue
             if getattr(cluster, part) and flag in names:
                 raise InvalidArgument(f"{names[flag]} says again what {part} says: give one of them", field=names[flag])
 
 
 def _placing(workers: list[WorkerEntry]) -> dict[str, Any]:
     for index, worker in enumerate(workers):
-        _check(worker, f"workers.{index}")
+        _check(worker, f"workers[{index}]")
     stages = [worker for worker in workers if Role.TARGET in worker.roles]
     if not stages:
         raise InvalidArgument("workers: none has the role target; give it to those that hold layers", field="workers")
@@ -113,7 +123,7 @@ def _placing(workers: list[WorkerEntry]) -> dict[str, Any]:
         if any(value is not None for value in given):
             if None in given:
                 raise InvalidArgument(
-                    f"workers.{workers.index(stages[given.index(None)])} has no {field} and others do: give all "
+                    f"workers[{workers.index(stages[given.index(None)])}] has no {field} and others do: give all "
                     "targets one, or none",
                     field="workers",
                 )
@@ -122,7 +132,7 @@ def _placing(workers: list[WorkerEntry]) -> dict[str, Any]:
     if draft is not None and draft is not stages[-1]:
         if Role.TARGET in draft.roles and _is_local(draft):
             raise InvalidArgument(
-                f"workers.{workers.index(draft)}: {draft.at} is target and draft; a draft beside a stage sits beside "
+                f"workers[{workers.index(draft)}]: {draft.at} is target and draft; a draft beside a stage sits beside "
                 "the last one: give the role to the last target, or to a worker of its own",
                 field="workers",
             )
@@ -141,12 +151,6 @@ def _is_local(worker: WorkerEntry) -> bool:
 
 def _check(worker: WorkerEntry, place: str) -> None:
     parse_place(worker.at, f"{place}.at")
-    known = [role.value for role in Role]
-    for role in worker.roles:
-        if role not in known:
-            raise InvalidArgument(f"{place}.roles: {role!r} is not one of {', '.join(known)}", field=f"{place}.roles")
-    if not worker.roles:
-        raise InvalidArgument(f"{place}.roles is empty: give some of {', '.join(known)}", field=f"{place}.roles")
     if worker.layers is not None and worker.share is not None:
         raise InvalidArgument(f"{place} has layers and a share: give one of them", field=place)
     if Role.TARGET not in worker.roles and (worker.layers is not None or worker.share is not None):
@@ -162,9 +166,3 @@ def _one(workers: list[WorkerEntry], role: Role) -> WorkerEntry | None:
     if len(having) > 1:
         raise InvalidArgument(f"workers: {len(having)} have the role {role}: give it to one", field="workers")
     return having[0] if having else None
-
-
-def _reason(error: Any) -> str:
-    if error["type"] == "extra_forbidden":
-        return "this key is not known here"
-    return f"{error['msg'][0].lower()}{error['msg'][1:]}"

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import click
 
+from coordinator.file_fields import read_fields
 from coordinator.manifests.overlay import overlay, write_overlay
-from coordinator.manifests.pods import ClusterPods, read_fields
-from coordinator.manifests.reading import ClusterFile, read_cluster_file
+from coordinator.manifests.pods import ClusterPods
+from coordinator.manifests.reading import ServeFile, read_serve_file
 from coordinator.manifests.workers import has_token
 from coordinator.running import run
 
@@ -52,7 +53,7 @@ def manifests(config: Path, out: Path | None, base: Path) -> None:
     """
 
     async def main() -> None:
-        file = read_cluster_file(config)
+        file = read_serve_file(config)
         directory = out or config.parent
         write_overlay(directory, overlay(file, directory, base, config.parent))
         click.echo("\n".join(instructions(file, directory)))
@@ -60,9 +61,9 @@ def manifests(config: Path, out: Path | None, base: Path) -> None:
     run(main())
 
 
-def instructions(file: ClusterFile, directory: Path) -> list[str]:
+def instructions(file: ServeFile, directory: Path) -> list[str]:
     """What to type next."""
-    pods = read_fields(ClusterPods, file.kubernetes, "kubernetes")
+    pods = read_fields(ClusterPods, file.cluster.kubernetes, "kubernetes")
     space = ["--namespace", pods.namespace]
     keys = ["--from-file=api-keys=KEYS.txt", "--from-literal=metrics=ONE-OF-THEM"]
     lines = [

@@ -9,9 +9,10 @@ from typing import Any
 
 import yaml
 
+from coordinator.file_fields import read_fields
 from coordinator.manifests.patches import claims, coordinator_patches, worker_patches
-from coordinator.manifests.pods import ClusterPods, read_fields
-from coordinator.manifests.reading import ClusterFile
+from coordinator.manifests.pods import ClusterPods
+from coordinator.manifests.reading import ServeFile
 from coordinator.manifests.serving import serve_flags
 from coordinator.manifests.workers import pod_workers
 from services.errors import InvalidArgument
@@ -20,7 +21,7 @@ HEADER = "# Written by flashsplit manifests: change the cluster file and write i
 _KUSTOMIZE = "kustomize.config.k8s.io/v1beta1"
 
 
-def overlay(file: ClusterFile, directory: Path, base: Path, beside: Path) -> dict[PurePosixPath, str]:
+def overlay(file: ServeFile, directory: Path, base: Path, beside: Path) -> dict[PurePosixPath, str]:
     """File contents by their paths in the overlay's directory. base: deploy/kubernetes/base. beside: the directory of
     the cluster file, from where it names components.
 
@@ -33,7 +34,7 @@ def overlay(file: ClusterFile, directory: Path, base: Path, beside: Path) -> dic
                 "flashsplit",
                 field="--base",
             )
-    pods = read_fields(ClusterPods, file.kubernetes, "kubernetes")
+    pods = read_fields(ClusterPods, file.cluster.kubernetes, "kubernetes")
     workers = pod_workers(file)
     files: dict[str, list[Any]] = {"serve.yaml": [serve_flags(file, pods, workers)]}
     files["coordinator.yaml"] = coordinator_patches(file, pods)

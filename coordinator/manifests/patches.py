@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from coordinator.manifests.pods import ClusterPods, Images
-from coordinator.manifests.reading import ClusterFile
+from coordinator.manifests.reading import ServeFile
 from coordinator.manifests.serving import service_ports
 from coordinator.manifests.workers import RESOURCES, PodWorker, drain_s, has_token
 
@@ -15,7 +15,7 @@ PRE_STOP_S, DOORS_S = 5, 20
 """What a pod needs around its drain: until proxies know, and for last words."""
 
 
-def worker_patches(file: ClusterFile, pods: ClusterPods, worker: PodWorker) -> list[Yaml]:
+def worker_patches(file: ServeFile, pods: ClusterPods, worker: PodWorker) -> list[Yaml]:
     """Of the base's `worker`, before it gets its suffix."""
     token = has_token(file)
     container = {
@@ -47,7 +47,7 @@ def worker_patches(file: ClusterFile, pods: ClusterPods, worker: PodWorker) -> l
     ]
 
 
-def coordinator_patches(file: ClusterFile, pods: ClusterPods) -> list[Yaml]:
+def coordinator_patches(file: ServeFile, pods: ClusterPods) -> list[Yaml]:
     """Of the base's coordinator and its Service."""
     token, prefixes = has_token(file), file.flags.get("kv-cache-dir")
     mounts = _mounts(pods, token)
@@ -73,7 +73,7 @@ def coordinator_patches(file: ClusterFile, pods: ClusterPods) -> list[Yaml]:
     ]
 
 
-def claims(file: ClusterFile, pods: ClusterPods) -> list[Yaml]:
+def claims(file: ServeFile, pods: ClusterPods) -> list[Yaml]:
     """Those that the file gives a size; others must be there."""
     wanted = [(pods.weights_claim, pods.weights_size, pods.weights_access)]
     if "kv-cache-dir" in file.flags:
@@ -150,7 +150,7 @@ def _volumes(pods: ClusterPods, tls: str, token: bool) -> list[Yaml]:
     return volumes
 
 
-def _grace_s(file: ClusterFile) -> int:
+def _grace_s(file: ServeFile) -> int:
     return round(drain_s(file)) + DOORS_S
 
 

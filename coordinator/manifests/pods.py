@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from importlib import metadata
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, Field
 
-from services.errors import InvalidArgument
+from coordinator.file_fields import Fields
 
 _VERSION = metadata.version("flashsplit")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
@@ -40,13 +39,7 @@ Quantity = Annotated[str | int | float, AfterValidator(_quantity)]
 Directory = Annotated[str, AfterValidator(_absolute)]
 
 
-class _Fields(BaseModel):
-    model_config = ConfigDict(
-        alias_generator=lambda name: name.replace("_", "-"), extra="forbid", frozen=True, strict=True
-    )
-
-
-class WorkerPod(_Fields):
+class WorkerPod(Fields):
     """Of one worker. device: as the pod numbers its devices, from 0; left out, `at` tells."""
 
     replicas: Literal[1] = 1
@@ -61,7 +54,7 @@ class WorkerPod(_Fields):
     groups: list[int] = Field([], description="ids that own /dev/kfd and /dev/dri on AMD nodes")
 
 
-class Images(_Fields):
+class Images(Fields):
     """Of the coordinator, and of workers by their devices' vendor."""
 
     coordinator: str = f"flashsplit/coordinator:{_VERSION}"
@@ -70,7 +63,7 @@ class Images(_Fields):
     hip: str = f"flashsplit/worker:{_VERSION}-rocm"
 
 
-class ClusterPods(_Fields):
+class ClusterPods(Fields):
     """Of all. A claim with a size is made, one without must be there."""
 
     namespace: Name = "flashsplit"
@@ -82,21 +75,3 @@ class ClusterPods(_Fields):
     prefix_claim: Name = "prefixes"
     prefix_size: Quantity | None = None
     components: list[str] = Field([], description="directories of Kustomize components")
-
-
-_Model = TypeVar("_Model", bound=_Fields)
-
-
-def read_fields(model: type[_Model], values: Mapping[str, Any], name: str) -> _Model:
-    """Raises InvalidArgument for the first field that is wrong. name: of the mapping, for the sentence."""
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        found = error.errors()[0]
-        path = ".".join([name, *(str(part) for part in found["loc"] if str(part) not in ("str", "int", "float"))])
-        if found["type"] == "extra_forbidden":
-            known = Images if "images" in found["loc"][:-1] else model
-            fields = ", ".join(known.model_json_schema(by_alias=True)["properties"])
-            raise InvalidArgument(f"{path} is unknown; known here are {fields}", field=path) from error
-        message = str(found["msg"]).removeprefix("Value error, ")
-        raise InvalidArgument(f"{path} is {found['input']!r}: {message}", field=path) from error

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
+from coordinator.cluster_file import cluster_flags
 from coordinator.manifests.pods import ClusterPods
-from coordinator.manifests.reading import ClusterFile
-from coordinator.manifests.workers import TLS, TOKEN, PodWorker, has_token, having
-from coordinator.placement import AUTO, parse_ranges, parse_weights
-from services.description import Role
+from coordinator.manifests.reading import ServeFile
+from coordinator.manifests.workers import TLS, TOKEN, PodWorker, has_token
+from coordinator.placement import parse_ranges
 from services.errors import InvalidArgument
 
 HTTP_PORT, GRPC_PORT = 8000, 50051
 """Inside the pod. The Service listens on those of the file."""
 
-_PLACES = ("target-devices", "target-layers", "draft-device", "prefill-device")
 _OF_WORKERS = ("threads", "prefix-cache-bytes", "worker-command")
 _UNRENDERED = {
     "api-key": "a key would stand in a ConfigMap: write api-key-file and put the keys into the Secret api-keys",
@@ -26,15 +25,12 @@ _UNRENDERED = {
 }
 
 
-def serve_flags(file: ClusterFile, pods: ClusterPods, workers: tuple[PodWorker, ...]) -> dict[str, Any]:
+def serve_flags(file: ServeFile, pods: ClusterPods, workers: tuple[PodWorker, ...]) -> dict[str, Any]:
     """For `serve --config`. Raises InvalidArgument naming the field, its value and what to write."""
     flags = dict(file.flags)
     for name, why in _UNRENDERED.items():
         if flags.pop(name, None) not in (None, False, [], ""):
             raise InvalidArgument(f"{name} cannot be rendered: {why}", field=name)
-    for name in _PLACES:
-        if name in flags:
-            raise InvalidArgument(f"{name} {flags[name]!r} says what workers says too: leave it out", field=name)
     for name in ("model", "draft", "prefill-drafter"):
         if name in flags or name == "model":
             _check_below(name, flags.get(name), pods.model_mount)
@@ -75,59 +71,20 @@ def service_ports(flags: Mapping[str, Any]) -> dict[str, int]:
     return ports
 
 
-def placement(file: ClusterFile, workers: tuple[PodWorker, ...]) -> dict[str, str]:
-    """Who holds what, by address. Raises InvalidArgument."""
-    stages = list(having(workers, Role.TARGET))
-    placed = {"target-devices": ",".join(stage.address for stage in stages), **_layers(file, workers, stages)}
-    for role, flag, default in ((Role.DRAFT, "draft-device", stages[-1]), (Role.COMPRESS, "prefill-device", stages[0])):
-        for worker in having(workers, role):
-            if worker is not default:
-                placed[flag] = worker.address
-    return placed
-
-
-def _layers(file: ClusterFile, workers: Sequence[PodWorker], stages: Sequence[PodWorker]) -> dict[str, str]:
-    """The flag that says who holds which layers; none for equal shares, or when the file has auto for all."""
-    split = file.flags.get("target-layer-split")
-    given: dict[str, list[int]] = {"layers": [], "share": []}
-    for worker in workers:
-        for field, indices in given.items():
-            if getattr(worker.entry, field) is None:
-                continue
-            indices.append(worker.index)
-            if worker not in stages:
-                raise InvalidArgument(
-                    f"workers[{worker.index}].{field} has no effect without the role target: leave one out",
-                    field=f"workers[{worker.index}].{field}",
-                )
-    for field, indices in given.items():
-        lacking = [stage.index for stage in stages if stage.index not in indices]
-        if indices and lacking:
-            raise InvalidArgument(
-                f"workers[{lacking[0]}].{field} is missing, workers[{indices[0]}] has it: give it to all stages or to "
-                "none",
-                field=f"workers[{lacking[0]}].{field}",
-            )
-        if indices and split is not None:
-            raise InvalidArgument(
-                f"target-layer-split {split!r} says what {field} of the workers says too: leave it out",
-                field="target-layer-split",
-            )
-    if split not in (None, AUTO):
-        raise InvalidArgument(
-            f"target-layer-split {split!r}: write share: NUMBER in each worker instead, or auto here",
-            field="target-layer-split",
+def placement(file: ServeFile, workers: tuple[PodWorker, ...]) -> dict[str, Any]:
+    """Who holds what, by address; as `serve` would place the same workers. Raises InvalidArgument."""
+    there = [
+        worker.entry.model_copy(
+            update={"at": worker.address, "roles": [role.value for role in worker.roles], "command": None}
         )
-    if given["share"]:
-        text = ",".join(f"{stage.entry.share:g}" for stage in stages)
-        parse_weights(text, len(stages))
-        return {"target-layer-split": text}
-    ranges = [stage.entry.layers for stage in stages if stage.entry.layers is not None]
-    if not ranges:
-        return {}
-    text = ",".join(f"{layers.first}:{layers.last}" for layers in ranges)
-    parse_ranges(text, len(stages), ranges[-1].last)
-    return {"target-layers": text}
+        for worker in workers
+    ]
+    flags = cluster_flags(file.cluster.model_copy(update={"workers": there, "certificates": None}))
+    placed = {name.replace("_", "-"): value for name, value in flags.items()}
+    if "target-layers" in placed:
+        ranges = placed["target-layers"]
+        parse_ranges(ranges, ranges.count(",") + 1, int(ranges.rpartition(":")[2]))
+    return placed
 
 
 def _check_below(name: str, value: object, mount: str) -> None:

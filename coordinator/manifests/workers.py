@@ -7,8 +7,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from coordinator.manifests.pods import WorkerPod, read_fields
-from coordinator.manifests.reading import ClusterFile, WorkerEntry
+from coordinator.cluster_file import WorkerEntry
+from coordinator.file_fields import read_fields
+from coordinator.manifests.pods import WorkerPod
+from coordinator.manifests.reading import ServeFile
 from coordinator.placement import Place, parse_place
 from services.description import Role
 from services.errors import InvalidArgument
@@ -48,7 +50,7 @@ class PodWorker:
     def gpus(self) -> int:
         return 0 if self.vendor == "cpu" else self.device.count("+") + 1
 
-    def arguments(self, file: ClusterFile) -> list[str]:
+    def arguments(self, file: ServeFile) -> list[str]:
         """Of flashsplit-worker."""
         kept = 0 if file.flags.get("prefix-cache") is False else file.flags.get("prefix-cache-bytes")
         flags: dict[str, object] = {
@@ -66,24 +68,26 @@ class PodWorker:
         }
         return [f"--{flag}={value}" for flag, value in flags.items() if value is not None]
 
-    def _threads(self, file: ClusterFile) -> object:
+    def _threads(self, file: ServeFile) -> object:
         """As many as it may use: a worker sees all cores of its node."""
         cores = self.pod.cpu
         whole = isinstance(cores, str) and cores.isdigit() and self.vendor == "cpu"
         return file.flags.get("threads", cores if whole else None)
 
 
-def pod_workers(file: ClusterFile) -> tuple[PodWorker, ...]:
+def pod_workers(file: ServeFile) -> tuple[PodWorker, ...]:
     """In the file's order. Raises InvalidArgument naming the field, its value and what to write."""
     roles = _roles(file)
     workers = []
-    for index, entry in enumerate(file.workers):
+    for index, entry in enumerate(file.cluster.workers):
         pod = read_fields(WorkerPod, entry.kubernetes, f"workers[{index}].kubernetes")
-        workers.append(PodWorker(index, entry, pod, _device(entry.at, pod, f"workers[{index}]"), roles[index]))
+        workers.append(
+            PodWorker(index, entry, pod, _device(parse_place(entry.at, "at"), pod, f"workers[{index}]"), roles[index])
+        )
     return tuple(workers)
 
 
-def drain_s(file: ClusterFile) -> float:
+def drain_s(file: ServeFile) -> float:
     """How long answers may take to finish. Raises InvalidArgument."""
     value = file.flags.get("drain-timeout", DRAIN_S)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
@@ -91,9 +95,10 @@ def drain_s(file: ClusterFile) -> float:
     return float(value)
 
 
-def has_token(file: ClusterFile) -> bool:
+def has_token(file: ServeFile) -> bool:
     """Whether the cluster has a token beside its certificates."""
-    return "token-file" in file.certificates or "cluster-token-file" in file.flags
+    certificates = file.cluster.certificates
+    return "cluster-token-file" in file.flags or (certificates is not None and certificates.token_file is not None)
 
 
 def _device(at: Place, pod: WorkerPod, name: str) -> str:
@@ -129,26 +134,12 @@ def _device(at: Place, pod: WorkerPod, name: str) -> str:
     return device
 
 
-def _roles(file: ClusterFile) -> list[tuple[Role, ...]]:
+def _roles(file: ServeFile) -> list[tuple[Role, ...]]:
     """What each must offer: a draft without a place sits beside the last stage, the prompts' reader by the first."""
-    roles = [list(entry.roles) for entry in file.workers]
-    stages = [index for index, entry in enumerate(file.workers) if Role.TARGET in entry.roles]
-    if not stages:
-        raise InvalidArgument("workers has no entry with the role target: give it to one at least", field="workers")
+    roles = [[Role(role) for role in entry.roles] for entry in file.cluster.workers]
+    stages = [index for index, given in enumerate(roles) if Role.TARGET in given]
     for role, flag, default in ((Role.DRAFT, "draft", stages[-1]), (Role.COMPRESS, "prefill-drafter", stages[0])):
-        having = [index for index, given in enumerate(roles) if role in given]
-        if flag not in file.flags and having:
-            raise InvalidArgument(
-                f"workers[{having[0]}].roles has {role} and there is no {flag}: name the checkpoint, or leave the role "
-                "out",
-                field=f"workers[{having[0]}].roles",
-            )
-        if len(having) > 1:
-            raise InvalidArgument(
-                f"workers[{having[1]}].roles has {role}, workers[{having[0]}] has it too: give it to one",
-                field=f"workers[{having[1]}].roles",
-            )
-        if flag in file.flags and not having:
+        if flag in file.flags and not any(role in given for given in roles):
             roles[default].append(role)
     return [tuple(given) for given in roles]
 

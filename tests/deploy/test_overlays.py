@@ -15,7 +15,7 @@ from cloudcoil.models.prometheus_operator import v1 as prometheus_operator
 from pydantic import BaseModel
 
 from coordinator.manifests.overlay import overlay
-from coordinator.manifests.reading import read_cluster_file
+from coordinator.manifests.reading import read_serve_file
 from tests.deploy.dockerfile import FILE as DOCKERFILE
 from tests.deploy.rendered import KUBERNETES, LEADER_WORKER_SET, OVERLAYS, Object, of_kind, pods, render
 
@@ -75,7 +75,7 @@ def check_leader_worker_set(item: Object) -> None:
 def test_overlays_are_what_their_cluster_files_say(name: str) -> None:
     """`flashsplit manifests` would write the files that are there, and no others."""
     directory = KUBERNETES / "overlays" / name
-    files = overlay(read_cluster_file(directory / "cluster.yaml"), directory, KUBERNETES / "base", directory)
+    files = overlay(read_serve_file(directory / "cluster.yaml"), directory, KUBERNETES / "base", directory)
 
     there = {str(path.relative_to(directory)): path.read_text() for path in directory.rglob("*.yaml")}
     assert there.pop("cluster.yaml")
