@@ -115,7 +115,7 @@ async def test_each_gets_its_own_answer(seconds: float, tmp_path: Path) -> None:
             await idle(root)
         after = held(server)
     print(f"{whole} answers, {vanished} vanished, before {before}, after {after}")
-    assert whole > CLIENTS / 2
-    assert vanished > CLIENTS / 10
+    assert whole > CLIENTS / 4
+    assert vanished > CLIENTS / 20
     assert after["files"] <= before["files"] + 4
     assert after["bytes"] < before["bytes"] * 1.1 + 16 * 2**20

@@ -82,7 +82,9 @@ async def walk(made: Cluster, **fixed: Any) -> list[Answer]:
     return answers
 
 
-@pytest.mark.parametrize("case", ["qwen3_5", "sliding", "bfloat16"])
+@pytest.mark.parametrize(
+    "case", ["qwen3_5", *(pytest.param(case, marks=pytest.mark.slow) for case in ("sliding", "bfloat16"))]
+)
 async def test_one_worker_and_three(case: str, pairs: dict[str, Pair], tmp_path: Path) -> None:
     """A hybrid, attention within windows, and another element type (where rows of a block may differ: plainly)."""
     pair = pairs["qwen3_5"]
