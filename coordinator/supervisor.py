@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import structlog
 
@@ -19,13 +19,11 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 
 log = structlog.get_logger()
 
-Told = Callable[[str], None]
-
 
 @contextlib.asynccontextmanager
-async def supervised(cluster: Cluster, told: Told) -> AsyncIterator[None]:
-    """Watch over a started cluster within the context. told: hears in a sentence what was lost and what is back."""
-    task = asyncio.ensure_future(_keep(cluster, told))
+async def supervised(cluster: Cluster) -> AsyncIterator[None]:
+    """Watch over a started cluster within the context; what is lost and what is back stands in the log."""
+    task = asyncio.ensure_future(_keep(cluster))
     try:
         yield
     finally:
@@ -33,14 +31,12 @@ async def supervised(cluster: Cluster, told: Told) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _keep(cluster: Cluster, told: Told) -> None:
+async def _keep(cluster: Cluster) -> None:
     while True:
         error = await cluster.lost()
         log.error("cluster.lost", why=error.message)
-        told(error.message)
         await _restore(cluster)
         log.warning("cluster.restored")
-        told("all workers are back")
 
 
 async def _restore(cluster: Cluster) -> None:

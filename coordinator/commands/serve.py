@@ -155,7 +155,7 @@ def serve(
                 grpc_door = await stack.enter_async_context(GrpcDoor(engine, keys, host, grpc_port, tls))
             _banner(engine, http_door, grpc_door, with_key=bool(keys))
             # While it drains nothing is restored: workers that are told to stop as well let running answers end.
-            async with supervised(cluster, lambda line: console.print(line, markup=False)):
+            async with supervised(cluster):
                 await told.wait()
             await _drain(engine, drain_timeout)
 

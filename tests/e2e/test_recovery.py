@@ -70,7 +70,7 @@ def test_workers_that_come_back(tmp_path: Path) -> None:
                 else:
                     assert not ready(server)
                 workers[lost] = worker(tmp_path, lost)
-                until(lambda: server.log.read_text().count("all workers are back") == backs + 1, 40)  # noqa: B023
+                until(lambda: server.log.read_text().count("cluster.restored") == backs + 1, 40)  # noqa: B023
                 assert ready(server)
                 assert ask(server) == before
     finally:
