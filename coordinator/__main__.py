@@ -18,8 +18,11 @@ from services.tracing import start_tracing
 _COMMANDS = {
     "serve": "Serve a model to OpenAI and Anthropic clients.",
     "generate": "Answer one prompt.",
+    "chat": "Talk with a model in the terminal.",
+    "status": "Show the workers behind a running server, and how busy they are.",
     "cache": "See, check and clean up the prefix snapshots kept on disk.",
     "plan": "Show who would hold which layers, what that takes and how fast it would be.",
+    "manifests": "Write a cluster file as Kubernetes objects, for Kustomize.",
     "certs": "Make certificates for the workers' hosts and the coordinator.",
     "bench": "Measure decode speed, plain and with DFlash, over one or more workers.",
     "demo": "Show the demo pair at work: plain and DFlash, split over two workers.",

@@ -125,12 +125,3 @@ class Phase:
     name: str
     began_s: float
     ended_s: float
-
-
-@dataclass(slots=True)
-class StepTimes:
-    """Nanoseconds of decode steps, summed by stage."""
-
-    forward_ns: list[int] = field(default_factory=list)
-    wire_ns: list[int] = field(default_factory=list)
-    draft_ns: int = 0

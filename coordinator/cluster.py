@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from coordinator.placement import Place, Plan
+from coordinator.agreement import check_fit, check_same_model
+from coordinator.placement import Place, Plan, threads_each
 from services.description import (
     DraftDescription,
     FeatureTransport,
@@ -24,10 +24,10 @@ from services.description import (
     WorkerDescription,
 )
 from services.errors import FailedPrecondition, FlashsplitError, Unavailable
+from services.launch import DEFAULT_LAUNCH, Launch
 from services.layers import LayerRange
 from services.peers import Peers
 from services.process import WorkerProcess
-from services.security import OPEN, Security
 from services.snapshot import SnapshotOwner
 from services.snapshot_service import RemoteSnapshots
 from services.stage import StageSession
@@ -78,27 +78,29 @@ class Cluster:
         plan: Plan,
         checkpoints: Checkpoints,
         *,
-        threads: int | None = None,
-        prefix_cache_bytes: int | None = None,
-        cuda_graphs: bool | None = None,
-        security: Security = OPEN,
+        launch: Launch = DEFAULT_LAUNCH,
+        wait_s: float = 0.0,
         reporter: LoadReporter | None = None,
         choose_split: ChooseSplit | None = None,
     ) -> None:
-        """choose_split: asked for the layers once the workers run, where the plan leaves them open. cuda_graphs: what
-        local workers with GPUs are told; None leaves it to them."""
-        self._plan, self._checkpoints, self.threads = plan, checkpoints, threads
-        self._prefix_cache_bytes, self.security, self._cuda_graphs = prefix_cache_bytes, security, cuda_graphs
+        """launch: without threads, they are shared out. wait_s: how long a worker that runs elsewhere is called again
+        when it doesn't answer at the start. choose_split: asked for the layers once the workers run, where the plan
+        leaves them open."""
+        self._plan, self._checkpoints, self.launch, self._wait_s = plan, checkpoints, launch, wait_s
         self._reporter = reporter or LoadReporter()
         self._choose_split = choose_split
-        self._peers = Peers(security=security)
-        self._processes: list[WorkerProcess] = []
+        self._peers = Peers(security=launch.security, transport=launch.transport)
+        self._processes: dict[int, WorkerProcess] = {}
         self._watchers: dict[int, asyncio.Task[str]] = {}
         self.addresses: tuple[str, ...] = ()
         self.workers: tuple[WorkerDescription, ...] = ()
-        self.draft: DraftDescription | None = None
         self.draft_worker: WorkerDescription | None = None
-        self._draft_address: str | None = None
+        self.draft_address: str | None = None
+        """Of the draft's own worker; None where it sits beside the last stage or there is none."""
+        self.trouble: FlashsplitError | None = None
+        """What is wrong with the stages, as far as `lost` has found out."""
+        self._draft_lost = False
+        self._deaths: dict[int, str] = {}
 
     @property
     def target(self) -> TargetDescription:
@@ -153,7 +155,7 @@ class Cluster:
                 prompt_length=prompt_length,
                 sampling=sampling,
                 stop_token_ids=stop_token_ids,
-                draft=DraftRoute(self._draft_address) if speculate and self.draft is not None else None,
+                draft=DraftRoute(self.draft_address) if speculate and self.draft is not None else None,
                 logprobs=logprobs,
                 grammar=grammar,
                 trace=trace,
@@ -161,14 +163,73 @@ class Cluster:
         )
 
     @property
+    def starts_workers(self) -> bool:
+        """Whether any of the workers is this process's own child."""
+        places = [*(stage.place for stage in self._plan.stages), self._plan.draft]
+        return any(place is not None and place.devices is not None for place in places)
+
+    @property
     def first_place(self) -> Place:
         """Where the first stage is."""
         return self._plan.stages[0].place
 
     @property
+    def draft(self) -> DraftDescription | None:
+        """None without one, and while its own worker is lost: then answers go on plainly."""
+        return None if self.draft_worker is None or self._draft_lost else self.draft_worker.draft
+
+    @property
     def alive(self) -> bool:
-        """Whether all local workers still run."""
-        return not any(watcher.done() for watcher in self._watchers.values())
+        """Whether all local stages still run, and as far as `lost` has found out the others too."""
+        return self.trouble is None and not any(map(self._ended, range(len(self._plan.stages))))
+
+    async def lost(self) -> FlashsplitError:
+        """Wait until a worker ends or cannot be reached; which one, and how.
+
+        From then on the cluster is not alive, or has no draft.
+        """
+        addresses = {*self.addresses, *([self.draft_address] if self.draft_address is not None else [])}
+        broken = {address: asyncio.ensure_future(self._peers.lost(address)) for address in addresses}
+        try:
+            await asyncio.wait([*broken.values(), *self._watchers.values()], return_when=asyncio.FIRST_COMPLETED)
+            gone = [address for address, task in broken.items() if task.done()]
+            error = await self.explain(broken[gone[0]].result() if gone else Unavailable("a worker has ended"))
+            if any(address in self.addresses for address in gone) or not self.alive:
+                self.trouble = error
+            else:
+                self._draft_lost = True
+            return error
+        finally:
+            for task in broken.values():
+                task.cancel()
+            await asyncio.gather(*broken.values(), return_exceptions=True)
+
+    async def restore(self) -> None:
+        """Start anew the local workers that ended, and have every worker load what it does not hold.
+
+        Raises what starting a cluster raises; then it can be tried again.
+        """
+        for index in [*self._processes]:
+            watcher = self._watchers.get(index)
+            if watcher is None or watcher.done():
+                if watcher is not None:
+                    self._deaths[index] = watcher.result()
+                await self._processes.pop(index).stop()
+                self._watchers.pop(index, None)
+        await self._start()
+        self.trouble, self._draft_lost = None, False
+        self._deaths.clear()
+
+    def _ended(self, index: int) -> bool:
+        watcher = self._watchers.get(index)
+        return watcher is not None and watcher.done()
+
+    def death(self, index: int) -> str | None:
+        """How a local worker ended that is not back yet, the draft's own behind the stages'; None for all others."""
+        watcher = self._watchers.get(index)
+        if watcher is not None and watcher.done() and not watcher.cancelled():
+            return watcher.result()
+        return self._deaths.get(index)
 
     def snapshot_places(self, *, with_draft: bool) -> tuple[SnapshotPlace, ...]:
         """Who keeps a part of a prefix's state: the stages in order, then the draft."""
@@ -178,7 +239,7 @@ class Cluster:
             for address, stage in zip(self.addresses, self._plan.stages, strict=True)
         ]
         if with_draft and draft is not None:
-            address = self._draft_address or self.addresses[-1]
+            address = self.draft_address or self.addresses[-1]
             places.append(SnapshotPlace(address, SnapshotOwner.DRAFT, None, draft.fingerprint))
         return tuple(places)
 
@@ -199,10 +260,9 @@ class Cluster:
         for index, task in self._watchers.items():
             if not task.done():
                 continue
-            who = f"stage {index}" if index < len(self._plan.stages) else "draft worker"
-            return Unavailable(f"{who}: {task.result()}", reason="WORKER_DIED").located(**error.where)
+            return Unavailable(f"{self._who(index)}: {task.result()}", reason="WORKER_DIED").located(**error.where)
         if error.code_name == "INTERNAL":
-            for process in self._processes:
+            for process in self._processes.values():
                 raised = process.last_exception()
                 if raised is not None:
                     error.message += f" (worker for {process.device}: {raised})"
@@ -214,7 +274,7 @@ class Cluster:
             watcher.cancel()
         with contextlib.suppress(Exception):
             await self._peers.close()
-        await asyncio.gather(*(process.stop() for process in self._processes))
+        await asyncio.gather(*(process.stop() for process in self._processes.values()))
 
     # --- starting
 
@@ -222,37 +282,44 @@ class Cluster:
         places = [stage.place for stage in self._plan.stages]
         if self._plan.draft is not None:
             places.append(self._plan.draft)
-        threads = self.threads or threads_each(places)
-        addresses = await _all(self._launch(index, place, threads) for index, place in enumerate(places))
+        launch = replace(self.launch, threads=self.launch.threads or threads_each(places))
+        addresses = await _all(self._start_worker(index, place, launch) for index, place in enumerate(places))
         stages = len(self._plan.stages)
         self.addresses = tuple(addresses[:stages])
-        self._draft_address = addresses[stages] if self._plan.draft is not None else None
+        self.draft_address = addresses[stages] if self._plan.draft is not None else None
         if self._plan.auto and self._choose_split is not None:
             self._plan = await self._or_death(self._choose_split(self._plan, addresses, self._peers))
-        self.workers = tuple(await self._or_death(_all(self._load_stage(index) for index in range(stages))))
+            self._choose_split = None
+        try:
+            self.workers = tuple(await self._or_death(_all(self._load_stage(index) for index in range(stages))))
+        except FlashsplitError as error:
+            self.trouble = error
+            raise
+        check_same_model(self.workers)
         if self._plan.has_draft:
             self.draft_worker = await self._or_death(self._load_draft())
-            self.draft = self.draft_worker.draft
-        self._check()
+            assert self.draft_worker.draft is not None
+            check_fit(self.draft_worker.draft, self.target)
 
-    async def _launch(self, index: int, place: Place, threads: int | None) -> str:
+    async def _start_worker(self, index: int, place: Place, launch: Launch) -> str:
+        """Its address; what runs already is left as it is."""
         if place.address is not None:
+            if self._wait_s:
+                await self._peers.awaited(place.address, self._wait_s)
             return place.address
+        if index in self._processes:
+            return self._processes[index].address
         last = index == len(self._plan.stages) - 1
         roles = [Role.TARGET] if index < len(self._plan.stages) else [Role.DRAFT]
         if last and self._plan.has_draft and self._plan.draft is None:
             roles.append(Role.DRAFT)
         assert place.devices is not None
-        process = WorkerProcess(
-            place.devices,
-            roles,
-            threads=threads,
-            prefix_cache_bytes=self._prefix_cache_bytes,
-            cuda_graphs=self._cuda_graphs if place.devices != "cpu" else None,
-            security=self.security,
-        )
-        self._processes.append(process)
-        await process.start()
+        process = WorkerProcess(place.devices, roles, launch)
+        self._processes[index] = process
+        try:
+            await process.start()
+        except FlashsplitError as error:
+            raise _named(error, self._who(index)) from error
         self._watchers[index] = asyncio.ensure_future(process.died())
         return process.address
 
@@ -281,8 +348,8 @@ class Cluster:
     async def _load_draft(self) -> WorkerDescription:
         checkpoints = self._checkpoints
         assert checkpoints.draft is not None
-        beside = self._draft_address is None
-        address = self.addresses[-1] if self._draft_address is None else self._draft_address
+        beside = self.draft_address is None
+        address = self.addresses[-1] if self.draft_address is None else self.draft_address
         worker = await self._peers.worker(address)
         try:
             device = (await worker.describe()).device
@@ -300,6 +367,9 @@ class Cluster:
         except FlashsplitError as error:
             raise _named(error, f"draft ({device}, {address})") from error
 
+    def _who(self, index: int) -> str:
+        return f"stage {index}" if index < len(self._plan.stages) else "draft worker"
+
     def _bar(self, name: str) -> Callable[[LoadProgress], None]:
         return lambda progress: self._reporter.progress(name, progress.loaded_bytes, progress.total_bytes)
 
@@ -316,60 +386,6 @@ class Cluster:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-
-    def _check(self) -> None:
-        """One model behind all stages, and a draft that fits it."""
-        first = self.target
-        for index, worker in enumerate(self.workers):
-            target = worker.target
-            assert target is not None
-            for field in ("fingerprint", "dtype"):
-                mine, theirs = getattr(first, field), getattr(target, field)
-                if mine != theirs:
-                    raise FailedPrecondition(
-                        f"stage {index} ({worker.device} on {worker.host}) holds {field} {theirs}, stage 0 "
-                        f"({self.workers[0].device} on {self.workers[0].host}) {mine}: give both the same checkpoint",
-                        reason="FINGERPRINT_MISMATCH" if field == "fingerprint" else "DTYPE_MISMATCH",
-                        field=field,
-                        stage=index,
-                        host=worker.host,
-                    )
-        if self.draft is not None:
-            check_fit(self.draft, first)
-
-
-def check_fit(draft: DraftDescription, target: TargetDescription) -> None:
-    """Raises FailedPrecondition when a draft was not made for a target, naming the field and both values."""
-    for field in ("hidden_size", "vocab_size"):
-        mine, theirs = getattr(draft, field), getattr(target, field)
-        if mine != theirs:
-            raise FailedPrecondition(
-                f"the draft's {field} is {mine}, the target's {theirs}: name a draft made for this target",
-                reason="DRAFT_MISMATCH",
-                field=field,
-            )
-    if draft.num_target_layers not in (1, target.num_layers):
-        raise FailedPrecondition(
-            f"the draft was made for a target of {draft.num_target_layers} layers, this one has "
-            f"{target.num_layers}: name a draft made for this target",
-            reason="DRAFT_MISMATCH",
-            field="num_target_layers",
-        )
-    if draft.capture_layers != target.capture_layers:
-        raise FailedPrecondition(
-            f"the draft captures blocks {list(draft.capture_layers)}, the stages {list(target.capture_layers)}: "
-            "give all workers the same draft checkpoint",
-            reason="DRAFT_MISMATCH",
-            field="capture_layers",
-        )
-
-
-def threads_each(places: list[Place]) -> int | None:
-    """CPU threads for each local worker: they share this host's cores. None, torch's default, for a single one."""
-    local_cpu = sum(1 for place in places if place.devices is not None and "cpu" in place.devices)
-    if local_cpu < 2:
-        return None
-    return max(1, len(os.sched_getaffinity(0)) // local_cpu)
 
 
 def _named(error: FlashsplitError, name: str) -> FlashsplitError:

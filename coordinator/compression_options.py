@@ -13,7 +13,7 @@ from coordinator.cluster import Cluster, LoadReporter
 from coordinator.compression.compressor import Compressor
 from coordinator.compression.drafter_worker import DrafterWorker
 from coordinator.compression.settings import CompressionSettings, parse_keep
-from coordinator.placement import parse_place
+from coordinator.placement import Place, parse_place
 from coordinator.tokenizer import Tokenizer
 from services.errors import InvalidArgument, NotFound
 from services.inference_words import CompressionMode
@@ -93,6 +93,11 @@ class CompressionOptions:
             DEFAULTS.keep if self.prefill_keep_ratio is None else parse_keep(self.prefill_keep_ratio),
         )
 
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Of its own."""
+        return () if self.prefill_device is None else (parse_place(self.prefill_device, "--prefill-device"),)
+
     async def open(self, cluster: Cluster, reporter: LoadReporter, dtype: str | None) -> Compressor | None:
         """A compressor with its drafter loaded, to be closed; None without one.
 
@@ -103,15 +108,12 @@ class CompressionOptions:
         directory = self.prefill_drafter.absolute()
         tokenizer = Tokenizer.from_checkpoint(directory)
         assert tokenizer is not None
-        place = cluster.first_place
-        if self.prefill_device is not None:
-            place = parse_place(self.prefill_device, "--prefill-device")
+        place = next(iter(self.places), cluster.first_place)
         worker = DrafterWorker(
             place,
             directory,
             dtype=dtype,
-            threads=cluster.threads,
-            security=cluster.security,
+            launch=cluster.launch,
             on_progress=lambda progress: reporter.progress(
                 f"prefill drafter ({place})", progress.loaded_bytes, progress.total_bytes
             ),

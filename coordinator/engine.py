@@ -20,6 +20,7 @@ from coordinator.generation import Generation
 from coordinator.model_files import ModelFiles
 from coordinator.prefix.cache import PrefixCache
 from coordinator.request_span import RequestSpan
+from coordinator.step_times import StepTaken
 from services.errors import FlashsplitError, InvalidArgument, ResourceExhausted, Unavailable
 
 RETRY_AFTER_S = 1
@@ -80,6 +81,7 @@ class Engine:
         self._running = self._waiting = 0
         self._draining = False
         self.listeners: list[Callable[[Finished], None]] = []
+        self.step_listeners: list[Callable[[StepTaken], None]] = []
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -105,7 +107,7 @@ class Engine:
         """
         span = RequestSpan(request, self.name)
         request = replace(request, trace=span.trace)
-        generation = Generation(self.cluster, request, self.files.tokenizer, self.prefixes)
+        generation = Generation(self.cluster, request, self.files.tokenizer, self.prefixes, self._step)
         if len(request.prompt_ids) + request.max_tokens > self.max_model_len:
             raise InvalidArgument(
                 f"the prompt's {len(request.prompt_ids)} tokens and max_tokens {request.max_tokens} make "
@@ -129,6 +131,10 @@ class Engine:
             now = time.monotonic()
             span.end(generation.answer, outcome, [Phase("queue", arrived, begun), *generation.phases])
             self._tell(Finished(request, generation.answer, outcome, begun - arrived, now - arrived))
+
+    def _step(self, step: StepTaken) -> None:
+        for listener in self.step_listeners:
+            listener(step)
 
     def _tell(self, finished: Finished) -> None:
         """One line in the log, and whoever counts."""
@@ -166,7 +172,8 @@ class Engine:
             raise Unavailable("the server is shutting down: ask another one", reason="DRAINING")
         if not self.cluster.alive:
             # Trying to reach the dead would take seconds, and could only end the same way.
-            raise await self.cluster.explain(Unavailable("a worker has ended"))
+            trouble = self.cluster.trouble or await self.cluster.explain(Unavailable("a worker has ended"))
+            raise Unavailable(trouble.message, reason=trouble.reason)
         if self._turns.locked() and self._waiting >= self._max_waiting:
             raise ResourceExhausted(
                 f"{self._running} requests run and {self._waiting} wait: try again in {RETRY_AFTER_S} s",

@@ -10,12 +10,13 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
-from coordinator.answer import Answer, Compression, Phase, Piece, Request, StageStats, Stats, StepTimes
+from coordinator.answer import Answer, Compression, Phase, Piece, Request, StageStats, Stats
 from coordinator.cluster import Cluster
 from coordinator.prefix.cache import PrefixCache
 from coordinator.prefix.policy import chunks
 from coordinator.prefix.run import PrefixRun
 from coordinator.speculation import Speculation
+from coordinator.step_times import StageTime, StepTaken, StepTimes, sent_bytes, split_time
 from coordinator.text_stream import TextStream
 from coordinator.tokenizer import Tokenizer
 from services.errors import FlashsplitError, InternalError, InvalidArgument, NotFound, error_named
@@ -45,11 +46,16 @@ class Generation:
     """One request on its way. Iterate over `pieces`, then read `answer`."""
 
     def __init__(
-        self, cluster: Cluster, request: Request, tokenizer: Tokenizer | None, prefixes: PrefixCache | None = None
+        self,
+        cluster: Cluster,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        prefixes: PrefixCache | None = None,
+        on_step: Callable[[StepTaken], None] = lambda step: None,
     ) -> None:
-        """Raises InvalidArgument when the request cannot fit the model."""
+        """on_step hears of every step's answer. Raises InvalidArgument when the request cannot fit the model."""
         _check(request, cluster, tokenizer)
-        self._cluster, self._request = cluster, request
+        self._cluster, self._request, self._on_step = cluster, request, on_step
         self._text = TextStream(tokenizer, request.stop_strings)
         draft = cluster.draft if request.speculate else None
         self._speculation = Speculation(1 if draft is None else draft.block_size)
@@ -172,7 +178,7 @@ class Generation:
             self._length = restore.length
         # From the whole prompt on there is nothing to compute: the restored logits give the first token.
         steps = chunks(len(prompt), points, self._request.prefill_chunk, self._length) or [(len(prompt), len(prompt))]
-        unanswered = 0
+        unanswered, answered = 0, self._length
         for first, end in steps:
             last = end == len(prompt)
             kind = StepKind.PREFILL if not last else StepKind.DECODE if first < end else StepKind.RESUME
@@ -185,6 +191,8 @@ class Generation:
             while unanswered > (0 if last else CHUNKS_IN_FLIGHT):
                 commit = await self._commit(events)
                 unanswered -= 1
+                self._tell(StepKind.PREFILL, commit.length - answered, commit, split_time(commit, 0))
+                answered = commit.length
         self._length = commit.length
         yield self._take(commit)
         if self._finish_reason is None:
@@ -195,25 +203,28 @@ class Generation:
     async def _decode_step(self, session: StageSession, events: AsyncIterator[Event]) -> AsyncIterator[Piece]:
         remaining = self._request.max_tokens - len(self._token_ids)
         guesses = self._guesses[: remaining - 1]
+        kind = StepKind.VERIFY if guesses else StepKind.DECODE
+        rows = (self._token_ids[-1], *guesses)
         propose, sent_ns = self._proposing, time.monotonic_ns()
         if not self._following:
             if self._prefix is not None and self._prefix.checkpoint_due(self._length):
                 await self._keep(session, self._length)
-            kind = StepKind.VERIFY if guesses else StepKind.DECODE
-            rows = (self._token_ids[-1], *guesses)
             propose = self._proposing = self._wanted()
             sent_ns = time.monotonic_ns()
             more = self._more(remaining, max(len(guesses), propose))
             await session.forward(Forward(self._step, self._length, rows, kind, propose, more=more))
         self._step += 1
         commit = await self._commit(events)
-        self._clock(commit, time.monotonic_ns() - sent_ns)
+        stages = split_time(commit, time.monotonic_ns() - sent_ns)
+        self._times.add(stages)
         self._length, self._following = commit.length, commit.more
         yield self._take(commit)
+        drafted_ns = self._times.draft_ns
         if self._finish_reason is None:
             self._guesses = await self._proposal(events, propose)
-        seconds = (time.monotonic_ns() - sent_ns) / 1e9
-        self._speculation.observe(len(guesses), len(commit.token_ids) - 1 if guesses else 0, seconds)
+        elapsed_ns = time.monotonic_ns() - sent_ns
+        self._speculation.observe(len(guesses), len(commit.token_ids) - 1 if guesses else 0, elapsed_ns / 1e9)
+        self._tell(kind, len(rows), commit, stages, elapsed_ns, self._times.draft_ns - drafted_ns)
 
     def _more(self, remaining: int, guesses: int) -> int:
         """How many steps may follow by themselves: whole ones within the answer, where nothing is tried out between
@@ -307,16 +318,18 @@ class Generation:
         self._logprobs += logprobs
         return Piece(tuple(taken), "".join(shown), logprobs)
 
-    def _clock(self, commit: Commit, elapsed_ns: int) -> None:
-        """Split a step's time: what a stage computed, and what lay between it and the one above."""
-        times = self._times
-        if not times.forward_ns:
-            times.forward_ns = [0] * len(commit.timings)
-            times.wire_ns = [0] * len(commit.timings)
-        for index, timing in enumerate(commit.timings):
-            times.forward_ns[index] += timing.forward_ns
-            times.wire_ns[index] += max(0, elapsed_ns - timing.elapsed_ns)
-            elapsed_ns = timing.elapsed_ns - timing.forward_ns
+    def _tell(
+        self,
+        kind: StepKind,
+        rows: int,
+        commit: Commit,
+        stages: tuple[StageTime, ...],
+        elapsed_ns: int = 0,
+        draft_ns: int = 0,
+    ) -> None:
+        kept = rows if kind is StepKind.PREFILL else len(commit.token_ids)
+        name, sent = self._request.request_id, sent_bytes(commit, rows)
+        self._on_step(StepTaken(name, kind, rows, kept, elapsed_ns, draft_ns, stages, sent))
 
     def _stats(self, session: StageSession) -> Stats:
         speculation, times = self._speculation, self._times

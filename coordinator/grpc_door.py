@@ -40,14 +40,16 @@ class GrpcDoor:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """What still runs is told that the server is shutting down."""
+        """What still runs is told that the server is shutting down; answers that are done reach their clients."""
         assert self._health is not None
         self._health.cancel()
         await asyncio.wait([self._health])
         await self._server.set_serving(False)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GRACE_S):
-                await self._servicer.end_all()
+        load = self._engine.load
+        if load.running + load.waiting:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GRACE_S):
+                    await self._servicer.end_all()
         await self._server.stop(GRACE_S)
 
     async def _tell_health(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import click
 
 from coordinator.cluster import Checkpoints, Cluster, LoadReporter
 from coordinator.model_files import ModelFiles
-from coordinator.placement import Plan, make_plan
+from coordinator.placement import Place, Plan, make_plan
 from coordinator.planning.draft_size import read_draft_size
 from coordinator.planning.measuring import SplitChooser
 from coordinator.planning.memory import Models
@@ -19,9 +19,12 @@ from coordinator.planning.model_size import read_model_size
 from coordinator.prefix.cache import PrefixCache, lineage_of
 from coordinator.prefix.disk import DiskCache
 from coordinator.store_options import StoreOptions, store_options
+from services.addresses import socket_path
 from services.description import FeatureTransport, HeadPlace
 from services.errors import InvalidArgument
+from services.launch import Launch, parse_commands, vendor_of
 from services.security import Security, load_security
+from services.shared_memory.transport import PayloadTransport
 from services.sizes import parse_size
 
 Command = Callable[..., Any]
@@ -56,6 +59,15 @@ _PLACEMENT = (
     click.option("--cuda-graphs/--no-cuda-graphs", default=None,
                  help="Local workers with a GPU launch a step as one captured graph, or its kernels one by one.  "
                  "[default: graphs]"),
+    click.option("--payload-transport", type=click.Choice([kind.value for kind in PayloadTransport]),
+                 help="How large payloads (prompts' activations, snapshots) reach workers: within the stream, through "
+                 "memory shared with them, or auto: shared on this host.  [default: auto]"),
+    click.option("--worker-command", multiple=True, metavar="VENDOR=PROGRAM",
+                 help="Start this program for workers on cpu, cuda:N or hip:N, from another environment with that "
+                 "vendor's torch: hip=/opt/rocm-env/bin/flashsplit-worker. May be given for each vendor.  [default: "
+                 "the worker beside this program]"),
+    click.option("--wait-for-workers", type=click.FloatRange(0), default=0.0, show_default=True, metavar="SECONDS",
+                 help="How long to go on calling a worker that runs elsewhere and doesn't answer yet, at the start."),
     click.option("--tls-cert", metavar="FILE",
                  help="This host's PEM certificate, for workers over TCP; see flashsplit certs."),
     click.option("--tls-key", metavar="FILE", help="The certificate's key."),
@@ -85,7 +97,7 @@ def prefix_options(command: Command) -> Command:
     """Everything about keeping prefixes."""
     for option in reversed(_PREFIX):
         command = option(command)
-    return store_options(command)
+    return store_options(command, short=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +133,15 @@ class PrefixOptions:
         if not self.prefix_cache:
             return 0
         return None if self.prefix_cache_bytes is None else parse_size(self.prefix_cache_bytes, "--prefix-cache-bytes")
+
+    def check(self, cluster: Cluster) -> None:
+        """Raises InvalidArgument for a budget of local workers where there are none."""
+        if self.prefix_cache_bytes is not None and not cluster.starts_workers:
+            raise InvalidArgument(
+                f"--prefix-cache-bytes {self.prefix_cache_bytes} has no effect on workers that run already: give it to "
+                "flashsplit-worker, or leave it out",
+                field="--prefix-cache-bytes",
+            )
 
     def open(self, cluster: Cluster, files: ModelFiles) -> PrefixCache | None:
         """The cache of a started cluster, not yet entered; None where it is switched off."""
@@ -171,6 +192,9 @@ class PlacementOptions:
     threads: int | None
     target_layers: str | None = None
     cuda_graphs: bool | None = None
+    worker_command: tuple[str, ...] = ()
+    payload_transport: str | None = None
+    wait_for_workers: float = 0.0
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_ca: str | None = None
@@ -184,9 +208,13 @@ class PlacementOptions:
         reporter: LoadReporter,
         *,
         prefix_cache_bytes: int | None = None,
+        beside: Sequence[Place] = (),
     ) -> Cluster:
-        """A cluster that is not started yet. Raises InvalidArgument for options that contradict each other."""
-        plan = self.plan(files.num_layers, has_draft=draft is not None)
+        """A cluster that is not started yet. beside: where further workers will be started as these are.
+
+        Raises InvalidArgument for options that contradict each other.
+        """
+        plan = self.plan(files.num_layers, has_draft=draft is not None, beside=beside)
         checkpoints = Checkpoints(
             model=files.directory.absolute(),
             draft=None if draft is None else draft.absolute(),
@@ -200,10 +228,8 @@ class PlacementOptions:
         return Cluster(
             plan,
             checkpoints,
-            threads=self.threads,
-            prefix_cache_bytes=prefix_cache_bytes,
-            cuda_graphs=self.cuda_graphs,
-            security=self.security(),
+            launch=self.launch(prefix_cache_bytes),
+            wait_s=self.wait_for_workers,
             reporter=reporter,
             choose_split=choose_split,
         )
@@ -222,7 +248,7 @@ class PlacementOptions:
     def transport(self) -> FeatureTransport:
         return FeatureTransport(self.features or FeatureTransport.SUM)
 
-    def plan(self, num_layers: int, *, has_draft: bool) -> Plan:
+    def plan(self, num_layers: int, *, has_draft: bool, beside: Sequence[Place] = ()) -> Plan:
         """Raises InvalidArgument for options that contradict each other or have no effect."""
         plan = make_plan(
             target_devices=self.target_devices,
@@ -244,6 +270,23 @@ class PlacementOptions:
                 field="--draft-head",
             )
         places = [*(stage.place for stage in plan.stages), *([plan.draft] if plan.draft is not None else [])]
+        vendors = {vendor_of(place.devices) for place in (*places, *beside) if place.devices is not None}
+        for vendor in parse_commands(self.worker_command):
+            if vendor not in vendors:
+                raise InvalidArgument(
+                    f"--worker-command {vendor}=… has no effect: no worker is started on {vendor}; name such a device "
+                    "in --target-devices or --draft-device, or leave it out",
+                    field="--worker-command",
+                )
+        remote = [place.address for place in (*places, *beside) if place.address is not None]
+        for name in ("tls_cert", "tls_key", "tls_ca", "tls_server_name"):
+            if getattr(self, name) is not None and all(socket_path(address) is not None for address in remote):
+                flag = f"--{name.replace('_', '-')}"
+                raise InvalidArgument(
+                    f"{flag} {getattr(self, name)} has no effect: no worker is reached over TCP, and a Unix socket is "
+                    "private to its user; name a worker's HOST:PORT, or leave it out",
+                    field=flag,
+                )
         if self.threads is not None and all(place.devices is None for place in places):
             raise InvalidArgument(
                 f"--threads {self.threads} has no effect on workers that run already: give it to flashsplit-worker, or "
@@ -258,6 +301,19 @@ class PlacementOptions:
                 field=flag,
             )
         return plan
+
+    def launch(self, prefix_cache_bytes: int | None = None) -> Launch:
+        """How local workers are started. Raises what `security` and `parse_commands` raise."""
+        commands = parse_commands(self.worker_command)
+        transport = PayloadTransport(self.payload_transport or PayloadTransport.AUTO)
+        return Launch(
+            threads=self.threads,
+            prefix_cache_bytes=prefix_cache_bytes,
+            cuda_graphs=self.cuda_graphs,
+            security=self.security(),
+            transport=transport,
+            commands=commands,
+        )
 
     def security(self) -> Security:
         """What to call the workers with. Raises InvalidArgument for files that cannot be used."""

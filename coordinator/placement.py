@@ -7,6 +7,7 @@ Contradictions and options without effect are refused with a sentence that says 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -215,3 +216,11 @@ def split_layers(num_layers: int, weights: Sequence[float]) -> list[LayerRange]:
         ranges.append(LayerRange(first, last))
         first = last
     return ranges
+
+
+def threads_each(places: list[Place]) -> int | None:
+    """CPU threads for each local worker: they share this host's cores. None, torch's default, for a single one."""
+    local_cpu = sum(1 for place in places if place.devices is not None and "cpu" in place.devices)
+    if local_cpu < 2:
+        return None
+    return max(1, len(os.sched_getaffinity(0)) // local_cpu)

@@ -53,14 +53,17 @@ class StoreOptions:
         return store, catalog
 
 
-def store_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--kv-cache-dir and --kv-cache-url; what is on the command line wins over the environment."""
+def store_options(command: Callable[..., Any], *, short: bool = True) -> Callable[..., Any]:
+    """--kv-cache-dir and --kv-cache-url; what is on the command line wins over the environment.
+
+    short: as --dir and --url too, for commands that have no other.
+    """
     for option in (
-        click.option("--kv-cache-url", "--url", "kv_cache_url", metavar="URL",
+        click.option("--kv-cache-url", *(["--url"] if short else []), "kv_cache_url", metavar="URL",
                      envvar="FLASHSPLIT_KV_CACHE_URL", show_envvar=True,
                      help="A store of prefixes on disk in any place that fsspec reaches, like s3://bucket/prefixes; "
                      "needs the extra remote-store."),
-        click.option("--kv-cache-dir", "--dir", "kv_cache_dir", metavar="DIR",
+        click.option("--kv-cache-dir", *(["--dir"] if short else []), "kv_cache_dir", metavar="DIR",
                      envvar="FLASHSPLIT_KV_CACHE_DIR", show_envvar=True,
                      help="A store of prefixes on disk in a directory: they survive restarts and serve any split."),
     ):  # fmt: skip

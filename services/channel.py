@@ -37,6 +37,8 @@ CLIENT_OPTIONS: list[tuple[str, int]] = [
     # Each edge has a connection of its own: a snapshot must not sit in front of a decode step.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
+    # A connection without calls is no connection without use: its end tells that a worker is gone.
+    ("grpc.client_idle_timeout_ms", 2**31 - 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]

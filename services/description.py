@@ -161,6 +161,8 @@ class WorkerDescription:
     snapshot_bytes: int = 0
     snapshot_budget_bytes: int = 0
     drafter: DrafterDescription | None = None
+    session_bytes: int = 0
+    """Of open sessions' caches."""
     protocol_major: int = PROTOCOL_MAJOR
     protocol_minor: int = PROTOCOL_MINOR
 
@@ -235,6 +237,7 @@ def worker_to_message(worker: WorkerDescription) -> model_pb2.WorkerDescription:
         max_tensor_bytes=worker.max_tensor_bytes,
         snapshot_bytes=worker.snapshot_bytes,
         snapshot_budget_bytes=worker.snapshot_budget_bytes,
+        session_bytes=worker.session_bytes,
     )
     for device in worker.devices:
         message.devices.add(
@@ -309,6 +312,7 @@ def worker_from_message(message: model_pb2.WorkerDescription) -> WorkerDescripti
         snapshot_bytes=message.snapshot_bytes,
         snapshot_budget_bytes=message.snapshot_budget_bytes,
         drafter=_drafter_from_message(message.drafter) if message.HasField("drafter") else None,
+        session_bytes=message.session_bytes,
     )
 
 

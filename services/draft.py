@@ -22,6 +22,7 @@ from flashsplit.shard.v1 import (
 from services import snapshot_frames, stage_frames
 from services.client_stream import ClientStream
 from services.errors import CLOSED, InvalidArgument, Unavailable, answering, ending
+from services.shared_memory.link import NO_LINKS, Sender, SharedLink, SharedLinks
 from services.steps import FeatureSlice, SnapshotPart, SnapshotRestore, SnapshotSave
 from services.streams import read_tensors
 from services.tensors import OutgoingTensors, WireTensor, incomplete
@@ -91,8 +92,9 @@ class DraftPort(Protocol):
 class DraftServicer(pb_grpc.DraftServiceServicer):
     """Frames to port."""
 
-    def __init__(self, port: DraftPort) -> None:
-        self._port = port
+    def __init__(self, port: DraftPort, links: SharedLinks = NO_LINKS) -> None:
+        """links: the memory that callers share with this process."""
+        self._port, self._links = port, links
 
     def register(self, server: grpc.aio.Server) -> str:
         pb_grpc.add_DraftServiceServicer_to_server(self, server)
@@ -114,18 +116,17 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
                 # A caller that cancels meanwhile must not leave a session half closed.
                 await asyncio.shield(session.close(ending(sys.exception())))
 
-    @staticmethod
-    async def _serve(session: DraftSession, context: grpc.aio.ServicerContext) -> None:
+    async def _serve(self, session: DraftSession, context: grpc.aio.ServicerContext) -> None:
         while (request := await context.read()) is not grpc.aio.EOF:
             match request.WhichOneof("frame"):
                 case "feature_slice":
                     message = request.feature_slice
-                    tensor = incomplete(message.features, "features", session.max_tensor_bytes)
-                    [features] = await read_tensors(context, [tensor])
+                    tensor = incomplete(message.features, "features", session.max_tensor_bytes, self._links)
+                    [features] = await read_tensors(context, [tensor], self._links)
                     piece = stage_frames.slice_from_message(message, features)
                     await session.feature_slice(piece)
                 case "propose":
-                    propose = await _propose_from_message(request.propose, session, context)
+                    propose = await _propose_from_message(request.propose, session, context, self._links)
                     for frame in _guesses_to_messages(propose.step, await session.propose(propose)):
                         await context.write(frame)
                 case "snapshot_save":
@@ -150,12 +151,12 @@ def _open_from_message(message: draft_pb2.DraftOpen) -> DraftOpen:
 
 
 async def _propose_from_message(
-    message: draft_pb2.Propose, session: DraftSession, context: grpc.aio.ServicerContext
+    message: draft_pb2.Propose, session: DraftSession, context: grpc.aio.ServicerContext, links: SharedLinks
 ) -> Propose:
     embed = None
     if message.HasField("embed"):
-        tensor = incomplete(message.embed.rows, "embed.rows", session.max_tensor_bytes)
-        [embed] = await read_tensors(context, [tensor])
+        tensor = incomplete(message.embed.rows, "embed.rows", session.max_tensor_bytes, links)
+        [embed] = await read_tensors(context, [tensor], links)
     return Propose(message.step, message.position, message.token_id, message.tokens, embed)
 
 
@@ -174,9 +175,10 @@ def _guesses_to_messages(step: int, guesses: Guesses) -> Iterator[pb.RunDraftRes
 class RemoteDraft:
     """Port to frames: a `DraftPort` over a channel."""
 
-    def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
+    def __init__(self, channel: grpc.aio.Channel, address: str, link: SharedLink | None = None) -> None:
+        """link: memory shared with the worker there."""
         self._stub = pb_grpc.DraftServiceStub(channel)
-        self._address = address
+        self._address, self._link = address, link
 
     async def open(self, request: DraftOpen) -> RemoteDraftSession:
         stream = ClientStream(self._stub.RunDraft(), address=self._address)
@@ -191,7 +193,8 @@ class RemoteDraft:
             response = await stream.read()
             if response is grpc.aio.EOF:
                 raise Unavailable(f"{self._address} closed the draft session without opening it", address=self._address)
-            return RemoteDraftSession(stream, response.opened.host, response.opened.device)
+            sender = None if self._link is None else self._link.sender()
+            return RemoteDraftSession(stream, response.opened.host, response.opened.device, sender)
         except BaseException:
             stream.cancel()
             raise
@@ -202,18 +205,18 @@ class RemoteDraftSession:
 
     max_tensor_bytes = 64 << 20
 
-    def __init__(self, stream: ClientStream, host: str, device: str) -> None:
-        self._stream = stream
+    def __init__(self, stream: ClientStream, host: str, device: str, sender: Sender | None = None) -> None:
+        self._stream, self._sender = stream, sender
         self.host, self.device = host, device
         stream.where |= {"host": host, "device": device}
 
     async def feature_slice(self, piece: FeatureSlice) -> None:
-        request, tensors = pb.RunDraftRequest(), OutgoingTensors()
+        request, tensors = pb.RunDraftRequest(), OutgoingTensors(self._sender)
         stage_frames.slice_to_message(piece, request.feature_slice, tensors)
         await self._send(request, tensors)
 
     async def propose(self, request: Propose) -> Guesses:
-        frame, tensors = pb.RunDraftRequest(), OutgoingTensors()
+        frame, tensors = pb.RunDraftRequest(), OutgoingTensors(self._sender)
         message = frame.propose
         message.step, message.position = request.step, request.position
         message.token_id, message.tokens = request.token_id, request.tokens
@@ -239,6 +242,8 @@ class RemoteDraftSession:
 
     async def close(self, why: str = CLOSED) -> None:
         await self._stream.close()
+        if self._sender is not None:
+            self._sender.close()
 
     async def _answer(self, expected: str) -> pb.RunDraftResponse:
         response = await self._stream.read()

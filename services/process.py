@@ -9,43 +9,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from services.errors import FailedPrecondition, Unavailable
-from services.security import OPEN, Security
-from services.worker_log import WorkerLog
+from services.launch import DEFAULT_COMMAND, DEFAULT_LAUNCH, Launch
+from services.scratch import Scratch
+from services.worker_log import REFUSAL, WorkerLog
 
 READY_TIMEOUT_S = 120.0
 STOP_GRACE_S = 2.0
-DEFAULT_COMMAND = (sys.executable, "-m", "shard_worker")
 
 
 class WorkerProcess:
     """A child worker on `device` offering `roles`; use `start`, then `address`, and in any case `stop`."""
 
-    def __init__(
-        self,
-        device: str,
-        roles: Sequence[str],
-        *,
-        threads: int | None = None,
-        prefix_cache_bytes: int | None = None,
-        cuda_graphs: bool | None = None,
-        security: Security = OPEN,
-        log_level: str = "info",
-        command: Sequence[str] = DEFAULT_COMMAND,
-    ) -> None:
-        self.device = device
-        self._roles, self._threads, self._log_level = tuple(roles), threads, log_level
-        self._prefix_cache_bytes, self._security, self._cuda_graphs = prefix_cache_bytes, security, cuda_graphs
-        self._command = tuple(command)
-        self._scratch: Path | None = None
+    def __init__(self, device: str, roles: Sequence[str], launch: Launch = DEFAULT_LAUNCH) -> None:
+        self.device, self._roles, self._launch = device, tuple(roles), launch
+        self._scratch: Scratch | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._lifeline: int | None = None
         self._log: WorkerLog
@@ -63,18 +46,13 @@ class WorkerProcess:
 
     async def start(self) -> None:
         """Spawn, and return when the worker listens. Raises Unavailable, with its last log lines, when it doesn't."""
-        self._scratch = Path(tempfile.mkdtemp(prefix="flashsplit-"))
-        self._log = WorkerLog(self._scratch / "worker.log")
+        self._scratch = Scratch()
+        self._log = WorkerLog(self._directory / "worker.log")
         child_end, self._lifeline = os.pipe()
-        optional = {"--threads": self._threads, "--prefix-cache-bytes": self._prefix_cache_bytes}
         arguments = [
-            *self._command,
-            *("--listen", self.address, "--device", self.device),
-            *("--roles", ",".join(self._roles), "--log-level", self._log_level),
-            *("--lifeline-fd", str(child_end)),
-            *self._security.child_arguments(),
-            *({None: (), True: ("--cuda-graphs",), False: ("--no-cuda-graphs",)}[self._cuda_graphs]),
-            *(word for flag, value in optional.items() if value is not None for word in (flag, str(value))),
+            *self._launch.command(self.device),
+            *("--listen", self.address, "--lifeline-fd", str(child_end), "--scratch", str(self._directory)),
+            *self._launch.arguments(self.device, self._roles),
         ]
         try:
             with self._log.open() as log:
@@ -83,7 +61,7 @@ class WorkerProcess:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=self._security.child_environment(),
+                    env=self._launch.environment(self.device),
                     pass_fds=(child_end,),
                     # Ctrl-C on the terminal is for the parent, which then stops its children in order.
                     start_new_session=True,
@@ -128,13 +106,13 @@ class WorkerProcess:
             self._following = None
             self._log.carry()
         if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch.remove()
             self._scratch = None
 
     @property
     def _directory(self) -> Path:
         assert self._scratch is not None, "start() comes first"
-        return self._scratch
+        return self._scratch.path
 
     async def _listening(self) -> None:
         assert self._process is not None
@@ -153,9 +131,9 @@ class WorkerProcess:
 
     def _raise_early_exit(self, code: int) -> None:
         text = self._log.text().strip()
-        if code == 2 and text.startswith("flashsplit-worker: "):
+        if code == 2 and text.startswith(REFUSAL):
             # The worker refused its own command line and said why in one sentence.
-            raise FailedPrecondition(text.removeprefix("flashsplit-worker: "), device=self.device)
+            raise FailedPrecondition(text.removeprefix(REFUSAL), device=self.device)
         raise Unavailable(self._obituary(code), device=self.device)
 
     def _obituary(self, code: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from services.cluster_token import VARIABLE, read_token
@@ -20,9 +20,9 @@ class Security:
         """Flags that give a child the same certificates: it may have to call remote workers."""
         return [] if self.tls is None else self.tls.files.arguments()
 
-    def child_environment(self) -> dict[str, str]:
-        """A child's environment. The token goes in here: everybody on the host can read a command line."""
-        kept = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    def child_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """A child's, from this process's own. The token goes in: everybody on the host can read a command line."""
+        kept = {name: value for name, value in environment.items() if name != VARIABLE}
         return kept if self.token is None else {**kept, VARIABLE: self.token}
 
 

@@ -14,6 +14,7 @@ from flashsplit.shard.v1 import snapshot_pb2 as pb
 from services.description import range_from_message, range_to_message
 from services.errors import InvalidArgument
 from services.layers import LayerRange
+from services.shared_memory.link import NO_LINKS, Sender, SharedLinks
 from services.tensors import CHUNK_BYTES, ITEM_BYTES, MAX_RANK, dtype_name, dtype_number
 
 MAX_ID_LENGTH = 128
@@ -111,9 +112,11 @@ def check_id(snapshot_id: str, field: str = "snapshot_id") -> str:
 
 
 def frame_to_message(
-    frame: SnapshotFrame, message: pb.PrefixSnapshotExportResponse | pb.PrefixSnapshotImportRequest
+    frame: SnapshotFrame,
+    message: pb.PrefixSnapshotExportResponse | pb.PrefixSnapshotImportRequest,
+    sender: Sender | None = None,
 ) -> None:
-    """Fill in the one of the message's frames that this is."""
+    """Fill in the one of the message's frames that this is; bytes through the sender's shared memory, if given."""
     if isinstance(frame, SnapshotHeader):
         header = message.header
         header.snapshot_id, header.owner = frame.snapshot_id, _OWNER_NUMBERS[frame.owner]
@@ -131,24 +134,35 @@ def frame_to_message(
                 size_bytes=tensor.size_bytes,
             )
     elif isinstance(frame, SnapshotChunk):
-        message.chunk.offset, message.chunk.data = frame.offset, bytes(frame.data)
+        message.chunk.offset = frame.offset
+        payload = None if sender is None else sender.put(memoryview(frame.data).cast("B"))
+        if payload is None:
+            message.chunk.data = bytes(frame.data)
+        else:
+            message.chunk.shared.CopyFrom(payload)
     else:
         message.trailer.total_bytes = frame.total_bytes
         message.trailer.tensor_sha256.extend(frame.tensor_sha256)
 
 
-def frame_from_message(message: pb.PrefixSnapshotExportResponse | pb.PrefixSnapshotImportRequest) -> SnapshotFrame:
+def frame_from_message(
+    message: pb.PrefixSnapshotExportResponse | pb.PrefixSnapshotImportRequest, links: SharedLinks = NO_LINKS
+) -> SnapshotFrame:
     """Raises InvalidArgument for a frame that contradicts itself."""
     match message.WhichOneof("frame"):
         case "header":
             return _header_from_message(message.header)
         case "chunk":
             chunk = message.chunk
-            if not 1 <= len(chunk.data) <= CHUNK_BYTES:
+            data: bytes | bytearray = chunk.data
+            if chunk.HasField("shared"):
+                data = bytearray()
+                links.take(chunk.shared, data)
+            if not 1 <= len(data) <= CHUNK_BYTES:
                 raise InvalidArgument(
-                    f"chunk.data holds {len(chunk.data)} bytes; expected 1 to {CHUNK_BYTES}", field="chunk.data"
+                    f"chunk.data holds {len(data)} bytes; expected 1 to {CHUNK_BYTES}", field="chunk.data"
                 )
-            return SnapshotChunk(chunk.offset, chunk.data)
+            return SnapshotChunk(chunk.offset, data)
         case "trailer":
             trailer = message.trailer
             if any(len(digest) != SHA256_BYTES for digest in trailer.tensor_sha256):

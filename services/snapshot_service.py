@@ -18,6 +18,7 @@ from flashsplit.shard.v1 import (
 )
 from services.client_stream import ClientStream
 from services.errors import DataLoss, InvalidArgument, Unavailable, answering, rpc_failures_as_errors
+from services.shared_memory.link import NO_LINKS, Sender, SharedLink, SharedLinks
 from services.snapshot import (
     SnapshotChunk,
     SnapshotFrame,
@@ -80,8 +81,9 @@ class SnapshotPort(Protocol):
 class SnapshotServicer(pb_grpc.SnapshotServiceServicer):
     """Frames to port."""
 
-    def __init__(self, port: SnapshotPort) -> None:
-        self._port = port
+    def __init__(self, port: SnapshotPort, links: SharedLinks = NO_LINKS) -> None:
+        """links: the memory that callers share with this process."""
+        self._port, self._links = port, links
 
     def register(self, server: grpc.aio.Server) -> str:
         pb_grpc.add_SnapshotServiceServicer_to_server(self, server)
@@ -93,9 +95,13 @@ class SnapshotServicer(pb_grpc.SnapshotServiceServicer):
         async with answering(context):
             owner, snapshot_id = owner_from_number(request.owner), check_id(request.snapshot_id)
             parent_id = check_id(request.parent_id, "parent_id") if request.HasField("parent_id") else None
+            sender = None
+            if request.link_id:
+                # It outlives this call, whose last chunks may be unread when it ends: the caller says when it is over.
+                sender = self._links.get(request.link_id).transfer(request.transfer_id)
             async for frame in self._port.export_snapshot(owner, snapshot_id, request.first_token, parent_id):
                 response = snapshot_pb2.PrefixSnapshotExportResponse()
-                frame_to_message(frame, response)
+                frame_to_message(frame, response, sender)
                 await context.write(response)
 
     async def PrefixSnapshotImport(self, _: object, context: grpc.aio.ServicerContext) -> None:
@@ -115,7 +121,7 @@ class SnapshotServicer(pb_grpc.SnapshotServiceServicer):
         raise AssertionError("answering() always ends the call")
 
     async def _import(self, context: grpc.aio.ServicerContext) -> Imported:
-        header = await _read(context)
+        header = await self._read(context)
         if not isinstance(header, SnapshotHeader):
             raise InvalidArgument("the first frame of an import must be the header", field="frame")
         incoming = await self._port.import_snapshot(header)
@@ -124,7 +130,7 @@ class SnapshotServicer(pb_grpc.SnapshotServiceServicer):
         try:
             wanted = snapshot_pb2.PrefixSnapshotImportResponse(wanted=snapshot_pb2.PrefixSnapshotWanted())
             await context.write(wanted)
-            while not isinstance(frame := await _read(context), SnapshotTrailer):
+            while not isinstance(frame := await self._read(context), SnapshotTrailer):
                 if not isinstance(frame, SnapshotChunk):
                     raise InvalidArgument("a second header came where a chunk or the trailer was due", field="frame")
                 await incoming.write(frame)
@@ -132,26 +138,27 @@ class SnapshotServicer(pb_grpc.SnapshotServiceServicer):
         finally:
             incoming.abort()
 
+    async def _read(self, context: grpc.aio.ServicerContext) -> SnapshotFrame:
+        request = await context.read()
+        if request is grpc.aio.EOF:
+            raise InvalidArgument("the import ended without its trailer", field="frame")
+        return frame_from_message(request, self._links)
 
-async def _read(context: grpc.aio.ServicerContext) -> SnapshotFrame:
-    request = await context.read()
-    if request is grpc.aio.EOF:
-        raise InvalidArgument("the import ended without its trailer", field="frame")
-    return frame_from_message(request)
 
-
-def _request(frame: SnapshotFrame) -> snapshot_pb2.PrefixSnapshotImportRequest:
+def _request(frame: SnapshotFrame, sender: Sender | None) -> snapshot_pb2.PrefixSnapshotImportRequest:
     request = snapshot_pb2.PrefixSnapshotImportRequest()
-    frame_to_message(frame, request)
+    frame_to_message(frame, request, sender)
     return request
 
 
 class RemoteSnapshots:
     """Port to frames, for who has a channel instead of a worker."""
 
-    def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
+    def __init__(self, channel: grpc.aio.Channel, address: str, link: SharedLink | None = None) -> None:
+        """link: memory shared with the worker there."""
         self._stub = pb_grpc.SnapshotServiceStub(channel)
-        self._address = address
+        self._address, self._link = address, link
+        self._links = SharedLinks() if link is None else SharedLinks(link)
 
     async def export_snapshot(
         self, owner: SnapshotOwner, snapshot_id: str, first_token: int = 0, parent_id: str | None = None
@@ -160,13 +167,17 @@ class RemoteSnapshots:
         request = snapshot_pb2.PrefixSnapshotExportRequest(
             snapshot_id=snapshot_id, owner=owner_to_number(owner), first_token=first_token, parent_id=parent_id
         )
+        if self._link is not None:
+            request.link_id, request.transfer_id = self._link.link_id, self._link.begin_transfer()
         call = self._stub.PrefixSnapshotExport(request)
         try:
             with rpc_failures_as_errors(address=self._address):
                 async for response in call:
-                    yield frame_from_message(response)
+                    yield frame_from_message(response, self._links)
         finally:
             call.cancel()
+            if self._link is not None:
+                self._link.end_transfer(request.transfer_id)
 
     async def import_snapshot(self, frames: AsyncIterator[SnapshotFrame]) -> Imported:
         """Send a whole snapshot; errors as the port's, and whatever reading `frames` raises.
@@ -174,12 +185,13 @@ class RemoteSnapshots:
         Raises DataLoss when `frames` ends without a trailer.
         """
         stream = ClientStream(self._stub.PrefixSnapshotImport(), address=self._address)
+        sender = None if self._link is None else self._link.sender()
         try:
-            await stream.send(_request(await anext(frames)))
+            await stream.send(_request(await anext(frames), None))
             response = await stream.read()
             if response is not grpc.aio.EOF and response.WhichOneof("result") == "wanted":
                 async for frame in frames:
-                    if not await stream.send(_request(frame)) or isinstance(frame, SnapshotTrailer):
+                    if not await stream.send(_request(frame, sender)) or isinstance(frame, SnapshotTrailer):
                         break
                 else:
                     raise DataLoss("the prefix ended without its trailer", address=self._address)
@@ -190,6 +202,8 @@ class RemoteSnapshots:
             return Imported(imported.stored_bytes, tuple(imported.evicted_ids))
         finally:
             stream.cancel()
+            if sender is not None:
+                sender.close()
 
     async def free_snapshots(self, snapshot_ids: Sequence[str]) -> int:
         """As the port says."""

@@ -17,6 +17,7 @@ from flashsplit.shard.v1 import stage_service_pb2 as pb, stage_service_pb2_grpc 
 from services import snapshot_frames, stage_frames as frames
 from services.client_stream import ClientStream
 from services.errors import CLOSED, InvalidArgument, Unavailable, answering, ending
+from services.shared_memory.link import NO_LINKS, Sender, SharedLink, SharedLinks
 from services.steps import (
     Commit,
     Event,
@@ -86,8 +87,9 @@ class StagePort(Protocol):
 class StageServicer(pb_grpc.StageServiceServicer):
     """Frames to port."""
 
-    def __init__(self, port: StagePort) -> None:
-        self._port = port
+    def __init__(self, port: StagePort, links: SharedLinks = NO_LINKS) -> None:
+        """links: the memory that callers share with this process."""
+        self._port, self._links = port, links
 
     def register(self, server: grpc.aio.Server) -> str:
         pb_grpc.add_StageServiceServicer_to_server(self, server)
@@ -110,16 +112,18 @@ class StageServicer(pb_grpc.StageServiceServicer):
                 # A caller that cancels meanwhile must not leave a session half closed.
                 await asyncio.shield(session.close(ending(sys.exception())))
 
-    @staticmethod
-    async def _take(session: StageSession, context: grpc.aio.ServicerContext, ahead: asyncio.Semaphore) -> None:
+    async def _take(self, session: StageSession, context: grpc.aio.ServicerContext, ahead: asyncio.Semaphore) -> None:
         while await ahead.acquire() and (request := await context.read()) is not grpc.aio.EOF:
             match request.WhichOneof("frame"):
                 case "forward_from_tokens":
                     forward = frames.from_tokens(request.forward_from_tokens)
                 case "forward_from_activation":
                     message = request.forward_from_activation
-                    incoming = frames.incoming_tensors(message, session.max_tensor_bytes, session.max_feature_slices)
-                    forward = frames.from_activation(message, await read_tensors(context, incoming))
+                    incoming = frames.incoming_tensors(
+                        message, session.max_tensor_bytes, session.max_feature_slices, self._links
+                    )
+                    tensors = await read_tensors(context, incoming, self._links)
+                    forward = frames.from_activation(message, tensors)
                 case "snapshot_save":
                     await session.save_snapshot(snapshot_frames.save_from_message(request.snapshot_save))
                     continue
@@ -144,9 +148,10 @@ class StageServicer(pb_grpc.StageServiceServicer):
 class RemoteStage:
     """Port to frames: a `StagePort` over a channel."""
 
-    def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
+    def __init__(self, channel: grpc.aio.Channel, address: str, link: SharedLink | None = None) -> None:
+        """link: memory shared with the worker there."""
         self._stub = pb_grpc.StageServiceStub(channel)
-        self._address = address
+        self._address, self._link = address, link
 
     async def open(self, request: Open) -> RemoteStageSession:
         stream = ClientStream(self._stub.RunStage(), stage=request.stage, address=self._address)
@@ -155,7 +160,8 @@ class RemoteStage:
             response = await stream.read()
             if response is grpc.aio.EOF:
                 raise Unavailable(f"{self._address} closed the session without opening it", address=self._address)
-            return RemoteStageSession(stream, frames.opened_from_message(response.opened))
+            sender = None if self._link is None else self._link.sender()
+            return RemoteStageSession(stream, frames.opened_from_message(response.opened), sender)
         except BaseException:
             stream.cancel()
             raise
@@ -164,8 +170,8 @@ class RemoteStage:
 class RemoteStageSession:
     """A `StageSession` at the other end of a stream."""
 
-    def __init__(self, stream: ClientStream, stages: tuple[StageIdentity, ...]) -> None:
-        self._stream = stream
+    def __init__(self, stream: ClientStream, stages: tuple[StageIdentity, ...], sender: Sender | None = None) -> None:
+        self._stream, self._sender = stream, sender
         self.stages = stages
         self.max_tensor_bytes = 0
         self.max_feature_slices = 0
@@ -173,7 +179,7 @@ class RemoteStageSession:
 
     async def forward(self, forward: Forward) -> None:
         """As the port says, but raises nothing: where the stream is over, events() says why."""
-        await self._stream.send_all(frames.forward_to_messages(forward))
+        await self._stream.send_all(frames.forward_to_messages(forward, self._sender))
 
     async def save_snapshot(self, save: SnapshotSave) -> None:
         """As `forward`: raises nothing."""
@@ -190,3 +196,5 @@ class RemoteStageSession:
 
     async def close(self, why: str = CLOSED) -> None:
         await self._stream.close()
+        if self._sender is not None:
+            self._sender.close()

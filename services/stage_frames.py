@@ -12,6 +12,7 @@ from services.addresses import parse_address
 from services.description import range_from_message, range_to_message
 from services.errors import InvalidArgument
 from services.locations import location_from_message, location_to_message
+from services.shared_memory.link import NO_LINKS, Sender, SharedLinks
 from services.steps import (
     Commit,
     DraftRoute,
@@ -196,9 +197,9 @@ def check_sampling(sampling: Sampling) -> None:
 # --- forward
 
 
-def forward_to_messages(forward: Forward) -> Iterator[pb.RunStageRequest]:
-    """The frame, and the chunks of its tensors."""
-    request, tensors = pb.RunStageRequest(), OutgoingTensors()
+def forward_to_messages(forward: Forward, sender: Sender | None = None) -> Iterator[pb.RunStageRequest]:
+    """The frame, and the chunks of its tensors; large ones through the sender's shared memory."""
+    request, tensors = pb.RunStageRequest(), OutgoingTensors(sender)
     if forward.activation is None:
         _fill(request.forward_from_tokens, forward)
         request.forward_from_tokens.more = forward.more
@@ -230,17 +231,19 @@ def from_tokens(message: stage_pb2.ForwardFromTokens) -> Forward:
     )
 
 
-def incoming_tensors(message: stage_pb2.ForwardFromActivation, max_bytes: int, max_slices: int) -> list[IncomingTensor]:
+def incoming_tensors(
+    message: stage_pb2.ForwardFromActivation, max_bytes: int, max_slices: int, links: SharedLinks = NO_LINKS
+) -> list[IncomingTensor]:
     """The frame's tensors in field order, announced sizes checked."""
     if len(message.features) > max_slices:
         raise InvalidArgument(
             f"the frame has {len(message.features)} feature slices, at most {max_slices} are expected",
             field="features",
         )
-    activation = incomplete(message.activation, "activation", max_bytes)
+    activation = incomplete(message.activation, "activation", max_bytes, links)
     return [
         activation,
-        *(incomplete(piece.features, "features", max_bytes) for piece in message.features),
+        *(incomplete(piece.features, "features", max_bytes, links) for piece in message.features),
     ]
 
 
@@ -306,7 +309,9 @@ def event_to_message(event: Event) -> pb.RunStageResponse:
     if isinstance(event, Commit):
         commit = stage_pb2.Commit(step=event.step, length=event.length, token_ids=event.token_ids, more=event.more)
         for timing in event.timings:
-            commit.timings.add(forward_ns=timing.forward_ns, elapsed_ns=timing.elapsed_ns)
+            commit.timings.add(
+                forward_ns=timing.forward_ns, elapsed_ns=timing.elapsed_ns, passed_bytes=timing.passed_bytes
+            )
         for logprobs in event.logprobs:
             output_frames.logprobs_to_message(logprobs, commit.logprobs.add())
         return pb.RunStageResponse(commit=commit)
@@ -331,7 +336,9 @@ def event_from_message(message: pb.RunStageResponse) -> Event:
     match message.WhichOneof("frame"):
         case "commit":
             commit = message.commit
-            timings = tuple(StageTiming(timing.forward_ns, timing.elapsed_ns) for timing in commit.timings)
+            timings = tuple(
+                StageTiming(timing.forward_ns, timing.elapsed_ns, timing.passed_bytes) for timing in commit.timings
+            )
             logprobs = output_frames.logprobs_of_tokens(commit)
             return Commit(commit.step, commit.length, tuple(commit.token_ids), timings, logprobs, commit.more)
         case "proposal":

@@ -13,6 +13,9 @@ from services.layers import LayerRange
 from services.tensors import WireTensor
 from services.trace_context import Trace
 
+TOKEN_BYTES = 4
+"""Of a token's id on the wire."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -123,6 +126,14 @@ class Forward:
     features: tuple[FeatureSlice, ...] = ()
     more: int = 0
 
+    @property
+    def size_bytes(self) -> int:
+        """Tensors and token ids, without the frame around them."""
+        tensors = [piece.features for piece in self.features]
+        if self.activation is not None:
+            tensors.append(self.activation)
+        return TOKEN_BYTES * len(self.token_ids) + sum(tensor.size_bytes for tensor in tensors)
+
 
 @dataclass(frozen=True, slots=True)
 class Location:
@@ -148,10 +159,14 @@ class StageIdentity:
 
 @dataclass(frozen=True, slots=True)
 class StageTiming:
-    """Time of one step on one stage: computing, and from arrival to answer with the stages below."""
+    """Time of one step on one stage: computing, and from arrival to answer with the stages below.
+
+    passed_bytes: tensors and token ids handed on, to the next stage or from the last one to a draft's own worker.
+    """
 
     forward_ns: int
     elapsed_ns: int
+    passed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

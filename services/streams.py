@@ -9,12 +9,15 @@ from typing import Any
 import grpc
 
 from services.errors import InvalidArgument
+from services.shared_memory.link import NO_LINKS, SharedLinks
 from services.tensors import IncomingTensor, TensorAssembler, WireTensor
 
 
-async def read_tensors(stream: Any, incoming: Sequence[IncomingTensor]) -> list[WireTensor]:
+async def read_tensors(
+    stream: Any, incoming: Sequence[IncomingTensor], links: SharedLinks = NO_LINKS
+) -> list[WireTensor]:
     """Read chunk frames until all tensors of a frame are whole. Raises InvalidArgument for any other frame."""
-    assembler = TensorAssembler(incoming)
+    assembler = TensorAssembler(incoming, links)
     while not assembler.complete:
         frame = await stream.read()
         if frame is grpc.aio.EOF or frame.WhichOneof("frame") != "chunk":

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from flashsplit.shard.v1 import tensor_pb2
 from services.errors import InvalidArgument
+from services.shared_memory.link import NO_LINKS, PIECE_BYTES, Sender, SharedLinks
 
 CHUNK_BYTES = 1 << 20
 """Payloads above this are cut into pieces of this size: larger messages travel 2 to 4 times slower."""
@@ -61,34 +62,54 @@ def dtype_name(number: int, field: str = "dtype") -> str | None:
 
 
 class OutgoingTensors:
-    """Spreads the tensors of one frame over the frame itself and the chunks behind it.
+    """Spreads the tensors of one frame over the frame itself, the chunks behind it, and shared memory.
 
     What goes into the frame takes at most CHUNK_BYTES in all, so that its size doesn't grow with the number of tensors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sender: Sender | None = None) -> None:
+        """sender: into memory that the other side shares."""
+        self._sender = sender
         self._room = CHUNK_BYTES
         self._begun: list[tuple[memoryview, int]] = []
 
     def put(self, tensor: WireTensor, message: tensor_pb2.Tensor) -> None:
         """Write a tensor into the frame: all of it, or as much as there is still room for. Call in field order."""
         whole = memoryview(tensor.data).cast("B")
-        first = min(len(whole), self._room)
-        self._room -= first
-        self._begun.append((whole, first))
         message.dtype = _DTYPE_NUMBERS[tensor.dtype]
         message.shape.extend(tensor.shape)
-        message.data = bytes(whole[:first])
+        first = self._share(whole, 0, message)
+        if not first:
+            first = min(len(whole), self._room)
+            self._room -= first
+            message.data = bytes(whole[:first])
+        self._begun.append((whole, first))
 
     def chunks(self) -> Iterator[tensor_pb2.TensorChunk]:
         """What must follow the frame; each chunk is copied out of its tensor only when it is asked for."""
         for index, (whole, sent) in enumerate(self._begun):
-            for offset in range(sent, len(whole), CHUNK_BYTES):
-                piece = bytes(whole[offset : offset + CHUNK_BYTES])
-                yield tensor_pb2.TensorChunk(tensor_index=index, offset=offset, data=piece)
+            while sent < len(whole):
+                chunk = tensor_pb2.TensorChunk(tensor_index=index, offset=sent)
+                size = self._share(whole, sent, chunk)
+                if not size:
+                    chunk.data = bytes(whole[sent : sent + CHUNK_BYTES])
+                    size = len(chunk.data)
+                sent += size
+                yield chunk
+
+    def _share(self, whole: memoryview, offset: int, message: tensor_pb2.Tensor | tensor_pb2.TensorChunk) -> int:
+        """Put the next piece into shared memory; its size, 0 where it should go within the message."""
+        if self._sender is None:
+            return 0
+        piece = whole[offset : offset + PIECE_BYTES]
+        payload = self._sender.put(piece)
+        if payload is None:
+            return 0
+        message.shared.CopyFrom(payload)
+        return len(piece)
 
 
-def incomplete(message: tensor_pb2.Tensor, field: str, max_bytes: int) -> IncomingTensor:
+def incomplete(message: tensor_pb2.Tensor, field: str, max_bytes: int, links: SharedLinks = NO_LINKS) -> IncomingTensor:
     """Check a tensor's announcement. Raises InvalidArgument when type, shape or size is not acceptable."""
     dtype = dtype_name(message.dtype, f"{field}.dtype")
     if dtype is None:
@@ -103,19 +124,28 @@ def incomplete(message: tensor_pb2.Tensor, field: str, max_bytes: int) -> Incomi
     total = math.prod(shape) * ITEM_BYTES[dtype]
     if total > max_bytes:
         raise InvalidArgument(f"{field} takes {total} bytes, more than the {max_bytes} accepted here", field=field)
-    data = message.data
-    if len(data) > total:
+    size = piece_bytes(message)
+    if size > total:
         raise InvalidArgument(
-            f"{field}.data holds {len(data)} bytes where shape {list(shape)} of {dtype} takes {total}",
+            f"{field}.data holds {size} bytes where shape {list(shape)} of {dtype} takes {total}",
             field=f"{field}.data",
         )
+    data: bytes | bytearray = message.data
+    if message.HasField("shared"):
+        data = bytearray()
+        links.take(message.shared, data)
     return IncomingTensor(field, dtype, shape, total, data)
+
+
+def piece_bytes(message: tensor_pb2.Tensor | tensor_pb2.TensorChunk) -> int:
+    """Size of the piece within a message, or that it refers to."""
+    return message.shared.size_bytes if message.HasField("shared") else len(message.data)
 
 
 class IncomingTensor:
     """A tensor whose pieces are arriving. It takes the memory of what came, not of what was announced."""
 
-    def __init__(self, field: str, dtype: str, shape: Sequence[int], total: int, data: bytes) -> None:
+    def __init__(self, field: str, dtype: str, shape: Sequence[int], total: int, data: bytes | bytearray) -> None:
         self._field, self._dtype, self._shape, self._total = field, dtype, tuple(shape), total
         self._data: bytes | bytearray = data
 
@@ -123,10 +153,11 @@ class IncomingTensor:
     def complete(self) -> bool:
         return len(self._data) == self._total
 
-    def add(self, offset: int, data: bytes) -> None:
+    def add(self, chunk: tensor_pb2.TensorChunk, links: SharedLinks = NO_LINKS) -> None:
         """Take the next piece. Raises InvalidArgument for a gap, an overlap, an overrun or an empty piece."""
-        received, end = len(self._data), offset + len(data)
-        if offset != received or end > self._total or not data:
+        offset, size = chunk.offset, piece_bytes(chunk)
+        received, end = len(self._data), offset + size
+        if offset != received or end > self._total or not size:
             raise InvalidArgument(
                 f"chunk [{offset}, {end}) of {self._field} is out of order: expected to go on at "
                 f"{received} of {self._total}",
@@ -135,7 +166,10 @@ class IncomingTensor:
         # A tensor that came whole is used where it lies; only one in pieces needs a buffer of its own.
         if isinstance(self._data, bytes):
             self._data = bytearray(self._data)
-        self._data += data
+        if chunk.HasField("shared"):
+            links.take(chunk.shared, self._data)
+        else:
+            self._data += chunk.data
 
     def tensor(self) -> WireTensor:
         return WireTensor(self._dtype, self._shape, self._data)
@@ -144,8 +178,8 @@ class IncomingTensor:
 class TensorAssembler:
     """Collects the tensors of one frame from the frame itself and the chunks behind it."""
 
-    def __init__(self, tensors: Sequence[IncomingTensor]) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: Sequence[IncomingTensor], links: SharedLinks = NO_LINKS) -> None:
+        self._tensors, self._links = tensors, links
 
     @property
     def complete(self) -> bool:
@@ -158,7 +192,7 @@ class TensorAssembler:
                 f"chunk.tensor_index is {chunk.tensor_index}, the frame has {len(self._tensors)} tensors",
                 field="chunk.tensor_index",
             )
-        self._tensors[chunk.tensor_index].add(chunk.offset, chunk.data)
+        self._tensors[chunk.tensor_index].add(chunk, self._links)
 
     def tensors(self) -> list[WireTensor]:
         return [tensor.tensor() for tensor in self._tensors]

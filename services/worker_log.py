@@ -19,6 +19,9 @@ PERIOD_S = 0.25
 MAX_BYTES = 4 << 20
 """From here on the file begins anew, once all of it has been carried over."""
 
+REFUSAL = "flashsplit-worker: "
+"""How a worker begins the sentence in which it refuses its own command line."""
+
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 _OWN_FIELDS = ("timestamp", "level", "event", "exception")
 
@@ -82,9 +85,10 @@ class WorkerLog:
             fields: dict[str, Any] = json.loads(line)
             level, event = fields["level"], fields["event"]
         except (ValueError, KeyError, TypeError):
-            # Of a library, or the interpreter itself.
-            if line.strip():
-                log.warning("worker.said", worker=self.worker, text=line)
+            # Of a library, or the interpreter itself. A refusal becomes this process's own error.
+            if line.strip() and not line.startswith(REFUSAL):
+                # Where it matters, it is the end of an obituary as well.
+                log.info("worker.said", worker=self.worker, text=line)
             return
         with contextlib.suppress(KeyError, TypeError, IndexError):
             raised = fields["exception"][-1]

@@ -6,22 +6,24 @@ import asyncio
 import signal
 import sys
 from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import click
 import structlog
 
 from services.addresses import is_loopback
 from services.description import Role
-from services.errors import FlashsplitError, InvalidArgument
+from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
 from services.event_loop import run
 from services.lifeline import die_with
 from services.logs import FORMATS, configure_logs
-from services.security import Security, load_security
+from services.security import load_security
 from services.server import Server
+from services.shared_memory.transport import PayloadTransport
 from services.sizes import parse_size
 from services.tracing import start_tracing
-
-DRAIN_S = 2.0
 
 log = structlog.get_logger()
 
@@ -93,6 +95,14 @@ log = structlog.get_logger()
     metavar="FILE",
     help="The secret that every call must carry.  [default: what FLASHSPLIT_CLUSTER_TOKEN holds, if set]",
 )
+@click.option(
+    "--payload-transport",
+    type=click.Choice([kind.value for kind in PayloadTransport]),
+    default=PayloadTransport.AUTO.value,
+    show_default=True,
+    help="How large payloads go on to other workers: within the stream, through memory shared with them, or auto: "
+    "shared with those on this host.",
+)
 @click.option("--insecure", is_flag=True, help="Listen beyond this host without TLS.")
 @click.option(
     "--health-port",
@@ -101,6 +111,15 @@ log = structlog.get_logger()
     metavar="N",
     help="Answer grpc.health.v1, and nothing else, without TLS on this port of the same host too (for probes).  "
     "[default: off]",
+)
+@click.option(
+    "--drain-timeout",
+    type=click.FloatRange(0),
+    default=2.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long sessions may go on after SIGTERM, while new ones are refused. Give it more than flashsplit serve's, "
+    "so that answers can end when all processes are told to stop at once.",
 )
 @click.option(
     "--log-level",
@@ -123,6 +142,7 @@ log = structlog.get_logger()
     help="Print the GPUs that this worker's torch can use, or cpu, a line each, and exit.",
 )
 @click.option("--lifeline-fd", type=int, hidden=True)
+@click.option("--scratch", type=click.Path(path_type=Path), hidden=True)
 @click.version_option(metadata.version("flashsplit"), prog_name="flashsplit-worker")
 def main(
     listen: str,
@@ -139,11 +159,14 @@ def main(
     tls_ca: str | None,
     tls_server_name: str | None,
     cluster_token_file: str | None,
+    payload_transport: str,
     insecure: bool,
     health_port: int,
+    drain_timeout: float,
     log_level: str,
     log_format: str | None,
     lifeline_fd: int | None,
+    scratch: Path | None,
 ) -> None:
     """Serve layers of a model, or a draft, from this host's devices.
 
@@ -155,7 +178,7 @@ def main(
       flashsplit generate --model DIR --target-devices cpu,a:7001 --prompt Hi --tls-cert coordinator.pem …
     """
     if lifeline_fd is not None:
-        die_with(lifeline_fd)
+        die_with(lifeline_fd, scratch)
     configure_logs(log_level, log_format)
     start_tracing("flashsplit-worker")
     try:
@@ -178,15 +201,17 @@ def main(
             _serve(
                 listen,
                 devices,
-                _parse_roles(roles),
-                model,
-                draft,
-                prefill_drafter,
-                threads,
-                cuda_graphs,
-                budget,
-                security,
                 health_port,
+                drain_timeout,
+                roles=_parse_roles(roles),
+                model_path=model,
+                draft_path=draft,
+                drafter_path=prefill_drafter,
+                threads=threads,
+                cuda_graphs=cuda_graphs,
+                snapshot_budget_bytes=budget,
+                security=security,
+                transport=PayloadTransport(payload_transport),
             )
         )
     except FlashsplitError as error:
@@ -194,7 +219,21 @@ def main(
         sys.exit(2)
 
 
+def _check_engine() -> None:
+    """Raises FailedPrecondition in an installation for the coordinator alone."""
+    missing = [name for name in ("torch", "safetensors", "numpy", "llguidance") if find_spec(name) is None]
+    if missing:
+        raise FailedPrecondition(
+            f"a worker needs {', '.join(missing)}, not installed here: pip install torch as its site says for this "
+            "host's GPU, then 'flashsplit[worker]'; or name workers of other hosts in --target-devices"
+        )
+
+
 def _list_devices(context: click.Context) -> None:
+    try:
+        _check_engine()
+    except FlashsplitError as error:
+        raise click.UsageError(error.message) from error
     from shard_worker.device import best_devices
 
     click.echo("\n".join(best_devices()))
@@ -210,43 +249,34 @@ def _parse_roles(text: str) -> tuple[Role, ...]:
     return tuple(Role(name) for name in dict.fromkeys(names))
 
 
-async def _serve(
-    listen: str,
-    devices: str,
-    roles: tuple[Role, ...],
-    model: str | None,
-    draft: str | None,
-    prefill_drafter: str | None,
-    threads: int | None,
-    cuda_graphs: bool | None,
-    prefix_cache_bytes: int | None,
-    security: Security,
-    health_port: int,
-) -> None:
+async def _serve(listen: str, devices: str, health_port: int, drain_s: float, **config: Any) -> None:
+    """config: what `WorkerConfig` holds beside the devices."""
+    _check_engine()
     # torch takes seconds to import: --help and a wrong flag should not wait for it.
     from shard_worker.device import best_devices, parse_devices
     from shard_worker.snapshot_store import default_budget_bytes
     from shard_worker.worker import Worker, WorkerConfig
 
     parsed = parse_devices("+".join(best_devices()) if devices == "best" else devices)
-    if cuda_graphs is not None and not any(device.is_gpu for device in parsed):
-        flag = "--cuda-graphs" if cuda_graphs else "--no-cuda-graphs"
+    if (graphs := config.pop("cuda_graphs")) is not None and not any(device.is_gpu for device in parsed):
+        flag = "--cuda-graphs" if graphs else "--no-cuda-graphs"
         raise InvalidArgument(f"{flag} has no effect on {devices}: name a GPU in --device, or leave it out", field=flag)
-    budget = default_budget_bytes() if prefix_cache_bytes is None else prefix_cache_bytes
-    worker = Worker(
-        WorkerConfig(parsed, roles, model, draft, prefill_drafter, threads, budget, security, cuda_graphs is not False)
-    )
-    server = Server(listen, worker.registrations(), security=security, health_port=health_port)
+    if config["snapshot_budget_bytes"] is None:
+        config["snapshot_budget_bytes"] = default_budget_bytes()
+    worker = Worker(WorkerConfig(parsed, cuda_graphs=graphs is not False, **config))
+    server = Server(listen, worker.registrations(), security=config["security"], health_port=health_port)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
     await server.start()
     worker.address = server.address
-    log.info("worker.ready", address=server.address, device=devices, roles=[str(role) for role in roles])
+    log.info("worker.ready", address=server.address, device=devices, roles=[str(role) for role in config["roles"]])
     await stopping.wait()
     await server.set_serving(False)
-    await server.stop(DRAIN_S)
+    ending = asyncio.ensure_future(worker.end_links_when_idle())
+    await server.stop(drain_s)
+    ending.cancel()
     await worker.close()
     log.info("worker.stopped")
 

@@ -40,6 +40,11 @@ class AttentionCache:
         if page_rows is None:
             self.reserve(self.slots)
 
+    @property
+    def size_bytes(self) -> int:
+        """Of the pages so far."""
+        return sum(page.nbytes for page in self.pages)
+
     def reserve(self, length: int) -> None:
         """Make room for the first `length` positions."""
         while len(self.pages) * self.page_rows < min(length, self.slots):

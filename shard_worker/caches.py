@@ -50,6 +50,10 @@ class RecurrentCache:
         """The addresses on the device, as kernels take them."""
         return torch.tensor([0, 0, 0, *self.addresses], device=self.state.device)
 
+    @property
+    def size_bytes(self) -> int:
+        return sum(one.nbytes for one in (self.state, self.conv, self.keys, self.corrected, self.decays))
+
     def window(self, slot: int, rows: torch.Tensor, deferred: bool) -> torch.Tensor:
         """Inputs of the convolution for new rows [n, channels]: the committed ones before them and they themselves."""
         before = self.taps - 1
@@ -116,6 +120,10 @@ class SegmentCaches:
         if attention:
             keys_and_values = AttentionCache(attention, config.kv_heads, capacity, config.head_dim, like, page_rows)
         return cls(keys_and_values, recurrent, slots_of(kinds))
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(cache.size_bytes for cache in (self.attention, self.recurrent) if cache is not None)
 
     def views(self) -> list[StateView]:
         """In the order of `state_groups`."""

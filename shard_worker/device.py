@@ -16,6 +16,7 @@ import torch
 
 from services.description import DeviceDescription
 from services.errors import FailedPrecondition, InvalidArgument
+from services.visible_gpus import visible_numbers
 
 _NAME = re.compile(r"cpu|(cuda|hip):(0|[1-9]\d{0,2})")
 _BUILD = {"cuda": "CUDA", "hip": "ROCm"}
@@ -76,7 +77,7 @@ def _find(name: str, field: str) -> Device:
     vendor, _, number = name.partition(":")
     if vendor == "cpu":
         return Device(name, torch.device("cpu"))
-    index, built_for = int(number), build_vendor()
+    built_for = build_vendor()
     if built_for != vendor:
         has = "a CPU build" if built_for is None else f"a {_BUILD[built_for]} build"
         raise FailedPrecondition(
@@ -85,18 +86,25 @@ def _find(name: str, field: str) -> Device:
             reason="WRONG_VENDOR",
             field=field,
         )
-    count = torch.cuda.device_count()
-    if index >= count:
-        there = f"{vendor}:0 to {vendor}:{count - 1}" if count else "no GPU that torch can use"
+    numbers = _numbers()
+    if int(number) not in numbers:
+        there = ", ".join(f"{vendor}:{known}" for known in numbers) or "no GPU that torch can use"
         raise FailedPrecondition(f"{field} {name!r} does not exist here: there is {there}", field=field)
-    return Device(name, torch.device("cuda", index))
+    return Device(name, torch.device("cuda", numbers.index(int(number))))
+
+
+def _numbers() -> list[int]:
+    """Of the GPUs that torch can use, in torch's order."""
+    count = torch.cuda.device_count()
+    given = visible_numbers()
+    return list(range(count)) if given is None else given[:count]
 
 
 def best_devices() -> list[str]:
     """All GPUs that torch can use, or else the CPU."""
     vendor = build_vendor()
-    count = torch.cuda.device_count() if vendor is not None else 0
-    return [f"{vendor}:{index}" for index in range(count)] or ["cpu"]
+    numbers = _numbers() if vendor is not None else []
+    return [f"{vendor}:{number}" for number in numbers] or ["cpu"]
 
 
 def describe(device: Device) -> DeviceDescription:

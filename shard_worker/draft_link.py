@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 class DraftLink(Protocol):
     """One session's way to its draft."""
 
+    remote: bool
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that it takes in this process by now."""
+
     async def advance(self, features: Features, start: int, guess: Guess | None) -> tuple[int, ...]:
         """Take features of committed rows from position `start` on; then guess, if asked."""
 
@@ -70,6 +76,8 @@ async def restore_draft(
 class LocalDraftLink:
     """A draft on the last stage's own devices, sharing its lm_head and embedding."""
 
+    remote = False
+
     def __init__(
         self,
         thread: DeviceThread,
@@ -83,6 +91,10 @@ class LocalDraftLink:
         """ahead: where the block behind a step may have been issued together with the step."""
         self._thread, self._engine, self._state, self.ahead = thread, engine, state, ahead
         self._keeper, self._location, self._record = keeper, location, record
+
+    @property
+    def held_bytes(self) -> int:
+        return self._state.size_bytes
 
     async def advance(self, features: Features, start: int, guess: Guess | None) -> tuple[int, ...]:
         self._record.steps += guess is not None
@@ -107,6 +119,8 @@ class LocalDraftLink:
 
 class RemoteDraftLink:
     """A draft in another worker. `embedding` and `project` serve one that has neither table nor head of its own."""
+
+    remote, held_bytes = True, 0
 
     def __init__(
         self,

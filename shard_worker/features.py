@@ -33,6 +33,11 @@ class Features:
         pieces = [self.total] if self.total is not None else list(self.slices.values())
         return len(pieces[0]) if pieces else 0
 
+    @property
+    def size_bytes(self) -> int:
+        tensors = [*self.slices.values(), *([self.total] if self.total is not None else [])]
+        return sum(tensor.nbytes for tensor in tensors)
+
     def rows(self, count: int) -> Features:
         """The first `count` rows."""
         total = None if self.total is None else self.total[:count]

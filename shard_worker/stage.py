@@ -34,6 +34,10 @@ class StageState:
     length: int = 0
     pending: int = 0
 
+    @property
+    def size_bytes(self) -> int:
+        return sum(caches.size_bytes for caches in self.caches)
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:

@@ -57,6 +57,7 @@ class InFlight:
     kind: StepKind
     arrived_ns: int
     forward_ns: int
+    passed_bytes: int
 
 
 class TargetSession:
@@ -74,7 +75,7 @@ class TargetSession:
         decider: Decider | None,
         draft: DraftLink | None,
         keeper: SnapshotKeeper,
-        on_close: Callable[[], None],
+        on_close: Callable[[TargetSession], None],
     ) -> None:
         self._thread, self._stage, self._request, self._keeper = thread, stage, request, keeper
         self._state: StageState | None = state
@@ -162,12 +163,18 @@ class TargetSession:
             self._record.failed(failure.reason)
             yield failure
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory that its caches take by now, those of a draft beside it included."""
+        own = 0 if self._state is None else self._state.size_bytes
+        return own + (0 if self._draft is None else self._draft.held_bytes)
+
     async def close(self, why: str = CLOSED) -> None:
         if self._state is None:
             return
         self._state = None
         draft, self._draft = self._draft, None
-        self._on_close()
+        self._on_close(self)
         self._record.end(why, self._length)
         if self._downstream is not None:
             await self._downstream.close()
@@ -294,7 +301,9 @@ class TargetSession:
             return
         passed_on, forward_ns = await self._thread.submit(self._compute_and_pack, forward)
         self._record.forward_ns += forward_ns
-        flight = InFlight(forward.step, forward.base_position, rows, forward.kind, arrived_ns, forward_ns)
+        flight = InFlight(
+            forward.step, forward.base_position, rows, forward.kind, arrived_ns, forward_ns, passed_on.size_bytes
+        )
         if forward.kind is not StepKind.VERIFY:
             self._length += rows
         self._unanswered.append(flight)
@@ -335,14 +344,16 @@ class TargetSession:
         counted = len(token_ids) if forward.kind is StepKind.VERIFY else len(forward.token_ids)
         base, self._length = self._length, self._length + counted
         elapsed_ns = time.monotonic_ns() - arrived_ns
-        timing = StageTiming(produced.forward_ns, elapsed_ns)
+        features = produced.features.rows(counted)
+        passed_bytes = features.size_bytes if self._draft is not None and self._draft.remote else 0
+        timing = StageTiming(produced.forward_ns, elapsed_ns, passed_bytes)
         self._events.put_nowait(Commit(forward.step, self._length, token_ids, (timing,), produced.logprobs))
         guess = None
         if token_ids and forward.propose_tokens:
             guess = Guess(forward.step, self._length, token_ids[-1], forward.propose_tokens)
         # The draft first: the next step waits for its guesses. Counting the rows comes behind, still before the next
         # forward, because jobs run in order.
-        drafting = asyncio.ensure_future(self._draft_ahead(produced.features.rows(counted), base, guess))
+        drafting = asyncio.ensure_future(self._draft_ahead(features, base, guess))
         await asyncio.sleep(0)
         if forward.kind is StepKind.VERIFY and self._state is not None and not produced.counted:
             await self._thread.submit(self._stage.commit, self._state, self._length)
@@ -419,7 +430,8 @@ class TargetSession:
             self._length = commit.length
             self._thread.submit(self._stage.commit, self._state, commit.length)
         elapsed_ns = time.monotonic_ns() - flight.arrived_ns
-        return replace(commit, timings=(StageTiming(flight.forward_ns, elapsed_ns), *commit.timings))
+        own = StageTiming(flight.forward_ns, elapsed_ns, flight.passed_bytes)
+        return replace(commit, timings=(own, *commit.timings))
 
 
 def _failure(error: FlashsplitError, location: Location) -> Failure:

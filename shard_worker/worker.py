@@ -25,6 +25,9 @@ from services.measure import DeviceSpeed, MeasureFor
 from services.peers import Peers
 from services.security import OPEN, Security
 from services.server import Registration
+from services.shared_memory.link import SharedLinks
+from services.shared_memory.service import SharedMemoryServicer
+from services.shared_memory.transport import PayloadTransport
 from services.snapshot import SnapshotOwner
 from services.snapshot_service import SnapshotServicer
 from services.stage import StageServicer
@@ -63,6 +66,7 @@ class WorkerConfig:
     threads: int | None = None
     snapshot_budget_bytes: int = 0
     security: Security = OPEN
+    transport: PayloadTransport = PayloadTransport.AUTO
     cuda_graphs: bool = True
 
 
@@ -72,7 +76,11 @@ class Worker:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._thread = DeviceThread(config.threads)
-        self._peers = Peers(security=config.security, caller=lambda: f"the worker at {self.address}")
+        self._peers = Peers(
+            security=config.security, transport=config.transport, caller=lambda: f"the worker at {self.address}"
+        )
+        self._links = SharedLinks()
+        self._sharing = SharedMemoryServicer(self._links)
         self._snapshots = SnapshotStore(config.snapshot_budget_bytes)
         self._loading = asyncio.Lock()
         self.address = ""
@@ -102,11 +110,15 @@ class Worker:
     def registrations(self) -> list[Registration]:
         """What to serve."""
         transfer = SnapshotTransfer(self._snapshots, self._keepers)
-        services: list[Registration] = [WorkerServicer(self).register, SnapshotServicer(transfer).register]
+        services: list[Registration] = [
+            WorkerServicer(self).register,
+            SnapshotServicer(transfer, self._links).register,
+            self._sharing.register,
+        ]
         if self._target is not None:
-            services.append(StageServicer(self._target).register)
+            services.append(StageServicer(self._target, self._links).register)
         if self._draft is not None:
-            services.append(DraftServicer(self._draft).register)
+            services.append(DraftServicer(self._draft, self._links).register)
         if self._compress is not None:
             services.append(CompressServicer(self._compress).register)
         return services
@@ -127,6 +139,7 @@ class Worker:
             snapshot_bytes=self._snapshots.held_bytes,
             snapshot_budget_bytes=self._snapshots.budget_bytes,
             drafter=self._compress.describe() if self._compress is not None else None,
+            session_bytes=sum(role.session_bytes for role in (self._target, self._draft) if role is not None),
         )
 
     async def load(self, part: Part) -> AsyncIterator[LoadProgress | WorkerDescription]:
@@ -163,6 +176,12 @@ class Worker:
     async def echo(self, payload: bytes) -> int:
         self._check_idle()
         return await self._thread.submit(len, payload)
+
+    async def end_links_when_idle(self) -> None:
+        """Stop sharing memory with callers once none of them has a session: for a worker that takes no new ones."""
+        while self._open_sessions():
+            await asyncio.sleep(PROGRESS_INTERVAL_S)
+        self._sharing.end()
 
     async def close(self) -> None:
         """Leave the peers and the devices. Safe to call twice."""

@@ -155,7 +155,10 @@ def generate(
         async with contextlib.AsyncExitStack() as stack:
             with LoadBars() as bars:
                 options = PlacementOptions(**placement)  # type: ignore[arg-type]
-                cluster = options.cluster(files, draft, bars, prefix_cache_bytes=keeping.worker_bytes)
+                cluster = options.cluster(
+                    files, draft, bars, prefix_cache_bytes=keeping.worker_bytes, beside=shortening.places
+                )
+                keeping.check(cluster)
                 await stack.enter_async_context(cluster)
                 compressor = await shortening.open(cluster, bars, options.dtype)
                 if compressor is not None:

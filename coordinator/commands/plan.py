@@ -140,12 +140,12 @@ async def _choose_automatically(placement: dict[str, str | int | None]) -> None:
 
 
 async def _measured(options: PlacementOptions, drawn: Plan, models: Models, directory: Path) -> tuple[WorkerSpeed, ...]:
-    places, security = places_of(drawn), options.security()
-    peers = Peers(security=security)
+    places, launch = places_of(drawn), options.launch()
+    peers = Peers(security=launch.security, transport=launch.transport)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(peers.close)
         status = stack.enter_context(console.status("starting workers"))
-        addresses = await stack.enter_async_context(workers_at(places, threads=options.threads, security=security))
+        addresses = await stack.enter_async_context(workers_at(places, launch))
         return await measure_workers(
             places,
             addresses,

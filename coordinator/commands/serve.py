@@ -23,7 +23,9 @@ from coordinator.options import PlacementOptions, PrefixOptions, model_options, 
 from coordinator.running import run
 from coordinator.server.app import create_app
 from coordinator.server.auth import ApiKeys, read_keys
+from coordinator.status.board import Board
 from coordinator.store_options import chosen_store
+from coordinator.supervisor import supervised
 from services.addresses import is_loopback
 from services.client_tls import load_client_tls
 from services.errors import InvalidArgument
@@ -121,7 +123,10 @@ def serve(
         async with contextlib.AsyncExitStack() as stack:
             with LoadBars() as bars:
                 options = PlacementOptions(**placement)  # type: ignore[arg-type]
-                cluster = options.cluster(files, draft, bars, prefix_cache_bytes=keeping.worker_bytes)
+                cluster = options.cluster(
+                    files, draft, bars, prefix_cache_bytes=keeping.worker_bytes, beside=shortening.places
+                )
+                keeping.check(cluster)
                 await stack.enter_async_context(cluster)
                 compressor = await shortening.open(cluster, bars, options.dtype)
                 if compressor is not None:
@@ -141,14 +146,17 @@ def serve(
                 max_waiting=max_waiting_requests,
                 compressor=compressor,
             )
-            app = create_app(engine, keys, vllm_metrics=metrics_compat == "vllm")
+            board = await stack.enter_async_context(Board(engine))
+            app = create_app(engine, keys, board, vllm_metrics=metrics_compat == "vllm")
             told = _told_to_stop()
             http_door = await stack.enter_async_context(HttpDoor(app, host, port, tls))
             grpc_door = None
             if grpc:
                 grpc_door = await stack.enter_async_context(GrpcDoor(engine, keys, host, grpc_port, tls))
             _banner(engine, http_door, grpc_door, with_key=bool(keys))
-            await told.wait()
+            # While it drains nothing is restored: workers that are told to stop as well let running answers end.
+            async with supervised(cluster):
+                await told.wait()
             await _drain(engine, drain_timeout)
 
     run(main())
@@ -209,6 +217,7 @@ def _banner(engine: Engine, http_door: HttpDoor, grpc_door: GrpcDoor | None, *, 
         console.print(f"draft: blocks of {engine.cluster.draft.block_size}", markup=False)
     url, grpc = http_door.url, None
     console.print(f"{engine.name} at {url}/v1, {engine.max_model_len} tokens of context", markup=False)
+    console.print(f"a page to talk with it and watch it at {url}/", markup=False)
     if grpc_door is not None:
         grpc = grpc_door.address
         console.print(f"gRPC at {grpc}", markup=False)

@@ -58,7 +58,7 @@ class Compressor:
     """Texts through a drafter. tokenizer: the drafter's own."""
 
     def __init__(self, worker: DrafterWorker, tokenizer: Tokenizer, settings: CompressionSettings) -> None:
-        self._worker, self._tokenizer, self.settings = worker, tokenizer, settings
+        self.worker, self._tokenizer, self.settings = worker, tokenizer, settings
         self._reading, self._prefill = Rate(), Rate()
         self._chosen: OrderedDict[bytes, tuple[Span, ...]] = OrderedDict()
 
@@ -89,7 +89,7 @@ class Compressor:
         return Shortened(shorter if len(shorter) < len(text) else None, elapsed_ms=elapsed_ms)
 
     async def close(self) -> None:
-        await self._worker.close()
+        await self.worker.close()
 
     def _pays(self, drafter_tokens: int, prompt_tokens: int, ratio: float) -> bool:
         """Whether reading takes less time than not computing saves, as far as both were measured."""
@@ -103,7 +103,7 @@ class Compressor:
         if key in self._chosen:
             self._chosen.move_to_end(key)
             return self._chosen[key]
-        found = await self._worker.compress(request_id, reading.token_ids, ratio)
+        found = await self.worker.compress(request_id, reading.token_ids, ratio)
         self._reading.add(len(reading.token_ids), found.forward_ns / 1e9)
         self._chosen[key] = found.kept
         while len(self._chosen) > REMEMBERED:

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
 
 from coordinator.placement import Place
 from services.compress import Compress, Compressed
-from services.description import DrafterDescription, Role
+from services.description import DrafterDescription, Role, WorkerDescription
 from services.errors import FailedPrecondition, Unavailable
+from services.launch import DEFAULT_LAUNCH, Launch
 from services.peers import Peers
 from services.process import WorkerProcess
-from services.security import OPEN, Security
 from services.worker import LoadDrafter, LoadProgress
 
 log = structlog.get_logger()
@@ -34,17 +35,29 @@ class DrafterWorker:
         drafter: Path,
         *,
         dtype: str | None = None,
-        threads: int | None = None,
-        security: Security = OPEN,
+        launch: Launch = DEFAULT_LAUNCH,
         on_progress: Bar = lambda progress: None,
     ) -> None:
         self._place, self._part = place, LoadDrafter(str(drafter), dtype)
-        self._threads, self._security, self._on_progress = threads, security, on_progress
-        self._peers = Peers(security=security)
+        self._launch, self._on_progress = replace(launch, prefix_cache_bytes=0), on_progress
+        self._peers = Peers(security=launch.security, transport=launch.transport)
         self._process: WorkerProcess | None = None
         self._dead: asyncio.Task[str] | None = None
         self._starting = asyncio.Lock()
         self._drafter: DrafterDescription | None = None
+        self.known: WorkerDescription | None = None
+        """As the worker described itself when it had loaded."""
+
+    @property
+    def address(self) -> str | None:
+        """Where it is; None while it doesn't run."""
+        return self._place.address or (self._process.address if self._process is not None else None)
+
+    @property
+    def death(self) -> str | None:
+        """How it ended, if it did."""
+        dead = self._dead
+        return dead.result() if dead is not None and dead.done() and not dead.cancelled() else None
 
     async def start(self) -> DrafterDescription:
         """Its drafter, loaded; what runs already is left as it is. Raises what starting, calling and loading raise."""
@@ -82,13 +95,7 @@ class DrafterWorker:
             return self._place.address
         if self._process is None:
             assert self._place.devices is not None
-            self._process = WorkerProcess(
-                self._place.devices,
-                [Role.COMPRESS],
-                threads=self._threads,
-                prefix_cache_bytes=0,
-                security=self._security,
-            )
+            self._process = WorkerProcess(self._place.devices, [Role.COMPRESS], self._launch)
             await self._process.start()
             self._dead = asyncio.ensure_future(self._process.died())
         return self._process.address
@@ -98,6 +105,7 @@ class DrafterWorker:
         loaded = await worker.load(self._part, self._on_progress)
         if loaded.drafter is None:
             raise FailedPrecondition(f"the worker at {address} loaded no drafter", reason="NOT_LOADED")
+        self.known = loaded
         log.info("compress.ready", device=loaded.device, host=loaded.host, bytes=loaded.drafter.weight_bytes)
         return loaded.drafter
 

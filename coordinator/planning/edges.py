@@ -8,9 +8,10 @@ from coordinator.placement import Plan
 from coordinator.planning.memory import Models
 from services.description import FeatureTransport, HeadPlace
 from services.layers import LayerRange
+from services.steps import TOKEN_BYTES
 
-TOKEN_BYTES, SUM_BYTES = 4, 4
-"""Of a token's id, and of an element of the float32 sum of features."""
+SUM_BYTES = 4
+"""Of an element of the float32 sum of features."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 
-from coordinator.cluster import threads_each
-from coordinator.placement import Place, Plan
+from coordinator.placement import Place, Plan, threads_each
 from coordinator.planning.memory import Models
 from coordinator.planning.planner import Load, choose_split
 from coordinator.planning.step_time import WorkerSpeed
 from services.description import Role
 from services.errors import FlashsplitError
+from services.launch import Launch
 from services.measure import MeasureFor
 from services.peers import Peers
 from services.process import WorkerProcess
-from services.security import Security
 
 Told = Callable[[str], None]
 """Hears which worker is being measured."""
@@ -31,15 +31,11 @@ def places_of(plan: Plan) -> list[Place]:
 
 
 @contextlib.asynccontextmanager
-async def workers_at(
-    places: Sequence[Place], *, threads: int | None, security: Security
-) -> AsyncIterator[tuple[str, ...]]:
+async def workers_at(places: Sequence[Place], launch: Launch) -> AsyncIterator[tuple[str, ...]]:
     """Addresses of these workers; the local ones, one for equal places, run as they would in a cluster."""
-    each = threads or threads_each(list(places))
+    launch = replace(launch, threads=launch.threads or threads_each(list(places)), prefix_cache_bytes=0)
     processes = {
-        place: WorkerProcess(place.devices, [Role.TARGET], threads=each, prefix_cache_bytes=0, security=security)
-        for place in places
-        if place.devices is not None
+        place: WorkerProcess(place.devices, [Role.TARGET], launch) for place in places if place.devices is not None
     }
     try:
         starting = [asyncio.ensure_future(process.start()) for process in processes.values()]

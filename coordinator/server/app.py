@@ -15,26 +15,32 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.engine import Engine
-from coordinator.server import anthropic, chat, completions, responses, system
+from coordinator.server import anthropic, chat, completions, page_files, responses, status, system
 from coordinator.server.auth import ApiKeys
 from coordinator.server.errors import HttpError, invalid_body, to_http
 from coordinator.server.metrics import Metrics
 from coordinator.server.replies import ClientGone
+from coordinator.status.board import Board
 from services.trace_context import Call, calling
 
 MAX_BODY_BYTES = 32 << 20
 
+POLLED = status.PATH
+"""Who watches asks for it every second: in the log that would bury everything else."""
+
 log = structlog.get_logger()
 
 
-def create_app(engine: Engine, keys: ApiKeys, *, vllm_metrics: bool = False) -> FastAPI:
-    """The HTTP API over an engine."""
+def create_app(engine: Engine, keys: ApiKeys, board: Board, *, vllm_metrics: bool = False) -> FastAPI:
+    """The HTTP API over an engine, and the page that uses it."""
     app = FastAPI(
         title="flashsplit",
         version=metadata.version("flashsplit"),
         description="One LLM, served from whatever GPUs its owner has: OpenAI's and Anthropic's APIs.",
     )
     app.include_router(system.routes(engine, Metrics(engine, vllm_names=vllm_metrics)))
+    app.include_router(status.routes(engine, board))
+    app.include_router(page_files.routes(key_needed=bool(keys)))
     for part in (chat, completions, responses, anthropic):
         app.include_router(part.routes(engine))
     app.add_exception_handler(Exception, _failed)
@@ -81,7 +87,8 @@ class Door:
                     raise
                 await _respond(request, error)(scope, receive, answer)
         finally:
-            log.info(
+            write = log.debug if request.url.path == POLLED else log.info
+            write(
                 "http.request",
                 request_id=call.request_id,
                 trace_id=call.trace.trace_id,

@@ -1,4 +1,4 @@
-"""API keys for clients: who has none gets nothing but /health."""
+"""API keys for clients: who has none gets nothing but /health and the empty page."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 
 from starlette.requests import Request
 
+from coordinator.server.page_files import PREFIX
 from services.errors import FlashsplitError, InvalidArgument, Unauthenticated
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/"})
 
 
 class ApiKeys:
@@ -25,7 +26,8 @@ class ApiKeys:
 
     def check(self, request: Request) -> None:
         """Raises Unauthenticated. Keys come as `Authorization: Bearer …` or `x-api-key`."""
-        if request.url.path not in OPEN_PATHS:
+        path = request.url.path
+        if path not in OPEN_PATHS and not path.startswith(PREFIX):
             self.check_headers(request.headers.get("authorization", ""), request.headers.get("x-api-key", ""))
 
     def check_headers(self, authorization: str, x_api_key: str) -> None:

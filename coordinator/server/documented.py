@@ -52,4 +52,5 @@ ANTHROPIC_ERRORS = _errors(AnthropicError, *_ANSWERING)
 QUERY_ERRORS = _errors(OpenAIError, 401)
 BODY_ERRORS = _errors(OpenAIError, *_ASKING)
 NOT_READY: Responses = {503: {"description": "No request would be taken now."}}
+EVENTS: Responses = {200: {"description": "Events, as long as they are read.", "content": _STREAM}}
 METRICS: Responses = {200: {"description": "Prometheus' text format.", "content": {"text/plain": {}}}}

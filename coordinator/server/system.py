@@ -23,10 +23,11 @@ from services.errors import InvalidArgument, NotFound
 def routes(engine: Engine, metrics: Metrics) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
-    @router.get("/health", tags=["Operations"])
-    async def health() -> dict[str, str]:
-        """The process is there."""
-        return {"status": "ok"}
+    @router.get("/health", tags=["Operations"], responses={**QUERY_ERRORS, **NOT_READY})
+    async def health(ready: bool = False) -> JSONResponse:
+        """The process is there; with ready, what /ready says, for probes that have no key."""
+        well = engine.ready or not ready
+        return JSONResponse({"status": "ok" if well else "not ready"}, 200 if well else 503)
 
     @router.get("/ready", tags=["Operations"], responses={**QUERY_ERRORS, **NOT_READY})
     async def ready() -> JSONResponse:

@@ -51,6 +51,10 @@ class DraftState:
     layers: tuple[tuple[LayerKind, int], ...]
     length: int = 0
 
+    @property
+    def size_bytes(self) -> int:
+        return sum(cache.size_bytes for cache in self.caches.values())
+
     def views(self) -> list[StateView]:
         """In the order of `Draft.state_groups`."""
         return [

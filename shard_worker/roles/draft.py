@@ -64,7 +64,16 @@ class DraftRole:
         self.graphs = graphs
         self._thread, self._device, self._location, self._store = thread, device, location, store
         self.loaded: LoadedDraft | None = None
-        self.open_sessions = 0
+        self.sessions = set[LocalDraftSession]()
+
+    @property
+    def open_sessions(self) -> int:
+        return len(self.sessions)
+
+    @property
+    def session_bytes(self) -> int:
+        """What open sessions take by now."""
+        return sum(session.held_bytes for session in self.sessions)
 
     def load(self, part: LoadDraft, on_progress: Callable[[int, int], None]) -> None:
         """Load a draft; runs on the device thread. Errors as in `drafters.dflash.load`."""
@@ -166,7 +175,7 @@ class LocalDraftSession:
         self.host, self.device = location.host, loaded.draft.device.name
         self.max_tensor_bytes = MAX_APPENDED_ROWS * loaded.draft.config.hidden_size * 4
         self._closed = False
-        role.open_sessions += 1
+        role.sessions.add(self)
 
     async def feature_slice(self, piece: FeatureSlice) -> None:
         rows = self._check_shape("features", piece.features)
@@ -227,10 +236,14 @@ class LocalDraftSession:
             )
         return await restore_draft(self._loaded.keeper, self._state, restore, self._location)
 
+    @property
+    def held_bytes(self) -> int:
+        return self._state.size_bytes
+
     async def close(self, why: str = CLOSED) -> None:
         if not self._closed:
             self._closed = True
-            self._role.open_sessions -= 1
+            self._role.sessions.discard(self)
             self._record.end(why, self._state.length)
 
     def _guess(self, request: Propose) -> tuple[int, ...]:

@@ -82,7 +82,16 @@ class TargetRole:
         self._location, self._draft_role, self._store = location, draft_role, store
         self.loaded: LoadedStage | None = None
         self._engine: tuple[Stage, Draft, DraftEngine] | None = None
-        self.open_sessions = 0
+        self._sessions = set[TargetSession]()
+
+    @property
+    def open_sessions(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def session_bytes(self) -> int:
+        """What open sessions take by now, drafts beside the stage included."""
+        return sum(session.held_bytes for session in self._sessions)
 
     def load(self, part: LoadTarget, on_progress: Callable[[int, int], None]) -> None:
         """Load a stage; runs on the device thread. Errors as in `StageLoader`."""
@@ -174,9 +183,9 @@ class TargetRole:
             decider=None if sampler is None else Decider(stage, sampler, request, ahead),
             draft=draft,
             keeper=loaded.keeper,
-            on_close=self._closed,
+            on_close=self._sessions.discard,
         )
-        self.open_sessions += 1
+        self._sessions.add(session)
         return session if stage.embedding is None else FollowingSession(session, request)
 
     @staticmethod
@@ -187,9 +196,6 @@ class TargetRole:
         if request.grammar is not None:
             grammar = await asyncio.to_thread(loaded.grammars.compile, request.grammar, request, device)
         return Sampler(request.sampling, request.prompt_length, stage.config.vocab_size, device, grammar)
-
-    def _closed(self) -> None:
-        self.open_sessions -= 1
 
     def _expected(self, request: Open) -> LoadedStage:
         loaded = self.loaded

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
-from coordinator.options import PlacementOptions
+from coordinator.cluster import Checkpoints, Cluster
+from coordinator.options import PlacementOptions, PrefixOptions
 from coordinator.placement import Place, Plan, make_plan, parse_weights, split_layers
+from coordinator.store_options import StoreOptions
 from services.errors import InvalidArgument
 from services.layers import LayerRange
 
@@ -157,6 +162,13 @@ def options(**given: object) -> PlacementOptions:
         ({"draft_head": "projected"}, True, ["--draft-head projected", "no effect", "--draft-device"]),
         ({"draft_head": "loaded", "target_devices": "h:1", "draft_device": "h:1"}, True, ["--draft-head loaded"]),
         ({"threads": 2, "target_devices": "h:1,g:1"}, False, ["--threads 2", "no effect", "flashsplit-worker"]),
+        ({"tls_cert": "a.pem", "target_devices": "cpu,unix:/a"}, False, ["--tls-cert a.pem", "no effect", "HOST:PORT"]),
+        ({"tls_server_name": "x"}, False, ["--tls-server-name x", "no effect"]),
+        (
+            {"worker_command": (f"hip={sys.executable}",), "target_devices": "cpu,h:1"},
+            False,
+            ["--worker-command hip=", "no effect", "--target-devices"],
+        ),
     ],
 )
 def test_options_without_effect_are_refused(given: dict[str, object], has_draft: bool, words: list[str]) -> None:
@@ -174,6 +186,20 @@ def test_options_with_effect_are_taken() -> None:
     assert len(options(threads=2, target_devices="h:1,cpu").plan(12, has_draft=False).stages) == 2
     made = options(threads=2, target_devices="h:1", draft_device="cpu", draft_head="loaded").plan(12, has_draft=True)
     assert made.draft == Place("cpu", None)
+    options(tls_cert="a.pem", target_devices="cpu,h:1").plan(12, has_draft=False)
+    program = (f"hip={sys.executable}",)
+    options(worker_command=program, target_devices="cpu,hip:0").plan(12, has_draft=False)
+    options(worker_command=program, target_devices="cpu", draft_device="hip:0").plan(12, has_draft=True)
+    options(worker_command=program, target_devices="cpu").plan(12, has_draft=False, beside=[Place("hip:0", None)])
+
+
+def test_a_budget_needs_local_workers() -> None:
+    """--prefix-cache-bytes is for workers that are started here."""
+    keeping = PrefixOptions(True, "1GiB", StoreOptions(None, None), "4GiB", 512)
+    checkpoints = Checkpoints(Path("model"), None, None)
+    keeping.check(Cluster(plan(target_devices="h:1,cpu"), checkpoints))
+    with pytest.raises(InvalidArgument, match="--prefix-cache-bytes 1GiB has no effect.*flashsplit-worker"):
+        keeping.check(Cluster(plan(target_devices="h:1,g:1"), checkpoints))
 
 
 def test_weights_default_to_equal_shares() -> None:

@@ -21,6 +21,11 @@ from tests.reference import checkpoints, target
 
 ROOT = Path(__file__).resolve().parents[2]
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Tests in a shell's background inherit that Ctrl-C is ignored, and so would what they start; a user's terminal
+    # hands on no such thing.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 @dataclass(frozen=True)
 class Pair:

@@ -16,6 +16,7 @@ from coordinator.prefix.cache import PrefixCache, lineage_of
 from coordinator.prefix.disk import DiskCache
 from coordinator.prefix.policy import KeepPolicy
 from coordinator.prefix.stores import open_store
+from services.launch import Launch
 from services.steps import Sampling
 from tests.e2e.conftest import Pair
 
@@ -81,7 +82,7 @@ async def client(
         has_draft=has_draft,
     )
     files = Checkpoints(pair.target, pair.draft if has_draft else None, "float32")
-    async with Cluster(plan, files, prefix_cache_bytes=prefix_cache_bytes, threads=1) as cluster:
+    async with Cluster(plan, files, launch=Launch(threads=1, prefix_cache_bytes=prefix_cache_bytes)) as cluster:
         disk = None
         if store is not None:
             lineages = [lineage_of(cluster, "text", with_draft=with_draft) for with_draft in (False, True)]

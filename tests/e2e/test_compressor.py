@@ -18,6 +18,7 @@ from coordinator.compression.settings import CompressionSettings, KeepCurve
 from coordinator.placement import Place
 from coordinator.tokenizer import Tokenizer
 from services.inference_words import CompressionMode
+from services.launch import Launch
 from tests.e2e.conftest import ROOT
 from tests.reference import checkpoints
 
@@ -37,7 +38,7 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def worker(drafter: Path) -> AsyncIterator[DrafterWorker]:
-    made = DrafterWorker(Place("cpu", None), drafter, dtype="float32", threads=1)
+    made = DrafterWorker(Place("cpu", None), drafter, dtype="float32", launch=Launch(threads=1))
     yield made
     await made.close()
     await made.close()
@@ -108,7 +109,7 @@ async def test_a_lost_drafter_loses_no_request(worker: DrafterWorker, tokenizer:
 
 
 async def test_a_drafter_that_cannot_be_loaded(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    worker = DrafterWorker(Place("cpu", None), tmp_path, threads=1)
+    worker = DrafterWorker(Place("cpu", None), tmp_path, launch=Launch(threads=1))
     try:
         failed = await Compressor(worker, tokenizer, ALWAYS).shorten("a", TEXT, 5000, ALWAYS)
         assert failed.text is None

@@ -84,7 +84,7 @@ def check(found: list[Answer], prompts: list[tuple[int, ...]], model: Any) -> No
             assert token == choice, f"token {index}; the reference's margin there is {float(margins[index])}"
 
 
-@pytest.mark.parametrize("speculate", [False, True])
+@pytest.mark.parametrize("speculate", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_tokens_are_those_of_transformers(
     files: ModelFiles, held_out: dict[str, list[Any]], start_worker: Callable[..., Worker], speculate: bool
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,10 +15,11 @@ from coordinator.cluster import Checkpoints, Cluster
 from coordinator.generation import generate
 from coordinator.placement import make_plan
 from services.description import FeatureTransport, HeadPlace
-from tests.e2e.conftest import Pair, Worker
+from tests.e2e.conftest import ROOT, Pair, Worker, generate as run_generate
 from tests.reference import target
 
-TOKENS = 200
+TOKENS = 60
+LONG = 200
 
 
 @pytest.fixture(scope="session")
@@ -40,6 +43,7 @@ async def answer_all(
     head: HeadPlace = HeadPlace.LOADED,
     transport: FeatureTransport = FeatureTransport.SUM,
     prefill_chunk: int = 16,
+    tokens: int = TOKENS,
 ) -> list[Answer]:
     """Answers to all prompts, asked at once."""
     plan = make_plan(
@@ -52,7 +56,7 @@ async def answer_all(
     checkpoints = Checkpoints(pair.target, pair.draft, "float32", head, transport)
 
     async def one(cluster: Cluster, number: int, prompt: list[int]) -> Answer:
-        request = Request(f"r{number}", tuple(prompt), TOKENS, speculate=speculate, prefill_chunk=prefill_chunk)
+        request = Request(f"r{number}", tuple(prompt), tokens, speculate=speculate, prefill_chunk=prefill_chunk)
         return await generate(cluster, request, None)
 
     async with Cluster(plan, checkpoints) as cluster:
@@ -70,7 +74,7 @@ def check(answers: list[Answer], cases: list[tuple[list[int], list[int]]]) -> No
         assert answer.finish_reason == "length"
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_5"])
 def test_every_placement_gives_transformers_tokens(
     family: str,
     pairs: dict[str, Pair],
@@ -105,7 +109,7 @@ def test_twenty_prompts_at_every_cut(family: str, pairs: dict[str, Pair], start_
     """20 prompts of 200 tokens, every cut into two stages, plain and speculated."""
     pair = pairs[family]
     model = target.load(pair.target)
-    cases = [target.clear_prompt(model, 3 + 2 * seed, TOKENS, seed=100 * seed) for seed in range(20)]
+    cases = [target.clear_prompt(model, 3 + 2 * seed, LONG, seed=100 * seed) for seed in range(20)]
     prompts = [prompt for prompt, _ in cases]
     devices = ",".join(start_worker().address for _ in range(2))
 
@@ -113,7 +117,8 @@ def test_twenty_prompts_at_every_cut(family: str, pairs: dict[str, Pair], start_
         for cut in range(1, pair.layers):
             for speculate in (False, True):
                 split = f"{cut},{pair.layers - cut}"
-                check(await answer_all(prompts, pair, devices, split, speculate=speculate), cases)
+                found = await answer_all(prompts, pair, devices, split, speculate=speculate, tokens=LONG)
+                check(found, cases)
 
     asyncio.run(run())
 
@@ -129,3 +134,23 @@ def test_checkpoint_paths_are_the_workers_own(
     answers = asyncio.run(answer_all([[1, 2, 3]], elsewhere, worker.address))
 
     assert len(answers[0].token_ids) == TOKENS
+
+
+def test_workers_of_another_environment(pairs: dict[str, Pair], tmp_path: Path) -> None:
+    """--worker-command starts the program of another virtual environment, as for another vendor's torch."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
+    [packages] = (tmp_path / "env").glob("lib/python*/site-packages")
+    (packages / "ours.pth").write_text("\n".join([str(ROOT), str(ROOT / "proto"), *map(str, sys.path[1:])]))
+    program, told = tmp_path / "env" / "bin" / "flashsplit-worker", tmp_path / "told"
+    program.write_text(
+        f"#!{tmp_path}/env/bin/python\nimport sys\nfrom shard_worker.__main__ import main\n"
+        f"open('{told}', 'a').write(sys.prefix + '\\n')\nmain()\n"
+    )
+    program.chmod(0o755)
+    asked = ("--model", pairs["qwen3"].target, "--prompt-ids", "1,2,3", "--max-tokens", "12", "--dtype", "float32")
+
+    ours = run_generate(*asked, "--target-devices", "cpu,cpu")
+    theirs = run_generate(*asked, "--target-devices", "cpu,cpu", "--worker-command", f"cpu={program}")
+
+    assert theirs["token_ids"] == ours["token_ids"]
+    assert told.read_text() == f"{tmp_path / 'env'}\n" * 2

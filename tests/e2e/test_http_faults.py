@@ -98,7 +98,16 @@ def test_methods_and_paths(server: Server) -> None:
             assert (status, told(path, reply)[0]) == (405, "invalid_request_error"), (method, path)
     assert send(server, "HEAD", CHAT) == (405, None)
     assert send(server, "POST", "/health", "{}")[0] == 405
-    for path in ("/", "/v1", "/v2/chat/completions", "/v1/messages/batches", "/v1/models/none", "/v1/models/%ff"):
+    for path in (
+        "/page",
+        "/page/..",
+        "/page/no.js",
+        "/v1",
+        "/v2/chat/completions",
+        "/v1/messages/batches",
+        "/v1/models/none",
+        "/v1/models/%ff",
+    ):
         status, reply = send(server, "GET", path, headers={})
         assert (status, told(path, reply)[0]) == (404, "not_found_error"), path
 
@@ -159,10 +168,8 @@ def test_refusals_name_the_field(server: Server, path: str, fields: dict[str, An
 
 
 def test_a_worker_dies_under_every_api(server: Server) -> None:
-    """Streams of all four APIs end with an error event in its form; then no request is taken, and /health answers.
-
-    The last test of this file: the server is of no use after it.
-    """
+    """Streams of all four APIs end with an error event in its form; no request is taken, and /health answers, until
+    another worker has taken the dead one's place."""
     openais = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
     claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60)
     long: Any = {"temperature": 1, "stream": True}
@@ -204,3 +211,9 @@ def test_a_worker_dies_under_every_api(server: Server) -> None:
     assert get(f"{server.url}/health")[0] == 200
     assert get(f"{server.url}/metrics")[0] == 200
     assert '"running":0' in get(f"{server.url}/ready")[1]
+
+    until(lambda: get(f"{server.url}/ready")[0] == 200, 30)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as openais:
+        again = openais.chat.completions.create(model="target", messages=ASK)
+    assert "8214" in (again.choices[0].message.content or "")
+    assert len(children(server.process.pid)) == 2

@@ -273,13 +273,14 @@ def test_sigterm_drains(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def test_keys(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Every path but /health wants one of the keys."""
+    """Every path wants one of the keys, but what probes ask, and the page."""
     folder = tmp_path_factory.mktemp("keys")
     (folder / "keys").write_text("# ours\nsecret-one\nsecret-two\n")
     with serving(folder, *PAIR, "--target-devices", "cpu", "--api-key-file", folder / "keys") as one:
-        for path in ("/v1/models", "/metrics", "/ready", "/docs", "/openapi.json", "/version"):
+        for path in ("/v1/models", "/metrics", "/docs", "/openapi.json", "/version", "/ready"):
             assert get(f"{one.url}{path}")[0] == 401, path
-        assert get(f"{one.url}/health")[0] == 200
+        for path in ("/health", "/health?ready=true", "/"):
+            assert get(f"{one.url}{path}")[0] == 200, path
         for key in ("secret-one", "secret-two"):
             assert openai.OpenAI(base_url=f"{one.url}/v1", api_key=key).models.list().data
         with pytest.raises(openai.AuthenticationError):

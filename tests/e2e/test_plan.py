@@ -14,6 +14,7 @@ import pytest
 from coordinator.cluster import Checkpoints, Cluster
 from coordinator.placement import make_plan
 from services.description import FeatureTransport
+from services.launch import Launch
 from services.steps import Sampling
 from tests.e2e.conftest import Pair, Worker, alive, children, flashsplit, generate, interrupt, until
 
@@ -75,7 +76,7 @@ async def test_auto_asks_local_and_running_workers(pairs: dict[str, Pair], start
         has_draft=True,
     )
     checkpoints = Checkpoints(pair.target, pair.draft, "bfloat16", transport=FeatureTransport.SLICES)
-    async with Cluster(drawn, checkpoints, threads=1) as cluster:
+    async with Cluster(drawn, checkpoints, launch=Launch(threads=1)) as cluster:
         held = [worker.target.weight_bytes for worker in cluster.workers if worker.target is not None]
         assert cluster.draft is not None
         held[-1] += cluster.draft.weight_bytes

@@ -20,14 +20,13 @@ SEEDED = Sampling(temperature=1.2, top_p=0.95, repetition_penalty=1.1, frequency
 
 
 PLACEMENTS = [("cpu", None, None), ("cpu,cpu", "0.3,0.7", None), ("cpu,cpu,cpu", None, "cpu")]
-FAMILIES = [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_5"]
-"""The hybrid has attention as well: the other one is left to long runs, but for one placement."""
+"""The hybrid has attention as well: the other family is left to long runs."""
 
 
 @pytest.mark.parametrize(
     ("family", "devices", "split", "draft_device"),
     [
-        pytest.param(family, *place, marks=[pytest.mark.slow] * (family == "qwen3" and number != 1))
+        pytest.param(family, *place, marks=[pytest.mark.slow] * (family == "qwen3" or number != 1))
         for number, place in enumerate(PLACEMENTS)
         for family in ("qwen3", "qwen3_5")
     ],
@@ -78,9 +77,17 @@ async def test_taken_up_from_memory(
             assert 0 < worker.snapshot_bytes <= worker.snapshot_budget_bytes
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "places"),
+    [
+        pytest.param("qwen3_5", [PLACEMENTS[0], PLACEMENTS[2]], id="some"),
+        pytest.param("qwen3_5", [PLACEMENTS[1], ("cpu,cpu", "0.8,0.2", None)], id="more", marks=pytest.mark.slow),
+        pytest.param("qwen3", [*PLACEMENTS, ("cpu,cpu", "0.8,0.2", None)], id="qwen3", marks=pytest.mark.slow),
+    ],
+)
 async def test_restart_on_another_split(
     family: str,
+    places: list[tuple[str, str | None, str | None]],
     pairs: dict[str, Pair],
     prefix_cases: dict[str, tuple[tuple[int, ...], tuple[int, ...]]],
     tmp_path: Path,
@@ -91,7 +98,7 @@ async def test_restart_on_another_split(
         first = await one.ask(prompt)
         seeded = await one.ask(prompt, sampling=SEEDED, cached=False)
         assert first.token_ids == greedy
-    for devices, split, draft_device in [*PLACEMENTS, ("cpu,cpu", "0.8,0.2", None)]:
+    for devices, split, draft_device in places:
         async with client(pairs[family], devices, split, draft_device=draft_device, store=tmp_path) as one:
             found = await one.ask(prompt)
             assert found.token_ids == first.token_ids

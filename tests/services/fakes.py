@@ -92,6 +92,7 @@ WORKER = WorkerDescription(
     max_tensor_bytes=1 << 29,
     snapshot_bytes=3 << 40,
     snapshot_budget_bytes=1 << 62,
+    session_bytes=5 << 40,
 )
 
 SPEEDS = (

@@ -211,5 +211,5 @@ def test_children_get_it_by_environment_alone(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(VARIABLE, OTHER)
     security = Security(token=TOKEN)
     assert security.child_arguments() == []
-    assert security.child_environment() == {**os.environ, VARIABLE: TOKEN}
-    assert VARIABLE not in Security().child_environment()
+    assert security.child_environment(os.environ) == {**os.environ, VARIABLE: TOKEN}
+    assert VARIABLE not in Security().child_environment(os.environ)

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from services.errors import FailedPrecondition, Unavailable
+from services.launch import Launch
 from services.process import WorkerProcess, list_devices
+
+
+def shell(script: str) -> Launch:
+    """A worker program that is none."""
+    return Launch(commands={"cpu": ["sh", "-c", script, "sh"]})
 
 
 def scratch_of(process: WorkerProcess) -> Path:
@@ -19,7 +25,7 @@ def scratch_of(process: WorkerProcess) -> Path:
 
 async def test_started_worker_listens_and_stops_without_a_trace() -> None:
     """After start the socket is there; after stop, called twice, process and scratch directory are gone."""
-    process = WorkerProcess("cpu", ["target"], threads=1)
+    process = WorkerProcess("cpu", ["target"], Launch(threads=1))
     await process.start()
     scratch, pid = scratch_of(process), process.process_id
     assert pid is not None
@@ -35,7 +41,7 @@ async def test_started_worker_listens_and_stops_without_a_trace() -> None:
 
 async def test_death_is_told_with_signal_and_device() -> None:
     """`died` ends when the process does, unasked, and says how."""
-    process = WorkerProcess("cpu", ["target"], threads=1)
+    process = WorkerProcess("cpu", ["target"], Launch(threads=1))
     await process.start()
     assert process.process_id is not None
     os.kill(process.process_id, signal.SIGKILL)
@@ -59,7 +65,7 @@ async def test_worker_that_refuses_its_device_says_why() -> None:
 
 async def test_program_that_is_no_worker_is_reported_with_its_last_words() -> None:
     """A command that exits at once is told with its exit code and output."""
-    process = WorkerProcess("cpu", ["target"], command=["sh", "-c", "echo wrong program; exit 3", "sh"])
+    process = WorkerProcess("cpu", ["target"], shell("echo wrong program; exit 3"))
     try:
         with pytest.raises(Unavailable, match="(?s)exited with code 3.*wrong program"):
             await process.start()
@@ -70,7 +76,7 @@ async def test_program_that_is_no_worker_is_reported_with_its_last_words() -> No
 async def test_last_exception_is_read_from_the_log() -> None:
     """What a worker logged as an exception is told as type and text."""
     line = '{"level": "error", "event": "call.failed", "exception": [{"exc_type": "ValueError", "exc_value": "bad"}]}'
-    process = WorkerProcess("cpu", ["target"], command=["sh", "-c", f"echo '{line}'; echo more; exit 1", "sh"])
+    process = WorkerProcess("cpu", ["target"], shell(f"echo '{line}'; echo more; exit 1"))
     try:
         with pytest.raises(Unavailable):
             await process.start()

@@ -190,7 +190,7 @@ def test_unknown_kinds_are_refused(kind: int) -> None:
 @pytest.mark.parametrize(
     "event",
     [
-        Commit(2**64 - 1, 9, (1, 2), (StageTiming(1, 2), StageTiming(3, 4))),
+        Commit(2**64 - 1, 9, (1, 2), (StageTiming(1, 2, 3), StageTiming(4, 5, 2**64 - 1))),
         Commit(0, 0, (), ()),
         Proposal(5, (7, 8, 9), 10),
         *(Failure(reason, "a sentence", HERE, "UNAVAILABLE") for reason in FailureReason),

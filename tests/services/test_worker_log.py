@@ -38,9 +38,18 @@ def test_lines_are_carried_over_once(followed: WorkerLog) -> None:
     assert said == [
         {"event": "session.closed", "log_level": "info", "worker": "cpu (process 7)", "request_id": "r1"},
         {"event": "load.failed", "log_level": "error", "worker": "cpu (process 7)", "why": "ü"},
-        {"event": "worker.said", "log_level": "warning", "worker": "cpu (process 7)", "text": "Segmentation fault"},
-        {"event": "worker.said", "log_level": "warning", "worker": "cpu (process 7)", "text": "[1, 2]"},
+        {"event": "worker.said", "log_level": "info", "worker": "cpu (process 7)", "text": "Segmentation fault"},
+        {"event": "worker.said", "log_level": "info", "worker": "cpu (process 7)", "text": "[1, 2]"},
     ]
+
+
+def test_a_refusal_is_told_as_an_error_only(followed: WorkerLog) -> None:
+    """Not a second time as a line of the log."""
+    with followed.open() as file, capture_logs() as said:
+        file.write(worker_log.REFUSAL.encode() + b"--device 'hip:0' needs a ROCm build of torch\n")
+        file.flush()
+        assert "hip:0" in followed.tail()
+    assert said == []
 
 
 def test_an_exception_is_named(followed: WorkerLog) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from services.errors import FailedPrecondition, InvalidArgument
+from services.visible_gpus import VARIABLE
 from shard_worker.device import best_devices, build_vendor, describe, parse_devices
 
 
@@ -64,7 +65,7 @@ def test_the_wrong_vendor_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("gpus", "words"), [(2, r"'cuda:2' does not exist here: there is cuda:0 to cuda:1"), (0, "no GPU that torch can")]
+    ("gpus", "words"), [(2, r"'cuda:2' does not exist here: there is cuda:0, cuda:1"), (0, "no GPU that torch can")]
 )
 def test_an_index_beyond_the_machines_gpus_is_refused(monkeypatch: pytest.MonkeyPatch, gpus: int, words: str) -> None:
     """The refusal names what is there."""
@@ -110,3 +111,17 @@ def test_the_cpu_is_described_with_its_memory() -> None:
     assert described.name == "cpu"
     assert described.product
     assert 0 < described.free_bytes <= described.total_bytes
+
+
+def test_hidden_gpus_keep_the_numbers_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that was given cuda:3 and cuda:1 alone calls them so; torch counts them from 0."""
+    pretend(monkeypatch, "cuda", 2)
+    monkeypatch.setenv(VARIABLE, "3,1")
+
+    devices = parse_devices("cuda:1+cuda:3")
+
+    assert [device.name for device in devices] == ["cuda:1", "cuda:3"]
+    assert [device.torch_device for device in devices] == [torch.device("cuda", 1), torch.device("cuda", 0)]
+    assert best_devices() == ["cuda:3", "cuda:1"]
+    with pytest.raises(FailedPrecondition, match="'cuda:0' does not exist here: there is cuda:3, cuda:1"):
+        parse_devices("cuda:0")

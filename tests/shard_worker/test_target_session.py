@@ -16,7 +16,8 @@ from shard_worker.drafters.dflash import DraftState
 from shard_worker.stage import StageState
 from tests.reference import target
 from tests.reference.dense_draft import DenseDraft
-from tests.shard_worker.chain import BLOCK, CAPTURED, Client, MakeChain
+from tests.shard_worker.chain import BLOCK, CAPTURED, Chain, Client, MakeChain
+from tests.shard_worker.session_memory import draft_of, stages_of
 from tests.shard_worker.tiny import Tiny, ids
 
 SUM, SLICES = FeatureTransport.SUM, FeatureTransport.SLICES
@@ -272,6 +273,31 @@ async def test_commits_carry_the_times_of_every_stage(chain: MakeChain) -> None:
     assert len(elapsed) == 3
     assert elapsed == sorted(elapsed, reverse=True)
     assert all(0 < timing.forward_ns <= timing.elapsed_ns for timing in commit.timings)
+    # 64 hidden values in float32 and the token id of each row; the last stage hands on nothing.
+    assert [timing.passed_bytes for timing in commit.timings] == [20 * (64 * 4 + 4)] * 2 + [0]
+
+
+@pytest.mark.parametrize("place", [HeadPlace.SHARED, HeadPlace.LOADED])
+async def test_what_is_captured_counts_on_its_way(tiny: Tiny, place: HeadPlace) -> None:
+    """The features' sum rides along, float32, and goes to a draft elsewhere: of rows that count. While the session is
+    open its stages say how much memory it takes."""
+    draft = tiny.draft("qwen3_5", "passed", target_layer_ids=(1, 6))
+    made = Chain(tiny.path("qwen3_5"), (3,), draft=draft, place=place)
+    try:
+        async with made.session() as client:
+            commit, _ = await client.step(PREFILL, ids(20))
+            states = [session._state for session in stages_of(client)]
+            held = [state.size_bytes for state in states if state is not None]
+            if place is HeadPlace.SHARED:
+                state = draft_of(client)
+                assert state is not None
+                held[-1] += state.size_bytes
+            assert [role.session_bytes for role in made.roles] == held
+        passed = [timing.passed_bytes for timing in commit.timings]
+        assert passed == [20 * (64 * 4 * 2 + 4), 0 if place is HeadPlace.SHARED else 20 * 64 * 4]
+        assert [role.session_bytes for role in made.roles] == [0, 0]
+    finally:
+        made.shutdown()
 
 
 # --- sessions side by side

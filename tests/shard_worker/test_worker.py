@@ -89,8 +89,9 @@ async def test_nothing_is_replaced_under_open_sessions(worker: Worker, tiny: Tin
         await load(worker, draft_part(tiny, HeadPlace.LOADED))
     assert caught.value.reason == "SESSIONS_OPEN"
     _, described = await load(worker, part)
-    assert described.open_sessions == 1
+    assert (described.open_sessions, described.session_bytes) == (1, session._state.size_bytes)
     await session.close()
+    assert (await worker.describe()).session_bytes == 0
     _, described = await load(worker, draft_part(tiny, HeadPlace.LOADED))
 
     assert described.draft is not None

@@ -6,6 +6,7 @@ import click
 
 from coordinator.commands.bench.compress import compress
 from coordinator.commands.bench.decode import decode
+from coordinator.commands.bench.hop import hop
 from coordinator.commands.bench.serve import serve
 from coordinator.commands.bench.snapshot import snapshot
 from coordinator.commands.bench.step import step
@@ -18,6 +19,7 @@ def bench() -> None:
 
 bench.add_command(compress)
 bench.add_command(decode)
+bench.add_command(hop)
 bench.add_command(serve)
 bench.add_command(snapshot)
 bench.add_command(step)

@@ -73,17 +73,14 @@ def compress(
         options = PlacementOptions(**placement)  # type: ignore[arg-type]
         async with contextlib.AsyncExitStack() as stack:
             with LoadBars() as bars:
-                cluster = options.cluster(files, draft, bars, prefix_cache_bytes=0)
+                own = [] if prefill_device is None else [parse_place(prefill_device, "--prefill-device")]
+                cluster = options.cluster(files, draft, bars, prefix_cache_bytes=0, beside=own)
                 await stack.enter_async_context(cluster)
-                place = cluster.first_place
-                if prefill_device is not None:
-                    place = parse_place(prefill_device, "--prefill-device")
                 worker = DrafterWorker(
-                    place,
+                    next(iter(own), cluster.first_place),
                     prefill_drafter.absolute(),
                     dtype=options.dtype,
-                    threads=cluster.threads,
-                    security=cluster.security,
+                    launch=cluster.launch,
                 )
                 stack.push_async_callback(worker.close)
                 await worker.start()

@@ -53,6 +53,7 @@ def test_stages_take_what_is_said(pairs: Pairs, family: str, dtype: str | None) 
 
         state = stage.allocate(100, models.block_rows)
         held = sum(allocated(caches.attention) + allocated(caches.recurrent) for caches in state.caches)
+        assert state.size_bytes == held
         assert cache_bytes(models, share, 100, 1) == held
         assert cache_bytes(models, share, 100, 3) == 3 * held
 
@@ -70,7 +71,8 @@ def test_drafts_take_what_is_said(pairs: Pairs, family: str, dtype: str | None) 
     assert (size.capture_layers, size.block_size) == (draft.config.capture_layers, draft.config.block_size)
     for length in (1, 31, 32, 33, 200):
         state = draft.allocate(length)
-        assert size.cache_bytes(length) == sum(allocated(cache) for cache in state.caches.values())
+        held = sum(allocated(cache) for cache in state.caches.values())
+        assert size.cache_bytes(length) == state.size_bytes == held
 
 
 def test_captured_blocks_cost_their_columns_of_fc(pairs: Pairs) -> None:

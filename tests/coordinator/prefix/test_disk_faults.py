@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -310,14 +309,9 @@ asyncio.run(main())
 
 def test_a_file_size_limit_as_a_full_disk(tmp_path: Path) -> None:
     """The kernel refuses to write on: no half file stays."""
-    limit = 300_000
-    done = subprocess.run(
-        [sys.executable, "-c", FULL, str(tmp_path / "cache")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )
+    limited = f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))\n{FULL}"
+    command = [sys.executable, "-c", limited, str(tmp_path / "cache")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "File too large" in done.stdout
 

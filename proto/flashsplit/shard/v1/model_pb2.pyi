@@ -149,7 +149,7 @@ class DeviceDescription(_message.Message):
     def __init__(self, name: _Optional[str] = ..., product: _Optional[str] = ..., total_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("protocol_major", "protocol_minor", "host", "devices", "roles", "flashsplit_version", "torch_version", "python_version", "target", "draft", "open_sessions", "process_id", "max_tensor_bytes", "snapshot_bytes", "snapshot_budget_bytes", "drafter")
+    __slots__ = ("protocol_major", "protocol_minor", "host", "devices", "roles", "flashsplit_version", "torch_version", "python_version", "target", "draft", "open_sessions", "process_id", "max_tensor_bytes", "snapshot_bytes", "snapshot_budget_bytes", "drafter", "session_bytes")
     PROTOCOL_MAJOR_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MINOR_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -166,6 +166,7 @@ class WorkerDescription(_message.Message):
     SNAPSHOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    SESSION_BYTES_FIELD_NUMBER: _ClassVar[int]
     protocol_major: int
     protocol_minor: int
     host: str
@@ -182,4 +183,5 @@ class WorkerDescription(_message.Message):
     snapshot_bytes: int
     snapshot_budget_bytes: int
     drafter: DrafterDescription
-    def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., host: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[DeviceDescription, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., flashsplit_version: _Optional[str] = ..., torch_version: _Optional[str] = ..., python_version: _Optional[str] = ..., target: _Optional[_Union[TargetDescription, _Mapping]] = ..., draft: _Optional[_Union[DraftDescription, _Mapping]] = ..., open_sessions: _Optional[int] = ..., process_id: _Optional[int] = ..., max_tensor_bytes: _Optional[int] = ..., snapshot_bytes: _Optional[int] = ..., snapshot_budget_bytes: _Optional[int] = ..., drafter: _Optional[_Union[DrafterDescription, _Mapping]] = ...) -> None: ...
+    session_bytes: int
+    def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., host: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[DeviceDescription, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., flashsplit_version: _Optional[str] = ..., torch_version: _Optional[str] = ..., python_version: _Optional[str] = ..., target: _Optional[_Union[TargetDescription, _Mapping]] = ..., draft: _Optional[_Union[DraftDescription, _Mapping]] = ..., open_sessions: _Optional[int] = ..., process_id: _Optional[int] = ..., max_tensor_bytes: _Optional[int] = ..., snapshot_bytes: _Optional[int] = ..., snapshot_budget_bytes: _Optional[int] = ..., drafter: _Optional[_Union[DrafterDescription, _Mapping]] = ..., session_bytes: _Optional[int] = ...) -> None: ...

@@ -24,50 +24,51 @@ _sym_db = _symbol_database.Default()
 
 from flashsplit.shard.v1 import failure_pb2 as flashsplit_dot_shard_dot_v1_dot_failure__pb2
 from flashsplit.shard.v1 import model_pb2 as flashsplit_dot_shard_dot_v1_dot_model__pb2
+from flashsplit.shard.v1 import shared_memory_pb2 as flashsplit_dot_shard_dot_v1_dot_shared__memory__pb2
 from flashsplit.shard.v1 import tensor_pb2 as flashsplit_dot_shard_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"flashsplit/shard/v1/snapshot.proto\x12\x13\x66lashsplit.shard.v1\x1a!flashsplit/shard/v1/failure.proto\x1a\x1f\x66lashsplit/shard/v1/model.proto\x1a flashsplit/shard/v1/tensor.proto\"Y\n\x0cSnapshotSave\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x16\n\tparent_id\x18\x03 \x01(\tH\x00\x88\x01\x01\x42\x0c\n\n_parent_id\"I\n\x0fSnapshotRestore\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"\x8d\x01\n\x0cSnapshotPart\x12/\n\x08location\x18\x01 \x01(\x0b\x32\x1d.flashsplit.shard.v1.Location\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x12\n\nelapsed_ns\x18\x03 \x01(\x04\x12\x13\n\x0b\x65victed_ids\x18\x04 \x03(\t\x12\x0f\n\x07refusal\x18\x05 \x01(\t\"f\n\rSnapshotSaved\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x30\n\x05parts\x18\x03 \x03(\x0b\x32!.flashsplit.shard.v1.SnapshotPart\"i\n\x10SnapshotRestored\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x30\n\x05parts\x18\x03 \x03(\x0b\x32!.flashsplit.shard.v1.SnapshotPart\"l\n\x0eSnapshotTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12)\n\x05\x64type\x18\x02 \x01(\x0e\x32\x1a.flashsplit.shard.v1.Dtype\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\"\xba\x02\n\x14PrefixSnapshotHeader\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x31\n\x05owner\x18\x02 \x01(\x0e\x32\".flashsplit.shard.v1.SnapshotOwner\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x34\n\x06layers\x18\x04 \x01(\x0b\x32\x1f.flashsplit.shard.v1.LayerRangeH\x00\x88\x01\x01\x12\x13\n\x0b\x66irst_token\x18\x05 \x01(\r\x12\x13\n\x0btoken_count\x18\x06 \x01(\r\x12\x16\n\tparent_id\x18\x07 \x01(\tH\x01\x88\x01\x01\x12\x34\n\x07tensors\x18\x08 \x03(\x0b\x32#.flashsplit.shard.v1.SnapshotTensorB\t\n\x07_layersB\x0c\n\n_parent_id\"3\n\x13PrefixSnapshotChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"C\n\x15PrefixSnapshotTrailer\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x04\x12\x15\n\rtensor_sha256\x18\x02 \x03(\x0c\"\xa0\x01\n\x1bPrefixSnapshotExportRequest\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x31\n\x05owner\x18\x02 \x01(\x0e\x32\".flashsplit.shard.v1.SnapshotOwner\x12\x13\n\x0b\x66irst_token\x18\x03 \x01(\r\x12\x16\n\tparent_id\x18\x04 \x01(\tH\x00\x88\x01\x01\x42\x0c\n\n_parent_id\"\xde\x01\n\x1cPrefixSnapshotExportResponse\x12;\n\x06header\x18\x01 \x01(\x0b\x32).flashsplit.shard.v1.PrefixSnapshotHeaderH\x00\x12\x39\n\x05\x63hunk\x18\x02 \x01(\x0b\x32(.flashsplit.shard.v1.PrefixSnapshotChunkH\x00\x12=\n\x07trailer\x18\x03 \x01(\x0b\x32*.flashsplit.shard.v1.PrefixSnapshotTrailerH\x00\x42\x07\n\x05\x66rame\"\xdd\x01\n\x1bPrefixSnapshotImportRequest\x12;\n\x06header\x18\x01 \x01(\x0b\x32).flashsplit.shard.v1.PrefixSnapshotHeaderH\x00\x12\x39\n\x05\x63hunk\x18\x02 \x01(\x0b\x32(.flashsplit.shard.v1.PrefixSnapshotChunkH\x00\x12=\n\x07trailer\x18\x03 \x01(\x0b\x32*.flashsplit.shard.v1.PrefixSnapshotTrailerH\x00\x42\x07\n\x05\x66rame\"\x16\n\x14PrefixSnapshotWanted\"C\n\x16PrefixSnapshotImported\x12\x14\n\x0cstored_bytes\x18\x01 \x01(\x04\x12\x13\n\x0b\x65victed_ids\x18\x02 \x03(\t\"\xa6\x01\n\x1cPrefixSnapshotImportResponse\x12;\n\x06wanted\x18\x01 \x01(\x0b\x32).flashsplit.shard.v1.PrefixSnapshotWantedH\x00\x12?\n\x08imported\x18\x02 \x01(\x0b\x32+.flashsplit.shard.v1.PrefixSnapshotImportedH\x00\x42\x08\n\x06result\"+\n\x13SnapshotFreeRequest\x12\x14\n\x0csnapshot_ids\x18\x01 \x03(\t\"+\n\x14SnapshotFreeResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x04*c\n\rSnapshotOwner\x12\x1e\n\x1aSNAPSHOT_OWNER_UNSPECIFIED\x10\x00\x12\x18\n\x14SNAPSHOT_OWNER_STAGE\x10\x01\x12\x18\n\x14SNAPSHOT_OWNER_DRAFT\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"flashsplit/shard/v1/snapshot.proto\x12\x13\x66lashsplit.shard.v1\x1a!flashsplit/shard/v1/failure.proto\x1a\x1f\x66lashsplit/shard/v1/model.proto\x1a\'flashsplit/shard/v1/shared_memory.proto\x1a flashsplit/shard/v1/tensor.proto\"Y\n\x0cSnapshotSave\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x16\n\tparent_id\x18\x03 \x01(\tH\x00\x88\x01\x01\x42\x0c\n\n_parent_id\"I\n\x0fSnapshotRestore\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"\x8d\x01\n\x0cSnapshotPart\x12/\n\x08location\x18\x01 \x01(\x0b\x32\x1d.flashsplit.shard.v1.Location\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x12\n\nelapsed_ns\x18\x03 \x01(\x04\x12\x13\n\x0b\x65victed_ids\x18\x04 \x03(\t\x12\x0f\n\x07refusal\x18\x05 \x01(\t\"f\n\rSnapshotSaved\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x30\n\x05parts\x18\x03 \x03(\x0b\x32!.flashsplit.shard.v1.SnapshotPart\"i\n\x10SnapshotRestored\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x30\n\x05parts\x18\x03 \x03(\x0b\x32!.flashsplit.shard.v1.SnapshotPart\"l\n\x0eSnapshotTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12)\n\x05\x64type\x18\x02 \x01(\x0e\x32\x1a.flashsplit.shard.v1.Dtype\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\"\xba\x02\n\x14PrefixSnapshotHeader\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x31\n\x05owner\x18\x02 \x01(\x0e\x32\".flashsplit.shard.v1.SnapshotOwner\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x34\n\x06layers\x18\x04 \x01(\x0b\x32\x1f.flashsplit.shard.v1.LayerRangeH\x00\x88\x01\x01\x12\x13\n\x0b\x66irst_token\x18\x05 \x01(\r\x12\x13\n\x0btoken_count\x18\x06 \x01(\r\x12\x16\n\tparent_id\x18\x07 \x01(\tH\x01\x88\x01\x01\x12\x34\n\x07tensors\x18\x08 \x03(\x0b\x32#.flashsplit.shard.v1.SnapshotTensorB\t\n\x07_layersB\x0c\n\n_parent_id\"g\n\x13PrefixSnapshotChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x32\n\x06shared\x18\x03 \x01(\x0b\x32\".flashsplit.shard.v1.SharedPayload\"C\n\x15PrefixSnapshotTrailer\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x04\x12\x15\n\rtensor_sha256\x18\x02 \x03(\x0c\"\xc6\x01\n\x1bPrefixSnapshotExportRequest\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x31\n\x05owner\x18\x02 \x01(\x0e\x32\".flashsplit.shard.v1.SnapshotOwner\x12\x13\n\x0b\x66irst_token\x18\x03 \x01(\r\x12\x16\n\tparent_id\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x0f\n\x07link_id\x18\x05 \x01(\x06\x12\x13\n\x0btransfer_id\x18\x06 \x01(\x04\x42\x0c\n\n_parent_id\"\xde\x01\n\x1cPrefixSnapshotExportResponse\x12;\n\x06header\x18\x01 \x01(\x0b\x32).flashsplit.shard.v1.PrefixSnapshotHeaderH\x00\x12\x39\n\x05\x63hunk\x18\x02 \x01(\x0b\x32(.flashsplit.shard.v1.PrefixSnapshotChunkH\x00\x12=\n\x07trailer\x18\x03 \x01(\x0b\x32*.flashsplit.shard.v1.PrefixSnapshotTrailerH\x00\x42\x07\n\x05\x66rame\"\xdd\x01\n\x1bPrefixSnapshotImportRequest\x12;\n\x06header\x18\x01 \x01(\x0b\x32).flashsplit.shard.v1.PrefixSnapshotHeaderH\x00\x12\x39\n\x05\x63hunk\x18\x02 \x01(\x0b\x32(.flashsplit.shard.v1.PrefixSnapshotChunkH\x00\x12=\n\x07trailer\x18\x03 \x01(\x0b\x32*.flashsplit.shard.v1.PrefixSnapshotTrailerH\x00\x42\x07\n\x05\x66rame\"\x16\n\x14PrefixSnapshotWanted\"C\n\x16PrefixSnapshotImported\x12\x14\n\x0cstored_bytes\x18\x01 \x01(\x04\x12\x13\n\x0b\x65victed_ids\x18\x02 \x03(\t\"\xa6\x01\n\x1cPrefixSnapshotImportResponse\x12;\n\x06wanted\x18\x01 \x01(\x0b\x32).flashsplit.shard.v1.PrefixSnapshotWantedH\x00\x12?\n\x08imported\x18\x02 \x01(\x0b\x32+.flashsplit.shard.v1.PrefixSnapshotImportedH\x00\x42\x08\n\x06result\"+\n\x13SnapshotFreeRequest\x12\x14\n\x0csnapshot_ids\x18\x01 \x03(\t\"+\n\x14SnapshotFreeResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x04*c\n\rSnapshotOwner\x12\x1e\n\x1aSNAPSHOT_OWNER_UNSPECIFIED\x10\x00\x12\x18\n\x14SNAPSHOT_OWNER_STAGE\x10\x01\x12\x18\n\x14SNAPSHOT_OWNER_DRAFT\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'flashsplit.shard.v1.snapshot_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SNAPSHOTOWNER']._serialized_start=2195
-  _globals['_SNAPSHOTOWNER']._serialized_end=2294
-  _globals['_SNAPSHOTSAVE']._serialized_start=161
-  _globals['_SNAPSHOTSAVE']._serialized_end=250
-  _globals['_SNAPSHOTRESTORE']._serialized_start=252
-  _globals['_SNAPSHOTRESTORE']._serialized_end=325
-  _globals['_SNAPSHOTPART']._serialized_start=328
-  _globals['_SNAPSHOTPART']._serialized_end=469
-  _globals['_SNAPSHOTSAVED']._serialized_start=471
-  _globals['_SNAPSHOTSAVED']._serialized_end=573
-  _globals['_SNAPSHOTRESTORED']._serialized_start=575
-  _globals['_SNAPSHOTRESTORED']._serialized_end=680
-  _globals['_SNAPSHOTTENSOR']._serialized_start=682
-  _globals['_SNAPSHOTTENSOR']._serialized_end=790
-  _globals['_PREFIXSNAPSHOTHEADER']._serialized_start=793
-  _globals['_PREFIXSNAPSHOTHEADER']._serialized_end=1107
-  _globals['_PREFIXSNAPSHOTCHUNK']._serialized_start=1109
-  _globals['_PREFIXSNAPSHOTCHUNK']._serialized_end=1160
-  _globals['_PREFIXSNAPSHOTTRAILER']._serialized_start=1162
-  _globals['_PREFIXSNAPSHOTTRAILER']._serialized_end=1229
-  _globals['_PREFIXSNAPSHOTEXPORTREQUEST']._serialized_start=1232
-  _globals['_PREFIXSNAPSHOTEXPORTREQUEST']._serialized_end=1392
-  _globals['_PREFIXSNAPSHOTEXPORTRESPONSE']._serialized_start=1395
-  _globals['_PREFIXSNAPSHOTEXPORTRESPONSE']._serialized_end=1617
-  _globals['_PREFIXSNAPSHOTIMPORTREQUEST']._serialized_start=1620
-  _globals['_PREFIXSNAPSHOTIMPORTREQUEST']._serialized_end=1841
-  _globals['_PREFIXSNAPSHOTWANTED']._serialized_start=1843
-  _globals['_PREFIXSNAPSHOTWANTED']._serialized_end=1865
-  _globals['_PREFIXSNAPSHOTIMPORTED']._serialized_start=1867
-  _globals['_PREFIXSNAPSHOTIMPORTED']._serialized_end=1934
-  _globals['_PREFIXSNAPSHOTIMPORTRESPONSE']._serialized_start=1937
-  _globals['_PREFIXSNAPSHOTIMPORTRESPONSE']._serialized_end=2103
-  _globals['_SNAPSHOTFREEREQUEST']._serialized_start=2105
-  _globals['_SNAPSHOTFREEREQUEST']._serialized_end=2148
-  _globals['_SNAPSHOTFREERESPONSE']._serialized_start=2150
-  _globals['_SNAPSHOTFREERESPONSE']._serialized_end=2193
+  _globals['_SNAPSHOTOWNER']._serialized_start=2326
+  _globals['_SNAPSHOTOWNER']._serialized_end=2425
+  _globals['_SNAPSHOTSAVE']._serialized_start=202
+  _globals['_SNAPSHOTSAVE']._serialized_end=291
+  _globals['_SNAPSHOTRESTORE']._serialized_start=293
+  _globals['_SNAPSHOTRESTORE']._serialized_end=366
+  _globals['_SNAPSHOTPART']._serialized_start=369
+  _globals['_SNAPSHOTPART']._serialized_end=510
+  _globals['_SNAPSHOTSAVED']._serialized_start=512
+  _globals['_SNAPSHOTSAVED']._serialized_end=614
+  _globals['_SNAPSHOTRESTORED']._serialized_start=616
+  _globals['_SNAPSHOTRESTORED']._serialized_end=721
+  _globals['_SNAPSHOTTENSOR']._serialized_start=723
+  _globals['_SNAPSHOTTENSOR']._serialized_end=831
+  _globals['_PREFIXSNAPSHOTHEADER']._serialized_start=834
+  _globals['_PREFIXSNAPSHOTHEADER']._serialized_end=1148
+  _globals['_PREFIXSNAPSHOTCHUNK']._serialized_start=1150
+  _globals['_PREFIXSNAPSHOTCHUNK']._serialized_end=1253
+  _globals['_PREFIXSNAPSHOTTRAILER']._serialized_start=1255
+  _globals['_PREFIXSNAPSHOTTRAILER']._serialized_end=1322
+  _globals['_PREFIXSNAPSHOTEXPORTREQUEST']._serialized_start=1325
+  _globals['_PREFIXSNAPSHOTEXPORTREQUEST']._serialized_end=1523
+  _globals['_PREFIXSNAPSHOTEXPORTRESPONSE']._serialized_start=1526
+  _globals['_PREFIXSNAPSHOTEXPORTRESPONSE']._serialized_end=1748
+  _globals['_PREFIXSNAPSHOTIMPORTREQUEST']._serialized_start=1751
+  _globals['_PREFIXSNAPSHOTIMPORTREQUEST']._serialized_end=1972
+  _globals['_PREFIXSNAPSHOTWANTED']._serialized_start=1974
+  _globals['_PREFIXSNAPSHOTWANTED']._serialized_end=1996
+  _globals['_PREFIXSNAPSHOTIMPORTED']._serialized_start=1998
+  _globals['_PREFIXSNAPSHOTIMPORTED']._serialized_end=2065
+  _globals['_PREFIXSNAPSHOTIMPORTRESPONSE']._serialized_start=2068
+  _globals['_PREFIXSNAPSHOTIMPORTRESPONSE']._serialized_end=2234
+  _globals['_SNAPSHOTFREEREQUEST']._serialized_start=2236
+  _globals['_SNAPSHOTFREEREQUEST']._serialized_end=2279
+  _globals['_SNAPSHOTFREERESPONSE']._serialized_start=2281
+  _globals['_SNAPSHOTFREERESPONSE']._serialized_end=2324
 # @@protoc_insertion_point(module_scope)

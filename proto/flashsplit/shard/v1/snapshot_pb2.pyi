@@ -1,5 +1,6 @@
 from flashsplit.shard.v1 import failure_pb2 as _failure_pb2
 from flashsplit.shard.v1 import model_pb2 as _model_pb2
+from flashsplit.shard.v1 import shared_memory_pb2 as _shared_memory_pb2
 from flashsplit.shard.v1 import tensor_pb2 as _tensor_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -106,12 +107,14 @@ class PrefixSnapshotHeader(_message.Message):
     def __init__(self, snapshot_id: _Optional[str] = ..., owner: _Optional[_Union[SnapshotOwner, str]] = ..., fingerprint: _Optional[str] = ..., layers: _Optional[_Union[_model_pb2.LayerRange, _Mapping]] = ..., first_token: _Optional[int] = ..., token_count: _Optional[int] = ..., parent_id: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[SnapshotTensor, _Mapping]]] = ...) -> None: ...
 
 class PrefixSnapshotChunk(_message.Message):
-    __slots__ = ("offset", "data")
+    __slots__ = ("offset", "data", "shared")
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
     offset: int
     data: bytes
-    def __init__(self, offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    shared: _shared_memory_pb2.SharedPayload
+    def __init__(self, offset: _Optional[int] = ..., data: _Optional[bytes] = ..., shared: _Optional[_Union[_shared_memory_pb2.SharedPayload, _Mapping]] = ...) -> None: ...
 
 class PrefixSnapshotTrailer(_message.Message):
     __slots__ = ("total_bytes", "tensor_sha256")
@@ -122,16 +125,20 @@ class PrefixSnapshotTrailer(_message.Message):
     def __init__(self, total_bytes: _Optional[int] = ..., tensor_sha256: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class PrefixSnapshotExportRequest(_message.Message):
-    __slots__ = ("snapshot_id", "owner", "first_token", "parent_id")
+    __slots__ = ("snapshot_id", "owner", "first_token", "parent_id", "link_id", "transfer_id")
     SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     PARENT_ID_FIELD_NUMBER: _ClassVar[int]
+    LINK_ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     snapshot_id: str
     owner: SnapshotOwner
     first_token: int
     parent_id: str
-    def __init__(self, snapshot_id: _Optional[str] = ..., owner: _Optional[_Union[SnapshotOwner, str]] = ..., first_token: _Optional[int] = ..., parent_id: _Optional[str] = ...) -> None: ...
+    link_id: int
+    transfer_id: int
+    def __init__(self, snapshot_id: _Optional[str] = ..., owner: _Optional[_Union[SnapshotOwner, str]] = ..., first_token: _Optional[int] = ..., parent_id: _Optional[str] = ..., link_id: _Optional[int] = ..., transfer_id: _Optional[int] = ...) -> None: ...
 
 class PrefixSnapshotExportResponse(_message.Message):
     __slots__ = ("header", "chunk", "trailer")

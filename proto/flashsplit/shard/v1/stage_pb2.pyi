@@ -171,12 +171,14 @@ class Opened(_message.Message):
     def __init__(self, stages: _Optional[_Iterable[_Union[StageIdentity, _Mapping]]] = ...) -> None: ...
 
 class StageTiming(_message.Message):
-    __slots__ = ("forward_ns", "elapsed_ns")
+    __slots__ = ("forward_ns", "elapsed_ns", "passed_bytes")
     FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
     ELAPSED_NS_FIELD_NUMBER: _ClassVar[int]
+    PASSED_BYTES_FIELD_NUMBER: _ClassVar[int]
     forward_ns: int
     elapsed_ns: int
-    def __init__(self, forward_ns: _Optional[int] = ..., elapsed_ns: _Optional[int] = ...) -> None: ...
+    passed_bytes: int
+    def __init__(self, forward_ns: _Optional[int] = ..., elapsed_ns: _Optional[int] = ..., passed_bytes: _Optional[int] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top_token_ids", "top_logprobs")

@@ -1,0 +1,176 @@
+"""A running server as a client sees it: `--url` and its companions, asking, streaming, errors in one sentence.
+
+Owns the connection. Knows the paths of the HTTP API, nothing of what is behind them.
+"""
+
+from __future__ import annotations
+
+import json
+import ssl
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import click
+import httpx2
+
+from coordinator.status.report import Status
+from services.addresses import is_loopback
+from services.errors import FlashsplitError, InvalidArgument, Unauthenticated, Unavailable, error_named
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+CONNECT_S, ANSWER_S = 5.0, 15.0
+
+Command = Callable[..., Any]
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_OPTIONS = (
+    click.option("--url", metavar="URL", envvar="FLASHSPLIT_URL",
+                 help=f"Where the server is; also FLASHSPLIT_URL.  [default: {DEFAULT_URL}]"),
+    click.option("--api-key", metavar="KEY", envvar="FLASHSPLIT_API_KEY",
+                 help="What the server asks for; better in FLASHSPLIT_API_KEY."),
+    click.option("--ssl-ca-certs", type=_FILE, metavar="FILE",
+                 help="Who must have signed the server's certificate.  [default: whom the system trusts]"),
+    click.option("--ssl-certfile", type=_FILE, metavar="FILE", help="This client's certificate, if one is asked for."),
+    click.option("--ssl-keyfile", type=_FILE, metavar="FILE", help="Its key."),
+)  # fmt: skip
+
+
+def server_options(command: Command) -> Command:
+    """--url, --api-key and --ssl-…"""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Those options as given."""
+
+    url: str | None = None
+    api_key: str | None = None
+    ssl_ca_certs: Path | None = None
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+
+    def connect(self) -> Server:
+        """Not yet connected. Raises InvalidArgument for what is no URL and for files that cannot be used."""
+        return Server(server_url(self.url or DEFAULT_URL), self.api_key, self._tls())
+
+    def _tls(self) -> ssl.SSLContext:
+        try:
+            context = ssl.create_default_context(cafile=self.ssl_ca_certs)
+            if self.ssl_certfile is not None:
+                context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile)
+        except (OSError, ssl.SSLError) as error:
+            raise InvalidArgument(
+                f"--ssl-ca-certs, --ssl-certfile or --ssl-keyfile cannot be used: {error}", field="--ssl-certfile"
+            ) from error
+        return context
+
+
+def server_url(text: str) -> str:
+    """Without what people copy along with it: the last slash, /v1. Raises InvalidArgument for what is no URL."""
+    url = text.strip().rstrip("/").removesuffix("/v1")
+    try:
+        parsed = httpx2.URL(url)
+    except httpx2.InvalidURL:
+        parsed = httpx2.URL()
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise InvalidArgument(f"--url {text!r} must be like {DEFAULT_URL} or https://host.lan:8000", field="--url")
+    return url
+
+
+class Server:
+    """Use as `async with`. Whatever goes wrong is raised as a FlashsplitError: Unavailable where nobody answers,
+    Unauthenticated for a missing or wrong key, else what the server said."""
+
+    def __init__(self, url: str, key: str | None, tls: ssl.SSLContext) -> None:
+        self.url, self._with_key = url, key is not None
+        host = httpx2.URL(url).host
+        self._http = httpx2.AsyncClient(
+            base_url=url,
+            headers={} if key is None else {"authorization": f"Bearer {key}"},
+            verify=tls,
+            timeout=httpx2.Timeout(ANSWER_S, connect=CONNECT_S),
+            # A proxy for the way out has nothing to do with a server on this host.
+            trust_env=not is_loopback(f"[{host}]:0" if ":" in host else f"{host}:0"),
+        )
+
+    async def __aenter__(self) -> Server:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.aclose()
+
+    async def status(self) -> Status:
+        """How it does. Raises Unavailable for a server that cannot tell."""
+        try:
+            return Status.model_validate_json(await self._get("/v1/status"))
+        except ValueError as error:
+            raise Unavailable(f"{self.url} is no flashsplit server of this version: it tells no status") from error
+
+    async def model(self) -> str:
+        """The first model that it serves."""
+        try:
+            return str(json.loads(await self._get("/v1/models"))["data"][0]["id"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise Unavailable(f"{self.url} is no server of OpenAI's API: it names no model") from error
+
+    async def chat(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+        """Chunks of a streamed chat completion. Closing the generator ends the request."""
+        try:
+            async with self._http.stream(
+                "POST", "/v1/chat/completions", json=body, timeout=httpx2.Timeout(None, connect=CONNECT_S)
+            ) as reply:
+                if reply.is_error:
+                    await reply.aread()
+                    raise self._refusal(reply)
+                async for line in reply.aiter_lines():
+                    data = line.removeprefix("data:").strip()
+                    if not line.startswith("data:") or data == "[DONE]":
+                        continue
+                    chunk = json.loads(data)
+                    if "error" in chunk:
+                        raise Unavailable(str(chunk["error"]["message"]))
+                    yield chunk
+        except httpx2.HTTPError as error:
+            raise self._unreachable(error) from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise Unavailable(f"{self.url} sent what is no chat completion") from error
+
+    async def _get(self, path: str) -> bytes:
+        try:
+            reply = await self._http.get(path)
+        except httpx2.HTTPError as error:
+            raise self._unreachable(error) from error
+        if reply.is_error:
+            raise self._refusal(reply)
+        return reply.content
+
+    def _unreachable(self, error: httpx2.HTTPError) -> FlashsplitError:
+        if "certificate verify failed" in str(error):
+            return Unavailable(
+                f"the certificate of {self.url} is not trusted ({error}): name who signed it in --ssl-ca-certs"
+            )
+        if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
+            return Unavailable(
+                f"no server answers at {self.url}: start one with flashsplit serve, or correct --url",
+                reason="SERVER_UNREACHABLE",
+            )
+        return Unavailable(f"the connection to {self.url} was lost: {error or type(error).__name__}")
+
+    def _refusal(self, reply: httpx2.Response) -> FlashsplitError:
+        if reply.status_code == 401:
+            why = "does not know that API key" if self._with_key else "wants an API key"
+            return Unauthenticated(f"{self.url} {why}: give it in FLASHSPLIT_API_KEY or with --api-key")
+        try:
+            message = str(reply.json()["error"]["message"])
+        except (ValueError, LookupError, TypeError):
+            message = f"{self.url} answered {reply.status_code} {reply.reason_phrase} to {reply.url.path}"
+        kind = "INVALID_ARGUMENT" if reply.status_code in (400, 404, 413, 422) else "UNAVAILABLE"
+        return error_named(kind, message)

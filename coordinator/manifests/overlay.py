@@ -1,0 +1,119 @@
+"""The files of an overlay, and writing them: those of an earlier cluster file are replaced, others kept."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+
+from coordinator.file_fields import read_fields
+from coordinator.manifests.patches import claims, coordinator_patches, worker_patches
+from coordinator.manifests.pods import ClusterPods
+from coordinator.manifests.reading import ServeFile
+from coordinator.manifests.serving import serve_flags
+from coordinator.manifests.workers import pod_workers
+from services.errors import InvalidArgument
+
+HEADER = "# Written by flashsplit manifests: change the cluster file and write it again.\n"
+_KUSTOMIZE = "kustomize.config.k8s.io/v1beta1"
+
+
+def overlay(file: ServeFile, directory: Path, base: Path, beside: Path) -> dict[PurePosixPath, str]:
+    """File contents by their paths in the overlay's directory. base: deploy/kubernetes/base. beside: the directory of
+    the cluster file, from where it names components.
+
+    Raises InvalidArgument naming the field, its value and what to write.
+    """
+    for part in ("coordinator", "worker"):
+        if not (base / part / "kustomization.yaml").is_file():
+            raise InvalidArgument(
+                f"--base {str(base)!r} has no {part}/kustomization.yaml: name deploy/kubernetes/base of a checkout of "
+                "flashsplit",
+                field="--base",
+            )
+    pods = read_fields(ClusterPods, file.cluster.kubernetes, "kubernetes")
+    workers = pod_workers(file)
+    files: dict[str, list[Any]] = {"serve.yaml": [serve_flags(file, pods, workers)]}
+    files["coordinator.yaml"] = coordinator_patches(file, pods)
+    files["claims.yaml"] = claims(file, pods)
+    top: dict[str, Any] = {
+        "apiVersion": _KUSTOMIZE,
+        "kind": "Kustomization",
+        "namespace": pods.namespace,
+        "resources": [f"{_way(directory, base)}/coordinator", *(worker.name for worker in workers)],
+        "components": [_component(directory, beside, name) for name in pods.components],
+        "configMapGenerator": [{"name": "serve", "files": ["serve.yaml"]}],
+        "patches": [{"path": "coordinator.yaml"}],
+    }
+    if files["claims.yaml"]:
+        top["resources"].append("claims.yaml")
+    files["kustomization.yaml"] = [{key: value for key, value in top.items() if value}]
+    for worker in workers:
+        files[f"{worker.name}/worker.yaml"] = worker_patches(file, pods, worker)
+        files[f"{worker.name}/kustomization.yaml"] = [
+            {
+                "apiVersion": _KUSTOMIZE,
+                "kind": "Kustomization",
+                "resources": [f"{_way(directory / worker.name, base)}/worker"],
+                "nameSuffix": f"-{worker.index}",
+                "labels": [
+                    {"pairs": {"app.kubernetes.io/instance": worker.name}, "includeSelectors": True},
+                ],
+                "patches": [{"path": "worker.yaml"}],
+            }
+        ]
+    return {PurePosixPath(path): _text(documents) for path, documents in files.items() if documents}
+
+
+def write_overlay(directory: Path, files: Mapping[PurePosixPath, str]) -> None:
+    """Into a directory, made if need be; files that an earlier overlay had and this one lacks are removed.
+
+    Raises InvalidArgument before anything is written when a file in the way was written by somebody else.
+    """
+    old = {path for pattern in ("*.yaml", "worker-*/*.yaml") for path in directory.glob(pattern)}
+    for path in files:
+        there = directory / path
+        if there.exists() and not there.read_text(encoding="utf-8", errors="replace").startswith(HEADER):
+            raise InvalidArgument(
+                f"--out {str(directory)!r}: {path} is there and not of flashsplit manifests: move it away, or name "
+                "another directory",
+                field="--out",
+            )
+    try:
+        for stale in old - {directory / path for path in files}:
+            if stale.read_text(encoding="utf-8", errors="replace").startswith(HEADER):
+                stale.unlink()
+                if stale.parent != directory and not any(stale.parent.iterdir()):
+                    stale.parent.rmdir()
+        for path, text in files.items():
+            (directory / path).parent.mkdir(parents=True, exist_ok=True)
+            (directory / path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InvalidArgument(f"--out {error.filename}: {error.strerror}", field="--out") from error
+
+
+def _component(directory: Path, beside: Path, name: str) -> str:
+    if not (beside / name / "kustomization.yaml").is_file():
+        raise InvalidArgument(
+            f"kubernetes.components has {name!r}, and {beside / name} has no kustomization.yaml: name a component's "
+            "directory, from the cluster file's",
+            field="kubernetes.components",
+        )
+    return _way(directory, beside / name)
+
+
+def _way(start: Path, end: Path) -> str:
+    """As Kustomize wants it: no absolute paths."""
+    return Path(os.path.relpath(end.resolve(), start.resolve())).as_posix()
+
+
+def _text(documents: Sequence[Any]) -> str:
+    # Without aliases: the same part may stand in several places.
+    class Plain(yaml.SafeDumper):
+        def ignore_aliases(self, data: object) -> bool:
+            return True
+
+    return HEADER + yaml.dump_all(documents, Dumper=Plain, sort_keys=False, width=120, allow_unicode=True)

@@ -1,0 +1,69 @@
+"""A cluster file as manifests need it: serve's flags by their names, and the workers that it draws.
+
+What the values mean is for those who use them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from coordinator.cluster_file import ClusterFile, check_rest, cluster_flags, read_cluster
+from coordinator.yaml_file import read_yaml
+from services.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class ServeFile:
+    """flags: serve's, by their names without the leading dashes; a no-… as its opposite."""
+
+    flags: Mapping[str, Any]
+    cluster: ClusterFile
+
+
+def read_serve_file(path: Path) -> ServeFile:
+    """Raises InvalidArgument naming the field, its value and what would be accepted."""
+    try:
+        values = read_yaml(path)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InvalidArgument(f"--config {path} is not readable YAML: {error}", field="--config") from error
+    if not isinstance(values, dict):
+        raise InvalidArgument(
+            f"{path} is {values!r}; it must be a mapping: keys named after the flags of serve, and workers",
+            field="--config",
+        )
+    cluster, rest = read_cluster(values)
+    if not cluster.workers:
+        raise InvalidArgument(
+            f"{path}: workers is missing; write a list with an entry for each worker, like - at: cuda:0",
+            field="workers",
+        )
+    flags = _flags(rest, path)
+    check_rest(cluster, flags)
+    cluster_flags(cluster)
+    return ServeFile(flags, cluster)
+
+
+def _flags(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """By their first names."""
+    from coordinator.commands.serve import serve
+
+    known: dict[str, tuple[str, bool]] = {}
+    for parameter in serve.params:
+        for names, positive in ((parameter.opts, True), (parameter.secondary_opts, False)):
+            known |= {name.lstrip("-"): (parameter.opts[0].lstrip("-"), positive) for name in names}
+    flags = {}
+    for key, value in values.items():
+        name, positive = known.get(str(key).replace("_", "-"), ("config", True))
+        if name == "config":
+            raise InvalidArgument(
+                f"{path}: {key!r} is neither a flag of serve nor workers, certificates or kubernetes; see flashsplit "
+                "serve --help",
+                field=str(key),
+            )
+        flags[name] = value if positive else not value
+    return flags

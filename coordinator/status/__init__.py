@@ -1,0 +1,1 @@
+"""How a running server does: figures as they come, what its workers say, and both as one report."""

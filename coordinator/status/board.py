@@ -1,0 +1,167 @@
+"""The server's state now: its own figures and what the workers say, put together as a report."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from types import TracebackType
+
+from coordinator.engine import Engine
+from coordinator.status import report
+from coordinator.status.asking import Member, Workers
+from coordinator.status.figures import Figures
+from coordinator.status.rolling import KEPT_S, Sums
+
+LOAD_S = 5
+"""Load and rates are means over this time."""
+
+
+class Board:
+    """Use as `async with`. figures: what the engine has counted since this was made."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self.figures, self._workers = engine, Figures(engine), Workers(engine)
+
+    async def __aenter__(self) -> Board:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._workers.close()
+
+    async def status(self) -> report.Status:
+        """Soon, whatever the workers do: as `Workers.ask`."""
+        members = await self._workers.ask()
+        engine, figures = self._engine, self.figures
+        target, load, totals = engine.cluster.target, engine.load, figures.totals
+        recent, seconds = figures.rolling.last(LOAD_S)
+        return report.Status(
+            model=engine.name,
+            aliases=list(engine.aliases),
+            version=metadata.version("flashsplit"),
+            uptime_s=round(figures.uptime_s, 1),
+            ready=engine.ready,
+            draining=load.draining,
+            max_model_len=engine.max_model_len,
+            num_layers=target.num_layers,
+            dtype=target.dtype,
+            requests=report.Requests(
+                running=load.running,
+                waiting=load.waiting,
+                max_running=load.max_running,
+                max_waiting=load.max_waiting,
+                finished=dict(totals.outcomes),
+            ),
+            tokens=report.Tokens(
+                prompt=totals.prompt_tokens,
+                completion=totals.completion_tokens,
+                completion_per_s=round(recent.produced / seconds, 1),
+            ),
+            acceptance=self._acceptance(),
+            cache=report.Cache(
+                enabled=engine.prefixes is not None,
+                prompt_tokens=totals.prompt_tokens,
+                hits={
+                    source: report.CacheHits(requests=hits.requests, tokens=hits.tokens)
+                    for source, hits in totals.hits.items()
+                },
+            ),
+            workers=[self._worker(member) for member in members],
+            edges=self._edges(),
+        )
+
+    def _worker(self, member: Member) -> report.Worker:
+        said, index, rolling = member.said, member.stage, self.figures.rolling
+        target = said.target if index is not None else None
+        recent, seconds = rolling.last(LOAD_S)
+        computed_ns = recent.computed_ns[index] if index is not None else 0
+        if member.draft:
+            computed_ns += recent.draft_ns
+        return report.Worker(
+            name=member.name,
+            address=member.address,
+            host=said.host,
+            device=said.device,
+            devices=[
+                report.Device(
+                    name=device.name,
+                    product=device.product,
+                    total_bytes=device.total_bytes,
+                    free_bytes=device.free_bytes,
+                )
+                for device in said.devices
+            ],
+            process_id=said.process_id,
+            error=member.error,
+            layers=None if target is None else report.Layers(first=target.layers.first, last=target.layers.last),
+            draft=member.draft,
+            memory=report.Memory(
+                weight_bytes=member.weight_bytes,
+                session_bytes=said.session_bytes,
+                snapshot_bytes=said.snapshot_bytes,
+                snapshot_budget_bytes=said.snapshot_budget_bytes,
+            ),
+            sessions=said.open_sessions,
+            load=_share(computed_ns / 1e9, seconds),
+            shares=shares_of(rolling.last(KEPT_S)[0], index, draft=member.draft),
+            versions=report.Versions(
+                flashsplit=said.flashsplit_version, torch=said.torch_version, python=said.python_version
+            ),
+        )
+
+    def _edges(self) -> list[report.Edge]:
+        """Down the chain, and to the draft where it has a worker of its own."""
+        cluster, rolling = self._engine.cluster, self.figures.rolling
+        (recent, seconds), (minute, _) = rolling.last(LOAD_S), rolling.last(KEPT_S)
+        stages = [f"stage {index}" for index in range(len(cluster.workers))]
+        sources, ends = ["coordinator", *stages], list(stages)
+        if cluster.draft_address is not None:
+            ends.append("draft")
+        return [
+            report.Edge(
+                source=source,
+                to=to,
+                bytes_per_s=round(recent.sent_bytes[index] / seconds, 1),
+                total_bytes=rolling.total.sent_bytes[index],
+                step_ms=round(minute.wire_ns[index] / minute.steps / 1e6, 3)
+                if minute.steps and index < len(stages)
+                else None,
+            )
+            for index, (source, to) in enumerate(zip(sources, ends, strict=False))
+        ]
+
+    def _acceptance(self) -> report.Acceptance:
+        rolling = self.figures.rolling
+        total, (minute, _) = rolling.total, rolling.last(KEPT_S)
+
+        def length(sums: Sums) -> float | None:
+            return round(1 + sums.accepted / sums.verifies, 3) if sums.verifies else None
+
+        return report.Acceptance(
+            block_rows=len(total.kept),
+            verifies=total.verifies,
+            draft_tokens=total.offered,
+            accepted_tokens=total.accepted,
+            kept=total.kept,
+            tokens_per_verify=length(total),
+            recent_tokens_per_verify=length(minute),
+        )
+
+
+def shares_of(sums: Sums, stage: int | None, *, draft: bool) -> report.Shares | None:
+    """Of decode steps, as a worker with this stage (None for none), and with the draft if there, sees them."""
+    if not sums.step_ns or (stage is None and not draft):
+        return None
+    drafting_ns = sums.draft_ns if draft else 0
+    forward_ns, wire_ns = (0, 0) if stage is None else (sums.forward_ns[stage], sums.wire_ns[stage])
+    busy, wire = _share(forward_ns + drafting_ns, sums.step_ns), _share(wire_ns, sums.step_ns)
+    return report.Shares(
+        busy=busy,
+        drafting=_share(drafting_ns, sums.step_ns),
+        wire=wire,
+        wait=round(max(0.0, 1 - busy - wire), 4),
+    )
+
+
+def _share(part: float, whole: float) -> float:
+    return round(min(1.0, part / whole), 4)

@@ -1,0 +1,95 @@
+"""What the engine tells of its requests, counted: steps as they are answered, answers as they end.
+
+Owns the counts and the feeds of those who watch; knows nothing of workers and protocols.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from coordinator.engine import Engine, Finished
+from coordinator.status.rolling import Rolling
+from coordinator.step_times import StepTaken
+from services.steps import StepKind
+
+MAX_UNREAD = 1024
+"""Blocks that wait for a watcher; of those who read slowly the oldest are dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A decode step as those who watch see it: rows sent, rows kept, and how long it took with the next guesses."""
+
+    request_id: str
+    rows: int
+    kept: int
+    elapsed_ms: float
+
+
+@dataclass(slots=True)
+class Hits:
+    """Requests that began from a kept prefix, and the tokens of it."""
+
+    requests: int = 0
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class Totals:
+    """Since the server began. outcomes: requests by how they ended; hits: by where prefixes were kept."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    hits: dict[str, Hits] = field(default_factory=dict)
+
+
+class Figures:
+    """Figures of one engine. rolling: of its steps."""
+
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
+        draft = engine.cluster.draft
+        self.rolling = Rolling(len(engine.cluster.workers), 1 if draft is None else draft.block_size, clock)
+        self.totals = Totals()
+        self._clock, self._began = clock, clock()
+        self._feeds: list[deque[Block]] = []
+        engine.step_listeners.append(self._step)
+        engine.listeners.append(self._finished)
+
+    @property
+    def uptime_s(self) -> float:
+        return self._clock() - self._began
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[deque[Block]]:
+        """Blocks as they come, at the right end; take them from the left."""
+        feed: deque[Block] = deque(maxlen=MAX_UNREAD)
+        self._feeds.append(feed)
+        try:
+            yield feed
+        finally:
+            # By identity: feeds with the same blocks are equal.
+            self._feeds = [other for other in self._feeds if other is not feed]
+
+    def _step(self, step: StepTaken) -> None:
+        self.rolling.add(step)
+        if step.kind is not StepKind.PREFILL:
+            for feed in self._feeds:
+                feed.append(Block(step.request_id, step.rows, step.kept, step.elapsed_ns / 1e6))
+
+    def _finished(self, finished: Finished) -> None:
+        totals = self.totals
+        totals.outcomes[finished.outcome] += 1
+        if finished.answer is None:
+            return
+        stats = finished.answer.stats
+        totals.prompt_tokens += stats.prompt_tokens
+        totals.completion_tokens += stats.completion_tokens
+        if stats.cache_source is not None:
+            hits = totals.hits.setdefault(stats.cache_source, Hits())
+            hits.requests += 1
+            hits.tokens += stats.cached_tokens

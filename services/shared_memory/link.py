@@ -1,0 +1,169 @@
+"""A pair of segments between two processes: payloads go out through this process's own, in through the other's.
+
+Owns both and the list of what was read and not yet confirmed. A stream that sends through it holds a `Sender`, whose
+end frees what nobody will read any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from flashsplit.shard.v1 import shared_memory_pb2 as pb
+from services.errors import InvalidArgument
+from services.shared_memory.ring import Payload, RingWriter, take
+from services.shared_memory.segment import OwnSegment, PeerSegment
+
+SEGMENT_BYTES = 16 << 20
+PIECE_BYTES = 4 << 20
+"""Larger payloads go in pieces of this size, so that one side writes while the other reads."""
+
+FROM_BYTES = 64 << 10
+"""Smaller payloads are as fast within their frame."""
+
+_CONFIRM_BYTES = SEGMENT_BYTES // 8
+
+
+@dataclass(slots=True)
+class Read:
+    """Payloads that were read, and transfers of which no more will be."""
+
+    sequences: list[int] = field(default_factory=list)
+    transfer_ids: list[int] = field(default_factory=list)
+
+
+class SharedLink:
+    """Made when both sides have mapped the other's segment."""
+
+    def __init__(self, link_id: int, own: OwnSegment, peer: PeerSegment) -> None:
+        self.link_id, self.offer = link_id, own.offer
+        self._own, self._peer = own, peer
+        self._ring = RingWriter(own.view)
+        self._read, self._read_bytes = Read(), 0
+        self._transfers: dict[int, Sender] = {}
+        self._transfer_ids = itertools.count(1)
+        self._due = asyncio.Event()
+        self.closed = False
+
+    def sender(self) -> Sender:
+        """For one stream."""
+        return Sender(self)
+
+    def transfer(self, transfer_id: int) -> Sender:
+        """For what the other side asked for; it says when that is over."""
+        self._transfers[transfer_id] = self.sender()
+        return self._transfers[transfer_id]
+
+    def begin_transfer(self) -> int:
+        """A name under which to ask the other side for something."""
+        return next(self._transfer_ids)
+
+    def end_transfer(self, transfer_id: int) -> None:
+        """No more of it will be read here: the other side is told."""
+        self._read.transfer_ids.append(transfer_id)
+        self._due.set()
+
+    def put(self, data: memoryview) -> Payload | None:
+        """Write a payload; None where there is no room for it now."""
+        return None if self.closed else self._ring.put(data)
+
+    def release(self, sequences: Iterable[int], transfer_ids: Iterable[int] = ()) -> None:
+        """The other side has read these, or never will."""
+        for sequence in sequences:
+            self._ring.release(sequence)
+        for transfer_id in transfer_ids:
+            if (sender := self._transfers.pop(transfer_id, None)) is not None:
+                sender.close()
+
+    def holds(self, sequence: int) -> bool:
+        """Whether a payload is still unread, as far as is known."""
+        return self._ring.holds(sequence)
+
+    def take(self, payload: Payload, into: bytearray) -> None:
+        """Append a payload of the other side's. Raises InvalidArgument as `ring.take` does, and for a closed link."""
+        if self.closed:
+            raise InvalidArgument(f"link {self.link_id} is closed", field="shared.link_id")
+        take(self._peer.view, payload, into)
+        self._read.sequences.append(payload.sequence)
+        self._read_bytes += payload.size_bytes
+        # Not each time: a confirmation is a message of its own, and room is needed only when the ring comes round.
+        if self._read_bytes >= _CONFIRM_BYTES:
+            self._due.set()
+
+    async def read(self) -> Read:
+        """Wait until the other side should be told what was read; that."""
+        await self._due.wait()
+        self._due.clear()
+        read, self._read, self._read_bytes = self._read, Read(), 0
+        return read
+
+    def close(self) -> None:
+        """Unmap both. Safe to call twice."""
+        self.closed = True
+        self._own.close()
+        self._peer.close()
+
+
+class Sender:
+    """What one stream puts into a link. Use `close` when the stream is over."""
+
+    def __init__(self, link: SharedLink) -> None:
+        self._link = link
+        self._sent: deque[int] = deque()
+
+    def put(self, data: memoryview) -> pb.SharedPayload | None:
+        """Write a piece and name it; None where it should go within its frame: small, or without room."""
+        if len(data) < FROM_BYTES:
+            return None
+        payload = self._link.put(data)
+        if payload is None:
+            return None
+        while self._sent and not self._link.holds(self._sent[0]):
+            self._sent.popleft()
+        self._sent.append(payload.sequence)
+        return pb.SharedPayload(
+            link_id=self._link.link_id,
+            sequence=payload.sequence,
+            offset=payload.offset,
+            size_bytes=payload.size_bytes,
+        )
+
+    def close(self) -> None:
+        """What was not read never will be."""
+        self._link.release(self._sent)
+        self._sent.clear()
+
+
+class SharedLinks:
+    """A process's links by id."""
+
+    def __init__(self, *links: SharedLink) -> None:
+        self._links = {link.link_id: link for link in links}
+
+    def add(self, link: SharedLink) -> None:
+        self._links[link.link_id] = link
+
+    def remove(self, link: SharedLink) -> None:
+        self._links.pop(link.link_id, None)
+
+    def get(self, link_id: int) -> SharedLink:
+        """Raises InvalidArgument for an id that is none of these."""
+        if link_id not in self._links:
+            raise InvalidArgument(f"link_id {link_id} is no open link of this process", field="link_id")
+        return self._links[link_id]
+
+    def take(self, message: pb.SharedPayload, into: bytearray) -> None:
+        """Append what a frame refers to. Raises InvalidArgument for what is not there as announced."""
+        if not 0 < message.size_bytes <= PIECE_BYTES:
+            raise InvalidArgument(
+                f"shared.size_bytes is {message.size_bytes}; pieces have 1 to {PIECE_BYTES}", field="shared.size_bytes"
+            )
+        link = self.get(message.link_id)
+        link.take(Payload(message.sequence, message.offset, message.size_bytes), into)
+
+
+NO_LINKS = SharedLinks()
+"""For who shares no memory."""
