@@ -6,6 +6,7 @@ what it is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from shard_worker.ahead import Ahead
 
 
+Then = Callable[[tuple[int, ...]], None]
+
+
 class DraftLink(Protocol):
     """One session's way to its draft."""
 
@@ -36,8 +40,13 @@ class DraftLink(Protocol):
     def held_bytes(self) -> int:
         """Memory that it takes in this process by now."""
 
-    async def advance(self, features: Features, start: int, guess: Guess | None) -> tuple[int, ...]:
-        """Take features of committed rows from position `start` on; then guess, if asked."""
+    async def advance(
+        self, features: Features, start: int, guess: Guess | None, then: Then | None = None
+    ) -> tuple[int, ...]:
+        """Take features of committed rows from position `start` on; then guess, if asked.
+
+        then: called with the guesses as soon as they are there, on the device thread; not by a draft elsewhere.
+        """
 
     async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
         """Keep the state behind the features so far."""
@@ -96,11 +105,19 @@ class LocalDraftLink:
     def held_bytes(self) -> int:
         return self._state.size_bytes
 
-    async def advance(self, features: Features, start: int, guess: Guess | None) -> tuple[int, ...]:
+    async def advance(
+        self, features: Features, start: int, guess: Guess | None, then: Then | None = None
+    ) -> tuple[int, ...]:
         self._record.steps += guess is not None
-        return await self._thread.submit(self._record.timed, self._advance, features, start, guess)
+        return await self._thread.submit(self._advance, features, start, guess, then)
 
-    def _advance(self, features: Features, start: int, guess: Guess | None) -> tuple[int, ...]:
+    def _advance(self, features: Features, start: int, guess: Guess | None, then: Then | None) -> tuple[int, ...]:
+        guesses = self._record.timed(self._guesses, features, start, guess)
+        if then is not None and guess is not None:
+            then(guesses)
+        return guesses
+
+    def _guesses(self, features: Features, start: int, guess: Guess | None) -> tuple[int, ...]:
         if self.ahead is not None and self.ahead.issued:
             return self.ahead.guesses()
         if not features.empty:
@@ -136,7 +153,9 @@ class RemoteDraftLink:
         self._projected, self._mask_token_id = projected, mask_token_id
         self._embedding, self._project = embedding, project
 
-    async def advance(self, features: Features, start: int, guess: Guess | None) -> tuple[int, ...]:
+    async def advance(
+        self, features: Features, start: int, guess: Guess | None, then: Then | None = None
+    ) -> tuple[int, ...]:
         for piece in await self._thread.submit(slices_to_wire, features, start):
             await self._session.feature_slice(piece)
         if guess is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
@@ -31,7 +31,11 @@ class DeviceThread:
 
     def submit(self, job: Callable[..., T], *args: object) -> asyncio.Future[T]:
         """Queue a job now; await the future for its result."""
-        return asyncio.get_running_loop().run_in_executor(self._pool, _in_inference_mode, job, *args)
+        return asyncio.wrap_future(self.queue(job, *args))
+
+    def queue(self, job: Callable[..., T], *args: object) -> Future[T]:
+        """As `submit`, from any thread; a job may queue what comes behind it."""
+        return self._pool.submit(_in_inference_mode, job, *args)
 
     def shutdown(self) -> None:
         """Drop what has not begun; what runs ends on its own."""

@@ -13,6 +13,7 @@ from dataclasses import replace
 from services.errors import CLOSED, InvalidArgument
 from services.stage import StageSession
 from services.steps import Commit, Event, Failure, Forward, Open, Proposal, SnapshotRestore, SnapshotSave, StepKind
+from shard_worker.follower import follower, is_followed
 
 MAX_MORE = 64
 """Steps that may follow one frame."""
@@ -84,12 +85,7 @@ class FollowingSession:
         step = self._step
         if step is None or commit.step != step.step:
             return commit, None
-        request = self._request
-        if (
-            not commit.token_ids
-            or commit.token_ids[-1] in request.stop_token_ids
-            or commit.length + 1 + step.propose_tokens > request.max_length
-        ):
+        if not is_followed(step, commit.length, commit.token_ids, self._request):
             self._step = None
             return commit, None
         self._answered = replace(commit, more=step.more)
@@ -101,15 +97,8 @@ class FollowingSession:
         self._answered = None
         if step is None or commit is None:
             return None
-        self._step = Forward(
-            step.step + 1,
-            commit.length,
-            (commit.token_ids[-1], *guesses),
-            StepKind.VERIFY if guesses else StepKind.DECODE,
-            step.propose_tokens,
-            more=step.more - 1,
-        )
-        following, self._step = self._step, self._step if self._step.more else None
+        following = follower(step, commit.length, commit.token_ids, guesses, self._request)
+        self._step = following if following is not None and following.more else None
         return following
 
     async def _follow(self, forward: Forward) -> None:

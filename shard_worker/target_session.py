@@ -7,9 +7,11 @@ step number are checked here, on arrival, so that a lost or repeated frame is re
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,13 +39,15 @@ from services.steps import (
 from shard_worker.deciding import Decider, Produced
 from shard_worker.draft_engine import Guess
 from shard_worker.draft_link import DraftLink, slices_to_wire
-from shard_worker.dtypes import dtype_to_name, from_wire, to_wire
+from shard_worker.dtypes import from_wire, to_wire
 from shard_worker.executor import DeviceThread
 from shard_worker.features import Features
+from shard_worker.follower import follower
 from shard_worker.prefix_state import StateView
 from shard_worker.session_record import SessionRecord
 from shard_worker.snapshot_keeper import SnapshotKeeper
 from shard_worker.stage import Stage, StageState
+from shard_worker.step_checks import check_rows, check_tensors
 from shard_worker.step_runner import StepOutput
 
 
@@ -100,6 +104,8 @@ class TargetSession:
         self._saving: deque[asyncio.Future[SnapshotPart]] = deque()
         self._restored: SnapshotPart | None = None
         self._events: asyncio.Queue[Event] = asyncio.Queue()
+        # Steps that the device thread began by itself, and what it will make of them.
+        self._begun: deque[tuple[Forward, Future[Produced]]] = deque()
 
     async def forward(self, forward: Forward) -> None:
         arrived_ns = time.monotonic_ns()
@@ -189,6 +195,8 @@ class TargetSession:
 
     def _check_save(self, save: SnapshotSave) -> None:
         self._check_answered()
+        if self._begun:
+            raise FailedPrecondition("steps still follow by themselves", reason="OUT_OF_STEP", field="step")
         if save.length != self._length or not save.length:
             raise FailedPrecondition(
                 f"length is {save.length}, {self._length} tokens are committed: a prefix is kept where the session is",
@@ -220,7 +228,6 @@ class TargetSession:
     # --- taking a step
 
     def _check(self, forward: Forward) -> None:
-        config, rows = self._stage.config, len(forward.token_ids)
         if forward.step != self._next_step:
             raise FailedPrecondition(
                 f"step is {forward.step}, expected {self._next_step}: a frame was lost or repeated",
@@ -228,69 +235,9 @@ class TargetSession:
                 field="step",
             )
         self._check_answered()
-        if forward.base_position != self._length:
-            raise FailedPrecondition(
-                f"base_position is {forward.base_position}, {self._length} tokens are committed",
-                reason="OUT_OF_STEP",
-                field="base_position",
-            )
-        if forward.kind is StepKind.RESUME:
-            if rows or not self._length or self._next_step:
-                raise InvalidArgument(
-                    f"a resume has {rows} rows as step {forward.step}; it has none, and comes first after a restore",
-                    field="kind",
-                )
-            return
-        most = self._request.block_rows if forward.kind is StepKind.VERIFY else self._request.max_rows
-        if not 1 <= rows <= most:
-            raise InvalidArgument(f"token_ids has {rows} rows; a {forward.kind} takes 1 to {most}", field="token_ids")
-        if forward.base_position + rows > self._request.max_length:
-            raise InvalidArgument(
-                f"the step ends at position {forward.base_position + rows}, the session holds "
-                f"{self._request.max_length} tokens",
-                reason="CONTEXT_OVERFLOW",
-                field="base_position",
-            )
-        if max(forward.token_ids) >= config.vocab_size:
-            raise InvalidArgument(
-                f"token id {max(forward.token_ids)} is not below the vocabulary's {config.vocab_size}",
-                field="token_ids",
-            )
-        self._check_tensors(forward, rows)
-
-    def _check_tensors(self, forward: Forward, rows: int) -> None:
-        stage, shape = self._stage, (rows, self._stage.config.hidden_size)
-        if (forward.activation is None) != (stage.embedding is not None):
-            wanted = "token ids alone" if stage.embedding is not None else "an activation"
-            raise InvalidArgument(f"this stage takes {wanted}", field="activation")
-        if forward.activation is None:
-            return
-        dtype = dtype_to_name(stage.dtype)
-        if forward.activation.shape != shape or forward.activation.dtype != dtype:
-            raise InvalidArgument(
-                f"activation has shape {list(forward.activation.shape)} of {forward.activation.dtype}; "
-                f"expected {list(shape)} of {dtype}",
-                field="activation",
-            )
-        captures = [piece.capture_index for piece in forward.features]
-        if captures != self._incoming_captures:
-            raise InvalidArgument(
-                f"capture_index of the features is {captures}, expected {self._incoming_captures}",
-                field="features",
-            )
-        for piece in forward.features:
-            expected = "float32" if piece.capture_index is None else dtype
-            if piece.features.shape != shape or piece.features.dtype != expected:
-                raise InvalidArgument(
-                    f"features has shape {list(piece.features.shape)} of {piece.features.dtype}; "
-                    f"expected {list(shape)} of {expected}",
-                    field="features",
-                )
-            if piece.start_position != forward.base_position:
-                raise InvalidArgument(
-                    f"features start at {piece.start_position}, the step at {forward.base_position}",
-                    field="start_position",
-                )
+        check_rows(forward, self._length, self._request, self._stage.config.vocab_size)
+        if forward.kind is not StepKind.RESUME:
+            check_tensors(forward, self._stage, self._incoming_captures)
 
     async def _run(self, forward: Forward, arrived_ns: int) -> None:
         self._next_step += 1
@@ -338,12 +285,12 @@ class TargetSession:
     # --- the last stage
 
     async def _answer(self, forward: Forward, arrived_ns: int) -> None:
-        produced = await self._thread.submit(self._compute_and_decide, forward)
+        produced = await self._produced(forward)
         self._record.forward_ns += produced.forward_ns
         token_ids = produced.token_ids
         counted = len(token_ids) if forward.kind is StepKind.VERIFY else len(forward.token_ids)
         base, self._length = self._length, self._length + counted
-        elapsed_ns = time.monotonic_ns() - arrived_ns
+        elapsed_ns = max(time.monotonic_ns() - arrived_ns, produced.forward_ns)
         features = produced.features.rows(counted)
         passed_bytes = features.size_bytes if self._draft is not None and self._draft.remote else 0
         timing = StageTiming(produced.forward_ns, elapsed_ns, passed_bytes)
@@ -353,25 +300,53 @@ class TargetSession:
             guess = Guess(forward.step, self._length, token_ids[-1], forward.propose_tokens)
         # The draft first: the next step waits for its guesses. Counting the rows comes behind, still before the next
         # forward, because jobs run in order.
-        drafting = asyncio.ensure_future(self._draft_ahead(features, base, guess))
+        uncounted = forward.kind is StepKind.VERIFY and not produced.counted
+        then = None if uncounted else functools.partial(self._go_on, forward, token_ids)
+        drafting = asyncio.ensure_future(self._draft_ahead(features, base, guess, then))
         await asyncio.sleep(0)
-        if forward.kind is StepKind.VERIFY and self._state is not None and not produced.counted:
+        if uncounted and self._state is not None:
             await self._thread.submit(self._stage.commit, self._state, self._length)
         await drafting
+
+    def _produced(self, forward: Forward) -> asyncio.Future[Produced]:
+        """What comes of a step. Raises FailedPrecondition for another one than was begun already."""
+        if not self._begun:
+            return self._thread.submit(self._compute_and_decide, forward)
+        begun, future = self._begun.popleft()
+        if begun != forward:
+            raise FailedPrecondition(
+                f"step {forward.step} runs already, with other rows", reason="OUT_OF_STEP", field="step"
+            )
+        return asyncio.wrap_future(future)
 
     def _compute_and_decide(self, forward: Forward) -> Produced:
         started_ns = time.monotonic_ns()
         output, features = self._compute(forward)
         assert self._decider is not None
-        return self._decider.decide(forward, self._open_state(), output, features, started_ns)
+        produced = self._decider.decide(forward, self._open_state(), output, features, started_ns)
+        if not forward.propose_tokens:
+            self._go_on(forward, produced.token_ids, ())
+        return produced
 
-    async def _draft_ahead(self, features: Features, start: int, guess: Guess | None) -> None:
+    def _go_on(self, forward: Forward, token_ids: tuple[int, ...], guesses: tuple[int, ...]) -> None:
+        """On the device thread: where this stage is the only one, begin the step that follows by itself, which will be
+        asked for when the event loop has heard of this one."""
+        state = self._state
+        if not forward.more or self._stage.embedding is None or state is None:
+            return
+        following = follower(forward, state.length, token_ids, guesses, self._request)
+        if following is not None:
+            self._begun.append((following, self._thread.queue(self._compute_and_decide, following)))
+
+    async def _draft_ahead(
+        self, features: Features, start: int, guess: Guess | None, then: Callable[[tuple[int, ...]], None] | None
+    ) -> None:
         draft = self._draft
         if draft is None:
             return
         started_ns = time.monotonic_ns()
         try:
-            guesses = await draft.advance(features, start, guess)
+            guesses = await draft.advance(features, start, guess, then)
         except FlashsplitError as error:
             await self._lose_draft(draft, error)
             return

@@ -213,6 +213,7 @@ def hints(engine: Engine) -> dict[str, Sequence[Any]]:
         "first_token": range(4),
         "token_count": [3, 4, 512, 513],
         "step": range(4),
+        "more": [0, 1, 2, 65],
         "base_position": range(8),
         "position": range(8),
         "temperature": [0.0, 1e-45, 1e-9, 0.7, 3e38],

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from services.errors import FlashsplitError, InvalidArgument
-from services.steps import Commit, Forward, Proposal, StepKind
+from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
+from services.steps import Commit, Forward, Proposal, SnapshotSave, StepKind
 from shard_worker.following import MAX_MORE
 from tests.shard_worker.chain import BLOCK, Client, MakeChain
+from tests.shard_worker.session_memory import stages_of
 from tests.shard_worker.tiny import ids
 
 CUTS = [(), (1,), (1, 3)]
@@ -89,6 +91,27 @@ async def test_a_stop_token_and_the_sessions_end_are_the_end(chain: MakeChain, c
         commits = await follow(client, PROMPT[-1], 30)
         assert tokens_of(commits) == expected[:5]
         assert client.length == len(PROMPT) + 4
+
+
+async def test_a_single_stage_goes_on_while_the_event_loop_is_busy(chain: MakeChain) -> None:
+    """Steps are begun where the one before ended, on the device's thread; nothing is kept or sent in their midst."""
+    made = chain("qwen3")
+    async with made.session() as client:
+        expected = await client.plain(PROMPT, 12)
+    async with made.session() as client:
+        await client.prefill(PROMPT[:-1])
+        [session] = stages_of(client)
+        await client.send(client.frame(StepKind.DECODE, PROMPT[-1:], more=11))
+        assert session._state is not None
+        deadline = time.monotonic() + 20
+        while session._state.length < len(PROMPT) + 11:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert session._length < session._state.length
+        with pytest.raises(FailedPrecondition, match="steps still follow"):
+            await session.save_snapshot(SnapshotSave("a", session._length))
+        commits = [await client.commit() for _ in range(12)]
+        assert tokens_of(commits) == expected
 
 
 async def test_what_cannot_follow_is_refused(chain: MakeChain) -> None:

@@ -19,6 +19,7 @@ from services.steps import (
 from services.tensors import WireTensor
 from shard_worker.dtypes import to_wire
 from tests.shard_worker.chain import Chain, Client, MakeChain
+from tests.shard_worker.held_back import unanswered
 from tests.shard_worker.tiny import Tiny
 
 SUM, SLICES = FeatureTransport.SUM, FeatureTransport.SLICES
@@ -178,9 +179,9 @@ async def test_no_step_may_follow_an_unanswered_verify(tiny: Tiny, chain: MakeCh
 
     async with chain("qwen3_5", cuts).session() as client:
         await client.prefill(prompt)
-        await client.send(client.frame(VERIFY, truth[:4]))
-        with pytest.raises(FailedPrecondition, match="the last verify has not been answered yet"):
-            await client.session.forward(client.frame(PREFILL, (1,)))
+        async with unanswered(client, client.frame(VERIFY, truth[:4])) as first:
+            with pytest.raises(FailedPrecondition, match="the last verify has not been answered yet"):
+                await first.forward(client.frame(PREFILL, (1,), step=2))
         assert (await client.commit()).token_ids == tuple(truth[1:5])
         commit, _ = await client.step(DECODE, truth[4:5])
 

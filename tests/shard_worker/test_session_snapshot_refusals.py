@@ -28,6 +28,7 @@ from services.steps import (
     StepKind,
 )
 from tests.shard_worker.chain import BLOCK, BUDGET, DRAFT_ADDRESS, Chain, Client, MakeChain
+from tests.shard_worker.held_back import unanswered
 from tests.shard_worker.session_memory import differing, memory_of
 from tests.shard_worker.test_session_below import ScriptedStage, upstream_of
 from tests.shard_worker.tiny import Tiny, ids
@@ -84,10 +85,10 @@ async def test_nothing_is_kept_while_a_verify_is_unanswered(
     made = chain("qwen3_5", cuts)
     async with made.session() as client:
         await client.prefill(prompt)
-        await client.send(client.frame(VERIFY, truth[:4]))
-        for length in (12, 13, 16):
-            with pytest.raises(FailedPrecondition, match="the last verify has not been answered yet"):
-                await client.session.save_snapshot(SnapshotSave("a", length))
+        async with unanswered(client, client.frame(VERIFY, truth[:4])) as first:
+            for length in (12, 13, 16):
+                with pytest.raises(FailedPrecondition, match="the last verify has not been answered yet"):
+                    await first.save_snapshot(SnapshotSave("a", length))
         assert (await client.commit()).token_ids == tuple(truth[1:5])
         assert [store.held_bytes for store in made.stores] == [0] * (len(cuts) + 1)
         assert not any(part.refusal for part in (await client.save("a")).parts)

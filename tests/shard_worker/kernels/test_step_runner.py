@@ -28,12 +28,18 @@ def load(tiny: Tiny) -> Load:
     """A stage with runners, by checkpoint; each made once."""
     made: dict[object, Stage] = {}
 
-    def load(name: str, layers: tuple[int, int] | None = None, *, fc: torch.Tensor | None = None) -> Stage:
-        key = (name, layers, fc is None)
+    def load(
+        name: str,
+        layers: tuple[int, int] | None = None,
+        *,
+        fc: torch.Tensor | None = None,
+        dtype: torch.dtype = DTYPE,
+    ) -> Stage:
+        key = (name, layers, fc is None, dtype)
         if key not in made:
             capture = CaptureRequest((2, 0), fc)
             stage = load_stage(
-                tiny.path(name), layers, devices=[device()], dtype=str(DTYPE).removeprefix("torch."), capture=capture
+                tiny.path(name), layers, devices=[device()], dtype=str(dtype).removeprefix("torch."), capture=capture
             )
             runners = [StepRunner(segment, stage.embedding, stage.head, graphs=ON_GPU) for segment in stage.segments]
             made[key] = replace(stage, runners=tuple(runners))
@@ -92,12 +98,14 @@ def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_are_those_of_plain_torch(load: Load, name: str) -> None:
-    """Across a page's end, whatever number of rows counts: the same logits but for rounding."""
+    """Across a page's end, whatever number of rows counts: as near to the logits of float32 as plain torch comes."""
     stage, tokens = load(name), ids(330)
-    own, expected = steps(Session(stage), tokens), steps(Session(plain(stage)), tokens)
+    exact, own, usual = (
+        torch.cat(steps(Session(one), tokens)).float()
+        for one in (plain(load(name, dtype=torch.float32)), stage, plain(stage))
+    )
 
-    for one, other in zip(own, expected, strict=True):
-        assert_close(one, other)
+    assert (own - exact).norm() < 1.5 * (usual - exact).norm()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,76 @@
+"""Whether a step that came in fits its session: its rows and positions, and the tensors that came with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.errors import FailedPrecondition, InvalidArgument
+from services.steps import Forward, Open, StepKind
+from shard_worker.dtypes import dtype_to_name
+from shard_worker.stage import Stage
+
+
+def check_rows(forward: Forward, length: int, request: Open, vocab_size: int) -> None:
+    """length: committed tokens. Raises FailedPrecondition for another position, InvalidArgument for rows that do not
+    fit the session or the vocabulary."""
+    rows = len(forward.token_ids)
+    if forward.base_position != length:
+        raise FailedPrecondition(
+            f"base_position is {forward.base_position}, {length} tokens are committed",
+            reason="OUT_OF_STEP",
+            field="base_position",
+        )
+    if forward.kind is StepKind.RESUME:
+        if rows or not length or forward.step:
+            raise InvalidArgument(
+                f"a resume has {rows} rows as step {forward.step}; it has none, and comes first after a restore",
+                field="kind",
+            )
+        return
+    most = request.block_rows if forward.kind is StepKind.VERIFY else request.max_rows
+    if not 1 <= rows <= most:
+        raise InvalidArgument(f"token_ids has {rows} rows; a {forward.kind} takes 1 to {most}", field="token_ids")
+    if forward.base_position + rows > request.max_length:
+        raise InvalidArgument(
+            f"the step ends at position {forward.base_position + rows}, the session holds {request.max_length} tokens",
+            reason="CONTEXT_OVERFLOW",
+            field="base_position",
+        )
+    if max(forward.token_ids) >= vocab_size:
+        raise InvalidArgument(
+            f"token id {max(forward.token_ids)} is not below the vocabulary's {vocab_size}", field="token_ids"
+        )
+
+
+def check_tensors(forward: Forward, stage: Stage, captures: Sequence[int | None]) -> None:
+    """captures: what must come with it, in order; None is the sum. Raises InvalidArgument for another shape, element
+    type, number of tensors or position."""
+    shape = (len(forward.token_ids), stage.config.hidden_size)
+    if (forward.activation is None) != (stage.embedding is not None):
+        wanted = "token ids alone" if stage.embedding is not None else "an activation"
+        raise InvalidArgument(f"this stage takes {wanted}", field="activation")
+    if forward.activation is None:
+        return
+    dtype = dtype_to_name(stage.dtype)
+    if forward.activation.shape != shape or forward.activation.dtype != dtype:
+        raise InvalidArgument(
+            f"activation has shape {list(forward.activation.shape)} of {forward.activation.dtype}; "
+            f"expected {list(shape)} of {dtype}",
+            field="activation",
+        )
+    sent = [piece.capture_index for piece in forward.features]
+    if sent != captures:
+        raise InvalidArgument(f"capture_index of the features is {sent}, expected {captures}", field="features")
+    for piece in forward.features:
+        expected = "float32" if piece.capture_index is None else dtype
+        if piece.features.shape != shape or piece.features.dtype != expected:
+            raise InvalidArgument(
+                f"features has shape {list(piece.features.shape)} of {piece.features.dtype}; "
+                f"expected {list(shape)} of {expected}",
+                field="features",
+            )
+        if piece.start_position != forward.base_position:
+            raise InvalidArgument(
+                f"features start at {piece.start_position}, the step at {forward.base_position}",
+                field="start_position",
+            )
