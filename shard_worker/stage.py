@@ -101,26 +101,31 @@ class Stage:
             groups.append(TensorGroup(GroupKind.LOGITS, ("logits",), (weight.shape[0],), weight.dtype))
         return tuple(groups)
 
-    def embed(self, token_ids: tuple[int, ...]) -> torch.Tensor:
+    def embed(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Rows of the embedding, [n, hidden]."""
         assert self.embedding is not None
-        return F.embedding(torch.tensor(token_ids, device=self.embedding.device), self.embedding)
+        return F.embedding(torch.tensor(tuple(token_ids), device=self.embedding.device), self.embedding)
 
     def step(
-        self, state: StageState, rows: Sequence[int] | torch.Tensor, features: Features | None, *, deferred: bool
+        self,
+        state: StageState,
+        token_ids: Sequence[int],
+        features: Features | None,
+        *,
+        deferred: bool,
+        hidden: torch.Tensor | None = None,
     ) -> StepOutput:
-        """The stage on tokens, where it is the first, or on hidden rows; otherwise as `run`. With the logits of all
-        rows where they come with it."""
-        runners = [
-            runner for runner in self.runners if runner is not None and runner.takes(len(rows), deferred=deferred)
-        ]
+        """The stage on the rows of these tokens; otherwise as `run`. With the logits of all rows where they come with
+        it. hidden: what the stage before made of the rows, where there is one."""
+        count = len(token_ids)
+        runners = [runner for runner in self.runners if runner is not None and runner.takes(count, deferred=deferred)]
         if not runners or len(runners) < len(self.segments):
-            hidden = rows if isinstance(rows, torch.Tensor) else self.embed(tuple(rows))
-            return StepOutput(self.run(state, hidden, features, deferred=deferred))
-        count, output = len(rows), None
+            rows = self.embed(token_ids) if hidden is None else hidden
+            return StepOutput(self.run(state, rows, features, deferred=deferred))
+        output = None
         for runner, caches in zip(runners, state.caches, strict=True):
-            output = runner.run(rows, state.length, caches, features, deferred=deferred)
-            rows = output.hidden
+            output = runner.run(token_ids, hidden, state.length, caches, features, deferred=deferred)
+            hidden = output.hidden
         self._count(state, count, deferred)
         assert output is not None
         return output

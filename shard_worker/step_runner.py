@@ -92,38 +92,38 @@ class StepRunner:
 
     def run(
         self,
-        rows: Sequence[int] | torch.Tensor,
+        token_ids: Sequence[int],
+        hidden: torch.Tensor | None,
         base: int,
         caches: SegmentCaches,
         features: Features | None,
         *,
         deferred: bool,
     ) -> StepOutput:
-        """A step of tokens, where the embedding is here, or of hidden rows [n, hidden] from elsewhere.
+        """A step of the rows of these tokens. hidden: the rows [n, hidden] from elsewhere, where no embedding is here.
 
         base: the first row's position. Captures are added to `features`, where there are any wanted.
         """
         with self._segment.device.current():
-            return self._run(rows, base, caches, features, deferred)
+            return self._run(token_ids, hidden, base, caches, features, deferred)
 
     def _run(
         self,
-        rows: Sequence[int] | torch.Tensor,
+        token_ids: Sequence[int],
+        hidden: torch.Tensor | None,
         base: int,
         caches: SegmentCaches,
         features: Features | None,
         deferred: bool,
     ) -> StepOutput:
-        count, capture = len(rows), self._segment.capture if features is not None else None
+        count, capture = len(token_ids), self._segment.capture if features is not None else None
         variant = self._key(count, deferred, capture is not None)
         made = self._prepared(variant)
-        token_ids: Sequence[int] = ()
-        if isinstance(rows, torch.Tensor):
-            self._hidden[:count].copy_(rows)
-        else:
-            token_ids = rows
+        if hidden is not None:
+            self._hidden[:count].copy_(hidden)
         if caches.attention is not None:
             caches.attention.reserve(base + count)
+        # The tokens in any case: what counts of a verify is decided by them.
         self._place.fill(base, count, token_ids=token_ids, attention=caches.attention, recurrent=caches.recurrent)
         if made.graph is not None:
             made.graph.replay()

@@ -10,7 +10,7 @@ import asyncio
 import functools
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -261,10 +261,10 @@ class TargetSession:
         if forward.kind is StepKind.RESUME:
             # Nothing to compute: the state is there, and the last stage has the logits.
             return StepOutput(torch.empty(0, self._stage.config.hidden_size, dtype=self._stage.dtype)), features
-        rows: Sequence[int] | torch.Tensor = forward.token_ids
+        hidden = None
         if forward.activation is not None:
             device = self._stage.device
-            rows = from_wire(forward.activation, device)
+            hidden = from_wire(forward.activation, device)
             for piece in forward.features:
                 tensor = from_wire(piece.features, device)
                 if piece.capture_index is None:
@@ -273,7 +273,7 @@ class TargetSession:
                     features.slices[piece.capture_index] = tensor
         wanted = features if self._request.draft is not None else None
         deferred = forward.kind is StepKind.VERIFY
-        return self._stage.step(state, rows, wanted, deferred=deferred), features
+        return self._stage.step(state, forward.token_ids, wanted, deferred=deferred, hidden=hidden), features
 
     def _compute_and_pack(self, forward: Forward) -> tuple[Forward, int]:
         started_ns = time.monotonic_ns()

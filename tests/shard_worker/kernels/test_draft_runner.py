@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from shard_worker.drafters.dflash import Draft, DraftState, read_fc
 from shard_worker.features import Features
 from shard_worker.stage import Stage
 from shard_worker.stage_loader import CaptureRequest
-from shard_worker.step_runner import StepRunner
+from shard_worker.step_runner import StepOutput, StepRunner
 from tests.shard_worker.kernels.machine import DTYPE, ON_GPU, device
 from tests.shard_worker.tiny import Tiny, ids, load_draft, load_stage
 
@@ -77,65 +78,86 @@ def assert_close(own: DraftState, expected: DraftState) -> None:
 
 
 class Pair:
-    """A target with a draft beside it, and one session on both."""
+    """A target with a draft beside it, and one session on both. cut: where a stage before this one, in plain torch, has
+    the layers below."""
 
-    def __init__(self, tiny: Tiny, name: str, stops: frozenset[int]) -> None:
+    def __init__(self, tiny: Tiny, name: str, stops: frozenset[int], cut: int | None) -> None:
         from shard_worker.ahead import Ahead
         from shard_worker.draft_runner import DraftRunner
 
         path = tiny.draft(name, "kernels-ahead", target_layer_ids=(2, 0))
         _, fc = read_fc(Checkpoint(path, "--draft"))
-        stage = load_stage(tiny.path(name), devices=[device()], dtype=NAME, capture=CaptureRequest((2, 0), fc))
+        captures = CaptureRequest((2, 0), fc)
+        whole = load_stage(tiny.path(name), devices=[device()], dtype=NAME, capture=captures)
+        layers = None if cut is None else (cut, whole.layers.last)
+        stage = load_stage(tiny.path(name), layers, devices=[device()], dtype=NAME, capture=captures)
+        self.front: Stage | None = None
+        if cut is not None:
+            self.front = load_stage(tiny.path(name), (0, cut), devices=[device()], dtype=NAME, capture=captures)
+            self.front_state = self.front.allocate(400, 8)
         self.draft = load_draft(path, NAME, device())
         assert stage.head is not None
-        assert stage.embedding is not None
+        assert whole.embedding is not None
+        self.embedding = whole.embedding
         [segment] = stage.segments
         self.step = StepRunner(segment, stage.embedding, stage.head, graphs=ON_GPU)
         self.stage: Stage = replace(stage, runners=(self.step,))
         self.runner = DraftRunner(self.draft, stage.head.weight, graphs=ON_GPU)
-        self.runner.prepare(stage.embedding[self.draft.config.mask_token_id])
+        self.runner.prepare(self.embedding[self.draft.config.mask_token_id])
         self.state, self.context = self.stage.allocate(400, 8), self.draft.allocate(400)
         self.stops = stops
-        self.ahead = Ahead(self.step, self.runner, self.context, stage.embedding, stops)
+        self.ahead = Ahead(self.step, self.runner, self.context, self.embedding, stops)
 
     def prefill(self, tokens: list[int]) -> None:
         features = Features()
-        self.stage.step(self.state, tuple(tokens), features, deferred=False)
+        self.run(tokens, features, deferred=False)
         self.draft.append(self.context, features)
+
+    def run(self, tokens: Sequence[int], features: Features | None, *, deferred: bool) -> StepOutput:
+        hidden = None
+        if self.front is not None:
+            hidden = self.front.step(self.front_state, tokens, features, deferred=deferred).hidden
+        return self.stage.step(self.state, tokens, features, deferred=deferred, hidden=hidden)
+
+    def commit_front(self) -> None:
+        if self.front is not None:
+            self.front.commit(self.front_state, self.state.length)
 
     def issue(self, tokens: list[int], guesses: int) -> tuple[list[int], tuple[int, ...]]:
         """A step and its block together: tokens produced and guesses for the next one."""
         features, deferred = Features(), len(tokens) > 1
-        output = self.stage.step(self.state, tuple(tokens), features, deferred=deferred)
+        output = self.run(tokens, features, deferred=deferred)
         assert output.likeliest is not None
         assert features.total is not None
         assert self.ahead.takes(len(tokens))
         produced = self.ahead.issue(self.state.caches[0], output.likeliest, features.total, guesses, deferred=deferred)
         if deferred:
             self.state.length, self.state.pending = self.state.length + len(produced), 0
+            self.commit_front()
         assert self.ahead.issued
         return produced, self.ahead.guesses()
 
     def one_after_the_other(self, tokens: list[int], guesses: int) -> tuple[list[int], tuple[int, ...]]:
         """The same with the host deciding."""
         features, deferred = Features(), len(tokens) > 1
-        output = self.stage.step(self.state, tuple(tokens), features, deferred=deferred)
+        output = self.run(tokens, features, deferred=deferred)
         assert output.likeliest is not None
         produced = accept(tokens[1:], output.likeliest.tolist(), self.stops)
         if deferred:
             self.stage.commit(self.state, self.state.length + len(produced))
+            self.commit_front()
         self.runner.append(self.context, self.draft.mix(features.rows(len(produced))))
-        assert self.stage.embedding is not None
-        rows = self.stage.embedding[[produced[-1], self.draft.config.mask_token_id]]
+        rows = self.embedding[[produced[-1], self.draft.config.mask_token_id]]
         return produced, self.runner.guess(self.context, rows, guesses)
 
 
+@pytest.mark.parametrize("cut", [None, 1])
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5-ratio-3"])
 @torch.inference_mode()
-def test_a_block_issued_ahead_is_the_same(tiny: Tiny, name: str) -> None:
+def test_a_block_issued_ahead_is_the_same(tiny: Tiny, name: str, cut: int | None) -> None:
     """Whatever number of rows counts, right guesses, wrong ones and stop tokens: tokens, guesses and what follows."""
     stops = frozenset({7, 40, 200})
-    here, there = Pair(tiny, name, stops), Pair(tiny, name, stops)
+    here, there = Pair(tiny, name, stops, cut), Pair(tiny, name, stops, cut)
     prompt = ids(30)
     for pair in (here, there):
         pair.prefill(prompt[:-1])
@@ -156,9 +178,11 @@ def foreseen(pair: Pair, known: int, count: int) -> list[int]:
     found: list[int] = []
     length = pair.state.length
     for _ in range(count):
-        output = pair.stage.step(pair.state, (known, *found, 0), None, deferred=True)
+        output = pair.run((known, *found, 0), None, deferred=True)
         assert output.likeliest is not None
         found.append(int(output.likeliest[len(found)]))
         pair.state.pending = 0
+        if pair.front is not None:
+            pair.front_state.pending = 0
         assert pair.state.length == length
     return found

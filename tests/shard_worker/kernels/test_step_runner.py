@@ -193,9 +193,10 @@ def test_a_later_stage_takes_hidden_rows(load: Load) -> None:
         rows = []
         with torch.inference_mode():
             for tokens, deferred in ((ids(20), False), ([5], False), (ids(9, seed=4), True)):
-                moving: Sequence[int] | torch.Tensor = tokens
+                moving: torch.Tensor | None = None
                 for stage, state in zip(stages, states, strict=True):
-                    moving = stage.step(state, moving, None, deferred=deferred).hidden.clone()
+                    moving = stage.step(state, tokens, None, deferred=deferred, hidden=moving).hidden.clone()
+                assert moving is not None
                 rows.append(moving)
         answers.append(torch.cat(rows))
 
