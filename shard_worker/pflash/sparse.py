@@ -29,26 +29,32 @@ def attend_sparsely(
     # Padded keys lie behind every real query, so causality hides them.
     queries, keys, values = (F.pad(x, (0, 0, 0, 0, 0, padding)) for x in (queries, keys, values))
     blocks = (length + padding) // BLOCK
-    chosen = choose_blocks(queries, keys, alpha)
+    chosen = choose_blocks(queries, keys, alpha).cpu()
+    # The queries of a group become rows of their key/value head, so that one product serves them all.
     grouped = queries.view(blocks, BLOCK, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
-    key_blocks = keys.view(blocks, BLOCK, kv_heads, dim).permute(2, 0, 1, 3)
-    value_blocks = values.view(blocks, BLOCK, kv_heads, dim).permute(2, 0, 1, 3)
-    offsets = torch.arange(BLOCK, device=queries.device)
-    later = offsets[None, :] > offsets[:, None]
-    head_index = torch.arange(kv_heads, device=queries.device)[:, None]
+    grouped = grouped.reshape(blocks, kv_heads, group * BLOCK, dim)
+    # Its own block comes last for every block of queries, and is the only one that is seen in part.
+    mask = torch.zeros((BLOCK, blocks * BLOCK), dtype=queries.dtype, device=queries.device)
+    mask[:, -BLOCK:].fill_(float("-inf")).triu_(1)
+    mask = mask.repeat(group, 1)
     out = torch.empty_like(grouped)
     for block in range(blocks):
-        index, there = _gather_list(chosen[:, block])
-        hidden = ~there[:, None, :, None].expand(-1, BLOCK, -1, BLOCK)
-        hidden = hidden | ((index == block)[:, None, :, None] & later[None, :, None, :])
-        mask = torch.zeros(hidden.shape, dtype=queries.dtype, device=queries.device).masked_fill_(hidden, float("-inf"))
-        out[block] = F.scaled_dot_product_attention(
-            grouped[block],
-            key_blocks[head_index, index].flatten(1, 2)[:, None].expand(-1, group, -1, -1),
-            value_blocks[head_index, index].flatten(1, 2)[:, None].expand(-1, group, -1, -1),
-            attn_mask=mask.flatten(2)[:, None],
-        )
-    return out.permute(0, 3, 1, 2, 4).reshape(blocks * BLOCK, heads * dim)[:length]
+        for head in range(kv_heads):
+            index = chosen[head, block].nonzero()[:, 0]
+            seen = (_blocks_of(x[:, head], index, block)[None, None] for x in (keys, values))
+            shown = mask[:, -len(index) * BLOCK :]
+            out[block, head] = F.scaled_dot_product_attention(grouped[block, head][None, None], *seen, attn_mask=shown)[
+                0, 0
+            ]
+    out = out.view(blocks, kv_heads, group, BLOCK, dim).permute(0, 3, 1, 2, 4)
+    return out.reshape(blocks * BLOCK, heads * dim)[:length]
+
+
+def _blocks_of(rows: torch.Tensor, index: torch.Tensor, last: int) -> torch.Tensor:
+    """The blocks `index` of rows [n, dim], up to block `last`: a view where none is left out."""
+    if len(index) == last + 1:
+        return rows[: len(index) * BLOCK]
+    return rows.unflatten(0, (-1, BLOCK))[index.to(rows.device)].flatten(0, 1)
 
 
 def choose_blocks(queries: torch.Tensor, keys: torch.Tensor, alpha: float) -> torch.Tensor:
@@ -72,12 +78,3 @@ def choose_blocks(queries: torch.Tensor, keys: torch.Tensor, alpha: float) -> to
     chosen |= number[None, :] > number[:, None] - RECENT_BLOCKS
     chosen[:, -FULL_QUERY_BLOCKS:] = True
     return chosen & causal
-
-
-def _gather_list(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers of the chosen blocks of each head, and which of them are real: both [kv_heads, most of any head]."""
-    counts = chosen.sum(-1)
-    most = int(counts.max())
-    # Stable: the chosen ones come first, in order.
-    index = torch.argsort(chosen.logical_not().to(torch.uint8), dim=-1, stable=True)[:, :most]
-    return index, torch.arange(most, device=chosen.device)[None, :] < counts[:, None]
