@@ -41,11 +41,10 @@ def attend_sparsely(
     for block in range(blocks):
         for head in range(kv_heads):
             index = chosen[head, block].nonzero()[:, 0]
-            seen = (_blocks_of(x[:, head], index, block)[None, None] for x in (keys, values))
+            k, v = (_blocks_of(x[:, head], index, block)[None, None] for x in (keys, values))
             shown = mask[:, -len(index) * BLOCK :]
-            out[block, head] = F.scaled_dot_product_attention(grouped[block, head][None, None], *seen, attn_mask=shown)[
-                0, 0
-            ]
+            rows = grouped[block, head][None, None]
+            out[block, head] = F.scaled_dot_product_attention(rows, k, v, attn_mask=shown)[0, 0]
     out = out.view(blocks, kv_heads, group, BLOCK, dim).permute(0, 3, 1, 2, 4)
     return out.reshape(blocks * BLOCK, heads * dim)[:length]
 
@@ -54,7 +53,7 @@ def _blocks_of(rows: torch.Tensor, index: torch.Tensor, last: int) -> torch.Tens
     """The blocks `index` of rows [n, dim], up to block `last`: a view where none is left out."""
     if len(index) == last + 1:
         return rows[: len(index) * BLOCK]
-    return rows.unflatten(0, (-1, BLOCK))[index.to(rows.device)].flatten(0, 1)
+    return rows.view(-1, BLOCK, rows.shape[1])[index.to(rows.device)].flatten(0, 1)
 
 
 def choose_blocks(queries: torch.Tensor, keys: torch.Tensor, alpha: float) -> torch.Tensor:
