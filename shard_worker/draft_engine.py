@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from services.errors import FailedPrecondition
 from shard_worker.drafters.dflash import Draft, DraftState
 from shard_worker.embedding_rows import EmbeddingRows
 from shard_worker.features import Features
 from shard_worker.kernel_support import can_run
+from shard_worker.ops.linear import linear
 
 if TYPE_CHECKING:
     from shard_worker.draft_runner import DraftRunner
@@ -79,7 +79,7 @@ def make_engine(draft: Draft, embedding: EmbeddingRows, head: torch.Tensor, *, g
     """With the target's lm_head [vocab, hidden] on the draft's device; by kernels where they can run."""
 
     def project(hidden: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden.to(head.dtype), head)
+        return linear(hidden.to(head.dtype), head)
 
     if head.dtype != draft.dtype or not by_kernels(draft):
         return DraftEngine(draft, embedding, project)

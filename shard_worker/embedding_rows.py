@@ -29,9 +29,10 @@ def rows_of_stage(stage: Stage, checkpoint: Checkpoint) -> EmbeddingRows:
 
 
 def resident_embedding(stage: Stage) -> torch.Tensor | None:
-    """The whole matrix [vocab, hidden], where the stage has it as its embedding or as a tied lm_head."""
+    """The whole matrix [vocab, hidden], where the stage has it as its embedding, or as a tied lm_head with its rows in
+    order."""
     if stage.embedding is None and stage.config.tied_head and stage.head is not None:
-        return stage.head.weight
+        return None if stage.head.weight.is_mkldnn else stage.head.weight
     return stage.embedding
 
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
+
+from shard_worker.ops.linear import linear
 
 
 @dataclass(slots=True)
@@ -62,7 +63,7 @@ class Capture:
     def collect(self, captured: list[torch.Tensor], features: Features) -> None:
         """Add a segment's captured rows, one [n, hidden] for each layer in order."""
         if self.fc is not None:
-            features.add(F.linear(torch.cat(captured, -1), self.fc))
+            features.add(linear(torch.cat(captured, -1), self.fc))
         else:
             features.slices |= dict(zip(self.indices.values(), captured, strict=True))
 

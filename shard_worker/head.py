@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
+from shard_worker.ops.linear import linear
 from shard_worker.ops.norm import rms_norm
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """norm: float32 [hidden]; weight: [vocab, hidden]."""
+    """norm: float32 [hidden]; weight: [vocab, hidden], as `packed`."""
 
     norm: torch.Tensor
     weight: torch.Tensor
@@ -24,4 +24,4 @@ class Head:
 
     def project(self, normed: torch.Tensor) -> torch.Tensor:
         """lm_head alone, for rows that a draft has normed itself."""
-        return F.linear(normed.to(self.weight.device, self.weight.dtype), self.weight)
+        return linear(normed.to(self.weight.device, self.weight.dtype), self.weight)

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from services.layers import LayerRange
 from services.measure import DeviceSpeed, MeasureFor
@@ -24,6 +23,7 @@ from shard_worker.dtypes import dtype_from_name
 from shard_worker.families import Family, family_of
 from shard_worker.head import Head
 from shard_worker.model_config import LayerKind, ModelConfig
+from shard_worker.ops.linear import linear, packed
 from shard_worker.ops.rope import inverse_frequencies
 from shard_worker.sampler import Sampler
 from shard_worker.segment import Segment
@@ -83,21 +83,21 @@ def _product_rates(
         most = min(most, max(size, free_bytes // 4))
     made = {"dtype": dtype, "device": device.torch_device}
     # Zeros would be read as fast, but a CPU maps them all to one page.
-    matrices = [torch.full(extents, 0.01, **made) for _ in range(max(1, most // size))]  # type: ignore[call-overload]
+    matrices = [packed(torch.full(extents, 0.01, **made)) for _ in range(max(1, most // size))]  # type: ignore[call-overload]
     row, rows = (torch.full((count, extents[1]), 0.01, **made) for count in (1, PREFILL_ROWS))  # type: ignore[call-overload]
-    tiny, tiny_row = torch.zeros((NARROW, NARROW), **made), torch.zeros((1, NARROW), **made)  # type: ignore[call-overload]
+    tiny, tiny_row = packed(torch.zeros((NARROW, NARROW), **made)), torch.zeros((1, NARROW), **made)  # type: ignore[call-overload]
 
     def products(x: torch.Tensor, weights: list[torch.Tensor]) -> Callable[[], None]:
         def run() -> None:
             for weight in weights:
-                F.linear(x, weight)
+                linear(x, weight)
 
         return run
 
     # What a product costs without weights is in the layers' own figure.
     bare_s = _seconds(device, products(tiny_row, [tiny] * 32), READ_S / 6) / 32
     read_s = _seconds(device, products(row, matrices), READ_S) / len(matrices)
-    part = matrices[0][: max(1, MATMUL_ELEMENTS[kind] // extents[1])]
+    part = packed(torch.full((min(extents[0], max(1, MATMUL_ELEMENTS[kind] // extents[1])), extents[1]), 0.01, **made))  # type: ignore[call-overload]
     full_s = _seconds(device, products(rows, [part]), MATMUL_S)
     return size / max(read_s - bare_s, read_s / 10), 2 * part.numel() * PREFILL_ROWS / full_s
 
@@ -161,7 +161,7 @@ def _choose_s(device: Device, shape: ModelConfig, dtype: torch.dtype) -> float:
     """Seconds of the last stage's norm and of choosing a token, apart from reading lm_head."""
     made = {"dtype": dtype, "device": device.torch_device}
     norm = torch.ones(NARROW, device=device.torch_device)
-    head = Head(norm, torch.zeros((NARROW, NARROW), **made), 1e-6)  # type: ignore[call-overload]
+    head = Head(norm, packed(torch.zeros((NARROW, NARROW), **made)), 1e-6)  # type: ignore[call-overload]
     hidden = torch.full((1, NARROW), 0.01, **made)  # type: ignore[call-overload]
     logits = torch.zeros((1, shape.vocab_size), **made)  # type: ignore[call-overload]
     sampler = Sampler(Sampling(), 1, shape.vocab_size, device.torch_device)

@@ -41,7 +41,8 @@ class StageState:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Layers [first, last) of the target. embedding: [vocab, hidden] on the first stage; head: on the last.
+    """Layers [first, last) of the target. embedding: [vocab, hidden] on the first stage; head: on the
+    last.
 
     captures: all target layers that the draft wants, here and elsewhere; summed: they travel as one sum, not as slices.
     """
@@ -104,7 +105,8 @@ class Stage:
     def embed(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Rows of the embedding, [n, hidden]."""
         assert self.embedding is not None
-        return F.embedding(torch.tensor(tuple(token_ids), device=self.embedding.device), self.embedding)
+        rows = F.embedding(torch.tensor(tuple(token_ids), device=self.embedding.device), self.embedding)
+        return rows.to(self.dtype)
 
     def step(
         self,

@@ -16,6 +16,7 @@ from shard_worker.families import Family, family_of
 from shard_worker.features import Capture, fc_columns
 from shard_worker.head import Head
 from shard_worker.kernel_support import can_prefill, can_run, head_sizes
+from shard_worker.ops.linear import packed
 from shard_worker.ops.rope import inverse_frequencies
 from shard_worker.segment import Segment
 from shard_worker.stage import Stage
@@ -98,7 +99,10 @@ class StageLoader:
             weight = embedding if shared else take(self._head, last)
             assert weight is not None
             norm = self._family.norm_weight(take(self._norm, last))
-            head = Head(norm, weight, self.config.norm_eps)
+            head = Head(norm, packed(weight), self.config.norm_eps)
+            if shared and head.weight is not weight:
+                # Not both in memory: rows are looked up in the mapped file.
+                embedding = self._checkpoint.tensor(self._embedding)
         ends = len(segments) - 1
         return Stage(
             config=self.config,
@@ -150,7 +154,7 @@ class StageLoader:
         fc = None
         if request.fc is not None:
             columns = fc_columns(request.fc, indices, self.config.hidden_size)
-            fc = columns.to(device.torch_device, self.dtype)
+            fc = packed(columns.to(device.torch_device, self.dtype))
         return Capture(indices, fc)
 
     def _find_prefix(self) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from services.errors import InvalidArgument
 from shard_worker.attention_cache import PAGE_ROWS, AttentionCache, AttentionView
@@ -26,6 +25,7 @@ from shard_worker.layers.decoder import DecoderWeights
 from shard_worker.layers.mlp import MlpWeights, run as run_mlp
 from shard_worker.model_config import LayerKind
 from shard_worker.ops.attention import attend, grouped_mask, visibility
+from shard_worker.ops.linear import linear, packed
 from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import apply_rope, inverse_frequencies, rope_table
 from shard_worker.prefix_state import GroupKind, StateView, TensorGroup
@@ -77,6 +77,8 @@ class Draft:
     hidden_norm: torch.Tensor
     norm: torch.Tensor
     layers: tuple[DecoderWeights, ...]
+    context: tuple[torch.Tensor, ...]
+    """The rows of each layer's qkv that make keys and values, which alone the context needs."""
     frequencies: torch.Tensor
 
     def allocate(self, max_length: int) -> DraftState:
@@ -136,7 +138,7 @@ class Draft:
             return features.total.to(self.device.torch_device, self.dtype)
         pieces = [features.slices[index] for index in range(len(self.config.capture_layers))]
         joined = torch.cat([piece.to(self.device.torch_device) for piece in pieces], -1)
-        return F.linear(joined.to(self.dtype), self.fc)
+        return linear(joined.to(self.dtype), self.fc)
 
     def combine(self, features: Features) -> torch.Tensor:
         """The context vector of each of n rows, [n, hidden]: `hidden_norm(fc(features))`."""
@@ -149,11 +151,11 @@ class Draft:
         positions = torch.arange(state.length, state.length + count, device=context.device)
         rope = rope_table(positions, self.frequencies, self.dtype)
         queries = config.heads * config.head_dim
-        for (kind, slot), weights in zip(state.layers, self.layers, strict=True):
+        for (kind, slot), weights, keys_and_values in zip(state.layers, self.layers, self.context, strict=True):
             mixer = weights.mixer
             assert isinstance(mixer, AttentionWeights)
             bias = None if mixer.qkv_bias is None else mixer.qkv_bias[queries:]
-            projected = F.linear(context, mixer.qkv[queries:], bias).view(count, 2, config.kv_heads, -1)
+            projected = linear(context, keys_and_values, bias).view(count, 2, config.kv_heads, -1)
             keys = apply_rope(rms_norm(projected[:, 0], mixer.qk_norm[config.heads :], config.norm_eps), rope)
             # Only the last `slots` rows: earlier ones would be overwritten.
             cache = state.caches[kind]
@@ -178,7 +180,7 @@ class Draft:
             mixer, cache = weights.mixer, state.caches[kind]
             assert isinstance(mixer, AttentionWeights)
             x = rms_norm(hidden, weights.input_norm, config.norm_eps)
-            projected = F.linear(x, mixer.qkv, mixer.qkv_bias).view(rows, -1, config.head_dim)
+            projected = linear(x, mixer.qkv, mixer.qkv_bias).view(rows, -1, config.head_dim)
             normed = rms_norm(projected[:, : config.heads + config.kv_heads], mixer.qk_norm, config.norm_eps)
             rotated = apply_rope(normed, rope)
             values = projected[:, config.heads + config.kv_heads :]
@@ -187,7 +189,7 @@ class Draft:
             if (kind, causal) not in masks:
                 masks[kind, causal] = self._mask(kind, causal, positions, end, span, cache.slots)
             mixed = attend(rotated[:, : config.heads], *cache.span(slot, span), masks[kind, causal])
-            hidden = hidden + F.linear(mixed, mixer.out, mixer.out_bias)
+            hidden = hidden + linear(mixed, mixer.out, mixer.out_bias)
             normed = rms_norm(hidden, weights.post_norm, config.norm_eps)
             hidden = hidden + run_mlp(weights.mlp, normed)
         return rms_norm(hidden[1:], self.norm, config.norm_eps)
@@ -228,7 +230,7 @@ def load(
         resident += tensor.nbytes
         return tensor
 
-    def pack(index: int, kind: LayerKind) -> DecoderWeights:
+    def pack(index: int, kind: LayerKind) -> tuple[DecoderWeights, torch.Tensor]:
         prefix = f"layers.{index}."
         attention = f"{prefix}self_attn."
 
@@ -236,35 +238,38 @@ def load(
             return torch.cat([take(f"{attention}{part}_proj.{suffix}") for part in "qkv"])
 
         norms = [(take(f"{attention}{part}_norm.weight").float(), heads) for part, heads in heads_of]
-        return DecoderWeights(
+        qkv = fuse("weight")
+        layer = DecoderWeights(
             kind=kind,
             input_norm=take(f"{prefix}input_layernorm.weight").float(),
             mixer=AttentionWeights(
-                qkv=fuse("weight"),
+                qkv=packed(qkv),
                 qkv_bias=fuse("bias") if config.attention_bias else None,
                 qk_norm=torch.cat([norm.expand(heads, -1) for norm, heads in norms]).contiguous(),
-                out=take(f"{attention}o_proj.weight"),
+                out=packed(take(f"{attention}o_proj.weight")),
                 out_bias=take(f"{attention}o_proj.bias") if config.attention_bias else None,
                 gated=False,
             ),
             post_norm=take(f"{prefix}post_attention_layernorm.weight").float(),
             mlp=MlpWeights(
-                torch.cat([take(f"{prefix}mlp.{part}_proj.weight") for part in ("gate", "up")]),
-                take(f"{prefix}mlp.down_proj.weight"),
+                packed(torch.cat([take(f"{prefix}mlp.{part}_proj.weight") for part in ("gate", "up")])),
+                packed(take(f"{prefix}mlp.down_proj.weight")),
             ),
         )
+        return layer, packed(qkv[config.heads * config.head_dim :])
 
     heads_of = (("q", config.heads), ("k", config.kv_heads))
-    layers = tuple(pack(index, kind) for index, kind in enumerate(config.layer_kinds))
+    layers, context = zip(*[pack(index, kind) for index, kind in enumerate(config.layer_kinds)], strict=True)
     return Draft(
         config=config,
         device=device,
         dtype=wanted,
         fingerprint=checkpoint.fingerprint,
-        fc=take("fc.weight"),
+        fc=packed(take("fc.weight")),
         hidden_norm=take("hidden_norm.weight").float(),
         norm=take("norm.weight").float(),
         layers=layers,
+        context=context,
         frequencies=inverse_frequencies(config.head_dim, config.rope_theta, device.torch_device),
         # Last: it counts what is taken above.
         weight_bytes=resident,

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from shard_worker.caches import SegmentCaches
 from shard_worker.model_config import LayerKind, ModelConfig
 from shard_worker.ops.attention import attend
+from shard_worker.ops.linear import linear, packed
 from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import apply_rope
 from shard_worker.rows import Rows
@@ -74,10 +74,10 @@ def pack(
     qkv = fuse("weight")
     assert qkv is not None
     return AttentionWeights(
-        qkv=qkv,
+        qkv=packed(qkv),
         qkv_bias=fuse("bias"),
         qk_norm=torch.cat((q_norm.expand(config.heads, -1), k_norm.expand(config.kv_heads, -1))).contiguous(),
-        out=tensors["self_attn.o_proj.weight"],
+        out=packed(tensors["self_attn.o_proj.weight"]),
         out_bias=tensors.get("self_attn.o_proj.bias"),
         gated=gated,
     )
@@ -95,7 +95,7 @@ def run(
     """x: [n, hidden] -> [n, hidden]; keys and values of the rows are written to the cache first."""
     assert caches.attention is not None
     count, heads, kv_heads, head_dim = x.shape[0], config.heads, config.kv_heads, config.head_dim
-    projected = F.linear(x, weights.qkv, weights.qkv_bias).view(count, -1, head_dim)
+    projected = linear(x, weights.qkv, weights.qkv_bias).view(count, -1, head_dim)
     qk = rms_norm(projected[:, : heads + kv_heads], weights.qk_norm, config.norm_eps)
     qk = apply_rope(qk, rows.rope)
     values = projected[:, heads + kv_heads : heads + 2 * kv_heads]
@@ -103,4 +103,4 @@ def run(
     mixed = attend(qk[:, :heads], *caches.attention.span(slot, rows.base + count), rows.masks[kind])
     if weights.gated:
         mixed = mixed * projected[:, heads + 2 * kv_heads :].reshape(count, -1).sigmoid()
-    return F.linear(mixed, weights.out, weights.out_bias)
+    return linear(mixed, weights.out, weights.out_bias)

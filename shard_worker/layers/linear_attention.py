@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from shard_worker.caches import SegmentCaches
 from shard_worker.model_config import LinearAttentionConfig, ModelConfig
 from shard_worker.ops import deltanet
+from shard_worker.ops.linear import linear, packed
 from shard_worker.ops.norm import rms_norm
 from shard_worker.rows import Rows
 
@@ -35,38 +36,38 @@ class LinearAttentionWeights:
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    linear = _shape(config)
-    hidden, heads = config.hidden_size, linear.value_heads
+    shape = _shape(config)
+    hidden, heads = config.hidden_size, shape.value_heads
     return {
-        "linear_attn.in_proj_qkv.weight": (linear.conv_channels, hidden),
-        "linear_attn.in_proj_z.weight": (linear.value_dim, hidden),
+        "linear_attn.in_proj_qkv.weight": (shape.conv_channels, hidden),
+        "linear_attn.in_proj_z.weight": (shape.value_dim, hidden),
         "linear_attn.in_proj_b.weight": (heads, hidden),
         "linear_attn.in_proj_a.weight": (heads, hidden),
-        "linear_attn.conv1d.weight": (linear.conv_channels, 1, linear.conv_taps),
+        "linear_attn.conv1d.weight": (shape.conv_channels, 1, shape.conv_taps),
         "linear_attn.A_log": (heads,),
         "linear_attn.dt_bias": (heads,),
-        "linear_attn.norm.weight": (linear.value_head_dim,),
-        "linear_attn.out_proj.weight": (hidden, linear.value_dim),
+        "linear_attn.norm.weight": (shape.value_head_dim,),
+        "linear_attn.out_proj.weight": (hidden, shape.value_dim),
     }
 
 
 def pack(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> LinearAttentionWeights:
-    linear = _shape(config)
+    shape = _shape(config)
 
     def take(name: str) -> torch.Tensor:
         return tensors[f"linear_attn.{name}"]
 
-    scale = torch.full((2 * linear.key_heads, 1), linear.key_head_dim**-0.5)
-    scale[: linear.key_heads] *= linear.key_head_dim**-0.5
+    scale = torch.full((2 * shape.key_heads, 1), shape.key_head_dim**-0.5)
+    scale[: shape.key_heads] *= shape.key_head_dim**-0.5
     parts = [take(f"in_proj_{part}.weight") for part in ("qkv", "z", "b", "a")]
     return LinearAttentionWeights(
-        projection=torch.cat(parts),
+        projection=packed(torch.cat(parts)),
         taps=take("conv1d.weight").squeeze(1).t().float().contiguous(),
         qk_scale=scale.to(parts[0].device),
         decay_rate=-take("A_log").float().exp(),
         dt_bias=take("dt_bias").float(),
         norm=take("norm.weight").float(),
-        out=take("out_proj.weight"),
+        out=packed(take("out_proj.weight")),
     )
 
 
@@ -79,20 +80,20 @@ def run(
     caches: SegmentCaches,
 ) -> torch.Tensor:
     """x: [n, hidden] -> [n, hidden]. Deferred rows leave the state as it is and are recorded for a later commit."""
-    linear, cache = _shape(config), caches.recurrent
+    shape, cache = _shape(config), caches.recurrent
     assert cache is not None
-    count, heads = x.shape[0], linear.value_heads
-    sizes = (linear.conv_channels, linear.value_dim, heads, heads)
-    projected = F.linear(x, weights.projection)
+    count, heads = x.shape[0], shape.value_heads
+    sizes = (shape.conv_channels, shape.value_dim, heads, heads)
+    projected = linear(x, weights.projection)
     mix, z, b, a = projected.split_with_sizes(sizes, -1)
     if rows.delta_kernels and not rows.deferred:
         from shard_worker.kernels import delta_prefill
 
-        gated = delta_prefill.run_layer(linear, weights, projected, cache, slot, config.norm_eps)
+        gated = delta_prefill.run_layer(shape, weights, projected, cache, slot, config.norm_eps)
         cache.advance_inputs(slot, mix)
-        return F.linear(gated, weights.out)
+        return linear(gated, weights.out)
     mixed = F.silu(deltanet.causal_conv(cache.window(slot, mix, rows.deferred), weights.taps))
-    q, k, v = _heads(linear, mixed, weights.qk_scale)
+    q, k, v = _heads(shape, mixed, weights.qk_scale)
     beta = b.float().sigmoid().t()
     log_decay = (weights.decay_rate * F.softplus(a.float() + weights.dt_bias)).t()
 
@@ -107,19 +108,19 @@ def run(
 
     normed = rms_norm(out.transpose(0, 1), weights.norm, config.norm_eps)
     gated = normed * F.silu(z.float()).view(count, heads, -1)
-    return F.linear(gated.to(x.dtype).view(count, -1), weights.out)
+    return linear(gated.to(x.dtype).view(count, -1), weights.out)
 
 
 def _heads(
-    linear: LinearAttentionConfig, mixed: torch.Tensor, qk_scale: torch.Tensor
+    shape: LinearAttentionConfig, mixed: torch.Tensor, qk_scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Split float32 [n, channels] into normed q, k and v, each [value_heads, n, dim]."""
-    count, dim = mixed.shape[0], linear.key_head_dim
-    qk = mixed[:, : 2 * linear.key_dim].view(count, 2 * linear.key_heads, dim)
+    count, dim = mixed.shape[0], shape.key_head_dim
+    qk = mixed[:, : 2 * shape.key_dim].view(count, 2 * shape.key_heads, dim)
     # sum(x²) + eps, the L2 norm's, is mean(x²) + eps / dim, the RMSNorm's, times dim.
     qk = rms_norm(qk, qk_scale, L2_EPS / dim)
-    v = mixed[:, 2 * linear.key_dim :].view(count, linear.value_heads, -1).transpose(0, 1)
-    share = linear.value_heads // linear.key_heads
+    v = mixed[:, 2 * shape.key_dim :].view(count, shape.value_heads, -1).transpose(0, 1)
+    share = shape.value_heads // shape.key_heads
     if share > 1:
         # Each key head serves consecutive value heads.
         qk = qk[:, :, None].expand(-1, -1, share, -1).reshape(count, -1, dim)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from shard_worker.model_config import ModelConfig
+from shard_worker.ops.linear import linear, packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +30,15 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def pack(tensors: Mapping[str, torch.Tensor]) -> MlpWeights:
     gate_up = torch.cat((tensors["mlp.gate_proj.weight"], tensors["mlp.up_proj.weight"]))
-    return MlpWeights(gate_up, tensors["mlp.down_proj.weight"])
+    return MlpWeights(packed(gate_up), packed(tensors["mlp.down_proj.weight"]))
 
 
 def run(weights: MlpWeights, x: torch.Tensor, *, kernels: bool = False) -> torch.Tensor:
     """x: [n, hidden] -> [n, hidden]."""
-    gate_up = F.linear(x, weights.gate_up)
+    gate_up = linear(x, weights.gate_up)
     if kernels:
         from shard_worker.kernels import elementwise
 
-        return F.linear(elementwise.swiglu(gate_up), weights.down)
+        return linear(elementwise.swiglu(gate_up), weights.down)
     gate, up = gate_up.chunk(2, -1)
-    return F.linear(F.silu(gate) * up, weights.down)
+    return linear(F.silu(gate) * up, weights.down)

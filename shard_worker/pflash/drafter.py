@@ -20,6 +20,7 @@ from shard_worker.layers import mlp
 from shard_worker.layers.attention import AttentionWeights
 from shard_worker.layers.decoder import DecoderWeights
 from shard_worker.model_config import LayerKind, ModelConfig
+from shard_worker.ops.linear import linear
 from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import apply_rope, rope_table
 from shard_worker.pflash.scoring import TAIL_QUERIES, TokenScores, chunk_means
@@ -37,7 +38,7 @@ ROWS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Drafter:
-    """A loaded Qwen3. embedding: [vocab, hidden]."""
+    """A loaded Qwen3. embedding: [vocab, hidden], in its stored element type."""
 
     config: ModelConfig
     segment: Segment
@@ -51,7 +52,7 @@ class Drafter:
         Runs on the device thread, a piece at a time, so that others get their turn between layers.
         """
         device = self.segment.device.torch_device
-        hidden = F.embedding(torch.tensor(token_ids, device=device), self.embedding)
+        hidden = F.embedding(torch.tensor(token_ids, device=device), self.embedding).to(self.segment.dtype)
         rope = rope_table(torch.arange(len(token_ids), device=device), self.segment.frequencies, hidden.dtype)
         scores, last = TokenScores(), len(self.segment.weights) - 1
         for number, weights in enumerate(self.segment.weights):
@@ -73,14 +74,14 @@ class Drafter:
         assert isinstance(attention, AttentionWeights)
         length, heads, kv_heads = len(hidden), config.heads, config.kv_heads
         normed = rms_norm(hidden, weights.input_norm, config.norm_eps)
-        projected = F.linear(normed, attention.qkv, attention.qkv_bias).view(length, -1, config.head_dim)
+        projected = linear(normed, attention.qkv, attention.qkv_bias).view(length, -1, config.head_dim)
         qk = rms_norm(projected[:, : heads + kv_heads], attention.qk_norm, config.norm_eps)
         scores.add(qk[-TAIL_QUERIES:, :heads], qk[:, heads:])
         if last:
             return hidden
         qk = apply_rope(qk, rope)
         mixed = attend_causally(qk[:, :heads], qk[:, heads:], projected[:, heads + kv_heads :])
-        hidden = hidden + F.linear(mixed, attention.out, attention.out_bias)
+        hidden = hidden + linear(mixed, attention.out, attention.out_bias)
         parts = [
             part + mlp.run(weights.mlp, rms_norm(part, weights.post_norm, config.norm_eps))
             for part in torch.split(hidden, ROWS)

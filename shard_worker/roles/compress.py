@@ -49,7 +49,7 @@ class CompressRole:
             vocab_size=drafter.config.vocab_size,
             num_layers=drafter.config.num_layers,
             max_position=drafter.config.max_position,
-            dtype=dtype_to_name(drafter.embedding.dtype),
+            dtype=dtype_to_name(drafter.segment.dtype),
             weight_bytes=drafter.weight_bytes,
         )
 

@@ -24,6 +24,7 @@ from shard_worker.dtypes import dtype_to_name, from_wire, to_wire
 from shard_worker.embedding_rows import matrix_name, rows_of_checkpoint
 from shard_worker.executor import DeviceThread
 from shard_worker.features import Features
+from shard_worker.ops.linear import packed
 from shard_worker.prefix_state import cuttable
 from shard_worker.random_checkpoint import open_checkpoint
 from shard_worker.session_record import SessionRecord
@@ -152,7 +153,7 @@ class DraftRole:
                 f"[{draft.config.vocab_size}, {draft.config.hidden_size}]",
                 field=name,
             )
-        return weight
+        return packed(weight)
 
 
 class LocalDraftSession:

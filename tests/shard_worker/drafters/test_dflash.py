@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from services.errors import FlashsplitError, InvalidArgument, Unimplemented
 from shard_worker.checkpoint import Checkpoint
 from shard_worker.drafters import drafter_of
 from shard_worker.drafters.dflash import Draft, DraftState, read_fc
 from shard_worker.features import Features
+from shard_worker.ops.linear import linear
 from tests.reference import storage
 from tests.reference.dense_draft import DenseDraft, DraftOutput
 from tests.shard_worker.tiny import AS_GPU, Tiny, load_draft
@@ -75,7 +75,7 @@ def context(draft: Draft, length: int) -> torch.Tensor:
 def feed(draft: Draft, state: DraftState, joined: torch.Tensor, *, summed: bool = False) -> None:
     """Append joined captures, as slices or as the sum that the stages make of them."""
     if summed:
-        draft.append(state, Features(total=F.linear(joined, draft.fc)))
+        draft.append(state, Features(total=linear(joined, draft.fc)))
     else:
         draft.append(state, Features(slices=dict(enumerate(joined.split(HIDDEN, -1)))))
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from services.description import FeatureTransport, HeadPlace
 from services.draft import DraftOpen, Propose
@@ -18,6 +17,7 @@ from services.worker import LoadDraft
 from shard_worker.device import parse_devices
 from shard_worker.dtypes import from_wire, to_wire
 from shard_worker.executor import DeviceThread
+from shard_worker.ops.linear import linear
 from shard_worker.roles.draft import DraftRole, LocalDraftSession
 from shard_worker.snapshot_store import SnapshotStore
 from tests.reference import checkpoints, storage, target
@@ -71,7 +71,7 @@ def pieces(role: DraftRole, transport: FeatureTransport, captures: torch.Tensor,
     if transport is SLICES:
         return [FeatureSlice(start, to_wire(part), i) for i, part in enumerate(captures.split(HIDDEN, -1))]
     assert role.loaded is not None
-    return [FeatureSlice(start, to_wire(F.linear(captures, role.loaded.draft.fc)))]
+    return [FeatureSlice(start, to_wire(linear(captures, role.loaded.draft.fc)))]
 
 
 @pytest.mark.parametrize("place", [LOADED, PROJECTED])
