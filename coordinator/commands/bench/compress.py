@@ -26,6 +26,9 @@ from coordinator.placement import parse_place
 from coordinator.running import run
 
 
+WARM_MS = 20_000.0
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """Milliseconds for a prompt of random tokens: reading it, computing what is kept, computing all of it."""
@@ -97,7 +100,7 @@ def compress(
 
 
 async def measure(cluster: Cluster, worker: DrafterWorker, tokens: int, ratio: float) -> Row:
-    """One length; the first of two tries warms up."""
+    """One length; the first of two tries warms up, unless it takes so long that nothing could."""
     vocabulary = min(cluster.target.vocab_size, (await worker.start()).vocab_size)
     prompt = tuple(secrets.randbelow(vocabulary) for _ in range(tokens))
     compress_ms = 0.0
@@ -107,6 +110,8 @@ async def measure(cluster: Cluster, worker: DrafterWorker, tokens: int, ratio: f
         found = await worker.compress(secrets.token_hex(8), prompt, ratio)
         compress_ms = (time.monotonic() - started) * 1e3
         kept = tuple(token for first, last in found.kept for token in prompt[first:last])
+        if compress_ms > WARM_MS:
+            break
     return Row(tokens, len(kept), compress_ms, await _prefill(cluster, kept), await _prefill(cluster, prompt))
 
 
@@ -115,6 +120,8 @@ async def _prefill(cluster: Cluster, prompt: tuple[int, ...]) -> float:
     for _ in range(2):
         request = Request(secrets.token_hex(8), prompt, 1, speculate=False)
         elapsed_ms = (await generate(cluster, request, None)).stats.prefill_ms
+        if elapsed_ms > WARM_MS:
+            break
     return elapsed_ms
 
 
