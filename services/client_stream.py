@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 import grpc
 
 from services.errors import FlashsplitError, Unavailable, from_rpc_error
+from services.shared_memory.frame_socket import Lane
 
 CLOSE_GRACE_S = 1.0
 """How long a client waits for the other side to free a session before it cancels the stream."""
 
+_LANE_END_S = 0.25
 _STATUS_WAIT_S = 1.0
 _STATUS_POLL_S = 0.002
 _STATUS_FORGOTTEN = "Internal error from Core"
@@ -39,7 +41,19 @@ class ClientStream:
         self._frames = aiter(call)
         self._reading = asyncio.Lock()
         self._first_status: grpc.aio.AioRpcError | None = None
+        self._lane: Lane | None = None
+        self._parse: Callable[[bytes], Any] | None = None
         call.add_done_callback(self._keep_status)
+
+    def use(self, lane: Lane, parse: Callable[[bytes], Any]) -> None:
+        """From now on frames go through a lane, both ways; the call stays for its end."""
+        self._lane, self._parse = lane, parse
+        # The other side ends a lane before its call; where it could not, as when it froze, the call's end is enough.
+        loop = asyncio.get_running_loop()
+        self._call.add_done_callback(lambda _: loop.call_later(_LANE_END_S, lane.close))
+
+    def uses(self, lane: Lane) -> bool:
+        return self._lane is lane
 
     async def send(self, *frames: Any) -> bool:
         """Write frames; False when the stream is over and read() has the reason."""
@@ -47,6 +61,11 @@ class ClientStream:
 
     async def send_all(self, frames: Iterable[Any]) -> bool:
         """As `send`, taking one frame from the iterable when the one before is on its way."""
+        if (lane := self._lane) is not None:
+            for frame in frames:
+                if self._call.done() or not await lane.write(frame.SerializeToString()):
+                    return False
+            return True
         try:
             for frame in frames:
                 await self._call.write(frame)
@@ -60,6 +79,15 @@ class ClientStream:
         Raises the FlashsplitError with which the server ended it otherwise.
         """
         async with self._reading:
+            if self._lane is not None and self._parse is not None:
+                try:
+                    frame = await self._lane.read()
+                except asyncio.CancelledError:
+                    # As gRPC does: nobody would read what comes.
+                    self._call.cancel()
+                    raise
+                if frame is not None:
+                    return self._parse(frame)
             try:
                 return await anext(self._frames)
             except (StopAsyncIteration, grpc.RpcError):
@@ -88,9 +116,12 @@ class ClientStream:
     async def close(self) -> None:
         """End the stream and give the other side a moment to free the session. Safe to call twice."""
         if self._call.done():
+            self._leave_lane()
             return
         try:
             async with asyncio.timeout(CLOSE_GRACE_S):
+                if self._lane is not None:
+                    self._lane.end()
                 await self._call.done_writing()
                 while await self.read() is not grpc.aio.EOF:
                     pass
@@ -103,6 +134,11 @@ class ClientStream:
         """End the stream at once."""
         self._closed = True
         self._call.cancel()
+        self._leave_lane()
+
+    def _leave_lane(self) -> None:
+        if self._lane is not None:
+            self._lane.close()
 
     async def _final_status(self) -> grpc.aio.AioRpcError:
         await self._call.code()

@@ -22,6 +22,7 @@ from flashsplit.shard.v1 import (
 from services import snapshot_frames, stage_frames
 from services.client_stream import ClientStream
 from services.errors import CLOSED, InvalidArgument, Unavailable, answering, ending
+from services.server_stream import ServerStream
 from services.shared_memory.link import NO_LINKS, Sender, SharedLink, SharedLinks
 from services.steps import FeatureSlice, SnapshotPart, SnapshotRestore, SnapshotSave
 from services.streams import read_tensors
@@ -101,42 +102,47 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
         return SERVICE
 
     async def RunDraft(self, _: object, context: grpc.aio.ServicerContext) -> None:
+        stream = ServerStream(context, pb.RunDraftRequest.FromString)
         async with answering(context):
-            first = await context.read()
+            first = await stream.read()
             if first is grpc.aio.EOF or first.WhichOneof("frame") != "open":
                 raise InvalidArgument("the first frame of a session must be open", field="frame")
             opening = _open_from_message(first.open)
             log_for(opening.request_id, opening.trace)
             session = await self._port.open(opening)
             try:
-                opened = draft_pb2.DraftOpened(host=session.host, device=session.device)
-                await context.write(pb.RunDraftResponse(opened=opened))
-                await self._serve(session, context)
+                lane = self._links.lane(first.open.lane) if first.open.HasField("lane") else None
+                opened = draft_pb2.DraftOpened(host=session.host, device=session.device, lane=lane is not None)
+                await stream.write(pb.RunDraftResponse(opened=opened))
+                if lane is not None:
+                    stream.use(lane)
+                await self._serve(session, stream)
             finally:
+                stream.close()
                 # A caller that cancels meanwhile must not leave a session half closed.
                 await asyncio.shield(session.close(ending(sys.exception())))
 
-    async def _serve(self, session: DraftSession, context: grpc.aio.ServicerContext) -> None:
-        while (request := await context.read()) is not grpc.aio.EOF:
+    async def _serve(self, session: DraftSession, stream: ServerStream) -> None:
+        while (request := await stream.read()) is not grpc.aio.EOF:
             match request.WhichOneof("frame"):
                 case "feature_slice":
                     message = request.feature_slice
                     tensor = incomplete(message.features, "features", session.max_tensor_bytes, self._links)
-                    [features] = await read_tensors(context, [tensor], self._links)
+                    [features] = await read_tensors(stream, [tensor], self._links)
                     piece = stage_frames.slice_from_message(message, features)
                     await session.feature_slice(piece)
                 case "propose":
-                    propose = await _propose_from_message(request.propose, session, context, self._links)
+                    propose = await _propose_from_message(request.propose, session, stream, self._links)
                     for frame in _guesses_to_messages(propose.step, await session.propose(propose)):
-                        await context.write(frame)
+                        await stream.write(frame)
                 case "snapshot_save":
                     part = await session.save_snapshot(snapshot_frames.save_from_message(request.snapshot_save))
-                    await context.write(pb.RunDraftResponse(snapshot_part=snapshot_frames.part_to_message(part)))
+                    await stream.write(pb.RunDraftResponse(snapshot_part=snapshot_frames.part_to_message(part)))
                 case "snapshot_restore":
                     part = await session.restore_snapshot(
                         snapshot_frames.restore_from_message(request.snapshot_restore)
                     )
-                    await context.write(pb.RunDraftResponse(snapshot_part=snapshot_frames.part_to_message(part)))
+                    await stream.write(pb.RunDraftResponse(snapshot_part=snapshot_frames.part_to_message(part)))
                 case other:
                     raise InvalidArgument(f"frame {other} is not expected here", field="frame")
 
@@ -151,12 +157,12 @@ def _open_from_message(message: draft_pb2.DraftOpen) -> DraftOpen:
 
 
 async def _propose_from_message(
-    message: draft_pb2.Propose, session: DraftSession, context: grpc.aio.ServicerContext, links: SharedLinks
+    message: draft_pb2.Propose, session: DraftSession, stream: ServerStream, links: SharedLinks
 ) -> Propose:
     embed = None
     if message.HasField("embed"):
         tensor = incomplete(message.embed.rows, "embed.rows", session.max_tensor_bytes, links)
-        [embed] = await read_tensors(context, [tensor], links)
+        [embed] = await read_tensors(stream, [tensor], links)
     return Propose(message.step, message.position, message.token_id, message.tokens, embed)
 
 
@@ -188,16 +194,22 @@ class RemoteDraft:
             max_length=request.max_length,
             traceparent=request.trace.traceparent if request.trace is not None else None,
         )
+        lane = None if self._link is None else self._link.begin_lane(message.lane)
         try:
             await stream.send(pb.RunDraftRequest(open=message))
             response = await stream.read()
             if response is grpc.aio.EOF:
                 raise Unavailable(f"{self._address} closed the draft session without opening it", address=self._address)
+            if lane is not None and response.opened.lane:
+                stream.use(lane, pb.RunDraftResponse.FromString)
             sender = None if self._link is None else self._link.sender()
             return RemoteDraftSession(stream, response.opened.host, response.opened.device, sender)
         except BaseException:
             stream.cancel()
             raise
+        finally:
+            if lane is not None and not stream.uses(lane):
+                lane.close()
 
 
 class RemoteDraftSession:

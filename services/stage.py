@@ -17,6 +17,7 @@ from flashsplit.shard.v1 import stage_service_pb2 as pb, stage_service_pb2_grpc 
 from services import snapshot_frames, stage_frames as frames
 from services.client_stream import ClientStream
 from services.errors import CLOSED, InvalidArgument, Unavailable, answering, ending
+from services.server_stream import ServerStream
 from services.shared_memory.link import NO_LINKS, Sender, SharedLink, SharedLinks
 from services.steps import (
     Commit,
@@ -96,8 +97,9 @@ class StageServicer(pb_grpc.StageServiceServicer):
         return SERVICE
 
     async def RunStage(self, _: object, context: grpc.aio.ServicerContext) -> None:
+        stream = ServerStream(context, pb.RunStageRequest.FromString)
         async with answering(context):
-            first = await context.read()
+            first = await stream.read()
             if first is grpc.aio.EOF or first.WhichOneof("frame") != "open":
                 raise InvalidArgument("the first frame of a session must be open", field="frame")
             opening = frames.open_from_message(first.open)
@@ -105,15 +107,19 @@ class StageServicer(pb_grpc.StageServiceServicer):
             session = await self._port.open(opening)
             ahead = asyncio.Semaphore(MAX_STEPS_AHEAD)
             try:
-                await context.write(pb.RunStageResponse(opened=frames.opened(session.stages)))
+                lane = self._links.lane(first.open.lane) if first.open.HasField("lane") else None
+                await stream.write(pb.RunStageResponse(opened=frames.opened(session.stages, lane=lane is not None)))
+                if lane is not None:
+                    stream.use(lane)
                 # A failure that was answered in-band decides over an error that it caused in the other loop.
-                await first_done(self._answer(session, context, ahead), self._take(session, context, ahead))
+                await first_done(self._answer(session, stream, ahead), self._take(session, stream, ahead))
             finally:
+                stream.close()
                 # A caller that cancels meanwhile must not leave a session half closed.
                 await asyncio.shield(session.close(ending(sys.exception())))
 
-    async def _take(self, session: StageSession, context: grpc.aio.ServicerContext, ahead: asyncio.Semaphore) -> None:
-        while await ahead.acquire() and (request := await context.read()) is not grpc.aio.EOF:
+    async def _take(self, session: StageSession, stream: ServerStream, ahead: asyncio.Semaphore) -> None:
+        while await ahead.acquire() and (request := await stream.read()) is not grpc.aio.EOF:
             match request.WhichOneof("frame"):
                 case "forward_from_tokens":
                     forward = frames.from_tokens(request.forward_from_tokens)
@@ -122,7 +128,7 @@ class StageServicer(pb_grpc.StageServiceServicer):
                     incoming = frames.incoming_tensors(
                         message, session.max_tensor_bytes, session.max_feature_slices, self._links
                     )
-                    tensors = await read_tensors(context, incoming, self._links)
+                    tensors = await read_tensors(stream, incoming, self._links)
                     forward = frames.from_activation(message, tensors)
                 case "snapshot_save":
                     await session.save_snapshot(snapshot_frames.save_from_message(request.snapshot_save))
@@ -135,9 +141,9 @@ class StageServicer(pb_grpc.StageServiceServicer):
             await session.forward(forward)
 
     @staticmethod
-    async def _answer(session: StageSession, context: grpc.aio.ServicerContext, ahead: asyncio.Semaphore) -> None:
+    async def _answer(session: StageSession, stream: ServerStream, ahead: asyncio.Semaphore) -> None:
         async for event in session.events():
-            await context.write(frames.event_to_message(event))
+            await stream.write(frames.event_to_message(event))
             # A frame's last answer: steps that follow by themselves had none.
             if isinstance(event, SnapshotSaved | SnapshotRestored) or (isinstance(event, Commit) and not event.more):
                 ahead.release()
@@ -155,16 +161,23 @@ class RemoteStage:
 
     async def open(self, request: Open) -> RemoteStageSession:
         stream = ClientStream(self._stub.RunStage(), stage=request.stage, address=self._address)
+        opening = pb.RunStageRequest(open=frames.open_to_message(request))
+        lane = None if self._link is None else self._link.begin_lane(opening.open.lane)
         try:
-            await stream.send(pb.RunStageRequest(open=frames.open_to_message(request)))
+            await stream.send(opening)
             response = await stream.read()
             if response is grpc.aio.EOF:
                 raise Unavailable(f"{self._address} closed the session without opening it", address=self._address)
+            if lane is not None and response.opened.lane:
+                stream.use(lane, pb.RunStageResponse.FromString)
             sender = None if self._link is None else self._link.sender()
             return RemoteStageSession(stream, frames.opened_from_message(response.opened), sender)
         except BaseException:
             stream.cancel()
             raise
+        finally:
+            if lane is not None and not stream.uses(lane):
+                lane.close()
 
 
 class RemoteStageSession:

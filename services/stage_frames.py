@@ -286,12 +286,14 @@ def _kind(number: int) -> StepKind:
 # --- answers
 
 
-def opened(stages: tuple[StageIdentity, ...]) -> stage_pb2.Opened:
+def opened(stages: tuple[StageIdentity, ...], *, lane: bool = False) -> stage_pb2.Opened:
+    """lane: whether frames from now on go through the caller's lane."""
     return stage_pb2.Opened(
+        lane=lane,
         stages=[
             stage_pb2.StageIdentity(location=location_to_message(stage.location), layers=range_to_message(stage.layers))
             for stage in stages
-        ]
+        ],
     )
 
 

@@ -1,7 +1,7 @@
 """A pair of segments between two processes: payloads go out through this process's own, in through the other's.
 
-Owns both and the list of what was read and not yet confirmed. A stream that sends through it holds a `Sender`, whose
-end frees what nobody will read any more.
+Owns both, the socket for streams' frames beside them, and the list of what was read and not yet confirmed. A stream
+that sends payloads through it holds a `Sender`, whose end frees what nobody will read any more.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from flashsplit.shard.v1 import shared_memory_pb2 as pb
 from services.errors import InvalidArgument
+from services.shared_memory.frame_socket import FrameSocket, Lane
 from services.shared_memory.ring import Payload, RingWriter, take
 from services.shared_memory.segment import OwnSegment, PeerSegment
 
@@ -45,8 +46,25 @@ class SharedLink:
         self._read, self._read_bytes = Read(), 0
         self._transfers: dict[int, Sender] = {}
         self._transfer_ids = itertools.count(1)
+        self._stream_ids = itertools.count(1)
         self._due = asyncio.Event()
+        self._socket: FrameSocket | None = None
         self.closed = False
+
+    def use(self, socket: FrameSocket) -> None:
+        """Frames of streams may go through this from now on."""
+        self._socket = socket
+
+    def begin_lane(self, message: pb.FrameLane) -> Lane | None:
+        """For a stream that this process begins, named in its first frame; None where there is no socket."""
+        if self._socket is None or self.closed:
+            return None
+        message.link_id, message.stream_id = self.link_id, next(self._stream_ids)
+        return self._socket.lane(message.stream_id)
+
+    def lane(self, stream_id: int) -> Lane | None:
+        """For a stream that the other process begins. Raises InvalidArgument for a number that is in use."""
+        return None if self._socket is None or self.closed else self._socket.lane(stream_id)
 
     def sender(self) -> Sender:
         """For one stream."""
@@ -103,6 +121,8 @@ class SharedLink:
     def close(self) -> None:
         """Unmap both. Safe to call twice."""
         self.closed = True
+        if self._socket is not None:
+            self._socket.close()
         self._own.close()
         self._peer.close()
 
@@ -154,6 +174,12 @@ class SharedLinks:
         if link_id not in self._links:
             raise InvalidArgument(f"link_id {link_id} is no open link of this process", field="link_id")
         return self._links[link_id]
+
+    def lane(self, message: pb.FrameLane) -> Lane | None:
+        """Where a caller wants to send its frames; None where that cannot be had. Raises InvalidArgument for a stream's
+        number that is in use."""
+        link = self._links.get(message.link_id)
+        return None if link is None else link.lane(message.stream_id)
 
     def take(self, message: pb.SharedPayload, into: bytearray) -> None:
         """Append what a frame refers to. Raises InvalidArgument for what is not there as announced."""

@@ -8,6 +8,7 @@ import secrets
 from typing import Any
 
 import grpc
+import structlog
 
 from flashsplit.shard.v1 import (
     shared_memory_pb2,
@@ -16,9 +17,12 @@ from flashsplit.shard.v1 import (
 )
 from services.client_stream import ClientStream
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, Unavailable, answering
+from services.shared_memory.frame_socket import Listener, call
 from services.shared_memory.link import SEGMENT_BYTES, SharedLink, SharedLinks
 from services.shared_memory.segment import OwnSegment, PeerSegment, SegmentOffer, available
 from services.streams import first_done
+
+log = structlog.get_logger()
 
 SERVICE = pb.DESCRIPTOR.services_by_name["SharedMemoryService"].full_name
 
@@ -44,12 +48,17 @@ class SharedMemoryServicer(pb_grpc.SharedMemoryServiceServicer):
                 raise InvalidArgument("the first frame must be segment", field="frame")
             link = _link(secrets.randbits(64) or 1, _own(), first.segment)
             self._links.add(link)
+            # Each shows the other's secret: it has mapped its memory.
+            listener = Listener(own=first.segment.nonce, expected=link.offer.nonce, then=link.use)
             try:
                 opened = shared_memory_pb2.SharedOpened(link_id=link.link_id, segment=_to_message(link.offer))
+                with contextlib.suppress(OSError):
+                    opened.socket = await listener.start()
                 await context.write(shared_memory_pb2.ShareMemoryResponse(opened=opened))
                 response = shared_memory_pb2.ShareMemoryResponse
                 await first_done(_listen(link, context), _confirm(link, context, response), self._over())
             finally:
+                listener.close()
                 self._links.remove(link)
                 link.close()
 
@@ -99,11 +108,17 @@ async def open_link(channel: grpc.aio.Channel, address: str) -> ClientLink:
         response = await stream.read()
         if response is grpc.aio.EOF:
             raise Unavailable(f"{address} shares no memory", address=address)
-        return ClientLink(_link(response.opened.link_id, own, response.opened.segment), stream)
+        link = _link(response.opened.link_id, own, response.opened.segment)
     except BaseException:
         stream.cancel()
         own.close()
         raise
+    if response.opened.HasField("socket"):
+        try:
+            link.use(await call(response.opened.socket, own=response.opened.segment.nonce, expected=own.offer.nonce))
+        except FailedPrecondition as error:
+            log.info("frame_socket.none", address=address, why=error.message)
+    return ClientLink(link, stream)
 
 
 def _own() -> OwnSegment:

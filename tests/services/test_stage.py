@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +25,8 @@ from services.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from services.shared_memory.link import SharedLinks
+from services.shared_memory.service import SharedMemoryServicer, open_link
 from services.stage import MAX_STEPS_AHEAD, RemoteStage, RemoteStageSession, StageServicer
 from services.stage_frames import open_to_message
 from services.steps import (
@@ -66,10 +68,20 @@ def port() -> FakeStage:
     return FakeStage()
 
 
-@pytest.fixture
-async def stage(port: FakeStage, serve: Serve, dial: Dial) -> RemoteStage:
-    server = await serve(StageServicer(port).register)
-    return RemoteStage(await dial(server.address), server.address)
+@pytest.fixture(params=["grpc", "lane"])
+async def stage(
+    request: pytest.FixtureRequest, port: FakeStage, serve: Serve, dial: Dial
+) -> AsyncIterator[RemoteStage]:
+    """With all frames in gRPC's stream, and with those of sessions past it."""
+    links = SharedLinks()
+    server = await serve(StageServicer(port, links).register, SharedMemoryServicer(links).register)
+    channel = await dial(server.address)
+    if request.param == "grpc":
+        yield RemoteStage(channel, server.address)
+        return
+    shared = await open_link(channel, server.address)
+    yield RemoteStage(channel, server.address, shared.link)
+    await shared.close()
 
 
 async def take(session: RemoteStageSession, count: int) -> list[Event]:

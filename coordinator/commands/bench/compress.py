@@ -25,7 +25,6 @@ from coordinator.options import PlacementOptions, model_options, placement_optio
 from coordinator.placement import parse_place
 from coordinator.running import run
 
-
 WARM_MS = 20_000.0
 
 

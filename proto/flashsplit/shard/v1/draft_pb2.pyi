@@ -1,3 +1,4 @@
+from flashsplit.shard.v1 import shared_memory_pb2 as _shared_memory_pb2
 from flashsplit.shard.v1 import tensor_pb2 as _tensor_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -8,24 +9,28 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DraftOpen(_message.Message):
-    __slots__ = ("request_id", "fingerprint", "max_length", "traceparent")
+    __slots__ = ("request_id", "fingerprint", "max_length", "traceparent", "lane")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     fingerprint: str
     max_length: int
     traceparent: str
-    def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., max_length: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    lane: _shared_memory_pb2.FrameLane
+    def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., max_length: _Optional[int] = ..., traceparent: _Optional[str] = ..., lane: _Optional[_Union[_shared_memory_pb2.FrameLane, _Mapping]] = ...) -> None: ...
 
 class DraftOpened(_message.Message):
-    __slots__ = ("host", "device")
+    __slots__ = ("host", "device", "lane")
     HOST_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
     host: str
     device: str
-    def __init__(self, host: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
+    lane: bool
+    def __init__(self, host: _Optional[str] = ..., device: _Optional[str] = ..., lane: _Optional[bool] = ...) -> None: ...
 
 class Embed(_message.Message):
     __slots__ = ("rows",)

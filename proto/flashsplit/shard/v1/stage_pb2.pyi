@@ -1,5 +1,6 @@
 from flashsplit.shard.v1 import failure_pb2 as _failure_pb2
 from flashsplit.shard.v1 import model_pb2 as _model_pb2
+from flashsplit.shard.v1 import shared_memory_pb2 as _shared_memory_pb2
 from flashsplit.shard.v1 import tensor_pb2 as _tensor_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -79,7 +80,7 @@ class DraftRoute(_message.Message):
     def __init__(self, address: _Optional[str] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("request_id", "fingerprint", "stage", "layers", "route", "max_length", "max_rows", "block_rows", "prompt_length", "sampling", "stop_token_ids", "draft", "logprobs", "grammar", "traceparent")
+    __slots__ = ("request_id", "fingerprint", "stage", "layers", "route", "max_length", "max_rows", "block_rows", "prompt_length", "sampling", "stop_token_ids", "draft", "logprobs", "grammar", "traceparent", "lane")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +96,7 @@ class Open(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     fingerprint: str
     stage: int
@@ -110,7 +112,8 @@ class Open(_message.Message):
     logprobs: int
     grammar: Grammar
     traceparent: str
-    def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., stage: _Optional[int] = ..., layers: _Optional[_Union[_model_pb2.LayerRange, _Mapping]] = ..., route: _Optional[_Iterable[_Union[Hop, _Mapping]]] = ..., max_length: _Optional[int] = ..., max_rows: _Optional[int] = ..., block_rows: _Optional[int] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., draft: _Optional[_Union[DraftRoute, _Mapping]] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    lane: _shared_memory_pb2.FrameLane
+    def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., stage: _Optional[int] = ..., layers: _Optional[_Union[_model_pb2.LayerRange, _Mapping]] = ..., route: _Optional[_Iterable[_Union[Hop, _Mapping]]] = ..., max_length: _Optional[int] = ..., max_rows: _Optional[int] = ..., block_rows: _Optional[int] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., draft: _Optional[_Union[DraftRoute, _Mapping]] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., traceparent: _Optional[str] = ..., lane: _Optional[_Union[_shared_memory_pb2.FrameLane, _Mapping]] = ...) -> None: ...
 
 class ForwardFromTokens(_message.Message):
     __slots__ = ("step", "base_position", "token_ids", "kind", "propose_tokens", "more")
@@ -165,10 +168,12 @@ class StageIdentity(_message.Message):
     def __init__(self, location: _Optional[_Union[_failure_pb2.Location, _Mapping]] = ..., layers: _Optional[_Union[_model_pb2.LayerRange, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("stages",)
+    __slots__ = ("stages", "lane")
     STAGES_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
     stages: _containers.RepeatedCompositeFieldContainer[StageIdentity]
-    def __init__(self, stages: _Optional[_Iterable[_Union[StageIdentity, _Mapping]]] = ...) -> None: ...
+    lane: bool
+    def __init__(self, stages: _Optional[_Iterable[_Union[StageIdentity, _Mapping]]] = ..., lane: _Optional[bool] = ...) -> None: ...
 
 class StageTiming(_message.Message):
     __slots__ = ("forward_ns", "elapsed_ns", "passed_bytes")
