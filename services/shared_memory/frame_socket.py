@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
+import socket
 import struct
 from collections.abc import Callable
 from typing import cast
@@ -31,8 +32,8 @@ log = structlog.get_logger()
 class Lane:
     """One end of one stream. Use `close` when the stream is over."""
 
-    def __init__(self, socket: FrameSocket, stream_id: int) -> None:
-        self._socket, self._stream_id = socket, stream_id
+    def __init__(self, frames: FrameSocket, stream_id: int) -> None:
+        self._socket, self._stream_id = frames, stream_id
         self._frames: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._unread_bytes = self._read_bytes = self._written_bytes = 0
         self._room = asyncio.Event()
@@ -202,7 +203,14 @@ class Listener:
     async def start(self) -> str:
         """The name to call. Raises OSError where the system has no such sockets."""
         name = f"flashsplit-{secrets.token_hex(8)}"
-        self._server = await asyncio.get_running_loop().create_unix_server(self._called, f"\0{name}")
+        # Made by hand, here and below: uvloop takes no abstract names.
+        made = socket.socket(socket.AF_UNIX)
+        try:
+            made.bind(f"\0{name}")
+            self._server = await asyncio.get_running_loop().create_unix_server(self._called, sock=made)
+        except BaseException:
+            made.close()
+            raise
         return name
 
     def close(self) -> None:
@@ -214,22 +222,25 @@ class Listener:
     def _called(self) -> FrameSocket:
         return FrameSocket(self._own, self._expected, then=self._accept)
 
-    def _accept(self, socket: FrameSocket) -> None:
+    def _accept(self, frames: FrameSocket) -> None:
         if self._server is None:
-            socket.close()
+            frames.close()
             return
         self.close()
-        self._then(socket)
+        self._then(frames)
 
 
 async def call(name: str, own: bytes, expected: bytes) -> FrameSocket:
     """To a listener. Raises FailedPrecondition where none answers."""
-    socket = FrameSocket(own, expected)
+    frames, made = FrameSocket(own, expected), socket.socket(socket.AF_UNIX)
     try:
+        made.setblocking(False)
+        made.connect(f"\0{name}")
         async with asyncio.timeout(_CONNECT_S):
-            await asyncio.get_running_loop().create_unix_connection(lambda: socket, f"\0{name}")
-            await socket.ready
+            await asyncio.get_running_loop().create_unix_connection(lambda: frames, sock=made)
+            await frames.ready
     except (OSError, TimeoutError) as error:
-        socket.close()
+        made.close()
+        frames.close()
         raise FailedPrecondition(f"no socket {name} can be reached: {error}", reason="NOT_SHARED") from error
-    return socket
+    return frames

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from services.errors import FailedPrecondition, InvalidArgument
+from services.event_loop import run
 from services.shared_memory.frame_socket import MAX_FRAME_BYTES, WINDOW_BYTES, FrameSocket, Lane, Listener, call
 
 HERE, THERE = os.urandom(16), os.urandom(16)
@@ -62,6 +63,23 @@ async def test_streams_are_kept_apart(pair: Pair) -> None:
         assert await writing == [True, True, True]
     with pytest.raises(InvalidArgument, match="stream_id 1 is in use"):
         pair.here.lane(1)
+
+
+def test_with_the_event_loop_that_processes_have() -> None:
+    """Which is not the one of these tests."""
+
+    async def main() -> None:
+        listener, name, arrived = await accepted()
+        here = await call(name, own=HERE, expected=THERE)
+        there = await arrived
+        one, other = here.lane(1), there.lane(1)
+        await one.write(b"frame")
+        assert await soon(other) == b"frame"
+        here.close()
+        assert await soon(other) is None
+        listener.close()
+
+    run(main())
 
 
 async def test_who_writes_waits_for_who_reads(pair: Pair) -> None:
