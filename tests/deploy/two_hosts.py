@@ -170,7 +170,7 @@ def main(delays: str, rounds: int, limit: int, max_tokens: int) -> None:
                 trips.setdefault(delay, []).append(hosts.round_trip_ms())
                 bench = hosts.flashsplit("bench decode", "--prompts", str(prompts), "--limit", str(limit), "--json",
                                          "--max-tokens", str(max_tokens))  # fmt: skip
-                found.setdefault(delay, []).extend(json.loads(hosts.run("a", *bench, timeout=600)))
+                found.setdefault(delay, []).extend(json.loads(hosts.run("a", *bench, timeout=600))["rows"])
                 print(".", end="", file=sys.stderr, flush=True)
     print("\n".join(table(found, trips)))
 

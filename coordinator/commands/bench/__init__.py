@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from coordinator.commands.bench.compare import compare
 from coordinator.commands.bench.compress import compress
 from coordinator.commands.bench.decode import decode
 from coordinator.commands.bench.hop import hop
@@ -17,6 +18,7 @@ def bench() -> None:
     """Measure. Figures of one run belong together: compare them as ratios."""
 
 
+bench.add_command(compare)
 bench.add_command(compress)
 bench.add_command(decode)
 bench.add_command(hop)

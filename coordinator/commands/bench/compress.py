@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -16,6 +15,7 @@ from rich.table import Table
 
 from coordinator.answer import Request
 from coordinator.cluster import Cluster
+from coordinator.commands.bench.report import output_options, show
 from coordinator.commands.bench.serve import parse_counts
 from coordinator.compression.drafter_worker import DrafterWorker
 from coordinator.console import LoadBars, console
@@ -54,7 +54,7 @@ class Row:
     "--lengths", default="2048,8192,32768", show_default=True, metavar="N[,N…]", help="Tokens of the prompts."
 )
 @click.option("--keep-ratio", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="Share that is kept.")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON list instead of a table.")
+@output_options
 def compress(
     model: Path,
     draft: Path | None,
@@ -63,6 +63,7 @@ def compress(
     lengths: str,
     keep_ratio: float,
     as_json: bool,
+    plot: Path | None,
     **placement: str | int | None,
 ) -> None:
     """How long compressing prompts takes, and what it saves.
@@ -90,10 +91,7 @@ def compress(
             with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
                 for count in progress.track(counts, description="measuring"):
                     rows.append(await measure(cluster, worker, count, keep_ratio))
-        if as_json:
-            print(json.dumps([asdict(row) for row in rows]))
-        else:
-            console.print(table(rows))
+        show(rows, table(rows), as_json=as_json, plot=plot)
 
     run(main())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -14,6 +14,7 @@ from rich.table import Table
 
 from coordinator.answer import Answer, Request
 from coordinator.cluster import Cluster, LoadReporter
+from coordinator.commands.bench.report import output_options, show
 from coordinator.console import console
 from coordinator.generation import generate
 from coordinator.model_files import ModelFiles, read_model_files
@@ -55,7 +56,7 @@ class Row:
 )
 @click.option("--limit", type=click.IntRange(1), default=8, show_default=True, help="Prompts of each kind.")
 @click.option("--max-tokens", type=click.IntRange(2), default=128, show_default=True, help="Tokens of each answer.")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON list instead of a table.")
+@output_options
 def decode(
     model: Path,
     draft: Path | None,
@@ -64,6 +65,7 @@ def decode(
     limit: int,
     max_tokens: int,
     as_json: bool,
+    plot: Path | None,
     **placement: str | int | None,
 ) -> None:
     """Decode speed, plain and with DFlash, for one or more placements.
@@ -95,10 +97,7 @@ def decode(
                             pairs.append((plain, dflash))
                             progress.advance(task)
                         rows.append(summarise(devices, kind, pairs))
-        if as_json:
-            print(json.dumps([asdict(row) for row in rows]))
-        else:
-            console.print(table(rows))
+        show(rows, table(rows), as_json=as_json, plot=plot)
 
     run(main())
 

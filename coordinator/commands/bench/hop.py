@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from pathlib import Path
 
 import click
 from rich.progress import Progress
 from rich.table import Table
 
+from coordinator.commands.bench.report import output_options, show
 from coordinator.console import console
 from coordinator.running import run
 from services.description import Role
@@ -41,8 +42,8 @@ class Row:
 
 @click.command()
 @click.option("--sizes", default=SIZES, show_default=True, metavar="SIZE[,SIZE…]", help="What a step carries.")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON list instead of a table.")
-def hop(sizes: str, as_json: bool) -> None:
+@output_options
+def hop(sizes: str, as_json: bool, plot: Path | None) -> None:
     """What a step costs on its way between two processes of this host.
 
     A round trip each: the payload there, a few bytes back. Copy: the same bytes copied once in memory. Bare: a gRPC
@@ -65,10 +66,7 @@ def hop(sizes: str, as_json: bool) -> None:
                     rows.append(await measure(probe, size))
         finally:
             await process.stop()
-        if as_json:
-            print(json.dumps([asdict(row) for row in rows]))
-        else:
-            console.print(table(rows))
+        show(rows, table(rows), as_json=as_json, plot=plot)
 
     run(main())
 

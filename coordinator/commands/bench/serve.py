@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import secrets
 import statistics
 import sys
@@ -18,6 +17,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from coordinator.answer import Request
+from coordinator.commands.bench.report import output_options, show
 from coordinator.console import LoadBars, console
 from coordinator.engine import Engine
 from coordinator.model_files import read_model_files
@@ -62,7 +62,7 @@ class Fairness:
 @click.option("--prefill-chunk", type=click.IntRange(1, 8192), default=512, show_default=True, metavar="N",
               help="Prompt tokens a step.")  # fmt: skip
 @click.option("--plain", is_flag=True, help="Without speculation, even with a draft.")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object instead of tables.")
+@output_options
 def serve(
     model: Path,
     draft: Path | None,
@@ -73,6 +73,7 @@ def serve(
     prefill_chunk: int,
     plain: bool,
     as_json: bool,
+    plot: Path | None,
     **placement: str | int | None,
 ) -> None:
     """Tokens a second of all clients together, by their number.
@@ -96,11 +97,9 @@ def serve(
                 for number in progress.track(numbers, description="measuring"):
                     rows.append(await bench.crowd(number, requests, rows[0] if rows else None))
             fairness = await bench.fairness()
-        if as_json:
-            print(json.dumps({"rows": [asdict(row) for row in rows], "fairness": asdict(fairness)}))
-        else:
-            console.print(table(rows))
-            console.print(
+        show(rows, table(rows), as_json=as_json, plot=plot, fairness=asdict(fairness))
+        if not as_json:
+            print(
                 f"short prompt: {fairness.alone_ms:.0f} ms alone, {fairness.behind_ms:.0f} ms behind a long one, "
                 f"{fairness.chunks:.1f} chunks of {fairness.chunk_ms:.0f} ms"
             )

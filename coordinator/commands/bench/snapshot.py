@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from coordinator.cluster import Cluster, SnapshotPlace
+from coordinator.commands.bench.report import output_options, show
 from coordinator.console import LoadBars, console
 from coordinator.model_files import ModelFiles, read_model_files
 from coordinator.options import PlacementOptions, model_options, placement_options
@@ -69,7 +69,7 @@ class Row:
               help="Host memory for prefixes in each local worker.")  # fmt: skip
 @click.option("--kv-cache-dir", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
               help="Where the files go for a moment.  [default: the directory for temporary files]")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON list instead of a table.")
+@output_options
 def snapshot(
     model: Path,
     draft: Path | None,
@@ -79,6 +79,7 @@ def snapshot(
     prefix_cache_bytes: str,
     kv_cache_dir: Path | None,
     as_json: bool,
+    plot: Path | None,
     **placement: str | int | None,
 ) -> None:
     """Computing a prefix, and the ways around it.
@@ -106,10 +107,7 @@ def snapshot(
                         rows.append(await bench.measure(tokens, repeat))
         finally:
             await cluster.close()
-        if as_json:
-            print(json.dumps([asdict(row) for row in rows]))
-        else:
-            console.print(table(rows))
+        show(rows, table(rows), as_json=as_json, plot=plot)
 
     run(main())
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -19,9 +18,10 @@ from rich.table import Table
 
 from coordinator.cluster import Cluster
 from coordinator.commands.bench.floor import Floor
+from coordinator.commands.bench.report import output_options, show
 from coordinator.commands.bench.shapes import TARGETS, write_shape
 from coordinator.console import LoadBars, console
-from coordinator.generation import MORE_STEPS
+from coordinator.generation import CHUNKS_IN_FLIGHT, MORE_STEPS
 from coordinator.model_files import read_model_files
 from coordinator.options import PlacementOptions, model_options, placement_options
 from coordinator.running import run
@@ -62,8 +62,11 @@ class Row:
 @click.option("--rows", type=click.IntRange(2, 64), default=16, show_default=True, help="Rows of a verify.")
 @click.option("--context", type=click.IntRange(1), default=1024, show_default=True, help="Tokens before the steps.")
 @click.option("--prefill-tokens", type=click.IntRange(1), default=4096, show_default=True, help="Of a prefill.")
+@click.option(
+    "--prefill-chunk", type=click.IntRange(1, CHUNK), default=1024, show_default=True, help="Of a prefill, at once."
+)
 @click.option("--steps", type=click.IntRange(1), default=64, show_default=True, help="Steps of each kind.")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object instead of a table.")
+@output_options
 def step(
     kinds: tuple[str, ...],
     shape: str | None,
@@ -72,14 +75,17 @@ def step(
     rows: int,
     context: int,
     prefill_tokens: int,
+    prefill_chunk: int,
     steps: int,
     as_json: bool,
+    plot: Path | None,
     **placement: str | int | None,
 ) -> None:
     """Steps of each kind, one after the other, beside their floors.
 
     decode: one row. verify: --rows rows. cycle: a verify and the draft's next block. draft: the latter alone, from the
-    verify's outcome on. prefill: --prefill-tokens rows in chunks. Tokens are random; times do not depend on them.
+    verify's outcome on. prefill: --prefill-tokens rows in chunks
+    of --prefill-chunk, so that stages work on different ones at once. Tokens are random; times do not depend on them.
     """
 
     async def main() -> None:
@@ -90,20 +96,19 @@ def step(
                 with LoadBars() as bars:
                     cluster = options.cluster(read_model_files(target), drafted, bars, prefix_cache_bytes=0)
                     await stack.enter_async_context(cluster)
-                bench = Bench(cluster, await Floor.of(cluster, target), rows, context, prefill_tokens, steps)
+                bench = Bench(
+                    cluster, await Floor.of(cluster, target), rows, context, (prefill_tokens, prefill_chunk), steps
+                )
                 found: list[Row] = []
                 with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
                     for kind in progress.track(wanted, description="measuring"):
                         found.append(await bench.measure(kind))
                 engines = [str(worker.target.step_engine) for worker in cluster.workers if worker.target is not None]
                 bandwidth = [speed.copy_bytes_per_s for speed in bench.floor.speeds]
-        if as_json:
-            report = {"engines": engines, "copy_bytes_per_s": bandwidth, "steps": [asdict(row) for row in found]}
-            print(json.dumps(report))
-        else:
+        if not as_json:
             rates = ", ".join(f"{rate / 1e12:.2f}" for rate in bandwidth)
-            console.print(f"{target.name if model else shape} by {', '.join(engines)}; copies at {rates} TB/s")
-            console.print(table(found))
+            print(f"{target.name if model else shape} by {', '.join(engines)}; copies at {rates} TB/s")
+        show(found, table(found), as_json=as_json, plot=plot, engines=engines, copy_bytes_per_s=bandwidth)
 
     run(main())
 
@@ -136,10 +141,11 @@ class Bench:
     """One cluster; `measure` opens a session for each kind."""
 
     def __init__(
-        self, cluster: Cluster, floor: Floor, rows: int, context: int, prefill_tokens: int, steps: int
+        self, cluster: Cluster, floor: Floor, rows: int, context: int, prefill: tuple[int, int], steps: int
     ) -> None:
+        """prefill: tokens of one, and of its chunks."""
         self._cluster, self.floor, self._rows, self._context = cluster, floor, rows, context
-        self._prefill_tokens, self._steps = prefill_tokens, steps
+        (self._prefill_tokens, self._prefill_chunk), self._steps = prefill, steps
         self._draw = random.Random(1)
 
     async def measure(self, kind: str) -> Row:
@@ -190,7 +196,7 @@ class Bench:
             async with self._session(speculate=False) as client:
                 tokens = self._tokens(count)
                 started = time.monotonic()
-                await client.prefill(tokens[:-1])
+                await client.prefill(tokens[:-1], self._prefill_chunk)
                 await client.step(StepKind.DECODE, tokens[-1:])
                 times.append((time.monotonic() - started) * 1e3)
         # The first one warms up.
@@ -226,9 +232,18 @@ class Client:
         self._session, self._events = session, session.events()
         self._step = self._length = 0
 
-    async def prefill(self, tokens: tuple[int, ...]) -> None:
-        for first in range(0, len(tokens), CHUNK):
-            await self.step(StepKind.PREFILL, tokens[first : first + CHUNK])
+    async def prefill(self, tokens: tuple[int, ...], chunk: int = CHUNK) -> None:
+        """In chunks, some of them on their way at once, as those of an answer."""
+        base, unanswered = self._length, 0
+        for first in range(0, len(tokens), chunk):
+            piece = tokens[first : first + chunk]
+            await self._session.forward(Forward(self._step + unanswered, base + first, piece, StepKind.PREFILL))
+            unanswered += 1
+            if unanswered > CHUNKS_IN_FLIGHT:
+                await self.commit()
+                unanswered -= 1
+        for _ in range(unanswered):
+            await self.commit()
 
     async def step(self, kind: StepKind, tokens: tuple[int, ...]) -> Commit:
         await self.send(kind, tokens)
