@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import grpc
 
 from services.errors import FlashsplitError, Unavailable, from_rpc_error
-from services.shared_memory.frame_socket import Lane
+from services.shared_memory.frame_socket import BROKEN_S, Lane
 
 CLOSE_GRACE_S = 1.0
 """How long a client waits for the other side to free a session before it cancels the stream."""
@@ -88,6 +88,8 @@ class ClientStream:
                     raise
                 if frame is not None:
                     return self._parse(frame)
+                if self._lane.broken and not self._closed:
+                    await self._end_of_broken()
             try:
                 return await anext(self._frames)
             except (StopAsyncIteration, grpc.RpcError):
@@ -139,6 +141,18 @@ class ClientStream:
     def _leave_lane(self) -> None:
         if self._lane is not None:
             self._lane.close()
+
+    async def _end_of_broken(self) -> None:
+        """Wait until the call is over too. Raises Unavailable where it goes on, and ends it."""
+        try:
+            async with asyncio.timeout(BROKEN_S):
+                await self._call.code()
+        except (TimeoutError, grpc.aio.BaseError):
+            if not self._call.done():
+                self.cancel()
+                raise Unavailable("the socket for the session's frames broke", reason="LANE_BROKEN").located(
+                    **self.where
+                ) from None
 
     async def _final_status(self) -> grpc.aio.AioRpcError:
         await self._call.code()

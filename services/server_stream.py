@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 
-from services.errors import InvalidArgument
-from services.shared_memory.frame_socket import Lane
+from services.errors import InvalidArgument, Unavailable
+from services.shared_memory.frame_socket import BROKEN_S, Lane
 
 
 class ServerStream:
@@ -30,7 +31,13 @@ class ServerStream:
                 return self._parse(frame)
             except Exception as error:
                 raise InvalidArgument("a frame could not be parsed", reason="GARBLED") from error
-        return await self._context.read()
+        if self._lane is None or not self._lane.broken:
+            return await self._context.read()
+        try:
+            async with asyncio.timeout(BROKEN_S):
+                return await self._context.read()
+        except TimeoutError:
+            raise Unavailable("the socket for the session's frames broke", reason="LANE_BROKEN") from None
 
     async def write(self, frame: Any) -> None:
         if self._lane is None:

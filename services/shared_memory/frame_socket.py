@@ -26,6 +26,9 @@ WINDOW_BYTES = 1 << 20
 _HEADER = struct.Struct("<Qi")
 _CONNECT_S = 2.0
 
+BROKEN_S = 1.0
+"""A socket mostly breaks because a process is gone: so long its calls have to say that."""
+
 log = structlog.get_logger()
 
 
@@ -39,6 +42,8 @@ class Lane:
         self._room = asyncio.Event()
         self._room.set()
         self._over = False
+        self.broken = False
+        """The socket is gone: what became of the stream only its call can tell."""
 
     async def read(self) -> bytes | None:
         """The next frame; None behind the last one: the other side has ended the stream, or is gone."""
@@ -105,6 +110,10 @@ class FrameSocket(asyncio.Protocol):
         self._lanes: dict[int, Lane] = {}
         self._received = bytearray()
 
+    @property
+    def closed(self) -> bool:
+        return self._transport is None or self._transport.is_closing()
+
     def lane(self, stream_id: int) -> Lane:
         """One end of a stream. Raises InvalidArgument where another one has that number."""
         if stream_id in self._lanes:
@@ -114,7 +123,7 @@ class FrameSocket(asyncio.Protocol):
 
     def send(self, stream_id: int, size: int, frame: bytes = b"") -> bool:
         """A frame of `size` bytes; without bytes the end of a stream, or so many read ones as a negative size says."""
-        if self._transport is None or self._transport.is_closing():
+        if self.closed or self._transport is None:
             return False
         self._transport.writelines((_HEADER.pack(stream_id, size), frame))
         return True
@@ -188,6 +197,7 @@ class FrameSocket(asyncio.Protocol):
             # Nobody may be waiting.
             self.ready.exception()
         for lane in self._lanes.values():
+            lane.broken = True
             lane.lost()
         self._lanes.clear()
 

@@ -57,14 +57,14 @@ class SharedLink:
 
     def begin_lane(self, message: pb.FrameLane) -> Lane | None:
         """For a stream that this process begins, named in its first frame; None where there is no socket."""
-        if self._socket is None or self.closed:
+        if self._socket is None or self._socket.closed:
             return None
         message.link_id, message.stream_id = self.link_id, next(self._stream_ids)
         return self._socket.lane(message.stream_id)
 
     def lane(self, stream_id: int) -> Lane | None:
         """For a stream that the other process begins. Raises InvalidArgument for a number that is in use."""
-        return None if self._socket is None or self.closed else self._socket.lane(stream_id)
+        return None if self._socket is None or self._socket.closed else self._socket.lane(stream_id)
 
     def sender(self) -> Sender:
         """For one stream."""

@@ -460,6 +460,29 @@ async def test_a_caller_that_goes_is_no_fault(port: FakeStage, stage: RemoteStag
     assert lines == []
 
 
+async def test_a_broken_lane_ends_the_session(port: FakeStage, serve: Serve, dial: Dial) -> None:
+    """Where only the socket beside the shared memory goes, both sides notice."""
+    links = SharedLinks()
+    server = await serve(StageServicer(port, links).register, SharedMemoryServicer(links).register)
+    channel = await dial(server.address)
+    shared = await open_link(channel, server.address)
+    session = await RemoteStage(channel, server.address, shared.link).open(OPEN)
+    await session.forward(prefill(0))
+    await take(session, 1)
+    assert shared.link._socket is not None
+    shared.link._socket.close()
+    with pytest.raises(Unavailable, match="broke"):
+        await take(session, 1)
+    await until(lambda: port.session.closed == 1)
+    await session.close()
+    # Later ones do without it.
+    session = await RemoteStage(channel, server.address, shared.link).open(OPEN)
+    await session.forward(prefill(0))
+    await take(session, 1)
+    await session.close()
+    await shared.close()
+
+
 async def test_a_cancelled_reader_stays_cancelled(port: FakeStage, stage: RemoteStage) -> None:
     """Cancelling the task that reads cancels it, and frees the session."""
     session = await stage.open(OPEN)
