@@ -84,7 +84,7 @@ class ClientStream:
                     frame = await self._lane.read()
                 except asyncio.CancelledError:
                     # As gRPC does: nobody would read what comes.
-                    self._call.cancel()
+                    self.cancel()
                     raise
                 if frame is not None:
                     return self._parse(frame)

@@ -460,6 +460,18 @@ async def test_a_caller_that_goes_is_no_fault(port: FakeStage, stage: RemoteStag
     assert lines == []
 
 
+async def test_a_close_right_behind_a_cancelled_reader(port: FakeStage, stage: RemoteStage) -> None:
+    """Who closes is not cancelled by it."""
+    session = await stage.open(OPEN)
+    reader = asyncio.create_task(anext(session.events()))
+    await asyncio.sleep(0.05)
+    reader.cancel()
+    await session.close()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    await until(lambda: port.session.closed == 1)
+
+
 async def test_a_broken_lane_ends_the_session(port: FakeStage, serve: Serve, dial: Dial) -> None:
     """Where only the socket beside the shared memory goes, both sides notice."""
     links = SharedLinks()
