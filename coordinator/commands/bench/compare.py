@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
-import rich
 from rich.table import Table
 
-from coordinator.commands.bench.report import Found, identity, measures
+from coordinator.commands.bench.report import Found, identity, measures, print_table
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -46,7 +45,7 @@ def compare(first: Path, second: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps([{**asdict(pair), "ratio": pair.ratio} for pair in pairs]))
     else:
-        rich.print(table(pairs))
+        print_table(table(pairs))
 
 
 def read(path: Path) -> list[Found]:

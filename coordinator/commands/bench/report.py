@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -10,12 +11,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-import rich
+from rich.console import Console
 from rich.table import Table
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Found = Mapping[str, Any]
 """A row: whole numbers and words say what was measured, fractions are the measurements."""
+
+FILE_WIDTH = 200
 
 _COUNTED = ("identical", "kept")
 """Whole numbers that are measurements all the same."""
@@ -48,7 +51,12 @@ def show(rows: Sequence[Any], table: Table, *, as_json: bool, plot: Path | None,
     if as_json:
         print(json.dumps({"rows": found, **more}))
     else:
-        rich.print(table)
+        print_table(table)
+
+
+def print_table(table: Table) -> None:
+    """All of it, also where the output is no terminal of some width."""
+    Console(width=None if sys.stdout.isatty() else FILE_WIDTH).print(table)
 
 
 def identity(row: Found) -> dict[str, str]:
