@@ -1,4 +1,4 @@
-"""The event loop of every process: uvloop's where there is one, which takes a third off what a message costs."""
+"""The event loop of every process: uvloop's where it is installed, as with workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ T = TypeVar("T")
 def run(main: Coroutine[Any, Any, T]) -> T:
     """As `asyncio.run`."""
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
-    # There is none for Windows.
     with contextlib.suppress(ImportError):
         import uvloop
 
