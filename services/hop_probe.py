@@ -26,6 +26,7 @@ from services.shared_memory.link import SharedLinks
 from services.shared_memory.service import SharedMemoryServicer
 from services.shared_memory.transport import PayloadTransport
 from services.stage import StageServicer, StageSession
+from services.step_lane import StepLane
 from services.steps import (
     Commit,
     Event,
@@ -101,6 +102,7 @@ class _Session(StageSession):
 
     max_tensor_bytes = MAX_BYTES
     max_feature_slices = 0
+    step_lane = None
 
     def __init__(self, identity: StageIdentity) -> None:
         self.stages = (identity,)
@@ -127,7 +129,7 @@ class _Stage:
     def __init__(self, address: str) -> None:
         self._identity = StageIdentity(Location(0, "probe", "none", address), _LAYERS)
 
-    async def open(self, request: Open) -> StageSession:
+    async def open(self, request: Open, above: StepLane | None = None) -> StageSession:
         return _Session(self._identity)
 
 

@@ -17,6 +17,7 @@ from services.errors import FlashsplitError, Unavailable
 from services.security import OPEN, Security
 from services.shared_memory.link import SharedLink
 from services.shared_memory.service import ClientLink
+from services.shared_memory.step_socket import Watcher
 from services.shared_memory.transport import PayloadTransport, share_memory
 from services.snapshot_service import RemoteSnapshots
 from services.stage import RemoteStage
@@ -53,7 +54,8 @@ class Connection:
 class Peers:
     """The workers that this process talks to. Every method raises Unavailable when one doesn't answer in time.
 
-    caller: how this process calls itself in that sentence, where others read it.
+    caller: how this process calls itself in that sentence, where others read it. watcher: the thread to which steps may
+    come directly.
     """
 
     def __init__(
@@ -63,8 +65,10 @@ class Peers:
         security: Security = OPEN,
         transport: PayloadTransport = PayloadTransport.AUTO,
         caller: Callable[[], str] | None = None,
+        watcher: Watcher | None = None,
     ) -> None:
         self._timeout_s, self._security, self._transport, self._caller = timeout_s, security, transport, caller
+        self._watcher = watcher
         self._connections: dict[tuple[str, str], Connection] = {}
         self._retired: deque[Connection] = deque()
         self._connecting: dict[tuple[str, str], asyncio.Lock] = {}
@@ -132,11 +136,11 @@ class Peers:
                     await self._retired.popleft().close()
                 known = None
             if known is None:
-                known = await self._connect(address)
+                known = await self._connect(address, self._watcher if use == "steps" else None)
             self._connections[key] = known
             return known
 
-    async def _connect(self, address: str) -> Connection:
+    async def _connect(self, address: str, watcher: Watcher | None) -> Connection:
         try:
             channel = await connect(address, timeout_s=self._timeout_s, security=self._security)
         except Unavailable as error:
@@ -144,7 +148,7 @@ class Peers:
                 error.message = f"{self._caller()}: {error.message}"
             raise
         try:
-            return Connection(channel, await share_memory(channel, address, self._transport))
+            return Connection(channel, await share_memory(channel, address, self._transport, watcher))
         except BaseException:
             await channel.close()
             raise

@@ -13,12 +13,18 @@ from typing import Protocol
 
 import grpc
 
-from flashsplit.shard.v1 import stage_service_pb2 as pb, stage_service_pb2_grpc as pb_grpc
+from flashsplit.shard.v1 import (
+    shared_memory_pb2,
+    stage_pb2,
+    stage_service_pb2 as pb,
+    stage_service_pb2_grpc as pb_grpc,
+)
 from services import snapshot_frames, stage_frames as frames
 from services.client_stream import ClientStream
 from services.errors import CLOSED, InvalidArgument, Unavailable, answering, ending
 from services.server_stream import ServerStream
 from services.shared_memory.link import NO_LINKS, Sender, SharedLink, SharedLinks
+from services.step_lane import StepLane
 from services.steps import (
     Commit,
     Event,
@@ -52,6 +58,9 @@ class StageSession(Protocol):
 
     max_feature_slices: int
 
+    step_lane: StepLane | None
+    """Where steps that follow by themselves may go to this stage, and the next ones come from."""
+
     async def forward(self, forward: Forward) -> None:
         """Take one step; returns when the next one may be sent, not when the result is there.
 
@@ -81,8 +90,12 @@ class StageSession(Protocol):
 class StagePort(Protocol):
     """A stage, here or elsewhere."""
 
-    async def open(self, request: Open) -> StageSession:
-        """Begin a session. Raises FailedPrecondition when the stage holds something else than the caller expects."""
+    async def open(self, request: Open, above: StepLane | None = None) -> StageSession:
+        """Begin a session. above: where steps that follow by themselves may come from the stage before, and where it
+        hears of the next ones.
+
+        Raises FailedPrecondition when the stage holds something else than the caller expects.
+        """
 
 
 class StageServicer(pb_grpc.StageServiceServicer):
@@ -104,11 +117,13 @@ class StageServicer(pb_grpc.StageServiceServicer):
                 raise InvalidArgument("the first frame of a session must be open", field="frame")
             opening = frames.open_from_message(first.open)
             log_for(opening.request_id, opening.trace)
-            session = await self._port.open(opening)
+            above = self._step_lane(first.open)
+            session = await self._port.open(opening, above)
             ahead = asyncio.Semaphore(MAX_STEPS_AHEAD)
             try:
                 lane = self._links.lane(first.open.lane) if first.open.HasField("lane") else None
-                await stream.write(pb.RunStageResponse(opened=frames.opened(session.stages, lane=lane is not None)))
+                opened = frames.opened(session.stages, lane=lane is not None, step_lane=above is not None)
+                await stream.write(pb.RunStageResponse(opened=opened))
                 if lane is not None:
                     stream.use(lane)
                 # A failure that was answered in-band decides over an error that it caused in the other loop.
@@ -117,6 +132,10 @@ class StageServicer(pb_grpc.StageServiceServicer):
                 stream.close()
                 # A caller that cancels meanwhile must not leave a session half closed.
                 await asyncio.shield(session.close(ending(sys.exception())))
+
+    def _step_lane(self, message: stage_pb2.Open) -> StepLane | None:
+        found = self._links.step_socket(message.lane) if message.HasField("lane") else None
+        return None if found is None else StepLane(*found, message.lane.stream_id)
 
     async def _take(self, session: StageSession, stream: ServerStream, ahead: asyncio.Semaphore) -> None:
         while await ahead.acquire() and (request := await stream.read()) is not grpc.aio.EOF:
@@ -159,10 +178,13 @@ class RemoteStage:
         self._stub = pb_grpc.StageServiceStub(channel)
         self._address, self._link = address, link
 
-    async def open(self, request: Open) -> RemoteStageSession:
+    async def open(self, request: Open, above: StepLane | None = None, *, steps: bool = False) -> RemoteStageSession:
+        """As the port says; `above` is of no use here. steps: whether this process begins by itself what the stage
+        tells it of, or passes it on."""
         stream = ClientStream(self._stub.RunStage(), stage=request.stage, address=self._address)
         opening = pb.RunStageRequest(open=frames.open_to_message(request))
         lane = None if self._link is None else self._link.begin_lane(opening.open.lane)
+        step_lane = self._step_lane(opening.open.lane) if lane is not None and steps else None
         try:
             await stream.send(opening)
             response = await stream.read()
@@ -171,7 +193,9 @@ class RemoteStage:
             if lane is not None and response.opened.lane:
                 stream.use(lane, pb.RunStageResponse.FromString)
             sender = None if self._link is None else self._link.sender()
-            return RemoteStageSession(stream, frames.opened_from_message(response.opened), sender)
+            if not response.opened.step_lane:
+                step_lane = None
+            return RemoteStageSession(stream, frames.opened_from_message(response.opened), sender, step_lane)
         except BaseException:
             stream.cancel()
             raise
@@ -179,12 +203,25 @@ class RemoteStage:
             if lane is not None and not stream.uses(lane):
                 lane.close()
 
+    def _step_lane(self, message: shared_memory_pb2.FrameLane) -> StepLane | None:
+        link = self._link
+        if link is None or link.step_socket is None:
+            return None
+        message.steps = True
+        return StepLane(link, link.step_socket, message.stream_id)
+
 
 class RemoteStageSession:
     """A `StageSession` at the other end of a stream."""
 
-    def __init__(self, stream: ClientStream, stages: tuple[StageIdentity, ...], sender: Sender | None = None) -> None:
-        self._stream, self._sender = stream, sender
+    def __init__(
+        self,
+        stream: ClientStream,
+        stages: tuple[StageIdentity, ...],
+        sender: Sender | None = None,
+        step_lane: StepLane | None = None,
+    ) -> None:
+        self._stream, self._sender, self.step_lane = stream, sender, step_lane
         self.stages = stages
         self.max_tensor_bytes = 0
         self.max_feature_slices = 0

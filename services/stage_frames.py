@@ -12,7 +12,7 @@ from services.addresses import parse_address
 from services.description import range_from_message, range_to_message
 from services.errors import InvalidArgument
 from services.locations import location_from_message, location_to_message
-from services.shared_memory.link import NO_LINKS, Sender, SharedLinks
+from services.shared_memory.link import NO_LINKS, PayloadReader, PayloadSender
 from services.steps import (
     Commit,
     DraftRoute,
@@ -197,12 +197,11 @@ def check_sampling(sampling: Sampling) -> None:
 # --- forward
 
 
-def forward_to_messages(forward: Forward, sender: Sender | None = None) -> Iterator[pb.RunStageRequest]:
+def forward_to_messages(forward: Forward, sender: PayloadSender | None = None) -> Iterator[pb.RunStageRequest]:
     """The frame, and the chunks of its tensors; large ones through the sender's shared memory."""
     request, tensors = pb.RunStageRequest(), OutgoingTensors(sender)
     if forward.activation is None:
         _fill(request.forward_from_tokens, forward)
-        request.forward_from_tokens.more = forward.more
     else:
         message = request.forward_from_activation
         _fill(message, forward)
@@ -218,6 +217,7 @@ def _fill(message: stage_pb2.ForwardFromTokens | stage_pb2.ForwardFromActivation
     message.step, message.base_position = forward.step, forward.base_position
     message.token_ids.extend(forward.token_ids)
     message.kind, message.propose_tokens = _KIND_NUMBERS[forward.kind], forward.propose_tokens
+    message.more = forward.more
 
 
 def from_tokens(message: stage_pb2.ForwardFromTokens) -> Forward:
@@ -232,7 +232,7 @@ def from_tokens(message: stage_pb2.ForwardFromTokens) -> Forward:
 
 
 def incoming_tensors(
-    message: stage_pb2.ForwardFromActivation, max_bytes: int, max_slices: int, links: SharedLinks = NO_LINKS
+    message: stage_pb2.ForwardFromActivation, max_bytes: int, max_slices: int, links: PayloadReader = NO_LINKS
 ) -> list[IncomingTensor]:
     """The frame's tensors in field order, announced sizes checked."""
     if len(message.features) > max_slices:
@@ -258,6 +258,7 @@ def from_activation(message: stage_pb2.ForwardFromActivation, tensors: list[Wire
         features=tuple(
             slice_from_message(piece, tensor) for piece, tensor in zip(message.features, tensors[1:], strict=True)
         ),
+        more=message.more,
     )
 
 
@@ -286,10 +287,11 @@ def _kind(number: int) -> StepKind:
 # --- answers
 
 
-def opened(stages: tuple[StageIdentity, ...], *, lane: bool = False) -> stage_pb2.Opened:
-    """lane: whether frames from now on go through the caller's lane."""
+def opened(stages: tuple[StageIdentity, ...], *, lane: bool = False, step_lane: bool = False) -> stage_pb2.Opened:
+    """lane: whether frames from now on go through the caller's lane; step_lane: and steps through the other one."""
     return stage_pb2.Opened(
         lane=lane,
+        step_lane=step_lane,
         stages=[
             stage_pb2.StageIdentity(location=location_to_message(stage.location), layers=range_to_message(stage.layers))
             for stage in stages
@@ -310,6 +312,7 @@ def opened_from_message(message: stage_pb2.Opened) -> tuple[StageIdentity, ...]:
 def event_to_message(event: Event) -> pb.RunStageResponse:
     if isinstance(event, Commit):
         commit = stage_pb2.Commit(step=event.step, length=event.length, token_ids=event.token_ids, more=event.more)
+        commit.followed = event.followed
         for timing in event.timings:
             commit.timings.add(
                 forward_ns=timing.forward_ns, elapsed_ns=timing.elapsed_ns, passed_bytes=timing.passed_bytes
@@ -319,6 +322,7 @@ def event_to_message(event: Event) -> pb.RunStageResponse:
         return pb.RunStageResponse(commit=commit)
     if isinstance(event, Proposal):
         proposal = stage_pb2.Proposal(step=event.step, token_ids=event.token_ids, elapsed_ns=event.elapsed_ns)
+        proposal.followed = event.followed
         return pb.RunStageResponse(proposal=proposal)
     if isinstance(event, SnapshotSaved):
         return pb.RunStageResponse(snapshot_saved=snapshot_frames.saved_to_message(event))
@@ -342,10 +346,12 @@ def event_from_message(message: pb.RunStageResponse) -> Event:
                 StageTiming(timing.forward_ns, timing.elapsed_ns, timing.passed_bytes) for timing in commit.timings
             )
             logprobs = output_frames.logprobs_of_tokens(commit)
-            return Commit(commit.step, commit.length, tuple(commit.token_ids), timings, logprobs, commit.more)
+            return Commit(
+                commit.step, commit.length, tuple(commit.token_ids), timings, logprobs, commit.more, commit.followed
+            )
         case "proposal":
             proposal = message.proposal
-            return Proposal(proposal.step, tuple(proposal.token_ids), proposal.elapsed_ns)
+            return Proposal(proposal.step, tuple(proposal.token_ids), proposal.elapsed_ns, proposal.followed)
         case "snapshot_saved":
             return snapshot_frames.saved_from_message(message.snapshot_saved)
         case "snapshot_restored":

@@ -114,7 +114,7 @@ class FeatureSlice:
 class Forward:
     """One step. `activation` is None for the first stage, which embeds `token_ids` itself.
 
-    more: so many steps may follow by themselves, as `stage.proto` says; only the first stage has any.
+    more: so many steps may follow by themselves, as `stage.proto` says.
     """
 
     step: int
@@ -185,7 +185,7 @@ class Commit:
     """How many tokens count after a step, and which ones it produced (none after a prefill).
 
     logprobs: one for each of token_ids where the session asked for them, else none. more: steps that still follow by
-    themselves.
+    themselves. followed: the next one has begun already, on its way through step lanes.
     """
 
     step: int
@@ -194,15 +194,17 @@ class Commit:
     timings: tuple[StageTiming, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     more: int = 0
+    followed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """The draft's guesses for the step after `step`."""
+    """The draft's guesses for the step after `step`. followed: as of `Commit`."""
 
     step: int
     token_ids: tuple[int, ...]
     elapsed_ns: int
+    followed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from flashsplit.shard.v1 import tensor_pb2
 from services.errors import InvalidArgument
-from services.shared_memory.link import NO_LINKS, PIECE_BYTES, Sender, SharedLinks
+from services.shared_memory.link import NO_LINKS, PIECE_BYTES, PayloadReader, PayloadSender
 
 CHUNK_BYTES = 1 << 20
 """Payloads above this are cut into pieces of this size: larger messages travel 2 to 4 times slower."""
@@ -67,7 +67,7 @@ class OutgoingTensors:
     What goes into the frame takes at most CHUNK_BYTES in all, so that its size doesn't grow with the number of tensors.
     """
 
-    def __init__(self, sender: Sender | None = None) -> None:
+    def __init__(self, sender: PayloadSender | None = None) -> None:
         """sender: into memory that the other side shares."""
         self._sender = sender
         self._room = CHUNK_BYTES
@@ -109,7 +109,9 @@ class OutgoingTensors:
         return len(piece)
 
 
-def incomplete(message: tensor_pb2.Tensor, field: str, max_bytes: int, links: SharedLinks = NO_LINKS) -> IncomingTensor:
+def incomplete(
+    message: tensor_pb2.Tensor, field: str, max_bytes: int, links: PayloadReader = NO_LINKS
+) -> IncomingTensor:
     """Check a tensor's announcement. Raises InvalidArgument when type, shape or size is not acceptable."""
     dtype = dtype_name(message.dtype, f"{field}.dtype")
     if dtype is None:
@@ -153,7 +155,7 @@ class IncomingTensor:
     def complete(self) -> bool:
         return len(self._data) == self._total
 
-    def add(self, chunk: tensor_pb2.TensorChunk, links: SharedLinks = NO_LINKS) -> None:
+    def add(self, chunk: tensor_pb2.TensorChunk, links: PayloadReader = NO_LINKS) -> None:
         """Take the next piece. Raises InvalidArgument for a gap, an overlap, an overrun or an empty piece."""
         offset, size = chunk.offset, piece_bytes(chunk)
         received, end = len(self._data), offset + size
@@ -178,7 +180,7 @@ class IncomingTensor:
 class TensorAssembler:
     """Collects the tensors of one frame from the frame itself and the chunks behind it."""
 
-    def __init__(self, tensors: Sequence[IncomingTensor], links: SharedLinks = NO_LINKS) -> None:
+    def __init__(self, tensors: Sequence[IncomingTensor], links: PayloadReader = NO_LINKS) -> None:
         self._tensors, self._links = tensors, links
 
     @property

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from services.errors import CLOSED, InvalidArgument
 from services.stage import StageSession
+from services.step_lane import StepLane
 from services.steps import Commit, Event, Failure, Forward, Open, Proposal, SnapshotRestore, SnapshotSave, StepKind
 from shard_worker.follower import follower, is_followed
 
@@ -26,6 +27,7 @@ class FollowingSession:
         self._session, self._request = session, request
         self.stages = session.stages
         self.max_tensor_bytes, self.max_feature_slices = session.max_tensor_bytes, session.max_feature_slices
+        self.step_lane: StepLane | None = None
         # The step that runs, and its answer while its guesses are still to come.
         self._step: Forward | None = None
         self._answered: Commit | None = None
@@ -71,7 +73,7 @@ class FollowingSession:
             if isinstance(event, Commit):
                 event, following = self._after_commit(event)
             elif isinstance(event, Proposal):
-                following = self._next(event.token_ids)
+                following = self._next(event.token_ids, followed=event.followed)
             elif isinstance(event, Failure) and self._answered is not None:
                 # The guesses that the next step waits for will not come.
                 self._step = self._answered = None
@@ -89,17 +91,17 @@ class FollowingSession:
             self._step = None
             return commit, None
         self._answered = replace(commit, more=step.more)
-        return self._answered, None if step.propose_tokens else self._next(())
+        return self._answered, None if step.propose_tokens else self._next((), followed=commit.followed)
 
-    def _next(self, guesses: tuple[int, ...]) -> Forward | None:
-        """The step behind the one that was answered, if one follows."""
+    def _next(self, guesses: tuple[int, ...], *, followed: bool) -> Forward | None:
+        """The step behind the one that was answered, if one is to be begun; followed: it has begun."""
         step, commit = self._step, self._answered
         self._answered = None
         if step is None or commit is None:
             return None
         following = follower(step, commit.length, commit.token_ids, guesses, self._request)
         self._step = following if following is not None and following.more else None
-        return following
+        return None if followed else following
 
     async def _follow(self, forward: Forward) -> None:
         async with self._one_at_a_time:

@@ -10,14 +10,12 @@ import asyncio
 import functools
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, replace
-
-import torch
 
 from services.errors import CLOSED, FailedPrecondition, FlashsplitError, InvalidArgument, Unavailable
 from services.stage import StageSession
+from services.step_lane import StepLane
 from services.steps import (
     Commit,
     Event,
@@ -38,17 +36,14 @@ from services.steps import (
 )
 from shard_worker.deciding import Decider, Produced
 from shard_worker.draft_engine import Guess
-from shard_worker.draft_link import DraftLink, slices_to_wire
-from shard_worker.dtypes import from_wire, to_wire
+from shard_worker.draft_link import DraftLink
 from shard_worker.executor import DeviceThread
 from shard_worker.features import Features
-from shard_worker.follower import follower
-from shard_worker.prefix_state import StateView
 from shard_worker.session_record import SessionRecord
+from shard_worker.session_work import SessionWork
 from shard_worker.snapshot_keeper import SnapshotKeeper
 from shard_worker.stage import Stage, StageState
 from shard_worker.step_checks import check_rows, check_tensors
-from shard_worker.step_runner import StepOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +74,15 @@ class TargetSession:
         decider: Decider | None,
         draft: DraftLink | None,
         keeper: SnapshotKeeper,
+        above: StepLane | None,
         on_close: Callable[[TargetSession], None],
     ) -> None:
         self._thread, self._stage, self._request, self._keeper = thread, stage, request, keeper
-        self._state: StageState | None = state
         self._location = identity.location
         # The last stage has a decider and perhaps a draft, every other one a stage below.
         self._downstream, self._decider, self._draft = downstream, decider, draft
+        self.step_lane: StepLane | None = None
+        self._above = above
         self._on_close = on_close
         self._record = SessionRecord(request.request_id, request.trace, identity.location, identity.layers)
         self.stages = (identity, *(downstream.stages if downstream is not None else ()))
@@ -103,23 +100,33 @@ class TargetSession:
         # This stage's share of snapshots that the stages below have not answered yet.
         self._saving: deque[asyncio.Future[SnapshotPart]] = deque()
         self._restored: SnapshotPart | None = None
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        # Steps that the device thread began by itself, and what it will make of them.
-        self._begun: deque[tuple[Forward, Future[Produced]]] = deque()
+        self._events: asyncio.Queue[Event | None] = asyncio.Queue()
+        # Answers go out in the order of their steps.
+        self._answering = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self._error: FlashsplitError | None = None
+        below = None if downstream is None else downstream.step_lane
+        self._work = SessionWork(thread, stage, state, request, decider, self._incoming_captures, above, below)
+        self._work.listen(self, self.max_tensor_bytes, self.max_feature_slices)
 
     async def forward(self, forward: Forward) -> None:
         arrived_ns = time.monotonic_ns()
         try:
+            if forward.step != self._next_step:
+                # The device thread may be ahead of what has been heard of it here.
+                await self._thread.submit(int)
+            while self._tasks:
+                await asyncio.wait(self._tasks)
             self._check(forward)
             await self._run(forward, arrived_ns)
         except FlashsplitError as error:
-            location = self._location
-            raise error.located(stage=location.stage, host=location.host, device=location.device) from None
+            raise self._located(error) from None
 
     async def save_snapshot(self, save: SnapshotSave) -> None:
         location = self._location
         self._check_save(save)
-        own = self._keeper.save(save, self._views(), location)
+        own = self._keeper.save(save, self._work.views(), location)
         if self._downstream is not None:
             self._saving.append(own)
             await self._downstream.save_snapshot(save)
@@ -131,8 +138,8 @@ class TargetSession:
 
     async def restore_snapshot(self, restore: SnapshotRestore) -> None:
         self._check_restore(restore)
-        own = await self._keeper.restore(restore, self._views(), self._location)
-        state = self._open_state()
+        own = await self._keeper.restore(restore, self._work.views(), self._location)
+        state = self._work.state()
         state.length = self._length = restore.length
         self._restored = own
         if self._downstream is not None:
@@ -147,10 +154,15 @@ class TargetSession:
 
     async def events(self) -> AsyncIterator[Event]:
         if self._downstream is None:
-            while True:
-                yield await self._events.get()
+            while (event := await self._events.get()) is not None:
+                yield event
+            if self._error is not None:
+                raise self._error
+            return
         try:
             async for event in self._downstream.events():
+                if self._error is not None:
+                    break
                 match event:
                     case Commit():
                         event = self._apply(event)
@@ -163,22 +175,28 @@ class TargetSession:
                     yield event
                     return
                 yield event
-            raise Unavailable("the stage ended the session")
+            if self._error is None:
+                raise Unavailable("the stage ended the session")
         except FlashsplitError as error:
             failure = _failure(error, self._downstream.stages[0].location)
             self._record.failed(failure.reason)
             yield failure
+        if self._error is not None:
+            raise self._error
 
     @property
     def held_bytes(self) -> int:
         """Memory that its caches take by now, those of a draft beside it included."""
-        own = 0 if self._state is None else self._state.size_bytes
-        return own + (0 if self._draft is None else self._draft.held_bytes)
+        return self._work.held_bytes + (0 if self._draft is None else self._draft.held_bytes)
 
     async def close(self, why: str = CLOSED) -> None:
-        if self._state is None:
+        if self._closed:
             return
-        self._state = None
+        self._closed = True
+        self._work.close()
+        self._events.put_nowait(None)
+        for task in self._tasks:
+            task.cancel()
         draft, self._draft = self._draft, None
         self._on_close(self)
         self._record.end(why, self._length)
@@ -189,13 +207,9 @@ class TargetSession:
 
     # --- keeping and taking up a prefix
 
-    def _views(self) -> list[StateView]:
-        views: list[StateView] = [view for caches in self._open_state().caches for view in caches.views()]
-        return views if self._decider is None else [*views, self._decider.last]
-
     def _check_save(self, save: SnapshotSave) -> None:
         self._check_answered()
-        if self._begun:
+        if self._work.ahead:
             raise FailedPrecondition("steps still follow by themselves", reason="OUT_OF_STEP", field="step")
         if save.length != self._length or not save.length:
             raise FailedPrecondition(
@@ -220,11 +234,6 @@ class TargetSession:
         if any(flight.kind is StepKind.VERIFY for flight in self._unanswered):
             raise FailedPrecondition("the last verify has not been answered yet", reason="OUT_OF_STEP", field="step")
 
-    def _open_state(self) -> StageState:
-        if self._state is None:
-            raise FailedPrecondition("the session is closed", reason="CLOSED")
-        return self._state
-
     # --- taking a step
 
     def _check(self, forward: Forward) -> None:
@@ -240,106 +249,111 @@ class TargetSession:
             check_tensors(forward, self._stage, self._incoming_captures)
 
     async def _run(self, forward: Forward, arrived_ns: int) -> None:
+        if self._downstream is None and self._above is not None:
+            # Told of in the order of steps, those among them that come past the event loop.
+            await self._thread.submit(self._work.answer, forward, arrived_ns)
+            return
         self._next_step += 1
         self._record.steps += 1
-        rows = len(forward.token_ids)
         if self._downstream is None:
-            await self._answer(forward, arrived_ns)
+            produced = await self._work.produced(forward)
+            await self._answer(forward, arrived_ns, produced, self._count(forward, produced))
             return
-        passed_on, forward_ns = await self._thread.submit(self._compute_and_pack, forward)
-        self._record.forward_ns += forward_ns
-        flight = InFlight(
-            forward.step, forward.base_position, rows, forward.kind, arrived_ns, forward_ns, passed_on.size_bytes
-        )
-        if forward.kind is not StepKind.VERIFY:
-            self._length += rows
-        self._unanswered.append(flight)
+        passed_on, forward_ns = await self._thread.submit(self._work.pass_on, forward)
+        self._note(forward, arrived_ns, passed_on, forward_ns)
         await self._downstream.forward(passed_on)
 
-    def _compute(self, forward: Forward) -> tuple[StepOutput, Features]:
-        state, features = self._open_state(), Features()
-        if forward.kind is StepKind.RESUME:
-            # Nothing to compute: the state is there, and the last stage has the logits.
-            return StepOutput(torch.empty(0, self._stage.config.hidden_size, dtype=self._stage.dtype)), features
-        hidden = None
-        if forward.activation is not None:
-            device = self._stage.device
-            hidden = from_wire(forward.activation, device)
-            for piece in forward.features:
-                tensor = from_wire(piece.features, device)
-                if piece.capture_index is None:
-                    features.total = tensor
-                else:
-                    features.slices[piece.capture_index] = tensor
-        wanted = features if self._request.draft is not None else None
-        deferred = forward.kind is StepKind.VERIFY
-        return self._stage.step(state, forward.token_ids, wanted, deferred=deferred, hidden=hidden), features
+    def _note(self, forward: Forward, arrived_ns: int, passed: Forward, forward_ns: int) -> None:
+        """A step that was passed on, or is about to be."""
+        rows = len(forward.token_ids)
+        self._record.forward_ns += forward_ns
+        if forward.kind is not StepKind.VERIFY:
+            self._length += rows
+        self._unanswered.append(
+            InFlight(forward.step, forward.base_position, rows, forward.kind, arrived_ns, forward_ns, passed.size_bytes)
+        )
 
-    def _compute_and_pack(self, forward: Forward) -> tuple[Forward, int]:
-        started_ns = time.monotonic_ns()
-        output, features = self._compute(forward)
-        pieces = tuple(slices_to_wire(features, forward.base_position))
-        passed_on = replace(forward, activation=to_wire(output.hidden), features=pieces)
-        return passed_on, time.monotonic_ns() - started_ns
+    # --- what the device thread did by itself: `session_work.Ledger`
+
+    def passed_on(self, forward: Forward, arrived_ns: int, passed: Forward, forward_ns: int) -> None:
+        self._next_step += 1
+        self._record.steps += 1
+        self._note(forward, arrived_ns, passed, forward_ns)
+
+    def unsent(self, passed: Forward) -> None:
+        assert self._downstream is not None
+        self._begin(self._downstream.forward, passed)
+
+    def decided(self, forward: Forward, arrived_ns: int, produced: Produced) -> None:
+        self._next_step += 1
+        self._record.steps += 1
+        self._begin(self._answer, forward, arrived_ns, produced, self._count(forward, produced))
+
+    def broke(self, error: FlashsplitError) -> None:
+        if self._closed or self._error is not None:
+            return
+        self._error = self._located(error)
+        if self._downstream is None:
+            self._events.put_nowait(None)
+        else:
+            # Ends the events below, behind which it is told.
+            self._begin(self._downstream.close)
+
+    def _located(self, error: FlashsplitError) -> FlashsplitError:
+        location = self._location
+        return error.located(stage=location.stage, host=location.host, device=location.device)
+
+    def _begin(self, work: Callable[..., Coroutine[None, None, None]], *args: object) -> None:
+        if self._closed:
+            return
+        task = asyncio.ensure_future(self._guarded(work, *args))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guarded(self, work: Callable[..., Coroutine[None, None, None]], *args: object) -> None:
+        try:
+            await work(*args)
+        except FlashsplitError as error:
+            self.broke(error)
 
     # --- the last stage
 
-    async def _answer(self, forward: Forward, arrived_ns: int) -> None:
-        produced = await self._produced(forward)
+    def _count(self, forward: Forward, produced: Produced) -> int:
+        """The rows of a step that was decided count; how many."""
+        counted = len(produced.token_ids if forward.kind is StepKind.VERIFY else forward.token_ids)
         self._record.forward_ns += produced.forward_ns
-        token_ids = produced.token_ids
-        counted = len(token_ids) if forward.kind is StepKind.VERIFY else len(forward.token_ids)
-        base, self._length = self._length, self._length + counted
+        self._length += counted
+        return counted
+
+    async def _answer(self, forward: Forward, arrived_ns: int, produced: Produced, counted: int) -> None:
+        async with self._answering:
+            await self._answer_in_turn(forward, arrived_ns, produced, counted)
+
+    async def _answer_in_turn(self, forward: Forward, arrived_ns: int, produced: Produced, counted: int) -> None:
+        token_ids, base = produced.token_ids, forward.base_position
+        length = base + counted
         elapsed_ns = max(time.monotonic_ns() - arrived_ns, produced.forward_ns)
         features = produced.features.rows(counted)
         passed_bytes = features.size_bytes if self._draft is not None and self._draft.remote else 0
         timing = StageTiming(produced.forward_ns, elapsed_ns, passed_bytes)
-        self._events.put_nowait(Commit(forward.step, self._length, token_ids, (timing,), produced.logprobs))
+        followed = not forward.propose_tokens and self._work.followed(forward.step)
+        self._events.put_nowait(
+            Commit(forward.step, length, token_ids, (timing,), produced.logprobs, followed=followed)
+        )
         guess = None
         if token_ids and forward.propose_tokens:
-            guess = Guess(forward.step, self._length, token_ids[-1], forward.propose_tokens)
+            guess = Guess(forward.step, length, token_ids[-1], forward.propose_tokens)
         # The draft first: the next step waits for its guesses. Counting the rows comes behind, still before the next
         # forward, because jobs run in order.
-        uncounted = forward.kind is StepKind.VERIFY and not produced.counted
-        then = None if uncounted else functools.partial(self._go_on, forward, token_ids)
+        then = functools.partial(self._work.go_on, forward, token_ids)
         drafting = asyncio.ensure_future(self._draft_ahead(features, base, guess, then))
         await asyncio.sleep(0)
-        if uncounted and self._state is not None:
-            await self._thread.submit(self._stage.commit, self._state, self._length)
+        if forward.kind is StepKind.VERIFY and not produced.counted and not self._closed:
+            await self._thread.submit(self._work.count, forward.step, length)
         await drafting
 
-    def _produced(self, forward: Forward) -> asyncio.Future[Produced]:
-        """What comes of a step. Raises FailedPrecondition for another one than was begun already."""
-        if not self._begun:
-            return self._thread.submit(self._compute_and_decide, forward)
-        begun, future = self._begun.popleft()
-        if begun != forward:
-            raise FailedPrecondition(
-                f"step {forward.step} runs already, with other rows", reason="OUT_OF_STEP", field="step"
-            )
-        return asyncio.wrap_future(future)
-
-    def _compute_and_decide(self, forward: Forward) -> Produced:
-        started_ns = time.monotonic_ns()
-        output, features = self._compute(forward)
-        assert self._decider is not None
-        produced = self._decider.decide(forward, self._open_state(), output, features, started_ns)
-        if not forward.propose_tokens:
-            self._go_on(forward, produced.token_ids, ())
-        return produced
-
-    def _go_on(self, forward: Forward, token_ids: tuple[int, ...], guesses: tuple[int, ...]) -> None:
-        """On the device thread: where this stage is the only one, begin the step that follows by itself, which will be
-        asked for when the event loop has heard of this one."""
-        state = self._state
-        if not forward.more or self._stage.embedding is None or state is None:
-            return
-        following = follower(forward, state.length, token_ids, guesses, self._request)
-        if following is not None:
-            self._begun.append((following, self._thread.queue(self._compute_and_decide, following)))
-
     async def _draft_ahead(
-        self, features: Features, start: int, guess: Guess | None, then: Callable[[tuple[int, ...]], None] | None
+        self, features: Features, start: int, guess: Guess | None, then: Callable[[tuple[int, ...]], None]
     ) -> None:
         draft = self._draft
         if draft is None:
@@ -352,7 +366,7 @@ class TargetSession:
             return
         if guess is not None:
             elapsed_ns = time.monotonic_ns() - started_ns
-            self._events.put_nowait(Proposal(guess.step, guesses, elapsed_ns))
+            self._events.put_nowait(Proposal(guess.step, guesses, elapsed_ns, self._work.followed(guess.step)))
 
     async def _save_draft(self, save: SnapshotSave) -> SnapshotPart:
         draft, refusal = self._draft, "the draft was lost"
@@ -401,9 +415,9 @@ class TargetSession:
                 f"commit of step {commit.step} to length {commit.length} came while {waiting} was waiting",
                 reason="OUT_OF_STEP",
             )
-        if verify and self._state is not None:
+        if verify and not self._closed:
             self._length = commit.length
-            self._thread.submit(self._stage.commit, self._state, commit.length)
+            self._thread.submit(self._work.count, commit.step, commit.length)
         elapsed_ns = time.monotonic_ns() - flight.arrived_ns
         own = StageTiming(flight.forward_ns, elapsed_ns, flight.passed_bytes)
         return replace(commit, timings=(own, *commit.timings))

@@ -77,10 +77,13 @@ class Worker:
         self._config = config
         self._thread = DeviceThread(config.threads)
         self._peers = Peers(
-            security=config.security, transport=config.transport, caller=lambda: f"the worker at {self.address}"
+            security=config.security,
+            transport=config.transport,
+            caller=lambda: f"the worker at {self.address}",
+            watcher=self._thread,
         )
         self._links = SharedLinks()
-        self._sharing = SharedMemoryServicer(self._links)
+        self._sharing = SharedMemoryServicer(self._links, self._thread)
         self._snapshots = SnapshotStore(config.snapshot_budget_bytes)
         self._loading = asyncio.Lock()
         self.address = ""

@@ -7,25 +7,31 @@ that sends payloads through it holds a `Sender`, whose end frees what nobody wil
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from flashsplit.shard.v1 import shared_memory_pb2 as pb
 from services.errors import InvalidArgument
 from services.shared_memory.frame_socket import FrameSocket, Lane
 from services.shared_memory.ring import Payload, RingWriter, take
-from services.shared_memory.segment import OwnSegment, PeerSegment
+from services.shared_memory.segment import FIRST_OFFSET, OwnSegment, PeerSegment
+from services.shared_memory.step_socket import StepSocket
 
-SEGMENT_BYTES = 16 << 20
+RING_BYTES = 16 << 20
+SEGMENT_BYTES = 2 * RING_BYTES
+"""The first half is for payloads of streams, the second for steps that go past the event loop: each has its thread."""
+
 PIECE_BYTES = 4 << 20
 """Larger payloads go in pieces of this size, so that one side writes while the other reads."""
 
 FROM_BYTES = 64 << 10
 """Smaller payloads are as fast within their frame."""
 
-_CONFIRM_BYTES = SEGMENT_BYTES // 8
+_CONFIRM_BYTES = RING_BYTES // 8
 
 
 @dataclass(slots=True)
@@ -36,24 +42,52 @@ class Read:
     transfer_ids: list[int] = field(default_factory=list)
 
 
+class PayloadSender(Protocol):
+    """What puts large payloads elsewhere than into a frame."""
+
+    def put(self, data: memoryview) -> pb.SharedPayload | None:
+        """Write a piece and name it; None where it should go within its frame."""
+
+
+class PayloadReader(Protocol):
+    """What finds payloads that a frame names."""
+
+    def take(self, message: pb.SharedPayload, into: bytearray) -> None:
+        """Append one. Raises InvalidArgument for what is not there as announced."""
+
+
 class SharedLink:
     """Made when both sides have mapped the other's segment."""
 
     def __init__(self, link_id: int, own: OwnSegment, peer: PeerSegment) -> None:
         self.link_id, self.offer = link_id, own.offer
         self._own, self._peer = own, peer
-        self._ring = RingWriter(own.view)
+        self._ring = RingWriter(own.view, FIRST_OFFSET, RING_BYTES)
+        self._step_ring = RingWriter(own.view, RING_BYTES, SEGMENT_BYTES)
         self._read, self._read_bytes = Read(), 0
         self._transfers: dict[int, Sender] = {}
         self._transfer_ids = itertools.count(1)
         self._stream_ids = itertools.count(1)
         self._due = asyncio.Event()
         self._socket: FrameSocket | None = None
+        self._step_socket: StepSocket | None = None
         self.closed = False
 
     def use(self, socket: FrameSocket) -> None:
         """Frames of streams may go through this from now on."""
         self._socket = socket
+
+    def use_steps(self, socket: StepSocket) -> None:
+        """Steps may go through this from now on."""
+        if self.closed:
+            socket.close()
+        else:
+            self._step_socket = socket
+
+    @property
+    def step_socket(self) -> StepSocket | None:
+        socket = self._step_socket
+        return None if socket is None or socket.closed else socket
 
     def begin_lane(self, message: pb.FrameLane) -> Lane | None:
         """For a stream that this process begins, named in its first frame; None where there is no socket."""
@@ -111,6 +145,22 @@ class SharedLink:
         if self._read_bytes >= _CONFIRM_BYTES:
             self._due.set()
 
+    def put_step(self, data: memoryview) -> Payload | None:
+        """As `put`, and the next two as `release` and `take`, on the thread of steps; nothing is confirmed."""
+        with contextlib.suppress(ValueError):
+            # The event loop may unmap it meanwhile.
+            return None if self.closed else self._step_ring.put(data)
+        return None
+
+    def release_step(self, sequence: int) -> None:
+        self._step_ring.release(sequence)
+
+    def take_step(self, message: pb.SharedPayload, into: bytearray) -> None:
+        try:
+            take(self._peer.view, _payload(message), into)
+        except ValueError:
+            raise InvalidArgument(f"link {self.link_id} is closed", field="shared.link_id") from None
+
     async def read(self) -> Read:
         """Wait until the other side should be told what was read; that."""
         await self._due.wait()
@@ -123,6 +173,8 @@ class SharedLink:
         self.closed = True
         if self._socket is not None:
             self._socket.close()
+        if self._step_socket is not None:
+            self._step_socket.close()
         self._own.close()
         self._peer.close()
 
@@ -175,6 +227,11 @@ class SharedLinks:
             raise InvalidArgument(f"link_id {link_id} is no open link of this process", field="link_id")
         return self._links[link_id]
 
+    def step_socket(self, message: pb.FrameLane) -> tuple[SharedLink, StepSocket] | None:
+        """Where a caller sends steps that follow by themselves; None where that cannot be had."""
+        link = self._links.get(message.link_id) if message.steps else None
+        return None if link is None or link.step_socket is None else (link, link.step_socket)
+
     def lane(self, message: pb.FrameLane) -> Lane | None:
         """Where a caller wants to send its frames; None where that cannot be had. Raises InvalidArgument for a stream's
         number that is in use."""
@@ -183,12 +240,15 @@ class SharedLinks:
 
     def take(self, message: pb.SharedPayload, into: bytearray) -> None:
         """Append what a frame refers to. Raises InvalidArgument for what is not there as announced."""
-        if not 0 < message.size_bytes <= PIECE_BYTES:
-            raise InvalidArgument(
-                f"shared.size_bytes is {message.size_bytes}; pieces have 1 to {PIECE_BYTES}", field="shared.size_bytes"
-            )
-        link = self.get(message.link_id)
-        link.take(Payload(message.sequence, message.offset, message.size_bytes), into)
+        self.get(message.link_id).take(_payload(message), into)
+
+
+def _payload(message: pb.SharedPayload) -> Payload:
+    if not 0 < message.size_bytes <= PIECE_BYTES:
+        raise InvalidArgument(
+            f"shared.size_bytes is {message.size_bytes}; pieces have 1 to {PIECE_BYTES}", field="shared.size_bytes"
+        )
+    return Payload(message.sequence, message.offset, message.size_bytes)
 
 
 NO_LINKS = SharedLinks()

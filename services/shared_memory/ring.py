@@ -35,10 +35,10 @@ class _Block:
 
 
 class RingWriter:
-    """Writes payloads into a segment of this process."""
+    """Writes payloads into bytes [first, end) of a segment of this process."""
 
-    def __init__(self, view: memoryview) -> None:
-        self._view = view
+    def __init__(self, view: memoryview, first: int, end: int) -> None:
+        self._view, self._first, self._end = view, first, end
         self._blocks: deque[_Block] = deque()
         self._by_sequence: dict[int, _Block] = {}
         self._sequence = 0
@@ -74,15 +74,15 @@ class RingWriter:
 
     def _room(self, size: int) -> int | None:
         """Where so many bytes are free: behind the newest block or, past the end, before the oldest."""
-        end = len(self._view)
+        first, end = self._first, self._end
         if not self._blocks:
-            return FIRST_OFFSET if FIRST_OFFSET + size <= end else None
+            return first if first + size <= end else None
         oldest, newest = self._blocks[0].first, self._blocks[-1].behind
         if newest <= oldest:
             return newest if newest + size <= oldest else None
         if newest + size <= end:
             return newest
-        return FIRST_OFFSET if FIRST_OFFSET + size <= oldest else None
+        return first if first + size <= oldest else None
 
 
 def take(view: memoryview, payload: Payload, into: bytearray) -> None:

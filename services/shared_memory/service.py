@@ -20,6 +20,7 @@ from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
 from services.shared_memory.frame_socket import Listener, call
 from services.shared_memory.link import SEGMENT_BYTES, SharedLink, SharedLinks
 from services.shared_memory.segment import OwnSegment, PeerSegment, SegmentOffer, available
+from services.shared_memory.step_socket import StepListener, StepSocket, Watcher, call_steps
 from services.streams import first_done
 
 log = structlog.get_logger()
@@ -30,8 +31,9 @@ SERVICE = pb.DESCRIPTOR.services_by_name["SharedMemoryService"].full_name
 class SharedMemoryServicer(pb_grpc.SharedMemoryServiceServicer):
     """Adds a link to `links` for each call and takes it away again."""
 
-    def __init__(self, links: SharedLinks) -> None:
-        self._links, self._ending = links, asyncio.Event()
+    def __init__(self, links: SharedLinks, watcher: Watcher | None = None) -> None:
+        """watcher: the thread to which steps of other workers may come directly."""
+        self._links, self._watcher, self._ending = links, watcher, asyncio.Event()
 
     def end(self) -> None:
         """End all links, and those that come: a server that stops would wait for its callers to end them."""
@@ -49,18 +51,29 @@ class SharedMemoryServicer(pb_grpc.SharedMemoryServiceServicer):
             link = _link(secrets.randbits(64) or 1, _own(), first.segment)
             self._links.add(link)
             # Each shows the other's secret: it has mapped its memory.
-            listener = Listener(own=first.segment.nonce, expected=link.offer.nonce, then=link.use)
+            nonces = {"own": first.segment.nonce, "expected": link.offer.nonce}
+            listener, steps = Listener(**nonces, then=link.use), self._step_listener(link, **nonces)
             try:
                 opened = shared_memory_pb2.SharedOpened(link_id=link.link_id, segment=_to_message(link.offer))
                 with contextlib.suppress(OSError):
                     opened.socket = await listener.start()
+                    if steps is not None:
+                        opened.step_socket = steps.start()
                 await context.write(shared_memory_pb2.ShareMemoryResponse(opened=opened))
                 response = shared_memory_pb2.ShareMemoryResponse
                 await first_done(_listen(link, context), _confirm(link, context, response), self._over())
             finally:
                 listener.close()
+                if steps is not None:
+                    steps.close()
                 self._links.remove(link)
                 link.close()
+
+    def _step_listener(self, link: SharedLink, own: bytes, expected: bytes) -> StepListener | None:
+        watcher = self._watcher
+        if watcher is None:
+            return None
+        return StepListener(own, expected, lambda made: link.use_steps(StepSocket(made, watcher)))
 
     async def _over(self) -> None:
         await self._ending.wait()
@@ -97,8 +110,11 @@ class ClientLink:
             self.link.close()
 
 
-async def open_link(channel: grpc.aio.Channel, address: str) -> ClientLink:
-    """Share memory with the process at the other end. Raises FailedPrecondition where the two can't."""
+async def open_link(channel: grpc.aio.Channel, address: str, watcher: Watcher | None = None) -> ClientLink:
+    """Share memory with the process at the other end. watcher: the thread to which its steps may come directly.
+
+    Raises FailedPrecondition where the two can't.
+    """
     if not available():
         raise FailedPrecondition("this system has no anonymous files to share memory by", reason="NOT_SHARED")
     own = _own()
@@ -113,11 +129,14 @@ async def open_link(channel: grpc.aio.Channel, address: str) -> ClientLink:
         stream.cancel()
         own.close()
         raise
-    if response.opened.HasField("socket"):
-        try:
-            link.use(await call(response.opened.socket, own=response.opened.segment.nonce, expected=own.offer.nonce))
-        except FailedPrecondition as error:
-            log.info("frame_socket.none", address=address, why=error.message)
+    opened, nonces = response.opened, {"own": response.opened.segment.nonce, "expected": own.offer.nonce}
+    try:
+        if opened.HasField("socket"):
+            link.use(await call(opened.socket, **nonces))
+        if opened.HasField("step_socket") and watcher is not None:
+            link.use_steps(StepSocket(await call_steps(opened.step_socket, **nonces), watcher))
+    except FailedPrecondition as error:
+        log.info("frame_socket.none", address=address, why=error.message)
     return ClientLink(link, stream)
 
 

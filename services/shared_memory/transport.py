@@ -10,6 +10,7 @@ import structlog
 from services.addresses import is_loopback
 from services.errors import FailedPrecondition, FlashsplitError, Unimplemented
 from services.shared_memory.service import ClientLink, open_link
+from services.shared_memory.step_socket import Watcher
 
 log = structlog.get_logger()
 
@@ -22,15 +23,17 @@ class PayloadTransport(StrEnum):
     SHARED = "shared"
 
 
-async def share_memory(channel: grpc.aio.Channel, address: str, transport: PayloadTransport) -> ClientLink | None:
-    """A link to the worker there, None where payloads go in frames.
+async def share_memory(
+    channel: grpc.aio.Channel, address: str, transport: PayloadTransport, watcher: Watcher | None = None
+) -> ClientLink | None:
+    """A link to the worker there, None where payloads go in frames. watcher: as in `open_link`.
 
     Raises FailedPrecondition when it must be had and can't. What else is wrong with the worker, its next call tells.
     """
     if transport is PayloadTransport.STREAM or (transport is PayloadTransport.AUTO and not is_loopback(address)):
         return None
     try:
-        return await open_link(channel, address)
+        return await open_link(channel, address, watcher)
     except FlashsplitError as error:
         if transport is PayloadTransport.SHARED and isinstance(error, FailedPrecondition | Unimplemented):
             error.message = f"--payload-transport shared: {address}: {error.message}"

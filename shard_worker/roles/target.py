@@ -15,6 +15,7 @@ from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
 from services.peers import Peers
 from services.snapshot import SnapshotOwner
 from services.stage import StageSession
+from services.step_lane import StepLane
 from services.steps import Location, Open, StageIdentity
 from services.worker import LoadTarget
 from shard_worker.deciding import Decider
@@ -154,7 +155,7 @@ class TargetRole:
             step_engine=stage.engine,
         )
 
-    async def open(self, request: Open) -> StageSession:
+    async def open(self, request: Open, above: StepLane | None = None) -> StageSession:
         location = self._location(request.stage)
         try:
             loaded = self._expected(request)
@@ -168,7 +169,7 @@ class TargetRole:
         draft: DraftLink | None = None
         ahead: Ahead | None = None
         if request.route:
-            downstream = await self._open_next(request)
+            downstream = await self._open_next(request, steps=above is not None or stage.embedding is not None)
         elif request.draft is not None:
             draft = await self._open_draft(request, loaded)
             ahead = draft.ahead if isinstance(draft, LocalDraftLink) else None
@@ -183,6 +184,7 @@ class TargetRole:
             decider=None if sampler is None else Decider(stage, sampler, request, ahead),
             draft=draft,
             keeper=loaded.keeper,
+            above=above,
             on_close=self._sessions.discard,
         )
         self._sessions.add(session)
@@ -248,11 +250,11 @@ class TargetRole:
             if any(token >= vocabulary for token in tokens):
                 raise InvalidArgument(f"{field} has token {max(tokens)}; they must be below {vocabulary}", field=field)
 
-    async def _open_next(self, request: Open) -> StageSession:
+    async def _open_next(self, request: Open, *, steps: bool) -> StageSession:
         hop = request.route[0]
         port = await self._peers.stage(hop.address)
         return await port.open(
-            replace(request, stage=request.stage + 1, layers=hop.layers, route=request.route[1:]),
+            replace(request, stage=request.stage + 1, layers=hop.layers, route=request.route[1:]), steps=steps
         )
 
     async def _open_draft(self, request: Open, loaded: LoadedStage) -> DraftLink:

@@ -30,6 +30,7 @@ from services.snapshot import (
     SnapshotTrailer,
 )
 from services.snapshot_service import Imported
+from services.step_lane import StepLane
 from services.steps import (
     Commit,
     Event,
@@ -166,7 +167,7 @@ class FakeStage:
         self.fault: BaseException | None = None
         self.answer = answer or FakeStageSession.commit
 
-    async def open(self, request: Open) -> FakeStageSession:
+    async def open(self, request: Open, above: StepLane | None = None) -> FakeStageSession:
         if self.fault is not None:
             raise self.fault
         self.sessions.append(FakeStageSession(self, request))
@@ -182,6 +183,7 @@ class FakeStageSession:
     stages = (IDENTITY,)
     max_tensor_bytes = 64 << 20
     max_feature_slices = 16
+    step_lane = None
 
     def __init__(self, port: FakeStage, request: Open) -> None:
         self.port, self.request = port, request

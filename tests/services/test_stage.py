@@ -510,7 +510,7 @@ async def test_a_cancelled_open_frees_the_session(port: FakeStage, stage: Remote
     """A caller that gives up while the stage still opens leaves nothing behind."""
     began, freed = asyncio.Event(), asyncio.Event()
 
-    async def slow(request: object) -> FakeStageSession:
+    async def slow(*_: object) -> FakeStageSession:
         began.set()
         try:
             await asyncio.sleep(60)

@@ -6,6 +6,7 @@ Everything is the engine's own but the network: addresses lead to the roles them
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,10 +14,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from services.description import FeatureTransport, HeadPlace
+from services.errors import FlashsplitError
 from services.layers import LayerRange
 from services.peers import Peers
 from services.snapshot import SnapshotOwner
 from services.stage import StageSession
+from services.step_lane import StepLane
 from services.steps import (
     Commit,
     DraftRoute,
@@ -60,15 +63,52 @@ Script = Callable[[list[int]], Sequence[int]]
 """All tokens produced so far -> guesses for the next verify, in place of the draft's."""
 
 
+class Lane:
+    """One end of a step lane between two stages of this process. carries: whether it takes a step."""
+
+    def __init__(self, carries: Callable[[Forward], bool]) -> None:
+        self._carries = carries
+        self.other: Lane | None = self
+        self.carried: list[Forward] = []
+        self.took: Callable[[Forward], None] = lambda _: None
+
+    def listen(self, took: Callable[[Forward], None], failed: Callable[[FlashsplitError], None], **_: int) -> None:
+        self.took, self.failed = took, failed
+
+    def send(self, forward: Forward) -> bool:
+        if self.other is None or not self._carries(forward):
+            return False
+        self.carried.append(forward)
+        self.other.took(forward)
+        return True
+
+    def close(self) -> None:
+        self.other = None
+
+
 class Directory:
     """Stands in for `services.peers.Peers`: addresses of this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, carries: Callable[[Forward], bool] | None = None) -> None:
+        """carries: what lanes between stages take; None for no lanes."""
         self.stages: dict[str, Any] = {}
         self.drafts: dict[str, Any] = {}
+        self.lanes: list[tuple[Lane, Lane]] = []
+        self._carries = carries
 
     async def stage(self, address: str) -> Any:
-        return self.stages[address]
+        return SimpleNamespace(open=functools.partial(self._open, self.stages[address]))
+
+    async def _open(self, role: TargetRole, request: Open, *, steps: bool = False) -> StageSession:
+        if not steps or self._carries is None:
+            return await role.open(request)
+        # What goes down may be refused; what is told up the chain always arrives.
+        own, other = Lane(self._carries), Lane(lambda _: True)
+        own.other, other.other = other, own
+        self.lanes.append((own, other))
+        session = await role.open(request, cast(StepLane, other))
+        session.step_lane = cast(StepLane, own)
+        return session
 
     async def draft(self, address: str) -> Any:
         return self.drafts[address]
@@ -111,11 +151,13 @@ class Chain:
         budget: int = BUDGET,
         devices: str = "cpu",
         dtype: str | None = None,
+        carries: Callable[[Forward], bool] | None = None,
     ) -> None:
+        """carries: as in `Directory`."""
         layers = load_stage(path).config.num_layers
         bounds = [0, *cuts, layers]
         self.ranges = [LayerRange(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
-        self.directory = Directory()
+        self.directory = Directory(carries)
         self._threads: list[DeviceThread] = []
         self.draft_role: DraftRole | None = None
         self.kept = [Kept(budget) for _ in self.ranges]

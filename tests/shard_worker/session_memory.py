@@ -39,7 +39,7 @@ async def memory_of(client: Client, *, window: int | None = None) -> Memory:
     """
     memory: Memory = {}
     for session in stages_of(client):
-        state, stage = session._state, session._stage
+        state, stage = session._work._state, session._stage
         assert state is not None
         # A verify is counted behind its answer.
         await session._thread.submit(int)

@@ -102,12 +102,12 @@ async def test_a_single_stage_goes_on_while_the_event_loop_is_busy(chain: MakeCh
         await client.prefill(PROMPT[:-1])
         [session] = stages_of(client)
         await client.send(client.frame(StepKind.DECODE, PROMPT[-1:], more=11))
-        assert session._state is not None
+        assert session._work._state is not None
         deadline = time.monotonic() + 20
-        while session._state.length < len(PROMPT) + 11:
+        while session._work._state.length < len(PROMPT) + 11:
             assert time.monotonic() < deadline
             time.sleep(0.001)
-        assert session._length < session._state.length
+        assert session._length < session._work._state.length
         with pytest.raises(FailedPrecondition, match="steps still follow"):
             await session.save_snapshot(SnapshotSave("a", session._length))
         commits = [await client.commit() for _ in range(12)]

@@ -39,6 +39,7 @@ class ScriptedStage:
     def __init__(self, *answers: Event | FlashsplitError) -> None:
         self.stages = (StageIdentity(Location(1, "far", "cpu", "far:1"), LayerRange(3, 8)),)
         self._answers = answers
+        self.step_lane = None
         self.closed = 0
 
     async def forward(self, forward: Forward) -> None:

@@ -17,6 +17,7 @@ from services.server import Server
 from services.shared_memory import transport
 from services.shared_memory.link import FROM_BYTES, NO_LINKS, PIECE_BYTES, SEGMENT_BYTES, SharedLink, SharedLinks
 from services.shared_memory.service import ClientLink, SharedMemoryServicer, open_link
+from services.shared_memory.step_socket import Watcher
 from services.shared_memory.transport import PayloadTransport, share_memory
 
 DATA = os.urandom(FROM_BYTES)
@@ -183,7 +184,7 @@ async def test_which_transport(server: tuple[Server, SharedLinks], ends: Ends, m
             await found.close()
     assert await share_memory(channel, "gpu.example:7001", PayloadTransport.AUTO) is None
 
-    async def fails(channel: grpc.aio.Channel, address: str) -> ClientLink:
+    async def fails(channel: grpc.aio.Channel, address: str, watcher: Watcher | None) -> ClientLink:
         raise FailedPrecondition("not here", reason="NOT_SHARED")
 
     monkeypatch.setattr(transport, "open_link", fails)

@@ -24,7 +24,7 @@ def read(memory: bytearray, payload: Payload) -> bytes:
 def test_payloads_survive_each_other(seed: int) -> None:
     """Random sizes, released in random order: each can be read until it is released."""
     draw, memory = random.Random(seed), bytearray(SIZE)
-    ring = RingWriter(memoryview(memory))
+    ring = RingWriter(memoryview(memory), FIRST_OFFSET, SIZE)
     held: dict[int, tuple[Payload, bytes]] = {}
     refused = 0
     for _ in range(500):
@@ -49,7 +49,7 @@ def test_payloads_survive_each_other(seed: int) -> None:
 
 
 def test_what_is_too_large_never_fits() -> None:
-    ring = RingWriter(memoryview(bytearray(SIZE)))
+    ring = RingWriter(memoryview(bytearray(SIZE)), FIRST_OFFSET, SIZE)
     assert ring.put(memoryview(bytes(SIZE - FIRST_OFFSET - 63))) is None
     ring.release(7)
     assert ring.put(memoryview(bytes(10))) is not None
@@ -58,7 +58,7 @@ def test_what_is_too_large_never_fits() -> None:
 def test_a_reader_checks_what_it_is_told() -> None:
     """Bounds, size and number; also that nothing else was written there while it copied."""
     memory = bytearray(SIZE)
-    ring = RingWriter(memoryview(memory))
+    ring = RingWriter(memoryview(memory), FIRST_OFFSET, SIZE)
     good = ring.put(memoryview(b"payload"))
     assert good is not None
     assert read(memory, good) == b"payload"

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'flashsplit/shard/v1/shared_memory.proto\x12\x13\x66lashsplit.shard.v1\"Z\n\rSharedSegment\x12\x12\n\nprocess_id\x18\x01 \x01(\r\x12\x12\n\ndescriptor\x18\x02 \x01(\r\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\r\n\x05nonce\x18\x04 \x01(\x0c\"V\n\rSharedPayload\x12\x0f\n\x07link_id\x18\x01 \x01(\x06\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\"9\n\x0eSharedConsumed\x12\x11\n\tsequences\x18\x01 \x03(\x04\x12\x14\n\x0ctransfer_ids\x18\x02 \x03(\x04\"\x8d\x01\n\x12ShareMemoryRequest\x12\x35\n\x07segment\x18\x01 \x01(\x0b\x32\".flashsplit.shard.v1.SharedSegmentH\x00\x12\x37\n\x08\x63onsumed\x18\x02 \x01(\x0b\x32#.flashsplit.shard.v1.SharedConsumedH\x00\x42\x07\n\x05\x66rame\"\x8c\x01\n\x13ShareMemoryResponse\x12\x33\n\x06opened\x18\x01 \x01(\x0b\x32!.flashsplit.shard.v1.SharedOpenedH\x00\x12\x37\n\x08\x63onsumed\x18\x02 \x01(\x0b\x32#.flashsplit.shard.v1.SharedConsumedH\x00\x42\x07\n\x05\x66rame\"t\n\x0cSharedOpened\x12\x0f\n\x07link_id\x18\x01 \x01(\x06\x12\x33\n\x07segment\x18\x02 \x01(\x0b\x32\".flashsplit.shard.v1.SharedSegment\x12\x13\n\x06socket\x18\x03 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_socket\"/\n\tFrameLane\x12\x0f\n\x07link_id\x18\x01 \x01(\x06\x12\x11\n\tstream_id\x18\x02 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'flashsplit/shard/v1/shared_memory.proto\x12\x13\x66lashsplit.shard.v1\"Z\n\rSharedSegment\x12\x12\n\nprocess_id\x18\x01 \x01(\r\x12\x12\n\ndescriptor\x18\x02 \x01(\r\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\r\n\x05nonce\x18\x04 \x01(\x0c\"V\n\rSharedPayload\x12\x0f\n\x07link_id\x18\x01 \x01(\x06\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\"9\n\x0eSharedConsumed\x12\x11\n\tsequences\x18\x01 \x03(\x04\x12\x14\n\x0ctransfer_ids\x18\x02 \x03(\x04\"\x8d\x01\n\x12ShareMemoryRequest\x12\x35\n\x07segment\x18\x01 \x01(\x0b\x32\".flashsplit.shard.v1.SharedSegmentH\x00\x12\x37\n\x08\x63onsumed\x18\x02 \x01(\x0b\x32#.flashsplit.shard.v1.SharedConsumedH\x00\x42\x07\n\x05\x66rame\"\x8c\x01\n\x13ShareMemoryResponse\x12\x33\n\x06opened\x18\x01 \x01(\x0b\x32!.flashsplit.shard.v1.SharedOpenedH\x00\x12\x37\n\x08\x63onsumed\x18\x02 \x01(\x0b\x32#.flashsplit.shard.v1.SharedConsumedH\x00\x42\x07\n\x05\x66rame\"\x9e\x01\n\x0cSharedOpened\x12\x0f\n\x07link_id\x18\x01 \x01(\x06\x12\x33\n\x07segment\x18\x02 \x01(\x0b\x32\".flashsplit.shard.v1.SharedSegment\x12\x13\n\x06socket\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x18\n\x0bstep_socket\x18\x04 \x01(\tH\x01\x88\x01\x01\x42\t\n\x07_socketB\x0e\n\x0c_step_socket\">\n\tFrameLane\x12\x0f\n\x07link_id\x18\x01 \x01(\x06\x12\x11\n\tstream_id\x18\x02 \x01(\x04\x12\r\n\x05steps\x18\x03 \x01(\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,8 +41,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SHAREMEMORYREQUEST']._serialized_end=445
   _globals['_SHAREMEMORYRESPONSE']._serialized_start=448
   _globals['_SHAREMEMORYRESPONSE']._serialized_end=588
-  _globals['_SHAREDOPENED']._serialized_start=590
-  _globals['_SHAREDOPENED']._serialized_end=706
-  _globals['_FRAMELANE']._serialized_start=708
-  _globals['_FRAMELANE']._serialized_end=755
+  _globals['_SHAREDOPENED']._serialized_start=591
+  _globals['_SHAREDOPENED']._serialized_end=749
+  _globals['_FRAMELANE']._serialized_start=751
+  _globals['_FRAMELANE']._serialized_end=813
 # @@protoc_insertion_point(module_scope)

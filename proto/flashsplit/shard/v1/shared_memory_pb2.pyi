@@ -55,19 +55,23 @@ class ShareMemoryResponse(_message.Message):
     def __init__(self, opened: _Optional[_Union[SharedOpened, _Mapping]] = ..., consumed: _Optional[_Union[SharedConsumed, _Mapping]] = ...) -> None: ...
 
 class SharedOpened(_message.Message):
-    __slots__ = ("link_id", "segment", "socket")
+    __slots__ = ("link_id", "segment", "socket", "step_socket")
     LINK_ID_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     SOCKET_FIELD_NUMBER: _ClassVar[int]
+    STEP_SOCKET_FIELD_NUMBER: _ClassVar[int]
     link_id: int
     segment: SharedSegment
     socket: str
-    def __init__(self, link_id: _Optional[int] = ..., segment: _Optional[_Union[SharedSegment, _Mapping]] = ..., socket: _Optional[str] = ...) -> None: ...
+    step_socket: str
+    def __init__(self, link_id: _Optional[int] = ..., segment: _Optional[_Union[SharedSegment, _Mapping]] = ..., socket: _Optional[str] = ..., step_socket: _Optional[str] = ...) -> None: ...
 
 class FrameLane(_message.Message):
-    __slots__ = ("link_id", "stream_id")
+    __slots__ = ("link_id", "stream_id", "steps")
     LINK_ID_FIELD_NUMBER: _ClassVar[int]
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     link_id: int
     stream_id: int
-    def __init__(self, link_id: _Optional[int] = ..., stream_id: _Optional[int] = ...) -> None: ...
+    steps: bool
+    def __init__(self, link_id: _Optional[int] = ..., stream_id: _Optional[int] = ..., steps: _Optional[bool] = ...) -> None: ...

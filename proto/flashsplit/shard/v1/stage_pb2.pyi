@@ -132,7 +132,7 @@ class ForwardFromTokens(_message.Message):
     def __init__(self, step: _Optional[int] = ..., base_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., kind: _Optional[_Union[StepKind, str]] = ..., propose_tokens: _Optional[int] = ..., more: _Optional[int] = ...) -> None: ...
 
 class ForwardFromActivation(_message.Message):
-    __slots__ = ("step", "base_position", "token_ids", "kind", "propose_tokens", "activation", "features")
+    __slots__ = ("step", "base_position", "token_ids", "kind", "propose_tokens", "activation", "features", "more")
     STEP_FIELD_NUMBER: _ClassVar[int]
     BASE_POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -140,6 +140,7 @@ class ForwardFromActivation(_message.Message):
     PROPOSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACTIVATION_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     step: int
     base_position: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -147,7 +148,8 @@ class ForwardFromActivation(_message.Message):
     propose_tokens: int
     activation: _tensor_pb2.Tensor
     features: _containers.RepeatedCompositeFieldContainer[FeatureSlice]
-    def __init__(self, step: _Optional[int] = ..., base_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., kind: _Optional[_Union[StepKind, str]] = ..., propose_tokens: _Optional[int] = ..., activation: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., features: _Optional[_Iterable[_Union[FeatureSlice, _Mapping]]] = ...) -> None: ...
+    more: int
+    def __init__(self, step: _Optional[int] = ..., base_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., kind: _Optional[_Union[StepKind, str]] = ..., propose_tokens: _Optional[int] = ..., activation: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., features: _Optional[_Iterable[_Union[FeatureSlice, _Mapping]]] = ..., more: _Optional[int] = ...) -> None: ...
 
 class FeatureSlice(_message.Message):
     __slots__ = ("capture_index", "start_position", "features")
@@ -168,12 +170,14 @@ class StageIdentity(_message.Message):
     def __init__(self, location: _Optional[_Union[_failure_pb2.Location, _Mapping]] = ..., layers: _Optional[_Union[_model_pb2.LayerRange, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("stages", "lane")
+    __slots__ = ("stages", "lane", "step_lane")
     STAGES_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
+    STEP_LANE_FIELD_NUMBER: _ClassVar[int]
     stages: _containers.RepeatedCompositeFieldContainer[StageIdentity]
     lane: bool
-    def __init__(self, stages: _Optional[_Iterable[_Union[StageIdentity, _Mapping]]] = ..., lane: _Optional[bool] = ...) -> None: ...
+    step_lane: bool
+    def __init__(self, stages: _Optional[_Iterable[_Union[StageIdentity, _Mapping]]] = ..., lane: _Optional[bool] = ..., step_lane: _Optional[bool] = ...) -> None: ...
 
 class StageTiming(_message.Message):
     __slots__ = ("forward_ns", "elapsed_ns", "passed_bytes")
@@ -196,27 +200,31 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("step", "length", "token_ids", "timings", "logprobs", "more")
+    __slots__ = ("step", "length", "token_ids", "timings", "logprobs", "more", "followed")
     STEP_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWED_FIELD_NUMBER: _ClassVar[int]
     step: int
     length: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     timings: _containers.RepeatedCompositeFieldContainer[StageTiming]
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     more: int
-    def __init__(self, step: _Optional[int] = ..., length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., timings: _Optional[_Iterable[_Union[StageTiming, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., more: _Optional[int] = ...) -> None: ...
+    followed: bool
+    def __init__(self, step: _Optional[int] = ..., length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., timings: _Optional[_Iterable[_Union[StageTiming, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., more: _Optional[int] = ..., followed: _Optional[bool] = ...) -> None: ...
 
 class Proposal(_message.Message):
-    __slots__ = ("step", "token_ids", "elapsed_ns")
+    __slots__ = ("step", "token_ids", "elapsed_ns", "followed")
     STEP_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ELAPSED_NS_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWED_FIELD_NUMBER: _ClassVar[int]
     step: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     elapsed_ns: int
-    def __init__(self, step: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., elapsed_ns: _Optional[int] = ...) -> None: ...
+    followed: bool
+    def __init__(self, step: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., elapsed_ns: _Optional[int] = ..., followed: _Optional[bool] = ...) -> None: ...

@@ -1,0 +1,106 @@
+"""One session's way past the event loops: steps that follow by themselves, from the thread that computes to the next.
+
+Down the chain goes a step with its activation, up the chain the step that follows, as soon as the last stage knows it.
+Everything here runs on the thread that reads the socket but where it says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flashsplit.shard.v1 import shared_memory_pb2, stage_service_pb2 as pb
+from services import stage_frames as frames
+from services.errors import FlashsplitError, InvalidArgument
+from services.shared_memory.link import SharedLink
+from services.shared_memory.step_socket import StepSocket
+from services.steps import Forward
+
+FROM_BYTES = 32 << 10
+"""Larger tensors go through the segment, so that packets stay small."""
+
+
+class StepLane:
+    """One end. Use `close`."""
+
+    def __init__(self, link: SharedLink, socket: StepSocket, stream_id: int) -> None:
+        self._link, self._socket, self._stream_id = link, socket, stream_id
+        self._sent: list[int] = []
+
+    def listen(
+        self,
+        took: Callable[[Forward], None],
+        failed: Callable[[FlashsplitError], None],
+        *,
+        max_tensor_bytes: int = 0,
+        max_feature_slices: int = 0,
+    ) -> None:
+        """From any thread. took: called with every step; failed: instead of it, where one is malformed."""
+
+        def then(message: memoryview) -> None:
+            try:
+                forward = self._parse(message, max_tensor_bytes, max_feature_slices)
+            except FlashsplitError as error:
+                failed(error)
+            else:
+                took(forward)
+
+        self._socket.join(self._stream_id, then)
+
+    def send(self, forward: Forward) -> bool:
+        """False where it has to go another way. One step of a session is on its way at a time: what the one before left
+        in the segment is free."""
+        self._free()
+        messages = frames.forward_to_messages(forward, self)
+        packet = next(messages).SerializeToString()
+        if next(messages, None) is None and self._socket.send(self._stream_id, packet):
+            return True
+        self._free()
+        return False
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self._socket.leave(self._stream_id)
+        self._free()
+
+    # --- as frames ask for shared memory
+
+    def put(self, data: memoryview) -> shared_memory_pb2.SharedPayload | None:
+        """As `Sender.put`."""
+        payload = self._link.put_step(data) if len(data) >= FROM_BYTES else None
+        if payload is None:
+            return None
+        self._sent.append(payload.sequence)
+        return shared_memory_pb2.SharedPayload(
+            link_id=self._link.link_id,
+            sequence=payload.sequence,
+            offset=payload.offset,
+            size_bytes=payload.size_bytes,
+        )
+
+    def take(self, message: shared_memory_pb2.SharedPayload, into: bytearray) -> None:
+        """As `SharedLinks.take`."""
+        self._link.take_step(message, into)
+
+    # ---
+
+    def _parse(self, message: memoryview, max_tensor_bytes: int, max_feature_slices: int) -> Forward:
+        try:
+            request = pb.RunStageRequest.FromString(bytes(message))
+        except Exception as error:
+            raise InvalidArgument("a step could not be parsed", reason="GARBLED") from error
+        match request.WhichOneof("frame"):
+            case "forward_from_tokens":
+                return frames.from_tokens(request.forward_from_tokens)
+            case "forward_from_activation":
+                step = request.forward_from_activation
+                incoming = frames.incoming_tensors(step, max_tensor_bytes, max_feature_slices, self)
+                if not all(tensor.complete for tensor in incoming):
+                    raise InvalidArgument("a step's tensors must come whole", field="activation.data")
+                return frames.from_activation(step, [tensor.tensor() for tensor in incoming])
+            case other:
+                raise InvalidArgument(f"frame {other} is not expected here", field="frame")
+
+    def _free(self) -> None:
+        for sequence in self._sent:
+            self._link.release_step(sequence)
+        self._sent.clear()

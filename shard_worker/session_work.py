@@ -1,0 +1,252 @@
+"""What one request needs done on the device thread of one stage: its steps, which of their rows count, and the steps
+that follow by themselves.
+
+Where step lanes lead to the neighbours, steps go on from here, past the event loop, which only hears of them.
+Everything runs on the device thread but what says otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
+from services.step_lane import StepLane
+from services.steps import Forward, Open, StepKind
+from shard_worker.deciding import Decider, Produced
+from shard_worker.draft_link import slices_to_wire
+from shard_worker.dtypes import from_wire, to_wire
+from shard_worker.executor import DeviceThread
+from shard_worker.features import Features
+from shard_worker.follower import follower
+from shard_worker.prefix_state import StateView
+from shard_worker.stage import Stage, StageState
+from shard_worker.step_checks import check_rows, check_tensors
+from shard_worker.step_runner import StepOutput
+
+
+class Ledger(Protocol):
+    """Who keeps count of a session's steps on the event loop."""
+
+    def passed_on(self, forward: Forward, arrived_ns: int, passed: Forward, forward_ns: int) -> None:
+        """A step came, was computed here, and goes on to the next stage."""
+
+    def unsent(self, passed: Forward) -> None:
+        """That step could not be sent: it has to go the other way."""
+
+    def decided(self, forward: Forward, arrived_ns: int, produced: Produced) -> None:
+        """A step came and was decided here."""
+
+    def broke(self, error: FlashsplitError) -> None:
+        """The session cannot go on."""
+
+
+class SessionWork:
+    """Owns the session's caches, until `close`. Made on the event loop."""
+
+    def __init__(
+        self,
+        thread: DeviceThread,
+        stage: Stage,
+        state: StageState,
+        request: Open,
+        decider: Decider | None,
+        captures: Sequence[int | None],
+        above: StepLane | None,
+        below: StepLane | None,
+    ) -> None:
+        """captures: of the stages before this one, as they come with a step. above, below: to the neighbours."""
+        self._thread, self._stage, self._request, self._decider = thread, stage, request, decider
+        self._state: StageState | None = state
+        self._captures, self._above, self._below = captures, above, below
+        self._loop = asyncio.get_running_loop()
+        self._ledger: Ledger | None = None
+        self._step = -1
+        """The last one that was computed."""
+        self._followed = -1
+        """The last one whose follower was sent up the chain."""
+        self._begun: deque[tuple[Forward, Future[Produced]]] = deque()
+
+    def listen(self, ledger: Ledger, max_tensor_bytes: int, max_feature_slices: int) -> None:
+        """Take steps from the neighbours from now on. On the event loop, before the first step."""
+        self._ledger = ledger
+        limits = {"max_tensor_bytes": max_tensor_bytes, "max_feature_slices": max_feature_slices}
+        if self._above is not None:
+            self._above.listen(lambda step: self._queue(self._begin, step), self._break, **limits)
+        if self._below is not None:
+            self._below.listen(lambda step: self._queue(self._follow, step), self._break)
+
+    # --- on the event loop
+
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self._state is None else self._state.size_bytes
+
+    @property
+    def ahead(self) -> bool:
+        """Whether steps were begun that have not been asked for."""
+        return bool(self._begun)
+
+    def state(self) -> StageState:
+        """On either. Raises FailedPrecondition once the session is closed."""
+        if self._state is None:
+            raise FailedPrecondition("the session is closed", reason="CLOSED")
+        return self._state
+
+    def views(self) -> list[StateView]:
+        """All that a prefix consists of here."""
+        views: list[StateView] = [view for caches in self.state().caches for view in caches.views()]
+        return views if self._decider is None else [*views, self._decider.last]
+
+    def followed(self, step: int) -> bool:
+        """Whether the step behind this one was sent up the chain already."""
+        return self._followed >= step
+
+    def produced(self, forward: Forward) -> asyncio.Future[Produced]:
+        """What comes of a step on the last stage. Raises FailedPrecondition for another one than was begun already."""
+        if not self._begun:
+            return self._thread.submit(self.decide, forward)
+        begun, future = self._begun.popleft()
+        if begun != forward:
+            raise FailedPrecondition(
+                f"step {forward.step} runs already, with other rows", reason="OUT_OF_STEP", field="step"
+            )
+        return asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """Forget the caches. Safe to call twice."""
+        self._state = None
+        for lane in (self._above, self._below):
+            if lane is not None:
+                with contextlib.suppress(RuntimeError):
+                    self._thread.queue(lane.close)
+
+    # --- steps
+
+    def pass_on(self, forward: Forward) -> tuple[Forward, int]:
+        """Compute a step: what the next stage gets, and nanoseconds."""
+        started_ns = time.monotonic_ns()
+        output, features = self._compute(forward)
+        pieces = tuple(slices_to_wire(features, forward.base_position))
+        passed = replace(forward, activation=to_wire(output.hidden), features=pieces)
+        return passed, time.monotonic_ns() - started_ns
+
+    def decide(self, forward: Forward) -> Produced:
+        """Compute a step on the last stage, and decide."""
+        started_ns = time.monotonic_ns()
+        output, features = self._compute(forward)
+        assert self._decider is not None
+        produced = self._decider.decide(forward, self.state(), output, features, started_ns)
+        if not forward.propose_tokens:
+            self.go_on(forward, produced.token_ids, ())
+        return produced
+
+    def answer(self, forward: Forward, arrived_ns: int) -> None:
+        """As `decide`, and tell the ledger."""
+        self._tell("decided", forward, arrived_ns, self.decide(forward))
+
+    def count(self, step: int, length: int) -> None:
+        """Let the rows of a verify count up to `length`, where they do not yet."""
+        state = self._state
+        if state is not None and state.pending and step == self._step:
+            self._stage.commit(state, length)
+
+    def go_on(self, forward: Forward, token_ids: tuple[int, ...], guesses: tuple[int, ...]) -> None:
+        """Begin what follows by itself, where that can be done from here: on an only stage, which will be asked for it
+        when the event loop has heard of this one, or through the lane to the stages above."""
+        state = self._state
+        if not forward.more or state is None or (self._above is None and self._stage.embedding is None):
+            return
+        verify = forward.kind is StepKind.VERIFY
+        length = forward.base_position + len(token_ids if verify else forward.token_ids)
+        following = follower(forward, length, token_ids, guesses, self._request)
+        if following is None:
+            return
+        if self._above is not None and self._above.send(following):
+            self._followed = forward.step
+        # Before the follower's rows come, and not before those above can begin with them.
+        self.count(forward.step, length)
+        if self._above is None:
+            self._begun.append((following, self._thread.queue(self.decide, following)))
+
+    def _compute(self, forward: Forward) -> tuple[StepOutput, Features]:
+        state, features = self.state(), Features()
+        self._step = forward.step
+        if forward.kind is StepKind.RESUME:
+            # Nothing to compute: the state is there, and the last stage has the logits.
+            return StepOutput(torch.empty(0, self._stage.config.hidden_size, dtype=self._stage.dtype)), features
+        hidden = None
+        if forward.activation is not None:
+            device = self._stage.device
+            hidden = from_wire(forward.activation, device)
+            for piece in forward.features:
+                tensor = from_wire(piece.features, device)
+                if piece.capture_index is None:
+                    features.total = tensor
+                else:
+                    features.slices[piece.capture_index] = tensor
+        wanted = features if self._request.draft is not None else None
+        deferred = forward.kind is StepKind.VERIFY
+        return self._stage.step(state, forward.token_ids, wanted, deferred=deferred, hidden=hidden), features
+
+    # --- past the event loop
+
+    def _queue(self, job: Callable[[Forward, int], None], forward: Forward) -> None:
+        """Behind what was asked for before."""
+        self._thread.queue(self._guarded, job, forward, time.monotonic_ns())
+
+    def _guarded(self, job: Callable[[Forward, int], None], forward: Forward, arrived_ns: int) -> None:
+        try:
+            job(forward, arrived_ns)
+        except FlashsplitError as error:
+            self._break(error)
+
+    def _follow(self, following: Forward, arrived_ns: int) -> None:
+        """The stages below have done with a step, and this one comes next."""
+        state, length = self.state(), following.base_position
+        if state.pending:
+            if not state.length < length <= state.length + state.pending:
+                raise InvalidArgument(
+                    f"base_position is {length} behind {state.pending} rows from {state.length}", field="base_position"
+                )
+            self.count(self._step, length)
+        if self._above is None:
+            self._begin(following, arrived_ns)
+        elif not self._above.send(following):
+            raise FailedPrecondition("the socket for steps to the stage above is broken", reason="LANE_BROKEN")
+
+    def _begin(self, forward: Forward, arrived_ns: int) -> None:
+        state = self.state()
+        if forward.step != self._step + 1 or state.pending:
+            raise FailedPrecondition(
+                f"step is {forward.step} behind step {self._step}, of which {state.pending} rows are undecided",
+                reason="OUT_OF_STEP",
+                field="step",
+            )
+        check_rows(forward, state.length, self._request, self._stage.config.vocab_size)
+        check_tensors(forward, self._stage, self._captures)
+        if self._decider is not None:
+            self.answer(forward, arrived_ns)
+            return
+        passed, forward_ns = self.pass_on(forward)
+        # Before its answer can come.
+        self._tell("passed_on", forward, arrived_ns, passed, forward_ns)
+        if self._below is None or not self._below.send(passed):
+            self._tell("unsent", passed)
+
+    def _break(self, error: FlashsplitError) -> None:
+        self._tell("broke", error)
+
+    def _tell(self, what: str, *args: object) -> None:
+        """Call a method of the ledger, in the order of calls."""
+        # The loop may be over, and with it who would want to know.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(getattr(self._ledger, what), *args)
