@@ -17,7 +17,7 @@ from services.steps import FeatureSlice, Location, SnapshotPart, SnapshotRestore
 from services.tensors import WireTensor
 from shard_worker.draft_engine import DraftEngine, Guess, Projection
 from shard_worker.drafters.dflash import DraftState
-from shard_worker.dtypes import from_wire, to_wire
+from shard_worker.dtypes import Leaving, from_wire, to_wire
 from shard_worker.embedding_rows import EmbeddingRows
 from shard_worker.executor import DeviceThread
 from shard_worker.features import Features
@@ -186,9 +186,5 @@ class RemoteDraftLink:
 
 def slices_to_wire(features: Features, start: int) -> list[FeatureSlice]:
     """The sum as one slice, plain slices in capture order."""
-    pieces = []
-    if features.total is not None:
-        pieces.append(FeatureSlice(start, to_wire(features.total)))
-    for index in sorted(features.slices):
-        pieces.append(FeatureSlice(start, to_wire(features.slices[index]), index))
-    return pieces
+    tensors = Leaving(features.tensors).wait()
+    return [FeatureSlice(start, tensor, index) for index, tensor in zip(features.indices, tensors, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -29,9 +30,41 @@ def dtype_to_name(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
+class Leaving:
+    """Tensors on their way to the host: copies are queued behind what computes them; nothing waits before `wait`."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._host = [_queued(tensor.detach()) for tensor in tensors]
+        # Several devices of one stage have a stream each.
+        streams = {torch.cuda.current_stream(tensor.device) for tensor in tensors if tensor.device.type != "cpu"}
+        self._arrived = [stream.record_event() for stream in streams]
+
+    @property
+    def there(self) -> bool:
+        """Whether nothing needs to be waited for."""
+        return all(event.query() for event in self._arrived)
+
+    def wait(self) -> list[WireTensor]:
+        """From any thread: until they are there; their bytes."""
+        for event in self._arrived:
+            event.synchronize()
+        return [_bytes_of(tensor) for tensor in self._host]
+
+
 def to_wire(tensor: torch.Tensor) -> WireTensor:
     """Copy a tensor of any device to bytes."""
-    host = tensor.detach().to("cpu").contiguous()
+    return Leaving([tensor]).wait()[0]
+
+
+def _queued(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "cpu":
+        return tensor.contiguous()
+    # Page-locked: a copy to other memory would wait for the device here.
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _bytes_of(host: torch.Tensor) -> WireTensor:
     data = host.view(torch.uint8).numpy().data if host.numel() else b""
     return WireTensor(_NAMES[host.dtype], tuple(host.shape), data)
 
@@ -43,5 +76,8 @@ def from_wire(tensor: WireTensor, device: torch.device) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=dtype, device=device)
     # torch wants a buffer that may be written to. A tensor that came in pieces has one, a small one is copied.
     data = tensor.data if isinstance(tensor.data, bytearray) else bytearray(tensor.data)
-    flat = torch.frombuffer(data, dtype=dtype)
-    return flat.view(tensor.shape).to(device)
+    host = torch.frombuffer(data, dtype=dtype).view(tensor.shape)
+    if device.type == "cpu":
+        return host
+    # As above: this is queued behind the step before, while the host goes on.
+    return host.pin_memory().to(device, non_blocking=True)

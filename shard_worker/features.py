@@ -29,15 +29,23 @@ class Features:
         return self.total is None and not self.slices
 
     @property
+    def indices(self) -> list[int | None]:
+        """As they travel: None for the sum, and the slices in the draft's order."""
+        return [*([None] if self.total is not None else []), *sorted(self.slices)]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """In the order of `indices`."""
+        return [*([self.total] if self.total is not None else []), *(self.slices[i] for i in sorted(self.slices))]
+
+    @property
     def count(self) -> int:
         """Rows."""
-        pieces = [self.total] if self.total is not None else list(self.slices.values())
-        return len(pieces[0]) if pieces else 0
+        return len(self.tensors[0]) if not self.empty else 0
 
     @property
     def size_bytes(self) -> int:
-        tensors = [*self.slices.values(), *([self.total] if self.total is not None else [])]
-        return sum(tensor.nbytes for tensor in tensors)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def rows(self, count: int) -> Features:
         """The first `count` rows."""

@@ -13,17 +13,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
 from services.step_lane import StepLane
-from services.steps import Forward, Open, StepKind
+from services.steps import FeatureSlice, Forward, Open, StepKind
 from shard_worker.deciding import Decider, Produced
-from shard_worker.draft_link import slices_to_wire
-from shard_worker.dtypes import from_wire, to_wire
+from shard_worker.dtypes import Leaving, from_wire
 from shard_worker.executor import DeviceThread
 from shard_worker.features import Features
 from shard_worker.follower import follower
@@ -36,7 +35,7 @@ from shard_worker.step_runner import StepOutput
 class Ledger(Protocol):
     """Who keeps count of a session's steps on the event loop."""
 
-    def passed_on(self, forward: Forward, arrived_ns: int, passed: Forward, forward_ns: int) -> None:
+    def passed_on(self, passed: Forward, arrived_ns: int, forward_ns: int) -> None:
         """A step came, was computed here, and goes on to the next stage."""
 
     def unsent(self, passed: Forward) -> None:
@@ -47,6 +46,29 @@ class Ledger(Protocol):
 
     def broke(self, error: FlashsplitError) -> None:
         """The session cannot go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passing:
+    """A step that is computed, and what the next stage needs of it on its way to the host."""
+
+    forward: Forward
+    indices: Sequence[int | None]
+    leaving: Leaving
+    started_ns: int
+
+    @property
+    def there(self) -> bool:
+        """Whether `wait` will not."""
+        return self.leaving.there
+
+    def wait(self) -> tuple[Forward, int]:
+        """From any thread: the step as the next stage gets it, and how many nanoseconds it took."""
+        activation, *features = self.leaving.wait()
+        start = self.forward.base_position
+        pieces = [FeatureSlice(start, piece, index) for index, piece in zip(self.indices, features, strict=True)]
+        passed = replace(self.forward, activation=activation, features=tuple(pieces))
+        return passed, time.monotonic_ns() - self.started_ns
 
 
 class SessionWork:
@@ -133,11 +155,14 @@ class SessionWork:
 
     def pass_on(self, forward: Forward) -> tuple[Forward, int]:
         """Compute a step: what the next stage gets, and nanoseconds."""
+        return self.launch(forward).wait()
+
+    def launch(self, forward: Forward) -> Passing:
+        """Compute a step, on a GPU without waiting for it."""
         started_ns = time.monotonic_ns()
         output, features = self._compute(forward)
-        pieces = tuple(slices_to_wire(features, forward.base_position))
-        passed = replace(forward, activation=to_wire(output.hidden), features=pieces)
-        return passed, time.monotonic_ns() - started_ns
+        leaving = Leaving([output.hidden, *features.tensors])
+        return Passing(forward, features.indices, leaving, started_ns)
 
     def decide(self, forward: Forward) -> Produced:
         """Compute a step on the last stage, and decide."""
@@ -238,7 +263,7 @@ class SessionWork:
             return
         passed, forward_ns = self.pass_on(forward)
         # Before its answer can come.
-        self._tell("passed_on", forward, arrived_ns, passed, forward_ns)
+        self._tell("passed_on", passed, arrived_ns, forward_ns)
         if self._below is None or not self._below.send(passed):
             self._tell("unsent", passed)
 

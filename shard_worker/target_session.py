@@ -40,7 +40,7 @@ from shard_worker.draft_link import DraftLink
 from shard_worker.executor import DeviceThread
 from shard_worker.features import Features
 from shard_worker.session_record import SessionRecord
-from shard_worker.session_work import SessionWork
+from shard_worker.session_work import Passing, SessionWork
 from shard_worker.snapshot_keeper import SnapshotKeeper
 from shard_worker.stage import Stage, StageState
 from shard_worker.step_checks import check_rows, check_tensors
@@ -101,8 +101,8 @@ class TargetSession:
         self._saving: deque[asyncio.Future[SnapshotPart]] = deque()
         self._restored: SnapshotPart | None = None
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
-        # Answers go out in the order of their steps.
-        self._answering = asyncio.Lock()
+        # Steps go on, and answers go out, in their order.
+        self._in_order = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._error: FlashsplitError | None = None
@@ -116,8 +116,8 @@ class TargetSession:
             if forward.step != self._next_step:
                 # The device thread may be ahead of what has been heard of it here.
                 await self._thread.submit(int)
-            while self._tasks:
-                await asyncio.wait(self._tasks)
+            # Behind what was begun before, but for one chunk of a prompt that is on its way.
+            await self._settled(forward.kind is StepKind.PREFILL and self._downstream is not None)
             self._check(forward)
             await self._run(forward, arrived_ns)
         except FlashsplitError as error:
@@ -125,6 +125,7 @@ class TargetSession:
 
     async def save_snapshot(self, save: SnapshotSave) -> None:
         location = self._location
+        await self._settled()
         self._check_save(save)
         own = self._keeper.save(save, self._work.views(), location)
         if self._downstream is not None:
@@ -259,26 +260,48 @@ class TargetSession:
             produced = await self._work.produced(forward)
             await self._answer(forward, arrived_ns, produced, self._count(forward, produced))
             return
-        passed_on, forward_ns = await self._thread.submit(self._work.pass_on, forward)
-        self._note(forward, arrived_ns, passed_on, forward_ns)
-        await self._downstream.forward(passed_on)
-
-    def _note(self, forward: Forward, arrived_ns: int, passed: Forward, forward_ns: int) -> None:
-        """A step that was passed on, or is about to be."""
-        rows = len(forward.token_ids)
-        self._record.forward_ns += forward_ns
+        if forward.kind is StepKind.PREFILL:
+            passing = await self._thread.submit(self._work.launch, forward)
+            self._length += len(forward.token_ids)
+            # The device goes on with the next chunk while this one is on its way.
+            self._begin(self._pass_on, passing, arrived_ns)
+            return
+        passed, forward_ns = await self._thread.submit(self._work.pass_on, forward)
         if forward.kind is not StepKind.VERIFY:
-            self._length += rows
+            self._length += len(forward.token_ids)
+        self._note(passed, arrived_ns, forward_ns)
+        await self._downstream.forward(passed)
+
+    async def _settled(self, but: int = 0) -> None:
+        """Wait for what was begun here, but for so much. Raises what went wrong with it."""
+        while len(self._tasks) > but:
+            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        if self._error is not None:
+            raise self._error
+
+    async def _pass_on(self, passing: Passing, arrived_ns: int) -> None:
+        assert self._downstream is not None
+        async with self._in_order:
+            passed, forward_ns = passing.wait() if passing.there else await asyncio.to_thread(passing.wait)
+            self._note(passed, arrived_ns, forward_ns)
+            await self._downstream.forward(passed)
+
+    def _note(self, passed: Forward, arrived_ns: int, forward_ns: int) -> None:
+        """A step that is about to go to the next stage."""
+        rows = len(passed.token_ids)
+        self._record.forward_ns += forward_ns
         self._unanswered.append(
-            InFlight(forward.step, forward.base_position, rows, forward.kind, arrived_ns, forward_ns, passed.size_bytes)
+            InFlight(passed.step, passed.base_position, rows, passed.kind, arrived_ns, forward_ns, passed.size_bytes)
         )
 
     # --- what the device thread did by itself: `session_work.Ledger`
 
-    def passed_on(self, forward: Forward, arrived_ns: int, passed: Forward, forward_ns: int) -> None:
+    def passed_on(self, passed: Forward, arrived_ns: int, forward_ns: int) -> None:
         self._next_step += 1
         self._record.steps += 1
-        self._note(forward, arrived_ns, passed, forward_ns)
+        if passed.kind is not StepKind.VERIFY:
+            self._length += len(passed.token_ids)
+        self._note(passed, arrived_ns, forward_ns)
 
     def unsent(self, passed: Forward) -> None:
         assert self._downstream is not None
@@ -326,7 +349,7 @@ class TargetSession:
         return counted
 
     async def _answer(self, forward: Forward, arrived_ns: int, produced: Produced, counted: int) -> None:
-        async with self._answering:
+        async with self._in_order:
             await self._answer_in_turn(forward, arrived_ns, produced, counted)
 
     async def _answer_in_turn(self, forward: Forward, arrived_ns: int, produced: Produced, counted: int) -> None:
