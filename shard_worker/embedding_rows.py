@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -9,15 +10,18 @@ import torch.nn.functional as F
 
 from services.errors import InvalidArgument
 from shard_worker.checkpoint import Checkpoint
+from shard_worker.device import Device, describe
 from shard_worker.stage import Stage
+
+MOST_OF_FREE = 0.1
+"""Of a GPU's free memory for a copy: the rest is for sessions."""
 
 EmbeddingRows = Callable[[tuple[int, ...]], torch.Tensor]
 """Token ids -> [n, hidden]."""
 
 
-def rows_of_stage(stage: Stage, checkpoint: Checkpoint) -> EmbeddingRows:
-    """The stage's own embedding or tied lm_head where it has one, else the checkpoint's file."""
-    matrix = resident_embedding(stage)
+def rows_of_stage(matrix: torch.Tensor | None, checkpoint: Checkpoint) -> EmbeddingRows:
+    """Of a resident matrix where there is one, else of the checkpoint's file."""
     if matrix is None:
         return rows_of_checkpoint(checkpoint)
     resident = matrix
@@ -34,6 +38,16 @@ def resident_embedding(stage: Stage) -> torch.Tensor | None:
     if stage.embedding is None and stage.config.tied_head and stage.head is not None:
         return None if stage.head.weight.is_mkldnn else stage.head.weight
     return stage.embedding
+
+
+def copied_embedding(checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> torch.Tensor | None:
+    """The whole matrix on a GPU that has plenty of room left: there a draft can look up a token that the host does not
+    know yet. None elsewhere."""
+    name = matrix_name(checkpoint, "embed_tokens.weight")
+    size = math.prod(checkpoint.shape(name)) * dtype.itemsize
+    if not device.is_gpu or size > MOST_OF_FREE * describe(device).free_bytes:
+        return None
+    return checkpoint.place(name, device.torch_device, dtype)
 
 
 def rows_of_checkpoint(checkpoint: Checkpoint) -> EmbeddingRows:

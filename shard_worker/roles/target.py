@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import structlog
+import torch
 
 from services.description import DraftDescription, FeatureTransport, HeadPlace, TargetDescription
 from services.draft import DraftOpen
@@ -26,7 +27,7 @@ from shard_worker.draft_link import DraftLink, LocalDraftLink, RemoteDraftLink
 from shard_worker.drafters import drafter_of
 from shard_worker.drafters.dflash import Draft, DraftState
 from shard_worker.dtypes import dtype_to_name
-from shard_worker.embedding_rows import EmbeddingRows, resident_embedding, rows_of_stage
+from shard_worker.embedding_rows import EmbeddingRows, copied_embedding, resident_embedding, rows_of_stage
 from shard_worker.executor import DeviceThread
 from shard_worker.following import FollowingSession
 from shard_worker.grammar_compiler import GrammarCompiler
@@ -59,6 +60,9 @@ class LoadedStage:
     stage: Stage
     family: str
     fingerprint: str
+    matrix: torch.Tensor | None
+    """The target's embedding where all of it is on the last device."""
+
     embedding: EmbeddingRows
     keeper: SnapshotKeeper
     grammars: GrammarCompiler
@@ -105,7 +109,8 @@ class TargetRole:
             stage,
             loader.family_name,
             checkpoint.fingerprint,
-            rows_of_stage(stage, checkpoint),
+            resident_embedding(stage),
+            rows_of_stage(resident_embedding(stage), checkpoint),
             SnapshotKeeper(
                 self._store,
                 self._thread,
@@ -128,11 +133,21 @@ class TargetRole:
         try:
             stage.prepare()
             if held is not None and stage.head is not None and held.part.head_place is HeadPlace.SHARED:
+                self.loaded = self._with_embedding(self.loaded, held.draft.device)
                 self._draft_engine(held, self.loaded).prepare()
         except Exception as error:
             # Whatever a compiler may lack on this host, plain torch has what it needs.
             log.warning("kernels.failed", error=f"{type(error).__name__}: {error}"[:500])
             self.loaded = replace(self.loaded, stage=stage.without_kernels())
+
+    @staticmethod
+    def _with_embedding(loaded: LoadedStage, device: Device) -> LoadedStage:
+        """With the embedding beside the draft, where there is room for it."""
+        if loaded.matrix is not None:
+            return loaded
+        checkpoint = open_checkpoint(loaded.part.model_path)
+        matrix = copied_embedding(checkpoint, device, loaded.stage.dtype)
+        return replace(loaded, matrix=matrix, embedding=rows_of_stage(matrix, checkpoint))
 
     def describe(self) -> TargetDescription | None:
         loaded = self.loaded
@@ -317,7 +332,7 @@ class TargetRole:
     def _ahead(request: Open, loaded: LoadedStage, engine: DraftEngine, state: DraftState) -> Ahead | None:
         """Where a block can be issued together with the step before it: all of it by kernels on one device."""
         stage = loaded.stage
-        embedding, runner = resident_embedding(stage), stage.runners[-1] if stage.runners else None
+        embedding, runner = loaded.matrix, stage.runners[-1] if stage.runners else None
         if (
             engine.runner is None
             or runner is None

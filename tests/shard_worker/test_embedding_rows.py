@@ -7,7 +7,14 @@ import torch
 
 from services.errors import InvalidArgument
 from shard_worker.checkpoint import Checkpoint
-from shard_worker.embedding_rows import matrix_name, rows_of_checkpoint, rows_of_stage
+from shard_worker.device import parse_devices
+from shard_worker.embedding_rows import (
+    copied_embedding,
+    matrix_name,
+    resident_embedding,
+    rows_of_checkpoint,
+    rows_of_stage,
+)
 from tests.reference import target
 from tests.shard_worker.tiny import Tiny, load_stage
 
@@ -19,10 +26,26 @@ TOKENS = (5, 254, 5, 0)
 def test_rows_are_the_embeddings(tiny: Tiny, name: str, layers: tuple[int, int]) -> None:
     """From the first stage's matrix, a tied head or the mapped file alike, and equal to transformers' table."""
     expected = target.embedding(tiny.model(name))[list(TOKENS)]
-    stage = load_stage(tiny.path(name), layers)
+    matrix = resident_embedding(load_stage(tiny.path(name), layers))
+    checkpoint = Checkpoint(tiny.path(name))
 
-    assert torch.equal(rows_of_stage(stage, Checkpoint(tiny.path(name)))(TOKENS), expected)
-    assert torch.equal(rows_of_checkpoint(Checkpoint(tiny.path(name)))(TOKENS), expected)
+    assert torch.equal(rows_of_stage(matrix, checkpoint)(TOKENS), expected)
+    assert torch.equal(rows_of_checkpoint(checkpoint)(TOKENS), expected)
+
+
+def test_no_copy_where_the_file_is_as_near(tiny: Tiny) -> None:
+    """A CPU's stage reads its rows from the mapped file."""
+    assert copied_embedding(Checkpoint(tiny.path("qwen3")), parse_devices("cpu")[0], torch.bfloat16) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5-nested"])
+def test_a_copy_beside_a_draft_on_a_gpu(tiny: Tiny, name: str) -> None:
+    """Of all rows, in the stage's element type."""
+    matrix = copied_embedding(Checkpoint(tiny.path(name)), parse_devices("cuda:0")[0], torch.bfloat16)
+    assert matrix is not None
+    assert matrix.device.type == "cuda"
+    assert torch.equal(matrix.cpu(), target.embedding(tiny.model(name)).bfloat16())
 
 
 def test_a_checkpoint_without_an_embedding_is_refused(tiny: Tiny) -> None:
