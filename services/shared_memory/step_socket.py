@@ -24,6 +24,8 @@ MAX_PACKET_BYTES = 128 << 10
 
 _HEADER = struct.Struct("<Q")
 _CONNECT_S = 2.0
+_AT_ONCE = 16
+"""Packets that are read before the thread does something else: whoever sends without end must not keep it."""
 
 log = structlog.get_logger()
 
@@ -73,7 +75,9 @@ class StepSocket:
             self._watcher.unwatch(self._socket)
 
     def _ready(self) -> None:
-        while not self.closed:
+        for _ in range(_AT_ONCE):
+            if self.closed:
+                return
             try:
                 size = self._socket.recv_into(self._packet)
             except BlockingIOError:
