@@ -170,7 +170,7 @@ class FakeStage:
     async def open(self, request: Open, above: StepLane | None = None) -> FakeStageSession:
         if self.fault is not None:
             raise self.fault
-        self.sessions.append(FakeStageSession(self, request))
+        self.sessions.append(FakeStageSession(self, request, above))
         return self.sessions[-1]
 
     @property
@@ -185,8 +185,8 @@ class FakeStageSession:
     max_feature_slices = 16
     step_lane = None
 
-    def __init__(self, port: FakeStage, request: Open) -> None:
-        self.port, self.request = port, request
+    def __init__(self, port: FakeStage, request: Open, above: StepLane | None = None) -> None:
+        self.port, self.request, self.above = port, request, above
         self.forwards: list[Forward] = []
         self.saves: list[SnapshotSave] = []
         self.restores: list[SnapshotRestore] = []

@@ -145,6 +145,7 @@ def test_forwards_from_tokens_round_trip() -> None:
         Forward(2**64 - 1, 2**32 - 1, (0, 2**32 - 1), StepKind.VERIFY, 15),
         Forward(0, 0, (), StepKind.PREFILL),
         Forward(0, 9, (), StepKind.RESUME, 7),
+        Forward(4, 9, (1,), StepKind.DECODE, 7, more=2**32 - 1),
     ):
         [frame] = forward_to_messages(forward)
         frame = pb.RunStageRequest.FromString(frame.SerializeToString())
@@ -155,7 +156,7 @@ def test_forwards_from_tokens_round_trip() -> None:
 def test_forwards_from_activations_round_trip() -> None:
     """A small step with activation, sum and slices is one frame, and comes back."""
     features = (FeatureSlice(4, tensor(2, 8, dtype="float32")), FeatureSlice(4, tensor(2, 8), 0))
-    forward = Forward(3, 4, (7, 8), StepKind.DECODE, 0, tensor(2, 8), features)
+    forward = Forward(3, 4, (7, 8), StepKind.DECODE, 0, tensor(2, 8), features, more=5)
     [frame] = forward_to_messages(forward)
     message = pb.RunStageRequest.FromString(frame.SerializeToString()).forward_from_activation
     incoming = incoming_tensors(message, 1024, 2)
@@ -192,7 +193,10 @@ def test_unknown_kinds_are_refused(kind: int) -> None:
     [
         Commit(2**64 - 1, 9, (1, 2), (StageTiming(1, 2, 3), StageTiming(4, 5, 2**64 - 1))),
         Commit(0, 0, (), ()),
+        Commit(3, 9, (1,), (), more=7),
+        Commit(3, 9, (1,), (), followed=True),
         Proposal(5, (7, 8, 9), 10),
+        Proposal(5, (), 0, followed=True),
         *(Failure(reason, "a sentence", HERE, "UNAVAILABLE") for reason in FailureReason),
         Failure(FailureReason.DRAFT_LOST, "", Location(None, "", "", ""), ""),
         SnapshotSaved("a", 2**32 - 1, PARTS),
