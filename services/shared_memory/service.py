@@ -137,6 +137,10 @@ async def open_link(channel: grpc.aio.Channel, address: str, watcher: Watcher | 
             link.use_steps(StepSocket(await call_steps(opened.step_socket, **nonces), watcher))
     except FailedPrecondition as error:
         log.info("frame_socket.none", address=address, why=error.message)
+    except BaseException:
+        stream.cancel()
+        link.close()
+        raise
     return ClientLink(link, stream)
 
 

@@ -17,8 +17,9 @@ from services.server import Server
 from services.shared_memory import transport
 from services.shared_memory.link import FROM_BYTES, NO_LINKS, PIECE_BYTES, SEGMENT_BYTES, SharedLink, SharedLinks
 from services.shared_memory.service import ClientLink, SharedMemoryServicer, open_link
-from services.shared_memory.step_socket import Watcher
+from services.shared_memory.step_socket import StepListener, Watcher
 from services.shared_memory.transport import PayloadTransport, share_memory
+from tests.services.thread_watcher import ThreadWatcher
 
 DATA = os.urandom(FROM_BYTES)
 
@@ -146,6 +147,32 @@ async def test_a_server_that_goes(server: tuple[Server, SharedLinks], ends: Ends
     await server[0].stop(0)
     await soon(lambda: ends.client.closed)
     assert ends.link.sender().put(memoryview(DATA)) is None
+
+
+async def test_who_stops_opening_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory, call and sockets of a link that was not waited for are given back on both sides."""
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    # Its caller waits for an answer.
+    monkeypatch.setattr(StepListener, "_called", lambda *_: None)
+    watcher, links = ThreadWatcher(), SharedLinks()
+    server = Server(f"unix:{tmp_path / 's.sock'}", [SharedMemoryServicer(links, watcher).register])
+    await server.start()
+    channel = await connect(server.address, timeout_s=5)
+    before = descriptors()
+    opening = asyncio.create_task(open_link(channel, server.address, watcher))
+    # Two for each own segment and one for each of the other's; two ends of the socket for frames, one and a listener
+    # of that for steps.
+    await soon(lambda: descriptors() == before + 10)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    await soon(lambda: descriptors() == before)
+    await channel.close()
+    await server.stop(0)
+    watcher.end()
 
 
 @pytest.mark.parametrize(
