@@ -16,13 +16,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+import structlog
 import torch
 
 from services.errors import ResourceExhausted
 
 T = TypeVar("T")
+
+log = structlog.get_logger()
 
 EXIT_S = 5.0
 """How long the interpreter's end waits for a job that runs."""
@@ -84,14 +87,14 @@ class _Queue:
         self._jobs.append((future, job))
         if self._asleep:
             self._rouse()
+        if self.over:
+            # It ended meanwhile, and may have dropped the others before this one came.
+            self._drop()
 
     def end(self) -> None:
         self.over = True
-        while self._jobs:
-            with contextlib.suppress(IndexError):
-                self._jobs.popleft()[0].cancel()
-        with contextlib.suppress(OSError):
-            self._rouse()
+        self._drop()
+        self._rouse()
 
     def watch(self, made: socket.socket, ready: Callable[[], None]) -> None:
         self._selector.register(made, selectors.EVENT_READ, ready)
@@ -114,16 +117,18 @@ class _Queue:
                 self._asleep = False
             elif self._sockets:
                 self._read(0)
-            if self._jobs:
-                self._run(*self._jobs.popleft())
+            self._run_next()
         for key in [*self._selector.get_map().values()]:
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
         self._selector.close()
         self._wakes.close()
 
-    @staticmethod
-    def _run(future: Future[Any], job: Callable[[], Any]) -> None:
+    def _run_next(self) -> None:
+        try:
+            future, job = self._jobs.popleft()
+        except IndexError:
+            return
         if not future.set_running_or_notify_cancel():
             return
         try:
@@ -135,10 +140,22 @@ class _Queue:
 
     def _read(self, timeout: float | None) -> None:
         for key, _ in self._selector.select(timeout):
-            key.data()
+            try:
+                key.data()
+            except Exception:
+                # The thread goes on, or every session would wait for ever. While it ends, what comes cannot be queued.
+                if not self.over:
+                    log.exception("device.socket_failed")
+                self.unwatch(cast(socket.socket, key.fileobj))
+
+    def _drop(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._jobs.popleft()[0].cancel()
 
     def _rouse(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        # It is awake where there is no room, and over where the socket is closed.
+        with contextlib.suppress(OSError):
             self._wakes.send(b"\0")
 
     def _wake(self) -> None:
