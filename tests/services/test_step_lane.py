@@ -188,13 +188,13 @@ async def test_payloads_of_streams_have_room_of_their_own(chain: Chain) -> None:
     ],
 )
 async def test_a_step_without_room_goes_another_way(chain: Chain, sizes: tuple[int, ...]) -> None:
-    """It is not half sent, and what it took in the segment is free again."""
+    """It is not half sent, and what it took in the segment is free again, for another session's steps too."""
     expected = step(*(PIECE_BYTES,) * 3)
     for _ in range(3):
-        assert not chain.above.send(step(*sizes))
-        assert chain.above.send(expected)
-        assert await chain.below.next() == expected
-    assert chain.below.failed == []
+        assert not chain.above.send(step(*sizes), 1)
+        assert chain.above.send(expected, 2)
+        assert await chain.below.next(2) == expected
+    assert chain.below.took[1] == chain.below.failed == []
 
 
 async def test_a_closed_lane_gives_its_room_back(chain: Chain) -> None:
