@@ -17,7 +17,7 @@ from typing import Protocol
 
 import structlog
 
-from services.errors import FailedPrecondition
+from services.errors import FailedPrecondition, InvalidArgument
 
 MAX_PACKET_BYTES = 128 << 10
 """Below what a socket of this kind holds by default."""
@@ -52,7 +52,12 @@ class StepSocket:
         watcher.watch(made, self._ready)
 
     def join(self, stream_id: int, then: Callable[[memoryview], None]) -> None:
-        """then: called with each message for the stream; what it is given lasts only for the call."""
+        """then: called with each message for the stream; what it is given lasts only for the call.
+
+        Raises InvalidArgument where another stream has that number.
+        """
+        if stream_id in self._streams:
+            raise InvalidArgument(f"stream_id {stream_id} is in use", field="lane.stream_id")
         self._streams[stream_id] = then
 
     def leave(self, stream_id: int) -> None:

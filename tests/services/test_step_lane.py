@@ -377,6 +377,7 @@ def steps_without_end(chain: Chain, sent: Forward) -> list[Forward]:
         chain.above.watcher.do(go_on)
 
     limits = {"max_tensor_bytes": MAX_TENSOR_BYTES, "max_feature_slices": MAX_SLICES}
+    chain.below.lanes[1].close()
     chain.below.lanes[1].listen(take, chain.below.failed.append, **limits)
     assert chain.above.watcher.call(go_on)
     return took

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from services.errors import FailedPrecondition
+from services.errors import FailedPrecondition, InvalidArgument
 from services.event_loop import run
 from services.shared_memory import step_socket
 from services.shared_memory.step_socket import MAX_PACKET_BYTES, StepListener, StepSocket, call_steps
@@ -361,3 +361,12 @@ async def test_a_caller_that_gives_up_leaves_nothing() -> None:
         with pytest.raises(asyncio.CancelledError):
             await calling
         assert open_descriptors() == before
+
+
+def test_a_number_in_use_is_refused(pair: Pair) -> None:
+    """Another session's steps cannot be taken over; behind its end the number is free."""
+    pair.here.join(1, lambda _: None)
+    with pytest.raises(InvalidArgument, match="stream_id 1 is in use"):
+        pair.here.join(1, lambda _: None)
+    pair.here.leave(1)
+    pair.here.join(1, lambda _: None)
