@@ -80,13 +80,22 @@ def _bytes_of(host: torch.Tensor) -> WireTensor:
 
 
 def from_wire(tensor: WireTensor, device: torch.device) -> torch.Tensor:
-    """A tensor over the bytes (no copy of large ones on the CPU), moved to the device."""
+    """A tensor of the bytes on the device."""
+    return to_device(over_wire(tensor), device)
+
+
+def over_wire(tensor: WireTensor) -> torch.Tensor:
+    """A tensor on the CPU over the bytes; no copy of large ones."""
     dtype = _BY_NAME[tensor.dtype]
     if not math.prod(tensor.shape):
-        return torch.empty(tensor.shape, dtype=dtype, device=device)
+        return torch.empty(tensor.shape, dtype=dtype)
     # torch wants a buffer that may be written to. A tensor that came in pieces has one, a small one is copied.
     data = tensor.data if isinstance(tensor.data, bytearray) else bytearray(tensor.data)
-    host = torch.frombuffer(data, dtype=dtype).view(tensor.shape)
+    return torch.frombuffer(data, dtype=dtype).view(tensor.shape)
+
+
+def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same on a device."""
     if not _goes_page_locked(host, device):
         return host.to(device)
     # As above: this is queued behind the step before, while the host goes on.

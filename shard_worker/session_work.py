@@ -22,7 +22,7 @@ from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
 from services.step_lane import StepLane
 from services.steps import FeatureSlice, Forward, Open, StepKind
 from shard_worker.deciding import Decider, Produced
-from shard_worker.dtypes import Leaving, from_wire
+from shard_worker.dtypes import Leaving, from_wire, over_wire
 from shard_worker.executor import DeviceThread
 from shard_worker.features import Features
 from shard_worker.follower import follower
@@ -210,10 +210,9 @@ class SessionWork:
             return StepOutput(torch.empty(0, self._stage.config.hidden_size, dtype=self._stage.dtype)), features
         hidden = None
         if forward.activation is not None:
-            device = self._stage.device
-            hidden = from_wire(forward.activation, device)
+            hidden = over_wire(forward.activation)
             for piece in forward.features:
-                tensor = from_wire(piece.features, device)
+                tensor = from_wire(piece.features, self._stage.device)
                 if piece.capture_index is None:
                     features.total = tensor
                 else:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from services.description import StepEngine
 from services.layers import LayerRange
 from shard_worker.caches import SegmentCaches
+from shard_worker.dtypes import to_device
 from shard_worker.features import Features
 from shard_worker.head import Head
 from shard_worker.model_config import ModelConfig
@@ -118,11 +119,11 @@ class Stage:
         hidden: torch.Tensor | None = None,
     ) -> StepOutput:
         """The stage on the rows of these tokens; otherwise as `run`. With the logits of all rows where they come with
-        it. hidden: what the stage before made of the rows, where there is one."""
+        it. hidden: what the stage before made of the rows, where there is one; on the CPU."""
         count = len(token_ids)
         runners = [runner for runner in self.runners if runner is not None and runner.takes(count, deferred=deferred)]
         if not runners or len(runners) < len(self.segments):
-            rows = self.embed(token_ids) if hidden is None else hidden
+            rows = self.embed(token_ids) if hidden is None else to_device(hidden, self.device)
             return StepOutput(self.run(state, rows, features, deferred=deferred))
         output = None
         for runner, caches in zip(runners, state.caches, strict=True):

@@ -73,6 +73,8 @@ class StepRunner:
         device, config = segment.device.torch_device, segment.config
         self._place = Place(device, -(-config.max_position // PAGE_ROWS) + 1)
         self._hidden = torch.zeros((ROW_COUNTS[-1], config.hidden_size), dtype=segment.dtype, device=device)
+        # Page-locked, so that rows from another process are sent as part of a step.
+        self._incoming = torch.zeros_like(self._hidden, device="cpu", pin_memory=device.type != "cpu")
         self._recurrent = self._layers.delta is not None
         self._made: dict[Variant, Captured] = {}
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
@@ -100,7 +102,8 @@ class StepRunner:
         *,
         deferred: bool,
     ) -> StepOutput:
-        """A step of the rows of these tokens. hidden: the rows [n, hidden] from elsewhere, where no embedding is here.
+        """A step of the rows of these tokens. hidden: the rows [n, hidden] from elsewhere, where no embedding is here,
+        on any device.
 
         base: the first row's position. Captures are added to `features`, where there are any wanted.
         """
@@ -119,12 +122,15 @@ class StepRunner:
         count, capture = len(token_ids), self._segment.capture if features is not None else None
         variant = self._key(count, deferred, capture is not None)
         made = self._prepared(variant)
-        if hidden is not None:
-            self._hidden[:count].copy_(hidden)
         if caches.attention is not None:
             caches.attention.reserve(base + count)
         # The tokens in any case: what counts of a verify is decided by them.
         self._place.fill(base, count, token_ids=token_ids, attention=caches.attention, recurrent=caches.recurrent)
+        if hidden is not None:
+            if hidden.device.type == "cpu":
+                # What was there has left: `fill` waits for that.
+                hidden = self._incoming[:count].copy_(hidden)
+            self._hidden[:count].copy_(hidden, non_blocking=True)
         if made.graph is not None:
             made.graph.replay()
         else:
