@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from shard_worker.attention_cache import PAGE_ROWS
 from shard_worker.caches import SegmentCaches, slots_of
+from shard_worker.dtypes import copy_bytes
 from shard_worker.features import Features
 from shard_worker.head import Head
 from shard_worker.kernel_support import can_run, head_sizes
@@ -129,7 +130,8 @@ class StepRunner:
         if hidden is not None:
             if hidden.device.type == "cpu":
                 # What was there has left: `fill` waits for that.
-                hidden = self._incoming[:count].copy_(hidden)
+                copy_bytes(self._incoming[:count], hidden)
+                hidden = self._incoming[:count]
             self._hidden[:count].copy_(hidden, non_blocking=True)
         if made.graph is not None:
             made.graph.replay()
