@@ -7,7 +7,6 @@ memory; keeps nothing.
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -32,9 +31,9 @@ from shard_worker.segment import Segment
 READ_S, LAYER_S, MATMUL_S = 0.3, 0.12, 0.1
 """How long each figure is measured: LAYER_S once a kind of layer and number of layers."""
 
-REST_S, OTHERS_BYTES = 0.003, 64 << 20
-"""Before each run, as a stage rests while the others compute: a core that has just slept is slower, and finds in its
-caches what they have read meanwhile, so much at least."""
+REST_S = 0.003
+"""Before each run, as a stage rests while the others compute: a core that has just slept is slower, and finds other
+programs' data in its caches."""
 
 NARROW = 64
 """Hidden and MLP width of the layers whose weights cost nothing to read."""
@@ -174,11 +173,6 @@ def _choose_s(device: Device, shape: ModelConfig, dtype: torch.dtype) -> float:
     return _seconds(device, choose, LAYER_S / 2)
 
 
-@functools.cache
-def _others() -> torch.Tensor:
-    return torch.zeros(OTHERS_BYTES, dtype=torch.uint8)
-
-
 def _seconds(device: Device, job: Callable[[], object], budget_s: float) -> float:
     """Median time of one run, each after a rest, within the budget; at least three, after two that do not count."""
     for _ in range(2):
@@ -187,8 +181,6 @@ def _seconds(device: Device, job: Callable[[], object], budget_s: float) -> floa
     times: list[float] = []
     deadline = time.perf_counter() + budget_s
     while len(times) < 3 or time.perf_counter() < deadline:
-        if not device.is_gpu:
-            _others().add_(1)
         time.sleep(REST_S)
         began = time.perf_counter()
         job()
