@@ -129,6 +129,7 @@ def test_chat_is_answered_and_speculated_on(held_out: dict[str, list[Any]]) -> N
     assert all(stage["forward_ms"] > 0 for stage in stats["stages"])
 
 
+@pytest.mark.slow
 def test_seed_decides_whatever_the_split_and_draft(held_out: dict[str, list[Any]]) -> None:
     """One seed gives one answer: unsplit, split, plain, speculated; another seed gives another."""
     sampling = ["--temperature", "2.5", "--top-p", "0.99", "--top-k", "500", "--repetition-penalty", "1.3"]

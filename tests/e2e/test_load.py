@@ -95,7 +95,7 @@ async def idle(client: openai.AsyncOpenAI) -> None:
 
 
 @pytest.mark.parametrize(
-    "seconds", [6, pytest.param(600, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+    "seconds", [4, pytest.param(600, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
 )  # fmt: skip
 async def test_each_gets_its_own_answer(seconds: float, tmp_path: Path) -> None:
     """64 clients, long and short prompts, greedy and seeded, whole and streamed, one in five hanging up midway."""

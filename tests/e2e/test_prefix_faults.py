@@ -134,6 +134,7 @@ def ask_demo(store: Path) -> list[object]:
     ]
 
 
+@pytest.mark.slow
 def test_killed_while_it_saves(tmp_path: Path) -> None:
     """kill -9 of `flashsplit generate` at any moment: no worker stays, the next run's answer is right, no litter."""
     draw = random.Random(6)
