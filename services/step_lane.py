@@ -70,12 +70,7 @@ class StepLane:
         if payload is None:
             return None
         self._sent.append(payload.sequence)
-        return shared_memory_pb2.SharedPayload(
-            link_id=self._link.link_id,
-            sequence=payload.sequence,
-            offset=payload.offset,
-            size_bytes=payload.size_bytes,
-        )
+        return self._link.name(payload)
 
     def take(self, message: shared_memory_pb2.SharedPayload, into: bytearray) -> None:
         """As `SharedLinks.take`."""

@@ -6,7 +6,7 @@ what it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -186,5 +186,9 @@ class RemoteDraftLink:
 
 def slices_to_wire(features: Features, start: int) -> list[FeatureSlice]:
     """The sum as one slice, plain slices in capture order."""
-    tensors = Leaving(features.tensors).wait()
-    return [FeatureSlice(start, tensor, index) for index, tensor in zip(features.indices, tensors, strict=True)]
+    return slices_of(features.indices, Leaving(features.tensors).wait(), start)
+
+
+def slices_of(indices: Sequence[int | None], tensors: Sequence[WireTensor], start: int) -> list[FeatureSlice]:
+    """Of tensors that are on the host."""
+    return [FeatureSlice(start, tensor, index) for index, tensor in zip(indices, tensors, strict=True)]

@@ -20,8 +20,9 @@ import torch
 
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
 from services.step_lane import StepLane
-from services.steps import FeatureSlice, Forward, Open, StepKind
+from services.steps import Forward, Open, StepKind
 from shard_worker.deciding import Decider, Produced
+from shard_worker.draft_link import slices_of
 from shard_worker.dtypes import Leaving, from_wire, over_wire
 from shard_worker.executor import DeviceThread
 from shard_worker.features import Features
@@ -65,8 +66,7 @@ class Passing:
     def wait(self) -> tuple[Forward, int]:
         """From any thread: the step as the next stage gets it, and how many nanoseconds it took."""
         activation, *features = self.leaving.wait()
-        start = self.forward.base_position
-        pieces = [FeatureSlice(start, piece, index) for index, piece in zip(self.indices, features, strict=True)]
+        pieces = slices_of(self.indices, features, self.forward.base_position)
         passed = replace(self.forward, activation=activation, features=tuple(pieces))
         return passed, time.monotonic_ns() - self.started_ns
 

@@ -1,11 +1,11 @@
-"""Whether a step that came in fits its session: its rows and positions, and the tensors that came with it."""
+"""Whether what came in fits its session: a step's rows, positions and tensors, and a prefix to begin from."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from services.errors import FailedPrecondition, InvalidArgument
-from services.steps import Forward, Open, StepKind
+from services.steps import Forward, Open, SnapshotRestore, StepKind
 from shard_worker.dtypes import dtype_to_name
 from shard_worker.stage import Stage
 
@@ -74,3 +74,13 @@ def check_tensors(forward: Forward, stage: Stage, captures: Sequence[int | None]
                 f"features start at {piece.start_position}, the step at {forward.base_position}",
                 field="start_position",
             )
+
+
+def check_restore(restore: SnapshotRestore, request: Open, vocab_size: int) -> None:
+    """Raises InvalidArgument for a length that the session does not hold, and for other tokens than so many."""
+    if not 1 <= restore.length <= request.max_length:
+        raise InvalidArgument(
+            f"length is {restore.length}; the session holds 1 to {request.max_length} tokens", field="length"
+        )
+    if len(restore.token_ids) != restore.length or max(restore.token_ids) >= vocab_size:
+        raise InvalidArgument(f"token_ids must be {restore.length} ids below {vocab_size}", field="token_ids")

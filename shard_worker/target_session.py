@@ -11,9 +11,9 @@ import functools
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from services.errors import CLOSED, FailedPrecondition, FlashsplitError, InvalidArgument, Unavailable
+from services.errors import CLOSED, FailedPrecondition, FlashsplitError, Unavailable
 from services.stage import StageSession
 from services.step_lane import StepLane
 from services.steps import (
@@ -39,24 +39,12 @@ from shard_worker.draft_engine import Guess
 from shard_worker.draft_link import DraftLink
 from shard_worker.executor import DeviceThread
 from shard_worker.features import Features
+from shard_worker.in_flight import InFlight, answered
 from shard_worker.session_record import SessionRecord
 from shard_worker.session_work import Passing, SessionWork
 from shard_worker.snapshot_keeper import SnapshotKeeper
 from shard_worker.stage import Stage, StageState
-from shard_worker.step_checks import check_rows, check_tensors
-
-
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """A step that was passed on and not yet answered."""
-
-    step: int
-    base: int
-    rows: int
-    kind: StepKind
-    arrived_ns: int
-    forward_ns: int
-    passed_bytes: int
+from shard_worker.step_checks import check_restore, check_rows, check_tensors
 
 
 class TargetSession:
@@ -138,7 +126,9 @@ class TargetSession:
         self._events.put_nowait(SnapshotSaved(save.snapshot_id, save.length, tuple(parts)))
 
     async def restore_snapshot(self, restore: SnapshotRestore) -> None:
-        self._check_restore(restore)
+        if self._next_step or self._length:
+            raise FailedPrecondition("restore comes before the first step", reason="OUT_OF_STEP", field="frame")
+        check_restore(restore, self._request, self._stage.config.vocab_size)
         own = await self._keeper.restore(restore, self._work.views(), self._location)
         state = self._work.state()
         state.length = self._length = restore.length
@@ -217,18 +207,6 @@ class TargetSession:
                 f"length is {save.length}, {self._length} tokens are committed: a prefix is kept where the session is",
                 reason="OUT_OF_STEP",
                 field="length",
-            )
-
-    def _check_restore(self, restore: SnapshotRestore) -> None:
-        if self._next_step or self._length:
-            raise FailedPrecondition("restore comes before the first step", reason="OUT_OF_STEP", field="frame")
-        if not 1 <= restore.length <= self._request.max_length:
-            raise InvalidArgument(
-                f"length is {restore.length}; the session holds 1 to {self._request.max_length} tokens", field="length"
-            )
-        if len(restore.token_ids) != restore.length or max(restore.token_ids) >= self._stage.config.vocab_size:
-            raise InvalidArgument(
-                f"token_ids must be {restore.length} ids below {self._stage.config.vocab_size}", field="token_ids"
             )
 
     def _check_answered(self) -> None:
@@ -423,22 +401,10 @@ class TargetSession:
     def _apply(self, commit: Commit) -> Commit:
         """Let the rows count that the last stage says count, and add this stage's times.
 
-        Raises FailedPrecondition when the answer doesn't fit the step that is waiting for one.
+        Errors as in `answered`.
         """
-        flight = self._unanswered.popleft() if self._unanswered else None
-        verify = flight is not None and flight.kind is StepKind.VERIFY
-        if (
-            flight is None
-            or commit.step != flight.step
-            or not flight.base + min(flight.rows, 1) <= commit.length <= flight.base + flight.rows
-            or (not verify and commit.length != flight.base + flight.rows)
-        ):
-            waiting = "no step" if flight is None else f"step {flight.step} from {flight.base}"
-            raise FailedPrecondition(
-                f"commit of step {commit.step} to length {commit.length} came while {waiting} was waiting",
-                reason="OUT_OF_STEP",
-            )
-        if verify and not self._closed:
+        flight = answered(self._unanswered.popleft() if self._unanswered else None, commit)
+        if flight.kind is StepKind.VERIFY and not self._closed:
             self._length = commit.length
             self._thread.submit(self._work.count, commit.step, commit.length)
         elapsed_ns = time.monotonic_ns() - flight.arrived_ns

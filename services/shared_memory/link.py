@@ -122,6 +122,12 @@ class SharedLink:
         """Write a payload; None where there is no room for it now."""
         return None if self.closed else self._ring.put(data)
 
+    def name(self, payload: Payload) -> pb.SharedPayload:
+        """As the other side is told of it."""
+        return pb.SharedPayload(
+            link_id=self.link_id, sequence=payload.sequence, offset=payload.offset, size_bytes=payload.size_bytes
+        )
+
     def release(self, sequences: Iterable[int], transfer_ids: Iterable[int] = ()) -> None:
         """The other side has read these, or never will."""
         for sequence in sequences:
@@ -196,12 +202,7 @@ class Sender:
         while self._sent and not self._link.holds(self._sent[0]):
             self._sent.popleft()
         self._sent.append(payload.sequence)
-        return pb.SharedPayload(
-            link_id=self._link.link_id,
-            sequence=payload.sequence,
-            offset=payload.offset,
-            size_bytes=payload.size_bytes,
-        )
+        return self._link.name(payload)
 
     def close(self) -> None:
         """What was not read never will be."""
