@@ -16,11 +16,13 @@ ECHO_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class MeasureFor:
-    """What to measure for. resident_bytes: about how many bytes of weights each device would hold."""
+    """What to measure for. resident_bytes: about how many bytes of weights each device would hold. stages: of how
+    many it would be one, so that it rests between its steps while the others compute."""
 
     model_path: str
     dtype: str
     resident_bytes: int
+    stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ def request_to_message(wanted: MeasureFor) -> pb.MeasureRequest:
         model_path=wanted.model_path,
         dtype=dtype_number(wanted.dtype),
         resident_bytes=wanted.resident_bytes,
+        stages=wanted.stages,
     )
 
 
@@ -64,7 +67,7 @@ def request_from_message(message: pb.MeasureRequest) -> MeasureFor:
     dtype = dtype_name(message.dtype)
     if dtype is None or dtype == "int32":
         raise InvalidArgument(f"dtype is {dtype or 'missing'}: name one of float32, bfloat16, float16", field="dtype")
-    return MeasureFor(message.model_path, dtype, message.resident_bytes)
+    return MeasureFor(message.model_path, dtype, message.resident_bytes, max(message.stages, 1))
 
 
 def speed_to_message(speed: DeviceSpeed) -> pb.DeviceSpeed:

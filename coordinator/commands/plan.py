@@ -140,14 +140,14 @@ async def _choose_automatically(placement: dict[str, str | int | None]) -> None:
 
 
 async def _measured(options: PlacementOptions, drawn: Plan, models: Models, directory: Path) -> tuple[WorkerSpeed, ...]:
-    places, launch = places_of(drawn), options.launch()
+    launch = options.launch()
     peers = Peers(security=launch.security, transport=launch.transport)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(peers.close)
         status = stack.enter_context(console.status("starting workers"))
-        addresses = await stack.enter_async_context(workers_at(places, launch))
+        addresses = await stack.enter_async_context(workers_at(places_of(drawn), launch))
         return await measure_workers(
-            places,
+            drawn,
             addresses,
             peers,
             models,

@@ -51,20 +51,22 @@ async def workers_at(places: Sequence[Place], launch: Launch) -> AsyncIterator[t
 
 
 async def measure_workers(
-    places: Sequence[Place],
+    plan: Plan,
     addresses: Sequence[str],
     peers: Peers,
     models: Models,
     model_path: str,
     told: Told = lambda worker: None,
 ) -> tuple[WorkerSpeed, ...]:
-    """One after the other, because workers of one host would slow each other down; equal local places once.
+    """One after the other, because workers of one host would slow each other down; equal local places once. Their
+    places, and `addresses`, are those of the stages in order, then of the draft's own worker.
 
     Raises Unavailable for a worker that doesn't answer, FailedPrecondition for one with open sessions.
     """
     target = models.target
-    wanted = MeasureFor(model_path, target.dtype, target.weight_bytes)
+    wanted = MeasureFor(model_path, target.dtype, target.weight_bytes, stages=len(plan.stages))
     known: dict[Place, WorkerSpeed] = {}
+    places = places_of(plan)
     for place, address in zip(places, addresses, strict=True):
         if place in known:
             continue
@@ -90,7 +92,7 @@ class SplitChooser:
 
     async def __call__(self, plan: Plan, addresses: Sequence[str], peers: Peers) -> Plan:
         """The plan with its layers. Raises what `measure_workers` and `choose_split` raise."""
-        workers = await measure_workers(places_of(plan), addresses, peers, self._models, self._model_path)
+        workers = await measure_workers(plan, addresses, peers, self._models, self._model_path)
         stages = len(plan.stages)
         draft_worker = workers[stages] if plan.draft is not None else None
         load = Load(min(AUTO_LENGTH, self._models.target.max_position), AUTO_SESSIONS)

@@ -19,6 +19,9 @@ from services.measure import DeviceSpeed, LinkSpeed
 COORDINATOR_S = 0.0001
 """What the coordinator itself does for a token: text, stop strings, the next frame."""
 
+SESSION_S = 0.00025
+"""What a session does around each stage's step: checks, positions, packing what comes and goes."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpeed:
@@ -43,8 +46,9 @@ class StageTime:
 
     @property
     def total_s(self) -> float:
+        """With what a session does around it."""
         both = (self.read_s, self.operators_s)
-        return (max(both) if self.overlapping else sum(both)) + self.hop_s
+        return (max(both) if self.overlapping else sum(both)) + SESSION_S + self.hop_s
 
 
 def stage_time(model: ModelSize, layers: LayerRange, worker: WorkerSpeed, context: int) -> StageTime:

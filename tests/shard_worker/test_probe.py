@@ -42,7 +42,7 @@ def test_every_kind_of_layer_is_measured(tiny: Tiny, name: str, kinds: set[str])
     began = time.perf_counter()
     speed = probe.measure(CPU, read_config(tiny.path(name)), MeasureFor("", "bfloat16", 1 << 20))
 
-    assert time.perf_counter() - began < 2
+    assert time.perf_counter() - began < 5
     assert set(speed.layer_s) == kinds
     assert 1e6 < speed.read_bytes_per_s < 1e15
     assert 1e6 < speed.matmul_flops_per_s < 1e17

@@ -22,7 +22,7 @@ from coordinator.planning.planner import (
     taken_bytes,
 )
 from coordinator.planning.split import TOLERANCE
-from coordinator.planning.step_time import COORDINATOR_S, WorkerSpeed, bottleneck, predict
+from coordinator.planning.step_time import COORDINATOR_S, SESSION_S, WorkerSpeed, bottleneck, predict
 from services.errors import FailedPrecondition
 from services.layers import LayerRange
 from services.measure import DeviceSpeed
@@ -55,8 +55,8 @@ def ranges(plan: Plan) -> list[LayerRange]:
 
 
 def test_a_step_is_the_sum_of_its_parts(models: Models) -> None:
-    """Weights and caches over bandwidth, operators a layer and a step, the head and the choice on the last stage, a hop
-    a stage; on a GPU reading and operators at the same time."""
+    """Weights and caches over bandwidth, operators a layer and a step, the head and the choice on the last stage, a
+    session and a hop a stage; on a GPU reading and operators at the same time."""
     model = models.target
     workers = [worker(hop=1e-3, read=1e9), worker("cuda:0", hop=5e-3, read=1e12)]
     found = predict(model, [LayerRange(0, 3), LayerRange(3, 8)], workers, 1000)
@@ -68,8 +68,8 @@ def test_a_step_is_the_sum_of_its_parts(models: Models) -> None:
     assert second.read_s == pytest.approx(read / 1e12)
     assert second.operators_s == pytest.approx(3 * KINDS["linear_attention"] + 2 * KINDS["full_attention"] + 3e-5)
     assert (first.hop_s, second.hop_s) == (1e-3, 5e-3)
-    assert first.total_s == pytest.approx(first.read_s + first.operators_s + 1e-3)
-    assert second.total_s == pytest.approx(max(second.read_s, second.operators_s) + 5e-3)
+    assert first.total_s == pytest.approx(first.read_s + first.operators_s + SESSION_S + 1e-3)
+    assert second.total_s == pytest.approx(max(second.read_s, second.operators_s) + SESSION_S + 5e-3)
     assert found.step_s == pytest.approx(first.total_s + second.total_s + COORDINATOR_S)
     assert "the way to stage 1 (cuda:0)" in bottleneck(found, workers)
     assert predict(model, ranges(planned(workers)), workers, 4000).step_s > found.step_s - 0.01
@@ -164,7 +164,7 @@ def test_fewer_workers_are_named_where_they_are_faster(models: Models) -> None:
     assert faster[0] == (0,)
     assert faster[1].step_s < predict(models.target, ranges(planned(workers)), workers, CONTEXT).step_s
 
-    cheap = [worker("cuda:0", hop=0), worker("cuda:1", hop=0)]
+    cheap = [worker("cuda:0", hop=0, read=1e7), worker("cuda:1", hop=0, read=1e7)]
     assert faster_subset(models, planned(cheap), cheap, LOAD) is None
     (whole,) = plan_shares(models, planned([worker()]), [1])[0]
     size = taken_bytes(models, whole, LOAD)

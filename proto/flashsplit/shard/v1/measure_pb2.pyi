@@ -8,14 +8,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class MeasureRequest(_message.Message):
-    __slots__ = ("model_path", "dtype", "resident_bytes")
+    __slots__ = ("model_path", "dtype", "resident_bytes", "stages")
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
     model_path: str
     dtype: _tensor_pb2.Dtype
     resident_bytes: int
-    def __init__(self, model_path: _Optional[str] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., resident_bytes: _Optional[int] = ...) -> None: ...
+    stages: int
+    def __init__(self, model_path: _Optional[str] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., resident_bytes: _Optional[int] = ..., stages: _Optional[int] = ...) -> None: ...
 
 class LayerCost(_message.Message):
     __slots__ = ("kind", "nanoseconds")
