@@ -45,9 +45,13 @@ class AttentionCache:
         """Of the pages so far."""
         return sum(page.nbytes for page in self.pages)
 
+    def has_room(self, length: int) -> bool:
+        """For the first `length` positions, without asking for memory."""
+        return len(self.pages) * self.page_rows >= min(length, self.slots)
+
     def reserve(self, length: int) -> None:
         """Make room for the first `length` positions."""
-        while len(self.pages) * self.page_rows < min(length, self.slots):
+        while not self.has_room(length):
             self.pages.append(torch.empty(self._shape, dtype=self._like.dtype, device=self._like.device))
             self.addresses.append(self.pages[-1].data_ptr())
 

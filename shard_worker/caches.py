@@ -125,6 +125,15 @@ class SegmentCaches:
     def size_bytes(self) -> int:
         return sum(cache.size_bytes for cache in (self.attention, self.recurrent) if cache is not None)
 
+    def has_room(self, length: int) -> bool:
+        """For the first `length` positions, without asking for memory."""
+        return self.attention is None or self.attention.has_room(length)
+
+    def reserve(self, length: int) -> None:
+        """Make room for the first `length` positions."""
+        if self.attention is not None:
+            self.attention.reserve(length)
+
     def views(self) -> list[StateView]:
         """In the order of `state_groups`."""
         views: list[StateView] = []

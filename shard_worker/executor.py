@@ -1,7 +1,9 @@
 """The one thread that owns a worker's devices. Async code awaits it and never computes.
 
 Jobs run in the order in which they were submitted, so a commit that was submitted before a forward is applied before
-it. Between jobs, and while there is none, the thread reads the sockets on which steps come to it directly.
+it. Between jobs, and while there is none, the thread reads the sockets on which steps come to it directly. Where one is
+expected on a GPU the thread does not sleep for a while, and the step may stand by there, launched before its numbers
+are known: every job but steps lets it pass first.
 """
 
 from __future__ import annotations
@@ -9,13 +11,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import selectors
 import socket
+import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import structlog
@@ -26,6 +32,16 @@ from services.errors import ResourceExhausted
 T = TypeVar("T")
 
 log = structlog.get_logger()
+
+AWAKE_S = 0.02
+"""How long the thread looks for an expected step without sleeping: to wake takes some 50 µs, and a core that slept runs
+Python at half its speed."""
+
+FEW_CORES = 4
+"""With fewer the thread sleeps: others need the core."""
+
+SWITCH_S = 0.0005
+"""How long other threads wait for Python's lock at most while this one does not sleep."""
 
 EXIT_S = 5.0
 """How long the interpreter's end waits for a job that runs."""
@@ -47,49 +63,88 @@ class DeviceThread:
 
     def queue(self, job: Callable[..., T], *args: object) -> Future[T]:
         """As `submit`, from any thread; a job may queue what comes behind it."""
+        return self._put(job, args, step=False)
+
+    def submit_step(self, job: Callable[..., T], *args: object) -> asyncio.Future[T]:
+        """As `submit`, for what may find a step standing by."""
+        return asyncio.wrap_future(self.queue_step(job, *args))
+
+    def queue_step(self, job: Callable[..., T], *args: object) -> Future[T]:
+        """As `submit_step`, from any thread."""
+        return self._put(job, args, step=True)
+
+    @property
+    def busy(self) -> bool:
+        """Whether jobs wait."""
+        return self._queue.busy
+
+    def expect_step(self, stand_down: Callable[[], None]) -> None:
+        """On this thread: a step will soon come to a GPU. stand_down: called before the next job that is no step."""
+        self._queue.expect_step(stand_down)
+
+    def _put(self, job: Callable[..., T], args: tuple[object, ...], *, step: bool) -> Future[T]:
         future: Future[T] = Future()
-        self._queue.put(future, functools.partial(_in_inference_mode, job, *args))
+        self._queue.put(_Job(future, functools.partial(_in_inference_mode, job, *args), step))
         return future
 
     def watch(self, made: socket.socket, ready: Callable[[], None]) -> None:
         """From any thread: call `ready` here whenever the socket has something to read."""
-        self.queue(self._queue.watch, made, ready)
+        self.queue_step(self._queue.watch, made, ready)
 
     def unwatch(self, made: socket.socket) -> None:
         """From any thread: no more, and close the socket."""
         if self._queue.over:
             made.close()
         else:
-            self.queue(self._queue.unwatch, made)
+            self.queue_step(self._queue.unwatch, made)
 
     def shutdown(self) -> None:
         """Drop what has not begun; what runs ends on its own. Safe to call twice."""
         self._queue.end()
 
 
+@dataclass(frozen=True, slots=True)
+class _Job:
+    future: Future[Any]
+    run: Callable[[], Any]
+    step: bool
+
+
 class _Queue:
     """The thread's side. Knows nothing of `DeviceThread`, which therefore can be forgotten while it runs."""
 
     def __init__(self) -> None:
-        self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._jobs: deque[_Job] = deque()
         self._selector = selectors.DefaultSelector()
         self._woken, self._wakes = socket.socketpair()
         for end in (self._woken, self._wakes):
             end.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, self._wake)
         self._sockets = 0
+        self._stand_down: Callable[[], None] | None = None
+        self._awake_until = 0.0
         self._asleep = self.over = False
 
-    def put(self, future: Future[Any], job: Callable[[], Any]) -> None:
+    @property
+    def busy(self) -> bool:
+        return bool(self._jobs)
+
+    def put(self, job: _Job) -> None:
         """Raises RuntimeError when the thread is over."""
         if self.over:
             raise RuntimeError("the device thread is over")
-        self._jobs.append((future, job))
+        self._jobs.append(job)
         if self._asleep:
             self._rouse()
         if self.over:
             # It ended meanwhile, and may have dropped the others before this one came.
             self._drop()
+
+    def expect_step(self, stand_down: Callable[[], None]) -> None:
+        self._stand_down = stand_down
+        if len(os.sched_getaffinity(0)) >= FEW_CORES:
+            sys.setswitchinterval(SWITCH_S)
+            self._awake_until = time.monotonic() + AWAKE_S
 
     def end(self) -> None:
         self.over = True
@@ -110,7 +165,9 @@ class _Queue:
         if threads:
             torch.set_num_threads(threads)
         while not self.over:
-            if not self._jobs:
+            if not self._jobs and time.monotonic() < self._awake_until:
+                self._read(0)
+            elif not self._jobs:
                 # Who puts a job behind the next line wakes this thread, who did so before it is seen behind it.
                 self._asleep = True
                 self._read(0 if self._jobs or self.over else None)
@@ -118,6 +175,8 @@ class _Queue:
             elif self._sockets:
                 self._read(0)
             self._run_next()
+        with contextlib.suppress(RuntimeError):
+            self._let_pass()
         for key in [*self._selector.get_map().values()]:
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
@@ -126,17 +185,26 @@ class _Queue:
 
     def _run_next(self) -> None:
         try:
-            future, job = self._jobs.popleft()
+            job = self._jobs.popleft()
         except IndexError:
             return
-        if not future.set_running_or_notify_cancel():
+        if not job.future.set_running_or_notify_cancel():
             return
         try:
-            result = job()
+            if not job.step:
+                self._let_pass()
+            result = job.run()
         except BaseException as error:
-            future.set_exception(error)
+            job.future.set_exception(error)
         else:
-            future.set_result(result)
+            job.future.set_result(result)
+
+    def _let_pass(self) -> None:
+        self._awake_until = 0.0
+        stand_down, self._stand_down = self._stand_down, None
+        if stand_down is not None:
+            with torch.inference_mode():
+                stand_down()
 
     def _read(self, timeout: float | None) -> None:
         for key, _ in self._selector.select(timeout):
@@ -151,7 +219,7 @@ class _Queue:
     def _drop(self) -> None:
         with contextlib.suppress(IndexError):
             while True:
-                self._jobs.popleft()[0].cancel()
+                self._jobs.popleft().future.cancel()
 
     def _rouse(self) -> None:
         # It is awake where there is no room, and over where the socket is closed.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from shard_worker.dtypes import to_device
 from shard_worker.ops.linear import linear
 
 
@@ -54,7 +55,13 @@ class Features:
 
     def add(self, part: torch.Tensor) -> None:
         part = part.float()
-        self.total = part if self.total is None else self.total.to(part.device) + part
+        self.total = part if self.total is None else to_device(self.total, part.device) + part
+
+    def to(self, device: torch.device) -> None:
+        """Move all of them."""
+        if self.total is not None:
+            self.total = to_device(self.total, device)
+        self.slices = {index: to_device(piece, device) for index, piece in self.slices.items()}
 
 
 @dataclass(frozen=True, slots=True)

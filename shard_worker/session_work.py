@@ -23,7 +23,7 @@ from services.step_lane import StepLane
 from services.steps import Forward, Open, StepKind
 from shard_worker.deciding import Decider, Produced
 from shard_worker.draft_link import slices_of
-from shard_worker.dtypes import Leaving, from_wire, over_wire
+from shard_worker.dtypes import Leaving, over_wire
 from shard_worker.executor import DeviceThread
 from shard_worker.features import Features
 from shard_worker.follower import follower
@@ -195,12 +195,14 @@ class SessionWork:
         following = follower(forward, length, token_ids, guesses, self._request)
         if following is None:
             return
-        if self._above is not None and self._above.send(following):
-            self._followed = forward.step
+        sent = self._above is not None and self._above.send(following)
         # Before the follower's rows come, and not before those above can begin with them.
         self.count(forward.step, length)
-        if self._above is None:
-            self._begun.append((following, self._thread.queue(self.decide, following)))
+        if sent:
+            self._followed = forward.step
+            self._expect(following)
+        elif self._above is None:
+            self._begun.append((following, self._thread.queue_step(self.decide, following)))
 
     def _compute(self, forward: Forward) -> tuple[StepOutput, Features]:
         state, features = self.state(), Features()
@@ -211,21 +213,25 @@ class SessionWork:
         hidden = None
         if forward.activation is not None:
             hidden = over_wire(forward.activation)
+            # Not to the device before the step is launched, which may stand by there.
             for piece in forward.features:
-                tensor = from_wire(piece.features, self._stage.device)
+                tensor = over_wire(piece.features)
                 if piece.capture_index is None:
                     features.total = tensor
                 else:
                     features.slices[piece.capture_index] = tensor
         wanted = features if self._request.draft is not None else None
         deferred = forward.kind is StepKind.VERIFY
-        return self._stage.step(state, forward.token_ids, wanted, deferred=deferred, hidden=hidden), features
+        output = self._stage.step(state, forward.token_ids, wanted, deferred=deferred, hidden=hidden)
+        if self._decider is not None:
+            features.to(self._stage.device)
+        return output, features
 
     # --- past the event loop
 
     def _queue(self, job: Callable[[Forward, int], None], forward: Forward) -> None:
         """Behind what was asked for before."""
-        self._thread.queue(self._guarded, job, forward, time.monotonic_ns())
+        self._thread.queue_step(self._guarded, job, forward, time.monotonic_ns())
 
     def _guarded(self, job: Callable[[Forward, int], None], forward: Forward, arrived_ns: int) -> None:
         try:
@@ -265,6 +271,25 @@ class SessionWork:
         self._tell("passed_on", passed, arrived_ns, forward_ns)
         if self._below is None or not self._below.send(passed):
             self._tell("unsent", passed)
+        elif passed.more:
+            self._expect(passed)
+
+    def _expect(self, forward: Forward) -> None:
+        """A step like this one will come, past the event loop. Behind what is still to be done for this one."""
+        if self._request.draft is None or forward.propose_tokens:
+            # Without a block to guess a draft would take the step's features meanwhile.
+            self._thread.queue_step(self._stand_by, len(forward.token_ids))
+
+    @property
+    def _expects(self) -> bool:
+        """Whether there is something to gain: a CPU is there for others meanwhile."""
+        return self._stage.device.type != "cpu"
+
+    def _stand_by(self, rows: int) -> None:
+        state = self._state
+        if state is not None and self._expects and not self._thread.busy:
+            self._stage.stand_by(state, rows)
+            self._thread.expect_step(self._stage.stand_down)
 
     def _break(self, error: FlashsplitError) -> None:
         self._tell("broke", error)

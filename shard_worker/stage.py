@@ -123,6 +123,7 @@ class Stage:
         count = len(token_ids)
         runners = [runner for runner in self.runners if runner is not None and runner.takes(count, deferred=deferred)]
         if not runners or len(runners) < len(self.segments):
+            self.stand_down()
             rows = self.embed(token_ids) if hidden is None else to_device(hidden, self.device)
             return StepOutput(self.run(state, rows, features, deferred=deferred))
         output = None
@@ -155,6 +156,21 @@ class Stage:
             else:
                 caches.commit_block(rows)
         state.length, state.pending = length, 0
+
+    def stand_by(self, state: StageState, rows: int) -> None:
+        """Between two steps alike, of up to so many rows: launch the next one now, where it can wait for its numbers.
+
+        Errors and duties as of `StepRunner.stand_by`.
+        """
+        runner = self.runners[0] if len(self.runners) == 1 else None
+        if runner is not None and not (state.pending and state.caches[0].recurrent is not None):
+            runner.stand_by(state.caches[0], state.length + state.pending + rows)
+
+    def stand_down(self) -> None:
+        """Before anything else is done with the device."""
+        for runner in self.runners:
+            if runner is not None:
+                runner.stand_down()
 
     @staticmethod
     def _count(state: StageState, rows: int, deferred: bool) -> None:

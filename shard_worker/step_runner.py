@@ -24,6 +24,7 @@ from shard_worker.layers.attention import AttentionWeights
 from shard_worker.layers.decoder import DecoderWeights
 from shard_worker.model_config import LayerKind
 from shard_worker.segment import Segment
+from shard_worker.stream_gate import StreamGate
 
 if TYPE_CHECKING:
     from shard_worker.kernels import decoder
@@ -78,6 +79,9 @@ class StepRunner:
         self._incoming = torch.zeros_like(self._hidden, device="cpu", pin_memory=device.type != "cpu")
         self._recurrent = self._layers.delta is not None
         self._made: dict[Variant, Captured] = {}
+        self._last: Variant | None = None
+        self._gate = StreamGate.on(segment.device) if graphs else None
+        self._standing: Variant | None = None
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
 
     @property
@@ -122,22 +126,28 @@ class StepRunner:
     ) -> StepOutput:
         count, capture = len(token_ids), self._segment.capture if features is not None else None
         variant = self._key(count, deferred, capture is not None)
+        at_hand = hidden is None or hidden.device.type == "cpu"
+        if self._standing != variant or not at_hand or not caches.has_room(base + count):
+            self.stand_down()
         made = self._prepared(variant)
-        if caches.attention is not None:
-            caches.attention.reserve(base + count)
+        caches.reserve(base + count)
         # The tokens in any case: what counts of a verify is decided by them.
         self._place.fill(base, count, token_ids=token_ids, attention=caches.attention, recurrent=caches.recurrent)
         if hidden is not None:
-            if hidden.device.type == "cpu":
+            if at_hand:
                 # What was there has left: `fill` waits for that.
                 copy_bytes(self._incoming[:count], hidden)
                 hidden = self._incoming[:count]
-            self._hidden[:count].copy_(hidden, non_blocking=True)
-        if made.graph is not None:
+            if self._standing is None:
+                self._hidden[:count].copy_(hidden, non_blocking=True)
+        if self._standing is not None:
+            self._pass()
+        elif made.graph is not None:
             made.graph.replay()
         else:
             made = self._launch(variant)
         self._place.sent()
+        self._last = variant
         if features is not None and capture is not None:
             # Copies: they are used behind steps of other sessions.
             if made.total is not None:
@@ -151,6 +161,39 @@ class StepRunner:
             None if output.logits is None else output.logits[:count],
             None if output.likeliest is None else output.likeliest[:count],
         )
+
+    def stand_by(self, caches: SegmentCaches, length: int) -> None:
+        """Launch a step like the last one now, which waits for its numbers: `run` then only tells them. For the time
+        between two steps, of these caches in all likelihood, up to `length`.
+
+        Until then the device must not be waited for, nor memory be asked for, except by `run` and `stand_down`.
+        """
+        variant = self._last
+        if self._gate is None or variant is None or self._standing is not None:
+            return
+        caches.reserve(length)
+        with self._segment.device.current():
+            self._gate.shut()
+            self._standing = variant
+            if self._embedding is None:
+                self._hidden[: variant.rows].copy_(self._incoming[: variant.rows], non_blocking=True)
+            graph = self._made[variant].graph
+            assert graph is not None
+            graph.replay()
+
+    def stand_down(self) -> None:
+        """Let a step that stands by pass without rows, which changes nothing, and wait for it: what it reads may go."""
+        if self._standing is not None:
+            self._place.fill(0, 0)
+            self._pass()
+            with self._segment.device.current():
+                self._place.sent()
+            self._segment.device.synchronize()
+
+    def _pass(self) -> None:
+        assert self._gate is not None
+        self._gate.open()
+        self._standing = None
 
     @property
     def place(self) -> torch.Tensor:

@@ -350,7 +350,7 @@ class TargetSession:
         drafting = asyncio.ensure_future(self._draft_ahead(features, base, guess, then))
         await asyncio.sleep(0)
         if forward.kind is StepKind.VERIFY and not produced.counted and not self._closed:
-            await self._thread.submit(self._work.count, forward.step, length)
+            await self._thread.submit_step(self._work.count, forward.step, length)
         await drafting
 
     async def _draft_ahead(
@@ -406,7 +406,7 @@ class TargetSession:
         flight = answered(self._unanswered.popleft() if self._unanswered else None, commit)
         if flight.kind is StepKind.VERIFY and not self._closed:
             self._length = commit.length
-            self._thread.submit(self._work.count, commit.step, commit.length)
+            self._thread.queue_step(self._work.count, commit.step, commit.length)
         elapsed_ns = time.monotonic_ns() - flight.arrived_ns
         own = StageTiming(flight.forward_ns, elapsed_ns, flight.passed_bytes)
         return replace(commit, timings=(own, *commit.timings))

@@ -18,7 +18,7 @@ from services.snapshot import SnapshotOwner
 from services.stage import StageSession
 from services.step_lane import StepLane
 from services.steps import Location, Open, StageIdentity
-from services.worker import LoadTarget
+from services.worker import LoadDraft, LoadTarget
 from shard_worker.deciding import Decider
 from shard_worker.device import Device
 from shard_worker.draft_config import DraftConfig
@@ -132,7 +132,7 @@ class TargetRole:
         stage, held = self.loaded.stage, None if self._draft_role is None else self._draft_role.loaded
         try:
             stage.prepare()
-            if held is not None and stage.head is not None and held.part.head_place is HeadPlace.SHARED:
+            if held is not None and stage.head is not None and _shares(held.part, self.loaded.part):
                 self.loaded = self._with_embedding(self.loaded, held.draft.device)
                 self._draft_engine(held, self.loaded).prepare()
         except Exception as error:
@@ -386,3 +386,8 @@ def _check_captures(draft: DraftConfig | DraftDescription, stage: Stage) -> None
             reason="CAPTURE_MISMATCH",
             field="draft",
         )
+
+
+def _shares(draft: LoadDraft, target: LoadTarget) -> bool:
+    """Whether a draft shares the head of this target: one held from before may be another target's."""
+    return draft.head_place is HeadPlace.SHARED and draft.model_path == target.model_path

@@ -12,6 +12,8 @@ import pytest
 
 from services.errors import FlashsplitError, ResourceExhausted
 from services.steps import Failure, Forward, StepKind
+from shard_worker.session_work import SessionWork
+from shard_worker.stage import Stage
 from tests.shard_worker.chain import BLOCK, Chain, Client, Lane, MakeChain
 from tests.shard_worker.session_memory import Memory, differing, memory_of, stages_of
 from tests.shard_worker.test_following import follow, tokens_of
@@ -191,3 +193,18 @@ async def test_a_closed_session_is_left_alone(made: Callable[..., Chain]) -> Non
             await client.commit()
     assert all(role.open_sessions == 0 for role in one.roles)
     assert (await run(one, drafted=False))[0]
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+async def test_a_stage_that_waits_is_told_what_to_expect(
+    made: Callable[..., Chain], monkeypatch: pytest.MonkeyPatch, drafted: bool
+) -> None:
+    """On a GPU, behind each step but a frame's last one: as many rows as before, the session's own state."""
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(SessionWork, "_expects", property(lambda _: True))
+    monkeypatch.setattr(Stage, "stand_by", lambda stage, state, rows: asked.append((stage.layers.first, rows)))
+    one = made("qwen3", (1,), drafted=drafted, carries=always)
+    await run(one, drafted=drafted)
+    assert {first for first, _ in asked} == {0, 1}
+    assert {rows for _, rows in asked} == ({BLOCK} if drafted else {1})
+    assert len(asked) <= 2 * 12

@@ -201,3 +201,45 @@ def test_a_later_stage_takes_hidden_rows(load: Load) -> None:
         answers.append(torch.cat(rows))
 
     assert_close(*answers)
+
+
+@torch.inference_mode()
+def in_turn(stage: Stage, *, standing: bool) -> list[torch.Tensor]:
+    """What rows and blocks of two sessions in turn become, and what they leave; standing: launched ahead wherever that
+    goes, one in three let pass."""
+    rows = torch.randn(300, stage.config.hidden_size, generator=torch.Generator().manual_seed(3)).to(DTYPE)
+    tokens, made = ids(300), []
+    states = [stage.allocate(640, 16) for _ in range(2)]
+    plan = [(0, 250, 250), *((at, 1, 1) for at in range(250, 262)), (262, 16, 5), (267, 16, 16), (283, 16, 1)]
+    for turn, (at, count, kept) in enumerate(plan):
+        for state in states:
+            deferred = count == 16
+            hidden = None if stage.embedding is not None else rows[at : at + count]
+            output = stage.step(state, tokens[at : at + count], None, deferred=deferred, hidden=hidden)
+            made.append(output.hidden.cpu())
+            if deferred:
+                stage.commit(state, state.length + kept)
+            if standing and turn:
+                # What comes next is the other session's, and now and then of another number of rows.
+                stage.stand_by(state, count)
+                assert stage.runners[0] is not None
+                assert stage.runners[0]._standing is not None
+                if turn % 3 == 0:
+                    stage.stand_down()
+    stage.stand_down()
+    for state in states:
+        made += [view.read(0, state.length).cpu() for caches in state.caches for view in caches.views()]
+    return made
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5-ratio-3"])
+@pytest.mark.parametrize("part", [(0, 4), (2, 4)])
+def test_a_step_that_stood_by_is_the_same(load: Load, name: str, part: tuple[int, int]) -> None:
+    """Launched before its numbers were known: bit for bit what a step is, over a page's end, for the session it was
+    launched for and for another one; let pass, it leaves everything as it was."""
+    if not ON_GPU:
+        pytest.skip("the CPU has no queue in which something could wait")
+    found, expected = (in_turn(load(name, part), standing=standing) for standing in (True, False))
+
+    assert len(found) == len(expected)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

@@ -234,3 +234,34 @@ def test_the_fingerprint_is_the_checkpoints(role: TargetRole, tiny: Tiny, tmp_pa
     assert described is not None
     assert len(set(seen)) == 1
     assert described.fingerprint != seen[0]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_only_a_draft_of_this_target_is_made_ready_with_it(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, same: bool
+) -> None:
+    """One held from before may be another model's, and would look up its tokens in a table that has not so many."""
+    chain = Chain(tiny.path("qwen3_5"), (3,), draft=tiny.draft("qwen3_5", "role", target_layer_ids=(6, 0)))
+    role, made = chain.roles[1], []
+    loaded = role.loaded
+    assert loaded is not None
+
+    class Runner:
+        """Stands for the kernels, which a CPU has not."""
+
+        def prepare(self, rows: int, *, deferred: bool, featured: bool) -> None:
+            made.append(rows)
+
+    part = loaded.part if same else replace(loaded.part, model_path="/another")
+    role.loaded = replace(loaded, part=part, stage=replace(loaded.stage, runners=(Runner(),)))  # type: ignore[arg-type]
+    monkeypatch.setattr(TargetRole, "_draft_engine", lambda *_: made.append("draft") or Engine())
+
+    class Engine:
+        """As a draft's engine."""
+
+        def prepare(self) -> None:
+            made.append("ready")
+
+    role.prepare()
+    assert made[-1] == ("ready" if same else 16)
+    chain.shutdown()
