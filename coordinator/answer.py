@@ -30,7 +30,8 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
     speculate: bool = True
-    prefill_chunk: int = 512
+    prefill_chunk: int | None = None
+    """Prompt tokens a step; None: what suits the workers."""
     boundaries: tuple[int, ...] = ()
     """Where turns of a chat end in the prompt: states worth keeping."""
     logprobs: int | None = None

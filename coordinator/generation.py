@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from coordinator.answer import Answer, Compression, Phase, Piece, Request, StageStats, Stats
 from coordinator.cluster import Cluster
+from coordinator.prefill_chunk import prefill_chunk
 from coordinator.prefix.cache import PrefixCache
 from coordinator.prefix.policy import chunks
 from coordinator.prefix.run import PrefixRun
@@ -60,6 +61,7 @@ class Generation:
         draft = cluster.draft if request.speculate else None
         self._speculation = Speculation(1 if draft is None else draft.block_size)
         self._draft_reach = 0 if draft is None else draft.max_position
+        self._chunk = request.prefill_chunk or prefill_chunk(cluster.workers)
         self._prefix: PrefixRun | None = None
         if prefixes is not None:
             self._prefix = PrefixRun(prefixes, request.prompt_ids, request.boundaries, with_draft=draft is not None)
@@ -122,7 +124,7 @@ class Generation:
         return await self._cluster.open(
             request_id=request.request_id,
             max_length=length + request.max_tokens,
-            max_rows=max(request.prefill_chunk, self._speculation.block_size),
+            max_rows=max(self._chunk, self._speculation.block_size),
             block_rows=self._speculation.block_size,
             prompt_length=length,
             sampling=request.sampling,
@@ -177,7 +179,7 @@ class Generation:
             await session.restore_snapshot(restore)
             self._length = restore.length
         # From the whole prompt on there is nothing to compute: the restored logits give the first token.
-        steps = chunks(len(prompt), points, self._request.prefill_chunk, self._length) or [(len(prompt), len(prompt))]
+        steps = chunks(len(prompt), points, self._chunk, self._length) or [(len(prompt), len(prompt))]
         unanswered, answered = 0, self._length
         for first, end in steps:
             last = end == len(prompt)

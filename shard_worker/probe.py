@@ -170,7 +170,9 @@ class _Probe:
         return step
 
     def _full(self, *extents: int) -> torch.Tensor:
-        return torch.full(extents, 0.01, dtype=self.dtype, device=self.device.torch_device)
+        made = torch.full(extents, 0.01, dtype=self.dtype, device=self.device.torch_device)
+        # Products of equal numbers take a GPU less power, and so less time, than any real ones.
+        return made.normal_(std=0.01) if self.device.is_gpu else made
 
     def _seconds(self, job: Callable[[], object], budget_s: float) -> float:
         """Median time of one run, each after a rest, within the budget; at least three, after two that do not count."""

@@ -80,10 +80,8 @@ _EPILOG = """Examples:
 @click.option(
     "--prefill-chunk",
     type=click.IntRange(1, 8192),
-    default=512,
-    show_default=True,
     metavar="N",
-    help="Prompt tokens a step.",
+    help="Prompt tokens a step.  [default: 512, between GPUs with room 1024]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of streaming text.")
 def generate(
@@ -106,7 +104,7 @@ def generate(
     stops: tuple[str, ...],
     no_speculation: bool,
     ignore_eos: bool,
-    prefill_chunk: int,
+    prefill_chunk: int | None,
     as_json: bool,
     prefix_cache: bool,
     prefix_cache_bytes: str | None,
