@@ -49,7 +49,7 @@ $(VENV)/.lint: $(VENV)/.test
 
 bench: $(VENV)/.run
 	$(BIN)/python deploy/demo/prompts.py --out $(VENV)/prompts.json
-	$(BIN)/flashsplit bench decode --model deploy/demo/target --draft deploy/demo/draft \
+	$(BIN)/flashsplit bench generate --model deploy/demo/target --draft deploy/demo/draft \
 		--prompts $(VENV)/prompts.json --dtype float32
 
 clean:

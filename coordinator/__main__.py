@@ -24,7 +24,7 @@ _COMMANDS = {
     "plan": "Show who would hold which layers, what that takes and how fast it would be.",
     "manifests": "Write a cluster file as Kubernetes objects, for Kustomize.",
     "certs": "Make certificates for the workers' hosts and the coordinator.",
-    "bench": "Measure decode speed, plain and with DFlash, over one or more workers.",
+    "bench": "Measure steps, answers, clients at once, prefixes and hops on this machine.",
     "demo": "Show the demo pair at work: plain and DFlash, split over two workers.",
 }
 

@@ -6,7 +6,7 @@ import sys
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from coordinator.cluster import LoadReporter
 
@@ -14,18 +14,17 @@ from coordinator.cluster import LoadReporter
 console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 160)
 
 
+def progress_bars(*columns: ProgressColumn) -> Progress:
+    """Bars, gone when all is done; silent where stderr is no terminal. columns: other ones than rich's own choice."""
+    return Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty())
+
+
 class LoadBars(LoadReporter):
     """One bar a worker, gone when loading is over. Use as `with`; silent where stderr is no terminal."""
 
     def __init__(self) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not sys.stderr.isatty(),
+        self._progress = progress_bars(
+            TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeElapsedColumn()
         )
         self._tasks: dict[str, TaskID] = {}
 

@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from coordinator.console import console
+from coordinator.console import progress_bars
 from coordinator.prefix.disk_entries import DiskEntry, Fault, UnreadableEntry
 from coordinator.prefix.disk_index import DiskIndex
 from coordinator.prefix.disk_report import (
@@ -254,14 +254,8 @@ def _say(out: Console, line: str) -> None:
 
 
 def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not sys.stderr.isatty(),
+    return progress_bars(
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()
     )
 
 

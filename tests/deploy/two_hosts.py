@@ -168,7 +168,7 @@ def main(delays: str, rounds: int, limit: int, max_tokens: int) -> None:
             for delay in delays.split(","):
                 hosts.wire.delay_s = float(delay) / 1e3
                 trips.setdefault(delay, []).append(hosts.round_trip_ms())
-                bench = hosts.flashsplit("bench decode", "--prompts", str(prompts), "--limit", str(limit), "--json",
+                bench = hosts.flashsplit("bench generate", "--prompts", str(prompts), "--limit", str(limit), "--json",
                                          "--max-tokens", str(max_tokens))  # fmt: skip
                 found.setdefault(delay, []).extend(json.loads(hosts.run("a", *bench, timeout=600))["rows"])
                 print(".", end="", file=sys.stderr, flush=True)

@@ -5,29 +5,61 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from tests.e2e.conftest import ROOT
+from coordinator.commands.bench import bench as command
+from coordinator.commands.bench.step import SINGLES
+from coordinator.commands.bench.step_bench import Row, times_decode
+from tests.e2e.conftest import ROOT, Pair, Worker
 
 DEMO = ROOT / "deploy" / "demo"
+PAIR = ("--model", DEMO / "target", "--draft", DEMO / "draft")
+SMALL = {"rows": 8, "context": 40, "steps": 3, "prefill-tokens": 100, "prefill-chunk": 16}
+USED = {
+    "decode": {"context", "steps"},
+    "verify": {"rows", "context", "steps"},
+    "draft": {"rows", "context", "steps"},
+    "cycle": {"rows", "context", "steps"},
+    "prefill": {"prefill-tokens", "prefill-chunk"},
+}
 
 
 def bench(*arguments: object, code: int = 0) -> str:
-    command = [sys.executable, "-m", "coordinator", "bench", *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    """As a user runs it: what it printed, or where `code` is not 0, the error."""
+    line = [sys.executable, "-m", "coordinator", "bench", *map(str, arguments)]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == code, done.stderr
     return done.stdout if code == 0 else done.stderr
 
 
+def here(*arguments: object, code: int = 0) -> str:
+    """The same in this process, which saves the imports."""
+    result = CliRunner().invoke(command, list(map(str, arguments)))
+    assert result.exit_code == code, result.output
+    return result.stdout if code == 0 else result.stderr
+
+
+def sizes(kind: str) -> list[str]:
+    """Small ones for what the kind's command takes."""
+    return [f"--{name}={SMALL[name]}" for name in USED[kind]]
+
+
+@pytest.fixture(scope="session")
+def tiny(pairs: dict[str, Pair]) -> Sequence[object]:
+    """A pair whose devices are measured soonest: it has one kind of layer."""
+    return "--model", pairs["qwen3"].target, "--draft", pairs["qwen3"].draft
+
+
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def report(tmp_path_factory: pytest.TempPathFactory, tiny: Sequence[object]) -> Path:
     """Steps of every kind on two workers, with a picture."""
     path = tmp_path_factory.mktemp("bench") / "steps.json"
-    asked = ["--model", DEMO / "target", "--draft", DEMO / "draft", "--target-devices", "cpu,cpu", "--rows", 8]
-    small = ["--context", 40, "--prefill-tokens", 100, "--prefill-chunk", 16, "--steps", 3]
-    path.write_text(bench("step", *asked, *small, "--json", "--plot", path.with_suffix(".png")))
+    asked = ["--target-devices", "cpu,cpu", *(f"--{name}={size}" for name, size in SMALL.items())]
+    path.write_text(bench("step", *tiny, *asked, "--json", "--plot", path.with_suffix(".png")))
     return path
 
 
@@ -41,7 +73,70 @@ def test_steps_of_every_kind_beside_their_floors(report: Path) -> None:
     assert rows["cycle"]["floor_ms"] > rows["verify"]["floor_ms"] == rows["decode"]["floor_ms"]
     assert found["engines"] == ["torch", "torch"]
     assert len(found["copy_bytes_per_s"]) == 2
+    ratios = {kind: rows[kind]["ms"] / rows["decode"]["ms"] for kind in ("verify", "draft", "cycle")}
+    assert found["times_decode"] == pytest.approx(ratios)
     assert report.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_commands_of_one_kind(start_worker: Callable[..., Worker], tiny: Sequence[object]) -> None:
+    """Each measures its kind, and a decode where its figure is a ratio to one."""
+    placed = (*tiny, "--target-devices", start_worker().address)
+    found = json.loads(here("draft", *placed, *sizes("draft"), "--json"))
+    assert [(row["kind"], row["rows"], row["context"]) for row in found["rows"]] == [
+        ("decode", 1, 40),
+        ("draft", 8, 40),
+    ]
+    assert list(found["times_decode"]) == ["draft"]
+    found = json.loads(here("prefill", *placed, *sizes("prefill"), "--json"))
+    assert [(row["kind"], row["rows"], row["context"]) for row in found["rows"]] == [("prefill", 100, 0)]
+    assert found["times_decode"] == {}
+    _, headings, decode, cycle = here("cycle", *placed, *sizes("cycle")).splitlines()
+    assert headings.endswith("times decode")
+    assert (decode.split()[0], cycle.split()[0], len(cycle.split())) == ("decode", "cycle", len(decode.split()) + 1)
+
+
+def test_ratios_are_to_decode() -> None:
+    """For kinds that are steps too; none without a decode."""
+    rows = [Row(kind, 1, 40, ms, 0.0, 1.0) for kind, ms in (("decode", 4.0), ("cycle", 10.0), ("prefill", 90.0))]
+    assert times_decode(rows) == {"cycle": 2.5}
+    assert times_decode(rows[1:]) == {}
+    for kind, made in SINGLES.items():
+        assert made.beside == (() if kind in ("decode", "prefill") else ("decode",))
+
+
+@pytest.mark.parametrize("kind", USED)
+def test_a_kind_has_only_options_that_matter_to_it(kind: str) -> None:
+    """All others are refused, and are not in its help."""
+    text = here(kind, "--help")
+    for name in SMALL:
+        assert (f"--{name} " in text) == (name in USED[kind])
+        if name not in USED[kind]:
+            assert f"--{name}" in here(kind, *PAIR, f"--{name}=8", code=2)
+
+
+def test_generating_plainly_and_with_dflash(tmp_path: Path) -> None:
+    """A row for each placement and kind of prompt; two of its reports can be compared."""
+    prompts, path = tmp_path / "prompts.json", tmp_path / "generate.json"
+    prompts.write_text(json.dumps({"chat": ["Reverse this list: seal, oyster"], "code": [{"prompt": "import os\n"}]}))
+    asked = ["--prompts", prompts, "--workers", 2, "--max-tokens", 8, "--dtype", "float32", "--json"]
+    path.write_text(bench("generate", *PAIR, *asked, "--plot", path.with_suffix(".svg")))
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["devices"], row["kind"], row["identical"]) for row in rows] == [
+        ("cpu,cpu", "chat", 1),
+        ("cpu,cpu", "code", 1),
+    ]
+    pairs = json.loads(here("compare", path, path, "--json"))
+    assert {pair["what"] for pair in pairs} == {"cpu,cpu chat 1", "cpu,cpu code 1"}
+    assert {pair["measure"] for pair in pairs} > {"plain_tokens_per_s", "dflash_tokens_per_s", "hop_ms"}
+    assert "<svg" in path.with_suffix(".svg").read_text()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"chat": []}', '{"chat": "one"}', '{"chat": [{"text": "one"}]}'])
+def test_prompts_of_another_form_are_refused(tmp_path: Path, text: str) -> None:
+    """Before any worker is started."""
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(text)
+    assert "prompts.json must be a JSON object of lists" in here("generate", *PAIR, "--prompts", prompts, code=2)
 
 
 def test_two_reports_side_by_side(report: Path, tmp_path: Path) -> None:
@@ -62,12 +157,30 @@ def test_what_is_no_report_is_refused(report: Path, tmp_path: Path, text: str) -
     """Whatever else is in the file."""
     other = tmp_path / "other.json"
     other.write_text(text)
-    assert "other.json is no report of a bench" in bench("compare", report, other, code=2)
+    assert "other.json is no report of a bench" in here("compare", report, other, code=2)
 
 
 def test_wrong_flags_are_refused_before_anything_runs(tmp_path: Path) -> None:
-    """A picture of no known kind, or nowhere; neither a model nor a shape; a draft that is missing."""
+    """A picture of no known kind, or nowhere; no model, or two; a draft that is missing; counts that are none."""
     for plot in ("x.txt", tmp_path / "none" / "x.png"):
-        assert "--plot" in bench("step", "--shape", "qwen3-8b", "--plot", plot, code=2)
-    assert "give --shape or --model" in bench("step", code=2)
-    assert "--draft is missing" in bench("step", "cycle", "--model", DEMO / "target", code=2)
+        assert "--plot" in here("step", "--shape", "qwen3-8b", "--plot", plot, code=2)
+    for kind in ("step", "decode", "prefill"):
+        assert "give --shape or --model" in here(kind, code=2)
+    assert "give --shape or --model" in here("verify", "--shape", "qwen3-8b", *PAIR, code=2)
+    assert "--draft is missing" in bench("step", "cycle", *PAIR[:2], code=2)
+    for kind in ("draft", "cycle"):
+        assert "--draft is missing" in here(kind, *PAIR[:2], code=2)
+        assert "0 is not in the range" in here(kind, *PAIR, "--rows", 0, code=2)
+    for kind, flag, text in (
+        ("serve", "--clients", "1,0"),
+        ("snapshot", "--lengths", "1"),
+        ("serve", "--clients", "x"),
+    ):
+        assert f"'{flag}': '{text}' must be whole numbers" in here(kind, *PAIR, flag, text, code=2)
+
+
+def test_more_than_the_model_holds_is_refused(start_worker: Callable[..., Worker]) -> None:
+    """With the size that it would take, before anything is measured."""
+    placed = (*PAIR, "--target-devices", start_worker().address)
+    assert "--context 4000 and --steps 64 of cycle may make" in here("cycle", *placed, "--context", 4000, code=2)
+    assert "--prefill-tokens 5000: the model's context" in here("prefill", *placed, "--prefill-tokens", 5000, code=2)

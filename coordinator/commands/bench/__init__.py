@@ -6,11 +6,11 @@ import click
 
 from coordinator.commands.bench.compare import compare
 from coordinator.commands.bench.compress import compress
-from coordinator.commands.bench.decode import decode
+from coordinator.commands.bench.generate import generate
 from coordinator.commands.bench.hop import hop
 from coordinator.commands.bench.serve import serve
 from coordinator.commands.bench.snapshot import snapshot
-from coordinator.commands.bench.step import step
+from coordinator.commands.bench.step import SINGLES, single, step
 
 
 @click.group()
@@ -20,8 +20,10 @@ def bench() -> None:
 
 bench.add_command(compare)
 bench.add_command(compress)
-bench.add_command(decode)
+bench.add_command(generate)
 bench.add_command(hop)
 bench.add_command(serve)
 bench.add_command(snapshot)
 bench.add_command(step)
+for kind in SINGLES:
+    bench.add_command(single(kind))

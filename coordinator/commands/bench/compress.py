@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
-from rich.progress import Progress
 from rich.table import Table
 
 from coordinator.answer import Request
 from coordinator.cluster import Cluster
+from coordinator.commands.bench.counts import counts_option
 from coordinator.commands.bench.report import output_options, show
-from coordinator.commands.bench.serve import parse_counts
 from coordinator.compression.drafter_worker import DrafterWorker
-from coordinator.console import LoadBars, console
+from coordinator.console import LoadBars, progress_bars
 from coordinator.generation import generate
 from coordinator.model_files import read_model_files
 from coordinator.options import PlacementOptions, model_options, placement_options
@@ -50,9 +48,7 @@ class Row:
 @click.option("--prefill-drafter", required=True, type=click.Path(exists=True, file_okay=False, path_type=Path),
               metavar="DIR", help="The small Qwen3 that reads.")  # fmt: skip
 @click.option("--prefill-device", metavar="DEVICE|ADDRESS", help="Where it runs.  [default: beside the first stage]")
-@click.option(
-    "--lengths", default="2048,8192,32768", show_default=True, metavar="N[,N…]", help="Tokens of the prompts."
-)
+@counts_option("--lengths", default="2048,8192,32768", help="Tokens of the prompts.")
 @click.option("--keep-ratio", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="Share that is kept.")
 @output_options
 def compress(
@@ -60,7 +56,7 @@ def compress(
     draft: Path | None,
     prefill_drafter: Path,
     prefill_device: str | None,
-    lengths: str,
+    lengths: tuple[int, ...],
     keep_ratio: float,
     as_json: bool,
     plot: Path | None,
@@ -72,7 +68,7 @@ def compress(
     """
 
     async def main() -> None:
-        files, counts = read_model_files(model), parse_counts(lengths, "--lengths")
+        files = read_model_files(model)
         options = PlacementOptions(**placement)  # type: ignore[arg-type]
         async with contextlib.AsyncExitStack() as stack:
             with LoadBars() as bars:
@@ -88,8 +84,8 @@ def compress(
                 stack.push_async_callback(worker.close)
                 await worker.start()
             rows = []
-            with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
-                for count in progress.track(counts, description="measuring"):
+            with progress_bars() as progress:
+                for count in progress.track(lengths, description="measuring"):
                     rows.append(await measure(cluster, worker, count, keep_ratio))
         show(rows, table(rows), as_json=as_json, plot=plot)
 

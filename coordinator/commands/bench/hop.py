@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
-from rich.progress import Progress
 from rich.table import Table
 
 from coordinator.commands.bench.report import output_options, show
-from coordinator.console import console
+from coordinator.console import progress_bars
 from coordinator.running import run
 from services.description import Role
 from services.errors import InvalidArgument
@@ -61,7 +60,7 @@ def hop(sizes: str, as_json: bool, plot: Path | None) -> None:
             await process.start()
             probe = HopProbe(process.address)
             rows = []
-            with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
+            with progress_bars() as progress:
                 for size in progress.track(wanted, description="measuring"):
                     rows.append(await measure(probe, size))
         finally:

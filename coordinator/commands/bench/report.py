@@ -75,7 +75,7 @@ def draw(rows: Sequence[Found], path: Path) -> None:
 
     names: dict[str, list[str]] = {}
     for name in measures(rows[0]) if rows else ():
-        unit = next((unit for suffix, unit in _UNITS.items() if name.endswith(suffix)), "")
+        unit = next((unit for suffix, unit in _UNITS.items() if f"_{name}".endswith(suffix)), "")
         names.setdefault(unit, []).append(name)
     labels = [" ".join(identity(row).values()) for row in rows]
     figure = Figure(figsize=(max(6.0, 1.2 * len(rows)), 3.2 * max(1, len(names))), layout="constrained")

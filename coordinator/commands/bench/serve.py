@@ -6,24 +6,22 @@ import asyncio
 import contextlib
 import secrets
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
-from rich.progress import Progress
 from rich.table import Table
 
 from coordinator.answer import Request
+from coordinator.commands.bench.counts import counts_option
 from coordinator.commands.bench.report import output_options, show
-from coordinator.console import LoadBars, console
+from coordinator.console import LoadBars, progress_bars
 from coordinator.engine import Engine
 from coordinator.model_files import read_model_files
 from coordinator.options import PlacementOptions, model_options, placement_options
 from coordinator.running import run
-from services.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,7 @@ class Fairness:
 @click.command()
 @model_options(required=True)
 @placement_options
-@click.option("--clients", default="1,2,4,8,16", show_default=True, metavar="N[,N…]", help="Clients at once.")
+@counts_option("--clients", default="1,2,4,8,16", help="Clients at once.")
 @click.option("--requests", type=click.IntRange(1), default=4, show_default=True, help="Requests of each client.")
 @click.option("--prompt-tokens", type=click.IntRange(1), default=32, show_default=True, help="Of each prompt, random.")
 @click.option("--max-tokens", type=click.IntRange(2), default=64, show_default=True, help="Of each answer.")
@@ -66,7 +64,7 @@ class Fairness:
 def serve(
     model: Path,
     draft: Path | None,
-    clients: str,
+    clients: tuple[int, ...],
     requests: int,
     prompt_tokens: int,
     max_tokens: int,
@@ -84,19 +82,19 @@ def serve(
 
     async def main() -> None:
         files = read_model_files(model)
-        numbers = parse_counts(clients)
         async with contextlib.AsyncExitStack() as stack:
             with LoadBars() as bars:
                 options = PlacementOptions(**placement)  # type: ignore[arg-type]
                 cluster = await stack.enter_async_context(options.cluster(files, draft, bars, prefix_cache_bytes=0))
-            engine = Engine(cluster, files, None, name="bench", max_running=max(numbers), max_waiting=0)
+            engine = Engine(cluster, files, None, name="bench", max_running=max(clients), max_waiting=0)
             bench = Bench(engine, prompt_tokens, max_tokens, prefill_chunk, speculate=not plain)
-            await bench.crowd(1, 1)
             rows: list[Row] = []
-            with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
-                for number in progress.track(numbers, description="measuring"):
+            with progress_bars() as progress:
+                await bench.crowd(1, 1)
+                for number in progress.track(clients, description="measuring"):
                     rows.append(await bench.crowd(number, requests, rows[0] if rows else None))
-            fairness = await bench.fairness()
+                progress.add_task("a short prompt behind a long one", total=None)
+                fairness = await bench.fairness()
         show(rows, table(rows), as_json=as_json, plot=plot, fairness=asdict(fairness))
         if not as_json:
             print(
@@ -105,17 +103,6 @@ def serve(
             )
 
     run(main())
-
-
-def parse_counts(text: str, field: str = "--clients") -> list[int]:
-    """Raises InvalidArgument for anything but whole numbers above 0 joined by commas."""
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        counts = []
-    if not counts or min(counts) < 1:
-        raise InvalidArgument(f"{field} {text!r} must be whole numbers above 0 joined by commas", field=field)
-    return counts
 
 
 class Bench:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
@@ -12,12 +11,12 @@ from pathlib import Path
 from typing import TypeVar
 
 import click
-from rich.progress import Progress
 from rich.table import Table
 
 from coordinator.cluster import Cluster, SnapshotPlace
+from coordinator.commands.bench.counts import counts_option
 from coordinator.commands.bench.report import output_options, show
-from coordinator.console import LoadBars, console
+from coordinator.console import LoadBars, progress_bars
 from coordinator.model_files import ModelFiles, read_model_files
 from coordinator.options import PlacementOptions, model_options, placement_options
 from coordinator.prefix.cache import lineage_of
@@ -61,7 +60,7 @@ class Row:
 @click.command()
 @model_options(required=True)
 @placement_options
-@click.option("--lengths", default="512,2048,8192", show_default=True, metavar="N[,N…]", help="Tokens of the prefixes.")
+@counts_option("--lengths", default="512,2048,8192", help="Tokens of the prefixes.", least=2)
 @click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Runs of everything but prefill.")
 @click.option("--prefill-chunk", type=click.IntRange(1, 8192), default=512, show_default=True, metavar="N",
               help="Prompt tokens a step.")  # fmt: skip
@@ -73,7 +72,7 @@ class Row:
 def snapshot(
     model: Path,
     draft: Path | None,
-    lengths: str,
+    lengths: tuple[int, ...],
     repeat: int,
     prefill_chunk: int,
     prefix_cache_bytes: str,
@@ -92,7 +91,6 @@ def snapshot(
 
     async def main() -> None:
         files = read_model_files(model)
-        wanted = parse_lengths(lengths)
         budget = parse_size(prefix_cache_bytes, "--prefix-cache-bytes")
         with LoadBars() as bars:
             options = PlacementOptions(**placement)  # type: ignore[arg-type]
@@ -100,8 +98,8 @@ def snapshot(
             await cluster.__aenter__()
         try:
             rows = []
-            with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
-                for tokens in progress.track(wanted, description="measuring"):
+            with progress_bars() as progress:
+                for tokens in progress.track(lengths, description="measuring"):
                     with tempfile.TemporaryDirectory(prefix="flashsplit-bench-", dir=kv_cache_dir) as directory:
                         bench = Bench(cluster, files, directory, prefill_chunk)
                         rows.append(await bench.measure(tokens, repeat))
@@ -110,19 +108,6 @@ def snapshot(
         show(rows, table(rows), as_json=as_json, plot=plot)
 
     run(main())
-
-
-def parse_lengths(text: str) -> list[int]:
-    """Raises InvalidArgument for anything but whole numbers above 1 joined by commas."""
-    try:
-        lengths = [int(part) for part in text.split(",")]
-    except ValueError:
-        lengths = []
-    if not lengths or min(lengths) < 2:
-        raise InvalidArgument(
-            f"--lengths {text!r} must be whole numbers of at least 2 joined by commas", field="--lengths"
-        )
-    return lengths
 
 
 class Bench:

@@ -1,22 +1,22 @@
-"""`flashsplit bench decode`: what the split and the speculation cost and gain on this machine, in one run."""
+"""`flashsplit bench generate`: what the split and the speculation cost and gain over prompts, in one run."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
-from rich.progress import Progress
 from rich.table import Table
 
 from coordinator.answer import Answer, Request
-from coordinator.cluster import Cluster, LoadReporter
+from coordinator.cluster import Cluster
+from coordinator.commands.bench.counts import counts_option
 from coordinator.commands.bench.report import output_options, show
-from coordinator.console import console
-from coordinator.generation import generate
+from coordinator.console import LoadBars, progress_bars
+from coordinator.generation import generate as complete
 from coordinator.model_files import ModelFiles, read_model_files
 from coordinator.options import PlacementOptions, model_options, placement_options
 from coordinator.prompt import chat_prompt, text_prompt
@@ -45,7 +45,7 @@ class Row:
 @click.command()
 @model_options(required=True)
 @placement_options
-@click.option("--workers", default="1,2,3", show_default=True, help="Without --target-devices: numbers of CPU workers.")
+@counts_option("--workers", default="1,2,3", help="Without --target-devices: numbers of CPU workers.")
 @click.option(
     "--prompts",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -57,10 +57,10 @@ class Row:
 @click.option("--limit", type=click.IntRange(1), default=8, show_default=True, help="Prompts of each kind.")
 @click.option("--max-tokens", type=click.IntRange(2), default=128, show_default=True, help="Tokens of each answer.")
 @output_options
-def decode(
+def generate(
     model: Path,
     draft: Path | None,
-    workers: str,
+    workers: tuple[int, ...],
     prompts: Path,
     limit: int,
     max_tokens: int,
@@ -75,28 +75,31 @@ def decode(
 
     async def main() -> None:
         if draft is None:
-            raise InvalidArgument("--draft is missing: bench decode compares plain decode with DFlash", field="--draft")
+            raise InvalidArgument(
+                "--draft is missing: bench generate compares DFlash with plain decode", field="--draft"
+            )
         files = read_model_files(model)
         kinds = read_prompts(files, prompts, limit)
         given = placement["target_devices"]
-        placements = [str(given)] if given else [",".join(["cpu"] * int(count)) for count in workers.split(",")]
+        placements = [str(given)] if given else [",".join(["cpu"] * count) for count in workers]
         rows: list[Row] = []
-        with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
-            total = len(placements) * sum(len(asked) for asked in kinds.values())
-            task = progress.add_task("answering", total=total)
-            for devices in placements:
-                options = PlacementOptions(**{**placement, "target_devices": devices})  # type: ignore[arg-type]
-                async with options.cluster(files, draft, LoadReporter()) as cluster:
-                    for kind, asked in kinds.items():
-                        pairs = []
-                        # Once unseen: first touches of memory and code belong to nobody's figures.
-                        await answer(cluster, files, asked[0], max_tokens, speculate=True)
-                        for prompt in asked:
-                            plain = await answer(cluster, files, prompt, max_tokens, speculate=False)
-                            dflash = await answer(cluster, files, prompt, max_tokens, speculate=True)
-                            pairs.append((plain, dflash))
-                            progress.advance(task)
-                        rows.append(summarise(devices, kind, pairs))
+        for devices in placements:
+            options = PlacementOptions(**{**placement, "target_devices": devices})  # type: ignore[arg-type]
+            async with contextlib.AsyncExitStack() as stack:
+                with LoadBars() as bars:
+                    cluster = await stack.enter_async_context(options.cluster(files, draft, bars))
+                progress = stack.enter_context(progress_bars())
+                task = progress.add_task(f"answering over {devices}", total=sum(map(len, kinds.values())))
+                for kind, asked in kinds.items():
+                    pairs = []
+                    # Once unseen: first touches of memory and code belong to nobody's figures.
+                    await answer(cluster, files, asked[0], max_tokens, speculate=True)
+                    for prompt in asked:
+                        plain = await answer(cluster, files, prompt, max_tokens, speculate=False)
+                        dflash = await answer(cluster, files, prompt, max_tokens, speculate=True)
+                        pairs.append((plain, dflash))
+                        progress.advance(task)
+                    rows.append(summarise(devices, kind, pairs))
         show(rows, table(rows), as_json=as_json, plot=plot)
 
     run(main())
@@ -106,13 +109,18 @@ def read_prompts(files: ModelFiles, path: Path, limit: int) -> dict[str, list[tu
     """Prompt tokens by kind. Raises InvalidArgument for a file of another form."""
     try:
         kinds = json.loads(path.read_text(encoding="utf-8"))
+        if not kinds:
+            raise ValueError("it has none")
+        for kind, items in kinds.items():
+            if not isinstance(items, list) or not items:
+                raise ValueError(f"{kind!r} has none")
         texts = {
             str(kind): [item if isinstance(item, str) else str(item["prompt"]) for item in items[:limit]]
             for kind, items in kinds.items()
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InvalidArgument(
-            f"--prompts {path} must be a JSON object of lists of prompts: {error}", field="--prompts"
+            f"--prompts {path} must be a JSON object of lists with prompts: {error}", field="--prompts"
         ) from error
     return {
         kind: [
@@ -135,7 +143,7 @@ async def answer(
         stop_token_ids=files.stop_token_ids,
         speculate=speculate,
     )
-    return await generate(cluster, request, files.tokenizer)
+    return await complete(cluster, request, files.tokenizer)
 
 
 def summarise(devices: str, kind: str, pairs: list[tuple[Answer, Answer]]) -> Row:

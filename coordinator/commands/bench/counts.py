@@ -1,0 +1,23 @@
+"""An option of whole numbers joined by commas: the several sizes in which a bench measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+
+def counts_option(flag: str, *, default: str, help: str, least: int = 1) -> Callable[[Callable[..., Any]], Any]:
+    """Gives a tuple. Numbers below the least are refused before anything runs."""
+
+    def read(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]:
+        try:
+            counts = tuple(int(part) for part in text.split(","))
+        except ValueError:
+            counts = ()
+        if not counts or min(counts) < least:
+            raise click.BadParameter(f"{text!r} must be whole numbers of at least {least} joined by commas")
+        return counts
+
+    return click.option(flag, default=default, show_default=True, metavar="N[,N…]", callback=read, help=help)
