@@ -164,7 +164,7 @@ def test_wrong_flags_are_refused_before_anything_runs(tmp_path: Path) -> None:
     """A picture of no known kind, or nowhere; no model, or two; a draft that is missing; counts that are none."""
     for plot in ("x.txt", tmp_path / "none" / "x.png"):
         assert "--plot" in here("step", "--shape", "qwen3-8b", "--plot", plot, code=2)
-    for kind in ("step", "decode", "prefill"):
+    for kind in ("step", "decode", "prefill", "serve", "snapshot"):
         assert "give --shape or --model" in here(kind, code=2)
     assert "give --shape or --model" in here("verify", "--shape", "qwen3-8b", *PAIR, code=2)
     assert "--draft is missing" in bench("step", "cycle", *PAIR[:2], code=2)

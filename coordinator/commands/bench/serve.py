@@ -15,12 +15,13 @@ import click
 from rich.table import Table
 
 from coordinator.answer import Request
+from coordinator.commands.bench.checkpoints import checkpoint_options, checkpoints
 from coordinator.commands.bench.counts import counts_option
 from coordinator.commands.bench.report import output_options, show
 from coordinator.console import LoadBars, progress_bars
 from coordinator.engine import Engine
 from coordinator.model_files import read_model_files
-from coordinator.options import PlacementOptions, model_options, placement_options
+from coordinator.options import PlacementOptions, placement_options
 from coordinator.running import run
 
 
@@ -51,7 +52,7 @@ class Fairness:
 
 
 @click.command()
-@model_options(required=True)
+@checkpoint_options
 @placement_options
 @counts_option("--clients", default="1,2,4,8,16", help="Clients at once.")
 @click.option("--requests", type=click.IntRange(1), default=4, show_default=True, help="Requests of each client.")
@@ -62,7 +63,8 @@ class Fairness:
 @click.option("--plain", is_flag=True, help="Without speculation, even with a draft.")
 @output_options
 def serve(
-    model: Path,
+    shape: str | None,
+    model: Path | None,
     draft: Path | None,
     clients: tuple[int, ...],
     requests: int,
@@ -81,11 +83,12 @@ def serve(
     """
 
     async def main() -> None:
-        files = read_model_files(model)
         async with contextlib.AsyncExitStack() as stack:
+            target, drafted = stack.enter_context(checkpoints(shape, model, draft))
+            files = read_model_files(target)
             with LoadBars() as bars:
                 options = PlacementOptions(**placement)  # type: ignore[arg-type]
-                cluster = await stack.enter_async_context(options.cluster(files, draft, bars, prefix_cache_bytes=0))
+                cluster = await stack.enter_async_context(options.cluster(files, drafted, bars, prefix_cache_bytes=0))
             engine = Engine(cluster, files, None, name="bench", max_running=max(clients), max_waiting=0)
             bench = Bench(engine, prompt_tokens, max_tokens, prefill_chunk, speculate=not plain)
             rows: list[Row] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import tempfile
 import time
@@ -14,11 +15,12 @@ import click
 from rich.table import Table
 
 from coordinator.cluster import Cluster, SnapshotPlace
+from coordinator.commands.bench.checkpoints import checkpoint_options, checkpoints
 from coordinator.commands.bench.counts import counts_option
 from coordinator.commands.bench.report import output_options, show
 from coordinator.console import LoadBars, progress_bars
 from coordinator.model_files import ModelFiles, read_model_files
-from coordinator.options import PlacementOptions, model_options, placement_options
+from coordinator.options import PlacementOptions, placement_options
 from coordinator.prefix.cache import lineage_of
 from coordinator.prefix.disk import DiskCache, PartSource
 from coordinator.prefix.policy import chunks
@@ -58,7 +60,7 @@ class Row:
 
 
 @click.command()
-@model_options(required=True)
+@checkpoint_options
 @placement_options
 @counts_option("--lengths", default="512,2048,8192", help="Tokens of the prefixes.", least=2)
 @click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Runs of everything but prefill.")
@@ -70,7 +72,8 @@ class Row:
               help="Where the files go for a moment.  [default: the directory for temporary files]")  # fmt: skip
 @output_options
 def snapshot(
-    model: Path,
+    shape: str | None,
+    model: Path | None,
     draft: Path | None,
     lengths: tuple[int, ...],
     repeat: int,
@@ -90,21 +93,20 @@ def snapshot(
     """
 
     async def main() -> None:
-        files = read_model_files(model)
         budget = parse_size(prefix_cache_bytes, "--prefix-cache-bytes")
-        with LoadBars() as bars:
-            options = PlacementOptions(**placement)  # type: ignore[arg-type]
-            cluster = options.cluster(files, draft, bars, prefix_cache_bytes=budget)
-            await cluster.__aenter__()
-        try:
+        async with contextlib.AsyncExitStack() as stack:
+            target, drafted = stack.enter_context(checkpoints(shape, model, draft))
+            files = read_model_files(target)
+            with LoadBars() as bars:
+                options = PlacementOptions(**placement)  # type: ignore[arg-type]
+                cluster = options.cluster(files, drafted, bars, prefix_cache_bytes=budget)
+                await stack.enter_async_context(cluster)
             rows = []
             with progress_bars() as progress:
                 for tokens in progress.track(lengths, description="measuring"):
                     with tempfile.TemporaryDirectory(prefix="flashsplit-bench-", dir=kv_cache_dir) as directory:
                         bench = Bench(cluster, files, directory, prefill_chunk)
                         rows.append(await bench.measure(tokens, repeat))
-        finally:
-            await cluster.close()
         show(rows, table(rows), as_json=as_json, plot=plot)
 
     run(main())

@@ -6,8 +6,7 @@ How near steps come to the time in which their weights can be read.
 from __future__ import annotations
 
 import contextlib
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,24 +15,20 @@ from typing import Any
 import click
 from rich.table import Table
 
+from coordinator.commands.bench.checkpoints import checkpoint_options, checkpoints
 from coordinator.commands.bench.floor import Floor
 from coordinator.commands.bench.report import output_options, show
-from coordinator.commands.bench.shapes import TARGETS, write_shape
 from coordinator.commands.bench.step_bench import DRAFTING, KINDS, Bench, Row, Sizes, times_decode
 from coordinator.commands.bench.step_client import CHUNK
 from coordinator.console import LoadBars, progress_bars
 from coordinator.model_files import read_model_files
-from coordinator.options import PlacementOptions, model_options, placement_options
+from coordinator.options import PlacementOptions, placement_options
 from coordinator.running import run
-from services.errors import InvalidArgument
 
 
 @click.command()
 @click.argument("kinds", nargs=-1, type=click.Choice(KINDS))
-@click.option(
-    "--shape", type=click.Choice(list(TARGETS)), help="A published shape with random weights, and its draft's."
-)
-@model_options(required=False)
+@checkpoint_options
 @placement_options
 @click.option("--rows", type=click.IntRange(2, 64), default=16, show_default=True,
               help="Rows of a verify; at most the draft's block where a draft guesses.")  # fmt: skip
@@ -67,7 +62,7 @@ def step(
 
     async def main() -> None:
         wanted = kinds or KINDS
-        with _checkpoints(shape, model, draft, wanted) as (target, drafted):
+        with checkpoints(shape, model, draft, [kind for kind in wanted if kind in DRAFTING]) as (target, drafted):
             options = PlacementOptions(**placement)  # type: ignore[arg-type]
             async with contextlib.AsyncExitStack() as stack:
                 with LoadBars() as bars:
@@ -145,30 +140,6 @@ def single(kind: str) -> click.Command:
 
     parameters = [option for option in step.params if option.name not in made.without | {"kinds"}]
     return click.Command(kind, callback=measure, params=parameters, help=made.help)
-
-
-@contextlib.contextmanager
-def _checkpoints(
-    shape: str | None, model: Path | None, draft: Path | None, kinds: Sequence[str]
-) -> Iterator[tuple[Path, Path | None]]:
-    """Directories of the target and, where a kind needs it, of the draft."""
-    drafting = [kind for kind in kinds if kind in DRAFTING]
-    if (shape is None) == (model is None):
-        raise InvalidArgument("give --shape or --model, one of them", field="--shape")
-    if model is not None:
-        if drafting and draft is None:
-            raise InvalidArgument(
-                f"--draft is missing: name the checkpoint of one for {' and '.join(drafting)}, or measure other kinds",
-                field="--draft",
-            )
-        yield model, draft
-        return
-    if draft is not None:
-        raise InvalidArgument("--draft has no effect with --shape, which has its own: leave it out", field="--draft")
-    assert shape is not None
-    with tempfile.TemporaryDirectory(prefix="flashsplit-bench-") as directory:
-        target, drafted = write_shape(shape, Path(directory))
-        yield target, drafted if drafting else None
 
 
 def table(rows: Sequence[Row], ratios: Mapping[str, float]) -> Table:
