@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
 
 from shard_worker.model_config import LayerKind, ModelConfig
-from shard_worker.ops.attention import grouped_mask, visibility
+from shard_worker.ops.attention import Causal, grouped_mask, visibility
 from shard_worker.ops.rope import rope_table
 
 
@@ -23,7 +22,7 @@ class Rows:
 
     base: int
     rope: tuple[torch.Tensor, torch.Tensor]
-    masks: dict[LayerKind, torch.Tensor | None]
+    masks: dict[LayerKind, torch.Tensor | Causal | None]
     deferred: bool
     kernels: bool = False
     delta_kernels: bool = False
@@ -44,7 +43,7 @@ def make_rows(
     """Rows at [base, base + count) for layers of these kinds, in `like`'s dtype and device."""
     device, span = like.device, base + count
     positions = torch.arange(base, span, device=device)
-    masks: dict[LayerKind, torch.Tensor | None] = {}
+    masks: dict[LayerKind, torch.Tensor | Causal | None] = {}
     for kind in kinds - {LayerKind.LINEAR}:
         window = config.sliding_window if kind is LayerKind.SLIDING else None
         if window is not None and span <= window:
@@ -52,7 +51,7 @@ def make_rows(
         if window is None and count == 1:
             masks[kind] = None
         elif window is None and like.is_cuda and like.dtype.itemsize == 2:
-            masks[kind] = causal_lower_right(count, span)
+            masks[kind] = Causal()
         else:
             seen = visibility(positions, torch.arange(span, device=device), causal=True, window=window)
             masks[kind] = grouped_mask(seen, config.heads // config.kv_heads, like.dtype)

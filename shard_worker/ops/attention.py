@@ -7,7 +7,16 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import CausalBias
+
+if torch.version.cuda or torch.version.hip:
+    # What `Causal` needs brings a compiler along, which takes a second: not for a build that has no use for it, and
+    # elsewhere not while the first prompt waits.
+    import torch.nn.attention.bias
+
+
+class Causal:
+    """In place of a mask: the queries are the last of the keys' positions, and each sees all up to its own. A GPU needs
+    no mask in memory for that."""
 
 
 def visibility(
@@ -42,20 +51,21 @@ def attend(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    mask: torch.Tensor | None,
+    mask: torch.Tensor | Causal | None,
 ) -> torch.Tensor:
     """softmax(q kᵀ / sqrt(head_dim) + mask) v.
 
     queries: [n, heads, head_dim]; keys, values: [kv_heads, span, head_dim]; mask: from `grouped_mask`, or None when
-    every query sees every key, or a CausalBias, with which a GPU needs no mask in memory. Returns
-    [n, heads * head_dim].
+    every query sees every key, or `Causal`. Returns [n, heads * head_dim].
     """
     rows, heads, head_dim = queries.shape
     kv_heads = keys.shape[0]
     group = heads // kv_heads
-    if isinstance(mask, CausalBias):
-        rows_last = queries.transpose(0, 1)[None]
-        out = F.scaled_dot_product_attention(rows_last, keys[None], values[None], attn_mask=mask, enable_gqa=True)
+    if isinstance(mask, Causal):
+        from torch.nn.attention.bias import causal_lower_right
+
+        rows_last, bias = queries.transpose(0, 1)[None], causal_lower_right(rows, keys.shape[1])
+        out = F.scaled_dot_product_attention(rows_last, keys[None], values[None], attn_mask=bias, enable_gqa=True)
         return out[0].transpose(0, 1).reshape(rows, heads * head_dim)
     grouped = queries.transpose(0, 1).reshape(1, kv_heads, group * rows, head_dim)
     out = F.scaled_dot_product_attention(grouped, keys[None], values[None], attn_mask=mask)

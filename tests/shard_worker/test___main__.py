@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from click.testing import CliRunner
 
@@ -57,3 +60,13 @@ def test_help_needs_no_device() -> None:
         "--health-port",
     ):
         assert option in result.output
+
+
+def test_a_worker_starts_without_a_compiler() -> None:
+    """torch's own takes longer to import than all the rest; only GPU builds have a use for it."""
+    line = (
+        "import sys, torch, shard_worker.worker; print(torch.version.cuda, torch.version.hip, 'sympy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True, timeout=60)
+    *builds, compiler = done.stdout.split()
+    assert compiler == str(builds != ["None", "None"])

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from shard_worker.ops.attention import attend, grouped_mask, visibility
+from shard_worker.ops.attention import Causal, attend, grouped_mask, visibility
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -51,3 +51,15 @@ def test_attend_is_softmax_attention_of_every_head(heads: int, kv_heads: int, ma
             weights = torch.softmax(torch.tensor(scores, dtype=torch.float64), 0)
             expected = weights @ values[group].double()
             torch.testing.assert_close(own[row, head * dim : (head + 1) * dim].double(), expected, rtol=0, atol=1e-6)
+
+
+def test_causal_is_the_mask_of_the_last_positions() -> None:
+    """Without a mask in memory, the same as with one."""
+    generator = torch.Generator().manual_seed(1)
+    queries = torch.randn(3, 6, 8, generator=generator)
+    keys, values = (torch.randn(2, 10, 8, generator=generator)[:, :7] for _ in range(2))
+    seen = visibility(torch.arange(4, 7), torch.arange(7), causal=True, window=None)
+
+    own = attend(queries, keys, values, Causal())
+
+    torch.testing.assert_close(own, attend(queries, keys, values, grouped_mask(seen, 3, torch.float32)))
