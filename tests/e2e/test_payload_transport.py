@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.answer import Request
@@ -27,32 +30,52 @@ def shared_bytes(pid: int) -> int:
     return sum(int(size) * 1024 for size in re.findall(r"memfd:flashsplit-payloads.*?Rss:\s+(\d+) kB", text, re.DOTALL))
 
 
-async def answer(transport: PayloadTransport, store: Path) -> tuple[tuple[int, ...], int, list[int]]:
-    """Of three workers, the draft in one of its own: tokens, of which so many prompt tokens came from the store, and
-    what each process has touched of shared memory."""
+@dataclass(frozen=True)
+class Told:
+    """An answer: how many of the prompt's tokens came from a store, and what each process has touched of shared memory
+    since its start."""
+
+    token_ids: tuple[int, ...]
+    cached_tokens: int
+    used: list[int]
+
+
+@contextlib.asynccontextmanager
+async def asking(transport: PayloadTransport) -> AsyncIterator[Callable[[Path], Awaitable[Told]]]:
+    """Three workers, the draft in one of its own. Each question brings a store of prefixes; memory keeps nothing."""
     plan = make_plan(target_devices="cpu,cpu", layer_split=None, draft_device="cpu", num_layers=12, has_draft=True)
     checkpoints = Checkpoints(DEMO / "target", DEMO / "draft", "float32")
     launch = Launch(threads=1, transport=transport)
     async with Cluster(plan, checkpoints, launch=launch) as cluster:
-        lineages = [lineage_of(cluster, "text", with_draft=True)]
-        disk = DiskCache(open_store(str(store)), lineages, 12, "demo", budget_bytes=1 << 30, min_tokens=64)
-        async with PrefixCache(cluster, "text", disk=disk) as cache:
-            found = await complete(cluster, Request("r", PROMPT, 30, prefill_chunk=512), None, prefixes=cache)
         pids = [os.getpid(), *sorted(children(os.getpid()))]
-        return found.token_ids, found.stats.cached_tokens, [shared_bytes(pid) for pid in pids]
+        lineage = lineage_of(cluster, "text", with_draft=True)
+
+        async def ask(store: Path) -> Told:
+            disk = DiskCache(open_store(str(store)), [lineage], 12, "demo", budget_bytes=1 << 30, min_tokens=64)
+            async with PrefixCache(cluster, "text", disk=disk) as cache:
+                found = await complete(cluster, Request("r", PROMPT, 30, prefill_chunk=512), None, prefixes=cache)
+            sequence = (*PROMPT, *found.token_ids)
+            names = [lineage.snapshot_id(sequence[:length]) for length in range(len(sequence), 0, -1)]
+            for address in cluster.addresses:
+                await (await cluster.snapshots(address)).free_snapshots(names)
+            return Told(found.token_ids, found.stats.cached_tokens, [shared_bytes(pid) for pid in pids])
+
+        yield ask
 
 
 async def test_the_same_answer_either_way(tmp_path: Path) -> None:
     """What one kept, exported to disk, the other imports."""
-    tokens, cached, used = await answer(PayloadTransport.STREAM, tmp_path)
-    assert (cached, sum(used)) == (0, 0)
-    again = await answer(PayloadTransport.SHARED, tmp_path)
-    assert again[0] == tokens
-    assert again[1] > 800
-    # Imports went from here to all workers.
-    assert again[2][0] > 1 << 20
-    cold = await answer(PayloadTransport.SHARED, tmp_path / "other")
-    assert cold[:2] == (tokens, 0)
-    # Prompt activations from stage to stage, features on to the draft, exports back.
-    assert len(cold[2]) == 4
-    assert min(cold[2]) > 1 << 19
+    async with asking(PayloadTransport.STREAM) as ask:
+        streamed = await ask(tmp_path / "streamed")
+        assert (streamed.cached_tokens, sum(streamed.used)) == (0, 0)
+    async with asking(PayloadTransport.SHARED) as ask:
+        cold = await ask(tmp_path / "shared")
+        assert (cold.token_ids, cold.cached_tokens) == (streamed.token_ids, 0)
+        # Prompt activations from stage to stage, features on to the draft, exports back.
+        assert len(cold.used) == 4
+        assert min(cold.used) > 1 << 19
+        again = await ask(tmp_path / "streamed")
+        assert again.token_ids == streamed.token_ids
+        assert again.cached_tokens > 800
+        # Imports went from here to all workers.
+        assert again.used[0] > cold.used[0] + (1 << 20)
