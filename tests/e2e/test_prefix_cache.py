@@ -147,12 +147,12 @@ async def test_a_full_memory_goes_on(
     prompt, greedy = prefix_cases["qwen3_5"]
     pair = pairs["qwen3_5"]
     others = [tuple(ids) for ids in checkpoints.random_prompts(256, 12, 5, [40] * 12)]
-    async with client(pair, "cpu,cpu") as one:
+    budget = 256 << 10
+    async with client(pair, "cpu,cpu", prefix_cache_bytes=budget) as one:
         await one.ask(prompt, tokens=2)
         await one.settle()
         worker = await (await one.cluster._peers.worker(one.cluster.addresses[-1])).describe()
-        size = worker.snapshot_bytes
-    async with client(pair, "cpu,cpu", prefix_cache_bytes=3 * size) as one:
+        assert 2 * worker.snapshot_bytes < budget < 4 * worker.snapshot_bytes
         for other in others:
             await one.ask(other, tokens=2)
             await one.settle()
