@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from coordinator.answer import Answer, Compression, Phase, Piece, Request, StageStats, Stats
 from coordinator.cluster import Cluster
-from coordinator.prefill_chunk import prefill_chunk
+from coordinator.prefill_chunk import chunk_for
 from coordinator.prefix.cache import PrefixCache
 from coordinator.prefix.policy import chunks
 from coordinator.prefix.run import PrefixRun
@@ -61,7 +61,7 @@ class Generation:
         draft = cluster.draft if request.speculate else None
         self._speculation = Speculation(1 if draft is None else draft.block_size)
         self._draft_reach = 0 if draft is None else draft.max_position
-        self._chunk = request.prefill_chunk or prefill_chunk(cluster.workers)
+        self._chunk = request.prefill_chunk or chunk_for(cluster.workers)
         self._prefix: PrefixRun | None = None
         if prefixes is not None:
             self._prefix = PrefixRun(prefixes, request.prompt_ids, request.boundaries, with_draft=draft is not None)

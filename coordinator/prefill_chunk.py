@@ -20,7 +20,7 @@ SHARE = 0.05
 """Of a GPU's memory, as much as a plan leaves free."""
 
 
-def prefill_chunk(workers: Sequence[WorkerDescription]) -> int:
+def chunk_for(workers: Sequence[WorkerDescription]) -> int:
     """Rows for these stages, so that no GPU's memory is short of them."""
     devices = [device for worker in workers for device in worker.devices]
     if any(device.name == "cpu" for device in devices):

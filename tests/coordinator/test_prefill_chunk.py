@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.prefill_chunk import prefill_chunk
+from coordinator.prefill_chunk import chunk_for
 from services.description import DeviceDescription, WorkerDescription
 from tests.services.fakes import WORKER
 
@@ -32,4 +32,4 @@ def worker(hidden: int, *devices: tuple[str, int]) -> WorkerDescription:
 )
 def test_more_rows_where_every_gpu_has_room(workers: list[WorkerDescription], rows: int) -> None:
     """The smallest GPU decides; with a CPU among them it is as many as a CPU likes."""
-    assert prefill_chunk(workers) == rows
+    assert chunk_for(workers) == rows

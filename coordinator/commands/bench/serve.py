@@ -22,6 +22,7 @@ from coordinator.console import LoadBars, progress_bars
 from coordinator.engine import Engine
 from coordinator.model_files import read_model_files
 from coordinator.options import PlacementOptions, placement_options
+from coordinator.prefill_chunk import chunk_for
 from coordinator.running import run
 
 
@@ -58,8 +59,8 @@ class Fairness:
 @click.option("--requests", type=click.IntRange(1), default=4, show_default=True, help="Requests of each client.")
 @click.option("--prompt-tokens", type=click.IntRange(1), default=32, show_default=True, help="Of each prompt, random.")
 @click.option("--max-tokens", type=click.IntRange(2), default=64, show_default=True, help="Of each answer.")
-@click.option("--prefill-chunk", type=click.IntRange(1, 8192), default=512, show_default=True, metavar="N",
-              help="Prompt tokens a step.")  # fmt: skip
+@click.option("--prefill-chunk", type=click.IntRange(1, 8192), metavar="N",
+              help="Prompt tokens a step.  [default: as the server would]")  # fmt: skip
 @click.option("--plain", is_flag=True, help="Without speculation, even with a draft.")
 @output_options
 def serve(
@@ -70,7 +71,7 @@ def serve(
     requests: int,
     prompt_tokens: int,
     max_tokens: int,
-    prefill_chunk: int,
+    prefill_chunk: int | None,
     plain: bool,
     as_json: bool,
     plot: Path | None,
@@ -90,7 +91,8 @@ def serve(
                 options = PlacementOptions(**placement)  # type: ignore[arg-type]
                 cluster = await stack.enter_async_context(options.cluster(files, drafted, bars, prefix_cache_bytes=0))
             engine = Engine(cluster, files, None, name="bench", max_running=max(clients), max_waiting=0)
-            bench = Bench(engine, prompt_tokens, max_tokens, prefill_chunk, speculate=not plain)
+            chunk = prefill_chunk or chunk_for(engine.cluster.workers)
+            bench = Bench(engine, prompt_tokens, max_tokens, chunk, speculate=not plain)
             rows: list[Row] = []
             with progress_bars() as progress:
                 await bench.crowd(1, 1)
