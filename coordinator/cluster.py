@@ -59,6 +59,9 @@ class SnapshotPlace:
     fingerprint: str
 
 
+EXACT_ROWS = 16
+"""That products of exact steps are made of, where no block has more: answers with and without a draft agree."""
+
 ChooseSplit = Callable[[Plan, Sequence[str], Peers], Awaitable[Plan]]
 """Given a plan whose layers are to be chosen and its workers' addresses, the draft's behind the stages': the plan."""
 
@@ -82,13 +85,14 @@ class Cluster:
         wait_s: float = 0.0,
         reporter: LoadReporter | None = None,
         choose_split: ChooseSplit | None = None,
+        exact: bool = False,
     ) -> None:
         """launch: without threads, they are shared out. wait_s: how long a worker that runs elsewhere is called again
         when it doesn't answer at the start. choose_split: asked for the layers once the workers run, where the plan
-        leaves them open."""
+        leaves them open. exact: sessions' steps give one row the same bits whatever other rows they have."""
         self._plan, self._checkpoints, self.launch, self._wait_s = plan, checkpoints, launch, wait_s
         self._reporter = reporter or LoadReporter()
-        self._choose_split = choose_split
+        self._choose_split, self._exact = choose_split, exact
         self._peers = Peers(security=launch.security, transport=launch.transport)
         self._processes: dict[int, WorkerProcess] = {}
         self._watchers: dict[int, asyncio.Task[str]] = {}
@@ -159,8 +163,15 @@ class Cluster:
                 logprobs=logprobs,
                 grammar=grammar,
                 trace=trace,
+                exact_rows=max(EXACT_ROWS, block_rows, self._draft_rows) if self._exact else None,
             )
         )
+
+    @property
+    def _draft_rows(self) -> int:
+        """Of a block of the draft, lost or not; 0 without one."""
+        draft = None if self.draft_worker is None else self.draft_worker.draft
+        return 0 if draft is None else draft.block_size
 
     @property
     def starts_workers(self) -> bool:

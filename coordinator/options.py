@@ -59,6 +59,10 @@ _PLACEMENT = (
     click.option("--cuda-graphs/--no-cuda-graphs", default=None,
                  help="Local workers with a GPU launch a step as one captured graph, or its kernels one by one.  "
                  "[default: graphs]"),
+    click.option("--exact", is_flag=True,
+                 help="Compute plain and speculated answers to the same bits in plain torch too, by slower steps: on "
+                 "CPUs in 16 bits near-ties may flip otherwise. Where flashsplit's kernels run a GPU's steps that "
+                 "holds anyway, and nothing changes."),
     click.option("--payload-transport", type=click.Choice([kind.value for kind in PayloadTransport]),
                  help="How large payloads (prompts' activations, snapshots) reach workers: within the stream, through "
                  "memory shared with them, or auto: shared on this host.  [default: auto]"),
@@ -194,6 +198,7 @@ class PlacementOptions:
     cuda_graphs: bool | None = None
     worker_command: tuple[str, ...] = ()
     payload_transport: str | None = None
+    exact: bool | None = None
     wait_for_workers: float = 0.0
     tls_cert: str | None = None
     tls_key: str | None = None
@@ -232,6 +237,7 @@ class PlacementOptions:
             wait_s=self.wait_for_workers,
             reporter=reporter,
             choose_split=choose_split,
+            exact=bool(self.exact),
         )
 
     def models(self, model: Path, draft: Path | None) -> Models:

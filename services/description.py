@@ -45,7 +45,10 @@ class HeadPlace(StrEnum):
 
 
 class StepEngine(StrEnum):
-    """How steps of few rows run: in plain torch, by kernels one after the other, or by kernels in a captured graph."""
+    """How steps of few rows run: in plain torch, by kernels one after the other, or by kernels in a captured graph.
+
+    Kernels compute a row alike in every step; plain torch does where a session asks for it (`Open.exact_rows`).
+    """
 
     TORCH = "torch"
     KERNELS = "kernels"

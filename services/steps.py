@@ -70,7 +70,8 @@ class DraftRoute:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """First frame of a session; see `stage.proto`. logprobs: how many alternatives beside each token, None for off."""
+    """First frame of a session; see `stage.proto`. logprobs: how many alternatives beside each token, None for off.
+    exact_rows: None for off."""
 
     request_id: str
     fingerprint: str
@@ -87,6 +88,7 @@ class Open:
     logprobs: int | None = None
     grammar: Grammar | None = None
     trace: Trace | None = None
+    exact_rows: int | None = None
 
 
 class StepKind(StrEnum):

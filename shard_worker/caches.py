@@ -26,10 +26,15 @@ class RecurrentCache:
     state: float32 [layers, value_heads, key_dim, value_dim]. conv: [layers, taps - 1 + block, channels]; the first
     taps - 1 rows are the last committed inputs, the others belong to the block in flight. keys, corrected, decays:
     float32 [layers, value_heads, block, …], what advancing by some of the block's rows needs; decays are the running
-    sums of log decays where `window` and `record` were used, each row's own factor where kernels were.
+    sums of log decays where the block was computed as one, each row's own factor where its rows were one by one, or by
+    kernels.
     """
 
-    def __init__(self, layers: int, shape: LinearAttentionConfig, block_rows: int, like: torch.Tensor) -> None:
+    def __init__(
+        self, layers: int, shape: LinearAttentionConfig, block_rows: int, like: torch.Tensor, *, exact: bool = False
+    ) -> None:
+        """exact: blocks are computed row by row."""
+        self._exact = exact
         heads = shape.value_heads
 
         def zeros(*extents: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -71,17 +76,18 @@ class RecurrentCache:
             rows = torch.cat((self.conv[slot, :before], rows))
         self.conv[slot, :before] = rows[-before:]
 
-    def record(self, slot: int, keys: torch.Tensor, corrected: torch.Tensor, running: torch.Tensor) -> None:
+    def record(self, slot: int, keys: torch.Tensor, corrected: torch.Tensor, decays: torch.Tensor) -> None:
         """Keep what committing a part of the block in flight needs."""
         rows = keys.shape[1]
         self.keys[slot, :, :rows] = keys
         self.corrected[slot, :, :rows] = corrected
-        self.decays[slot, :, :rows] = running
+        self.decays[slot, :, :rows] = decays
 
     def commit(self, rows: int) -> None:
         """Advance all layers by the first `rows` rows of the block in flight."""
         before = self.taps - 1
-        deltanet.commit(
+        commit = deltanet.commit_by_steps if self._exact else deltanet.commit
+        commit(
             self.state.flatten(0, 1),
             self.keys[:, :, :rows].flatten(0, 1),
             self.corrected[:, :, :rows].flatten(0, 1),
@@ -107,15 +113,17 @@ class SegmentCaches:
         block_rows: int,
         like: torch.Tensor,
         page_rows: int | None = None,
+        *,
+        exact: bool = False,
     ) -> SegmentCaches:
         """Caches for layers of these kinds. capacity: positions; block_rows: rows of the largest verify; page_rows:
-        positions that are allocated at a time, by default all."""
+        positions that are allocated at a time, by default all; exact: blocks are computed row by row."""
         linear = kinds.count(LayerKind.LINEAR)
         attention = len(kinds) - linear
         recurrent = None
         if linear:
             assert config.linear is not None
-            recurrent = RecurrentCache(linear, config.linear, block_rows, like)
+            recurrent = RecurrentCache(linear, config.linear, block_rows, like, exact=exact)
         keys_and_values = None
         if attention:
             keys_and_values = AttentionCache(attention, config.kv_heads, capacity, config.head_dim, like, page_rows)

@@ -44,7 +44,8 @@ class Decider:
 
     def __init__(self, stage: Stage, sampler: Sampler, request: Open, ahead: Ahead | None) -> None:
         self._stage, self._sampler, self._request, self._ahead = stage, sampler, request, ahead
-        self.last = LastRow(stage.head)
+        self._exact_rows = stage.exact_rows(request.exact_rows)
+        self.last = LastRow(stage.head, self._exact_rows)
 
     def observe(self, token_ids: Sequence[int]) -> None:
         """A prefix was taken up. Raises InvalidArgument as `Sampler.observe` does."""
@@ -90,7 +91,7 @@ class Decider:
         elif output.logits is not None and output.likeliest is not None:
             logits, likeliest = output.logits[rows], output.likeliest[rows]
         else:
-            logits = head.logits(output.hidden[rows])
+            logits = head.logits(output.hidden[rows], self._exact_rows)
         chosen = self._sampler.choose(logits, tokens, forward.base_position, likeliest)
         guesses = tokens[1:] if kind is StepKind.VERIFY else ()
         produced = accept(guesses, chosen, self._request.stop_token_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,8 @@ class Rows:
 
     base: position of the first one. rope: from `rope_table`. masks: by layer kind; None where every row sees all
     positions up to the last row's. deferred: the rows are guesses, so recurrent layers must not advance. kernels,
-    delta_kernels: as a segment has them.
+    delta_kernels: as a segment has them. exact_rows: as of a session; None where a row need not come out the same in
+    steps of different numbers of rows.
     """
 
     base: int
@@ -26,6 +28,14 @@ class Rows:
     deferred: bool
     kernels: bool = False
     delta_kernels: bool = False
+    exact_rows: int | None = None
+
+    def each(self, work: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+        """An elementwise function of rows [n, …], given one by one where they must be exact: functions made of exp
+        round differently in the lanes of a vector and behind the last whole one."""
+        if self.exact_rows is None or len(tensor) == 1:
+            return work(tensor)
+        return torch.cat([work(row) for row in tensor.chunk(len(tensor))])
 
 
 def make_rows(
@@ -39,10 +49,15 @@ def make_rows(
     *,
     kernels: bool = False,
     delta_kernels: bool = False,
+    exact_rows: int | None = None,
 ) -> Rows:
     """Rows at [base, base + count) for layers of these kinds, in `like`'s dtype and device."""
     device, span = like.device, base + count
     positions = torch.arange(base, span, device=device)
+    if exact_rows is not None:
+        tables = [rope_table(position, frequencies, like.dtype) for position in positions.chunk(count)]
+        cos, sin = (torch.cat(tensors) for tensors in zip(*tables, strict=True))
+        return Rows(base, (cos, sin), {}, deferred, kernels, delta_kernels, exact_rows)
     masks: dict[LayerKind, torch.Tensor | Causal | None] = {}
     for kind in kinds - {LayerKind.LINEAR}:
         window = config.sliding_window if kind is LayerKind.SLIDING else None

@@ -35,12 +35,13 @@ class Segment:
     delta_kernels: bool = False
     """Whether recurrent layers take many rows by kernels."""
 
-    def allocate(self, capacity: int, block_rows: int) -> SegmentCaches:
-        """Caches of one session. capacity: positions; block_rows: rows of its largest verify."""
+    def allocate(self, capacity: int, block_rows: int, *, exact: bool = False) -> SegmentCaches:
+        """Caches of one session. capacity: positions; block_rows: rows of its largest verify, which are computed one by
+        one if `exact`."""
         kinds = self.config.layer_kinds[self.layers.first : self.layers.last]
         like = torch.empty(0, dtype=self.dtype, device=self.device.torch_device)
         page_rows = PAGE_ROWS if self.device.is_gpu else None
-        return SegmentCaches.allocate(self.config, kinds, capacity, block_rows, like, page_rows)
+        return SegmentCaches.allocate(self.config, kinds, capacity, block_rows, like, page_rows, exact=exact)
 
     def state_groups(self) -> list[TensorGroup]:
         """What is kept of a prefix, in the order of the caches' views."""
@@ -53,8 +54,9 @@ class Segment:
         deferred: bool,
         caches: SegmentCaches,
         features: Features | None,
+        exact_rows: int | None = None,
     ) -> torch.Tensor:
-        """hidden: [n, hidden] on any device -> [n, hidden] on this segment's.
+        """hidden: [n, hidden] on any device -> [n, hidden] on this segment's. exact_rows: as of `Rows`.
 
         Captures are added to `features`, where there are any wanted.
         """
@@ -70,6 +72,7 @@ class Segment:
             deferred,
             kernels=self.kernels,
             delta_kernels=self.delta_kernels,
+            exact_rows=exact_rows,
         )
         capture = self.capture if features is not None else None
         captured: list[torch.Tensor] = []

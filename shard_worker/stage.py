@@ -28,10 +28,12 @@ BLOCK_ROWS = 16
 
 @dataclass(slots=True)
 class StageState:
-    """One session's memory on a stage. length: committed tokens; pending: rows of a verify not yet committed."""
+    """One session's memory on a stage. length: committed tokens; pending: rows of a verify not yet committed;
+    exact_rows: as of `Rows`, for decode and verify steps."""
 
     capacity: int
     caches: list[SegmentCaches]
+    exact_rows: int | None = None
     length: int = 0
     pending: int = 0
 
@@ -90,10 +92,15 @@ class Stage:
         segments = (replace(segment, kernels=False, delta_kernels=False) for segment in self.segments)
         return replace(self, runners=(), segments=tuple(segments))
 
-    def allocate(self, capacity: int, block_rows: int) -> StageState:
-        """Memory for one session of up to `capacity` tokens."""
-        caches = [segment.allocate(capacity, block_rows) for segment in self.segments]
-        return StageState(capacity, caches)
+    def exact_rows(self, asked: int | None) -> int | None:
+        """Of a session that asked for so many: None where kernels run its steps, which are exact anyway."""
+        return asked if self.engine is StepEngine.TORCH else None
+
+    def allocate(self, capacity: int, block_rows: int, exact_rows: int | None = None) -> StageState:
+        """Memory for one session of up to `capacity` tokens. exact_rows: see `exact_rows`."""
+        exact = exact_rows is not None
+        caches = [segment.allocate(capacity, block_rows, exact=exact) for segment in self.segments]
+        return StageState(capacity, caches, exact_rows)
 
     def state_groups(self) -> tuple[TensorGroup, ...]:
         """What is kept of a prefix, in the order of a session's views; the last stage's logits come last."""
@@ -141,8 +148,10 @@ class Stage:
 
         Rows count at once unless deferred: then `commit` says later how many of them do.
         """
+        # Rows of a prompt come in the same chunks, whatever its answer is made by.
+        exact_rows = state.exact_rows if deferred or len(hidden) == 1 else None
         for segment, caches in zip(self.segments, state.caches, strict=True):
-            hidden = segment.run(hidden, state.length, deferred, caches, features)
+            hidden = segment.run(hidden, state.length, deferred, caches, features, exact_rows)
         self._count(state, len(hidden), deferred)
         return hidden
 

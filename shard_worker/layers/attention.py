@@ -9,7 +9,7 @@ import torch
 
 from shard_worker.caches import SegmentCaches
 from shard_worker.model_config import LayerKind, ModelConfig
-from shard_worker.ops.attention import attend
+from shard_worker.ops.attention import attend, attend_each
 from shard_worker.ops.linear import linear, packed
 from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import apply_rope
@@ -95,12 +95,17 @@ def run(
     """x: [n, hidden] -> [n, hidden]; keys and values of the rows are written to the cache first."""
     assert caches.attention is not None
     count, heads, kv_heads, head_dim = x.shape[0], config.heads, config.kv_heads, config.head_dim
-    projected = linear(x, weights.qkv, weights.qkv_bias).view(count, -1, head_dim)
+    projected = linear(x, weights.qkv, weights.qkv_bias, rows.exact_rows).view(count, -1, head_dim)
     qk = rms_norm(projected[:, : heads + kv_heads], weights.qk_norm, config.norm_eps)
     qk = apply_rope(qk, rows.rope)
     values = projected[:, heads + kv_heads : heads + 2 * kv_heads]
     caches.attention.store(slot, rows.base, qk[:, heads:], values)
-    mixed = attend(qk[:, :heads], *caches.attention.span(slot, rows.base + count), rows.masks[kind])
+    keys_and_values = caches.attention.span(slot, rows.base + count)
+    if rows.exact_rows is not None:
+        window = config.sliding_window if kind is LayerKind.SLIDING else None
+        mixed = attend_each(qk[:, :heads], *keys_and_values, window)
+    else:
+        mixed = attend(qk[:, :heads], *keys_and_values, rows.masks[kind])
     if weights.gated:
-        mixed = mixed * projected[:, heads + 2 * kv_heads :].reshape(count, -1).sigmoid()
-    return linear(mixed, weights.out, weights.out_bias)
+        mixed = mixed * rows.each(torch.sigmoid, projected[:, heads + 2 * kv_heads :].reshape(count, -1))
+    return linear(mixed, weights.out, weights.out_bias, rows.exact_rows)

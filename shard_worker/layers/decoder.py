@@ -42,7 +42,7 @@ def run(
         mixed = attention.run(config, weights.mixer, weights.kind, slot, normed, rows, caches)
     hidden = hidden + mixed
     normed = norm(hidden, weights.post_norm, config.norm_eps)
-    return hidden + mlp.run(weights.mlp, normed, kernels=rows.kernels)
+    return hidden + mlp.run(weights.mlp, normed, rows)
 
 
 def _norm(rows: Rows) -> Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]:

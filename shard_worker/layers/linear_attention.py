@@ -84,7 +84,7 @@ def run(
     assert cache is not None
     count, heads = x.shape[0], shape.value_heads
     sizes = (shape.conv_channels, shape.value_dim, heads, heads)
-    projected = linear(x, weights.projection)
+    projected = linear(x, weights.projection, None, rows.exact_rows)
     mix, z, b, a = projected.split_with_sizes(sizes, -1)
     if rows.delta_kernels and not rows.deferred:
         from shard_worker.kernels import delta_prefill
@@ -92,23 +92,24 @@ def run(
         gated = delta_prefill.run_layer(shape, weights, projected, cache, slot, config.norm_eps)
         cache.advance_inputs(slot, mix)
         return linear(gated, weights.out)
-    mixed = F.silu(deltanet.causal_conv(cache.window(slot, mix, rows.deferred), weights.taps))
+    mixed = rows.each(F.silu, deltanet.causal_conv(cache.window(slot, mix, rows.deferred), weights.taps))
     q, k, v = _heads(shape, mixed, weights.qk_scale)
-    beta = b.float().sigmoid().t()
-    log_decay = (weights.decay_rate * F.softplus(a.float() + weights.dt_bias)).t()
+    beta = rows.each(torch.sigmoid, b.float()).t()
+    log_decay = (weights.decay_rate * rows.each(F.softplus, a.float() + weights.dt_bias)).t()
 
     state = cache.state[slot]
     if rows.deferred:
-        out, corrected, running = deltanet.block(state, q, k, v, log_decay, beta)
-        cache.record(slot, k, corrected, running)
+        block = deltanet.block if rows.exact_rows is None else deltanet.block_by_steps
+        out, corrected, decays = block(state, q, k, v, log_decay, beta)
+        cache.record(slot, k, corrected, decays)
     elif count == 1:
-        out = deltanet.step(state, q, k, v, log_decay, beta)
+        out, _, _ = deltanet.step(state, q, k, v, log_decay, beta)
     else:
         out = deltanet.prefill(state, q, k, v, log_decay, beta)
 
     normed = rms_norm(out.transpose(0, 1), weights.norm, config.norm_eps)
-    gated = normed * F.silu(z.float()).view(count, heads, -1)
-    return linear(gated.to(x.dtype).view(count, -1), weights.out)
+    gated = normed * rows.each(F.silu, z.float()).view(count, heads, -1)
+    return linear(gated.to(x.dtype).view(count, -1), weights.out, None, rows.exact_rows)
 
 
 def _heads(

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from shard_worker.model_config import ModelConfig
 from shard_worker.ops.linear import linear, packed
+from shard_worker.rows import Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,14 @@ def pack(tensors: Mapping[str, torch.Tensor]) -> MlpWeights:
     return MlpWeights(packed(gate_up), packed(tensors["mlp.down_proj.weight"]))
 
 
-def run(weights: MlpWeights, x: torch.Tensor, *, kernels: bool = False) -> torch.Tensor:
-    """x: [n, hidden] -> [n, hidden]."""
-    gate_up = linear(x, weights.gate_up)
-    if kernels:
+def run(weights: MlpWeights, x: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
+    """x: [n, hidden] -> [n, hidden]. rows: what they are, where they are a step's."""
+    made_of = None if rows is None else rows.exact_rows
+    gate_up = linear(x, weights.gate_up, None, made_of)
+    if rows is not None and rows.kernels:
         from shard_worker.kernels import elementwise
 
-        return linear(elementwise.swiglu(gate_up), weights.down)
+        return linear(elementwise.swiglu(gate_up), weights.down, None, made_of)
     gate, up = gate_up.chunk(2, -1)
-    return linear(F.silu(gate) * up, weights.down)
+    gated = F.silu(gate) if rows is None else rows.each(F.silu, gate)
+    return linear(gated * up, weights.down, None, made_of)

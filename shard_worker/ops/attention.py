@@ -71,3 +71,16 @@ def attend(
     out = F.scaled_dot_product_attention(grouped, keys[None], values[None], attn_mask=mask)
     # Some kernels return it with the two middle axes swapped in memory.
     return out.reshape(heads, rows, head_dim).transpose(0, 1).reshape(rows, heads * head_dim)
+
+
+def attend_each(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None) -> torch.Tensor:
+    """`attend` under a causal mask, one query after the other: each comes out bit for bit as it would alone.
+
+    queries: of the last rows of the span. window: see `visibility`. Else as in `attend`.
+    """
+    rows, span = len(queries), keys.shape[1]
+    mixed = []
+    for behind, query in enumerate(queries.chunk(rows), span - rows + 1):
+        seen = slice(0 if window is None else max(0, behind - window), behind)
+        mixed.append(attend(query, keys[:, seen], values[:, seen], None))
+    return torch.cat(mixed)

@@ -3,7 +3,8 @@
 State S is [heads, key_dim, value_dim] in float32. One token: `S ← e^g S;  u = β (v - Sᵀk);  S ← S + k uᵀ;  o = Sᵀq`.
 Over a block the corrected values u of all rows come from one triangular solve, and the state after c of its rows is
 `e^{G_c} S + Σ_{j≤c} e^{G_c - G_j} k_j u_jᵀ` with G the running sum of g. So a verify keeps S, k, u and G, and
-committing any c rows later is one product, without the target's weights.
+committing any c rows later is one product, without the target's weights. Where a row must come out the same in any
+block, `block_by_steps` makes one after the other from a copy of the state, and `commit_by_steps` repeats what it did.
 """
 
 from __future__ import annotations
@@ -34,16 +35,44 @@ def step(
     v: torch.Tensor,
     log_decay: torch.Tensor,
     beta: torch.Tensor,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One row; the state is updated in place.
 
     q, k: [heads, 1, key_dim]; v: [heads, 1, value_dim]; log_decay, beta: [heads, 1]; all float32.
-    Returns o, [heads, 1, value_dim].
+    Returns o and the corrected value u, [heads, 1, value_dim] each, and the decay e^g [heads, 1].
     """
-    state.mul_(log_decay.exp()[..., None])
+    decay = log_decay.exp()
+    state.mul_(decay[..., None])
     u = torch.baddbmm(v, k, state, alpha=-1).mul_(beta[..., None])
     state.baddbmm_(k.transpose(1, 2), u)
-    return torch.bmm(q, state)
+    return torch.bmm(q, state), u, decay
+
+
+def block_by_steps(
+    state: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `block`, row by row, each to the bits that `step` gives it; and what `commit_by_steps` needs: the corrected
+    values u and each row's decay e^g."""
+    state = state.clone()
+    made = []
+    for row in range(q.shape[1]):
+        one = slice(row, row + 1)
+        made.append(step(state, q[:, one], k[:, one], v[:, one], log_decay[:, one], beta[:, one]))
+    out, u, decay = (torch.cat(rows, 1) for rows in zip(*made, strict=True))
+    return out, u, decay
+
+
+def commit_by_steps(state: torch.Tensor, k: torch.Tensor, u: torch.Tensor, decay: torch.Tensor) -> None:
+    """As `commit`, to the bits that `step` gives the state. decay: [heads, c], each row's e^g."""
+    for row in range(k.shape[1]):
+        one = slice(row, row + 1)
+        state.mul_(decay[:, one, None])
+        state.baddbmm_(k[:, one].transpose(1, 2), u[:, one])
 
 
 def block(

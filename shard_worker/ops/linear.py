@@ -24,8 +24,16 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
     return blocks
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [n, in], weight [out, in] as it is or `packed`, bias [out] -> [n, out]."""
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, made_of: int | None = None
+) -> torch.Tensor:
+    """x [n, in], weight [out, in] as it is or `packed`, bias [out] -> [n, out].
+
+    made_of: compute a product of so many rows in any case. How a row is rounded depends on their number, because
+    libraries have different loops for different ones, and not on what or where the others are.
+    """
+    if made_of is not None and len(x) < made_of:
+        return linear(F.pad(x, (0, 0, 0, made_of - len(x))), weight, bias)[: len(x)]
     if not weight.is_mkldnn:
         return F.linear(x, weight, bias)
     made: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

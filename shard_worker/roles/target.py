@@ -28,6 +28,7 @@ from shard_worker.drafters import drafter_of
 from shard_worker.drafters.dflash import Draft, DraftState
 from shard_worker.dtypes import dtype_to_name
 from shard_worker.embedding_rows import EmbeddingRows, copied_embedding, resident_embedding, rows_of_stage
+from shard_worker.exactness import allocate
 from shard_worker.executor import DeviceThread
 from shard_worker.following import FollowingSession
 from shard_worker.grammar_compiler import GrammarCompiler
@@ -66,6 +67,8 @@ class LoadedStage:
     embedding: EmbeddingRows
     keeper: SnapshotKeeper
     grammars: GrammarCompiler
+    exact: set[int]
+    """Numbers of rows that exact steps were tried out with."""
 
 
 class TargetRole:
@@ -123,6 +126,7 @@ class TargetRole:
                 self._store.generation(SnapshotOwner.STAGE),
             ),
             GrammarCompiler(checkpoint.directory, checkpoint.config, stage.config.vocab_size),
+            set(),
         )
 
     def prepare(self) -> None:
@@ -177,7 +181,7 @@ class TargetRole:
             stage = loaded.stage
             self._check_limits(request, stage)
             sampler = None if request.route else await self._sampler(request, loaded)
-            state = await self._thread.submit(stage.allocate, request.max_length, request.block_rows)
+            state = await self._thread.submit(allocate, request, stage, loaded.exact)
         except FlashsplitError as error:
             raise error.located(stage=request.stage, host=location.host, device=location.device) from None
         downstream: StageSession | None = None

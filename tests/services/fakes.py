@@ -123,6 +123,7 @@ OPEN = Open(
         seed=2**64 - 1,
     ),
     stop_token_ids=frozenset({1, 255}),
+    exact_rows=32,
 )
 
 PARTS = (

@@ -138,9 +138,11 @@ def load_draft(path: Path, dtype: str | None = None, device: Device | None = Non
 class Run:
     """One session over stages whose hidden rows are passed on by hand."""
 
-    def __init__(self, stages: Sequence[Stage], *, capacity: int = 512, block_rows: int = 16) -> None:
-        self.stages = stages
-        self.states: list[StageState] = [stage.allocate(capacity, block_rows) for stage in stages]
+    def __init__(
+        self, stages: Sequence[Stage], *, capacity: int = 512, block_rows: int = 16, exact_rows: int | None = None
+    ) -> None:
+        self.stages, self.exact_rows = stages, exact_rows
+        self.states: list[StageState] = [stage.allocate(capacity, block_rows, exact_rows) for stage in stages]
 
     @property
     def length(self) -> int:
@@ -157,7 +159,7 @@ class Run:
             hidden = stage.run(state, hidden, features, deferred=deferred)
         head = self.stages[-1].head
         assert head is not None
-        return head.logits(hidden)
+        return head.logits(hidden, self.exact_rows)
 
     def verify(self, token_ids: Sequence[int], features: Features | None = None) -> torch.Tensor:
         """As calling, but none of the tokens counts yet."""

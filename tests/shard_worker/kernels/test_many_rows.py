@@ -77,7 +77,7 @@ def test_recurrent_layers_in_chunks(shape: LinearAttentionConfig, rows: int) -> 
     x = torch.randn(rows, hidden, device=WHERE)
     results = []
     for cache, kernels in zip(caches, (False, True), strict=True):
-        step: Any = SimpleNamespace(deferred=False, delta_kernels=kernels)
+        step: Any = SimpleNamespace(deferred=False, delta_kernels=kernels, exact_rows=None)
         session: Any = SimpleNamespace(recurrent=cache)
         results.append(linear_attention.run(config, weights, 1, x, step, session))
 

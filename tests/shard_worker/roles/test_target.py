@@ -131,6 +131,8 @@ REFUSED: list[tuple[dict[str, Any], type[FlashsplitError], str]] = [
     ({"max_rows": 10_000}, InvalidArgument, "max_rows"),
     ({"block_rows": 0}, InvalidArgument, "block_rows"),
     ({"block_rows": 65}, InvalidArgument, "block_rows"),
+    ({"exact_rows": 15}, InvalidArgument, "exact_rows"),
+    ({"exact_rows": 65}, InvalidArgument, "exact_rows"),
     ({"stop_token_ids": frozenset({3, 256})}, InvalidArgument, "stop_token_ids"),
     ({"sampling": Sampling(logit_bias={256: 1.0})}, InvalidArgument, "logit_bias"),
 ]
