@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 import sys
 from importlib import metadata
@@ -27,6 +28,9 @@ from services.sizes import parse_size
 from services.tracing import start_tracing
 
 log = structlog.get_logger()
+
+BROKEN_EXIT, BROKEN_S = 3, 0.5
+"""Exit status of a worker whose GPU is broken, and how long the answer that says so has to leave."""
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -264,10 +268,16 @@ async def _serve(listen: str, devices: str, health_port: int, drain_s: float, **
         raise InvalidArgument(f"{flag} has no effect on {devices}: name a GPU in --device, or leave it out", field=flag)
     if config["snapshot_budget_bytes"] is None:
         config["snapshot_budget_bytes"] = default_budget_bytes()
-    worker = Worker(WorkerConfig(parsed, cuda_graphs=graphs is not False, **config))
+    loop = asyncio.get_running_loop()
+
+    def on_broken() -> None:
+        log.error("worker.broken", device=devices)
+        # Who asked hears of it first. What is left cannot be closed: that would call the device.
+        loop.call_soon_threadsafe(loop.call_later, BROKEN_S, os._exit, BROKEN_EXIT)
+
+    worker = Worker(WorkerConfig(parsed, cuda_graphs=graphs is not False, on_broken=on_broken, **config))
     server = Server(listen, worker.registrations(), security=config["security"], health_port=health_port)
     stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
     await server.start()

@@ -27,7 +27,7 @@ from typing import Any, TypeVar, cast
 import structlog
 import torch
 
-from services.errors import ResourceExhausted
+from services.errors import ResourceExhausted, Unavailable
 
 T = TypeVar("T")
 
@@ -43,15 +43,21 @@ FEW_CORES = 4
 SWITCH_S = 0.0005
 """How long other threads wait for Python's lock at most while this one does not sleep."""
 
+BROKEN = "DEVICE_BROKEN"
+
 EXIT_S = 5.0
 """How long the interpreter's end waits for a job that runs."""
 
 
 class DeviceThread:
-    """Runs jobs one after the other. `threads`: intra-op threads on the CPU, None for torch's default."""
+    """Runs jobs one after the other.
 
-    def __init__(self, threads: int | None = None) -> None:
-        self._queue = _Queue()
+    `threads`: intra-op threads on the CPU, None for torch's default. on_broken: called there when a GPU can do nothing
+    more in this process.
+    """
+
+    def __init__(self, threads: int | None = None, on_broken: Callable[[], None] = lambda: None) -> None:
+        self._queue = _Queue(on_broken)
         self._thread = threading.Thread(target=self._queue.run, args=(threads,), name="device", daemon=True)
         self._thread.start()
         # Also where nobody calls shutdown: what runs in torch must not outlive the interpreter.
@@ -113,7 +119,8 @@ class _Job:
 class _Queue:
     """The thread's side. Knows nothing of `DeviceThread`, which therefore can be forgotten while it runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_broken: Callable[[], None]) -> None:
+        self._on_broken = on_broken
         self._jobs: deque[_Job] = deque()
         self._selector = selectors.DefaultSelector()
         self._woken, self._wakes = socket.socketpair()
@@ -196,6 +203,8 @@ class _Queue:
             result = job.run()
         except BaseException as error:
             job.future.set_exception(error)
+            if isinstance(error, Unavailable) and error.reason == BROKEN:
+                self._on_broken()
         else:
             job.future.set_result(result)
 
@@ -252,4 +261,18 @@ def _in_inference_mode(job: Callable[..., T], *args: object) -> T:
                 f"the device has no memory left: {sentence}; give this stage fewer layers or use a shorter context",
                 reason="OUT_OF_MEMORY",
             ) from error
+        if isinstance(error, torch.AcceleratorError) and _broken():
+            raise Unavailable(
+                f"the device can do nothing more in this worker, which therefore ends: {place.partition(chr(10))[0]}",
+                reason=BROKEN,
+            ) from error
         raise
+
+
+def _broken() -> bool:
+    """Whether every call to the GPU fails from now on, as after a fault in a kernel."""
+    try:
+        torch.cuda.synchronize()
+    except torch.AcceleratorError:
+        return True
+    return False

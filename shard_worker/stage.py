@@ -128,8 +128,8 @@ class Stage:
         """The stage on the rows of these tokens; otherwise as `run`. With the logits of all rows where they come with
         it. hidden: what the stage before made of the rows, where there is one; on the CPU."""
         count = len(token_ids)
-        runners = [runner for runner in self.runners if runner is not None and runner.takes(count, deferred=deferred)]
-        if not runners or len(runners) < len(self.segments):
+        runners = self._runners(count, deferred)
+        if not runners:
             self.stand_down()
             rows = self.embed(token_ids) if hidden is None else to_device(hidden, self.device)
             return StepOutput(self.run(state, rows, features, deferred=deferred))
@@ -158,13 +158,19 @@ class Stage:
     def commit(self, state: StageState, length: int) -> None:
         """Let the rows up to `length` of the verify in flight count."""
         rows = length - state.length
-        runners = self.runners or (None,) * len(self.segments)
-        for runner, caches in zip(runners, state.caches, strict=True):
-            if runner is not None and runner.takes(state.pending, deferred=True):
+        runners = self._runners(state.pending, deferred=True)
+        if runners:
+            for runner, caches in zip(runners, state.caches, strict=True):
                 runner.commit(caches, rows)
-            else:
+        else:
+            for caches in state.caches:
                 caches.commit_block(rows)
         state.length, state.pending = length, 0
+
+    def _runners(self, rows: int, deferred: bool) -> Sequence[StepRunner]:
+        """One a segment, where all of them take such a step; else none."""
+        runners = [runner for runner in self.runners if runner is not None and runner.takes(rows, deferred=deferred)]
+        return runners if len(runners) == len(self.segments) else ()
 
     def stand_by(self, state: StageState, rows: int) -> None:
         """Between two steps alike, of up to so many rows: launch the next one now, where it can wait for its numbers.

@@ -10,7 +10,7 @@ import contextlib
 import os
 import platform
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 
@@ -68,6 +68,8 @@ class WorkerConfig:
     security: Security = OPEN
     transport: PayloadTransport = PayloadTransport.AUTO
     cuda_graphs: bool = True
+    on_broken: Callable[[], None] = lambda: None
+    """Called on the device's thread when a GPU can do nothing more in this process."""
 
 
 class Worker:
@@ -75,7 +77,7 @@ class Worker:
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
-        self._thread = DeviceThread(config.threads)
+        self._thread = DeviceThread(config.threads, config.on_broken)
         self._peers = Peers(
             security=config.security,
             transport=config.transport,

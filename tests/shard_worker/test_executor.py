@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from services.errors import ResourceExhausted
+from services.errors import ResourceExhausted, Unavailable
 from shard_worker.executor import DeviceThread
 
 
@@ -104,3 +104,24 @@ async def test_the_number_of_cpu_threads_is_the_jobs_own() -> None:
     assert await thread.submit(torch.get_num_threads) == 2
     thread.shutdown()
     assert torch.get_num_threads() == outside
+
+
+@pytest.mark.parametrize("broken", [True, False])
+async def test_a_broken_device_is_told_and_reported(monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
+    """After a fault every call fails: who asked hears that the worker ends. An error of a single call is its own."""
+    told = threading.Event()
+    thread = DeviceThread(1, told.set)
+    error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nSearch for it")
+
+    def fails() -> None:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fails if broken else lambda: None)
+    with pytest.raises(Unavailable if broken else torch.AcceleratorError, match="illegal memory access") as caught:
+        await thread.submit(fails)
+    if broken:
+        assert str(caught.value).endswith("was encountered")
+        assert told.wait(5)
+    assert told.is_set() is broken
+    assert await thread.submit(int) == 0
+    thread.shutdown()
