@@ -9,21 +9,19 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 from coordinator.agreement import check_fit, check_same_model
+from coordinator.loading import Checkpoints, Loader, LoadReporter, named
 from coordinator.placement import Place, Plan, threads_each
 from services.description import (
     DraftDescription,
-    FeatureTransport,
-    HeadPlace,
     Role,
     TargetDescription,
     WorkerDescription,
 )
-from services.errors import FailedPrecondition, FlashsplitError, Unavailable
+from services.errors import FlashsplitError, Unavailable
 from services.launch import DEFAULT_LAUNCH, Launch
 from services.layers import LayerRange
 from services.peers import Peers
@@ -33,20 +31,9 @@ from services.snapshot_service import RemoteSnapshots
 from services.stage import StageSession
 from services.steps import DraftRoute, Grammar, Hop, Open, Sampling
 from services.trace_context import Trace
-from services.worker import FeatureCapture, LoadDraft, LoadProgress, LoadTarget, RemoteWorker
+from services.worker import RemoteWorker
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoints:
-    """What to load. Paths are absolute; a remote worker may hold its own copies (`--model`, `--draft` there)."""
-
-    model: Path
-    draft: Path | None
-    dtype: str | None
-    head_place: HeadPlace = HeadPlace.LOADED
-    transport: FeatureTransport = FeatureTransport.SUM
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +53,6 @@ ChooseSplit = Callable[[Plan, Sequence[str], Peers], Awaitable[Plan]]
 """Given a plan whose layers are to be chosen and its workers' addresses, the draft's behind the stages': the plan."""
 
 
-class LoadReporter:
-    """Hears of loading: one bar a worker. The default keeps silent."""
-
-    def progress(self, worker: str, loaded_bytes: int, total_bytes: int) -> None:
-        """`worker` is e.g. "stage 0 (cpu)"."""
-
-
 class Cluster:
     """Workers that hold one model, and its draft if there is one. Use as `async with`."""
 
@@ -90,10 +70,10 @@ class Cluster:
         """launch: without threads, they are shared out. wait_s: how long a worker that runs elsewhere is called again
         when it doesn't answer at the start. choose_split: asked for the layers once the workers run, where the plan
         leaves them open. exact: sessions' steps give one row the same bits whatever other rows they have."""
-        self._plan, self._checkpoints, self.launch, self._wait_s = plan, checkpoints, launch, wait_s
-        self._reporter = reporter or LoadReporter()
+        self._plan, self.launch, self._wait_s = plan, launch, wait_s
         self._choose_split, self._exact = choose_split, exact
         self._peers = Peers(security=launch.security, transport=launch.transport)
+        self._loader = Loader(self._peers, checkpoints, reporter or LoadReporter())
         self._processes: dict[int, WorkerProcess] = {}
         self._watchers: dict[int, asyncio.Task[str]] = {}
         self.addresses: tuple[str, ...] = ()
@@ -302,13 +282,19 @@ class Cluster:
             self._plan = await self._or_death(self._choose_split(self._plan, addresses, self._peers))
             self._choose_split = None
         try:
-            self.workers = tuple(await self._or_death(_all(self._load_stage(index) for index in range(stages))))
+            loads = [
+                self._loader.stage(index, stage, address)
+                for index, (stage, address) in enumerate(zip(self._plan.stages, self.addresses, strict=True))
+            ]
+            self.workers = tuple(await self._or_death(_all(loads)))
         except FlashsplitError as error:
             self.trouble = error
             raise
         check_same_model(self.workers)
         if self._plan.has_draft:
-            self.draft_worker = await self._or_death(self._load_draft())
+            beside = self.draft_address is None
+            load = self._loader.draft(self.draft_address or self.addresses[-1], beside=beside)
+            self.draft_worker = await self._or_death(load)
             assert self.draft_worker.draft is not None
             check_fit(self.draft_worker.draft, self.target)
 
@@ -330,59 +316,12 @@ class Cluster:
         try:
             await process.start()
         except FlashsplitError as error:
-            raise _named(error, self._who(index)) from error
+            raise named(error, self._who(index)) from error
         self._watchers[index] = asyncio.ensure_future(process.died())
         return process.address
 
-    async def _load_stage(self, index: int) -> WorkerDescription:
-        plan, checkpoints = self._plan.stages[index], self._checkpoints
-        address = self.addresses[index]
-        worker = await self._peers.worker(address)
-        try:
-            before = await worker.describe()
-        except FlashsplitError as error:
-            raise _named(error, f"stage {index} ({plan.place})") from error
-        name = f"stage {index} ({before.device} on {before.host}, {plan.place})"
-        if Role.TARGET not in before.roles:
-            raise FailedPrecondition(
-                f"{name} does not offer the role target: start that worker with --roles target", address=address
-            )
-        capture = None
-        if checkpoints.draft is not None:
-            capture = FeatureCapture(str(checkpoints.draft), checkpoints.transport)
-        part = LoadTarget(str(checkpoints.model), plan.layers, checkpoints.dtype, capture)
-        try:
-            return await worker.load(part, self._bar(f"stage {index} ({before.device})"))
-        except FlashsplitError as error:
-            raise _named(error, name) from error
-
-    async def _load_draft(self) -> WorkerDescription:
-        checkpoints = self._checkpoints
-        assert checkpoints.draft is not None
-        beside = self.draft_address is None
-        address = self.addresses[-1] if self.draft_address is None else self.draft_address
-        worker = await self._peers.worker(address)
-        try:
-            device = (await worker.describe()).device
-        except FlashsplitError as error:
-            raise _named(error, f"draft ({address})") from error
-        part = LoadDraft(
-            draft_path=str(checkpoints.draft),
-            model_path=str(checkpoints.model),
-            head_place=HeadPlace.SHARED if beside else checkpoints.head_place,
-            feature_transport=checkpoints.transport,
-            dtype=checkpoints.dtype,
-        )
-        try:
-            return await worker.load(part, self._bar(f"draft ({device})"))
-        except FlashsplitError as error:
-            raise _named(error, f"draft ({device}, {address})") from error
-
     def _who(self, index: int) -> str:
         return f"stage {index}" if index < len(self._plan.stages) else "draft worker"
-
-    def _bar(self, name: str) -> Callable[[LoadProgress], None]:
-        return lambda progress: self._reporter.progress(name, progress.loaded_bytes, progress.total_bytes)
 
     async def _or_death(self, work: Awaitable[T]) -> T:
         """The work's result, or at once the news that a local worker died under it."""
@@ -397,11 +336,6 @@ class Cluster:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-
-
-def _named(error: FlashsplitError, name: str) -> FlashsplitError:
-    error.message = f"{name}: {error.message}"
-    return error
 
 
 async def _all(work: Any) -> list[Any]:

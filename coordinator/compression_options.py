@@ -9,10 +9,11 @@ from typing import Any
 
 import click
 
-from coordinator.cluster import Cluster, LoadReporter
+from coordinator.cluster import Cluster
 from coordinator.compression.compressor import Compressor
 from coordinator.compression.drafter_worker import DrafterWorker
 from coordinator.compression.settings import CompressionSettings, parse_keep
+from coordinator.loading import LoadReporter
 from coordinator.placement import Place, parse_place
 from coordinator.tokenizer import Tokenizer
 from services.errors import InvalidArgument, NotFound

@@ -8,7 +8,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from coordinator.cluster import LoadReporter
+from coordinator.loading import LoadReporter
 
 # Where nobody looks at a terminal, tables are not squeezed to one's width.
 console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 160)

@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from coordinator.cluster import Checkpoints, Cluster, LoadReporter
+from coordinator.cluster import Cluster
+from coordinator.loading import Checkpoints, LoadReporter
 from coordinator.model_files import ModelFiles
 from coordinator.placement import Place, Plan, make_plan
 from coordinator.planning.draft_size import read_draft_size

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cluster import Checkpoints, Cluster
+from coordinator.cluster import Cluster
+from coordinator.loading import Checkpoints
 from coordinator.options import PlacementOptions, PrefixOptions
 from coordinator.placement import Place, Plan, make_plan, parse_weights, split_layers
 from coordinator.store_options import StoreOptions

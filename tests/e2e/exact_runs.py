@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from coordinator.answer import Answer, Request
-from coordinator.cluster import Checkpoints, Cluster
+from coordinator.cluster import Cluster
 from coordinator.generation import generate
+from coordinator.loading import Checkpoints
 from coordinator.model_files import read_model_files
 from coordinator.placement import make_plan
 from coordinator.prompt import chat_prompt

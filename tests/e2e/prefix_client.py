@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.answer import Answer, Request
-from coordinator.cluster import Checkpoints, Cluster
+from coordinator.cluster import Cluster
 from coordinator.generation import generate
+from coordinator.loading import Checkpoints
 from coordinator.placement import make_plan
 from coordinator.prefix.cache import PrefixCache, lineage_of
 from coordinator.prefix.disk import DiskCache

@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 
 from coordinator.answer import Answer, Request
-from coordinator.cluster import Checkpoints, Cluster
+from coordinator.cluster import Cluster
 from coordinator.generation import generate as complete
+from coordinator.loading import Checkpoints
 from coordinator.model_files import ModelFiles, read_model_files
 from coordinator.placement import make_plan
 from coordinator.prompt import chat_prompt

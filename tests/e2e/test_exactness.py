@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from coordinator.answer import Answer, Request
-from coordinator.cluster import Checkpoints, Cluster
+from coordinator.cluster import Cluster
 from coordinator.generation import generate
+from coordinator.loading import Checkpoints
 from coordinator.placement import make_plan
 from services.description import FeatureTransport, HeadPlace
 from tests.e2e.conftest import ROOT, Pair, Worker, generate as run_generate

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from coordinator.answer import Answer, Request
-from coordinator.cluster import Checkpoints, Cluster
+from coordinator.cluster import Cluster
 from coordinator.generation import generate
+from coordinator.loading import Checkpoints
 from coordinator.placement import make_plan
 from services.errors import InvalidArgument
 from services.launch import Launch

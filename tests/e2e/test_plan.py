@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.cluster import Checkpoints, Cluster
+from coordinator.cluster import Cluster
+from coordinator.loading import Checkpoints
 from coordinator.placement import make_plan
 from services.description import FeatureTransport
 from services.launch import Launch

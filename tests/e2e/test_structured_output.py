@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from coordinator.answer import Answer, Piece, Request
-from coordinator.cluster import Checkpoints, Cluster
+from coordinator.cluster import Cluster
 from coordinator.generation import generate as complete
+from coordinator.loading import Checkpoints
 from coordinator.model_files import read_model_files
 from coordinator.placement import make_plan
 from coordinator.prompt import chat_prompt
