@@ -288,8 +288,9 @@ class SessionWork:
     def _stand_by(self, rows: int) -> None:
         state = self._state
         if state is not None and self._expects and not self._thread.busy:
-            self._stage.stand_by(state, rows)
+            # In this order: whatever becomes of the launch, nothing waits behind it for ever.
             self._thread.expect_step(self._stage.stand_down)
+            self._stage.stand_by(state, rows)
 
     def _break(self, error: FlashsplitError) -> None:
         self._tell("broke", error)

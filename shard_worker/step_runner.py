@@ -207,6 +207,8 @@ class StepRunner:
         from shard_worker.kernels import deltanet
 
         assert self._layers.delta is not None
+        # Another session's step may stand by, and this asks for memory.
+        self.stand_down()
         with self._segment.device.current():
             count = rows
             if not isinstance(count, torch.Tensor):
