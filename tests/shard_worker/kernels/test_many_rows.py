@@ -14,6 +14,7 @@ from shard_worker.caches import RecurrentCache
 from shard_worker.layers import linear_attention
 from shard_worker.model_config import LinearAttentionConfig
 from shard_worker.ops.norm import rms_norm
+from shard_worker.rows import Rows
 from tests.shard_worker.kernels.machine import DTYPE, ON_GPU, device
 from tests.shard_worker.tiny import Tiny, ids, load_stage
 
@@ -77,7 +78,7 @@ def test_recurrent_layers_in_chunks(shape: LinearAttentionConfig, rows: int) -> 
     x = torch.randn(rows, hidden, device=WHERE)
     results = []
     for cache, kernels in zip(caches, (False, True), strict=True):
-        step: Any = SimpleNamespace(deferred=False, delta_kernels=kernels, exact_rows=None)
+        step = Rows(0, (like, like), {}, False, delta_kernels=kernels)
         session: Any = SimpleNamespace(recurrent=cache)
         results.append(linear_attention.run(config, weights, 1, x, step, session))
 
