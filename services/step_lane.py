@@ -11,6 +11,7 @@ from collections.abc import Callable
 from flashsplit.shard.v1 import shared_memory_pb2, stage_service_pb2 as pb
 from services import stage_frames as frames
 from services.errors import FlashsplitError, InvalidArgument
+from services.expected_step import ExpectedStep
 from services.shared_memory.link import SharedLink
 from services.shared_memory.step_socket import StepSocket
 from services.steps import Forward
@@ -25,6 +26,11 @@ class StepLane:
     def __init__(self, link: SharedLink, socket: StepSocket, stream_id: int) -> None:
         self._link, self._socket, self._stream_id = link, socket, stream_id
         self._sent: list[int] = []
+        self._expected: ExpectedStep | None = None
+
+    def expect(self, forward: Forward, dtype: str, hidden_size: int) -> None:
+        """This step comes next, in all likelihood, with an activation of that element type and nothing else."""
+        self._expected = ExpectedStep.of(forward, dtype, len(forward.token_ids), hidden_size)
 
     def listen(
         self,
@@ -37,8 +43,10 @@ class StepLane:
         """From any thread. took: called with every step; failed: instead of it, where one is malformed."""
 
         def then(message: memoryview) -> None:
+            expected, self._expected = self._expected, None
             try:
-                forward = self._parse(message, max_tensor_bytes, max_feature_slices)
+                forward = expected.read(message) if expected is not None else None
+                forward = forward or self._parse(message, max_tensor_bytes, max_feature_slices)
             except FlashsplitError as error:
                 failed(error)
             else:

@@ -6,7 +6,7 @@ Owns a session's sampler and the row that counts last. Knows nothing of the chai
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -52,9 +52,16 @@ class Decider:
         self._sampler.observe(token_ids, 0)
 
     def decide(
-        self, forward: Forward, state: StageState, output: StepOutput, features: Features, started_ns: int
+        self,
+        forward: Forward,
+        state: StageState,
+        output: StepOutput,
+        features: Features,
+        started_ns: int,
+        then: Callable[[tuple[int, ...]], None],
     ) -> Produced:
-        """After the step's forward, which began at `started_ns`. Errors as in `Sampler.choose`."""
+        """After the step's forward, which began at `started_ns`. then: called with its tokens as soon as they are
+        known. Errors as in `Sampler.choose`."""
         tokens, kind = forward.token_ids, forward.kind
         ahead = self._may_go_ahead(forward, output, features)
         produced: list[int] = []
@@ -71,6 +78,8 @@ class Decider:
             )
         elif kind is not StepKind.PREFILL:
             produced, logprobs = self._choose(forward, output)
+        elapsed_ns = time.monotonic_ns() - started_ns
+        then(tuple(produced))
         counted = len(produced) if kind is StepKind.VERIFY else len(tokens)
         if kind is not StepKind.RESUME:
             self._sampler.observe(tokens[:counted], forward.base_position)
@@ -78,7 +87,6 @@ class Decider:
             self.last.hidden = output.hidden[counted - 1 : counted].clone()
         if ahead is not None and kind is StepKind.VERIFY:
             state.length, state.pending = state.length + counted, 0
-        elapsed_ns = time.monotonic_ns() - started_ns
         return Produced(tuple(produced), logprobs, features, elapsed_ns, ahead is not None)
 
     def _choose(self, forward: Forward, output: StepOutput) -> tuple[list[int], tuple[TokenLogprobs, ...]]:
@@ -88,8 +96,10 @@ class Decider:
         likeliest: torch.Tensor | None = None
         if kind is StepKind.RESUME:
             logits = self.last.logits()
-        elif output.logits is not None and output.likeliest is not None:
-            logits, likeliest = output.logits[rows], output.likeliest[rows]
+        elif output.logits is not None and output.on_host is not None:
+            logits = output.logits[rows]
+            if self._sampler.takes_the_likeliest:
+                likeliest = output.on_host.wait()[rows]
         else:
             logits = head.logits(output.hidden[rows], self._exact_rows)
         chosen = self._sampler.choose(logits, tokens, forward.base_position, likeliest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -36,10 +37,26 @@ PAGE_LOCKED_BYTES = 1 << 20
 as long as without."""
 
 
+@dataclass(frozen=True, slots=True)
+class OnHost:
+    """A tensor that is copied to page-locked memory behind what computes it, and overwritten by the next step. done:
+    when it is there; None where nothing needs to be waited for."""
+
+    tensor: torch.Tensor
+    done: torch.cuda.Event | None
+
+    def wait(self) -> torch.Tensor:
+        if self.done is not None:
+            self.done.synchronize()
+        return self.tensor
+
+
 class Leaving:
     """Tensors on their way to the host: copies are queued behind what computes them; nothing waits before `wait`."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], first: OnHost | None = None) -> None:
+        """first: what comes before them, and has to be waited for before the next step."""
+        self._first = first
         self._host = [_queued(tensor.detach()) for tensor in tensors]
         # Several devices of one stage have a stream each.
         devices = {tensor.device for tensor in tensors if _goes_page_locked(tensor)}
@@ -49,13 +66,17 @@ class Leaving:
     @property
     def there(self) -> bool:
         """Whether nothing needs to be waited for."""
-        return all(event.query() for event in self._arrived)
+        return self._first is None and all(event.query() for event in self._arrived)
 
     def wait(self) -> list[WireTensor]:
         """From any thread: until they are there; their bytes."""
         for event in self._arrived:
             event.synchronize()
-        return [_bytes_of(tensor) for tensor in self._host]
+        tensors = [_bytes_of(tensor) for tensor in self._host]
+        if self._first is not None:
+            first = _bytes_of(self._first.wait())
+            tensors.insert(0, replace(first, data=bytes(first.data)))
+        return tensors
 
 
 def to_wire(tensor: torch.Tensor) -> WireTensor:

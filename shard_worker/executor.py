@@ -27,7 +27,7 @@ from typing import Any, TypeVar, cast
 import structlog
 import torch
 
-from services.errors import ResourceExhausted, Unavailable
+from services.errors import FlashsplitError, ResourceExhausted, Unavailable
 
 T = TypeVar("T")
 
@@ -88,9 +88,17 @@ class DeviceThread:
         """On this thread: a step will soon come to a GPU. stand_down: called before the next job that is no step."""
         self._queue.expect_step(stand_down)
 
+    def step_now(self, job: Callable[..., object], *args: object) -> None:
+        """For a step that a socket brought: on the thread itself, at once where nothing waits, behind that else. What
+        goes wrong is the job's to tell."""
+        if self._queue.busy or threading.current_thread() is not self._thread:
+            self.queue_step(job, *args)
+        else:
+            self._queue.run_now(functools.partial(job, *args))
+
     def _put(self, job: Callable[..., T], args: tuple[object, ...], *, step: bool) -> Future[T]:
         future: Future[T] = Future()
-        self._queue.put(_Job(future, functools.partial(_in_inference_mode, job, *args), step))
+        self._queue.put(_Job(future, functools.partial(job, *args), step))
         return future
 
     def watch(self, made: socket.socket, ready: Callable[[], None]) -> None:
@@ -171,6 +179,17 @@ class _Queue:
     def run(self, threads: int | None) -> None:
         if threads:
             torch.set_num_threads(threads)
+        with torch.inference_mode():
+            self._run()
+
+    def run_now(self, run: Callable[[], object]) -> None:
+        """On the thread."""
+        try:
+            run()
+        except Exception as error:
+            self._meant(error)
+
+    def _run(self) -> None:
         while not self.over:
             if not self._jobs and time.monotonic() < self._awake_until:
                 self._read(0)
@@ -202,18 +221,21 @@ class _Queue:
                 self._let_pass()
             result = job.run()
         except BaseException as error:
-            job.future.set_exception(error)
-            if isinstance(error, Unavailable) and error.reason == BROKEN:
-                self._on_broken()
+            job.future.set_exception(self._meant(error))
         else:
             job.future.set_result(result)
+
+    def _meant(self, error: BaseException) -> BaseException:
+        error = device_error(error)
+        if isinstance(error, Unavailable) and error.reason == BROKEN:
+            self._on_broken()
+        return error
 
     def _let_pass(self) -> None:
         self._awake_until = 0.0
         stand_down, self._stand_down = self._stand_down, None
         if stand_down is not None:
-            with torch.inference_mode():
-                stand_down()
+            stand_down()
 
     def _read(self, timeout: float | None) -> None:
         for key, _ in self._selector.select(timeout):
@@ -246,27 +268,30 @@ def _end(queue: _Queue, thread: threading.Thread) -> None:
         thread.join(EXIT_S)
 
 
-def _in_inference_mode(job: Callable[..., T], *args: object) -> T:
-    try:
-        with torch.inference_mode():
-            return job(*args)
-    except RuntimeError as error:
-        # The CPU's allocators have no exception of their own. The plain one's sentence comes behind a place in torch's
-        # sources, that of page-locked memory is CUDA's.
-        place, cpu_allocator, rest = str(error).partition("DefaultCPUAllocator")
-        page_locked = place.startswith(("CUDA error: out of memory", "HIP error: out of memory"))
-        if isinstance(error, torch.OutOfMemoryError) or cpu_allocator or page_locked:
-            sentence = (cpu_allocator + rest if cpu_allocator else place).partition("\n")[0].partition(".")[0]
-            raise ResourceExhausted(
-                f"the device has no memory left: {sentence}; give this stage fewer layers or use a shorter context",
-                reason="OUT_OF_MEMORY",
-            ) from error
-        if isinstance(error, torch.AcceleratorError) and _broken():
-            raise Unavailable(
-                f"the device can do nothing more in this worker, which therefore ends: {place.partition(chr(10))[0]}",
-                reason=BROKEN,
-            ) from error
-        raise
+def device_error(error: BaseException) -> BaseException:
+    """What torch raised, as ResourceExhausted or Unavailable where that is what it means; else the error itself."""
+    if not isinstance(error, RuntimeError):
+        return error
+    # The CPU's allocators have no exception of their own. The plain one's sentence comes behind a place in torch's
+    # sources, that of page-locked memory is CUDA's.
+    place, cpu_allocator, rest = str(error).partition("DefaultCPUAllocator")
+    page_locked = place.startswith(("CUDA error: out of memory", "HIP error: out of memory"))
+    meant: FlashsplitError
+    if isinstance(error, torch.OutOfMemoryError) or cpu_allocator or page_locked:
+        sentence = (cpu_allocator + rest if cpu_allocator else place).partition("\n")[0].partition(".")[0]
+        meant = ResourceExhausted(
+            f"the device has no memory left: {sentence}; give this stage fewer layers or use a shorter context",
+            reason="OUT_OF_MEMORY",
+        )
+    elif isinstance(error, torch.AcceleratorError) and _broken():
+        meant = Unavailable(
+            f"the device can do nothing more in this worker, which therefore ends: {place.partition(chr(10))[0]}",
+            reason=BROKEN,
+        )
+    else:
+        return error
+    meant.__cause__ = error
+    return meant
 
 
 def _broken() -> bool:

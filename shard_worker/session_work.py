@@ -16,21 +16,24 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import structlog
 import torch
 
-from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
+from services.errors import FailedPrecondition, FlashsplitError, InternalError, InvalidArgument
 from services.step_lane import StepLane
 from services.steps import Forward, Open, StepKind
 from shard_worker.deciding import Decider, Produced
 from shard_worker.draft_link import slices_of
-from shard_worker.dtypes import Leaving, over_wire
-from shard_worker.executor import DeviceThread
+from shard_worker.dtypes import Leaving, dtype_to_name, over_wire
+from shard_worker.executor import DeviceThread, device_error
 from shard_worker.features import Features
 from shard_worker.follower import follower
 from shard_worker.prefix_state import StateView
 from shard_worker.stage import Stage, StageState
 from shard_worker.step_checks import check_rows, check_tensors
 from shard_worker.step_runner import StepOutput
+
+log = structlog.get_logger()
 
 
 class Ledger(Protocol):
@@ -96,15 +99,16 @@ class SessionWork:
         self._followed = -1
         """The last one whose follower was sent up the chain."""
         self._begun: deque[tuple[Forward, Future[Produced]]] = deque()
+        self._told: deque[tuple[Callable[..., None], tuple[object, ...]]] = deque()
 
     def listen(self, ledger: Ledger, max_tensor_bytes: int, max_feature_slices: int) -> None:
         """Take steps from the neighbours from now on. On the event loop, before the first step."""
         self._ledger = ledger
         limits = {"max_tensor_bytes": max_tensor_bytes, "max_feature_slices": max_feature_slices}
         if self._above is not None:
-            self._above.listen(lambda step: self._queue(self._begin, step), self._break, **limits)
+            self._above.listen(lambda step: self._came(self._begin, step), self._break, **limits)
         if self._below is not None:
-            self._below.listen(lambda step: self._queue(self._follow, step), self._break)
+            self._below.listen(lambda step: self._came(self._follow, step), self._break)
 
     # --- on the event loop
 
@@ -143,6 +147,13 @@ class SessionWork:
             )
         return asyncio.wrap_future(future)
 
+    def tell(self) -> None:
+        """Tell the ledger what it has not heard yet."""
+        with contextlib.suppress(IndexError):
+            while True:
+                entry, args = self._told.popleft()
+                entry(*args)
+
     def close(self) -> None:
         """Forget the caches. Safe to call twice."""
         self._state = None
@@ -161,7 +172,8 @@ class SessionWork:
         """Compute a step, on a GPU without waiting for it."""
         started_ns = time.monotonic_ns()
         output, features = self._compute(forward)
-        leaving = Leaving([output.hidden, *features.tensors])
+        hidden = [output.hidden] if output.on_host is None else []
+        leaving = Leaving([*hidden, *features.tensors], output.on_host)
         return Passing(forward, features.indices, leaving, started_ns)
 
     def decide(self, forward: Forward) -> Produced:
@@ -169,14 +181,18 @@ class SessionWork:
         started_ns = time.monotonic_ns()
         output, features = self._compute(forward)
         assert self._decider is not None
-        produced = self._decider.decide(forward, self.state(), output, features, started_ns)
-        if not forward.propose_tokens:
-            self.go_on(forward, produced.token_ids, ())
-        return produced
+
+        def then(token_ids: tuple[int, ...]) -> None:
+            if not forward.propose_tokens:
+                self.go_on(forward, token_ids, ())
+
+        return self._decider.decide(forward, self.state(), output, features, started_ns, then)
 
     def answer(self, forward: Forward, arrived_ns: int) -> None:
         """As `decide`, and tell the ledger."""
-        self._tell("decided", forward, arrived_ns, self.decide(forward))
+        produced = self.decide(forward)
+        self._put_down("decided", forward, arrived_ns, produced)
+        self._call_ledger()
 
     def count(self, step: int, length: int) -> None:
         """Let the rows of a verify count up to `length`, where they do not yet."""
@@ -200,6 +216,7 @@ class SessionWork:
         self.count(forward.step, length)
         if sent:
             self._followed = forward.step
+            self._expect_activation(following)
             self._expect(following)
         elif self._above is None:
             self._begun.append((following, self._thread.queue_step(self.decide, following)))
@@ -229,15 +246,20 @@ class SessionWork:
 
     # --- past the event loop
 
-    def _queue(self, job: Callable[[Forward, int], None], forward: Forward) -> None:
+    def _came(self, job: Callable[[Forward, int], None], forward: Forward) -> None:
         """Behind what was asked for before."""
-        self._thread.queue_step(self._guarded, job, forward, time.monotonic_ns())
+        self._thread.step_now(self._guarded, job, forward, time.monotonic_ns())
 
     def _guarded(self, job: Callable[[Forward, int], None], forward: Forward, arrived_ns: int) -> None:
         try:
             job(forward, arrived_ns)
-        except FlashsplitError as error:
-            self._break(error)
+        except Exception as error:
+            meant = device_error(error)
+            if not isinstance(meant, FlashsplitError):
+                log.exception("session.step_failed", request_id=self._request.request_id)
+                meant = InternalError("internal error: the log has the details")
+            self._break(meant)
+            raise
 
     def _follow(self, following: Forward, arrived_ns: int) -> None:
         """The stages below have done with a step, and this one comes next."""
@@ -252,6 +274,8 @@ class SessionWork:
             self._begin(following, arrived_ns)
         elif not self._above.send(following):
             raise FailedPrecondition("the socket for steps to the stage above is broken", reason="LANE_BROKEN")
+        else:
+            self._expect_activation(following)
 
     def _begin(self, forward: Forward, arrived_ns: int) -> None:
         state = self.state()
@@ -267,18 +291,24 @@ class SessionWork:
             self.answer(forward, arrived_ns)
             return
         passed, forward_ns = self.pass_on(forward)
-        # Before its answer can come.
-        self._tell("passed_on", passed, arrived_ns, forward_ns)
+        # Before its answer can come; the event loop wakes up behind it.
+        self._put_down("passed_on", passed, arrived_ns, forward_ns)
         if self._below is None or not self._below.send(passed):
-            self._tell("unsent", passed)
+            self._put_down("unsent", passed)
         elif passed.more:
             self._expect(passed)
+        self._call_ledger()
 
     def _expect(self, forward: Forward) -> None:
         """A step like this one will come, past the event loop. Behind what is still to be done for this one."""
         if self._request.draft is None or forward.propose_tokens:
             # Without a block to guess a draft would take the step's features meanwhile.
             self._thread.queue_step(self._stand_by, len(forward.token_ids))
+
+    def _expect_activation(self, following: Forward) -> None:
+        """A step that was sent up the chain comes down again, with an activation; with features too for a draft."""
+        if self._above is not None and self._request.draft is None:
+            self._above.expect(following, dtype_to_name(self._stage.dtype), self._stage.config.hidden_size)
 
     @property
     def _expects(self) -> bool:
@@ -293,10 +323,14 @@ class SessionWork:
             self._stage.stand_by(state, rows)
 
     def _break(self, error: FlashsplitError) -> None:
-        self._tell("broke", error)
+        self._put_down("broke", error)
+        self._call_ledger()
 
-    def _tell(self, what: str, *args: object) -> None:
-        """Call a method of the ledger, in the order of calls."""
+    def _put_down(self, what: str, *args: object) -> None:
+        """A call of the ledger's method, for whoever calls `tell` first."""
+        self._told.append((getattr(self._ledger, what), args))
+
+    def _call_ledger(self) -> None:
         # The loop may be over, and with it who would want to know.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(getattr(self._ledger, what), *args)
+            self._loop.call_soon_threadsafe(self.tell)

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from shard_worker.attention_cache import PAGE_ROWS
 from shard_worker.caches import SegmentCaches, slots_of
-from shard_worker.dtypes import copy_bytes
-from shard_worker.features import Features
+from shard_worker.dtypes import OnHost, copy_bytes
+from shard_worker.features import Capture, Features
 from shard_worker.head import Head
 from shard_worker.kernel_support import can_run, head_sizes
 from shard_worker.layers.attention import AttentionWeights
@@ -37,12 +37,14 @@ ROW_COUNTS = (1, 16, 32, 64)
 class StepOutput:
     """What a step made of its rows. logits [n, vocab] and the likeliest token of each row [n] where the head is.
 
-    All of it is overwritten by the next step: take what is needed before that.
+    on_host: of a step by kernels, the likeliest tokens where the head is, else `hidden`. The next step overwrites all
+    of it: take what is needed before that.
     """
 
     hidden: torch.Tensor
     logits: torch.Tensor | None = None
     likeliest: torch.Tensor | None = None
+    on_host: OnHost | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,14 @@ class Variant:
     rows: int
     deferred: bool
     featured: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A step that waits for its numbers. caches: whose addresses it has been told."""
+
+    variant: Variant
+    caches: SegmentCaches
 
 
 @dataclass(slots=True)
@@ -77,11 +87,13 @@ class StepRunner:
         self._hidden = torch.zeros((ROW_COUNTS[-1], config.hidden_size), dtype=segment.dtype, device=device)
         # Page-locked, so that rows from another process are sent as part of a step.
         self._incoming = torch.zeros_like(self._hidden, device="cpu", pin_memory=device.type != "cpu")
+        leaving = self._hidden if head is None else torch.zeros(ROW_COUNTS[-1], dtype=torch.int64)
+        self._leaving = torch.zeros_like(leaving, device="cpu", pin_memory=device.type != "cpu")
         self._recurrent = self._layers.delta is not None
         self._made: dict[Variant, Captured] = {}
         self._last: Variant | None = None
         self._gate = StreamGate.on(segment.device) if graphs else None
-        self._standing: Variant | None = None
+        self._standing: Standing | None = None
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
 
     @property
@@ -112,42 +124,70 @@ class StepRunner:
 
         base: the first row's position. Captures are added to `features`, where there are any wanted.
         """
+        count, capture = len(token_ids), self._segment.capture if features is not None else None
+        variant = self._key(count, deferred, capture is not None)
+        # First of all: others wait meanwhile, and this is but a few stores.
+        passed = self._standing is not None and self._let_go(self._standing, variant, token_ids, hidden, base, caches)
         with self._segment.device.current():
-            return self._run(token_ids, hidden, base, caches, features, deferred)
+            made = self._made[variant] if passed else self._start(variant, token_ids, hidden, base, caches)
+            self._place.sent()
+            self._last = variant
+            return self._output(made, count, features, capture)
 
-    def _run(
+    def _let_go(
         self,
+        standing: Standing,
+        variant: Variant,
         token_ids: Sequence[int],
         hidden: torch.Tensor | None,
         base: int,
         caches: SegmentCaches,
-        features: Features | None,
-        deferred: bool,
-    ) -> StepOutput:
-        count, capture = len(token_ids), self._segment.capture if features is not None else None
-        variant = self._key(count, deferred, capture is not None)
+    ) -> bool:
+        """Tell the step that stands by its numbers, where it is such a step."""
         at_hand = hidden is None or hidden.device.type == "cpu"
-        if self._standing != variant or not at_hand or not caches.has_room(base + count):
-            self.stand_down()
+        if standing.variant != variant or not at_hand or not caches.has_room(base + len(token_ids)):
+            return False
+        if standing.caches is not caches:
+            self._place.fill(0, 0, attention=caches.attention, recurrent=caches.recurrent)
+        self._tell(base, token_ids, hidden)
+        self._pass()
+        return True
+
+    def _tell(self, base: int, token_ids: Sequence[int], hidden: torch.Tensor | None) -> None:
+        """Of a step whose caches are known, behind `Place.wait`. hidden: on the CPU."""
+        count = len(token_ids)
+        # The tokens in any case: what counts of a verify is decided by them.
+        self._place.move(base, count, token_ids=token_ids)
+        if hidden is not None:
+            copy_bytes(self._incoming[:count], hidden)
+
+    def _start(
+        self,
+        variant: Variant,
+        token_ids: Sequence[int],
+        hidden: torch.Tensor | None,
+        base: int,
+        caches: SegmentCaches,
+    ) -> Captured:
+        """A step for which none stands by."""
+        count = len(token_ids)
+        self.stand_down()
         made = self._prepared(variant)
         caches.reserve(base + count)
-        # The tokens in any case: what counts of a verify is decided by them.
-        self._place.fill(base, count, token_ids=token_ids, attention=caches.attention, recurrent=caches.recurrent)
-        if hidden is not None:
-            if at_hand:
-                # What was there has left: `fill` waits for that.
-                copy_bytes(self._incoming[:count], hidden)
-                hidden = self._incoming[:count]
-            if self._standing is None:
-                self._hidden[:count].copy_(hidden, non_blocking=True)
-        if self._standing is not None:
-            self._pass()
-        elif made.graph is not None:
-            made.graph.replay()
+        self._place.fill(base, count, attention=caches.attention, recurrent=caches.recurrent)
+        if hidden is not None and hidden.device.type != "cpu":
+            self._place.move(base, count, token_ids=token_ids)
+            self._hidden[:count].copy_(hidden, non_blocking=True)
         else:
-            made = self._launch(variant)
-        self._place.sent()
-        self._last = variant
+            self._tell(base, token_ids, hidden)
+            if hidden is not None:
+                self._hidden[:count].copy_(self._incoming[:count], non_blocking=True)
+        if made.graph is None:
+            return self._launch(variant)
+        made.graph.replay()
+        return made
+
+    def _output(self, made: Captured, count: int, features: Features | None, capture: Capture | None) -> StepOutput:
         if features is not None and capture is not None:
             # Copies: they are used behind steps of other sessions.
             if made.total is not None:
@@ -160,6 +200,7 @@ class StepRunner:
             output.hidden[:count],
             None if output.logits is None else output.logits[:count],
             None if output.likeliest is None else output.likeliest[:count],
+            OnHost(self._leaving[:count], self._place.done),
         )
 
     def stand_by(self, caches: SegmentCaches, length: int) -> None:
@@ -172,9 +213,10 @@ class StepRunner:
         if self._gate is None or variant is None or self._standing is not None:
             return
         caches.reserve(length)
+        self._place.fill(0, 0, attention=caches.attention, recurrent=caches.recurrent)
         with self._segment.device.current():
             self._gate.shut()
-            self._standing = variant
+            self._standing = Standing(variant, caches)
             if self._embedding is None:
                 self._hidden[: variant.rows].copy_(self._incoming[: variant.rows], non_blocking=True)
             graph = self._made[variant].graph
@@ -184,7 +226,7 @@ class StepRunner:
     def stand_down(self) -> None:
         """Let a step that stands by pass without rows, which changes nothing, and wait for it: what it reads may go."""
         if self._standing is not None:
-            self._place.fill(0, 0)
+            self._place.move(0, 0)
             self._pass()
             with self._segment.device.current():
                 self._place.sent()
@@ -273,6 +315,9 @@ class StepRunner:
         if self._head is not None and result.normed is not None:
             logits, _ = linear(result.normed, self._head.weight)
             made.output = StepOutput(result.hidden, logits, logits.argmax(-1))
+        output = made.output
+        leaving = output.hidden if output.likeliest is None else output.likeliest
+        self._leaving[: variant.rows].copy_(leaving, non_blocking=True)
         return made
 
 

@@ -403,6 +403,8 @@ class TargetSession:
 
         Errors as in `answered`.
         """
+        # What the device thread sent on by itself may not be heard of yet.
+        self._work.tell()
         flight = answered(self._unanswered.popleft() if self._unanswered else None, commit)
         if flight.kind is StepKind.VERIFY and not self._closed:
             self._length = commit.length

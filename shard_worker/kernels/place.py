@@ -38,7 +38,8 @@ class Place:
         self.tensor = torch.zeros(shape, dtype=torch.int64, device=device)
         self._host = torch.zeros(shape, dtype=torch.int64, pin_memory=device.type != "cpu")
         self._numbers = self._host.numpy()
-        self._sent = torch.cuda.Event() if device.type != "cpu" else None
+        self.done = torch.cuda.Event() if device.type != "cpu" else None
+        """Recorded behind the last launch."""
 
     def fill(
         self,
@@ -51,19 +52,23 @@ class Place:
         recurrent: RecurrentCache | None = None,
     ) -> None:
         """Everything about a step. token_ids: of the rows, or none where activations come."""
-        if self._sent is not None:
-            # What was sent last must have left before it is overwritten.
-            self._sent.synchronize()
+        # What was sent last must have left before it is overwritten.
+        self.wait()
+        self.move(base, rows, copy=copy, token_ids=token_ids)
         numbers = self._numbers[copy]
-        numbers[:2] = base, rows
-        if token_ids:
-            first = FIRST_TOKEN.value
-            numbers[first : first + len(token_ids)] = token_ids
         if recurrent is not None:
             numbers[STATE.value : ROOM.value + 1] = recurrent.addresses
         if attention is not None:
             first = FIRST_PAGE.value
             numbers[first : first + len(attention.addresses)] = attention.addresses
+
+    def move(self, base: int, rows: int, *, copy: int = 0, token_ids: Sequence[int] = ()) -> None:
+        """Where a step stands, for the session that was filled in, behind `wait`. Arguments as of `fill`."""
+        numbers = self._numbers[copy]
+        numbers[:2] = base, rows
+        if token_ids:
+            first = FIRST_TOKEN.value
+            numbers[first : first + len(token_ids)] = token_ids
 
     def send(self) -> None:
         """Queue the copy to the device; in a captured graph this is its first node."""
@@ -71,5 +76,10 @@ class Place:
 
     def sent(self) -> None:
         """To be called behind every launch that sends."""
-        if self._sent is not None:
-            self._sent.record()
+        if self.done is not None:
+            self.done.record()
+
+    def wait(self) -> None:
+        """Until the last launch is done."""
+        if self.done is not None:
+            self.done.synchronize()

@@ -35,6 +35,7 @@ from services.steps import (
     SnapshotSaved,
     StepKind,
 )
+from services.tensors import ITEM_BYTES, WireTensor
 from services.worker import FeatureCapture, LoadDraft, LoadTarget
 from shard_worker.device import parse_devices
 from shard_worker.executor import DeviceThread
@@ -71,9 +72,16 @@ class Lane:
         self.other: Lane | None = self
         self.carried: list[Forward] = []
         self.took: Callable[[Forward], None] = lambda _: None
+        self.expected: list[Forward] = []
 
     def listen(self, took: Callable[[Forward], None], failed: Callable[[FlashsplitError], None], **_: int) -> None:
         self.took, self.failed = took, failed
+
+    def expect(self, forward: Forward, dtype: str, hidden_size: int) -> None:
+        data = bytes(len(forward.token_ids) * hidden_size * ITEM_BYTES[dtype])
+        self.expected.append(
+            replace(forward, activation=WireTensor(dtype, (len(forward.token_ids), hidden_size), data))
+        )
 
     def send(self, forward: Forward) -> bool:
         if self.other is None or not self._carries(forward):
