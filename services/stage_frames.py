@@ -4,7 +4,7 @@ as this is possible without knowing the model."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from flashsplit.shard.v1 import draft_pb2, failure_pb2, stage_pb2, stage_service_pb2 as pb
 from services import output_frames, snapshot_frames
@@ -199,8 +199,11 @@ def check_sampling(sampling: Sampling) -> None:
 # --- forward
 
 
-def forward_to_messages(forward: Forward, sender: PayloadSender | None = None) -> Iterator[pb.RunStageRequest]:
-    """The frame, and the chunks of its tensors; large ones through the sender's shared memory."""
+def forward_to_messages(
+    forward: Forward, sender: PayloadSender | None = None, *, features: bool = True
+) -> Iterator[pb.RunStageRequest]:
+    """The frame, and the chunks of its tensors; large ones through the sender's shared memory. features: or else they
+    follow by `features_to_messages`."""
     request, tensors = pb.RunStageRequest(), OutgoingTensors(sender)
     if forward.activation is None:
         _fill(request.forward_from_tokens, forward)
@@ -208,8 +211,20 @@ def forward_to_messages(forward: Forward, sender: PayloadSender | None = None) -
         message = request.forward_from_activation
         _fill(message, forward)
         tensors.put(forward.activation, message.activation)
-        for piece in forward.features:
+        message.features_follow = not features
+        for piece in forward.features if features else ():
             slice_to_message(piece, message.features.add(), tensors)
+    yield request
+    for chunk in tensors.chunks():
+        yield pb.RunStageRequest(chunk=chunk)
+
+
+def features_to_messages(forward: Forward, sender: PayloadSender | None = None) -> Iterator[pb.RunStageRequest]:
+    """Of a step that was sent without them; otherwise as `forward_to_messages`."""
+    request, tensors = pb.RunStageRequest(), OutgoingTensors(sender)
+    request.step_features.step = forward.step
+    for piece in forward.features:
+        slice_to_message(piece, request.step_features.features.add(), tensors)
     yield request
     for chunk in tensors.chunks():
         yield pb.RunStageRequest(chunk=chunk)
@@ -237,16 +252,23 @@ def incoming_tensors(
     message: stage_pb2.ForwardFromActivation, max_bytes: int, max_slices: int, links: PayloadReader = NO_LINKS
 ) -> list[IncomingTensor]:
     """The frame's tensors in field order, announced sizes checked."""
+    features = incoming_features(message, max_bytes, max_slices, links)
+    return [incomplete(message.activation, "activation", max_bytes, links), *features]
+
+
+def incoming_features(
+    message: stage_pb2.ForwardFromActivation | stage_pb2.StepFeatures,
+    max_bytes: int,
+    max_slices: int,
+    links: PayloadReader = NO_LINKS,
+) -> list[IncomingTensor]:
+    """As `incoming_tensors`, but for the activation."""
     if len(message.features) > max_slices:
         raise InvalidArgument(
             f"the frame has {len(message.features)} feature slices, at most {max_slices} are expected",
             field="features",
         )
-    activation = incomplete(message.activation, "activation", max_bytes, links)
-    return [
-        activation,
-        *(incomplete(piece.features, "features", max_bytes, links) for piece in message.features),
-    ]
+    return [incomplete(piece.features, "features", max_bytes, links) for piece in message.features]
 
 
 def from_activation(message: stage_pb2.ForwardFromActivation, tensors: list[WireTensor]) -> Forward:
@@ -257,11 +279,15 @@ def from_activation(message: stage_pb2.ForwardFromActivation, tensors: list[Wire
         kind=_kind(message.kind),
         propose_tokens=message.propose_tokens,
         activation=tensors[0],
-        features=tuple(
-            slice_from_message(piece, tensor) for piece, tensor in zip(message.features, tensors[1:], strict=True)
-        ),
+        features=slices_from_messages(message, tensors[1:]),
         more=message.more,
     )
+
+
+def slices_from_messages(
+    message: stage_pb2.ForwardFromActivation | stage_pb2.StepFeatures, tensors: Sequence[WireTensor]
+) -> tuple[FeatureSlice, ...]:
+    return tuple(slice_from_message(piece, tensor) for piece, tensor in zip(message.features, tensors, strict=True))
 
 
 def slice_to_message(piece: FeatureSlice, message: stage_pb2.FeatureSlice, tensors: OutgoingTensors) -> None:

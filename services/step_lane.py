@@ -6,7 +6,8 @@ Everything here runs on the thread that reads the socket but where it says other
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from flashsplit.shard.v1 import shared_memory_pb2, stage_service_pb2 as pb
 from services import stage_frames as frames
@@ -15,6 +16,7 @@ from services.expected_step import ExpectedStep
 from services.shared_memory.link import SharedLink
 from services.shared_memory.step_socket import StepSocket
 from services.steps import Forward
+from services.tensors import IncomingTensor, WireTensor
 
 FROM_BYTES = 32 << 10
 """Larger tensors go through the segment, so that packets stay small."""
@@ -27,6 +29,8 @@ class StepLane:
         self._link, self._socket, self._stream_id = link, socket, stream_id
         self._sent: list[int] = []
         self._expected: ExpectedStep | None = None
+        self._begun: Forward | None = None
+        """A step whose features are still to come."""
 
     def expect(self, forward: Forward, dtype: str, hidden_size: int) -> None:
         """This step comes next, in all likelihood, with an activation of that element type and nothing else."""
@@ -37,16 +41,20 @@ class StepLane:
         took: Callable[[Forward], None],
         failed: Callable[[FlashsplitError], None],
         *,
+        begun: Callable[[Forward], None] = lambda _: None,
         max_tensor_bytes: int = 0,
         max_feature_slices: int = 0,
     ) -> None:
-        """From any thread. took: called with every step; failed: instead of it, where one is malformed."""
+        """From any thread. took: called with every step; failed: instead of it, where one is malformed; begun: before
+        it, where the features are still to come."""
 
         def then(message: memoryview) -> None:
-            expected, self._expected = self._expected, None
             try:
-                forward = expected.read(message) if expected is not None else None
-                forward = forward or self._parse(message, max_tensor_bytes, max_feature_slices)
+                forward, whole = self._parse(message, max_tensor_bytes, max_feature_slices)
+                if not whole:
+                    self._begun = forward
+                    begun(forward)
+                    return
             except FlashsplitError as error:
                 failed(error)
             else:
@@ -54,16 +62,26 @@ class StepLane:
 
         self._socket.join(self._stream_id, then)
 
-    def send(self, forward: Forward) -> bool:
+    def send(self, forward: Forward, there: Callable[[], object] | None = None) -> bool:
         """False where it has to go another way. One step of a session is on its way at a time: what the one before left
-        in the segment is free."""
+        in the segment is free.
+
+        there: waits for the features, which then follow in a packet of their own; the activation is there already.
+        """
         self._free()
-        messages = frames.forward_to_messages(forward, self)
+        apart = there is not None and bool(forward.features)
+        if not self._send(frames.forward_to_messages(forward, self, features=not apart)):
+            self._free()
+            return False
+        if there is not None and apart:
+            there()
+            return self._send(frames.features_to_messages(forward, self))
+        return True
+
+    def _send(self, messages: Iterator[pb.RunStageRequest]) -> bool:
+        """Whether they were one, and it was sent."""
         packet = next(messages).SerializeToString()
-        if next(messages, None) is None and self._socket.send(self._stream_id, packet):
-            return True
-        self._free()
-        return False
+        return next(messages, None) is None and self._socket.send(self._stream_id, packet)
 
     def close(self) -> None:
         """Safe to call twice."""
@@ -86,20 +104,29 @@ class StepLane:
 
     # ---
 
-    def _parse(self, message: memoryview, max_tensor_bytes: int, max_feature_slices: int) -> Forward:
+    def _parse(self, message: memoryview, max_tensor_bytes: int, max_feature_slices: int) -> tuple[Forward, bool]:
+        """And whether it is whole."""
+        expected, self._expected = self._expected, None
+        if expected is not None and (forward := expected.read(message)) is not None:
+            return forward, True
         try:
             request = pb.RunStageRequest.FromString(bytes(message))
         except Exception as error:
             raise InvalidArgument("a step could not be parsed", reason="GARBLED") from error
         match request.WhichOneof("frame"):
             case "forward_from_tokens":
-                return frames.from_tokens(request.forward_from_tokens)
+                return frames.from_tokens(request.forward_from_tokens), True
             case "forward_from_activation":
                 step = request.forward_from_activation
                 incoming = frames.incoming_tensors(step, max_tensor_bytes, max_feature_slices, self)
-                if not all(tensor.complete for tensor in incoming):
-                    raise InvalidArgument("a step's tensors must come whole", field="activation.data")
-                return frames.from_activation(step, [tensor.tensor() for tensor in incoming])
+                return frames.from_activation(step, _whole(incoming)), not step.features_follow
+            case "step_features":
+                features = request.step_features
+                incoming = frames.incoming_features(features, max_tensor_bytes, max_feature_slices, self)
+                begun, self._begun = self._begun, None
+                if begun is None or begun.step != features.step:
+                    raise InvalidArgument(f"features of step {features.step} came without it", field="step")
+                return replace(begun, features=frames.slices_from_messages(features, _whole(incoming))), True
             case other:
                 raise InvalidArgument(f"frame {other} is not expected here", field="frame")
 
@@ -107,3 +134,9 @@ class StepLane:
         for sequence in self._sent:
             self._link.release_step(sequence)
         self._sent.clear()
+
+
+def _whole(incoming: Sequence[IncomingTensor]) -> list[WireTensor]:
+    if not all(tensor.complete for tensor in incoming):
+        raise InvalidArgument("a step's tensors must come whole", field="activation.data")
+    return [tensor.tensor() for tensor in incoming]

@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
 from typing import Protocol
 
 import structlog
@@ -23,14 +22,14 @@ from services.errors import FailedPrecondition, FlashsplitError, InternalError, 
 from services.step_lane import StepLane
 from services.steps import Forward, Open, StepKind
 from shard_worker.deciding import Decider, Produced
-from shard_worker.draft_link import slices_of
 from shard_worker.dtypes import Leaving, dtype_to_name, over_wire
 from shard_worker.executor import DeviceThread, device_error
 from shard_worker.features import Features
 from shard_worker.follower import follower
+from shard_worker.passing import Passing
 from shard_worker.prefix_state import StateView
 from shard_worker.stage import Stage, StageState
-from shard_worker.step_checks import check_rows, check_tensors
+from shard_worker.step_checks import check_activation, check_rows, check_tensors
 from shard_worker.step_runner import StepOutput
 
 log = structlog.get_logger()
@@ -50,28 +49,6 @@ class Ledger(Protocol):
 
     def broke(self, error: FlashsplitError) -> None:
         """The session cannot go on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Passing:
-    """A step that is computed, and what the next stage needs of it on its way to the host."""
-
-    forward: Forward
-    indices: Sequence[int | None]
-    leaving: Leaving
-    started_ns: int
-
-    @property
-    def there(self) -> bool:
-        """Whether `wait` will not."""
-        return self.leaving.there
-
-    def wait(self) -> tuple[Forward, int]:
-        """From any thread: the step as the next stage gets it, and how many nanoseconds it took."""
-        activation, *features = self.leaving.wait()
-        pieces = slices_of(self.indices, features, self.forward.base_position)
-        passed = replace(self.forward, activation=activation, features=tuple(pieces))
-        return passed, time.monotonic_ns() - self.started_ns
 
 
 class SessionWork:
@@ -106,7 +83,9 @@ class SessionWork:
         self._ledger = ledger
         limits = {"max_tensor_bytes": max_tensor_bytes, "max_feature_slices": max_feature_slices}
         if self._above is not None:
-            self._above.listen(lambda step: self._came(self._begin, step), self._break, **limits)
+            self._above.listen(
+                lambda step: self._came(self._begin, step), self._break, begun=self._begun_above, **limits
+            )
         if self._below is not None:
             self._below.listen(lambda step: self._came(self._follow, step), self._break)
 
@@ -261,6 +240,17 @@ class SessionWork:
             self._break(meant)
             raise
 
+    def _begun_above(self, forward: Forward) -> None:
+        """A step's features are still to come: the device need not wait for them."""
+        state = self._state
+        ours = state is not None and forward.step == self._step + 1 and forward.base_position == state.length
+        if state is None or not ours or state.pending or forward.kind is not StepKind.VERIFY or self._thread.busy:
+            return
+        check_rows(forward, state.length, self._request, self._stage.config.vocab_size)
+        check_activation(forward, self._stage)
+        assert forward.activation is not None
+        self._stage.let_go(state, forward.token_ids, over_wire(forward.activation))
+
     def _follow(self, following: Forward, arrived_ns: int) -> None:
         """The stages below have done with a step, and this one comes next."""
         state, length = self.state(), following.base_position
@@ -290,11 +280,14 @@ class SessionWork:
         if self._decider is not None:
             self.answer(forward, arrived_ns)
             return
-        passed, forward_ns = self.pass_on(forward)
+        passing = self.launch(forward)
+        passed, leaving = passing.announced(), passing.leaving
+        leaving.wait_first()
         # Before its answer can come; the event loop wakes up behind it.
-        self._put_down("passed_on", passed, arrived_ns, forward_ns)
-        if self._below is None or not self._below.send(passed):
-            self._put_down("unsent", passed)
+        self._put_down("passed_on", passed, arrived_ns, passing.elapsed_ns)
+        if self._below is None or not self._below.send(passed, leaving.wait if leaving.lent else None):
+            leaving.wait()
+            self._put_down("unsent", passing.kept(passed))
         elif passed.more:
             self._expect(passed)
         self._call_ledger()

@@ -181,6 +181,12 @@ class Stage:
         if runner is not None and not (state.pending and state.caches[0].recurrent is not None):
             runner.stand_by(state.caches[0], state.length + state.pending + rows)
 
+    def let_go(self, state: StageState, token_ids: Sequence[int], hidden: torch.Tensor) -> None:
+        """Where a verify of these rows stands by, let it begin, before `step` is called for it. hidden: on the CPU."""
+        runner = self.runners[0] if len(self.runners) == 1 else None
+        if runner is not None:
+            runner.let_go(token_ids, hidden, state.length, state.caches[0])
+
     def stand_down(self) -> None:
         """Before anything else is done with the device."""
         for runner in self.runners:

@@ -45,19 +45,10 @@ def check_rows(forward: Forward, length: int, request: Open, vocab_size: int) ->
 def check_tensors(forward: Forward, stage: Stage, captures: Sequence[int | None]) -> None:
     """captures: what must come with it, in order; None is the sum. Raises InvalidArgument for another shape, element
     type, number of tensors or position."""
-    shape = (len(forward.token_ids), stage.config.hidden_size)
-    if (forward.activation is None) != (stage.embedding is not None):
-        wanted = "token ids alone" if stage.embedding is not None else "an activation"
-        raise InvalidArgument(f"this stage takes {wanted}", field="activation")
+    check_activation(forward, stage)
     if forward.activation is None:
         return
-    dtype = dtype_to_name(stage.dtype)
-    if forward.activation.shape != shape or forward.activation.dtype != dtype:
-        raise InvalidArgument(
-            f"activation has shape {list(forward.activation.shape)} of {forward.activation.dtype}; "
-            f"expected {list(shape)} of {dtype}",
-            field="activation",
-        )
+    shape, dtype = forward.activation.shape, forward.activation.dtype
     sent = [piece.capture_index for piece in forward.features]
     if sent != captures:
         raise InvalidArgument(f"capture_index of the features is {sent}, expected {captures}", field="features")
@@ -74,6 +65,23 @@ def check_tensors(forward: Forward, stage: Stage, captures: Sequence[int | None]
                 f"features start at {piece.start_position}, the step at {forward.base_position}",
                 field="start_position",
             )
+
+
+def check_activation(forward: Forward, stage: Stage) -> None:
+    """Raises InvalidArgument where one is missing, or not wanted, and for another shape or element type."""
+    shape = (len(forward.token_ids), stage.config.hidden_size)
+    if (forward.activation is None) != (stage.embedding is not None):
+        wanted = "token ids alone" if stage.embedding is not None else "an activation"
+        raise InvalidArgument(f"this stage takes {wanted}", field="activation")
+    if forward.activation is None:
+        return
+    dtype = dtype_to_name(stage.dtype)
+    if forward.activation.shape != shape or forward.activation.dtype != dtype:
+        raise InvalidArgument(
+            f"activation has shape {list(forward.activation.shape)} of {forward.activation.dtype}; "
+            f"expected {list(shape)} of {dtype}",
+            field="activation",
+        )
 
 
 def check_restore(restore: SnapshotRestore, request: Open, vocab_size: int) -> None:

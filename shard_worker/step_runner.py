@@ -64,6 +64,20 @@ class Standing:
     caches: SegmentCaches
 
 
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A step that stood by and was let go before `run` was called for it."""
+
+    variant: Variant
+    caches: SegmentCaches
+    base: int
+    token_ids: tuple[int, ...]
+
+    def is_(self, variant: Variant, caches: SegmentCaches, base: int, token_ids: Sequence[int]) -> bool:
+        rows = (variant, base, tuple(token_ids))
+        return self.caches is caches and (self.variant, self.base, self.token_ids) == rows
+
+
 @dataclass(slots=True)
 class Captured:
     """A graph, or None where steps are launched kernel by kernel, and what it writes to."""
@@ -94,6 +108,7 @@ class StepRunner:
         self._last: Variant | None = None
         self._gate = StreamGate.on(segment.device) if graphs else None
         self._standing: Standing | None = None
+        self._gone: Gone | None = None
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
 
     @property
@@ -126,26 +141,40 @@ class StepRunner:
         """
         count, capture = len(token_ids), self._segment.capture if features is not None else None
         variant = self._key(count, deferred, capture is not None)
+        gone, self._gone = self._gone, None
+        begun = gone is not None and gone.is_(variant, caches, base, token_ids)
         # First of all: others wait meanwhile, and this is but a few stores.
-        passed = self._standing is not None and self._let_go(self._standing, variant, token_ids, hidden, base, caches)
+        passed = begun or self._let_go(variant, token_ids, hidden, base, caches)
         with self._segment.device.current():
             made = self._made[variant] if passed else self._start(variant, token_ids, hidden, base, caches)
-            self._place.sent()
+            if not begun:
+                self._place.sent()
             self._last = variant
             return self._output(made, count, features, capture)
 
+    def let_go(self, token_ids: Sequence[int], hidden: torch.Tensor, base: int, caches: SegmentCaches) -> None:
+        """Let the step that stands by begin where it is that of these rows, before `run` is called for it. Should `run`
+        come for another one first, it was nothing, since only what can be done again is. Arguments as of `run`."""
+        standing = self._standing
+        if self._recurrent or standing is None or standing.caches is not caches:
+            return
+        variant = self._key(len(token_ids), True, standing.variant.featured)
+        if self._let_go(variant, token_ids, hidden, base, caches):
+            with self._segment.device.current():
+                self._place.sent()
+            self._gone = Gone(variant, caches, base, tuple(token_ids))
+
     def _let_go(
         self,
-        standing: Standing,
         variant: Variant,
         token_ids: Sequence[int],
         hidden: torch.Tensor | None,
         base: int,
         caches: SegmentCaches,
     ) -> bool:
-        """Tell the step that stands by its numbers, where it is such a step."""
-        at_hand = hidden is None or hidden.device.type == "cpu"
-        if standing.variant != variant or not at_hand or not caches.has_room(base + len(token_ids)):
+        """Tell the step that stands by its numbers, where there is such a one."""
+        standing, at_hand = self._standing, hidden is None or hidden.device.type == "cpu"
+        if standing is None or standing.variant != variant or not at_hand or not caches.has_room(base + len(token_ids)):
             return False
         if standing.caches is not caches:
             self._place.fill(0, 0, attention=caches.attention, recurrent=caches.recurrent)

@@ -40,8 +40,9 @@ from shard_worker.draft_link import DraftLink
 from shard_worker.executor import DeviceThread
 from shard_worker.features import Features
 from shard_worker.in_flight import InFlight, answered
+from shard_worker.passing import Passing
 from shard_worker.session_record import SessionRecord
-from shard_worker.session_work import Passing, SessionWork
+from shard_worker.session_work import SessionWork
 from shard_worker.snapshot_keeper import SnapshotKeeper
 from shard_worker.stage import Stage, StageState
 from shard_worker.step_checks import check_restore, check_rows, check_tensors

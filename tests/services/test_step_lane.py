@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import itertools
 import os
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -43,6 +45,7 @@ class End:
         self._link, self.watcher = link, watcher
         self.lanes: dict[int, StepLane] = {}
         self.took: dict[int, list[Forward]] = {}
+        self.begun: list[Forward] = []
         self.failed: list[FlashsplitError] = []
 
     @property
@@ -54,10 +57,10 @@ class End:
         assert socket is not None
         lane = self.lanes[stream_id] = StepLane(self.link, socket, stream_id)
         took = self.took[stream_id] = []
-        lane.listen(took.append, self.failed.append, **limits)
+        lane.listen(took.append, self.failed.append, begun=self.begun.append, **limits)
 
-    def send(self, forward: Forward, stream_id: int = 1) -> bool:
-        return self.watcher.call(lambda: self.lanes[stream_id].send(forward))
+    def send(self, forward: Forward, stream_id: int = 1, there: Callable[[], object] | None = None) -> bool:
+        return self.watcher.call(lambda: self.lanes[stream_id].send(forward, there))
 
     def send_raw(self, message: bytes) -> bool:
         socket = self.link.step_socket
@@ -150,6 +153,64 @@ async def test_steps_arrive(chain: Chain, sizes: tuple[int, ...]) -> None:
     assert chain.below.send(NEXT)
     assert await chain.above.next() == NEXT
     assert chain.below.took == chain.above.took == {1: [], 2: []}
+
+
+@pytest.mark.parametrize("size", [60, FROM_BYTES, PIECE_BYTES])
+async def test_features_follow_in_a_packet_of_their_own(chain: Chain, size: int) -> None:
+    """Who takes the step hears of it as soon as its activation is there, before its features are; then all of it."""
+    sent, heard = step(FROM_BYTES, size, 80), threading.Event()
+
+    def there() -> None:
+        deadline = time.monotonic() + 5
+        while not chain.below.begun and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert chain.below.took[1] == []
+        heard.set()
+
+    assert chain.above.send(sent, there=there)
+    assert await chain.below.next() == sent
+    assert heard.is_set()
+    assert chain.below.begun == [replace(sent, features=())]
+
+
+async def test_without_features_nothing_is_waited_for(chain: Chain) -> None:
+    """There is no second packet then."""
+    sent = step(100)
+    assert chain.above.send(sent, there=lambda: pytest.fail("there is nothing to wait for"))
+    assert await chain.below.next() == sent
+    assert chain.below.begun == []
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_features_of_another_step_are_refused(chain: Chain, begun: bool) -> None:
+    if begun:
+        [message] = stage_frames.forward_to_messages(step(100, 60, number=3), features=False)
+        assert chain.above.send_raw(message.SerializeToString())
+        await until(lambda: len(chain.below.begun) == 1)
+    [message] = stage_frames.features_to_messages(step(100, 60, number=4))
+    assert chain.above.send_raw(message.SerializeToString())
+    assert "features of step 4 came without it" in (await chain.refusal()).message
+
+
+async def test_a_step_that_was_expected_is_recognised(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without being parsed, once; another one is parsed as ever."""
+    parsed: list[Forward] = []
+    from_activation = stage_frames.from_activation
+
+    def parse(*args: Any) -> Forward:
+        parsed.append(from_activation(*args))
+        return parsed[-1]
+
+    monkeypatch.setattr(stage_frames, "from_activation", parse)
+    rows = [WireTensor("float16", (2, 40), os.urandom(160)) for _ in range(3)]
+    sent = [Forward(7 + n, 19 + n, (3, 400), StepKind.VERIFY, 5, one, more=9) for n, one in enumerate(rows)]
+    lane = chain.below.lanes[1]
+    for one, other in ((sent[0], sent[0]), (sent[1], sent[2])):
+        chain.below.watcher.call(lambda one=one: lane.expect(replace(one, activation=None), "float16", 40))
+        for _ in range(2):
+            assert chain.above.send(other)
+            assert await chain.below.next() == other
+    assert parsed == [sent[0], sent[2], sent[2]]
 
 
 async def test_room_comes_back(chain: Chain) -> None:

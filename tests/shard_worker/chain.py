@@ -74,8 +74,15 @@ class Lane:
         self.took: Callable[[Forward], None] = lambda _: None
         self.expected: list[Forward] = []
 
-    def listen(self, took: Callable[[Forward], None], failed: Callable[[FlashsplitError], None], **_: int) -> None:
-        self.took, self.failed = took, failed
+    def listen(
+        self,
+        took: Callable[[Forward], None],
+        failed: Callable[[FlashsplitError], None],
+        *,
+        begun: Callable[[Forward], None] = lambda _: None,
+        **_: int,
+    ) -> None:
+        self.took, self.failed, self.begun = took, failed, begun
 
     def expect(self, forward: Forward, dtype: str, hidden_size: int) -> None:
         data = bytes(len(forward.token_ids) * hidden_size * ITEM_BYTES[dtype])
@@ -83,7 +90,8 @@ class Lane:
             replace(forward, activation=WireTensor(dtype, (len(forward.token_ids), hidden_size), data))
         )
 
-    def send(self, forward: Forward) -> bool:
+    def send(self, forward: Forward, there: Callable[[], object] | None = None) -> bool:
+        assert there is None, "on the CPU a step is there at once"
         if self.other is None or not self._carries(forward):
             return False
         self.carried.append(forward)

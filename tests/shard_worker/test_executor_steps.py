@@ -68,6 +68,35 @@ def test_the_threads_end_lets_it_pass() -> None:
     assert len(stands_by.passed) == 1
 
 
+def test_a_step_that_came_runs_at_once(thread: DeviceThread) -> None:
+    """Where the thread has nothing else to do; behind what waits already, and from another thread, in its turn."""
+    done: list[str] = []
+
+    def came() -> None:
+        thread.step_now(done.append, "at once")
+        done.append("came")
+        thread.queue_step(done.append, "waits")
+        thread.step_now(done.append, "behind it")
+        done.append("gone")
+
+    thread.queue(came).result(5)
+    thread.queue(int).result(5)
+    assert done == ["at once", "came", "gone", "waits", "behind it"]
+    thread.step_now(lambda: done.append(threading.current_thread().name))
+    thread.queue(int).result(5)
+    assert done[-1] == "device"
+
+
+def test_a_step_that_came_and_failed_leaves_the_thread_alone(thread: DeviceThread) -> None:
+    """Who gave it tells what went wrong."""
+
+    def fails() -> None:
+        raise ValueError("no such step")
+
+    thread.queue(thread.step_now, fails).result(5)
+    assert thread.queue(int).result(5) == 0
+
+
 @pytest.mark.parametrize("awake", [True, False])
 def test_jobs_are_found_awake_and_asleep(thread: DeviceThread, monkeypatch: pytest.MonkeyPatch, awake: bool) -> None:
     """While it stays awake nobody has to wake it, with few cores it sleeps: jobs run either way."""

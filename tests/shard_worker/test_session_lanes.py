@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from services.errors import FlashsplitError, ResourceExhausted
 from services.steps import Failure, Forward, StepKind
@@ -46,6 +47,12 @@ def made(chain: MakeChain) -> Iterator[Callable[..., Chain]]:
         one.shutdown()
 
 
+def shape(step: Forward) -> Forward:
+    """Without the numbers of its activation."""
+    assert step.activation is not None
+    return replace(step, activation=replace(step.activation, data=b""))
+
+
 async def run(made: Chain, *, drafted: bool) -> tuple[list[int], Memory]:
     """Tokens of a few frames with followers, and what the session remembers behind them."""
     propose = BLOCK - 1 if drafted else 0
@@ -79,6 +86,10 @@ async def test_the_same_steps(made: Callable[..., Chain], name: str, drafted: bo
         if carries is always:
             # The first step of a frame comes through the event loop, all behind it through lanes.
             assert [len(own.carried) for own, _ in one.directory.lanes] == [12] * len(cuts)
+            if not drafted:
+                # All of these were known before they came, but for the numbers in their activations.
+                for own, told in one.directory.lanes:
+                    assert [shape(step) for step in told.expected[:10]] == [shape(step) for step in own.carried[:10]]
             assert all(len(told.carried) == 12 for _, told in one.directory.lanes)
 
 
@@ -156,11 +167,19 @@ async def test_what_does_not_fit_ends_the_session(made: Callable[..., Chain], wr
     assert (await run(one, drafted=drafted))[0] == expected
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ResourceExhausted("the device has no memory left"), "no memory left"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "no memory left"),
+        (ZeroDivisionError("a mistake of ours"), "internal error"),
+    ],
+)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 async def test_an_error_in_the_midst_is_told(
-    made: Callable[..., Chain], monkeypatch: pytest.MonkeyPatch, stage: int
+    made: Callable[..., Chain], monkeypatch: pytest.MonkeyPatch, stage: int, error: Exception, said: str
 ) -> None:
-    """Memory that runs out in a step that nobody sent: whoever reads hears of it, and which stage it was."""
+    """In a step that nobody sent, whatever it is: whoever reads hears of it, and which stage it was."""
     one = made("qwen3", (1, 3), drafted=False, carries=always)
     async with one.session() as client:
         await client.prefill(PROMPT[:-1])
@@ -169,12 +188,12 @@ async def test_an_error_in_the_midst_is_told(
 
         def fail(forward: Forward) -> Any:
             if forward.step == 4:
-                raise ResourceExhausted("the device has no memory left")
+                raise error
             return compute(forward)
 
         monkeypatch.setattr(work, "_compute", fail)
         await client.send(client.frame(StepKind.DECODE, PROMPT[-1:], more=9))
-        with pytest.raises(FlashsplitError, match="no memory left") as caught:
+        with pytest.raises(FlashsplitError, match=said) as caught:
             async with asyncio.timeout(20):
                 await until_failure(client)
         if stage == 0:

@@ -243,3 +243,51 @@ def test_a_step_that_stood_by_is_the_same(load: Load, name: str, part: tuple[int
 
     assert len(found) == len(expected)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@torch.inference_mode()
+def verified(stage: Stage, *, early: bool) -> list[torch.Tensor]:
+    """What blocks of one session become, and what they leave; early: each is let go before its step is asked for, and
+    in one turn in three another session's step comes between."""
+    rows = torch.randn(400, stage.config.hidden_size, generator=torch.Generator().manual_seed(3)).to(DTYPE)
+    tokens, made = ids(400), []
+    state, other = (stage.allocate(640, 16) for _ in range(2))
+    runner = stage.runners[0]
+    assert runner is not None
+    stage.step(state, tokens[:250], None, deferred=False, hidden=rows[:250])
+    stage.step(other, tokens[:250], None, deferred=False, hidden=rows[:250])
+    for turn, kept in enumerate((16, 3, 1, 16, 9, 16, 2, 5)):
+        at = state.length
+        count = 16 if turn % 4 else 11
+        block, hidden = tokens[at : at + count], rows[at : at + count]
+        if early:
+            if turn:
+                stage.stand_by(state, count)
+            stage.let_go(state, block, hidden)
+            assert (runner._gone is not None) == bool(turn)
+            if turn % 3 == 1:
+                first = other.length
+                between = rows[first : first + 16]
+                stage.step(other, tokens[first : first + 16], None, deferred=True, hidden=between)
+                stage.commit(other, other.length + 1)
+            elif turn % 3 == 2:
+                stage.stand_by(other, 16)
+        output = stage.step(state, block, None, deferred=True, hidden=hidden)
+        # Waiting for the device itself would wait for what stands by.
+        if runner._standing is None:
+            made.append(output.hidden.cpu())
+        elif output.on_host is not None:
+            made.append(output.on_host.wait().clone())
+        stage.stand_down()
+        stage.commit(state, state.length + min(kept, count))
+    return [*made, *(view.read(0, state.length).cpu() for caches in state.caches for view in caches.views())]
+
+
+def test_a_step_that_was_let_go_early_is_the_same(load: Load) -> None:
+    """Before it is asked for: bit for bit what it is else, and done again where another session's came between."""
+    if not ON_GPU:
+        pytest.skip("the CPU has no queue in which something could wait")
+    found, expected = (verified(load("qwen3", (1, 3)), early=early) for early in (True, False))
+
+    assert len(found) == len(expected)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

@@ -134,7 +134,7 @@ class ForwardFromTokens(_message.Message):
     def __init__(self, step: _Optional[int] = ..., base_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., kind: _Optional[_Union[StepKind, str]] = ..., propose_tokens: _Optional[int] = ..., more: _Optional[int] = ...) -> None: ...
 
 class ForwardFromActivation(_message.Message):
-    __slots__ = ("step", "base_position", "token_ids", "kind", "propose_tokens", "activation", "features", "more")
+    __slots__ = ("step", "base_position", "token_ids", "kind", "propose_tokens", "activation", "features", "more", "features_follow")
     STEP_FIELD_NUMBER: _ClassVar[int]
     BASE_POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -143,6 +143,7 @@ class ForwardFromActivation(_message.Message):
     ACTIVATION_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FOLLOW_FIELD_NUMBER: _ClassVar[int]
     step: int
     base_position: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -151,7 +152,16 @@ class ForwardFromActivation(_message.Message):
     activation: _tensor_pb2.Tensor
     features: _containers.RepeatedCompositeFieldContainer[FeatureSlice]
     more: int
-    def __init__(self, step: _Optional[int] = ..., base_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., kind: _Optional[_Union[StepKind, str]] = ..., propose_tokens: _Optional[int] = ..., activation: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., features: _Optional[_Iterable[_Union[FeatureSlice, _Mapping]]] = ..., more: _Optional[int] = ...) -> None: ...
+    features_follow: bool
+    def __init__(self, step: _Optional[int] = ..., base_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., kind: _Optional[_Union[StepKind, str]] = ..., propose_tokens: _Optional[int] = ..., activation: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., features: _Optional[_Iterable[_Union[FeatureSlice, _Mapping]]] = ..., more: _Optional[int] = ..., features_follow: _Optional[bool] = ...) -> None: ...
+
+class StepFeatures(_message.Message):
+    __slots__ = ("step", "features")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    features: _containers.RepeatedCompositeFieldContainer[FeatureSlice]
+    def __init__(self, step: _Optional[int] = ..., features: _Optional[_Iterable[_Union[FeatureSlice, _Mapping]]] = ...) -> None: ...
 
 class FeatureSlice(_message.Message):
     __slots__ = ("capture_index", "start_position", "features")

@@ -10,20 +10,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RunStageRequest(_message.Message):
-    __slots__ = ("open", "forward_from_tokens", "forward_from_activation", "chunk", "snapshot_save", "snapshot_restore")
+    __slots__ = ("open", "forward_from_tokens", "forward_from_activation", "chunk", "snapshot_save", "snapshot_restore", "step_features")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     FORWARD_FROM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FORWARD_FROM_ACTIVATION_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_SAVE_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_RESTORE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FEATURES_FIELD_NUMBER: _ClassVar[int]
     open: _stage_pb2.Open
     forward_from_tokens: _stage_pb2.ForwardFromTokens
     forward_from_activation: _stage_pb2.ForwardFromActivation
     chunk: _tensor_pb2.TensorChunk
     snapshot_save: _snapshot_pb2.SnapshotSave
     snapshot_restore: _snapshot_pb2.SnapshotRestore
-    def __init__(self, open: _Optional[_Union[_stage_pb2.Open, _Mapping]] = ..., forward_from_tokens: _Optional[_Union[_stage_pb2.ForwardFromTokens, _Mapping]] = ..., forward_from_activation: _Optional[_Union[_stage_pb2.ForwardFromActivation, _Mapping]] = ..., chunk: _Optional[_Union[_tensor_pb2.TensorChunk, _Mapping]] = ..., snapshot_save: _Optional[_Union[_snapshot_pb2.SnapshotSave, _Mapping]] = ..., snapshot_restore: _Optional[_Union[_snapshot_pb2.SnapshotRestore, _Mapping]] = ...) -> None: ...
+    step_features: _stage_pb2.StepFeatures
+    def __init__(self, open: _Optional[_Union[_stage_pb2.Open, _Mapping]] = ..., forward_from_tokens: _Optional[_Union[_stage_pb2.ForwardFromTokens, _Mapping]] = ..., forward_from_activation: _Optional[_Union[_stage_pb2.ForwardFromActivation, _Mapping]] = ..., chunk: _Optional[_Union[_tensor_pb2.TensorChunk, _Mapping]] = ..., snapshot_save: _Optional[_Union[_snapshot_pb2.SnapshotSave, _Mapping]] = ..., snapshot_restore: _Optional[_Union[_snapshot_pb2.SnapshotRestore, _Mapping]] = ..., step_features: _Optional[_Union[_stage_pb2.StepFeatures, _Mapping]] = ...) -> None: ...
 
 class RunStageResponse(_message.Message):
     __slots__ = ("opened", "commit", "proposal", "failure", "snapshot_saved", "snapshot_restored")

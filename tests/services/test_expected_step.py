@@ -1,0 +1,72 @@
+"""A step that is known but for its activation is told from every other one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from services import stage_frames
+from services.expected_step import ExpectedStep
+from services.steps import Forward, StepKind
+from services.tensors import WireTensor
+
+STEP = Forward(300, 70_000, (1, 151_000), StepKind.VERIFY, 15, more=40)
+
+
+def packet(forward: Forward, dtype: str = "bfloat16", shape: tuple[int, ...] = (2, 24)) -> bytes:
+    [message] = stage_frames.forward_to_messages(replace(forward, activation=filled(dtype, shape)))
+    return message.SerializeToString()
+
+
+def filled(dtype: str, shape: tuple[int, ...]) -> WireTensor:
+    tensor = WireTensor(dtype, shape, b"")
+    return replace(tensor, data=bytes(range(1, 1 + tensor.size_bytes)))
+
+
+def expected(forward: Forward = STEP) -> ExpectedStep:
+    found = ExpectedStep.of(forward, "bfloat16", 2, 24)
+    assert found is not None
+    return found
+
+
+def test_it_is_read_with_its_activation() -> None:
+    assert expected().read(memoryview(packet(STEP))) == replace(STEP, activation=filled("bfloat16", (2, 24)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": 301},
+        {"base_position": 70_001},
+        {"token_ids": (1, 151_001)},
+        {"token_ids": (1,)},
+        {"kind": StepKind.DECODE},
+        {"propose_tokens": 14},
+        {"more": 39},
+        {"more": 0},
+    ],
+)
+def test_another_step_is_not(change: dict[str, Any]) -> None:
+    assert expected().read(memoryview(packet(replace(STEP, **change)))) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("float16", (2, 24)), ("bfloat16", (3, 16)), ("bfloat16", (1, 48)), ("bfloat16", (2, 23))]
+)
+def test_another_tensor_is_not(dtype: str, shape: tuple[int, ...]) -> None:
+    assert expected().read(memoryview(packet(STEP, dtype, shape))) is None
+
+
+@pytest.mark.parametrize("size", [0, 1, 20, 60, 110])
+def test_what_is_no_step_is_not(size: int) -> None:
+    """Cut short, without anything between, or any bytes."""
+    one, whole = expected(), packet(STEP)
+    for data in (whole[:size], one.before + one.behind, one.before[:size], os.urandom(size)):
+        assert one.read(memoryview(data)) is None
+
+
+def test_none_is_expected_that_could_not_be_found() -> None:
+    assert ExpectedStep.of(STEP, "bfloat16", 1, 4) is None
