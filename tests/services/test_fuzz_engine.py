@@ -242,7 +242,7 @@ async def test_stage_frames_on_a_chain(number: int, engine: Engine, dial: Dial) 
     streams = RandomStreams(f"chain {number}", stage_pb.RunStageRequest, hints(engine))
     opening = replace(engine.opening, sampling=SAMPLINGS[number])
     channel = await dial(engine.first)
-    await batter(channel, RUN_STAGE, streams, stage_frames(opening, STEPS), 100)
+    await batter(channel, RUN_STAGE, streams, stage_frames(opening, STEPS), 200)
     await no_sessions(engine)
     resumed = Forward(0, 3, (), StepKind.RESUME, 3)
     saving, restoring = [STEPS[0], SAVES[0], STEPS[1], SAVES[1], STEPS[2]], [RESTORES[0], resumed, STEPS[1]]
