@@ -153,10 +153,10 @@ class StepRunner:
             return self._output(made, count, features, capture)
 
     def let_go(self, token_ids: Sequence[int], hidden: torch.Tensor, base: int, caches: SegmentCaches) -> None:
-        """Let the step that stands by begin where it is that of these rows, before `run` is called for it. Should `run`
-        come for another one first, it was nothing, since only what can be done again is. Arguments as of `run`."""
+        """Let the verify that stands by begin where it is that of these rows, before `run` is called for it. Should
+        `run` come for another step first, it was nothing: only what can be done again is. Arguments as of `run`."""
         standing = self._standing
-        if self._recurrent or standing is None or standing.caches is not caches:
+        if standing is None or standing.caches is not caches or standing.variant.deferred != self._recurrent:
             return
         variant = self._key(len(token_ids), True, standing.variant.featured)
         if self._let_go(variant, token_ids, hidden, base, caches):

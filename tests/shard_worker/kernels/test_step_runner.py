@@ -283,11 +283,12 @@ def verified(stage: Stage, *, early: bool) -> list[torch.Tensor]:
     return [*made, *(view.read(0, state.length).cpu() for caches in state.caches for view in caches.views())]
 
 
-def test_a_step_that_was_let_go_early_is_the_same(load: Load) -> None:
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5-ratio-3"])
+def test_a_step_that_was_let_go_early_is_the_same(load: Load, name: str) -> None:
     """Before it is asked for: bit for bit what it is else, and done again where another session's came between."""
     if not ON_GPU:
         pytest.skip("the CPU has no queue in which something could wait")
-    found, expected = (verified(load("qwen3", (1, 3)), early=early) for early in (True, False))
+    found, expected = (verified(load(name, (1, 3)), early=early) for early in (True, False))
 
     assert len(found) == len(expected)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
