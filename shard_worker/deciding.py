@@ -19,7 +19,7 @@ from shard_worker.last_row import LastRow
 from shard_worker.logprobs import token_logprobs
 from shard_worker.sampler import Sampler
 from shard_worker.stage import Stage, StageState
-from shard_worker.step_runner import StepOutput
+from shard_worker.step_graph import StepOutput
 
 if TYPE_CHECKING:
     from shard_worker.ahead import Ahead

@@ -30,7 +30,7 @@ from shard_worker.passing import Passing
 from shard_worker.prefix_state import StateView
 from shard_worker.stage import Stage, StageState
 from shard_worker.step_checks import check_activation, check_rows, check_tensors
-from shard_worker.step_runner import StepOutput
+from shard_worker.step_graph import StepOutput
 
 log = structlog.get_logger()
 

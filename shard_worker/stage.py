@@ -20,7 +20,8 @@ from shard_worker.head import Head
 from shard_worker.model_config import ModelConfig
 from shard_worker.prefix_state import GroupKind, TensorGroup
 from shard_worker.segment import Segment
-from shard_worker.step_runner import StepOutput, StepRunner
+from shard_worker.step_graph import StepOutput
+from shard_worker.step_runner import StepRunner
 
 BLOCK_ROWS = 16
 """Of the blocks that steps are prepared for; drafts are trained for so many, or fewer."""

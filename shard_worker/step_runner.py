@@ -8,84 +8,25 @@ stream sees to. Owns the graphs and the memory that they read and write between 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from shard_worker.attention_cache import PAGE_ROWS
-from shard_worker.caches import SegmentCaches, slots_of
+from shard_worker.caches import SegmentCaches
 from shard_worker.dtypes import OnHost, copy_bytes
 from shard_worker.features import Capture, Features
 from shard_worker.head import Head
+from shard_worker.kernel_layers import kernel_layers
 from shard_worker.kernel_support import can_run, head_sizes
-from shard_worker.layers.attention import AttentionWeights
 from shard_worker.layers.decoder import DecoderWeights
 from shard_worker.model_config import LayerKind
 from shard_worker.segment import Segment
+from shard_worker.step_graph import Captured, Gone, Standing, StepOutput, Variant
 from shard_worker.stream_gate import StreamGate
-
-if TYPE_CHECKING:
-    from shard_worker.kernels import decoder
 
 ROW_COUNTS = (1, 16, 32, 64)
 """Rows that steps are made with; a step of another number leaves the last ones unused."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What a step made of its rows. logits [n, vocab] and the likeliest token of each row [n] where the head is.
-
-    on_host: of a step by kernels, the likeliest tokens where the head is, else `hidden`. The next step overwrites all
-    of it: take what is needed before that.
-    """
-
-    hidden: torch.Tensor
-    logits: torch.Tensor | None = None
-    likeliest: torch.Tensor | None = None
-    on_host: OnHost | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """What a graph is captured for."""
-
-    rows: int
-    deferred: bool
-    featured: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """A step that waits for its numbers. caches: whose addresses it has been told."""
-
-    variant: Variant
-    caches: SegmentCaches
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """A step that stood by and was let go before `run` was called for it."""
-
-    variant: Variant
-    caches: SegmentCaches
-    base: int
-    token_ids: tuple[int, ...]
-
-    def is_(self, variant: Variant, caches: SegmentCaches, base: int, token_ids: Sequence[int]) -> bool:
-        rows = (variant, base, tuple(token_ids))
-        return self.caches is caches and (self.variant, self.base, self.token_ids) == rows
-
-
-@dataclass(slots=True)
-class Captured:
-    """A graph, or None where steps are launched kernel by kernel, and what it writes to."""
-
-    graph: torch.cuda.CUDAGraph | None
-    output: StepOutput
-    captured: list[torch.Tensor] = field(default_factory=list)
-    total: torch.Tensor | None = None
 
 
 class StepRunner:
@@ -348,47 +289,6 @@ class StepRunner:
         leaving = output.hidden if output.likeliest is None else output.likeliest
         self._leaving[: variant.rows].copy_(leaving, non_blocking=True)
         return made
-
-
-def kernel_layers(segment: Segment) -> decoder.Layers:
-    """A segment's layers as kernels take them."""
-    from shard_worker.kernels import decoder, deltanet
-    from shard_worker.kernels.heads import HeadShape
-
-    config = segment.config
-    kinds = config.layer_kinds[segment.layers.first : segment.layers.last]
-    heads = {
-        kind: HeadShape(
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            dim=config.head_dim,
-            rotary=config.rotary_dim,
-            page=PAGE_ROWS,
-            window=(config.sliding_window or 0) if kind is LayerKind.SLIDING else 0,
-            gated=any(isinstance(one.mixer, AttentionWeights) and one.mixer.gated for one in segment.weights),
-        )
-        for kind in set(kinds) - {LayerKind.LINEAR}
-    }
-    linear = config.linear
-    delta = None
-    if linear is not None and LayerKind.LINEAR in kinds:
-        delta = deltanet.Shape(
-            key_heads=linear.key_heads,
-            value_heads=linear.value_heads,
-            key_dim=linear.key_head_dim,
-            value_dim=linear.value_head_dim,
-            taps=linear.conv_taps,
-            layers=kinds.count(LayerKind.LINEAR),
-        )
-    return decoder.Layers(
-        weights=segment.weights,
-        slots=slots_of(kinds),
-        heads=heads,
-        delta=delta,
-        longest=config.max_position,
-        frequencies=segment.frequencies,
-        eps=config.norm_eps,
-    )
 
 
 def make_runner(

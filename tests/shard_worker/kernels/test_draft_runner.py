@@ -15,7 +15,8 @@ from shard_worker.drafters.dflash import Draft, DraftState, read_fc
 from shard_worker.features import Features
 from shard_worker.stage import Stage
 from shard_worker.stage_loader import CaptureRequest
-from shard_worker.step_runner import StepOutput, StepRunner
+from shard_worker.step_graph import StepOutput
+from shard_worker.step_runner import StepRunner
 from tests.shard_worker.kernels.machine import DTYPE, ON_GPU, device
 from tests.shard_worker.tiny import Tiny, ids, load_draft, load_stage
 
