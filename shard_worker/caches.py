@@ -96,7 +96,7 @@ class RecurrentCache:
         self.conv[:, :before] = self.conv[:, rows : rows + before].clone()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class SegmentCaches:
     """The caches of one segment, and each layer's place in them."""
 

@@ -58,10 +58,14 @@ class Decider:
         output: StepOutput,
         features: Features,
         started_ns: int,
+        meanwhile: Callable[[], None],
         then: Callable[[tuple[int, ...]], None],
     ) -> Produced:
-        """After the step's forward, which began at `started_ns`. then: called with its tokens as soon as they are
-        known. Errors as in `Sampler.choose`."""
+        """After the step's forward, which began at `started_ns`. meanwhile: called where nothing but the likeliest
+        token is still needed of it, before that is waited for; then: with its tokens as soon as they are known.
+
+        Errors as in `Sampler.choose`.
+        """
         tokens, kind = forward.token_ids, forward.kind
         ahead = self._may_go_ahead(forward, output, features)
         produced: list[int] = []
@@ -77,17 +81,30 @@ class Decider:
                 deferred=kind is StepKind.VERIFY,
             )
         elif kind is not StepKind.PREFILL:
+            if kind is StepKind.DECODE:
+                self._keep(output, len(tokens))
+                if output.on_host is not None and self._takes_the_likeliest:
+                    meanwhile()
             produced, logprobs = self._choose(forward, output)
         elapsed_ns = time.monotonic_ns() - started_ns
         then(tuple(produced))
         counted = len(produced) if kind is StepKind.VERIFY else len(tokens)
         if kind is not StepKind.RESUME:
             self._sampler.observe(tokens[:counted], forward.base_position)
-            # A copy: a view would hold all rows of a prefill, and a step's are overwritten by the next.
-            self.last.hidden = output.hidden[counted - 1 : counted].clone()
+            if kind is not StepKind.DECODE or ahead is not None:
+                self._keep(output, counted)
         if ahead is not None and kind is StepKind.VERIFY:
             state.length, state.pending = state.length + counted, 0
         return Produced(tuple(produced), logprobs, features, elapsed_ns, ahead is not None)
+
+    @property
+    def _takes_the_likeliest(self) -> bool:
+        """Whether nothing else of the logits is wanted."""
+        return self._sampler.takes_the_likeliest and self._request.logprobs is None
+
+    def _keep(self, output: StepOutput, counted: int) -> None:
+        # A copy: a view would hold all rows of a prefill, and a step's are overwritten by the next.
+        self.last.hidden = output.hidden[counted - 1 : counted].clone()
 
     def _choose(self, forward: Forward, output: StepOutput) -> tuple[list[int], tuple[TokenLogprobs, ...]]:
         head, tokens, kind = self._stage.head, forward.token_ids, forward.kind
@@ -118,8 +135,7 @@ class Decider:
             or forward.kind not in (StepKind.DECODE, StepKind.VERIFY)
             or output.likeliest is None
             or features.total is None
-            or not self._sampler.takes_the_likeliest
-            or self._request.logprobs is not None
+            or not self._takes_the_likeliest
             or not ahead.takes(len(forward.token_ids))
         ):
             return None

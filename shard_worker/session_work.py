@@ -161,11 +161,16 @@ class SessionWork:
         output, features = self._compute(forward)
         assert self._decider is not None
 
+        def meanwhile() -> None:
+            # Elsewhere that is done when the step's outcome is on its way.
+            if forward.more and self._above is None and self._request.draft is None:
+                self._stand_by(1, running=True)
+
         def then(token_ids: tuple[int, ...]) -> None:
             if not forward.propose_tokens:
                 self.go_on(forward, token_ids, ())
 
-        return self._decider.decide(forward, self.state(), output, features, started_ns, then)
+        return self._decider.decide(forward, self.state(), output, features, started_ns, meanwhile, then)
 
     def answer(self, forward: Forward, arrived_ns: int) -> None:
         """As `decide`, and tell the ledger."""
@@ -198,6 +203,7 @@ class SessionWork:
             self._expect_activation(following)
             self._expect(following)
         elif self._above is None:
+            self._stage.let_go(state, following.token_ids, None)
             self._begun.append((following, self._thread.queue_step(self.decide, following)))
 
     def _compute(self, forward: Forward) -> tuple[StepOutput, Features]:
@@ -308,12 +314,12 @@ class SessionWork:
         """Whether there is something to gain: a CPU is there for others meanwhile."""
         return self._stage.device.type != "cpu"
 
-    def _stand_by(self, rows: int) -> None:
+    def _stand_by(self, rows: int, *, running: bool = False) -> None:
         state = self._state
         if state is not None and self._expects and not self._thread.busy:
             # In this order: whatever becomes of the launch, nothing waits behind it for ever.
             self._thread.expect_step(self._stage.stand_down)
-            self._stage.stand_by(state, rows)
+            self._stage.stand_by(state, rows, running=running)
 
     def _break(self, error: FlashsplitError) -> None:
         self._put_down("broke", error)

@@ -173,17 +173,18 @@ class Stage:
         runners = [runner for runner in self.runners if runner is not None and runner.takes(rows, deferred=deferred)]
         return runners if len(runners) == len(self.segments) else ()
 
-    def stand_by(self, state: StageState, rows: int) -> None:
+    def stand_by(self, state: StageState, rows: int, *, running: bool = False) -> None:
         """Between two steps alike, of up to so many rows: launch the next one now, where it can wait for its numbers.
 
-        Errors and duties as of `StepRunner.stand_by`.
+        Duties and `running` as of `StepRunner.stand_by`.
         """
         runner = self.runners[0] if len(self.runners) == 1 else None
         if runner is not None and not (state.pending and state.caches[0].recurrent is not None):
-            runner.stand_by(state.caches[0], state.length + state.pending + rows)
+            runner.stand_by(state.caches[0], state.length + state.pending + rows, running=running)
 
-    def let_go(self, state: StageState, token_ids: Sequence[int], hidden: torch.Tensor) -> None:
-        """Where a verify of these rows stands by, let it begin, before `step` is called for it. hidden: on the CPU."""
+    def let_go(self, state: StageState, token_ids: Sequence[int], hidden: torch.Tensor | None) -> None:
+        """Where a step of these rows stands by that may be done again, let it begin before `step` is called for it.
+        hidden: on the CPU."""
         runner = self.runners[0] if len(self.runners) == 1 else None
         if runner is not None:
             runner.let_go(token_ids, hidden, state.length, state.caches[0])

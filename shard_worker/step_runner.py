@@ -7,7 +7,8 @@ stream sees to. Owns the graphs and the memory that they read and write between 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +51,8 @@ class StepRunner:
         self._gate = StreamGate.on(segment.device) if graphs else None
         self._standing: Standing | None = None
         self._gone: Gone | None = None
+        self._filled: Callable[[], SegmentCaches | None] = lambda: None
+        """Whose addresses the next step's numbers hold."""
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
 
     @property
@@ -93,9 +96,9 @@ class StepRunner:
             self._last = variant
             return self._output(made, count, features, capture)
 
-    def let_go(self, token_ids: Sequence[int], hidden: torch.Tensor, base: int, caches: SegmentCaches) -> None:
-        """Let the verify that stands by begin where it is that of these rows, before `run` is called for it. Should
-        `run` come for another step first, it was nothing: only what can be done again is. Arguments as of `run`."""
+    def let_go(self, token_ids: Sequence[int], hidden: torch.Tensor | None, base: int, caches: SegmentCaches) -> None:
+        """Let the step that stands by begin where it is that of these rows, before `run` is called for it. Should `run`
+        come for another step first, it was nothing: only what can be done again is. Arguments as of `run`."""
         standing = self._standing
         if standing is None or standing.caches is not caches or standing.variant.deferred != self._recurrent:
             return
@@ -118,10 +121,14 @@ class StepRunner:
         if standing is None or standing.variant != variant or not at_hand or not caches.has_room(base + len(token_ids)):
             return False
         if standing.caches is not caches:
-            self._place.fill(0, 0, attention=caches.attention, recurrent=caches.recurrent)
+            self._fill(caches)
         self._tell(base, token_ids, hidden)
         self._pass()
         return True
+
+    def _fill(self, caches: SegmentCaches) -> None:
+        self._place.fill(0, 0, attention=caches.attention, recurrent=caches.recurrent)
+        self._filled = weakref.ref(caches)
 
     def _tell(self, base: int, token_ids: Sequence[int], hidden: torch.Tensor | None) -> None:
         """Of a step whose caches are known, behind `Place.wait`. hidden: on the CPU."""
@@ -144,7 +151,7 @@ class StepRunner:
         self.stand_down()
         made = self._prepared(variant)
         caches.reserve(base + count)
-        self._place.fill(base, count, attention=caches.attention, recurrent=caches.recurrent)
+        self._fill(caches)
         if hidden is not None and hidden.device.type != "cpu":
             self._place.move(base, count, token_ids=token_ids)
             self._hidden[:count].copy_(hidden, non_blocking=True)
@@ -173,17 +180,21 @@ class StepRunner:
             OnHost(self._leaving[:count], self._place.done),
         )
 
-    def stand_by(self, caches: SegmentCaches, length: int) -> None:
+    def stand_by(self, caches: SegmentCaches, length: int, *, running: bool = False) -> None:
         """Launch a step like the last one now, which waits for its numbers: `run` then only tells them. For the time
         between two steps, of these caches in all likelihood, up to `length`.
 
+        running: the last one may not be done yet; then only for its own caches, where they have room.
         Until then the device must not be waited for, nor memory be asked for, except by `run` and `stand_down`.
         """
         variant = self._last
         if self._gate is None or variant is None or self._standing is not None:
             return
-        caches.reserve(length)
-        self._place.fill(0, 0, attention=caches.attention, recurrent=caches.recurrent)
+        if running and (self._filled() is not caches or not caches.has_room(length)):
+            return
+        if not running:
+            caches.reserve(length)
+            self._fill(caches)
         with self._segment.device.current():
             self._gate.shut()
             self._standing = Standing(variant, caches)
@@ -196,6 +207,7 @@ class StepRunner:
     def stand_down(self) -> None:
         """Let a step that stands by pass without rows, which changes nothing, and wait for it: what it reads may go."""
         if self._standing is not None:
+            self._place.wait()
             self._place.move(0, 0)
             self._pass()
             with self._segment.device.current():
@@ -237,7 +249,8 @@ class StepRunner:
             scratch = self._segment.allocate(PAGE_ROWS, variant.rows)
             if scratch.attention is not None:
                 scratch.attention.reserve(variant.rows)
-            self._place.fill(0, variant.rows, attention=scratch.attention, recurrent=scratch.recurrent)
+            self._fill(scratch)
+            self._place.move(0, variant.rows)
             self._made[variant] = self._capture(variant)
         return self._made[variant]
 

@@ -221,7 +221,7 @@ async def test_a_stage_that_waits_is_told_what_to_expect(
     """On a GPU, behind each step but a frame's last one: as many rows as before, the session's own state."""
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(SessionWork, "_expects", property(lambda _: True))
-    monkeypatch.setattr(Stage, "stand_by", lambda stage, state, rows: asked.append((stage.layers.first, rows)))
+    monkeypatch.setattr(Stage, "stand_by", lambda stage, state, rows, **_: asked.append((stage.layers.first, rows)))
     one = made("qwen3", (1,), drafted=drafted, carries=always)
     await run(one, drafted=drafted)
     assert {first for first, _ in asked} == {0, 1}

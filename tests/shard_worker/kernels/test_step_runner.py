@@ -246,6 +246,44 @@ def test_a_step_that_stood_by_is_the_same(load: Load, name: str, part: tuple[int
 
 
 @torch.inference_mode()
+def decoded(stage: Stage, *, ahead: bool) -> list[torch.Tensor]:
+    """The likeliest tokens of one session's single rows, over pages' ends, and what they leave; ahead: each is launched
+    while the one before runs, and let go before it is asked for, but for some where another session's step comes."""
+    tokens, found = ids(640), []
+    state, other = (stage.allocate(640, 16) for _ in range(2))
+    runner = stage.runners[0]
+    assert runner is not None
+    for one in (state, other):
+        stage.step(one, tokens[:250], None, deferred=False)
+        stage.step(one, tokens[250:251], None, deferred=False)
+    for turn, at in enumerate(range(251, 540)):
+        output = stage.step(state, tokens[at : at + 1], None, deferred=False)
+        if ahead:
+            stage.stand_by(state, 1, running=True)
+        assert output.on_host is not None
+        found.append(output.on_host.wait().clone())
+        if ahead and turn % 5 != 4:
+            stage.let_go(state, tokens[at + 1 : at + 2], None)
+        if ahead and turn % 7 == 6:
+            stage.step(other, tokens[turn : turn + 1], None, deferred=False)
+        if ahead and turn % 11 == 10:
+            stage.stand_down()
+    stage.stand_down()
+    return [*found, *(view.read(0, state.length).cpu() for caches in state.caches for view in caches.views())]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5-ratio-3"])
+def test_a_row_that_was_launched_ahead_is_the_same(load: Load, name: str) -> None:
+    """Bit for bit; recurrent layers advance once."""
+    if not ON_GPU:
+        pytest.skip("the CPU has no queue in which something could wait")
+    found, expected = (decoded(load(name), ahead=ahead) for ahead in (True, False))
+
+    assert len(found) == len(expected)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@torch.inference_mode()
 def verified(stage: Stage, *, early: bool) -> list[torch.Tensor]:
     """What blocks of one session become, and what they leave; early: each is let go before its step is asked for, and
     in one turn in three another session's step comes between."""
