@@ -9,10 +9,10 @@ from services.errors import FailedPrecondition
 
 
 def check_same_model(stages: Sequence[WorkerDescription]) -> None:
-    """Raises FailedPrecondition when a loaded stage holds another model or dtype than the first, naming both."""
+    """Raises FailedPrecondition when a loaded stage holds another model or element type than the first, naming both."""
     zero, first = stages[0], stages[0].target
     for index, worker in enumerate(stages):
-        for field in ("fingerprint", "dtype"):
+        for field in ("fingerprint", "dtype", "kv_dtype"):
             mine, theirs = getattr(first, field), getattr(worker.target, field)
             if mine != theirs:
                 raise FailedPrecondition(

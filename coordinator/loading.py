@@ -25,6 +25,8 @@ class Checkpoints:
     dtype: str | None
     head_place: HeadPlace = HeadPlace.LOADED
     transport: FeatureTransport = FeatureTransport.SUM
+    kv_dtype: str | None = None
+    """Of the target's keys and values; None for that of the weights."""
 
 
 class LoadReporter:
@@ -41,7 +43,7 @@ class Loader:
         self._peers, self._checkpoints, self._reporter = peers, checkpoints, reporter
 
     async def stage(self, index: int, plan: StagePlan, address: str) -> WorkerDescription:
-        """Also raises FailedPrecondition for a worker without the role."""
+        """Also raises FailedPrecondition for a worker without the role, or that keeps keys and values otherwise."""
         checkpoints = self._checkpoints
         worker = await self._peers.worker(address)
         try:
@@ -56,11 +58,22 @@ class Loader:
         capture = None
         if checkpoints.draft is not None:
             capture = FeatureCapture(str(checkpoints.draft), checkpoints.transport)
-        part = LoadTarget(str(checkpoints.model), plan.layers, checkpoints.dtype, capture)
+        part = LoadTarget(str(checkpoints.model), plan.layers, checkpoints.dtype, capture, checkpoints.kv_dtype)
         try:
-            return await worker.load(part, self._bar(f"stage {index} ({before.device})"))
+            loaded = await worker.load(part, self._bar(f"stage {index} ({before.device})"))
         except FlashsplitError as error:
             raise named(error, name) from error
+        if loaded.target is not None and loaded.target.kv_dtype != checkpoints.kv_dtype:
+            # One from before there was such a choice passes over what it doesn't know.
+            raise FailedPrecondition(
+                f"{name} keeps keys and values in {loaded.target.kv_dtype or loaded.target.dtype}, not in "
+                f"{checkpoints.kv_dtype}: it runs flashsplit {loaded.flashsplit_version}; give all hosts the same "
+                "release, or leave out --kv-dtype",
+                reason="DTYPE_MISMATCH",
+                field="kv_dtype",
+                address=address,
+            )
+        return loaded
 
     async def draft(self, address: str, *, beside: bool) -> WorkerDescription:
         """beside: the worker holds the last stage too, whose head the draft shares."""

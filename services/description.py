@@ -13,7 +13,7 @@ from typing import TypeVar
 from flashsplit.shard.v1 import model_pb2
 from services.errors import FailedPrecondition, InvalidArgument
 from services.layers import LayerRange
-from services.tensors import dtype_name, dtype_number
+from services.tensors import dtype_name, dtype_number, kv_dtype_name
 
 _T = TypeVar("_T")
 
@@ -112,6 +112,8 @@ class TargetDescription:
     state_cuttable: bool = False
     """A snapshot of n tokens also serves every shorter prefix of them."""
     step_engine: StepEngine = StepEngine.TORCH
+    kv_dtype: str | None = None
+    """Of attention keys and values; None where it is `dtype`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +267,7 @@ def worker_to_message(worker: WorkerDescription) -> model_pb2.WorkerDescription:
                 weight_bytes=target.weight_bytes,
                 state_cuttable=target.state_cuttable,
                 step_engine=_ENGINE_NUMBERS[target.step_engine],
+                kv_dtype=dtype_number(target.kv_dtype),
             )
         )
     if (draft := worker.draft) is not None:
@@ -345,6 +348,7 @@ def _target_from_message(message: model_pb2.TargetDescription) -> TargetDescript
         weight_bytes=message.weight_bytes,
         state_cuttable=message.state_cuttable,
         step_engine=_known(_ENGINES, message.step_engine, "step_engine"),
+        kv_dtype=kv_dtype_name(message.kv_dtype, "target.kv_dtype"),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from flashsplit.shard.v1 import measure_pb2 as pb
 from services.errors import InvalidArgument
-from services.tensors import dtype_name, dtype_number
+from services.tensors import WEIGHT_DTYPES, dtype_name, dtype_number
 
 ECHO_BYTES = 1 << 20
 """Most bytes of one echo: larger payloads travel in pieces of this size anyway."""
@@ -65,8 +65,8 @@ def request_to_message(wanted: MeasureFor) -> pb.MeasureRequest:
 def request_from_message(message: pb.MeasureRequest) -> MeasureFor:
     """Raises InvalidArgument without an element type that weights can have."""
     dtype = dtype_name(message.dtype)
-    if dtype is None or dtype == "int32":
-        raise InvalidArgument(f"dtype is {dtype or 'missing'}: name one of float32, bfloat16, float16", field="dtype")
+    if dtype not in WEIGHT_DTYPES:
+        raise InvalidArgument(f"dtype is {dtype or 'missing'}: name one of {', '.join(WEIGHT_DTYPES)}", field="dtype")
     return MeasureFor(message.model_path, dtype, message.resident_bytes, max(message.stages, 1))
 
 

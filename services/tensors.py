@@ -19,13 +19,20 @@ CHUNK_BYTES = 1 << 20
 
 MAX_RANK = 4
 
+WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
+"""What weights and activations can be."""
+
+FLOAT8 = "float8_e4m3fn"
+"""What attention keys and values can be kept in, apart from the type of the weights."""
+
 _DTYPE_NUMBERS = {
     "float32": tensor_pb2.DTYPE_FLOAT32,
     "bfloat16": tensor_pb2.DTYPE_BFLOAT16,
     "float16": tensor_pb2.DTYPE_FLOAT16,
     "int32": tensor_pb2.DTYPE_INT32,
+    FLOAT8: tensor_pb2.DTYPE_FLOAT8_E4M3FN,
 }
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, FLOAT8: 1}
 _DTYPE_NAMES: Mapping[int, str] = {number: name for name, number in _DTYPE_NUMBERS.items()}
 
 
@@ -33,7 +40,7 @@ _DTYPE_NAMES: Mapping[int, str] = {number: name for name, number in _DTYPE_NUMBE
 class WireTensor:
     """A dense tensor as bytes: row-major, little-endian.
 
-    dtype: "float32", "bfloat16", "float16" or "int32".
+    dtype: "float32", "bfloat16", "float16", "int32" or "float8_e4m3fn".
     data: exactly `prod(shape) * itemsize` bytes; any object with the buffer protocol.
     """
 
@@ -59,6 +66,17 @@ def dtype_name(number: int, field: str = "dtype") -> str | None:
         known = ", ".join(f"{known} ({name})" for known, name in _DTYPE_NAMES.items())
         raise InvalidArgument(f"{field} is {number}, not one of {known}", field=field)
     return _DTYPE_NAMES[number]
+
+
+def kv_dtype_name(number: int, field: str = "kv_dtype") -> str | None:
+    """What keys and values are kept in, None for the type of the weights. Raises InvalidArgument for any other."""
+    if number not in (tensor_pb2.DTYPE_UNSPECIFIED, tensor_pb2.DTYPE_FLOAT8_E4M3FN):
+        raise InvalidArgument(
+            f"{field} is {number}, not one of {tensor_pb2.DTYPE_UNSPECIFIED} (that of the weights), "
+            f"{tensor_pb2.DTYPE_FLOAT8_E4M3FN} ({FLOAT8})",
+            field=field,
+        )
+    return dtype_name(number, field)
 
 
 class OutgoingTensors:

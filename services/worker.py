@@ -39,7 +39,7 @@ from services.measure import (
     speed_from_message,
     speed_to_message,
 )
-from services.tensors import dtype_name, dtype_number
+from services.tensors import dtype_name, dtype_number, kv_dtype_name
 
 SERVICE = pb.DESCRIPTOR.services_by_name["WorkerService"].full_name
 DESCRIBE_TIMEOUT_S = 5.0
@@ -56,12 +56,13 @@ class FeatureCapture:
 
 @dataclass(frozen=True, slots=True)
 class LoadTarget:
-    """A stage to load. dtype None keeps the checkpoint's own."""
+    """A stage to load. dtype None keeps the checkpoint's own, kv_dtype None keys and values in the weights'."""
 
     model_path: str
     layers: LayerRange
     dtype: str | None = None
     capture: FeatureCapture | None = None
+    kv_dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +214,7 @@ def _part_to_message(part: Part) -> pb.LoadRequest:
             model_path=part.model_path,
             layers=range_to_message(part.layers),
             dtype=dtype_number(part.dtype),
+            kv_dtype=dtype_number(part.kv_dtype),
         )
         if part.capture is not None:
             target.capture.draft_path = part.capture.draft_path
@@ -242,6 +244,7 @@ def _part_from_message(request: pb.LoadRequest) -> Part:
                 layers=range_from_message(target.layers),
                 dtype=dtype_name(target.dtype),
                 capture=capture,
+                kv_dtype=kv_dtype_name(target.kv_dtype),
             )
         case "draft":
             draft = request.draft

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from shard_worker.ops.float8 import FLOAT8, narrowed, widened
+
 PAGE_ROWS = 256
 """Positions of a page on a GPU."""
 
@@ -19,7 +21,8 @@ class AttentionCache:
     [layers, 2, kv_heads, page rows, dim]; keys come first.
 
     On the CPU there is one page for the whole session, whose untouched rows cost nothing. On a GPU pages are added as
-    the session grows. A ring's positions wrap around after `ring` slots.
+    the session grows. A ring's positions wrap around after `ring` slots. What is stored in 8-bit floats is rounded on
+    its way in, so that whatever attends to it sees what will be seen later.
     """
 
     def __init__(
@@ -31,9 +34,12 @@ class AttentionCache:
         like: torch.Tensor,
         page_rows: int | None = None,
         ring: int | None = None,
+        kept: torch.dtype | None = None,
     ) -> None:
+        """like: of the type that is computed in, on the device. kept: float8_e4m3fn; None for that type too."""
         self.slots = capacity if ring is None else ring
         self.page_rows, self._ring, self._like = page_rows or self.slots, ring, like
+        self.dtype = kept or like.dtype
         self._shape = (layers, 2, kv_heads, self.page_rows, head_dim)
         self.pages: list[torch.Tensor] = []
         self.addresses: list[int] = []
@@ -52,29 +58,31 @@ class AttentionCache:
     def reserve(self, length: int) -> None:
         """Make room for the first `length` positions."""
         while not self.has_room(length):
-            self.pages.append(torch.empty(self._shape, dtype=self._like.dtype, device=self._like.device))
+            self.pages.append(torch.empty(self._shape, dtype=self.dtype, device=self._like.device))
             self.addresses.append(self.pages[-1].data_ptr())
 
     def write(self, layers: slice, which: int, first: int, rows: torch.Tensor) -> None:
-        """Store keys (which: 0) or values (1) [layers, kv_heads, n, dim] of n positions from `first` on, no more than
-        there are slots."""
+        """Put back keys (which: 0) or values (1) [layers, kv_heads, n, dim] of n positions from `first` on, no more
+        than there are slots, as `read` gives them."""
         count = rows.shape[2]
         self.reserve(first + count)
         for page, start, done, size in self._pieces(first, count):
             page[layers, which, :, start : start + size].copy_(rows[:, :, done : done + size], non_blocking=True)
 
     def read(self, layers: slice, which: int, first: int, last: int) -> torch.Tensor:
-        """Keys (which: 0) or values (1) of positions [first, last): [layers, kv_heads, n, dim]; a view where they lie
-        side by side."""
+        """Keys (which: 0) or values (1) of positions [first, last) as they are kept: [layers, kv_heads, n, dim]; a view
+        where they lie side by side."""
         pieces = self._pieces(first, last - first)
         parts = [page[layers, which, :, start : start + size] for page, start, _, size in pieces]
         if not parts:
             held, _, heads, _, dim = self._shape
-            return self._like.new_empty((len(range(held)[layers]), heads, 0, dim))
+            return self._like.new_empty((len(range(held)[layers]), heads, 0, dim), dtype=self.dtype)
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
     def store(self, layer: int, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store rows [n, kv_heads, dim] of one layer from position `first` on."""
+        if self.dtype is FLOAT8:
+            keys, values = narrowed(keys), narrowed(values)
         count = len(keys)
         self.reserve(first + count)
         for page, start, done, size in self._pieces(first, count):
@@ -82,12 +90,13 @@ class AttentionCache:
             page[layer, 1, :, start : start + size] = values[done : done + size].transpose(0, 1)
 
     def span(self, layer: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values in one layer's first slots, [kv_heads, slots, dim] each."""
+        """Keys and values in one layer's first slots, [kv_heads, slots, dim] each, to compute with."""
         if len(self.pages) == 1:
-            keys, values = self.pages[0][layer]
-            return keys[:, :slots], values[:, :slots]
-        held = torch.cat([page[layer] for page in self.pages[: -(-slots // self.page_rows)]], 2)
-        return held[0, :, :slots], held[1, :, :slots]
+            held = self.pages[0][layer]
+        else:
+            held = torch.cat([page[layer] for page in self.pages[: -(-slots // self.page_rows)]], 2)
+        keys, values = held[:, :, :slots] if self.dtype is not FLOAT8 else widened(held[:, :, :slots], self._like.dtype)
+        return keys, values
 
     def _pieces(self, first: int, count: int) -> Iterator[tuple[torch.Tensor, int, int, int]]:
         """Runs of positions that lie side by side: page, row in it, rows before in `count`, rows."""

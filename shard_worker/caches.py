@@ -115,9 +115,11 @@ class SegmentCaches:
         page_rows: int | None = None,
         *,
         exact: bool = False,
+        kv_dtype: torch.dtype | None = None,
     ) -> SegmentCaches:
         """Caches for layers of these kinds. capacity: positions; block_rows: rows of the largest verify; page_rows:
-        positions that are allocated at a time, by default all; exact: blocks are computed row by row."""
+        positions that are allocated at a time, by default all; exact: blocks are computed row by row; kv_dtype: see
+        `AttentionCache`."""
         linear = kinds.count(LayerKind.LINEAR)
         attention = len(kinds) - linear
         recurrent = None
@@ -126,7 +128,9 @@ class SegmentCaches:
             recurrent = RecurrentCache(linear, config.linear, block_rows, like, exact=exact)
         keys_and_values = None
         if attention:
-            keys_and_values = AttentionCache(attention, config.kv_heads, capacity, config.head_dim, like, page_rows)
+            keys_and_values = AttentionCache(
+                attention, config.kv_heads, capacity, config.head_dim, like, page_rows, kept=kv_dtype
+            )
         return cls(keys_and_values, recurrent, slots_of(kinds))
 
     @property
@@ -164,7 +168,9 @@ def slots_of(kinds: Sequence[LayerKind]) -> tuple[int, ...]:
     return tuple(linear[:layer].count(one) for layer, one in enumerate(linear))
 
 
-def state_groups(config: ModelConfig, layers: LayerRange, dtype: torch.dtype) -> list[TensorGroup]:
+def state_groups(
+    config: ModelConfig, layers: LayerRange, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+) -> list[TensorGroup]:
     """What sessions remember of these layers, as it is kept for a prefix."""
     kinds = {layer: config.layer_kinds[layer] for layer in range(layers.first, layers.last)}
     attention = [layer for layer, kind in kinds.items() if kind is not LayerKind.LINEAR]
@@ -176,7 +182,8 @@ def state_groups(config: ModelConfig, layers: LayerRange, dtype: torch.dtype) ->
     groups: list[TensorGroup] = []
     if attention:
         extents = (config.kv_heads, config.head_dim)
-        groups += [TensorGroup(GroupKind.ROWS, named(what, attention), extents, dtype) for what in ("k", "v")]
+        kept = kv_dtype or dtype
+        groups += [TensorGroup(GroupKind.ROWS, named(what, attention), extents, kept) for what in ("k", "v")]
     if linear:
         shape = config.linear
         assert shape is not None

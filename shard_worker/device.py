@@ -21,6 +21,9 @@ from services.visible_gpus import visible_numbers
 _NAME = re.compile(r"cpu|(cuda|hip):(0|[1-9]\d{0,2})")
 _BUILD = {"cuda": "CUDA", "hip": "ROCm"}
 
+FLOAT8_CAPABILITY = (8, 9)
+"""From this compute capability on NVIDIA's GPUs convert float8_e4m3fn (Ada, Hopper and later)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -48,6 +51,19 @@ def build_vendor() -> str | None:
     if torch.version.hip:
         return "hip"
     return "cuda" if torch.version.cuda else None
+
+
+def float8_lack(device: Device, *, kernels: bool) -> str | None:
+    """Why numbers cannot be kept as float8_e4m3fn on a device; None where they can. kernels: whether flashsplit's own
+    convert them, and not torch."""
+    if not device.is_gpu:
+        return None
+    if build_vendor() == "hip":
+        return "AMD's GPUs have another 8-bit type, or none"
+    if kernels and (found := torch.cuda.get_device_capability(device.torch_device)) < FLOAT8_CAPABILITY:
+        has, needed = (f"{major}.{minor}" for major, minor in (found, FLOAT8_CAPABILITY))
+        return f"its compute capability is {has}, and {needed} is needed"
+    return None
 
 
 def parse_devices(text: str, field: str = "--device") -> tuple[Device, ...]:

@@ -10,22 +10,33 @@ import numpy as np
 import torch
 
 from services.errors import InvalidArgument
-from services.tensors import WireTensor
+from services.tensors import FLOAT8, WEIGHT_DTYPES, WireTensor
 
 _BY_NAME = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "int32": torch.int32,
+    FLOAT8: torch.float8_e4m3fn,
 }
 _NAMES = {dtype: name for name, dtype in _BY_NAME.items()}
 
 
 def dtype_from_name(name: str, field: str = "dtype") -> torch.dtype:
     """Raises InvalidArgument for a type that weights cannot have here."""
-    if name not in _BY_NAME or name == "int32":
-        raise InvalidArgument(f"{field} {name!r} is not one of float32, bfloat16, float16", field=field)
+    if name not in WEIGHT_DTYPES:
+        raise InvalidArgument(f"{field} {name!r} is not one of {', '.join(WEIGHT_DTYPES)}", field=field)
     return _BY_NAME[name]
+
+
+def kv_dtype_from_name(name: str | None) -> torch.dtype | None:
+    """What keys and values are kept in; None for the type of the weights.
+
+    Raises InvalidArgument for a type that they cannot have.
+    """
+    if name not in (None, FLOAT8):
+        raise InvalidArgument(f"kv_dtype {name!r} is not {FLOAT8}, nor left to the weights", field="kv_dtype")
+    return None if name is None else _BY_NAME[name]
 
 
 def dtype_to_name(dtype: torch.dtype) -> str:

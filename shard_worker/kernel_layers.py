@@ -30,6 +30,7 @@ def kernel_layers(segment: Segment) -> decoder.Layers:
             page=PAGE_ROWS,
             window=(config.sliding_window or 0) if kind is LayerKind.SLIDING else 0,
             gated=any(isinstance(one.mixer, AttentionWeights) and one.mixer.gated for one in segment.weights),
+            float8=segment.kv_dtype is not None,
         )
         for kind in set(kinds) - {LayerKind.LINEAR}
     }

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import structlog
 import torch
 
-from shard_worker.device import Device
+from services.errors import FailedPrecondition
+from shard_worker.device import Device, float8_lack
 from shard_worker.model_config import ModelConfig
 
 log = structlog.get_logger()
@@ -32,6 +33,18 @@ def can_prefill(device: Device, dtype: torch.dtype, config: ModelConfig) -> bool
 
     properties = torch.cuda.get_device_properties(device.torch_device)
     return getattr(properties, "shared_memory_per_block_optin", 0) >= SHARED_BYTES
+
+
+def check_float8(device: Device, *, kernels: bool) -> None:
+    """Raises FailedPrecondition where keys and values cannot be kept in 8-bit floats. kernels: as of `can_run`."""
+    lack = float8_lack(device, kernels=kernels)
+    if lack is not None:
+        raise FailedPrecondition(
+            f"--kv-dtype fp8: {device.name} cannot keep keys and values as float8_e4m3fn: {lack}; leave it out, or "
+            "give these layers to another device",
+            reason="KV_DTYPE_UNSUPPORTED",
+            field="kv_dtype",
+        )
 
 
 def head_sizes(config: ModelConfig) -> list[int]:

@@ -34,6 +34,8 @@ class Segment:
     """Whether what lies between products of many rows is done by kernels."""
     delta_kernels: bool = False
     """Whether recurrent layers take many rows by kernels."""
+    kv_dtype: torch.dtype | None = None
+    """What attention keys and values are kept in; None for `dtype`."""
 
     def allocate(self, capacity: int, block_rows: int, *, exact: bool = False) -> SegmentCaches:
         """Caches of one session. capacity: positions; block_rows: rows of its largest verify, which are computed one by
@@ -41,11 +43,13 @@ class Segment:
         kinds = self.config.layer_kinds[self.layers.first : self.layers.last]
         like = torch.empty(0, dtype=self.dtype, device=self.device.torch_device)
         page_rows = PAGE_ROWS if self.device.is_gpu else None
-        return SegmentCaches.allocate(self.config, kinds, capacity, block_rows, like, page_rows, exact=exact)
+        return SegmentCaches.allocate(
+            self.config, kinds, capacity, block_rows, like, page_rows, exact=exact, kv_dtype=self.kv_dtype
+        )
 
     def state_groups(self) -> list[TensorGroup]:
         """What is kept of a prefix, in the order of the caches' views."""
-        return state_groups(self.config, self.layers, self.dtype)
+        return state_groups(self.config, self.layers, self.dtype, self.kv_dtype)
 
     def run(
         self,

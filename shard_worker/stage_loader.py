@@ -11,11 +11,11 @@ from services.errors import InvalidArgument
 from services.layers import LayerRange
 from shard_worker.checkpoint import Checkpoint
 from shard_worker.device import Device
-from shard_worker.dtypes import dtype_from_name
+from shard_worker.dtypes import dtype_from_name, kv_dtype_from_name
 from shard_worker.families import Family, family_of
 from shard_worker.features import Capture, fc_columns
 from shard_worker.head import Head
-from shard_worker.kernel_support import can_prefill, can_run, head_sizes
+from shard_worker.kernel_support import can_prefill, can_run, check_float8, head_sizes
 from shard_worker.ops.linear import packed
 from shard_worker.ops.rope import inverse_frequencies
 from shard_worker.segment import Segment
@@ -39,8 +39,12 @@ class CaptureRequest:
 class StageLoader:
     """Reads one stage. `total_bytes` is known before anything is loaded."""
 
-    def __init__(self, checkpoint: Checkpoint, layers: LayerRange, dtype: str | None) -> None:
-        """Raises InvalidArgument for layers that the model doesn't have and for missing, unknown or mis-shaped
+    def __init__(
+        self, checkpoint: Checkpoint, layers: LayerRange, dtype: str | None, kv_dtype: str | None = None
+    ) -> None:
+        """kv_dtype: of attention keys and values, None for that of the weights.
+
+        Raises InvalidArgument for layers that the model doesn't have and for missing, unknown or mis-shaped
         tensors, Unimplemented for an unknown family or a quantised checkpoint."""
         self._checkpoint, self._layers = checkpoint, layers
         self.family_name, self._family, self.config = family_of(checkpoint.config)
@@ -55,7 +59,7 @@ class StageLoader:
         self._head = self._embedding if self.config.tied_head else "lm_head.weight"
         self._norm = self._prefix + "norm.weight"
         self._check_ends()
-        self.dtype = self._choose_dtype(dtype)
+        self.dtype, self._kv_dtype = self._choose_dtype(dtype), kv_dtype_from_name(kv_dtype)
         self.total_bytes = sum(checkpoint.size_bytes(name) for name in self._all_names())
 
     @property
@@ -74,7 +78,13 @@ class StageLoader:
         *,
         graphs: bool = True,
     ) -> Stage:
-        """The stage, its layers spread evenly over the devices in order. graphs: whether steps may be CUDA graphs."""
+        """The stage, its layers spread evenly over the devices in order. graphs: whether steps may be CUDA graphs.
+
+        Raises FailedPrecondition for a device that cannot keep keys and values as they shall be.
+        """
+        if self._kv_dtype is not None:
+            for device in devices:
+                check_float8(device, kernels=can_run(device, self.dtype, head_sizes(self.config)))
         loaded = resident = 0
 
         def take(name: str, device: torch.device) -> torch.Tensor:
@@ -143,6 +153,7 @@ class StageLoader:
             dtype=self.dtype,
             kernels=can_run(device, self.dtype, head_sizes(self.config)),
             delta_kernels=can_prefill(device, self.dtype, self.config),
+            kv_dtype=self._kv_dtype,
         )
 
     def _capture(self, layers: LayerRange, device: Device, request: CaptureRequest | None) -> Capture | None:

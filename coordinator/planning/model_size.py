@@ -52,9 +52,13 @@ class LayerSize:
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """A target. Bytes at the element type it is to be loaded with; hidden_size and vocab_size count elements."""
+    """A target. Bytes at the element types it is to be loaded with; hidden_size and vocab_size count elements.
+
+    kv_dtype: of attention keys and values.
+    """
 
     dtype: str
+    kv_dtype: str
     layers: tuple[LayerSize, ...]
     hidden_size: int
     vocab_size: int
@@ -79,8 +83,10 @@ class ModelSize:
         return sum(layer.weight_bytes for layer in self.layers[layers.first : layers.last])
 
 
-def read_model_size(directory: Path, dtype: str | None, field: str = "--model") -> ModelSize:
-    """dtype: what --dtype says, None for the checkpoint's own.
+def read_model_size(
+    directory: Path, dtype: str | None, kv_dtype: str | None = None, field: str = "--model"
+) -> ModelSize:
+    """dtype: what --dtype says, None for the checkpoint's own. kv_dtype: of keys and values, None for the weights'.
 
     Raises InvalidArgument for a checkpoint without layers or embedding, Unimplemented for element types that are not
     served, and what `read_headers` raises.
@@ -114,8 +120,9 @@ def read_model_size(directory: Path, dtype: str | None, field: str = "--model") 
     position = decoder.get("max_position_embeddings", 32768)
     return ModelSize(
         dtype=chosen,
+        kv_dtype=kv_dtype or chosen,
         layers=tuple(
-            _layer_size(tensors, chosen, _kind(decoder, layer, tensors), decoder)
+            _layer_size(tensors, chosen, kv_dtype or chosen, _kind(decoder, layer, tensors), decoder)
             for layer, tensors in sorted(named.items())
         ),
         hidden_size=embedding.shape[1],
@@ -139,7 +146,9 @@ def _kind(config: Mapping[str, Any], layer: int, tensors: Mapping[str, TensorHea
     return "full_attention"
 
 
-def _layer_size(tensors: Mapping[str, TensorHeader], dtype: str, kind: str, config: Mapping[str, Any]) -> LayerSize:
+def _layer_size(
+    tensors: Mapping[str, TensorHeader], dtype: str, kv_dtype: str, kind: str, config: Mapping[str, Any]
+) -> LayerSize:
     weights = {name: header.size_bytes(name, dtype) for name, header in tensors.items()}
     matrices = sum(size for name, size in weights.items() if len(tensors[name].shape) == 2)
     item, token, state, row = ITEM_BYTES[dtype], 0, 0, 0
@@ -160,5 +169,6 @@ def _layer_size(tensors: Mapping[str, TensorHeader], dtype: str, kind: str, conf
         row = channels * item + heads * (key_dim + value_dim + 1) * STATE_BYTES
     else:
         # Keys and values are as wide as the projections that make them.
-        token = (tensors["self_attn.k_proj.weight"].shape[0] + tensors["self_attn.v_proj.weight"].shape[0]) * item
+        width = tensors["self_attn.k_proj.weight"].shape[0] + tensors["self_attn.v_proj.weight"].shape[0]
+        token = width * ITEM_BYTES[kv_dtype]
     return LayerSize(kind, sum(weights.values()), matrices, token, state, row)

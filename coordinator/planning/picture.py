@@ -25,8 +25,9 @@ def show(report: Report, console: Console) -> None:
 def _parts(report: Report) -> Iterator[RenderableType]:
     target, sessions = report.models.target, report.sessions
     many = "1 session" if sessions == 1 else f"{sessions} sessions"
+    kept = "" if target.kv_dtype == target.dtype else f", keys and values in {target.kv_dtype}"
     yield Text(
-        f"{len(target.layers)} layers, {format_size(target.weight_bytes)} in {target.dtype}; caches of {many}",
+        f"{len(target.layers)} layers, {format_size(target.weight_bytes)} in {target.dtype}{kept}; caches of {many}",
         style="bold",
     )
     yield _placement(report)

@@ -171,6 +171,7 @@ def as_json(report: Report) -> dict[str, object]:
     target, draft, forecast = report.models.target, report.models.draft, report.forecast
     return {
         "dtype": target.dtype,
+        "kv_dtype": target.kv_dtype,
         "num_layers": len(target.layers),
         "weight_bytes": target.weight_bytes,
         "sessions": report.sessions,

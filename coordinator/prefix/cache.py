@@ -303,6 +303,7 @@ def lineage_of(cluster: Cluster, text_fingerprint: str, *, with_draft: bool) -> 
         text=text_fingerprint,
         draft=None if draft is None else draft.fingerprint,
         draft_dtype=None if draft is None else draft.dtype,
+        kv_dtype=target.kv_dtype,
     )
 
 

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from coordinator.prefix.disk_entries import DiskEntry, UnreadableEntry
 from coordinator.prefix.disk_index import DiskIndex
+from coordinator.prefix.lineage import Lineage
 from coordinator.prefix.parts import Part
 from services.sizes import format_age, format_size
 
@@ -34,6 +35,7 @@ def entry_json(index: DiskIndex, entry: DiskEntry) -> dict[str, Any]:
         "lineage": entry.lineage.key,
         "model_name": entry.model_name,
         "dtype": entry.lineage.dtype,
+        "kv_dtype": entry.lineage.kv_dtype or entry.lineage.dtype,
         "draft": entry.lineage.draft is not None,
         "token_count": entry.token_count,
         "first_token": entry.first_token,
@@ -107,7 +109,7 @@ def entries_table(index: DiskIndex) -> Table:
         table.add_row(
             entry.snapshot_id[:ID_DIGITS],
             entry.model_name or entry.lineage.model[:ID_DIGITS],
-            entry.lineage.dtype,
+            _types(entry.lineage),
             "no" if entry.lineage.draft is None else "yes",
             f"{entry.first_token}-{entry.token_count}",
             format_size(entry.size_bytes),
@@ -119,6 +121,10 @@ def entries_table(index: DiskIndex) -> Table:
     for bad in index.unreadable():
         table.add_row(bad.key.snapshot_id[:ID_DIGITS], f"[{bad.fault}]", "", "", "", format_size(bad.size_bytes))
     return table
+
+
+def _types(lineage: Lineage) -> str:
+    return lineage.dtype if lineage.kv_dtype is None else f"{lineage.dtype}, k and v {lineage.kv_dtype}"
 
 
 def parts_table(entry: DiskEntry) -> Table:
@@ -143,7 +149,7 @@ def entry_lines(index: DiskIndex, entry: DiskEntry) -> list[str]:
     lines = [
         f"id          {entry.snapshot_id}",
         f"lineage     {lineage.key}",
-        f"model       {entry.model_name or '?'}: {lineage.model} ({lineage.dtype}, {entry.num_layers} layers)",
+        f"model       {entry.model_name or '?'}: {lineage.model} ({_types(lineage)}, {entry.num_layers} layers)",
         f"draft       {draft}",
         f"text        {lineage.text}",
         f"tokens      {entry.token_count}: {shown}",

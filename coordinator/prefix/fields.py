@@ -69,6 +69,10 @@ class Fields:
             raise self._wrong(name, value, f"a list of {least} to {most} objects")
         return [Fields(one, f"{self._where}.{name}[{index}]", self._error) for index, one in enumerate(value)]
 
+    def has(self, name: str) -> bool:
+        """Whether the field is there, for those that may be left out."""
+        return name in self._values
+
     def end(self) -> None:
         """Raises `error` for fields that nobody asked for."""
         if self._values:

@@ -17,19 +17,28 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """text: hash of tokenizer and chat template. draft and draft_dtype: None for states without the draft's part."""
+    """text: hash of tokenizer and chat template. draft and draft_dtype: None for states without the draft's part.
+    kv_dtype: of the target's keys and values, None where it is dtype."""
 
     model: str
     dtype: str
     text: str
     draft: str | None
     draft_dtype: str | None
+    kv_dtype: str | None = None
 
     @property
     def key(self) -> str:
         """32 hex digits."""
-        words = json.dumps({"version": VERSION, **asdict(self)}, sort_keys=True)
+        words = json.dumps({"version": VERSION, **self.as_json()}, sort_keys=True)
         return hashlib.sha256(words.encode()).hexdigest()[:32]
+
+    def as_json(self) -> dict[str, str | None]:
+        """Its fields; without kv_dtype where there is none, as before there was one."""
+        fields = asdict(self)
+        if self.kv_dtype is None:
+            del fields["kv_dtype"]
+        return fields
 
     def snapshot_id(self, token_ids: Sequence[int]) -> str:
         """The name of the state behind these tokens: 40 hex digits over lineage and tokens."""

@@ -7,7 +7,7 @@ version wrote is `ForeignManifest`: not damaged, but nothing for us. Touches no 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from coordinator.prefix import lineage as lineages
 from coordinator.prefix.fields import Fields
@@ -74,7 +74,7 @@ class Manifest:
             "lineage_version": lineages.VERSION,
             "snapshot_id": self.snapshot_id,
             "lineage": self.lineage.key,
-            **asdict(self.lineage),
+            **self.lineage.as_json(),
             "model_name": "".join(letter if letter.isprintable() else "?" for letter in self.model_name[:MAX_NAME]),
             "num_layers": self.num_layers,
             "token_count": len(self.token_ids),
@@ -104,9 +104,12 @@ def manifest_from_json(data: bytes) -> Manifest:
         text=fields.text("text", MAX_NAME, empty=True),
         draft=fields.optional_text("draft", MAX_NAME),
         draft_dtype=fields.optional_text("draft_dtype", MAX_NAME),
+        kv_dtype=fields.text("kv_dtype", MAX_NAME) if fields.has("kv_dtype") else None,
     )
     if fields.hex("lineage", 32) != lineage.key:
-        raise ManifestError("lineage is not that of model, dtype, text, draft and draft_dtype", field="lineage")
+        raise ManifestError(
+            "lineage is not that of model, dtype, text, draft, draft_dtype and kv_dtype", field="lineage"
+        )
     token_ids = tuple(fields.integers("token_ids", 0, MAX_TOKEN))
     if fields.integer("token_count", 1, MAX_TOKEN) != len(token_ids):
         raise ManifestError(f"token_count is not {len(token_ids)}, the number of token_ids", field="token_count")

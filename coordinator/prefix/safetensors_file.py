@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.errors import DataLoss
-from services.tensors import ITEM_BYTES
+from services.tensors import FLOAT8, ITEM_BYTES
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 
 _PREFIX_BYTES = 8
 _ALIGNMENT = 8
-_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int32": "I32"}
+_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int32": "I32", FLOAT8: "F8_E4M3"}
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 

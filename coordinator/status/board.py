@@ -45,6 +45,7 @@ class Board:
             max_model_len=engine.max_model_len,
             num_layers=target.num_layers,
             dtype=target.dtype,
+            kv_dtype=target.kv_dtype or target.dtype,
             requests=report.Requests(
                 running=load.running,
                 waiting=load.waiting,

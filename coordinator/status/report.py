@@ -143,6 +143,7 @@ class Status(BaseModel):
     max_model_len: int
     num_layers: int
     dtype: str
+    kv_dtype: str
     requests: Requests
     tokens: Tokens
     acceptance: Acceptance

@@ -44,11 +44,12 @@ def _parts(status: Status, console: Console, url: str) -> Iterator[RenderableTyp
 
 def _heading(status: Status, url: str) -> Text:
     state = "shutting down" if status.draining else "ready" if _well(status) else "not ready"
+    kept = "" if status.kv_dtype == status.dtype else f", keys and values in {status.kv_dtype}"
     return Text.assemble(
         (status.model, "bold"),
         (f"  {url}  ", "dim"),
         (state, "green" if state == "ready" else "bold red"),
-        (f"  up {format_age(status.uptime_s)}, {status.num_layers} layers in {status.dtype}", "dim"),
+        (f"  up {format_age(status.uptime_s)}, {status.num_layers} layers in {status.dtype}{kept}", "dim"),
     )
 
 

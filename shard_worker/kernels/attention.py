@@ -50,7 +50,7 @@ def _attend(
     projected, place, sums, tops, slot, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr,
     ROWS_MADE: tl.constexpr, CHUNKS: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, WINDOW: tl.constexpr,
-    CAUSAL: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    CAUSAL: tl.constexpr, FLOAT8: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """For one key head: the softmax sums of its queries over every programs-th chunk.
 
@@ -60,6 +60,7 @@ def _attend(
     kv, program, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     programs = tl.num_programs(1)
     kind = projected.dtype.element_ty
+    kept: tl.constexpr = tl.float8e4nv if FLOAT8 else kind
     group: tl.constexpr = HEADS // KV_HEADS
     ds, ts = tl.arange(0, DIM), tl.arange(0, TILE)
     ms = part * BLOCK + tl.arange(0, BLOCK)
@@ -83,13 +84,13 @@ def _attend(
         for start in range(first, last, TILE):
             position = start + ts
             at_slot = start % RING if RING > 0 else start
-            page = tl.load(place + FIRST_PAGE + at_slot // PAGE).to(tl.pointer_type(kind))
+            page = tl.load(place + FIRST_PAGE + at_slot // PAGE).to(tl.pointer_type(kept))
             page += (slot.to(tl.int64) * 2 * KV_HEADS + kv) * (PAGE * DIM) + at_slot % PAGE * DIM
             key_at = tl.multiple_of(page + ts[:, None] * DIM + ds[None, :], (16, 16))
             value_at = tl.multiple_of(key_at + KV_HEADS * PAGE * DIM, (16, 16))
             there = (position < end)[:, None]
-            keys = tl.load(key_at, mask=there, other=0.0)
-            values = tl.load(value_at, mask=there, other=0.0)
+            keys = tl.load(key_at, mask=there, other=0.0).to(kind)
+            values = tl.load(value_at, mask=there, other=0.0).to(kind)
             scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
             seen = (position < end)[None, :] & live[:, None]
             distance = base + row[:, None] - position[None, :]
@@ -204,7 +205,8 @@ def attend(
     _attend[(shape.kv_heads, programs, parts)](
         projected, place, sums, tops, slot, shape.dim**-0.5,
         **common, ROWS_MADE=rows, CHUNKS=chunks, PAGE=shape.page, RING=shape.ring,
-        WINDOW=shape.window, CAUSAL=shape.causal, BLOCK=block, TILE=tile_of(shape.dim), num_warps=4, num_stages=2,
+        WINDOW=shape.window, CAUSAL=shape.causal, FLOAT8=shape.float8, BLOCK=block, TILE=tile_of(shape.dim),
+        num_warps=4, num_stages=2,
     )  # fmt: skip
     _combine[(rows, shape.heads)](
         projected, place, sums, tops, out, **common, ROWS_MADE=rows, CHUNKS=chunks,

@@ -14,7 +14,8 @@ from shard_worker.kernels.place import BASE, FIRST_PAGE, ROWS
 @dataclass(frozen=True, slots=True)
 class HeadShape:
     """An attention layer's heads. page: positions in a page of [layers, 2, kv_heads, page, dim]. ring: slots that
-    positions wrap around, 0 for none. window: 0 for none. gated: behind the values each query head has a gate."""
+    positions wrap around, 0 for none. window: 0 for none. gated: behind the values each query head has a gate. float8:
+    keys and values are kept as float8_e4m3fn."""
 
     heads: int
     kv_heads: int
@@ -25,6 +26,7 @@ class HeadShape:
     window: int = 0
     causal: bool = True
     gated: bool = False
+    float8: bool = False
 
     @property
     def group(self) -> int:
@@ -53,11 +55,12 @@ class Heads:
 def finish_heads(
     acc, out, norms, cos, sin, place, slot, eps, block, ms, rows,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, STRIDE: tl.constexpr,
-    PAGE: tl.constexpr, RING: tl.constexpr,
+    PAGE: tl.constexpr, RING: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
     """Head `block` of rows ms, [n, DIM] in float32. Rounded wherever the plain form rounds, so that a cache may be
     filled by either."""
     kind = out.dtype.element_ty
+    kept: tl.constexpr = tl.float8e4nv if FLOAT8 else kind
     ds = tl.arange(0, DIM)
     if block < HEADS + KV_HEADS:
         x = acc.to(kind).to(tl.float32)
@@ -78,8 +81,10 @@ def finish_heads(
         position = tl.load(place + BASE) + ms
         at_slot = position % RING if RING > 0 else position
         counted = ms < tl.load(place + ROWS)
-        pages = tl.load(place + FIRST_PAGE + at_slot // PAGE, mask=counted, other=0).to(tl.pointer_type(kind))
+        pages = tl.load(place + FIRST_PAGE + at_slot // PAGE, mask=counted, other=0).to(tl.pointer_type(kept))
         # Values come KV_HEADS behind the keys, in the projection as in a page.
         run = slot.to(tl.int64) * 2 * KV_HEADS + block - HEADS
         lines = pages + run * (PAGE * DIM) + at_slot % PAGE * DIM
-        tl.store(tl.multiple_of(lines[:, None] + ds[None, :], (16, 16)), result, mask=counted[:, None])
+        # As `ops.float8.narrowed`.
+        stored = tl.clamp(result.to(tl.float32), -448.0, 448.0).to(kept) if FLOAT8 else result
+        tl.store(tl.multiple_of(lines[:, None] + ds[None, :], (16, 16)), stored, mask=counted[:, None])

@@ -58,7 +58,7 @@ def _finish(
     depth, eps, next_eps,
     NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, PAIRED: tl.constexpr,
     THEN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
-    STRIDE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr,
+    STRIDE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
     """What follows the sums of a tile: the norm's factor, bias, SwiGLU, residual, and the next norm's beginning."""
     kept = (ms[:, None] < rows) & (ns[None, :] < width)
@@ -79,7 +79,7 @@ def _finish(
     if DIM > 0:
         finish_heads(
             acc, out, norm, cos, sin, place, slot, next_eps, block, ms, rows, HEADS, KV_HEADS, DIM, ROTARY, STRIDE,
-            PAGE, RING,
+            PAGE, RING, FLOAT8,
         )  # fmt: skip
     else:
         tl.store(out + at, acc.to(kind), mask=kept)
@@ -98,7 +98,7 @@ def _product(
     STAGES: tl.constexpr, EVEN_WIDTH: tl.constexpr, EVEN_DEPTH: tl.constexpr,
     NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, PAIRED: tl.constexpr,
     THEN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
-    STRIDE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr,
+    STRIDE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
     """One tile of out [rows, width] = x [rows, depth] times weight [width, depth] transposed, or a part of its sum.
 
@@ -140,7 +140,7 @@ def _product(
         _finish(
             acc, other, out, squares, bias, residual, norm, scaled, totals, cos, sin, place, slot, block, ms, ns, rows,
             width, depth, eps, next_eps, NORMED, NORM_BLOCK, BIASED, ADDED, PAIRED, THEN, HEADS, KV_HEADS, DIM, ROTARY,
-            STRIDE, PAGE, RING,
+            STRIDE, PAGE, RING, FLOAT8,
         )  # fmt: skip
     else:
         tile: tl.constexpr = BLOCK_ROWS * BLOCK_WIDTH
@@ -163,7 +163,7 @@ def _product(
             _finish(
                 acc, other, out, squares, bias, residual, norm, scaled, totals, cos, sin, place, slot, block, ms, ns,
                 rows, width, depth, eps, next_eps, NORMED, NORM_BLOCK, BIASED, ADDED, PAIRED, THEN, HEADS, KV_HEADS,
-                DIM, ROTARY, STRIDE, PAGE, RING,
+                DIM, ROTARY, STRIDE, PAGE, RING, FLOAT8,
             )  # fmt: skip
 
 
@@ -215,7 +215,7 @@ def linear(
         ADDED=residual is not None, PAIRED=paired, THEN=norm is not None,
         HEADS=shape.heads if shape else 0, KV_HEADS=shape.kv_heads if shape else 0, DIM=shape.dim if shape else 0,
         ROTARY=shape.rotary if shape else 0, STRIDE=shape.stride if shape else 0, PAGE=shape.page if shape else 0,
-        RING=shape.ring if shape else 0,
+        RING=shape.ring if shape else 0, FLOAT8=shape.float8 if shape else False,
         num_warps=config.warps,
     )  # fmt: skip
     return out, following

@@ -12,7 +12,7 @@ from services.draft import DraftOpen, Guesses, Propose
 from services.errors import CLOSED, FailedPrecondition, InvalidArgument
 from services.snapshot import SnapshotOwner
 from services.steps import FeatureSlice, Location, SnapshotPart, SnapshotRestore, SnapshotSave
-from services.tensors import WireTensor
+from services.tensors import WEIGHT_DTYPES, WireTensor
 from services.worker import LoadDraft
 from shard_worker.checkpoint import Checkpoint
 from shard_worker.device import Device
@@ -259,7 +259,7 @@ class LocalDraftSession:
 
     def _check_shape(self, field: str, tensor: WireTensor) -> int:
         hidden = self._loaded.draft.config.hidden_size
-        if len(tensor.shape) != 2 or tensor.shape[1] != hidden or tensor.dtype == "int32":
+        if len(tensor.shape) != 2 or tensor.shape[1] != hidden or tensor.dtype not in WEIGHT_DTYPES:
             raise InvalidArgument(
                 f"{field} has shape {list(tensor.shape)} of {tensor.dtype}; expected floats [rows, {hidden}]",
                 field=field,

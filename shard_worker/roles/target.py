@@ -105,7 +105,7 @@ class TargetRole:
         """Load a stage; runs on the device thread. Errors as in `StageLoader`."""
         self.loaded = None
         checkpoint = open_checkpoint(part.model_path)
-        loader = StageLoader(checkpoint, part.layers, part.dtype)
+        loader = StageLoader(checkpoint, part.layers, part.dtype, part.kv_dtype)
         stage = loader.load(self._devices, self._capture_request(part, loader), on_progress, graphs=self._graphs)
         self.loaded = LoadedStage(
             part,
@@ -172,6 +172,7 @@ class TargetRole:
             weight_bytes=stage.weight_bytes,
             state_cuttable=cuttable(loaded.keeper.groups),
             step_engine=stage.engine,
+            kv_dtype=loaded.part.kv_dtype,
         )
 
     async def open(self, request: Open, above: StepLane | None = None) -> StageSession:

@@ -44,7 +44,7 @@ class Floor:
         for address, target in zip(cluster.addresses, targets, strict=True):
             worker = await cluster.worker(address)
             speeds.append((await worker.measure(MeasureFor(str(model), target.dtype, target.weight_bytes)))[0])
-        token_bytes, state_bytes = _state(config, item)
+        token_bytes, state_bytes = _state(config, ITEM_BYTES[cluster.target.kv_dtype or cluster.target.dtype])
         return cls(
             speeds=tuple(speeds),
             stage_bytes=tuple(stages),
@@ -86,7 +86,7 @@ def _weights_read(target: TargetDescription, head: int, tied: bool) -> int:
     return target.weight_bytes - (head if first and not (tied and last) else 0)
 
 
-def _state(config: Mapping[str, Any], item: int) -> tuple[int, int]:
+def _state(config: Mapping[str, Any], kv_item: int) -> tuple[int, int]:
     """Bytes that a token leaves in all attention layers, and that a step moves of recurrent state."""
     layers = config["num_hidden_layers"]
     keys = config.get("num_key_value_heads", config["num_attention_heads"])
@@ -102,4 +102,4 @@ def _state(config: Mapping[str, Any], item: int) -> tuple[int, int]:
         heads, key = config["linear_num_value_heads"], config["linear_key_head_dim"]
         # Read and written.
         state = 2 * linear * heads * key * config["linear_value_head_dim"] * STATE_BYTES
-    return 2 * (layers - linear) * keys * dim * item, state
+    return 2 * (layers - linear) * keys * dim * kv_item, state

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from flashsplit.shard.v1 import shared_memory_pb2 as flashsplit_dot_shard_dot_v1_dot_shared__memory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n flashsplit/shard/v1/tensor.proto\x12\x13\x66lashsplit.shard.v1\x1a\'flashsplit/shard/v1/shared_memory.proto\"\x84\x01\n\x06Tensor\x12)\n\x05\x64type\x18\x01 \x01(\x0e\x32\x1a.flashsplit.shard.v1.Dtype\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x32\n\x06shared\x18\x04 \x01(\x0b\x32\".flashsplit.shard.v1.SharedPayload\"u\n\x0bTensorChunk\x12\x14\n\x0ctensor_index\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x32\n\x06shared\x18\x04 \x01(\x0b\x32\".flashsplit.shard.v1.SharedPayload*i\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x02\x12\x11\n\rDTYPE_FLOAT16\x10\x03\x12\x0f\n\x0b\x44TYPE_INT32\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n flashsplit/shard/v1/tensor.proto\x12\x13\x66lashsplit.shard.v1\x1a\'flashsplit/shard/v1/shared_memory.proto\"\x84\x01\n\x06Tensor\x12)\n\x05\x64type\x18\x01 \x01(\x0e\x32\x1a.flashsplit.shard.v1.Dtype\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x32\n\x06shared\x18\x04 \x01(\x0b\x32\".flashsplit.shard.v1.SharedPayload\"u\n\x0bTensorChunk\x12\x14\n\x0ctensor_index\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x32\n\x06shared\x18\x04 \x01(\x0b\x32\".flashsplit.shard.v1.SharedPayload*\x82\x01\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x02\x12\x11\n\rDTYPE_FLOAT16\x10\x03\x12\x0f\n\x0b\x44TYPE_INT32\x10\x04\x12\x17\n\x13\x44TYPE_FLOAT8_E4M3FN\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'flashsplit.shard.v1.tensor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DTYPE']._serialized_start=352
-  _globals['_DTYPE']._serialized_end=457
+  _globals['_DTYPE']._serialized_start=353
+  _globals['_DTYPE']._serialized_end=483
   _globals['_TENSOR']._serialized_start=99
   _globals['_TENSOR']._serialized_end=231
   _globals['_TENSORCHUNK']._serialized_start=233

@@ -15,11 +15,13 @@ class Dtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DTYPE_BFLOAT16: _ClassVar[Dtype]
     DTYPE_FLOAT16: _ClassVar[Dtype]
     DTYPE_INT32: _ClassVar[Dtype]
+    DTYPE_FLOAT8_E4M3FN: _ClassVar[Dtype]
 DTYPE_UNSPECIFIED: Dtype
 DTYPE_FLOAT32: Dtype
 DTYPE_BFLOAT16: Dtype
 DTYPE_FLOAT16: Dtype
 DTYPE_INT32: Dtype
+DTYPE_FLOAT8_E4M3FN: Dtype
 
 class Tensor(_message.Message):
     __slots__ = ("dtype", "shape", "data", "shared")

@@ -31,16 +31,18 @@ class FeatureCapture(_message.Message):
     def __init__(self, draft_path: _Optional[str] = ..., transport: _Optional[_Union[_model_pb2.FeatureTransport, str]] = ...) -> None: ...
 
 class LoadTarget(_message.Message):
-    __slots__ = ("model_path", "layers", "dtype", "capture")
+    __slots__ = ("model_path", "layers", "dtype", "capture", "kv_dtype")
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     CAPTURE_FIELD_NUMBER: _ClassVar[int]
+    KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
     model_path: str
     layers: _model_pb2.LayerRange
     dtype: _tensor_pb2.Dtype
     capture: FeatureCapture
-    def __init__(self, model_path: _Optional[str] = ..., layers: _Optional[_Union[_model_pb2.LayerRange, _Mapping]] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., capture: _Optional[_Union[FeatureCapture, _Mapping]] = ...) -> None: ...
+    kv_dtype: _tensor_pb2.Dtype
+    def __init__(self, model_path: _Optional[str] = ..., layers: _Optional[_Union[_model_pb2.LayerRange, _Mapping]] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., capture: _Optional[_Union[FeatureCapture, _Mapping]] = ..., kv_dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ...) -> None: ...
 
 class LoadDraft(_message.Message):
     __slots__ = ("draft_path", "model_path", "head_place", "feature_transport", "dtype")
