@@ -61,8 +61,8 @@ _PLACEMENT = (
                  help="Element type of weights and activations.  [default: the checkpoint's]"),
     click.option("--kv-dtype", type=click.Choice(list(KV_DTYPES)),
                  help="Element type of the target's attention keys and values: that of the weights (auto), or 8-bit "
-                 "floats (fp8: float8_e4m3fn), which take half of the memory of 16 bits for each token of every session "
-                 "and kept prefix. For long contexts and many sessions; answers differ slightly from those of "
+                 "floats (fp8: float8_e4m3fn), which take half of the memory of 16 bits for each token of all sessions "
+                 "and kept prefixes. For long contexts and many sessions; answers differ slightly from those of "
                  "auto. Works on CPUs, and on NVIDIA's GPUs from compute capability 8.9 on.  [default: auto]"),
     click.option("--threads", type=click.IntRange(1), metavar="N",
                  help="CPU threads of each local worker.  [default: the cores shared out]"),

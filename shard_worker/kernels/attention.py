@@ -60,7 +60,7 @@ def _attend(
     kv, program, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     programs = tl.num_programs(1)
     kind = projected.dtype.element_ty
-    kept: tl.constexpr = tl.float8e4nv if FLOAT8 else kind
+    stored: tl.constexpr = tl.float8e4nv if FLOAT8 else kind
     group: tl.constexpr = HEADS // KV_HEADS
     ds, ts = tl.arange(0, DIM), tl.arange(0, TILE)
     ms = part * BLOCK + tl.arange(0, BLOCK)
@@ -84,13 +84,16 @@ def _attend(
         for start in range(first, last, TILE):
             position = start + ts
             at_slot = start % RING if RING > 0 else start
-            page = tl.load(place + FIRST_PAGE + at_slot // PAGE).to(tl.pointer_type(kept))
+            page = tl.load(place + FIRST_PAGE + at_slot // PAGE).to(tl.pointer_type(stored))
             page += (slot.to(tl.int64) * 2 * KV_HEADS + kv) * (PAGE * DIM) + at_slot % PAGE * DIM
             key_at = tl.multiple_of(page + ts[:, None] * DIM + ds[None, :], (16, 16))
             value_at = tl.multiple_of(key_at + KV_HEADS * PAGE * DIM, (16, 16))
             there = (position < end)[:, None]
-            keys = tl.load(key_at, mask=there, other=0.0).to(kind)
-            values = tl.load(value_at, mask=there, other=0.0).to(kind)
+            keys = tl.load(key_at, mask=there, other=0.0)
+            values = tl.load(value_at, mask=there, other=0.0)
+            if FLOAT8:
+                # By way of float16, which holds them all: not all GPUs with float8 go to bfloat16 at once.
+                keys, values = keys.to(tl.float16).to(kind), values.to(tl.float16).to(kind)
             scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
             seen = (position < end)[None, :] & live[:, None]
             distance = base + row[:, None] - position[None, :]

@@ -112,6 +112,7 @@ def load_stage(
     devices: str | Sequence[Device] = "cpu",
     dtype: str | None = None,
     capture: CaptureRequest | None = None,
+    kv_dtype: str | None = None,
 ) -> Stage:
     """Layers [first, last) of a checkpoint, by default all of them."""
     if isinstance(devices, str):
@@ -119,7 +120,7 @@ def load_stage(
     checkpoint = Checkpoint(path)
     text = checkpoint.config.get("text_config", checkpoint.config)
     chosen = LayerRange(*(layers or (0, text["num_hidden_layers"])))
-    loader = StageLoader(checkpoint, chosen, dtype)
+    loader = StageLoader(checkpoint, chosen, dtype, kv_dtype)
     return loader.load(devices, capture, ignore_progress)
 
 
@@ -182,6 +183,6 @@ class Run:
         raise AssertionError(f"no stage holds layer {layer}")
 
 
-def unsplit(path: Path, **options: Any) -> Run:
+def unsplit(path: Path, *, kv_dtype: str | None = None, **options: Any) -> Run:
     """A session over the whole model in one stage."""
-    return Run([load_stage(path)], **options)
+    return Run([load_stage(path, kv_dtype=kv_dtype)], **options)

@@ -19,6 +19,7 @@ from tests.shard_worker.tiny import Tiny, ids, load_stage
 
 pytestmark = pytest.mark.gpu
 
+KV_DTYPES = (None, "float8_e4m3fn")
 NAMES = ("qwen3", "qwen3-sliding", "qwen3-bias", "qwen3_5-ratio-3")
 Load = Callable[..., Stage]
 
@@ -34,12 +35,18 @@ def load(tiny: Tiny) -> Load:
         *,
         fc: torch.Tensor | None = None,
         dtype: torch.dtype = DTYPE,
+        kv_dtype: str | None = None,
     ) -> Stage:
-        key = (name, layers, fc is None, dtype)
+        key = (name, layers, fc is None, dtype, kv_dtype)
         if key not in made:
             capture = CaptureRequest((2, 0), fc)
             stage = load_stage(
-                tiny.path(name), layers, devices=[device()], dtype=str(dtype).removeprefix("torch."), capture=capture
+                tiny.path(name),
+                layers,
+                devices=[device()],
+                dtype=str(dtype).removeprefix("torch."),
+                capture=capture,
+                kv_dtype=kv_dtype,
             )
             runners = [StepRunner(segment, stage.embedding, stage.head, graphs=ON_GPU) for segment in stage.segments]
             made[key] = replace(stage, runners=tuple(runners))
@@ -96,24 +103,27 @@ def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
     assert distance < (0.06 if DTYPE is torch.bfloat16 else 0.02)
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("name", NAMES)
-def test_steps_are_those_of_plain_torch(load: Load, name: str) -> None:
-    """Across a page's end, whatever number of rows counts: as near to the logits of float32 as plain torch comes."""
-    stage, tokens = load(name), ids(330)
+def test_steps_are_those_of_plain_torch(load: Load, name: str, kv_dtype: str | None) -> None:
+    """Across a page's end, whatever number of rows counts: as near to the logits of float32 as plain torch comes, with
+    keys and values of eight bits too."""
+    stage, tokens = load(name, kv_dtype=kv_dtype), ids(330)
     exact, own, usual = (
         torch.cat(steps(Session(one), tokens)).float()
-        for one in (plain(load(name, dtype=torch.float32)), stage, plain(stage))
+        for one in (plain(load(name, dtype=torch.float32, kv_dtype=kv_dtype)), stage, plain(stage))
     )
 
     assert (own - exact).norm() < 1.5 * (usual - exact).norm()
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_row_is_the_same_alone_and_in_a_block(load: Load, name: str) -> None:
+def test_a_row_is_the_same_alone_and_in_a_block(load: Load, name: str, kv_dtype: str | None) -> None:
     """Plain decode and verifying, with any number of rows and any commits, give each token's logits bit for bit."""
     if not ON_GPU:
         pytest.skip("the CPU's products differ with the number of rows")
-    stage, tokens = load(name), ids(340)
+    stage, tokens = load(name, kv_dtype=kv_dtype), ids(340)
     alone, block = Session(stage), Session(stage)
     for session in (alone, block):
         session(tokens[:245])
