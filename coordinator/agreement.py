@@ -16,8 +16,8 @@ def check_same_model(stages: Sequence[WorkerDescription]) -> None:
             mine, theirs = getattr(first, field), getattr(worker.target, field)
             if mine != theirs:
                 raise FailedPrecondition(
-                    f"stage {index} ({worker.device} on {worker.host}) holds {field} {theirs}, stage 0 "
-                    f"({zero.device} on {zero.host}) {mine}: give both the same checkpoint",
+                    f"stage {index} ({worker.device} on {worker.host}) holds {field} {theirs or 'auto'}, stage 0 "
+                    f"({zero.device} on {zero.host}) {mine or 'auto'}: give both the same checkpoint",
                     reason="FINGERPRINT_MISMATCH" if field == "fingerprint" else "DTYPE_MISMATCH",
                     field=field,
                     stage=index,

@@ -53,6 +53,7 @@ port: 1
 kv-cache-budget: 1e9
 grpc-port: 3
 prefill-compression: off
+kv-dtype: fp8
 """
     monkeypatch.setenv("FLASHSPLIT_PORT", "2")
     given = parse(tmp_path, text, "--grpc-port", "4")
@@ -60,7 +61,7 @@ prefill-compression: off
     assert (given["target_devices"], given["target_layers"]) == ("cpu,cpu", "0:5,5:12")
     assert (given["api_keys"], given["names"]) == (("secret",), ("a", "b"))
     assert (given["grpc"], given["port"], given["grpc_port"]) == (False, 2, 4)
-    assert given["prefill_compression"] == "off"
+    assert (given["prefill_compression"], given["kv_dtype"]) == ("off", "fp8")
 
 
 @pytest.mark.parametrize(("line", "value"), [("grpc: true", True), ("no-grpc: true", False), ("no-grpc: false", True)])

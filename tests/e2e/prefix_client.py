@@ -74,6 +74,7 @@ async def client(
     prefix_cache_bytes: int | None = None,
     store: Path | None = None,
     has_draft: bool = True,
+    kv_dtype: str | None = None,
 ) -> AsyncIterator[Client]:
     plan = make_plan(
         target_devices=devices,
@@ -82,7 +83,7 @@ async def client(
         num_layers=pair.layers,
         has_draft=has_draft,
     )
-    files = Checkpoints(pair.target, pair.draft if has_draft else None, "float32")
+    files = Checkpoints(pair.target, pair.draft if has_draft else None, "float32", kv_dtype=kv_dtype)
     async with Cluster(plan, files, launch=Launch(threads=1, prefix_cache_bytes=prefix_cache_bytes)) as cluster:
         disk = None
         if store is not None:

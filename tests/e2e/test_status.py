@@ -67,7 +67,8 @@ def test_the_chain_as_it_was_placed(server: Server) -> None:
     said = status(server)
     first, second = said["workers"]
 
-    assert (said["model"], said["num_layers"], said["ready"], said["dtype"]) == ("demo", 12, True, "float32")
+    assert (said["model"], said["num_layers"], said["ready"]) == ("demo", 12, True)
+    assert said["dtype"] == said["kv_dtype"] == "float32"
     assert (first["name"], first["layers"], first["draft"]) == ("stage 0", {"first": 0, "last": 6}, False)
     assert (second["name"], second["layers"], second["draft"]) == ("stage 1", {"first": 6, "last": 12}, True)
     assert [edge["source"] + ">" + edge["to"] for edge in said["edges"]] == ["coordinator>stage 0", "stage 0>stage 1"]

@@ -46,6 +46,7 @@ def over_the_wire(worker: WorkerDescription) -> WorkerDescription:
         replace(WORKER, protocol_minor=7, max_tensor_bytes=2**64 - 1),
         replace(WORKER, snapshot_bytes=0, snapshot_budget_bytes=2**64 - 1),
         replace(WORKER, target=replace(WORKER.target, state_cuttable=False)),
+        replace(WORKER, target=replace(WORKER.target, kv_dtype="float8_e4m3fn")),
         replace(WORKER, draft=replace(WORKER.draft, state_cuttable=False)),
     ],
 )
@@ -90,6 +91,7 @@ def change(**fields: object) -> Callable[[model_pb2.WorkerDescription], None]:
     [
         (change(target__dtype=77), "target.dtype is 77, not one of 1 (float32)"),
         (change(target__dtype=0), "target.dtype is missing"),
+        (change(target__kv_dtype=2), "target.kv_dtype is 2, not one of 0 (that of the weights), 5 (float8_e4m3fn)"),
         (change(target__feature_transport=9), "feature_transport is 9, not one of 1 (sum), 2 (slices)"),
         (change(draft__dtype=-3), "draft.dtype is -3"),
         (change(draft__feature_transport=0), "draft.feature_transport is missing"),

@@ -43,7 +43,7 @@ def announced(dtype: int = 1, shape: tuple[int, ...] = (2, 3), data: bytes = b""
     return tensor_pb2.Tensor(dtype=dtype, shape=shape, data=data)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "float8_e4m3fn"])
 @pytest.mark.parametrize("shape", [(), (1,), (0, 5), (3, 4), (2, 3, 4, 5)])
 def test_every_type_and_shape_comes_back(dtype: str, shape: tuple[int, ...]) -> None:
     """A small tensor of any type and rank travels in its frame alone and comes back unchanged."""
@@ -194,5 +194,5 @@ def test_an_announced_tensor_takes_no_memory() -> None:
 
 def test_dtype_names_and_numbers() -> None:
     """Names and numbers map both ways; absent stays absent."""
-    for name in ("float32", "bfloat16", "float16", "int32", None):
+    for name in ("float32", "bfloat16", "float16", "int32", "float8_e4m3fn", None):
         assert dtype_name(dtype_number(name)) == name

@@ -46,6 +46,7 @@ async def test_describe(worker: RemoteWorker) -> None:
     [
         TARGET,
         LoadTarget("", LayerRange(5, 6)),
+        LoadTarget("/models/t", LayerRange(0, 3), kv_dtype="float8_e4m3fn"),
         LoadDraft("/models/d", "/models/t", HeadPlace.PROJECTED, FeatureTransport.SUM, "float32"),
         LoadDraft("/models/d", "", HeadPlace.SHARED, FeatureTransport.SLICES),
     ],
@@ -121,6 +122,13 @@ async def test_versions_are_compared_before_anything_else(
         (pb.LoadRequest(), "part is missing: name a target, a draft or a drafter to load"),
         (pb.LoadRequest(target=pb.LoadTarget()), "layers is [0, 0)"),
         (pb.LoadRequest(target=pb.LoadTarget(layers={"last": 1}, dtype=42)), "dtype is 42"),
+        *(
+            (
+                pb.LoadRequest(target=pb.LoadTarget(layers={"last": 1}, kv_dtype=number)),
+                f"kv_dtype is {number}, not one of 0 (that of the weights), 5 (float8_e4m3fn)",
+            )
+            for number in (2, 4, 6, -1)
+        ),
         (
             pb.LoadRequest(target=pb.LoadTarget(layers={"last": 1}, capture=pb.FeatureCapture())),
             "feature_transport is missing",

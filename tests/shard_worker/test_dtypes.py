@@ -12,7 +12,7 @@ from shard_worker.dtypes import dtype_from_name, dtype_to_name, from_wire, to_wi
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.float8_e4m3fn])
 @pytest.mark.parametrize("shape", [(3, 5), (1,), (2, 3, 4), (0, 7)])
 def test_a_tensor_survives_the_wire(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Every type and shape, empty ones too, comes back bit by bit; the announced size is the real one."""
@@ -23,7 +23,7 @@ def test_a_tensor_survives_the_wire(dtype: torch.dtype, shape: tuple[int, ...]) 
 
     assert wire.size_bytes == memoryview(wire.data).nbytes == tensor.numel() * tensor.element_size()
     assert (back.dtype, back.shape) == (dtype, tensor.shape)
-    assert torch.equal(back, tensor)
+    assert torch.equal(back.view(torch.uint8), tensor.view(torch.uint8))
 
 
 def test_bytes_are_row_major_and_little_endian() -> None:
@@ -51,6 +51,6 @@ def test_names_of_types() -> None:
     """Weights may be float32, bfloat16 or float16; anything else is refused with these."""
     for name in ("float32", "bfloat16", "float16"):
         assert dtype_to_name(dtype_from_name(name)) == name
-    for name in ("int32", "float8", ""):
+    for name in ("int32", "float8", "float8_e4m3fn", ""):
         with pytest.raises(InvalidArgument, match="float32, bfloat16, float16"):
             dtype_from_name(name, "--dtype")

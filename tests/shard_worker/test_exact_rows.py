@@ -69,11 +69,12 @@ def equal(own: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
     return len(own) == len(other) and all(map(torch.equal, own, other))
 
 
+@pytest.mark.parametrize("kv_dtype", [None, "float8_e4m3fn"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("name", [*QWEN3, *QWEN3_5])
-def test_verifies_are_plain_steps_to_the_bit(tiny: Tiny, name: str, dtype: str) -> None:
+def test_verifies_are_plain_steps_to_the_bit(tiny: Tiny, name: str, dtype: str, kv_dtype: str | None) -> None:
     """Logits of all rows that count, and the state behind them, of every family in every element type."""
-    stage = load_stage(tiny.path(name), dtype=dtype)
+    stage = load_stage(tiny.path(name), dtype=dtype, kv_dtype=kv_dtype)
     one, other = (Run([stage], exact_rows=ROWS) for _ in range(2))
 
     assert torch.equal(plain(one), speculated(other))

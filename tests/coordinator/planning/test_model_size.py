@@ -26,8 +26,14 @@ Pairs = dict[str, tuple[Path, Path]]
 CPU = parse_devices("cpu")
 
 
-def load(path: Path, layers: LayerRange, dtype: str | None, capture: CaptureRequest | None = None) -> Stage:
-    return StageLoader(Checkpoint(path), layers, dtype).load(CPU, capture, lambda loaded, total: None)
+def load(
+    path: Path,
+    layers: LayerRange,
+    dtype: str | None,
+    capture: CaptureRequest | None = None,
+    kv_dtype: str | None = None,
+) -> Stage:
+    return StageLoader(Checkpoint(path), layers, dtype, kv_dtype).load(CPU, capture, lambda loaded, total: None)
 
 
 def allocated(cache: AttentionCache | RecurrentCache | None) -> int:
@@ -38,16 +44,18 @@ def allocated(cache: AttentionCache | RecurrentCache | None) -> int:
     return sum(value.nbytes for value in vars(cache).values() if hasattr(value, "nbytes"))
 
 
+@pytest.mark.parametrize("kv_dtype", [None, "float8_e4m3fn"])
 @pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-def test_stages_take_what_is_said(pairs: Pairs, family: str, dtype: str | None) -> None:
+def test_stages_take_what_is_said(pairs: Pairs, family: str, dtype: str | None, kv_dtype: str | None) -> None:
     """Weights and caches of every stage of a split and of the whole, as a worker has them."""
     path, draft = pairs[family]
-    target = read_model_size(path, dtype)
+    target = read_model_size(path, dtype, kv_dtype)
+    assert target.kv_dtype == (kv_dtype or target.dtype)
     models = Models(target, read_draft_size(draft, target, dtype), transport=FeatureTransport.SLICES)
     count = len(target.layers)
     for layers in (LayerRange(0, 2), LayerRange(2, count - 1), LayerRange(count - 1, count), LayerRange(0, count)):
-        stage = load(path, layers, dtype)
+        stage = load(path, layers, dtype, kv_dtype=kv_dtype)
         (share,) = stage_shares(models, layers, 1, draft_here=False)
         assert share.weight_bytes == stage.weight_bytes
 

@@ -18,6 +18,8 @@ from services.layers import LayerRange
 from services.snapshot import SnapshotHeader
 from tests.coordinator.prefix.exports import DRAFT, DRAFTED, FINGERPRINTS, LAYERS, PLAIN, STAGE, ids, tensors
 
+FLOAT8 = replace(DRAFTED, kv_dtype="float8_e4m3fn")
+
 
 def manifest(lineage: Lineage = DRAFTED, count: int = 20, first: int = 8) -> Manifest:
     """A whole one."""
@@ -42,7 +44,7 @@ def manifest(lineage: Lineage = DRAFTED, count: int = 20, first: int = 8) -> Man
     )
 
 
-@pytest.mark.parametrize("lineage", [PLAIN, DRAFTED])
+@pytest.mark.parametrize("lineage", [PLAIN, DRAFTED, FLOAT8])
 @pytest.mark.parametrize("first", [0, 8])
 def test_there_and_back(lineage: Lineage, first: int) -> None:
     """Nothing is lost, all tokens are in it."""
@@ -50,6 +52,22 @@ def test_there_and_back(lineage: Lineage, first: int) -> None:
     data = one.to_json()
     assert manifest_from_json(data) == one
     assert json.loads(data)["token_ids"] == list(ids(20))
+
+
+def test_keys_and_values_of_another_type_are_another_lineage() -> None:
+    """Without one, names and manifests are those from before there was a choice: what was kept then stays of use."""
+    assert PLAIN.key == "2004f066cf6315be42831267e632cc69"
+    assert DRAFTED.snapshot_id((1, 2, 3)) == "e4b944683043888f3b0977a054ae428accde1adf"
+    assert "kv_dtype" not in json.loads(manifest().to_json())
+    assert len({one.key for one in (PLAIN, DRAFTED, FLOAT8, replace(FLOAT8, draft=None, draft_dtype=None))}) == 4
+    value = json.loads(manifest(FLOAT8).to_json())
+    assert value["kv_dtype"] == "float8_e4m3fn"
+    for other in ({**value, "kv_dtype": "float16"}, {**value, "kv_dtype": None}, {**value, "kv_dtype": 5}):
+        with pytest.raises(ManifestError, match="lineage|kv_dtype"):
+            manifest_from_json(json.dumps(other).encode())
+    del value["kv_dtype"]
+    with pytest.raises(ManifestError, match="lineage is not that of"):
+        manifest_from_json(json.dumps(value).encode())
 
 
 def test_another_version_is_foreign_not_damaged() -> None:
