@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--code", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--exact", action="store_true")
     given = parser.parse_args()
     configure_logs("error")
     asked = prompts(given.chats, given.code)
@@ -83,7 +84,15 @@ def main() -> None:
         size = read_model_size(DEMO / "target", given.dtype, kv_dtype)
         runs = [
             asyncio.run(
-                answers(asked, devices, given.tokens, speculate=speculate, kv_dtype=kv_dtype, dtype=given.dtype)
+                answers(
+                    asked,
+                    devices,
+                    given.tokens,
+                    speculate=speculate,
+                    kv_dtype=kv_dtype,
+                    dtype=given.dtype,
+                    exact=given.exact,
+                )
             )
             for devices, speculate in (("cpu", False), ("cpu", True), ("cpu,cpu", True))
         ]
