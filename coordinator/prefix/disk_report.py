@@ -124,7 +124,8 @@ def entries_table(index: DiskIndex) -> Table:
 
 
 def _types(lineage: Lineage) -> str:
-    return lineage.dtype if lineage.kv_dtype is None else f"{lineage.dtype}, k and v {lineage.kv_dtype}"
+    """Of weights, and of keys and values where it is another: one word."""
+    return lineage.dtype if lineage.kv_dtype is None else f"{lineage.dtype}/{lineage.kv_dtype}"
 
 
 def parts_table(entry: DiskEntry) -> Table:

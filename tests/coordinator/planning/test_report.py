@@ -106,6 +106,23 @@ def test_what_does_not_fit_is_said(pairs: Pairs) -> None:
     assert make_report(models, plan, lengths=(64,), sessions=1, workers=[worker(), worker()]).notes == ()
 
 
+@pytest.mark.parametrize("kv_dtype", [None, "float8_e4m3fn"])
+def test_what_keys_and_values_are_kept_in_is_said(pairs: Pairs, kv_dtype: str | None) -> None:
+    """Where it is not what the weights are in; and the caches take as much less."""
+    models = Models(read_model_size(pairs["qwen3"][0], "bfloat16", kv_dtype), None)
+    report = make_report(models, plan_of("cpu", has_draft=False), lengths=(64,), sessions=3, workers=[])
+    out = io.StringIO()
+    show(report, Console(file=out, width=160))
+    found = as_json(report)
+
+    assert ("in bfloat16, keys and values in float8_e4m3fn; caches of 3" in out.getvalue()) is (kv_dtype is not None)
+    assert ("in bfloat16; caches of 3" in out.getvalue()) is (kv_dtype is None)
+    assert (found["dtype"], found["kv_dtype"]) == ("bfloat16", kv_dtype or "bfloat16")
+    (device,) = found["devices"]  # type: ignore[misc]
+    # Three sessions of 64 tokens in six layers of two heads of 16.
+    assert device["cache_bytes"] == {"64": 3 * 64 * 6 * 2 * 2 * 16 * (2 if kv_dtype is None else 1)}
+
+
 @pytest.mark.parametrize("measured", [True, False])
 def test_the_picture_and_the_object_say_the_same(pairs: Pairs, measured: bool) -> None:
     """Every device has its row and every memory its bar; figures that were not measured are not made up."""

@@ -9,15 +9,17 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from coordinator.commands.cache import cache as cache_command
+from coordinator.prefix.disk import DiskCache
 from coordinator.prefix.stores.directory import DirectoryStore
 from tests.coordinator.prefix.conftest import disk_cache
-from tests.coordinator.prefix.exports import DRAFTED, PLAIN, ids, leftovers, save
+from tests.coordinator.prefix.exports import DRAFTED, LAYERS, PLAIN, ids, leftovers, save
 
 ROOT = Path(__file__).parents[3]
 FIRST, SECOND, THIRD = (PLAIN.snapshot_id(ids(count)) for count in (20, 30, 35))
@@ -83,6 +85,26 @@ def test_ls_lists_all(store: DirectoryStore) -> None:
     assert entries[THIRD]["parent_id"] == SECOND
     assert (entries[SECOND]["hits"], entries[OTHER]["draft"], entries[OTHER]["last_used"]) == (1, True, None)
     assert all(one["usable"] for one in entries.values())
+
+
+def test_keys_and_values_of_another_type_are_told_apart(store: DirectoryStore) -> None:
+    """The same tokens of the same weights: two entries, each with both types."""
+    narrow = replace(PLAIN, kv_dtype="float8_e4m3fn")
+
+    async def fill() -> None:
+        cache = DiskCache(store, [narrow], LAYERS, "tiny", budget_bytes=1 << 30, min_tokens=1)
+        await cache.start()
+        await save(cache, ids(20), lineage=narrow)
+        await cache.close()
+
+    asyncio.run(fill())
+    name = narrow.snapshot_id(ids(20))
+    (row,) = [line.split() for line in run(store, "ls").stdout.splitlines() if line.startswith(name[:12])]
+    assert row[1:4] == ["tiny", "bfloat16/float8_e4m3fn", "no"]
+    assert "(bfloat16/float8_e4m3fn, 6 layers)" in run(store, "show", name).stdout
+    entries = {one["snapshot_id"]: one for one in json.loads(run(store, "ls", "--json").stdout)["entries"]}
+    assert set(entries) == {FIRST, SECOND, THIRD, OTHER, name}
+    assert [entries[one]["kv_dtype"] for one in (FIRST, name)] == ["bfloat16", "float8_e4m3fn"]
 
 
 def test_ls_shows_what_is_wrong(store: DirectoryStore) -> None:
