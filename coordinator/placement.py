@@ -6,17 +6,24 @@ Contradictions and options without effect are refused with a sentence that says 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from services.addresses import parse_address
 from services.errors import InvalidArgument
 from services.layers import LayerRange
 
 AUTO = "auto"
+
+AWAKE_THREADS = 2
+"""Of a worker with a GPU: that of the device, and its event loop."""
+
+_SMT = Path("/sys/devices/system/cpu/smt/active")
 
 _RANGE = re.compile(r"^\s*(\d{1,9}):(\d{1,9})\s*$")
 _DEVICE = re.compile(r"^(cpu|best|(cuda|hip):\d{1,3})$")
@@ -218,9 +225,20 @@ def split_layers(num_layers: int, weights: Sequence[float]) -> list[LayerRange]:
     return ranges
 
 
-def threads_each(places: list[Place]) -> int | None:
-    """CPU threads for each local worker: they share this host's cores. None, torch's default, for a single one."""
-    local_cpu = sum(1 for place in places if place.devices is not None and "cpu" in place.devices)
-    if local_cpu < 2:
+def threads_each(places: Sequence[Place]) -> int | None:
+    """CPU threads for each local worker: they share this host's cores, of which those with GPUs keep some awake, and a
+    layer waits for the slowest of its threads. None, torch's default, for a single worker and where no CPU computes."""
+    local = [place.devices for place in places if place.devices is not None]
+    computing = sum(1 for devices in local if "cpu" in devices)
+    if not computing or len(local) == 1:
         return None
-    return max(1, len(os.sched_getaffinity(0)) // local_cpu)
+    cores, others = len(os.sched_getaffinity(0)), len(local) - computing
+    if others:
+        cores = cores // _threads_of_a_core() - AWAKE_THREADS * others
+    return max(1, cores // computing)
+
+
+def _threads_of_a_core() -> int:
+    with contextlib.suppress(OSError):
+        return 2 if _SMT.read_text().strip() == "1" else 1
+    return 1

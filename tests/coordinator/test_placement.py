@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
+from coordinator import placement
 from coordinator.cluster import Cluster
 from coordinator.loading import Checkpoints
 from coordinator.options import PlacementOptions, PrefixOptions
-from coordinator.placement import Place, Plan, make_plan, parse_weights, split_layers
+from coordinator.placement import Place, Plan, make_plan, parse_places, parse_weights, split_layers, threads_each
 from coordinator.store_options import StoreOptions
 from services.errors import InvalidArgument
 from services.layers import LayerRange
@@ -206,3 +208,37 @@ def test_a_budget_needs_local_workers() -> None:
 def test_weights_default_to_equal_shares() -> None:
     """Without --target-layer-split every worker gets the same share."""
     assert parse_weights(None, 3) == (1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("devices", "cores", "smt", "expected"),
+    [
+        ("cpu", 16, "0", None),
+        ("cuda:0", 16, "0", None),
+        ("cuda:0,cuda:1", 16, "0", None),
+        ("cpu,h:1", 16, "0", None),
+        ("cpu,cpu", 16, "1", 8),
+        ("cpu,cpu,cpu", 2, None, 1),
+        ("cuda:0,cpu", 16, "0", 14),
+        ("cuda:0,cpu", 32, "1", 14),
+        ("cuda:0,cpu", 16, None, 14),
+        ("cuda:0,cpu,hip:0,cpu", 16, "0", 6),
+        ("cuda:0,cpu", 2, "0", 1),
+    ],
+)
+def test_local_workers_share_the_cores(
+    devices: str,
+    cores: int,
+    smt: str | None,
+    expected: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Those with GPUs keep two of them awake; of threads that share a core one counts. smt: what the system says, if it
+    does."""
+    if smt is not None:
+        (tmp_path / "active").write_text(f"{smt}\n")
+    monkeypatch.setattr(placement, "_SMT", tmp_path / "active")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+
+    assert threads_each(parse_places(devices)) == expected
