@@ -100,6 +100,11 @@ class SessionWork:
         """Whether steps were begun that have not been asked for."""
         return bool(self._begun)
 
+    @property
+    def _alone(self) -> bool:
+        """Whether this is the only stage; asked where it is the last."""
+        return self._stage.embedding is not None
+
     def state(self) -> StageState:
         """On either. Raises FailedPrecondition once the session is closed."""
         if self._state is None:
@@ -162,8 +167,8 @@ class SessionWork:
         assert self._decider is not None
 
         def meanwhile() -> None:
-            # Elsewhere that is done when the step's outcome is on its way.
-            if forward.more and self._above is None and self._request.draft is None:
+            # With stages above that is done when the step's outcome is on its way to them.
+            if forward.more and self._alone and self._request.draft is None:
                 self._stand_by(1, running=True)
 
         def then(token_ids: tuple[int, ...]) -> None:
@@ -188,7 +193,7 @@ class SessionWork:
         """Begin what follows by itself, where that can be done from here: on an only stage, which will be asked for it
         when the event loop has heard of this one, or through the lane to the stages above."""
         state = self._state
-        if not forward.more or state is None or (self._above is None and self._stage.embedding is None):
+        if not forward.more or state is None or not (self._alone or self._above is not None):
             return
         verify = forward.kind is StepKind.VERIFY
         length = forward.base_position + len(token_ids if verify else forward.token_ids)
@@ -202,7 +207,7 @@ class SessionWork:
             self._followed = forward.step
             self._expect_activation(following)
             self._expect(following)
-        elif self._above is None:
+        elif self._alone:
             self._stage.let_go(state, following.token_ids, None)
             self._begun.append((following, self._thread.queue_step(self.decide, following)))
 
