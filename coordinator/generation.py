@@ -16,12 +16,12 @@ from coordinator.prefill_chunk import chunk_for
 from coordinator.prefix.cache import PrefixCache
 from coordinator.prefix.policy import chunks
 from coordinator.prefix.run import PrefixRun
+from coordinator.request_checks import check_request
 from coordinator.speculation import Speculation
 from coordinator.step_times import StageTime, StepTaken, StepTimes, sent_bytes, split_time
 from coordinator.text_stream import TextStream
 from coordinator.tokenizer import Tokenizer
-from services.errors import FlashsplitError, InternalError, InvalidArgument, NotFound, error_named
-from services.output_frames import check_grammar, check_logprobs
+from services.errors import FlashsplitError, InternalError, NotFound, error_named
 from services.stage import StageSession
 from services.steps import (
     Commit,
@@ -55,7 +55,7 @@ class Generation:
         on_step: Callable[[StepTaken], None] = lambda step: None,
     ) -> None:
         """on_step hears of every step's answer. Raises InvalidArgument when the request cannot fit the model."""
-        _check(request, cluster, tokenizer)
+        check_request(request, cluster, tokenizer)
         self._cluster, self._request, self._on_step = cluster, request, on_step
         self._text = TextStream(tokenizer, request.stop_strings)
         draft = cluster.draft if request.speculate else None
@@ -387,28 +387,3 @@ async def generate(
         show(piece)
     assert generation.answer is not None
     return generation.answer
-
-
-def _check(request: Request, cluster: Cluster, tokenizer: Tokenizer | None) -> None:
-    target = cluster.target
-    if not request.prompt_ids:
-        raise InvalidArgument("the prompt is empty: give at least one token", field="prompt")
-    if request.max_tokens < 1:
-        raise InvalidArgument(f"max_tokens is {request.max_tokens}; it must be at least 1", field="max_tokens")
-    foreign = [token for token in request.prompt_ids if not 0 <= token < target.vocab_size]
-    if foreign:
-        raise InvalidArgument(
-            f"prompt token {foreign[0]} is not in the model's vocabulary of {target.vocab_size}", field="prompt"
-        )
-    length = len(request.prompt_ids) + request.max_tokens
-    if length > target.max_position:
-        raise InvalidArgument(
-            f"the prompt's {len(request.prompt_ids)} tokens and max_tokens {request.max_tokens} make {length}, the "
-            f"model's context holds {target.max_position}: shorten one of them",
-            reason="CONTEXT_OVERFLOW",
-            field="max_tokens",
-        )
-    if request.stop_strings and tokenizer is None:
-        raise InvalidArgument("stop strings need a tokenizer and this checkpoint has none", field="stop")
-    check_logprobs(request.logprobs)
-    check_grammar(request.grammar)

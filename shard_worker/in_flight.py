@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.errors import FailedPrecondition
-from services.steps import Commit, StepKind
+from services.steps import Commit, Forward, StepKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,12 @@ class InFlight:
     arrived_ns: int
     forward_ns: int
     passed_bytes: int
+
+    @classmethod
+    def of(cls, passed: Forward, arrived_ns: int, forward_ns: int) -> InFlight:
+        """passed: as the next stage gets it."""
+        rows = len(passed.token_ids)
+        return cls(passed.step, passed.base_position, rows, passed.kind, arrived_ns, forward_ns, passed.size_bytes)
 
 
 def answered(flight: InFlight | None, commit: Commit) -> InFlight:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.errors import FailedPrecondition, InvalidArgument
-from services.steps import Forward, Open, SnapshotRestore, StepKind
+from services.steps import Forward, Open, SnapshotRestore, SnapshotSave, StepKind
 from shard_worker.dtypes import dtype_to_name
 from shard_worker.stage import Stage
 
@@ -81,6 +81,16 @@ def check_activation(forward: Forward, stage: Stage) -> None:
             f"activation has shape {list(forward.activation.shape)} of {forward.activation.dtype}; "
             f"expected {list(shape)} of {dtype}",
             field="activation",
+        )
+
+
+def check_save(save: SnapshotSave, length: int) -> None:
+    """length: committed tokens. Raises FailedPrecondition for another one, and where there are none."""
+    if save.length != length or not save.length:
+        raise FailedPrecondition(
+            f"length is {save.length}, {length} tokens are committed: a prefix is kept where the session is",
+            reason="OUT_OF_STEP",
+            field="length",
         )
 
 

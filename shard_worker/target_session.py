@@ -22,7 +22,6 @@ from services.steps import (
     Failure,
     FailureReason,
     Forward,
-    Location,
     Open,
     Proposal,
     SnapshotPart,
@@ -38,6 +37,7 @@ from shard_worker.deciding import Decider, Produced
 from shard_worker.draft_engine import Guess
 from shard_worker.draft_link import DraftLink
 from shard_worker.executor import DeviceThread
+from shard_worker.failures import draft_lost, failure_below
 from shard_worker.features import Features
 from shard_worker.in_flight import InFlight, answered
 from shard_worker.passing import Passing
@@ -45,7 +45,7 @@ from shard_worker.session_record import SessionRecord
 from shard_worker.session_work import SessionWork
 from shard_worker.snapshot_keeper import SnapshotKeeper
 from shard_worker.stage import Stage, StageState
-from shard_worker.step_checks import check_restore, check_rows, check_tensors
+from shard_worker.step_checks import check_restore, check_rows, check_save, check_tensors
 
 
 class TargetSession:
@@ -113,10 +113,9 @@ class TargetSession:
             raise self._located(error) from None
 
     async def save_snapshot(self, save: SnapshotSave) -> None:
-        location = self._location
         await self._settled()
         self._check_save(save)
-        own = self._keeper.save(save, self._work.views(), location)
+        own = self._keeper.save(save, self._work.views(), self._location)
         if self._downstream is not None:
             self._saving.append(own)
             await self._downstream.save_snapshot(save)
@@ -170,7 +169,7 @@ class TargetSession:
             if self._error is None:
                 raise Unavailable("the stage ended the session")
         except FlashsplitError as error:
-            failure = _failure(error, self._downstream.stages[0].location)
+            failure = failure_below(error, self._downstream.stages[0].location)
             self._record.failed(failure.reason)
             yield failure
         if self._error is not None:
@@ -203,12 +202,7 @@ class TargetSession:
         self._check_answered()
         if self._work.ahead:
             raise FailedPrecondition("steps still follow by themselves", reason="OUT_OF_STEP", field="step")
-        if save.length != self._length or not save.length:
-            raise FailedPrecondition(
-                f"length is {save.length}, {self._length} tokens are committed: a prefix is kept where the session is",
-                reason="OUT_OF_STEP",
-                field="length",
-            )
+        check_save(save, self._length)
 
     def _check_answered(self) -> None:
         if any(flight.kind is StepKind.VERIFY for flight in self._unanswered):
@@ -267,11 +261,8 @@ class TargetSession:
 
     def _note(self, passed: Forward, arrived_ns: int, forward_ns: int) -> None:
         """A step that is about to go to the next stage."""
-        rows = len(passed.token_ids)
         self._record.forward_ns += forward_ns
-        self._unanswered.append(
-            InFlight(passed.step, passed.base_position, rows, passed.kind, arrived_ns, forward_ns, passed.size_bytes)
-        )
+        self._unanswered.append(InFlight.of(passed, arrived_ns, forward_ns))
 
     # --- what the device thread did by itself: `session_work.Ledger`
 
@@ -383,13 +374,7 @@ class TargetSession:
     async def _lose_draft(self, draft: DraftLink, error: FlashsplitError) -> None:
         self._draft = None
         await draft.close()
-        place = Location(
-            None,
-            error.where.get("host", self._location.host),
-            error.where.get("device", self._location.device),
-            error.where.get("address", self._location.address),
-        )
-        self._events.put_nowait(replace(_failure(error, place), reason=FailureReason.DRAFT_LOST))
+        self._events.put_nowait(draft_lost(error, self._location))
 
     # --- every other stage
 
@@ -413,9 +398,3 @@ class TargetSession:
         elapsed_ns = time.monotonic_ns() - flight.arrived_ns
         own = StageTiming(flight.forward_ns, elapsed_ns, flight.passed_bytes)
         return replace(commit, timings=(own, *commit.timings))
-
-
-def _failure(error: FlashsplitError, location: Location) -> Failure:
-    broken = error.code_name in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
-    reason = FailureReason.LINK_BROKEN if broken else FailureReason.STAGE_FAILED
-    return Failure(reason, f"{location}: {error.message}", location, error.code_name)
