@@ -90,7 +90,7 @@ def make_engine(draft: Draft, embedding: EmbeddingRows, head: torch.Tensor, *, g
 
 def by_kernels(draft: Draft) -> bool:
     """Whether this draft can guess by kernels."""
-    return can_run(draft.device, draft.dtype, [draft.config.head_dim])
+    return can_run(draft.device, [draft.config.head_dim])
 
 
 def check_start(state: DraftState, start: int) -> None:

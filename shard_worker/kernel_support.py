@@ -15,9 +15,9 @@ from shard_worker.model_config import ModelConfig
 log = structlog.get_logger()
 
 
-def can_run(device: Device, dtype: torch.dtype, sizes: Sequence[int]) -> bool:
-    """On a GPU with Triton, in 16 bits, for heads whose size is a power of two."""
-    if device.torch_device.type != "cuda" or dtype.itemsize != 2:
+def can_run(device: Device, sizes: Sequence[int]) -> bool:
+    """On a GPU with Triton, for heads whose size is a power of two."""
+    if device.torch_device.type != "cuda":
         return False
     if importlib.util.find_spec("triton") is None:
         log.warning("kernels.unavailable", device=device.name, why="Triton is not installed")
@@ -25,9 +25,9 @@ def can_run(device: Device, dtype: torch.dtype, sizes: Sequence[int]) -> bool:
     return all(16 <= size <= 256 and size & (size - 1) == 0 for size in sizes)
 
 
-def can_prefill(device: Device, dtype: torch.dtype, config: ModelConfig) -> bool:
+def can_prefill(device: Device, config: ModelConfig) -> bool:
     """Whether recurrent layers take many rows by kernels, which want much shared memory."""
-    if config.linear is None or not can_run(device, dtype, head_sizes(config)):
+    if config.linear is None or not can_run(device, head_sizes(config)):
         return False
     from shard_worker.kernels.delta_prefill import SHARED_BYTES
 

@@ -84,7 +84,7 @@ class StageLoader:
         """
         if self._kv_dtype is not None:
             for device in devices:
-                check_float8(device, kernels=can_run(device, self.dtype, head_sizes(self.config)))
+                check_float8(device, kernels=can_run(device, head_sizes(self.config)))
         loaded = resident = 0
 
         def take(name: str, device: torch.device) -> torch.Tensor:
@@ -151,8 +151,8 @@ class StageLoader:
             frequencies=inverse_frequencies(self.config.rotary_dim, self.config.rope_theta, device.torch_device),
             capture=self._capture(layers, device, capture),
             dtype=self.dtype,
-            kernels=can_run(device, self.dtype, head_sizes(self.config)),
-            delta_kernels=can_prefill(device, self.dtype, self.config),
+            kernels=can_run(device, head_sizes(self.config)),
+            delta_kernels=can_prefill(device, self.config),
             kv_dtype=self._kv_dtype,
         )
 

@@ -309,6 +309,6 @@ def make_runner(
 ) -> StepRunner | None:
     """None where plain torch has to do, as `can_run` says, and for layers that the kernels don't have."""
     usual = all(isinstance(weights, DecoderWeights) for weights in segment.weights)
-    if not usual or not can_run(segment.device, segment.dtype, head_sizes(segment.config)):
+    if not usual or not can_run(segment.device, head_sizes(segment.config)):
         return None
     return StepRunner(segment, embedding, head, graphs=graphs)

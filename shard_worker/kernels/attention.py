@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from shard_worker.device import product_precision
 from shard_worker.kernels.heads import HeadShape
 from shard_worker.kernels.place import BASE, FIRST_PAGE, ROWS
 
@@ -50,7 +51,7 @@ def _attend(
     projected, place, sums, tops, slot, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr,
     ROWS_MADE: tl.constexpr, CHUNKS: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, WINDOW: tl.constexpr,
-    CAUSAL: tl.constexpr, FLOAT8: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    CAUSAL: tl.constexpr, FLOAT8: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """For one key head: the softmax sums of its queries over every programs-th chunk.
 
@@ -94,7 +95,7 @@ def _attend(
             if FLOAT8:
                 # By way of float16, which holds them all: not all GPUs with float8 go to bfloat16 at once.
                 keys, values = keys.to(tl.float16).to(kind), values.to(tl.float16).to(kind)
-            scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+            scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale
             seen = (position < end)[None, :] & live[:, None]
             distance = base + row[:, None] - position[None, :]
             if CAUSAL:
@@ -109,7 +110,7 @@ def _attend(
             kept = tl.exp(top - against)
             weights = tl.exp(scores - against[:, None])
             weight = weight * kept + tl.sum(weights, 1)
-            total = tl.dot(weights.to(kind), values, total * kept[:, None], input_precision="ieee")
+            total = tl.dot(weights.to(kind), values, total * kept[:, None], input_precision=PRECISION)
             top = higher
         line = (kv * CHUNKS + chunk).to(tl.int64) * (group * ROWS_MADE) + ms
         tl.store(sums + line[:, None] * DIM + ds[None, :], total, mask=live[:, None])
@@ -208,7 +209,8 @@ def attend(
     _attend[(shape.kv_heads, programs, parts)](
         projected, place, sums, tops, slot, shape.dim**-0.5,
         **common, ROWS_MADE=rows, CHUNKS=chunks, PAGE=shape.page, RING=shape.ring,
-        WINDOW=shape.window, CAUSAL=shape.causal, FLOAT8=shape.float8, BLOCK=block, TILE=tile_of(shape.dim),
+        WINDOW=shape.window, CAUSAL=shape.causal, FLOAT8=shape.float8, BLOCK=block,
+        TILE=tile_of(shape.dim, projected.dtype.itemsize), PRECISION=product_precision(projected),
         num_warps=4, num_stages=2,
     )  # fmt: skip
     _combine[(rows, shape.heads)](
@@ -218,6 +220,6 @@ def attend(
     return out
 
 
-def tile_of(dim: int) -> int:
-    """Keys that are looked at together. Pages and rings hold a multiple of it."""
-    return 128 if dim <= 128 else 64
+def tile_of(dim: int, size: int) -> int:
+    """Keys that are looked at together. Pages and rings hold a multiple of it. size: of an element, in bytes."""
+    return (128 if dim <= 128 else 64) * 2 // size

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from shard_worker.caches import RecurrentCache
+from shard_worker.device import product_precision
 from shard_worker.kernels.deltanet import Shape, gate, mix
 from shard_worker.kernels.place import STATE
 from shard_worker.layers.linear_attention import LinearAttentionWeights
@@ -154,7 +155,7 @@ def run_layer(
         "KEY_DIM": shape.key_dim,
         "VALUE_DIM": shape.value_dim,
         "CHUNK": CHUNK,
-        "PRECISION": "ieee" if torch.version.hip or device.type == "cpu" else "tf32x3",
+        "PRECISION": product_precision(mixed),
     }
     _chunks[(chunks, heads)](
         mixed, gates, corrected, keys, scores, running, rows, padded, **common, SIDE=CHUNK // 4, num_warps=8

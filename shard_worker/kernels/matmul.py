@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from shard_worker.device import product_precision
 from shard_worker.kernels.heads import Heads, finish_heads
 
 _MAX_BLOCKS = 1 << 16
@@ -98,7 +99,7 @@ def _product(
     STAGES: tl.constexpr, EVEN_WIDTH: tl.constexpr, EVEN_DEPTH: tl.constexpr,
     NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, PAIRED: tl.constexpr,
     THEN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
-    STRIDE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, FLOAT8: tl.constexpr,
+    STRIDE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, FLOAT8: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of out [rows, width] = x [rows, depth] times weight [width, depth] transposed, or a part of its sum.
 
@@ -124,7 +125,7 @@ def _product(
         else:
             x_tile = tl.load(x_at, mask=present & (k + ks < last)[None, :], other=0.0)
             w_tile = tl.load(w_at, mask=(k + ks < last)[:, None], other=0.0)
-        acc = tl.dot(x_tile, w_tile, acc, input_precision="ieee")
+        acc = tl.dot(x_tile, w_tile, acc, input_precision=PRECISION)
         if PAIRED:
             u_at = w_at + width.to(tl.int64) * depth
             u_tile = (
@@ -132,7 +133,7 @@ def _product(
                 if EVEN_DEPTH
                 else tl.load(u_at, mask=(k + ks < last)[:, None], other=0.0)
             )
-            other = tl.dot(x_tile, u_tile, other, input_precision="ieee")
+            other = tl.dot(x_tile, u_tile, other, input_precision=PRECISION)
         x_at += BLOCK_DEPTH
         w_at += BLOCK_DEPTH
 
@@ -191,7 +192,8 @@ def linear(
     width = weight.shape[0] // 2 if paired else weight.shape[0]
     shape = None if heads is None else heads.shape
     out = torch.empty((rows, width if shape is None else shape.stride), dtype=source.dtype, device=source.device)
-    config = config or choose(width, depth, paired, None if shape is None else shape.dim, shared_bytes(source.device))
+    dim, size = None if shape is None else shape.dim, source.dtype.itemsize
+    config = config or choose(width, depth, paired, dim, shared_bytes(source.device), size)
     blocks, tall = triton.cdiv(width, config.width), max(16, triton.next_power_of_2(rows))
     partial = out
     if config.split > 1:
@@ -216,6 +218,7 @@ def linear(
         HEADS=shape.heads if shape else 0, KV_HEADS=shape.kv_heads if shape else 0, DIM=shape.dim if shape else 0,
         ROTARY=shape.rotary if shape else 0, STRIDE=shape.stride if shape else 0, PAGE=shape.page if shape else 0,
         RING=shape.ring if shape else 0, FLOAT8=shape.float8 if shape else False,
+        PRECISION=product_precision(source),
         num_warps=config.warps,
     )  # fmt: skip
     return out, following
@@ -242,8 +245,11 @@ def begin(x: torch.Tensor, norm: torch.Tensor, eps: float) -> Normed:
 
 
 @functools.cache
-def choose(width: int, depth: int, paired: bool, head_dim: int | None, shared: int) -> Config:
-    """The cut for a shape: the same for any number of rows, so that a row's result is too. Tried on an H200."""
+def choose(width: int, depth: int, paired: bool, head_dim: int | None, shared: int, size: int) -> Config:
+    """The cut for a shape: the same for any number of rows, so that a row's result is too. Tried on an H200.
+
+    size: of an element, in bytes; wider ones come in tiles of as many bytes.
+    """
     if head_dim is not None:
         config, enough = Config(head_dim, 128 if head_dim <= 128 else 64, stages=4), 96
     elif paired:
@@ -255,7 +261,8 @@ def choose(width: int, depth: int, paired: bool, head_dim: int | None, shared: i
     blocks, split = triton.cdiv(width, config.width), 1
     while blocks * split < enough and split < 8 and depth >= 1024 * split:
         split *= 2
-    stages, stage = config.stages, (config.width * (2 if paired else 1) + 16) * config.depth * 2
+    config = config._replace(depth=config.depth * 2 // size)
+    stages, stage = config.stages, (config.width * (2 if paired else 1) + 16) * config.depth * size
     while stages > 2 and (stages - 1) * stage > shared:
         stages -= 1
     return config._replace(split=split, stages=stages)
