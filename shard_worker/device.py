@@ -67,8 +67,8 @@ def float8_lack(device: Device, *, kernels: bool) -> str | None:
 
 
 def product_precision(like: torch.Tensor) -> str:
-    """How Triton is to multiply numbers of this tensor's type on its device. float32 on NVIDIA's: by three passes of the
-    matrix units, which know tf32 only; that is as good but for the last bits, and far faster than one by one."""
+    """How Triton is to multiply numbers of this tensor's type on its device. float32 on NVIDIA's: by three passes of
+    the matrix units, which know tf32 only; that is as good but for the last bits, and far faster than one by one."""
     return "tf32x3" if like.dtype is torch.float32 and like.is_cuda and build_vendor() == "cuda" else "ieee"
 
 

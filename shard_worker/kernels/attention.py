@@ -16,7 +16,7 @@ from shard_worker.kernels.heads import HeadShape
 from shard_worker.kernels.place import BASE, FIRST_PAGE, ROWS
 
 _TILE_ROWS = 32
-"""Of queries. More would be another matrix instruction, whose sums may differ in the last bit."""
+"""Of queries, at most. More would be another matrix instruction, whose sums may differ in the last bit."""
 
 _PROGRAMS = 264
 
@@ -202,7 +202,7 @@ def attend(
     sums = torch.empty((shape.kv_heads, chunks, total, shape.dim), dtype=torch.float32, device=device)
     tops = torch.empty((shape.kv_heads, chunks, total, 2), dtype=torch.float32, device=device)
     out = torch.empty((rows, shape.heads * shape.dim), dtype=projected.dtype, device=device)
-    block = min(_TILE_ROWS, max(16, triton.next_power_of_2(total)))
+    block = _tile_rows(total, shape.dim)
     parts = triton.cdiv(total, block)
     programs = min(chunks, max(1, _PROGRAMS // (shape.kv_heads * parts)))
     common = {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "DIM": shape.dim, "STRIDE": shape.stride}
@@ -218,6 +218,15 @@ def attend(
         MOST=triton.next_power_of_2(chunks), TURN=16, GATED=shape.gated, num_warps=2,
     )  # fmt: skip
     return out
+
+
+def _tile_rows(queries: int, dim: int) -> int:
+    """The height of a tile that so many queries of heads of this size are looked at in.
+
+    A tile that is at least as high as a head is wide has its rows spread over a program's warps, others their columns
+    are, and what is summed over warps differs then in the last bit: heads must be on one side with all heights.
+    """
+    return _TILE_ROWS if dim <= _TILE_ROWS else min(_TILE_ROWS, max(16, triton.next_power_of_2(queries)))
 
 
 def tile_of(dim: int, size: int) -> int:

@@ -208,6 +208,7 @@ class Chain:
             )
             self.kept[index].stage = role
             role.load(LoadTarget(str(path), held, dtype, capture), ignore_progress)
+            role.prepare()
             self.directory.stages[f"stage:{index}"] = role
             self.roles.append(role)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from shard_worker.attention_cache import AttentionCache
 from shard_worker.device import Device, best_devices, parse_devices
 from tests.shard_worker.tiny import AS_GPU
 
@@ -14,3 +15,14 @@ DTYPE = torch.bfloat16 if ON_GPU else torch.float16
 
 def device() -> Device:
     return parse_devices(best_devices()[0])[0] if ON_GPU else AS_GPU
+
+
+def place_of(cache: AttentionCache, base: int, rows: int) -> torch.Tensor:
+    """Where so many rows stand in a cache, on the device."""
+    from shard_worker.kernels.place import Place
+
+    place = Place(device().torch_device, len(cache.addresses))
+    place.fill(base, rows, attention=cache)
+    place.send()
+    place.sent()
+    return place.tensor[0]

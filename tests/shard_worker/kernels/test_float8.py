@@ -11,7 +11,7 @@ from shard_worker.attention_cache import PAGE_ROWS, AttentionCache
 from shard_worker.ops.float8 import FLOAT8, narrowed, widened
 from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import apply_rope
-from tests.shard_worker.kernels.machine import DTYPE, ON_GPU, device
+from tests.shard_worker.kernels.machine import DTYPE, ON_GPU, device, place_of
 
 pytestmark = pytest.mark.gpu
 
@@ -36,16 +36,6 @@ def kept() -> dict[torch.dtype, AttentionCache]:
 def random(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
     made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
     return made.to(device().torch_device, DTYPE)
-
-
-def place_of(cache: AttentionCache, base: int, rows: int) -> torch.Tensor:
-    from shard_worker.kernels.place import Place
-
-    place = Place(device().torch_device, len(cache.addresses))
-    place.fill(base, rows, attention=cache)
-    place.send()
-    place.sent()
-    return place.tensor[0]
 
 
 def test_rows_are_stored_as_plain_torch_stores_them(kept: dict[torch.dtype, AttentionCache]) -> None:
