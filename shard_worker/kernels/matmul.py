@@ -1,9 +1,9 @@
 """Products of a few rows with a large matrix, at the rate at which its weights can be read.
 
-All rows up to a tile's share one pass over the weights, and a row's result does not depend on how many others there
-are: one row is computed as 16 are. What comes before and after a product in a layer (the RMSNorm's factor, bias,
-SwiGLU, residual) happens in the same kernel. Where blocks share an output, the last one to arrive adds the parts up, in
-order.
+All rows of a tile share one pass over the weights, and a row's result does not depend on how many others there are:
+one row is computed as 16 are, and more are several times 16. What comes before and after a product in a layer (the
+RMSNorm's factor, bias, SwiGLU, residual) happens in the same kernel. Where blocks share an output, the last one to
+arrive adds the parts up, in order.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from shard_worker.device import product_precision
 from shard_worker.kernels.heads import Heads, finish_heads
 
 _MAX_BLOCKS = 1 << 16
+
+_TILE_ROWS = 16
+"""Tiles of another height are other matrix instructions, or are spread over a program's warps in another way: sums then
+differ in the last bit."""
 
 
 class Config(NamedTuple):
@@ -96,17 +100,19 @@ def _product(
     x, weight, out, squares, bias, residual, norm, scaled, totals, cos, sin, place, slot, partial, arrived,
     rows, width, depth, eps, next_eps,
     BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr, EVEN_WIDTH: tl.constexpr, EVEN_DEPTH: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, EVEN_WIDTH: tl.constexpr, EVEN_DEPTH: tl.constexpr,
     NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, PAIRED: tl.constexpr,
     THEN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
     STRIDE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, FLOAT8: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of out [rows, width] = x [rows, depth] times weight [width, depth] transposed, or a part of its sum.
 
-    PAIRED: weight has 2 * width rows, gates before ups.
+    PAIRED: weight has 2 * width rows, gates before ups. TILES: of rows; those that share weights are neighbours.
     """
-    block, part = tl.program_id(0), tl.program_id(1)
-    ms, ks = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_DEPTH)
+    tile, part = tl.program_id(0), tl.program_id(1)
+    block = tile // TILES
+    inside, ks = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_DEPTH)
+    ms = tile % TILES * BLOCK_ROWS + inside
     ns = block * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
     share = tl.cdiv(tl.cdiv(depth, BLOCK_DEPTH), SPLIT) * BLOCK_DEPTH
     first = part * share
@@ -116,12 +122,14 @@ def _product(
     x_at = x + ms[:, None] * depth + first + ks[None, :]
     w_at = (weight + held.to(tl.int64) * depth + first)[None, :] + ks[:, None]
     present = (ms < rows)[:, None]
+    # Read once, unless neighbours read it too.
+    evict: tl.constexpr = "evict_first" if TILES == 1 else ""
     acc = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
     other = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
     for k in tl.range(first, last, BLOCK_DEPTH, num_stages=STAGES):
         if EVEN_DEPTH:
             x_tile = tl.load(x_at, mask=present, other=0.0)
-            w_tile = tl.load(w_at, eviction_policy="evict_first")
+            w_tile = tl.load(w_at, eviction_policy=evict)
         else:
             x_tile = tl.load(x_at, mask=present & (k + ks < last)[None, :], other=0.0)
             w_tile = tl.load(w_at, mask=(k + ks < last)[:, None], other=0.0)
@@ -129,7 +137,7 @@ def _product(
         if PAIRED:
             u_at = w_at + width.to(tl.int64) * depth
             u_tile = (
-                tl.load(u_at, eviction_policy="evict_first")
+                tl.load(u_at, eviction_policy=evict)
                 if EVEN_DEPTH
                 else tl.load(u_at, mask=(k + ks < last)[:, None], other=0.0)
             )
@@ -144,23 +152,23 @@ def _product(
             STRIDE, PAGE, RING, FLOAT8,
         )  # fmt: skip
     else:
-        tile: tl.constexpr = BLOCK_ROWS * BLOCK_WIDTH
-        step: tl.constexpr = tile * 2 if PAIRED else tile
-        parts = partial + (block * SPLIT).to(tl.int64) * step
-        inner = ms[:, None] * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)[None, :]
+        size: tl.constexpr = BLOCK_ROWS * BLOCK_WIDTH
+        step: tl.constexpr = size * 2 if PAIRED else size
+        parts = partial + (tile * SPLIT).to(tl.int64) * step
+        inner = inside[:, None] * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)[None, :]
         tl.store(parts + part * step + inner, acc)
         if PAIRED:
-            tl.store(parts + part * step + tile + inner, other)
+            tl.store(parts + part * step + size + inner, other)
         # All of this block's parts are written before it counts itself.
         tl.debug_barrier()
-        if tl.atomic_add(arrived + block, 1, sem="acq_rel") == SPLIT - 1:
+        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1:
             acc = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
             other = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
             for turn in tl.static_range(SPLIT):
                 acc += tl.load(parts + turn * step + inner, cache_modifier=".cg")
                 if PAIRED:
-                    other += tl.load(parts + turn * step + tile + inner, cache_modifier=".cg")
-            tl.store(arrived + block, 0)
+                    other += tl.load(parts + turn * step + size + inner, cache_modifier=".cg")
+            tl.store(arrived + tile, 0)
             _finish(
                 acc, other, out, squares, bias, residual, norm, scaled, totals, cos, sin, place, slot, block, ms, ns,
                 rows, width, depth, eps, next_eps, NORMED, NORM_BLOCK, BIASED, ADDED, PAIRED, THEN, HEADS, KV_HEADS,
@@ -194,24 +202,25 @@ def linear(
     out = torch.empty((rows, width if shape is None else shape.stride), dtype=source.dtype, device=source.device)
     dim, size = None if shape is None else shape.dim, source.dtype.itemsize
     config = config or choose(width, depth, paired, dim, shared_bytes(source.device), size)
-    blocks, tall = triton.cdiv(width, config.width), max(16, triton.next_power_of_2(rows))
+    blocks, tiles = triton.cdiv(width, config.width), triton.cdiv(rows, _TILE_ROWS)
     partial = out
     if config.split > 1:
-        each = tall * config.width * (2 if paired else 1)
-        partial = torch.empty(blocks * config.split * each, dtype=torch.float32, device=source.device)
+        each = _TILE_ROWS * config.width * (2 if paired else 1)
+        partial = torch.empty(blocks * tiles * config.split * each, dtype=torch.float32, device=source.device)
     following = None
     if norm is not None:
         totals = torch.empty((blocks, rows), dtype=torch.float32, device=source.device)
         following = Normed(torch.empty_like(out), totals, eps)
     parts = len(x.squares) if isinstance(x, Normed) else 0
-    _product[(blocks, config.split)](
+    _product[(blocks * tiles, config.split)](
         source, weight, out, x.squares if isinstance(x, Normed) else None, bias, residual,
         norm if heads is None else heads.norms,
         following.scaled if following else None, following.squares if following else None,
         heads.cos if heads else None, heads.sin if heads else None, heads.place if heads else None,
         heads.slot if heads else 0, partial, _arrived(source.device),
         rows, width, depth, x.eps if isinstance(x, Normed) else 0.0, eps,
-        BLOCK_ROWS=tall, BLOCK_WIDTH=config.width, BLOCK_DEPTH=config.depth, SPLIT=config.split, STAGES=config.stages,
+        BLOCK_ROWS=_TILE_ROWS, BLOCK_WIDTH=config.width, BLOCK_DEPTH=config.depth, SPLIT=config.split, TILES=tiles,
+        STAGES=config.stages,
         EVEN_WIDTH=width % config.width == 0, EVEN_DEPTH=depth % (config.depth * config.split) == 0,
         NORMED=parts, NORM_BLOCK=triton.next_power_of_2(max(parts, 1)), BIASED=bias is not None,
         ADDED=residual is not None, PAIRED=paired, THEN=norm is not None,

@@ -66,7 +66,7 @@ class Session:
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
-        self.state: StageState = stage.allocate(640, 16)
+        self.state: StageState = stage.allocate(640, 64)
 
     @torch.inference_mode()
     def __call__(
@@ -134,14 +134,14 @@ def test_a_row_is_the_same_alone_and_in_a_block(load: Load, name: str, way: dict
     """Plain decode and verifying, with any number of rows and any commits, give each token's logits bit for bit."""
     if not ON_GPU:
         pytest.skip("the CPU's products differ with the number of rows")
-    stage, tokens = load(name, **way), ids(340)
+    stage, tokens = load(name, **way), ids(400)
     alone, block = Session(stage), Session(stage)
     for session in (alone, block):
         session(tokens[:245])
     single = torch.cat([alone([token]) for token in tokens[245:325]])
 
     rows, at = [], 245
-    for count, kept in ((16, 16), (16, 5), (3, 2), (1, 1), (16, 16), (9, 1), (16, 13), (16, 16), (2, 2), (8, 8)):
+    for count, kept in ((16, 16), (16, 5), (3, 2), (1, 1), (40, 16), (9, 1), (64, 13), (16, 16), (2, 2), (17, 8)):
         logits = block(tokens[at : at + count], deferred=True)
         rows.append(logits[:kept])
         block.commit(kept)
