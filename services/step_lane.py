@@ -12,7 +12,7 @@ from dataclasses import replace
 from flashsplit.shard.v1 import shared_memory_pb2, stage_service_pb2 as pb
 from services import stage_frames as frames
 from services.errors import FlashsplitError, InvalidArgument
-from services.expected_step import ExpectedStep
+from services.known_step import KnownStep
 from services.shared_memory.link import SharedLink
 from services.shared_memory.step_socket import StepSocket
 from services.steps import Forward
@@ -28,13 +28,20 @@ class StepLane:
     def __init__(self, link: SharedLink, socket: StepSocket, stream_id: int) -> None:
         self._link, self._socket, self._stream_id = link, socket, stream_id
         self._sent: list[int] = []
-        self._expected: ExpectedStep | None = None
+        self._expected: KnownStep | None = None
+        self._prepared: KnownStep | None = None
         self._begun: Forward | None = None
         """A step whose features are still to come."""
 
     def expect(self, forward: Forward, dtype: str, hidden_size: int) -> None:
         """This step comes next, in all likelihood, with an activation of that element type and nothing else."""
-        self._expected = ExpectedStep.of(forward, dtype, len(forward.token_ids), hidden_size)
+        self._expected = KnownStep.of(forward, dtype, (len(forward.token_ids), hidden_size))
+
+    def prepare(self, forward: Forward) -> None:
+        """`send` will be called with this step when its activation's bytes are there, which need not be yet."""
+        activation = forward.activation
+        if activation is not None and not forward.features and activation.size_bytes < FROM_BYTES:
+            self._prepared = KnownStep.of(replace(forward, activation=None), activation.dtype, activation.shape)
 
     def listen(
         self,
@@ -46,19 +53,26 @@ class StepLane:
         max_feature_slices: int = 0,
     ) -> None:
         """From any thread. took: called with every step; failed: instead of it, where one is malformed; begun: before
-        it, where the features are still to come."""
+        it, for a step that was expected and for one whose features are still to come. Its activation lasts only for
+        the call."""
 
         def then(message: memoryview) -> None:
+            expected, self._expected = self._expected, None
+            forward, whole = None if expected is None else expected.read(message), True
             try:
-                forward, whole = self._parse(message, max_tensor_bytes, max_feature_slices)
-                if not whole:
-                    self._begun = forward
+                if forward is not None:
                     begun(forward)
-                    return
+                    forward = forward.kept()
+                else:
+                    forward, whole = self._parse(message, max_tensor_bytes, max_feature_slices)
+                    if not whole:
+                        self._begun = forward
+                        begun(forward)
             except FlashsplitError as error:
                 failed(error)
             else:
-                took(forward)
+                if whole:
+                    took(forward)
 
         self._socket.join(self._stream_id, then)
 
@@ -68,7 +82,11 @@ class StepLane:
 
         there: waits for the features, which then follow in a packet of their own; the activation is there already.
         """
+        prepared, self._prepared = self._prepared, None
         self._free()
+        if prepared is not None and forward.activation is not None and forward.step == prepared.forward.step:
+            data = memoryview(forward.activation.data).cast("B")
+            return self._socket.send(self._stream_id, prepared.before, data, prepared.behind)
         apart = there is not None and bool(forward.features)
         if not self._send(frames.forward_to_messages(forward, self, features=not apart)):
             self._free()
@@ -106,9 +124,6 @@ class StepLane:
 
     def _parse(self, message: memoryview, max_tensor_bytes: int, max_feature_slices: int) -> tuple[Forward, bool]:
         """And whether it is whole."""
-        expected, self._expected = self._expected, None
-        if expected is not None and (forward := expected.read(message)) is not None:
-            return forward, True
         try:
             request = pb.RunStageRequest.FromString(bytes(message))
         except Exception as error:

@@ -6,7 +6,7 @@ Positions and lengths count tokens; layer ranges and row ranges are half-open. M
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from services.layers import LayerRange
@@ -135,6 +135,12 @@ class Forward:
         if self.activation is not None:
             tensors.append(self.activation)
         return TOKEN_BYTES * len(self.token_ids) + sum(tensor.size_bytes for tensor in tensors)
+
+    def kept(self) -> Forward:
+        """The same with an activation in memory of its own."""
+        if self.activation is None:
+            return self
+        return replace(self, activation=replace(self.activation, data=bytes(self.activation.data)))
 
 
 @dataclass(frozen=True, slots=True)

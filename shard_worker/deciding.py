@@ -116,7 +116,8 @@ class Decider:
         elif output.logits is not None and output.on_host is not None:
             logits = output.logits[rows]
             if self._sampler.takes_the_likeliest:
-                likeliest = output.on_host.wait()[rows]
+                likeliest = output.on_host.tensor[rows]
+                output.on_host.wait()
         else:
             logits = head.logits(output.hidden[rows], self._exact_rows)
         chosen = self._sampler.choose(logits, tokens, forward.base_position, likeliest)

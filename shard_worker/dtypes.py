@@ -123,8 +123,12 @@ def _queued(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes_of(host: torch.Tensor) -> WireTensor:
-    data = host.view(torch.uint8).numpy().data if host.numel() else b""
-    return WireTensor(_NAMES[host.dtype], tuple(host.shape), data)
+    return WireTensor(_NAMES[host.dtype], tuple(host.shape), bytes_of(host))
+
+
+def bytes_of(host: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, not copied."""
+    return host.view(torch.uint8).numpy().data.cast("B") if host.numel() else memoryview(b"")
 
 
 def from_wire(tensor: WireTensor, device: torch.device) -> torch.Tensor:

@@ -39,9 +39,7 @@ class Passing:
 
     def kept(self, passed: Forward) -> Forward:
         """The same, for longer."""
-        if not self.leaving.lent or passed.activation is None:
-            return passed
-        return replace(passed, activation=replace(passed.activation, data=bytes(passed.activation.data)))
+        return passed.kept() if self.leaving.lent else passed
 
     @property
     def elapsed_ns(self) -> int:

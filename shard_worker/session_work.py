@@ -30,7 +30,7 @@ from shard_worker.passing import Passing
 from shard_worker.prefix_state import StateView
 from shard_worker.stage import Stage, StageState
 from shard_worker.step_checks import check_activation, check_rows, check_tensors
-from shard_worker.step_graph import StepOutput
+from shard_worker.step_graph import StepOutput, StepRows
 
 log = structlog.get_logger()
 
@@ -206,9 +206,9 @@ class SessionWork:
         if sent:
             self._followed = forward.step
             self._expect_activation(following)
-            self._expect(following)
+            self._expect(following, self._rows_of(following))
         elif self._alone:
-            self._stage.let_go(state, following.token_ids, None)
+            self._stage.let_go(state, self._rows_of(following), None)
             self._begun.append((following, self._thread.queue_step(self.decide, following)))
 
     def _compute(self, forward: Forward) -> tuple[StepOutput, Features]:
@@ -252,15 +252,17 @@ class SessionWork:
             raise
 
     def _begun_above(self, forward: Forward) -> None:
-        """A step's features are still to come: the device need not wait for them."""
+        """A step's activation is here: the device need not wait for the rest, nor for what is done on the host."""
         state = self._state
         ours = state is not None and forward.step == self._step + 1 and forward.base_position == state.length
-        if state is None or not ours or state.pending or forward.kind is not StepKind.VERIFY or self._thread.busy:
+        if state is None or not ours or state.pending or self._thread.busy:
+            return
+        if forward.kind not in (StepKind.DECODE, StepKind.VERIFY):
             return
         check_rows(forward, state.length, self._request, self._stage.config.vocab_size)
         check_activation(forward, self._stage)
         assert forward.activation is not None
-        self._stage.let_go(state, forward.token_ids, over_wire(forward.activation))
+        self._stage.let_go(state, self._rows_of(forward), memoryview(forward.activation.data))
 
     def _follow(self, following: Forward, arrived_ns: int) -> None:
         """The stages below have done with a step, and this one comes next."""
@@ -293,6 +295,8 @@ class SessionWork:
             return
         passing = self.launch(forward)
         passed, leaving = passing.announced(), passing.leaving
+        if self._below is not None:
+            self._below.prepare(passed)
         leaving.wait_first()
         # Before its answer can come; the event loop wakes up behind it.
         self._put_down("passed_on", passed, arrived_ns, passing.elapsed_ns)
@@ -303,11 +307,12 @@ class SessionWork:
             self._expect(passed)
         self._call_ledger()
 
-    def _expect(self, forward: Forward) -> None:
-        """A step like this one will come, past the event loop. Behind what is still to be done for this one."""
+    def _expect(self, forward: Forward, known: StepRows | None = None) -> None:
+        """A step like this one will come, past the event loop; known: its rows. Behind what is still to be done for
+        this one."""
         if self._request.draft is None or forward.propose_tokens:
             # Without a block to guess a draft would take the step's features meanwhile.
-            self._thread.queue_step(self._stand_by, len(forward.token_ids))
+            self._thread.queue_step(self._stand_by, len(forward.token_ids), known)
 
     def _expect_activation(self, following: Forward) -> None:
         """A step that was sent up the chain comes down again, with an activation; with features too for a draft."""
@@ -319,12 +324,16 @@ class SessionWork:
         """Whether there is something to gain: a CPU is there for others meanwhile."""
         return self._stage.device.type != "cpu"
 
-    def _stand_by(self, rows: int, *, running: bool = False) -> None:
+    def _stand_by(self, rows: int, known: StepRows | None = None, *, running: bool = False) -> None:
         state = self._state
         if state is not None and self._expects and not self._thread.busy:
             # In this order: whatever becomes of the launch, nothing waits behind it for ever.
             self._thread.expect_step(self._stage.stand_down)
-            self._stage.stand_by(state, rows, running=running)
+            self._stage.stand_by(state, rows, known=known, running=running)
+
+    def _rows_of(self, forward: Forward) -> StepRows:
+        deferred, featured = forward.kind is StepKind.VERIFY, self._request.draft is not None
+        return StepRows(forward.base_position, forward.token_ids, deferred, featured)
 
     def _break(self, error: FlashsplitError) -> None:
         self._put_down("broke", error)

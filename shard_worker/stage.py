@@ -20,7 +20,7 @@ from shard_worker.head import Head
 from shard_worker.model_config import ModelConfig
 from shard_worker.prefix_state import GroupKind, TensorGroup
 from shard_worker.segment import Segment
-from shard_worker.step_graph import StepOutput
+from shard_worker.step_graph import StepOutput, StepRows
 from shard_worker.step_runner import StepRunner
 
 BLOCK_ROWS = 16
@@ -173,21 +173,21 @@ class Stage:
         runners = [runner for runner in self.runners if runner is not None and runner.takes(rows, deferred=deferred)]
         return runners if len(runners) == len(self.segments) else ()
 
-    def stand_by(self, state: StageState, rows: int, *, running: bool = False) -> None:
+    def stand_by(self, state: StageState, rows: int, *, known: StepRows | None = None, running: bool = False) -> None:
         """Between two steps alike, of up to so many rows: launch the next one now, where it can wait for its numbers.
 
-        Duties and `running` as of `StepRunner.stand_by`.
+        Duties, `known` and `running` as of `StepRunner.stand_by`.
         """
         runner = self.runners[0] if len(self.runners) == 1 else None
         if runner is not None and not (state.pending and state.caches[0].recurrent is not None):
-            runner.stand_by(state.caches[0], state.length + state.pending + rows, running=running)
+            length = state.length + state.pending + rows
+            runner.stand_by(state.caches[0], length, known=known, running=running)
 
-    def let_go(self, state: StageState, token_ids: Sequence[int], hidden: torch.Tensor | None) -> None:
-        """Where a step of these rows stands by that may be done again, let it begin before `step` is called for it.
-        hidden: on the CPU."""
+    def let_go(self, state: StageState, rows: StepRows, activation: memoryview | None) -> None:
+        """Let a step of these rows that stands by begin before `step` is called for it, as `StepRunner.let_go` does."""
         runner = self.runners[0] if len(self.runners) == 1 else None
         if runner is not None:
-            runner.let_go(token_ids, hidden, state.length, state.caches[0])
+            runner.let_go(rows, activation, state.caches[0])
 
     def stand_down(self) -> None:
         """Before anything else is done with the device."""

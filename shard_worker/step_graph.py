@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,11 +34,24 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
+class StepRows:
+    """Where a step's rows begin, and their tokens. deferred: it is decided later which of them count. featured: a draft
+    wants their features."""
+
+    base: int
+    token_ids: tuple[int, ...]
+    deferred: bool
+    featured: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Standing:
-    """A step that waits for its numbers. caches: whose addresses it has been told."""
+    """A step that waits to be let go. caches: whose addresses it has been told. rows: those it has been told of, None
+    where they are not known yet."""
 
     variant: Variant
     caches: SegmentCaches
+    rows: StepRows | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +60,10 @@ class Gone:
 
     variant: Variant
     caches: SegmentCaches
-    base: int
-    token_ids: tuple[int, ...]
+    rows: StepRows
 
-    def is_(self, variant: Variant, caches: SegmentCaches, base: int, token_ids: Sequence[int]) -> bool:
-        rows = (variant, base, tuple(token_ids))
-        return self.caches is caches and (self.variant, self.base, self.token_ids) == rows
+    def is_(self, variant: Variant, caches: SegmentCaches, rows: StepRows) -> bool:
+        return self.caches is caches and (self.variant, self.rows) == (variant, rows)
 
 
 @dataclass(slots=True)

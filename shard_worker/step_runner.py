@@ -15,15 +15,15 @@ import torch.nn.functional as F
 
 from shard_worker.attention_cache import PAGE_ROWS
 from shard_worker.caches import SegmentCaches
-from shard_worker.dtypes import OnHost, copy_bytes
-from shard_worker.features import Capture, Features
+from shard_worker.dtypes import OnHost, bytes_of
+from shard_worker.features import Features
 from shard_worker.head import Head
 from shard_worker.kernel_layers import kernel_layers
 from shard_worker.kernel_support import can_run, head_sizes
 from shard_worker.layers.decoder import DecoderWeights
 from shard_worker.model_config import LayerKind
 from shard_worker.segment import Segment
-from shard_worker.step_graph import Captured, Gone, Standing, StepOutput, Variant
+from shard_worker.step_graph import Captured, Gone, Standing, StepOutput, StepRows, Variant
 from shard_worker.stream_gate import StreamGate
 
 ROW_COUNTS = (1, 16, 32, 64)
@@ -43,6 +43,7 @@ class StepRunner:
         self._hidden = torch.zeros((ROW_COUNTS[-1], config.hidden_size), dtype=segment.dtype, device=device)
         # Page-locked, so that rows from another process are sent as part of a step.
         self._incoming = torch.zeros_like(self._hidden, device="cpu", pin_memory=device.type != "cpu")
+        self._incoming_bytes = bytes_of(self._incoming)
         leaving = self._hidden if head is None else torch.zeros(ROW_COUNTS[-1], dtype=torch.int64)
         self._leaving = torch.zeros_like(leaving, device="cpu", pin_memory=device.type != "cpu")
         self._recurrent = self._layers.delta is not None
@@ -66,7 +67,7 @@ class StepRunner:
     def prepare(self, rows: int, *, deferred: bool, featured: bool) -> None:
         """Compile and capture what steps like this need, so that the first one need not wait."""
         with self._segment.device.current():
-            self._prepared(self._key(rows, deferred, featured and self._segment.capture is not None))
+            self._prepared(self._key(rows, deferred, featured))
 
     def run(
         self,
@@ -83,46 +84,57 @@ class StepRunner:
 
         base: the first row's position. Captures are added to `features`, where there are any wanted.
         """
-        count, capture = len(token_ids), self._segment.capture if features is not None else None
-        variant = self._key(count, deferred, capture is not None)
+        rows = StepRows(base, tuple(token_ids), deferred, features is not None)
+        variant = self._variant(rows)
         gone, self._gone = self._gone, None
-        begun = gone is not None and gone.is_(variant, caches, base, token_ids)
+        begun = gone is not None and gone.is_(variant, caches, rows)
         # First of all: others wait meanwhile, and this is but a few stores.
-        passed = begun or self._let_go(variant, token_ids, hidden, base, caches)
+        passed = begun or self._let_go_with(variant, rows, hidden, caches)
         with self._segment.device.current():
-            made = self._made[variant] if passed else self._start(variant, token_ids, hidden, base, caches)
+            made = self._made[variant] if passed else self._start(variant, rows, hidden, caches)
             if not begun:
                 self._place.sent()
             self._last = variant
-            return self._output(made, count, features, capture)
+            return self._output(made, len(token_ids), features)
 
-    def let_go(self, token_ids: Sequence[int], hidden: torch.Tensor | None, base: int, caches: SegmentCaches) -> None:
-        """Let the step that stands by begin where it is that of these rows, before `run` is called for it. Should `run`
-        come for another step first, it was nothing: only what can be done again is. Arguments as of `run`."""
+    def let_go(self, rows: StepRows, activation: memoryview | None, caches: SegmentCaches) -> None:
+        """Let the step that stands by begin where it is that of these rows, before `run` is called for it.
+
+        Should `run` come for another step first, it was nothing. So only what can be done again is, and what was told
+        of already, for which the caller then calls `run` at once. activation: bytes of the rows from elsewhere, where
+        no embedding is here; other arguments as of `run`.
+        """
         standing = self._standing
-        if standing is None or standing.caches is not caches or standing.variant.deferred != self._recurrent:
+        if standing is None or standing.caches is not caches:
             return
-        variant = self._key(len(token_ids), True, standing.variant.featured)
-        if self._let_go(variant, token_ids, hidden, base, caches):
+        variant = self._variant(rows)
+        if standing.rows != rows and variant.deferred != self._recurrent:
+            return
+        if self._let_go(variant, rows, activation, caches):
             with self._segment.device.current():
                 self._place.sent()
-            self._gone = Gone(variant, caches, base, tuple(token_ids))
+            self._gone = Gone(variant, caches, rows)
 
-    def _let_go(
-        self,
-        variant: Variant,
-        token_ids: Sequence[int],
-        hidden: torch.Tensor | None,
-        base: int,
-        caches: SegmentCaches,
+    def _let_go_with(
+        self, variant: Variant, rows: StepRows, hidden: torch.Tensor | None, caches: SegmentCaches
     ) -> bool:
-        """Tell the step that stands by its numbers, where there is such a one."""
-        standing, at_hand = self._standing, hidden is None or hidden.device.type == "cpu"
-        if standing is None or standing.variant != variant or not at_hand or not caches.has_room(base + len(token_ids)):
+        if self._standing is None or (hidden is not None and hidden.device.type != "cpu"):
             return False
-        if standing.caches is not caches:
-            self._fill(caches)
-        self._tell(base, token_ids, hidden)
+        return self._let_go(variant, rows, None if hidden is None else bytes_of(hidden), caches)
+
+    def _let_go(self, variant: Variant, rows: StepRows, activation: memoryview | None, caches: SegmentCaches) -> bool:
+        """Tell the step that stands by what it does not know yet, where there is such a one."""
+        standing = self._standing
+        if standing is None or standing.variant != variant:
+            return False
+        if standing.caches is not caches or standing.rows != rows:
+            if not caches.has_room(rows.base + len(rows.token_ids)):
+                return False
+            if standing.caches is not caches:
+                self._fill(caches)
+            self._tell(rows)
+        if activation is not None:
+            self._bring(activation)
         self._pass()
         return True
 
@@ -130,41 +142,34 @@ class StepRunner:
         self._place.fill(0, 0, attention=caches.attention, recurrent=caches.recurrent)
         self._filled = weakref.ref(caches)
 
-    def _tell(self, base: int, token_ids: Sequence[int], hidden: torch.Tensor | None) -> None:
-        """Of a step whose caches are known, behind `Place.wait`. hidden: on the CPU."""
-        count = len(token_ids)
+    def _tell(self, rows: StepRows) -> None:
+        """Of a step whose caches are known, behind `Place.wait`."""
         # The tokens in any case: what counts of a verify is decided by them.
-        self._place.move(base, count, token_ids=token_ids)
-        if hidden is not None:
-            copy_bytes(self._incoming[:count], hidden)
+        self._place.move(rows.base, len(rows.token_ids), token_ids=rows.token_ids)
 
-    def _start(
-        self,
-        variant: Variant,
-        token_ids: Sequence[int],
-        hidden: torch.Tensor | None,
-        base: int,
-        caches: SegmentCaches,
-    ) -> Captured:
+    def _bring(self, activation: memoryview) -> None:
+        self._incoming_bytes[: len(activation)] = activation
+
+    def _start(self, variant: Variant, rows: StepRows, hidden: torch.Tensor | None, caches: SegmentCaches) -> Captured:
         """A step for which none stands by."""
-        count = len(token_ids)
+        count = len(rows.token_ids)
         self.stand_down()
         made = self._prepared(variant)
-        caches.reserve(base + count)
+        caches.reserve(rows.base + count)
         self._fill(caches)
-        if hidden is not None and hidden.device.type != "cpu":
-            self._place.move(base, count, token_ids=token_ids)
+        self._tell(rows)
+        if hidden is not None:
+            if hidden.device.type == "cpu":
+                self._bring(bytes_of(hidden))
+                hidden = self._incoming[:count]
             self._hidden[:count].copy_(hidden, non_blocking=True)
-        else:
-            self._tell(base, token_ids, hidden)
-            if hidden is not None:
-                self._hidden[:count].copy_(self._incoming[:count], non_blocking=True)
         if made.graph is None:
             return self._launch(variant)
         made.graph.replay()
         return made
 
-    def _output(self, made: Captured, count: int, features: Features | None, capture: Capture | None) -> StepOutput:
+    def _output(self, made: Captured, count: int, features: Features | None) -> StepOutput:
+        capture = self._segment.capture
         if features is not None and capture is not None:
             # Copies: they are used behind steps of other sessions.
             if made.total is not None:
@@ -180,11 +185,14 @@ class StepRunner:
             OnHost(self._leaving[:count], self._place.done),
         )
 
-    def stand_by(self, caches: SegmentCaches, length: int, *, running: bool = False) -> None:
+    def stand_by(
+        self, caches: SegmentCaches, length: int, *, known: StepRows | None = None, running: bool = False
+    ) -> None:
         """Launch a step like the last one now, which waits for its numbers: `run` then only tells them. For the time
         between two steps, of these caches in all likelihood, up to `length`.
 
-        running: the last one may not be done yet; then only for its own caches, where they have room.
+        known: its rows, where they are that. running: the last one may not be done yet; then only for its own caches,
+        where they have room, and for rows that are not known.
         Until then the device must not be waited for, nor memory be asked for, except by `run` and `stand_down`.
         """
         variant = self._last
@@ -195,9 +203,13 @@ class StepRunner:
         if not running:
             caches.reserve(length)
             self._fill(caches)
+            if known is not None and self._variant(known) != variant:
+                known = None
+            if known is not None:
+                self._tell(known)
         with self._segment.device.current():
             self._gate.shut()
-            self._standing = Standing(variant, caches)
+            self._standing = Standing(variant, caches, known)
             if self._embedding is None:
                 self._hidden[: variant.rows].copy_(self._incoming[: variant.rows], non_blocking=True)
             graph = self._made[variant].graph
@@ -239,9 +251,12 @@ class StepRunner:
                 count = torch.full((1,), count, dtype=torch.int64, device=self.place.device)
             deltanet.commit(self._layers.delta, caches.recurrent.place, count, caches.recurrent.conv)
 
+    def _variant(self, rows: StepRows) -> Variant:
+        return self._key(len(rows.token_ids), rows.deferred, rows.featured)
+
     def _key(self, count: int, deferred: bool, featured: bool) -> Variant:
         rows = next(rows for rows in ROW_COUNTS if count <= rows)
-        return Variant(rows, deferred and self._recurrent, featured)
+        return Variant(rows, deferred and self._recurrent, featured and self._segment.capture is not None)
 
     def _prepared(self, variant: Variant) -> Captured:
         if variant not in self._made:

@@ -63,12 +63,12 @@ class StepSocket:
     def leave(self, stream_id: int) -> None:
         self._streams.pop(stream_id, None)
 
-    def send(self, stream_id: int, message: bytes) -> bool:
-        """False where it was not sent: too large, no room now, or nobody there any more."""
-        if self.closed or _HEADER.size + len(message) > MAX_PACKET_BYTES:
+    def send(self, stream_id: int, *message: bytes | memoryview) -> bool:
+        """False where it was not sent: too large, no room now, or nobody there any more. message: in pieces."""
+        if self.closed or _HEADER.size + sum(map(len, message)) > MAX_PACKET_BYTES:
             return False
         try:
-            self._socket.send(_HEADER.pack(stream_id) + message)
+            self._socket.sendmsg([_HEADER.pack(stream_id), *message])
         except OSError:
             return False
         return True

@@ -193,7 +193,7 @@ async def test_features_of_another_step_are_refused(chain: Chain, begun: bool) -
 
 
 async def test_a_step_that_was_expected_is_recognised(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without being parsed, once; another one is parsed as ever."""
+    """Without being parsed, once, and heard of at once; another one is parsed as ever."""
     parsed: list[Forward] = []
     from_activation = stage_frames.from_activation
 
@@ -211,6 +211,22 @@ async def test_a_step_that_was_expected_is_recognised(chain: Chain, monkeypatch:
             assert chain.above.send(other)
             assert await chain.below.next() == other
     assert parsed == [sent[0], sent[2], sent[2]]
+    [begun] = chain.below.begun
+    assert replace(begun, activation=None) == replace(sent[0], activation=None)
+
+
+async def test_a_step_may_be_sent_as_it_was_prepared(chain: Chain) -> None:
+    """Before its activation's bytes were there; and another one in its place, or with features, as ever."""
+    rows = bytearray(160)
+    known = Forward(7, 19, (3, 400), StepKind.VERIFY, 0, WireTensor("float16", (2, 40), memoryview(rows)), more=9)
+    lane = chain.above.lanes[1]
+    for sent in (known, replace(known, step=8), step(160, 60)):
+        rows[:] = bytes(160)
+        chain.above.watcher.call(lambda sent=sent: lane.prepare(replace(sent, step=7)))
+        rows[:] = os.urandom(160)
+        for _ in range(2):
+            assert chain.above.send(sent)
+            assert await chain.below.next() == sent
 
 
 async def test_room_comes_back(chain: Chain) -> None:

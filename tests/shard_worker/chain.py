@@ -73,6 +73,7 @@ class Lane:
         self.carried: list[Forward] = []
         self.took: Callable[[Forward], None] = lambda _: None
         self.expected: list[Forward] = []
+        self.prepared: list[Forward] = []
 
     def listen(
         self,
@@ -89,6 +90,9 @@ class Lane:
         self.expected.append(
             replace(forward, activation=WireTensor(dtype, (len(forward.token_ids), hidden_size), data))
         )
+
+    def prepare(self, forward: Forward) -> None:
+        self.prepared.append(forward)
 
     def send(self, forward: Forward, there: Callable[[], object] | None = None) -> bool:
         assert there is None, "on the CPU a step is there at once"

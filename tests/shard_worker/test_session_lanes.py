@@ -14,7 +14,8 @@ import torch
 from services.errors import FlashsplitError, ResourceExhausted
 from services.steps import Failure, Forward, StepKind
 from shard_worker.session_work import SessionWork
-from shard_worker.stage import Stage
+from shard_worker.stage import Stage, StageState
+from shard_worker.step_graph import StepRows
 from tests.shard_worker.chain import BLOCK, Chain, Client, Lane, MakeChain
 from tests.shard_worker.session_memory import Memory, differing, memory_of, stages_of
 from tests.shard_worker.test_following import follow, tokens_of
@@ -90,6 +91,7 @@ async def test_the_same_steps(made: Callable[..., Chain], name: str, drafted: bo
                 # All of these were known before they came, but for the numbers in their activations.
                 for own, told in one.directory.lanes:
                     assert [shape(step) for step in told.expected[:10]] == [shape(step) for step in own.carried[:10]]
+                    assert own.prepared == own.carried
             assert all(len(told.carried) == 12 for _, told in one.directory.lanes)
 
 
@@ -218,12 +220,28 @@ async def test_a_closed_session_is_left_alone(made: Callable[..., Chain]) -> Non
 async def test_a_stage_that_waits_is_told_what_to_expect(
     made: Callable[..., Chain], monkeypatch: pytest.MonkeyPatch, drafted: bool
 ) -> None:
-    """On a GPU, behind each step but a frame's last one: as many rows as before, the session's own state."""
+    """On a GPU, behind each step but a frame's last one: as many rows as before, the session's own state. The last
+    stage knows which, since it sends them to the first."""
     asked: list[tuple[int, int]] = []
+    told: list[StepRows | None] = []
     monkeypatch.setattr(SessionWork, "_expects", property(lambda _: True))
-    monkeypatch.setattr(Stage, "stand_by", lambda stage, state, rows, **_: asked.append((stage.layers.first, rows)))
+
+    def stand_by(stage: Stage, state: StageState, rows: int, *, known: StepRows | None, **_: Any) -> None:
+        asked.append((stage.layers.first, rows))
+        if stage.head is not None:
+            assert known is not None
+            assert known.base == state.length
+            told.append(known)
+        else:
+            assert known is None
+
+    monkeypatch.setattr(Stage, "stand_by", stand_by)
     one = made("qwen3", (1,), drafted=drafted, carries=always)
     await run(one, drafted=drafted)
     assert {first for first, _ in asked} == {0, 1}
     assert {rows for _, rows in asked} == ({BLOCK} if drafted else {1})
     assert len(asked) <= 2 * 12
+    carried = [step for lane in one.directory.lanes for step in lane[1].carried]
+    sent = [StepRows(step.base_position, step.token_ids, drafted, drafted) for step in carried]
+    assert told
+    assert [rows for rows in sent if rows in told] == told

@@ -1,4 +1,4 @@
-"""A step that is known but for its activation is told from every other one."""
+"""A step that is known but for its activation is told from every other one, and its message made before that is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services import stage_frames
-from services.expected_step import ExpectedStep
+from services.known_step import KnownStep
 from services.steps import Forward, StepKind
 from services.tensors import WireTensor
 
@@ -26,8 +26,8 @@ def filled(dtype: str, shape: tuple[int, ...]) -> WireTensor:
     return replace(tensor, data=bytes(range(1, 1 + tensor.size_bytes)))
 
 
-def expected(forward: Forward = STEP) -> ExpectedStep:
-    found = ExpectedStep.of(forward, "bfloat16", 2, 24)
+def expected(forward: Forward = STEP) -> KnownStep:
+    found = KnownStep.of(forward, "bfloat16", (2, 24))
     assert found is not None
     return found
 
@@ -68,5 +68,10 @@ def test_what_is_no_step_is_not(size: int) -> None:
         assert one.read(memoryview(data)) is None
 
 
+def test_its_message_is_made_around_the_activation() -> None:
+    one, activation = expected(), filled("bfloat16", (2, 24))
+    assert b"".join((one.before, activation.data, one.behind)) == packet(STEP)
+
+
 def test_none_is_expected_that_could_not_be_found() -> None:
-    assert ExpectedStep.of(STEP, "bfloat16", 1, 4) is None
+    assert KnownStep.of(STEP, "bfloat16", (1, 4)) is None
