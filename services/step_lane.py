@@ -48,26 +48,27 @@ class StepLane:
         took: Callable[[Forward], None],
         failed: Callable[[FlashsplitError], None],
         *,
-        begun: Callable[[Forward], None] = lambda _: None,
+        begun: Callable[[Forward, bool], None] = lambda _, __: None,
         max_tensor_bytes: int = 0,
         max_feature_slices: int = 0,
     ) -> None:
-        """From any thread. took: called with every step; failed: instead of it, where one is malformed; begun: before
-        it, for a step that was expected and for one whose features are still to come. Its activation lasts only for
-        the call."""
+        """From any thread. took: called with every step; failed: instead of it, where one is malformed. begun: called
+        first of all, as soon as a step and its activation are there, which lasts only for the call; and whether that
+        is all of it, and `took` comes next."""
 
         def then(message: memoryview) -> None:
             expected, self._expected = self._expected, None
             forward, whole = None if expected is None else expected.read(message), True
             try:
                 if forward is not None:
-                    begun(forward)
+                    begun(forward, True)
                     forward = forward.kept()
                 else:
                     forward, whole = self._parse(message, max_tensor_bytes, max_feature_slices)
                     if not whole:
                         self._begun = forward
-                        begun(forward)
+                    if not forward.features:
+                        begun(forward, whole)
             except FlashsplitError as error:
                 failed(error)
             else:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import structlog
 import torch
@@ -31,6 +32,8 @@ from shard_worker.prefix_state import StateView
 from shard_worker.stage import Stage, StageState
 from shard_worker.step_checks import check_activation, check_rows, check_tensors
 from shard_worker.step_graph import StepOutput, StepRows
+
+T = TypeVar("T")
 
 log = structlog.get_logger()
 
@@ -83,11 +86,11 @@ class SessionWork:
         self._ledger = ledger
         limits = {"max_tensor_bytes": max_tensor_bytes, "max_feature_slices": max_feature_slices}
         if self._above is not None:
-            self._above.listen(
-                lambda step: self._came(self._begin, step), self._break, begun=self._begun_above, **limits
-            )
+            begun = functools.partial(self._guarded, self._let_go)
+            self._above.listen(lambda step: self._came(self._begin, step), self._break, begun=begun, **limits)
         if self._below is not None:
-            self._below.listen(lambda step: self._came(self._follow, step), self._break)
+            begun = functools.partial(self._guarded, self._let_go_behind)
+            self._below.listen(lambda step: self._came(self._follow, step), self._break, begun=begun)
 
     # --- on the event loop
 
@@ -208,7 +211,7 @@ class SessionWork:
             self._expect_activation(following)
             self._expect(following, self._rows_of(following))
         elif self._alone:
-            self._stage.let_go(state, self._rows_of(following), None)
+            self._stage.let_go(state, self._rows_of(following), None, certain=False)
             self._begun.append((following, self._thread.queue_step(self.decide, following)))
 
     def _compute(self, forward: Forward) -> tuple[StepOutput, Features]:
@@ -240,9 +243,9 @@ class SessionWork:
         """Behind what was asked for before."""
         self._thread.step_now(self._guarded, job, forward, time.monotonic_ns())
 
-    def _guarded(self, job: Callable[[Forward, int], None], forward: Forward, arrived_ns: int) -> None:
+    def _guarded(self, job: Callable[[Forward, T], None], forward: Forward, argument: T) -> None:
         try:
-            job(forward, arrived_ns)
+            job(forward, argument)
         except Exception as error:
             meant = device_error(error)
             if not isinstance(meant, FlashsplitError):
@@ -251,28 +254,36 @@ class SessionWork:
             self._break(meant)
             raise
 
-    def _begun_above(self, forward: Forward) -> None:
-        """A step's activation is here: the device need not wait for the rest, nor for what is done on the host."""
+    def _let_go(self, forward: Forward, whole: bool) -> None:
+        """All that the device needs of a step is here: it need not wait for the rest, nor for what the host does."""
         state = self._state
-        ours = state is not None and forward.step == self._step + 1 and forward.base_position == state.length
-        if state is None or not ours or state.pending or self._thread.busy:
+        if state is None or state.pending or forward.step != self._step + 1 or self._thread.busy:
             return
         if forward.kind not in (StepKind.DECODE, StepKind.VERIFY):
             return
         check_rows(forward, state.length, self._request, self._stage.config.vocab_size)
         check_activation(forward, self._stage)
-        assert forward.activation is not None
-        self._stage.let_go(state, self._rows_of(forward), memoryview(forward.activation.data))
+        activation = None if forward.activation is None else memoryview(forward.activation.data)
+        self._stage.let_go(state, self._rows_of(forward), activation, certain=whole)
 
-    def _follow(self, following: Forward, arrived_ns: int) -> None:
-        """The stages below have done with a step, and this one comes next."""
-        state, length = self.state(), following.base_position
+    def _let_go_behind(self, following: Forward, whole: bool) -> None:
+        """The same of a step that the stages below have begun."""
+        if self._above is None and not self._thread.busy:
+            self._count_to(self.state(), following.base_position)
+            self._let_go(following, whole)
+
+    def _count_to(self, state: StageState, length: int) -> None:
+        """Where rows are undecided, and the step that begins at `length` decides them."""
         if state.pending:
             if not state.length < length <= state.length + state.pending:
                 raise InvalidArgument(
                     f"base_position is {length} behind {state.pending} rows from {state.length}", field="base_position"
                 )
             self.count(self._step, length)
+
+    def _follow(self, following: Forward, arrived_ns: int) -> None:
+        """The stages below have done with a step, and this one comes next."""
+        self._count_to(self.state(), following.base_position)
         if self._above is None:
             self._begin(following, arrived_ns)
         elif not self._above.send(following):

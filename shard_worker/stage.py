@@ -183,11 +183,11 @@ class Stage:
             length = state.length + state.pending + rows
             runner.stand_by(state.caches[0], length, known=known, running=running)
 
-    def let_go(self, state: StageState, rows: StepRows, activation: memoryview | None) -> None:
+    def let_go(self, state: StageState, rows: StepRows, activation: memoryview | None, *, certain: bool) -> None:
         """Let a step of these rows that stands by begin before `step` is called for it, as `StepRunner.let_go` does."""
         runner = self.runners[0] if len(self.runners) == 1 else None
         if runner is not None:
-            runner.let_go(rows, activation, state.caches[0])
+            runner.let_go(rows, activation, state.caches[0], certain=certain)
 
     def stand_down(self) -> None:
         """Before anything else is done with the device."""

@@ -97,18 +97,17 @@ class StepRunner:
             self._last = variant
             return self._output(made, len(token_ids), features)
 
-    def let_go(self, rows: StepRows, activation: memoryview | None, caches: SegmentCaches) -> None:
+    def let_go(self, rows: StepRows, activation: memoryview | None, caches: SegmentCaches, *, certain: bool) -> None:
         """Let the step that stands by begin where it is that of these rows, before `run` is called for it.
 
-        Should `run` come for another step first, it was nothing. So only what can be done again is, and what was told
-        of already, for which the caller then calls `run` at once. activation: bytes of the rows from elsewhere, where
-        no embedding is here; other arguments as of `run`.
+        activation: bytes of the rows from elsewhere, where no embedding is here. certain: the next call of `run` is for
+        this step; otherwise it may be for another one, and only what can be done again is done.
         """
         standing = self._standing
         if standing is None or standing.caches is not caches:
             return
         variant = self._variant(rows)
-        if standing.rows != rows and variant.deferred != self._recurrent:
+        if not certain and variant.deferred != self._recurrent:
             return
         if self._let_go(variant, rows, activation, caches):
             with self._segment.device.current():

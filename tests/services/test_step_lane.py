@@ -45,7 +45,7 @@ class End:
         self._link, self.watcher = link, watcher
         self.lanes: dict[int, StepLane] = {}
         self.took: dict[int, list[Forward]] = {}
-        self.begun: list[Forward] = []
+        self.begun: list[tuple[Forward, bool]] = []
         self.failed: list[FlashsplitError] = []
 
     @property
@@ -57,7 +57,11 @@ class End:
         assert socket is not None
         lane = self.lanes[stream_id] = StepLane(self.link, socket, stream_id)
         took = self.took[stream_id] = []
-        lane.listen(took.append, self.failed.append, begun=self.begun.append, **limits)
+
+        def begun(step: Forward, whole: bool) -> None:
+            self.begun.append((step.kept(), whole))
+
+        lane.listen(took.append, self.failed.append, begun=begun, **limits)
 
     def send(self, forward: Forward, stream_id: int = 1, there: Callable[[], object] | None = None) -> bool:
         return self.watcher.call(lambda: self.lanes[stream_id].send(forward, there))
@@ -170,15 +174,15 @@ async def test_features_follow_in_a_packet_of_their_own(chain: Chain, size: int)
     assert chain.above.send(sent, there=there)
     assert await chain.below.next() == sent
     assert heard.is_set()
-    assert chain.below.begun == [replace(sent, features=())]
+    assert chain.below.begun == [(replace(sent, features=()), False)]
 
 
 async def test_without_features_nothing_is_waited_for(chain: Chain) -> None:
-    """There is no second packet then."""
+    """There is no second packet then, and all is there at once."""
     sent = step(100)
     assert chain.above.send(sent, there=lambda: pytest.fail("there is nothing to wait for"))
     assert await chain.below.next() == sent
-    assert chain.below.begun == []
+    assert chain.below.begun == [(sent, True)]
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -193,7 +197,7 @@ async def test_features_of_another_step_are_refused(chain: Chain, begun: bool) -
 
 
 async def test_a_step_that_was_expected_is_recognised(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without being parsed, once, and heard of at once; another one is parsed as ever."""
+    """Without being parsed, once; another one is parsed as ever. Either is heard of at once."""
     parsed: list[Forward] = []
     from_activation = stage_frames.from_activation
 
@@ -211,8 +215,7 @@ async def test_a_step_that_was_expected_is_recognised(chain: Chain, monkeypatch:
             assert chain.above.send(other)
             assert await chain.below.next() == other
     assert parsed == [sent[0], sent[2], sent[2]]
-    [begun] = chain.below.begun
-    assert replace(begun, activation=None) == replace(sent[0], activation=None)
+    assert chain.below.begun == [(one, True) for one in (sent[0], sent[0], sent[2], sent[2])]
 
 
 async def test_a_step_may_be_sent_as_it_was_prepared(chain: Chain) -> None:

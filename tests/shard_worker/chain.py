@@ -65,7 +65,10 @@ Script = Callable[[list[int]], Sequence[int]]
 
 
 class Lane:
-    """One end of a step lane between two stages of this process. carries: whether it takes a step."""
+    """One end of a step lane between two stages of this process. carries: whether it takes a step.
+
+    Stages hear of a step from the thread that sends it, and so not before it has all come.
+    """
 
     def __init__(self, carries: Callable[[Forward], bool]) -> None:
         self._carries = carries
@@ -80,7 +83,7 @@ class Lane:
         took: Callable[[Forward], None],
         failed: Callable[[FlashsplitError], None],
         *,
-        begun: Callable[[Forward], None] = lambda _: None,
+        begun: Callable[[Forward, bool], None] = lambda _, __: None,
         **_: int,
     ) -> None:
         self.took, self.failed, self.begun = took, failed, begun

@@ -286,7 +286,7 @@ def decoded(stage: Stage, *, ahead: bool) -> list[torch.Tensor]:
         assert output.on_host is not None
         found.append(output.on_host.wait().clone())
         if ahead and turn % 5 != 4:
-            stage.let_go(state, StepRows(at + 1, (tokens[at + 1],), False, False), None)
+            stage.let_go(state, StepRows(at + 1, (tokens[at + 1],), False, False), None, certain=False)
         if ahead and turn % 7 == 6:
             stage.step(other, tokens[turn : turn + 1], None, deferred=False)
         if ahead and turn % 11 == 10:
@@ -327,7 +327,7 @@ def verified(stage: Stage, *, early: bool) -> list[torch.Tensor]:
                 # Sometimes it knows its rows, sometimes others.
                 known = (None, asked, replace(asked, token_ids=(*block[1:], 0)))[turn % 5 % 3]
                 stage.stand_by(state, count, known=known)
-            stage.let_go(state, asked, bytes_of(hidden))
+            stage.let_go(state, asked, bytes_of(hidden), certain=turn % 3 == 0)
             assert (runner._gone is not None) == bool(turn)
             if turn % 3 == 1:
                 first = other.length
@@ -374,8 +374,8 @@ def told(stage: Stage, *, early: bool) -> list[torch.Tensor]:
             right = turn % 5 != 4
             stage.stand_by(state, 1, known=asked if right else replace(asked, token_ids=(tokens[at] + 1,)))
             if turn % 3:
-                stage.let_go(state, asked, bytes_of(hidden))
-                assert (runner._gone is not None) == (right or not runner._recurrent)
+                stage.let_go(state, asked, bytes_of(hidden), certain=turn % 4 != 3)
+                assert (runner._gone is not None) == (turn % 4 != 3 or not runner._recurrent)
         output = stage.step(state, tokens[at : at + 1], None, deferred=False, hidden=hidden)
         assert output.on_host is not None
         made.append(output.on_host.wait().clone())
