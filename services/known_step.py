@@ -1,49 +1,74 @@
-"""A step that is known but for its activation's bytes, before they are there: who sends it has its message ready, and
-who expects it recognises the message instead of parsing it.
+"""A step of which all is known but some bytes, before they are there: who sends it has its message ready, and who
+expects it recognises the message instead of parsing it.
 
-Both sides write the same message for the same step. Where they do not, the step is parsed as any other.
+The bytes are those of its activation, or of its tokens where it has none. Both sides write the same message for the
+same step; where they do not, it is parsed as any other.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from typing import Final
 
 from services import stage_frames as frames
 from services.steps import Forward
-from services.tensors import WireTensor
 
 _MARK_BYTES = 16
+_TOKEN: Final = "I"
+"""As tokens stand in a message, for `memoryview.cast`."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownStep:
-    """before, behind: what stands around the activation's bytes in the message."""
+    """before, behind: what stands around the unknown bytes in the message. forward: with others in their place."""
 
     forward: Forward
-    activation: WireTensor
     before: bytes
     behind: bytes
+    size: int
 
     @classmethod
-    def of(cls, forward: Forward, dtype: str, shape: tuple[int, ...]) -> KnownStep | None:
-        """None where the activation is too small to be found. forward: without features, and without its activation,
-        which has that element type and shape."""
-        empty = WireTensor(dtype, shape, b"")
-        if empty.size_bytes < _MARK_BYTES:
-            return None
-        mark = os.urandom(_MARK_BYTES)
-        marked = replace(empty, data=mark.ljust(empty.size_bytes, b"\0"))
-        [message] = frames.forward_to_messages(replace(forward, activation=marked))
+    def of(cls, forward: Forward) -> KnownStep | None:
+        """None where the bytes could not be found. forward: without features; what its unknown bytes are does not
+        matter, but for the number of tokens and the activation's type and shape."""
+        tensor = forward.activation
+        size = 4 * len(forward.token_ids) if tensor is None else tensor.size_bytes
+        mark = os.urandom(min(size, _MARK_BYTES))
+        marked = _with(forward, memoryview(mark.ljust(size, b"\0")))
+        [message] = frames.forward_to_messages(marked)
         text = message.SerializeToString()
+        if text.count(mark) != 1:
+            return None
         first = text.index(mark)
-        return cls(forward, empty, text[:first], text[first + empty.size_bytes :])
+        return cls(forward, text[:first], text[first + size :], size)
 
-    def read(self, message: memoryview) -> Forward | None:
-        """The step with the activation in this message, which it does not copy; None of another step's."""
+    def read(self, message: memoryview) -> memoryview | None:
+        """The unknown bytes in this step's message; None in another one."""
         first, last = len(self.before), len(message) - len(self.behind)
-        if last - first != self.activation.size_bytes:
+        if last - first != self.size or message[:first] != self.before or message[last:] != self.behind:
             return None
-        if message[:first] != self.before or message[last:] != self.behind:
-            return None
-        return replace(self.forward, activation=replace(self.activation, data=message[first:last]))
+        return message[first:last]
+
+    def whole(self, data: memoryview) -> Forward:
+        """The step with these bytes, of which it keeps a copy."""
+        return _with(self.forward, memoryview(bytes(data)))
+
+
+def token_bytes(token_ids: tuple[int, ...]) -> memoryview:
+    """As they stand in a message."""
+    tokens = memoryview(bytearray(4 * len(token_ids))).cast(_TOKEN)
+    for index, token in enumerate(token_ids):
+        tokens[index] = token
+    return tokens.cast("B")
+
+
+def tokens_of(data: memoryview) -> tuple[int, ...]:
+    """Of such bytes."""
+    return tuple(data.cast(_TOKEN))
+
+
+def _with(forward: Forward, data: memoryview) -> Forward:
+    if forward.activation is None:
+        return replace(forward, token_ids=tokens_of(data))
+    return replace(forward, activation=replace(forward.activation, data=data))

@@ -12,7 +12,7 @@ from dataclasses import replace
 from flashsplit.shard.v1 import shared_memory_pb2, stage_service_pb2 as pb
 from services import stage_frames as frames
 from services.errors import FlashsplitError, InvalidArgument
-from services.known_step import KnownStep
+from services.known_step import KnownStep, token_bytes
 from services.shared_memory.link import SharedLink
 from services.shared_memory.step_socket import StepSocket
 from services.steps import Forward
@@ -29,19 +29,20 @@ class StepLane:
         self._link, self._socket, self._stream_id = link, socket, stream_id
         self._sent: list[int] = []
         self._expected: KnownStep | None = None
+        self._known_came: Callable[[memoryview], None] = lambda _: None
         self._prepared: KnownStep | None = None
         self._begun: Forward | None = None
         """A step whose features are still to come."""
 
-    def expect(self, forward: Forward, dtype: str, hidden_size: int) -> None:
-        """This step comes next, in all likelihood, with an activation of that element type and nothing else."""
-        self._expected = KnownStep.of(forward, dtype, (len(forward.token_ids), hidden_size))
+    def expect(self, forward: Forward, came: Callable[[memoryview], None]) -> None:
+        """This step comes next, in all likelihood, but with an activation of other bytes, or with other tokens where it
+        has none. came: called first of all with those when it does; they last only for the call."""
+        self._expected, self._known_came = KnownStep.of(forward), came
 
     def prepare(self, forward: Forward) -> None:
-        """`send` will be called with this step when its activation's bytes are there, which need not be yet."""
-        activation = forward.activation
-        if activation is not None and not forward.features and activation.size_bytes < FROM_BYTES:
-            self._prepared = KnownStep.of(replace(forward, activation=None), activation.dtype, activation.shape)
+        """`send` will be called with this step, when its activation is there, or its tokens are where it has none."""
+        if not forward.features and (forward.activation is None or forward.activation.size_bytes < FROM_BYTES):
+            self._prepared = KnownStep.of(forward)
 
     def listen(
         self,
@@ -53,16 +54,16 @@ class StepLane:
         max_feature_slices: int = 0,
     ) -> None:
         """From any thread. took: called with every step; failed: instead of it, where one is malformed. begun: called
-        first of all, as soon as a step and its activation are there, which lasts only for the call; and whether that
-        is all of it, and `took` comes next."""
+        before, as soon as a step and its activation are there, with whether that is all of it and `took` comes next;
+        not for a step that was expected."""
 
         def then(message: memoryview) -> None:
             expected, self._expected = self._expected, None
-            forward, whole = None if expected is None else expected.read(message), True
+            data = None if expected is None else expected.read(message)
             try:
-                if forward is not None:
-                    begun(forward, True)
-                    forward = forward.kept()
+                if expected is not None and data is not None:
+                    self._known_came(data)
+                    forward, whole = expected.whole(data), True
                 else:
                     forward, whole = self._parse(message, max_tensor_bytes, max_feature_slices)
                     if not whole:
@@ -85,8 +86,9 @@ class StepLane:
         """
         prepared, self._prepared = self._prepared, None
         self._free()
-        if prepared is not None and forward.activation is not None and forward.step == prepared.forward.step:
-            data = memoryview(forward.activation.data).cast("B")
+        if prepared is not None and forward.step == prepared.forward.step:
+            tensor = forward.activation
+            data = token_bytes(forward.token_ids) if tensor is None else memoryview(tensor.data).cast("B")
             return self._socket.send(self._stream_id, prepared.before, data, prepared.behind)
         apart = there is not None and bool(forward.features)
         if not self._send(frames.forward_to_messages(forward, self, features=not apart)):

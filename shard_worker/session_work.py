@@ -14,14 +14,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol, TypeVar
+from dataclasses import replace
+from typing import Protocol
 
 import structlog
 import torch
 
 from services.errors import FailedPrecondition, FlashsplitError, InternalError, InvalidArgument
+from services.known_step import tokens_of
 from services.step_lane import StepLane
 from services.steps import Forward, Open, StepKind
+from services.tensors import WireTensor
 from shard_worker.deciding import Decider, Produced
 from shard_worker.dtypes import Leaving, dtype_to_name, over_wire
 from shard_worker.executor import DeviceThread, device_error
@@ -32,8 +35,6 @@ from shard_worker.prefix_state import StateView
 from shard_worker.stage import Stage, StageState
 from shard_worker.step_checks import check_activation, check_rows, check_tensors
 from shard_worker.step_graph import StepOutput, StepRows
-
-T = TypeVar("T")
 
 log = structlog.get_logger()
 
@@ -170,9 +171,13 @@ class SessionWork:
         assert self._decider is not None
 
         def meanwhile() -> None:
-            # With stages above that is done when the step's outcome is on its way to them.
-            if forward.more and self._alone and self._request.draft is None:
+            if not forward.more or self._request.draft is not None:
+                return
+            if self._alone:
+                # With stages above that is done when the step's outcome is on its way to them.
                 self._stand_by(1, running=True)
+            elif self._above is not None and (following := self._likely(forward)) is not None:
+                self._above.prepare(following)
 
         def then(token_ids: tuple[int, ...]) -> None:
             if not forward.propose_tokens:
@@ -207,9 +212,10 @@ class SessionWork:
         # Before the follower's rows come, and not before those above can begin with them.
         self.count(forward.step, length)
         if sent:
+            rows = self._rows_of(following)
             self._followed = forward.step
-            self._expect_activation(following)
-            self._expect(following, self._rows_of(following))
+            self._expect_activation(following, rows)
+            self._expect(following, rows)
         elif self._alone:
             self._stage.let_go(state, self._rows_of(following), None, certain=False)
             self._begun.append((following, self._thread.queue_step(self.decide, following)))
@@ -243,9 +249,9 @@ class SessionWork:
         """Behind what was asked for before."""
         self._thread.step_now(self._guarded, job, forward, time.monotonic_ns())
 
-    def _guarded(self, job: Callable[[Forward, T], None], forward: Forward, argument: T) -> None:
+    def _guarded(self, job: Callable[..., None], *args: object) -> None:
         try:
-            job(forward, argument)
+            job(*args)
         except Exception as error:
             meant = device_error(error)
             if not isinstance(meant, FlashsplitError):
@@ -266,6 +272,18 @@ class SessionWork:
         activation = None if forward.activation is None else memoryview(forward.activation.data)
         self._stage.let_go(state, self._rows_of(forward), activation, certain=whole)
 
+    def _let_go_known(self, rows: StepRows, activation: memoryview | None) -> None:
+        """The same of a step that was checked when it was expected."""
+        state = self._state
+        if state is not None and not state.pending and rows.base == state.length and not self._thread.busy:
+            self._stage.let_go(state, rows, activation, certain=True)
+
+    def _let_go_with(self, base: int, tokens: memoryview) -> None:
+        """The same of a step that was known but for its token."""
+        rows = StepRows(base, tokens_of(tokens), deferred=False, featured=False)
+        if max(rows.token_ids) < self._stage.config.vocab_size:
+            self._let_go_known(rows, None)
+
     def _let_go_behind(self, following: Forward, whole: bool) -> None:
         """The same of a step that the stages below have begun."""
         if self._above is None and not self._thread.busy:
@@ -283,13 +301,15 @@ class SessionWork:
 
     def _follow(self, following: Forward, arrived_ns: int) -> None:
         """The stages below have done with a step, and this one comes next."""
-        self._count_to(self.state(), following.base_position)
+        state = self.state()
+        self._count_to(state, following.base_position)
         if self._above is None:
             self._begin(following, arrived_ns)
         elif not self._above.send(following):
             raise FailedPrecondition("the socket for steps to the stage above is broken", reason="LANE_BROKEN")
         else:
-            self._expect_activation(following)
+            check_rows(following, state.length, self._request, self._stage.config.vocab_size)
+            self._expect_activation(following, self._rows_of(following))
 
     def _begin(self, forward: Forward, arrived_ns: int) -> None:
         state = self.state()
@@ -306,7 +326,7 @@ class SessionWork:
             return
         passing = self.launch(forward)
         passed, leaving = passing.announced(), passing.leaving
-        if self._below is not None:
+        if self._below is not None and not leaving.there:
             self._below.prepare(passed)
         leaving.wait_first()
         # Before its answer can come; the event loop wakes up behind it.
@@ -315,6 +335,7 @@ class SessionWork:
             leaving.wait()
             self._put_down("unsent", passing.kept(passed))
         elif passed.more:
+            self._expect_token(passed)
             self._expect(passed)
         self._call_ledger()
 
@@ -325,10 +346,25 @@ class SessionWork:
             # Without a block to guess a draft would take the step's features meanwhile.
             self._thread.queue_step(self._stand_by, len(forward.token_ids), known)
 
-    def _expect_activation(self, following: Forward) -> None:
+    def _expect_activation(self, following: Forward, rows: StepRows) -> None:
         """A step that was sent up the chain comes down again, with an activation; with features too for a draft."""
         if self._above is not None and self._request.draft is None:
-            self._above.expect(following, dtype_to_name(self._stage.dtype), self._stage.config.hidden_size)
+            shape = (len(rows.token_ids), self._stage.config.hidden_size)
+            expected = replace(following, activation=WireTensor(dtype_to_name(self._stage.dtype), shape, b""))
+            self._above.expect(expected, functools.partial(self._guarded, self._let_go_known, rows))
+
+    def _expect_token(self, passed: Forward) -> None:
+        """The first stage's next step comes up the chain, with the token that this one will produce."""
+        if self._above is not None or self._below is None or self._request.draft is not None:
+            return
+        if passed.kind is StepKind.DECODE and (following := self._likely(passed)) is not None:
+            came = functools.partial(self._guarded, self._let_go_with, following.base_position)
+            self._below.expect(following, came)
+
+    def _likely(self, forward: Forward) -> Forward | None:
+        """What follows a step whose rows all count, if something does, but with a token of no meaning."""
+        length = forward.base_position + len(forward.token_ids)
+        return follower(forward, length, (-1,), (), self._request)
 
     @property
     def _expects(self) -> bool:

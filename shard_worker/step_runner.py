@@ -106,7 +106,7 @@ class StepRunner:
         standing = self._standing
         if standing is None or standing.caches is not caches:
             return
-        variant = self._variant(rows)
+        variant = standing.variant if standing.rows is rows else self._variant(rows)
         if not certain and variant.deferred != self._recurrent:
             return
         if self._let_go(variant, rows, activation, caches):
@@ -126,7 +126,7 @@ class StepRunner:
         standing = self._standing
         if standing is None or standing.variant != variant:
             return False
-        if standing.caches is not caches or standing.rows != rows:
+        if standing.caches is not caches or (standing.rows is not rows and standing.rows != rows):
             if not caches.has_room(rows.base + len(rows.token_ids)):
                 return False
             if standing.caches is not caches:

@@ -12,6 +12,7 @@ import ctypes
 import torch
 
 from shard_worker.device import Device, build_vendor
+from shard_worker.dtypes import bytes_of
 
 _AT_LEAST = 0
 _DRIVER = "libcuda.so.1"
@@ -23,7 +24,7 @@ class StreamGate:
     def __init__(self, device: Device, wait: ctypes._NamedFuncPointer) -> None:
         self._device, self._wait = device, wait
         self._passed = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        self._number = self._passed.numpy()
+        self._number = bytes_of(self._passed).cast("i")
         self._shut = 0
 
     @classmethod

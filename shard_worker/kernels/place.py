@@ -12,6 +12,7 @@ import triton.language as tl
 
 from shard_worker.attention_cache import AttentionCache
 from shard_worker.caches import RecurrentCache
+from shard_worker.dtypes import bytes_of
 
 BASE, ROWS = tl.constexpr(0), tl.constexpr(1)
 """The first row's position; how many rows there are in truth."""
@@ -38,6 +39,8 @@ class Place:
         self.tensor = torch.zeros(shape, dtype=torch.int64, device=device)
         self._host = torch.zeros(shape, dtype=torch.int64, pin_memory=device.type != "cpu")
         self._numbers = self._host.numpy()
+        # A store is all that lies between a number and a device that waits for it.
+        self._words = bytes_of(self._host).cast("q")
         self.done = torch.cuda.Event() if device.type != "cpu" else None
         """Recorded behind the last launch."""
 
@@ -64,11 +67,10 @@ class Place:
 
     def move(self, base: int, rows: int, *, copy: int = 0, token_ids: Sequence[int] = ()) -> None:
         """Where a step stands, for the session that was filled in, behind `wait`. Arguments as of `fill`."""
-        numbers = self._numbers[copy]
-        numbers[:2] = base, rows
-        if token_ids:
-            first = FIRST_TOKEN.value
-            numbers[first : first + len(token_ids)] = token_ids
+        words, at = self._words, copy * self._host.shape[1]
+        words[at], words[at + 1] = base, rows
+        for word, token in enumerate(token_ids, at + FIRST_TOKEN.value):
+            words[word] = token
 
     def send(self) -> None:
         """Queue the copy to the device; in a captured graph this is its first node."""

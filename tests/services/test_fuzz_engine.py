@@ -239,7 +239,7 @@ SAMPLINGS = [
 @pytest.mark.parametrize("number", range(len(SAMPLINGS)))
 async def test_stage_frames_on_a_chain(number: int, engine: Engine, dial: Dial) -> None:
     """Random streams to the first of two real stages blame the caller, and leave both and the draft in order."""
-    streams = RandomStreams(f"chain {number}", stage_pb.RunStageRequest, hints(engine))
+    streams = RandomStreams(f"random chain {number}", stage_pb.RunStageRequest, hints(engine))
     opening = replace(engine.opening, sampling=SAMPLINGS[number])
     channel = await dial(engine.first)
     await batter(channel, RUN_STAGE, streams, stage_frames(opening, STEPS), 200)

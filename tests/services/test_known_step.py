@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services import stage_frames
-from services.known_step import KnownStep
+from services.known_step import KnownStep, token_bytes, tokens_of
 from services.steps import Forward, StepKind
 from services.tensors import WireTensor
 
@@ -27,13 +27,32 @@ def filled(dtype: str, shape: tuple[int, ...]) -> WireTensor:
 
 
 def expected(forward: Forward = STEP) -> KnownStep:
-    found = KnownStep.of(forward, "bfloat16", (2, 24))
+    found = KnownStep.of(replace(forward, activation=WireTensor("bfloat16", (2, 24), b"")))
     assert found is not None
     return found
 
 
 def test_it_is_read_with_its_activation() -> None:
-    assert expected().read(memoryview(packet(STEP))) == replace(STEP, activation=filled("bfloat16", (2, 24)))
+    data = expected().read(memoryview(packet(STEP)))
+    assert data == filled("bfloat16", (2, 24)).data
+    assert expected().whole(data) == replace(STEP, activation=filled("bfloat16", (2, 24)))
+
+
+@pytest.mark.parametrize("tokens", [(0,), (151_935,), (2**32 - 1,), (7, 300)])
+def test_or_with_its_tokens_where_it_has_no_activation(tokens: tuple[int, ...]) -> None:
+    sent = replace(STEP, token_ids=tokens)
+    one = KnownStep.of(replace(STEP, token_ids=(-1,) * len(tokens)))
+    assert one is not None
+    [message] = stage_frames.forward_to_messages(sent)
+    text = message.SerializeToString()
+    assert b"".join((one.before, token_bytes(tokens), one.behind)) == text
+    data = one.read(memoryview(text))
+    assert data is not None
+    assert tokens_of(data) == tokens
+    assert one.whole(data) == sent
+    for other in (replace(sent, token_ids=(*tokens, 1)), replace(sent, step=301), replace(sent, more=0)):
+        [message] = stage_frames.forward_to_messages(other)
+        assert one.read(memoryview(message.SerializeToString())) is None
 
 
 @pytest.mark.parametrize(
@@ -74,4 +93,4 @@ def test_its_message_is_made_around_the_activation() -> None:
 
 
 def test_none_is_expected_that_could_not_be_found() -> None:
-    assert KnownStep.of(STEP, "bfloat16", (1, 4)) is None
+    assert KnownStep.of(replace(STEP, activation=WireTensor("bfloat16", (0, 4), b""))) is None

@@ -17,6 +17,7 @@ import pytest
 from flashsplit.shard.v1 import stage_pb2, stage_service_pb2 as pb
 from services import stage_frames
 from services.errors import FlashsplitError, InvalidArgument
+from services.known_step import tokens_of
 from services.shared_memory.link import PIECE_BYTES, RING_BYTES, SEGMENT_BYTES, SharedLink, SharedLinks
 from services.shared_memory.service import ClientLink, SharedMemoryServicer, open_link
 from services.step_lane import FROM_BYTES, StepLane
@@ -197,7 +198,7 @@ async def test_features_of_another_step_are_refused(chain: Chain, begun: bool) -
 
 
 async def test_a_step_that_was_expected_is_recognised(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without being parsed, once; another one is parsed as ever. Either is heard of at once."""
+    """Without being parsed, once, and its activation is heard of first; another one is parsed as ever."""
     parsed: list[Forward] = []
     from_activation = stage_frames.from_activation
 
@@ -208,14 +209,27 @@ async def test_a_step_that_was_expected_is_recognised(chain: Chain, monkeypatch:
     monkeypatch.setattr(stage_frames, "from_activation", parse)
     rows = [WireTensor("float16", (2, 40), os.urandom(160)) for _ in range(3)]
     sent = [Forward(7 + n, 19 + n, (3, 400), StepKind.VERIFY, 5, one, more=9) for n, one in enumerate(rows)]
-    lane = chain.below.lanes[1]
+    lane, came = chain.below.lanes[1], list[bytes]()
     for one, other in ((sent[0], sent[0]), (sent[1], sent[2])):
-        chain.below.watcher.call(lambda one=one: lane.expect(replace(one, activation=None), "float16", 40))
+        expected = replace(one, activation=WireTensor("float16", (2, 40), b""))
+        chain.below.watcher.call(lambda expected=expected: lane.expect(expected, lambda data: came.append(bytes(data))))
         for _ in range(2):
             assert chain.above.send(other)
             assert await chain.below.next() == other
     assert parsed == [sent[0], sent[2], sent[2]]
-    assert chain.below.begun == [(one, True) for one in (sent[0], sent[0], sent[2], sent[2])]
+    assert came == [rows[0].data]
+    assert chain.below.begun == [(one, True) for one in (sent[0], sent[2], sent[2])]
+
+
+async def test_a_step_that_was_expected_but_for_its_tokens(chain: Chain) -> None:
+    lane, came = chain.above.lanes[1], list[tuple[int, ...]]()
+    chain.above.watcher.call(lambda: lane.expect(NEXT, lambda data: came.append(tokens_of(data))))
+    sent = replace(NEXT, token_ids=(151_000, 3))
+    for _ in range(2):
+        chain.below.watcher.call(lambda: chain.below.lanes[1].prepare(NEXT))
+        assert chain.below.send(sent)
+        assert await chain.above.next() == sent
+    assert came == [sent.token_ids]
 
 
 async def test_a_step_may_be_sent_as_it_was_prepared(chain: Chain) -> None:

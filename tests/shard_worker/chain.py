@@ -35,7 +35,6 @@ from services.steps import (
     SnapshotSaved,
     StepKind,
 )
-from services.tensors import ITEM_BYTES, WireTensor
 from services.worker import FeatureCapture, LoadDraft, LoadTarget
 from shard_worker.device import parse_devices
 from shard_worker.executor import DeviceThread
@@ -76,7 +75,6 @@ class Lane:
         self.carried: list[Forward] = []
         self.took: Callable[[Forward], None] = lambda _: None
         self.expected: list[Forward] = []
-        self.prepared: list[Forward] = []
 
     def listen(
         self,
@@ -88,14 +86,11 @@ class Lane:
     ) -> None:
         self.took, self.failed, self.begun = took, failed, begun
 
-    def expect(self, forward: Forward, dtype: str, hidden_size: int) -> None:
-        data = bytes(len(forward.token_ids) * hidden_size * ITEM_BYTES[dtype])
-        self.expected.append(
-            replace(forward, activation=WireTensor(dtype, (len(forward.token_ids), hidden_size), data))
-        )
+    def expect(self, forward: Forward, came: Callable[[memoryview], None]) -> None:
+        self.expected.append(forward)
 
     def prepare(self, forward: Forward) -> None:
-        self.prepared.append(forward)
+        raise AssertionError("on the CPU a step is there at once")
 
     def send(self, forward: Forward, there: Callable[[], object] | None = None) -> bool:
         assert there is None, "on the CPU a step is there at once"

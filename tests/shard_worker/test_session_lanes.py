@@ -91,7 +91,11 @@ async def test_the_same_steps(made: Callable[..., Chain], name: str, drafted: bo
                 # All of these were known before they came, but for the numbers in their activations.
                 for own, told in one.directory.lanes:
                     assert [shape(step) for step in told.expected[:10]] == [shape(step) for step in own.carried[:10]]
-                    assert own.prepared == own.carried
+                # And at the first stage all but a frame's first one but for their tokens.
+                [(own, told)] = [lane for lane in one.directory.lanes if lane[0].expected]
+                came = [replace(step, token_ids=(-1,)) for step in told.carried]
+                assert [step for step in came if step in own.expected] == own.expected
+                assert len(own.expected) >= 9
             assert all(len(told.carried) == 12 for _, told in one.directory.lanes)
 
 
