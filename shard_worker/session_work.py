@@ -77,6 +77,8 @@ class SessionWork:
         self._ledger: Ledger | None = None
         self._step = -1
         """The last one that was computed."""
+        self._expected_rows = 0
+        """Of the step behind it, where one will come past the event loop."""
         self._followed = -1
         """The last one whose follower was sent up the chain."""
         self._begun: deque[tuple[Forward, Future[Produced]]] = deque()
@@ -197,6 +199,12 @@ class SessionWork:
         if state is not None and state.pending and step == self._step:
             self._stage.commit(state, length)
 
+    def counted(self, step: int, length: int) -> None:
+        """The same, ahead of the step behind it: recurrent layers could not stand by for that before."""
+        self.count(step, length)
+        if step == self._step and self._expected_rows:
+            self._stand_by(self._expected_rows)
+
     def go_on(self, forward: Forward, token_ids: tuple[int, ...], guesses: tuple[int, ...]) -> None:
         """Begin what follows by itself, where that can be done from here: on an only stage, which will be asked for it
         when the event loop has heard of this one, or through the lane to the stages above."""
@@ -222,7 +230,7 @@ class SessionWork:
 
     def _compute(self, forward: Forward) -> tuple[StepOutput, Features]:
         state, features = self.state(), Features()
-        self._step = forward.step
+        self._step, self._expected_rows = forward.step, 0
         if forward.kind is StepKind.RESUME:
             # Nothing to compute: the state is there, and the last stage has the logits.
             return StepOutput(torch.empty(0, self._stage.config.hidden_size, dtype=self._stage.dtype)), features
@@ -344,7 +352,8 @@ class SessionWork:
         this one."""
         if self._request.draft is None or forward.propose_tokens:
             # Without a block to guess a draft would take the step's features meanwhile.
-            self._thread.queue_step(self._stand_by, len(forward.token_ids), known)
+            self._expected_rows = len(forward.token_ids)
+            self._thread.queue_step(self._stand_by, self._expected_rows, known)
 
     def _expect_activation(self, following: Forward, rows: StepRows) -> None:
         """A step that was sent up the chain comes down again, with an activation; with features too for a draft."""

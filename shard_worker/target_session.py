@@ -394,7 +394,7 @@ class TargetSession:
         flight = answered(self._unanswered.popleft() if self._unanswered else None, commit)
         if flight.kind is StepKind.VERIFY and not self._closed:
             self._length = commit.length
-            self._thread.queue_step(self._work.count, commit.step, commit.length)
+            self._thread.queue_step(self._work.counted, commit.step, commit.length)
         elapsed_ns = time.monotonic_ns() - flight.arrived_ns
         own = StageTiming(flight.forward_ns, elapsed_ns, flight.passed_bytes)
         return replace(commit, timings=(own, *commit.timings))

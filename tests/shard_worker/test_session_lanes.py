@@ -244,7 +244,8 @@ async def test_a_stage_that_waits_is_told_what_to_expect(
     await run(one, drafted=drafted)
     assert {first for first, _ in asked} == {0, 1}
     assert {rows for _, rows in asked} == ({BLOCK} if drafted else {1})
-    assert len(asked) <= 2 * 12
+    # A stage that counts a block of guesses when it hears of that stands by then, if it does not yet.
+    assert len(asked) <= (3 if drafted else 2) * 12
     carried = [step for lane in one.directory.lanes for step in lane[1].carried]
     sent = [StepRows(step.base_position, step.token_ids, drafted, drafted) for step in carried]
     assert told
