@@ -14,6 +14,7 @@ from services import stage_frames as frames
 from services.errors import FlashsplitError, InvalidArgument
 from services.known_step import KnownStep, token_bytes
 from services.shared_memory.link import SharedLink
+from services.shared_memory.ring import Payload
 from services.shared_memory.step_socket import StepSocket
 from services.steps import Forward
 from services.tensors import IncomingTensor, WireTensor
@@ -30,19 +31,33 @@ class StepLane:
         self._sent: list[int] = []
         self._expected: KnownStep | None = None
         self._known_came: Callable[[memoryview], None] = lambda _: None
-        self._prepared: KnownStep | None = None
+        self._prepared: tuple[KnownStep, Payload | None] | None = None
         self._begun: Forward | None = None
         """A step whose features are still to come."""
 
-    def expect(self, forward: Forward, came: Callable[[memoryview], None]) -> None:
+    def expect(self, forward: Forward, came: Callable[[memoryview], None], *, features_follow: bool = False) -> None:
         """This step comes next, in all likelihood, but with an activation of other bytes, or with other tokens where it
         has none. came: called first of all with those when it does; they last only for the call."""
-        self._expected, self._known_came = KnownStep.of(forward), came
+        payload = None
+        if forward.activation is not None and forward.activation.size_bytes >= FROM_BYTES:
+            # All of them are as long.
+            payload = self._link.name(Payload(1, 1, forward.activation.size_bytes))
+        self._expected = KnownStep.of(forward, features_follow=features_follow, payload=payload)
+        self._known_came = came
 
     def prepare(self, forward: Forward) -> None:
-        """`send` will be called with this step, when its activation is there, or its tokens are where it has none."""
-        if not forward.features and (forward.activation is None or forward.activation.size_bytes < FROM_BYTES):
-            self._prepared = KnownStep.of(forward)
+        """`send` will be called with this step when its activation is there, or its tokens are where it has none, and
+        with a wait for its features."""
+        payload = message = None
+        self._free()
+        if forward.activation is not None and forward.activation.size_bytes >= FROM_BYTES:
+            payload = self._link.reserve_step(forward.activation.size_bytes)
+            if payload is None:
+                return
+            self._sent.append(payload.sequence)
+            message = self._link.name(payload)
+        known = KnownStep.of(forward, features_follow=bool(forward.features), payload=message)
+        self._prepared = None if known is None else (known, payload)
 
     def listen(
         self,
@@ -62,14 +77,16 @@ class StepLane:
             data = None if expected is None else expected.read(message)
             try:
                 if expected is not None and data is not None:
+                    if expected.shared:
+                        data = self._payload(data, expected.forward)
                     self._known_came(data)
-                    forward, whole = expected.whole(data), True
+                    forward, whole = expected.whole(data), not expected.features_follow
                 else:
                     forward, whole = self._parse(message, max_tensor_bytes, max_feature_slices)
-                    if not whole:
-                        self._begun = forward
                     if not forward.features:
                         begun(forward, whole)
+                if not whole:
+                    self._begun = forward
             except FlashsplitError as error:
                 failed(error)
             else:
@@ -85,19 +102,28 @@ class StepLane:
         there: waits for the features, which then follow in a packet of their own; the activation is there already.
         """
         prepared, self._prepared = self._prepared, None
-        self._free()
-        if prepared is not None and forward.step == prepared.forward.step:
-            tensor = forward.activation
-            data = token_bytes(forward.token_ids) if tensor is None else memoryview(tensor.data).cast("B")
-            return self._socket.send(self._stream_id, prepared.before, data, prepared.behind)
         apart = there is not None and bool(forward.features)
-        if not self._send(frames.forward_to_messages(forward, self, features=not apart)):
+        if prepared is not None and prepared[0].is_for(forward, features_follow=apart):
+            sent = self._send_prepared(*prepared, forward)
+        else:
+            self._free()
+            sent = self._send(frames.forward_to_messages(forward, self, features=not apart))
+        if not sent:
             self._free()
             return False
         if there is not None and apart:
             there()
             return self._send(frames.features_to_messages(forward, self))
         return True
+
+    def _send_prepared(self, known: KnownStep, payload: Payload | None, forward: Forward) -> bool:
+        tensor = forward.activation
+        data = token_bytes(forward.token_ids) if tensor is None else memoryview(tensor.data).cast("B")
+        if payload is not None:
+            if not self._link.write_step(payload, data):
+                return False
+            data = memoryview(self._link.name(payload).SerializeToString())
+        return self._socket.send(self._stream_id, known.before, data, known.behind)
 
     def _send(self, messages: Iterator[pb.RunStageRequest]) -> bool:
         """Whether they were one, and it was sent."""
@@ -125,12 +151,23 @@ class StepLane:
 
     # ---
 
+    def _payload(self, name: memoryview, forward: Forward) -> memoryview:
+        """The activation of an expected step, which lies under that name."""
+        assert forward.activation is not None
+        message, data = shared_memory_pb2.SharedPayload(), bytearray()
+        _parse_into(message, name)
+        if message.size_bytes != forward.activation.size_bytes:
+            raise InvalidArgument(
+                f"shared.size_bytes is {message.size_bytes}; the activation takes {forward.activation.size_bytes}",
+                field="shared.size_bytes",
+            )
+        self.take(message, data)
+        return memoryview(data)
+
     def _parse(self, message: memoryview, max_tensor_bytes: int, max_feature_slices: int) -> tuple[Forward, bool]:
         """And whether it is whole."""
-        try:
-            request = pb.RunStageRequest.FromString(bytes(message))
-        except Exception as error:
-            raise InvalidArgument("a step could not be parsed", reason="GARBLED") from error
+        request = pb.RunStageRequest()
+        _parse_into(request, message)
         match request.WhichOneof("frame"):
             case "forward_from_tokens":
                 return frames.from_tokens(request.forward_from_tokens), True
@@ -152,6 +189,13 @@ class StepLane:
         for sequence in self._sent:
             self._link.release_step(sequence)
         self._sent.clear()
+
+
+def _parse_into(message: pb.RunStageRequest | shared_memory_pb2.SharedPayload, data: memoryview) -> None:
+    try:
+        message.ParseFromString(bytes(data))
+    except Exception as error:
+        raise InvalidArgument("a step could not be parsed", reason="GARBLED") from error
 
 
 def _whole(incoming: Sequence[IncomingTensor]) -> list[WireTensor]:

@@ -257,9 +257,9 @@ class SessionWork:
         """Behind what was asked for before."""
         self._thread.step_now(self._guarded, job, forward, time.monotonic_ns())
 
-    def _guarded(self, job: Callable[..., None], *args: object) -> None:
+    def _guarded(self, job: Callable[..., None], *args: object, **options: object) -> None:
         try:
-            job(*args)
+            job(*args, **options)
         except Exception as error:
             meant = device_error(error)
             if not isinstance(meant, FlashsplitError):
@@ -280,11 +280,11 @@ class SessionWork:
         activation = None if forward.activation is None else memoryview(forward.activation.data)
         self._stage.let_go(state, self._rows_of(forward), activation, certain=whole)
 
-    def _let_go_known(self, rows: StepRows, activation: memoryview | None) -> None:
+    def _let_go_known(self, rows: StepRows, activation: memoryview | None, *, certain: bool = True) -> None:
         """The same of a step that was checked when it was expected."""
         state = self._state
         if state is not None and not state.pending and rows.base == state.length and not self._thread.busy:
-            self._stage.let_go(state, rows, activation, certain=True)
+            self._stage.let_go(state, rows, activation, certain=certain)
 
     def _let_go_with(self, base: int, tokens: memoryview) -> None:
         """The same of a step that was known but for its token."""
@@ -334,7 +334,7 @@ class SessionWork:
             return
         passing = self.launch(forward)
         passed, leaving = passing.announced(), passing.leaving
-        if self._below is not None and not leaving.there:
+        if self._below is not None and leaving.lent:
             self._below.prepare(passed)
         leaving.wait_first()
         # Before its answer can come; the event loop wakes up behind it.
@@ -356,11 +356,13 @@ class SessionWork:
             self._thread.queue_step(self._stand_by, self._expected_rows, known)
 
     def _expect_activation(self, following: Forward, rows: StepRows) -> None:
-        """A step that was sent up the chain comes down again, with an activation; with features too for a draft."""
-        if self._above is not None and self._request.draft is None:
+        """A step that was sent up the chain comes down again, with an activation; for a draft with features behind."""
+        if self._above is not None:
             shape = (len(rows.token_ids), self._stage.config.hidden_size)
             expected = replace(following, activation=WireTensor(dtype_to_name(self._stage.dtype), shape, b""))
-            self._above.expect(expected, functools.partial(self._guarded, self._let_go_known, rows))
+            follow = bool(self._captures)
+            came = functools.partial(self._guarded, self._let_go_known, rows, certain=not follow)
+            self._above.expect(expected, came, features_follow=follow)
 
     def _expect_token(self, passed: Forward) -> None:
         """The first stage's next step comes up the chain, with the token that this one will produce."""

@@ -152,11 +152,22 @@ class SharedLink:
             self._due.set()
 
     def put_step(self, data: memoryview) -> Payload | None:
-        """As `put`, and the next two as `release` and `take`, on the thread of steps; nothing is confirmed."""
+        """As `put`, and the next ones as `release` and `take`, on the thread of steps; nothing is confirmed."""
+        payload = self.reserve_step(len(data))
+        return payload if payload is not None and self.write_step(payload, data) else None
+
+    def reserve_step(self, size: int) -> Payload | None:
+        """Room for a payload of so many bytes; None where there is none."""
+        return None if self.closed else self._step_ring.reserve(size)
+
+    def write_step(self, payload: Payload, data: memoryview) -> bool:
+        """Into that room; whether it could be."""
         with contextlib.suppress(ValueError):
             # The event loop may unmap it meanwhile.
-            return None if self.closed else self._step_ring.put(data)
-        return None
+            if not self.closed:
+                self._step_ring.write(payload, data)
+                return True
+        return False
 
     def release_step(self, sequence: int) -> None:
         self._step_ring.release(sequence)

@@ -45,17 +45,27 @@ class RingWriter:
 
     def put(self, data: memoryview) -> Payload | None:
         """Copy bytes in; None while there is no room. Room comes back by `release`."""
-        start = self._room(_aligned(_ALIGN + len(data)))
+        payload = self.reserve(len(data))
+        if payload is not None:
+            self.write(payload, data)
+        return payload
+
+    def reserve(self, size: int) -> Payload | None:
+        """Room for so many bytes, which `write` brings; as `put` else."""
+        start = self._room(_aligned(_ALIGN + size))
         if start is None:
             return None
         self._sequence += 1
         offset = start + _ALIGN
-        block = _Block(self._sequence, start, _aligned(offset + len(data)))
+        block = _Block(self._sequence, start, _aligned(offset + size))
         self._blocks.append(block)
         self._by_sequence[block.sequence] = block
-        self._view[offset : offset + len(data)] = data
-        HEADER.pack_into(self._view, start, block.sequence, len(data))
-        return Payload(block.sequence, offset, len(data))
+        return Payload(block.sequence, offset, size)
+
+    def write(self, payload: Payload, data: memoryview) -> None:
+        """Into room that was reserved for so many bytes, and not released since."""
+        self._view[payload.offset : payload.offset + payload.size_bytes] = data
+        HEADER.pack_into(self._view, payload.offset - _ALIGN, payload.sequence, payload.size_bytes)
 
     def release(self, sequence: int) -> None:
         """Take room back; numbers that were never given out, or are back already, are passed over."""

@@ -17,7 +17,7 @@ import pytest
 from flashsplit.shard.v1 import stage_pb2, stage_service_pb2 as pb
 from services import stage_frames
 from services.errors import FlashsplitError, InvalidArgument
-from services.known_step import tokens_of
+from services.known_step import KnownStep, tokens_of
 from services.shared_memory.link import PIECE_BYTES, RING_BYTES, SEGMENT_BYTES, SharedLink, SharedLinks
 from services.shared_memory.service import ClientLink, SharedMemoryServicer, open_link
 from services.step_lane import FROM_BYTES, StepLane
@@ -244,6 +244,46 @@ async def test_a_step_may_be_sent_as_it_was_prepared(chain: Chain) -> None:
         for _ in range(2):
             assert chain.above.send(sent)
             assert await chain.below.next() == sent
+
+
+@pytest.mark.parametrize("features", [(), (60,), (FROM_BYTES,)])
+@pytest.mark.parametrize("size", [160, FROM_BYTES, 3 * FROM_BYTES])
+async def test_a_step_that_was_prepared_and_expected(chain: Chain, size: int, features: tuple[int, ...]) -> None:
+    """Its activation, in the message or beside it, comes first of all; its features behind, and all of it is taken."""
+    above, below, came = chain.above.lanes[1], chain.below.lanes[1], list[bytes]()
+    for number in range(40):
+        sent = step(size, *features, number=number)
+        assert sent.activation is not None
+        expected = replace(sent, features=(), activation=replace(sent.activation, data=b""))
+        chain.below.watcher.call(
+            lambda expected=expected: below.expect(
+                expected, lambda data: came.append(bytes(data)), features_follow=bool(features)
+            )
+        )
+        chain.above.watcher.call(lambda sent=sent: above.prepare(sent))
+        assert chain.above.send(sent, there=lambda number=number: time.sleep(0.001 * (number % 2)))
+        assert await chain.below.next() == sent
+        assert came == [sent.activation.data]
+        came.clear()
+    assert chain.below.begun == []
+
+
+@pytest.mark.parametrize("wrong", [{"size_bytes": FROM_BYTES + 2}, {"sequence": 9}, {"offset": 2**40}, None])
+async def test_an_expected_activation_that_is_not_there(chain: Chain, wrong: dict[str, int] | None) -> None:
+    """Under the name that the message gives it: refused, not read."""
+    sent = step(FROM_BYTES)
+    lane, came = chain.below.lanes[1], list[bytes]()
+    chain.below.watcher.call(lambda: lane.expect(sent, lambda data: came.append(bytes(data))))
+    shared = chain.above.watcher.call(lambda: chain.above.lanes[1].put(memoryview(bytes(FROM_BYTES))))
+    known = KnownStep.of(sent, payload=shared)
+    assert known is not None
+    name = b"\xff" * known.size
+    if wrong is not None:
+        _change(shared, wrong)
+        name = shared.SerializeToString()
+    assert chain.above.send_raw(known.before + name + known.behind)
+    assert isinstance(await chain.refusal(), InvalidArgument)
+    assert came == []
 
 
 async def test_room_comes_back(chain: Chain) -> None:

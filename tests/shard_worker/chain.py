@@ -86,7 +86,7 @@ class Lane:
     ) -> None:
         self.took, self.failed, self.begun = took, failed, begun
 
-    def expect(self, forward: Forward, came: Callable[[memoryview], None]) -> None:
+    def expect(self, forward: Forward, came: Callable[[memoryview], None], *, features_follow: bool = False) -> None:
         self.expected.append(forward)
 
     def prepare(self, forward: Forward) -> None:
