@@ -29,3 +29,10 @@ def follower(
         step.propose_tokens,
         more=step.more - 1,
     )
+
+
+def likely_follower(step: Forward, request: Open) -> Forward | None:
+    """The step behind one whose rows all count, before its token is known: with one of no meaning in its place. None
+    where there will be none whatever the token is."""
+    length = step.base_position + len(step.token_ids)
+    return follower(step, length, (-1,), (), request)

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Protocol
 
 import structlog
 import torch
@@ -29,7 +28,8 @@ from shard_worker.deciding import Decider, Produced
 from shard_worker.dtypes import Leaving, dtype_to_name, over_wire
 from shard_worker.executor import DeviceThread, device_error
 from shard_worker.features import Features
-from shard_worker.follower import follower
+from shard_worker.follower import follower, likely_follower
+from shard_worker.ledger import Ledger
 from shard_worker.passing import Passing
 from shard_worker.prefix_state import StateView
 from shard_worker.stage import Stage, StageState
@@ -37,22 +37,6 @@ from shard_worker.step_checks import check_activation, check_rows, check_tensors
 from shard_worker.step_graph import StepOutput, StepRows
 
 log = structlog.get_logger()
-
-
-class Ledger(Protocol):
-    """Who keeps count of a session's steps on the event loop."""
-
-    def passed_on(self, passed: Forward, arrived_ns: int, forward_ns: int) -> None:
-        """A step came, was computed here, and goes on to the next stage."""
-
-    def unsent(self, passed: Forward) -> None:
-        """That step could not be sent: it has to go the other way."""
-
-    def decided(self, forward: Forward, arrived_ns: int, produced: Produced) -> None:
-        """A step came and was decided here."""
-
-    def broke(self, error: FlashsplitError) -> None:
-        """The session cannot go on."""
 
 
 class SessionWork:
@@ -178,7 +162,7 @@ class SessionWork:
             if self._alone:
                 # With stages above that is done when the step's outcome is on its way to them.
                 self._stand_by(1, running=True)
-            elif self._above is not None and (following := self._likely(forward)) is not None:
+            elif self._above is not None and (following := likely_follower(forward, self._request)) is not None:
                 self._above.prepare(following)
 
         def then(token_ids: tuple[int, ...]) -> None:
@@ -368,14 +352,9 @@ class SessionWork:
         """The first stage's next step comes up the chain, with the token that this one will produce."""
         if self._above is not None or self._below is None or self._request.draft is not None:
             return
-        if passed.kind is StepKind.DECODE and (following := self._likely(passed)) is not None:
+        if passed.kind is StepKind.DECODE and (following := likely_follower(passed, self._request)) is not None:
             came = functools.partial(self._guarded, self._let_go_with, following.base_position)
             self._below.expect(following, came)
-
-    def _likely(self, forward: Forward) -> Forward | None:
-        """What follows a step whose rows all count, if something does, but with a token of no meaning."""
-        length = forward.base_position + len(forward.token_ids)
-        return follower(forward, length, (-1,), (), self._request)
 
     @property
     def _expects(self) -> bool:

@@ -264,7 +264,7 @@ class TargetSession:
         self._record.forward_ns += forward_ns
         self._unanswered.append(InFlight.of(passed, arrived_ns, forward_ns))
 
-    # --- what the device thread did by itself: `session_work.Ledger`
+    # --- what the device thread did by itself: `Ledger`
 
     def passed_on(self, passed: Forward, arrived_ns: int, forward_ns: int) -> None:
         self._next_step += 1

@@ -10,6 +10,10 @@ import pytest
 
 from services.channel import connect
 from services.server import Registration, Server
+from services.shared_memory.link import SharedLinks
+from services.shared_memory.service import SharedMemoryServicer, open_link
+from tests.services.fakes import until
+from tests.services.lane_chain import LaneChain, two_watchers
 
 Serve = Callable[..., Awaitable[Server]]
 Dial = Callable[[str], Awaitable[grpc.aio.Channel]]
@@ -43,3 +47,17 @@ async def dial() -> AsyncIterator[Dial]:
     yield to
     for channel in channels:
         await channel.close()
+
+
+@pytest.fixture
+async def chain(serve: Serve, dial: Dial) -> AsyncIterator[LaneChain]:
+    """A link between two threads of this process, over a real socket."""
+    with two_watchers() as watchers:
+        links = SharedLinks()
+        server = await serve(SharedMemoryServicer(links, watchers[1]).register)
+        client = await open_link(await dial(server.address), server.address, watchers[0])
+        chain = LaneChain(client, links, watchers)
+        await chain.join()
+        yield chain
+        await client.close()
+        await until(lambda: chain.below.link.closed)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,112 +14,14 @@ import pytest
 
 from flashsplit.shard.v1 import stage_pb2, stage_service_pb2 as pb
 from services import stage_frames
-from services.errors import FlashsplitError, InvalidArgument
-from services.known_step import KnownStep, tokens_of
-from services.shared_memory.link import PIECE_BYTES, RING_BYTES, SEGMENT_BYTES, SharedLink, SharedLinks
-from services.shared_memory.service import ClientLink, SharedMemoryServicer, open_link
-from services.step_lane import FROM_BYTES, StepLane
-from services.steps import FeatureSlice, Forward, StepKind
-from services.tensors import WireTensor
+from services.errors import InvalidArgument
+from services.shared_memory.link import PIECE_BYTES, RING_BYTES, SEGMENT_BYTES, SharedLinks
+from services.shared_memory.service import SharedMemoryServicer, open_link
+from services.step_lane import FROM_BYTES
+from services.steps import Forward
 from tests.services.conftest import Dial, Serve
 from tests.services.fakes import until
-from tests.services.thread_watcher import ThreadWatcher
-
-MAX_TENSOR_BYTES = PIECE_BYTES
-MAX_SLICES = 4
-NEXT = Forward(8, 20, (5, 6), StepKind.VERIFY, 0, more=3)
-
-
-def step(*sizes: int, number: int = 7) -> Forward:
-    """With an activation and feature slices of so many bytes."""
-    activation, *features = (WireTensor("float16", (size // 2,), os.urandom(size)) for size in sizes)
-    slices = tuple(FeatureSlice(19, one, index or None) for index, one in enumerate(features))
-    return Forward(number, 19, (3, 4), StepKind.DECODE, 5, activation, slices, more=9)
-
-
-class End:
-    """One side of a link: its thread, and lanes of it."""
-
-    def __init__(self, link: Callable[[], SharedLink], watcher: ThreadWatcher) -> None:
-        self._link, self.watcher = link, watcher
-        self.lanes: dict[int, StepLane] = {}
-        self.took: dict[int, list[Forward]] = {}
-        self.begun: list[tuple[Forward, bool]] = []
-        self.failed: list[FlashsplitError] = []
-
-    @property
-    def link(self) -> SharedLink:
-        return self._link()
-
-    def join(self, stream_id: int, **limits: int) -> None:
-        socket = self.link.step_socket
-        assert socket is not None
-        lane = self.lanes[stream_id] = StepLane(self.link, socket, stream_id)
-        took = self.took[stream_id] = []
-
-        def begun(step: Forward, whole: bool) -> None:
-            self.begun.append((step.kept(), whole))
-
-        lane.listen(took.append, self.failed.append, begun=begun, **limits)
-
-    def send(self, forward: Forward, stream_id: int = 1, there: Callable[[], object] | None = None) -> bool:
-        return self.watcher.call(lambda: self.lanes[stream_id].send(forward, there))
-
-    def send_raw(self, message: bytes) -> bool:
-        socket = self.link.step_socket
-        return self.watcher.call(lambda: socket is not None and socket.send(1, message))
-
-    async def next(self, stream_id: int = 1) -> Forward:
-        await until(lambda: bool(self.took[stream_id] or self.failed), 5)
-        assert self.failed == []
-        return self.took[stream_id].pop(0)
-
-
-class Chain:
-    """Who sends activations down and who sends the next steps up, with lanes of two sessions between them."""
-
-    def __init__(self, client: ClientLink, links: SharedLinks, watchers: tuple[ThreadWatcher, ThreadWatcher]) -> None:
-        self.client = client
-        there = links.get(client.link.link_id)
-        self.above, self.below = End(lambda: client.link, watchers[0]), End(lambda: there, watchers[1])
-
-    async def join(self) -> None:
-        await until(lambda: self.below.link.step_socket is not None)
-        for stream_id in (1, 2):
-            self.above.join(stream_id)
-            self.below.join(stream_id, max_tensor_bytes=MAX_TENSOR_BYTES, max_feature_slices=MAX_SLICES)
-
-    async def refusal(self) -> FlashsplitError:
-        """Of the next message; nothing was taken, and the step behind it is."""
-        await until(lambda: bool(self.below.failed), 5)
-        [error] = self.below.failed
-        self.below.failed.clear()
-        assert self.below.took[1] == []
-        expected = step(2 * FROM_BYTES, 100)
-        assert self.above.send(expected)
-        assert await self.below.next() == expected
-        return error
-
-
-@contextlib.contextmanager
-def two_watchers() -> Any:
-    watchers = ThreadWatcher(), ThreadWatcher()
-    yield watchers
-    for watcher in watchers:
-        watcher.end()
-
-
-@pytest.fixture
-async def chain(serve: Serve, dial: Dial) -> AsyncIterator[Chain]:
-    with two_watchers() as watchers:
-        links = SharedLinks()
-        server = await serve(SharedMemoryServicer(links, watchers[1]).register)
-        client = await open_link(await dial(server.address), server.address, watchers[0])
-        chain = Chain(client, links, watchers)
-        await chain.join()
-        yield chain
-        await client.close()
-        await until(lambda: chain.below.link.closed)
+from tests.services.lane_chain import MAX_SLICES, MAX_TENSOR_BYTES, NEXT, LaneChain, set_fields, step, two_watchers
 
 
 @pytest.mark.parametrize(
@@ -150,7 +50,7 @@ async def test_both_sides_must_watch(serve: Serve, dial: Dial, caller: bool, ser
     "sizes",
     [(0,), (2,), (100, 60), (FROM_BYTES - 2, FROM_BYTES), (FROM_BYTES, 8, 2 * FROM_BYTES, 0), (PIECE_BYTES,) * 3],
 )
-async def test_steps_arrive(chain: Chain, sizes: tuple[int, ...]) -> None:
+async def test_steps_arrive(chain: LaneChain, sizes: tuple[int, ...]) -> None:
     """Down the chain with all their tensors, in the packet or beside it, up the chain without any."""
     sent = step(*sizes)
     assert chain.above.send(sent)
@@ -161,7 +61,7 @@ async def test_steps_arrive(chain: Chain, sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("size", [60, FROM_BYTES, PIECE_BYTES])
-async def test_features_follow_in_a_packet_of_their_own(chain: Chain, size: int) -> None:
+async def test_features_follow_in_a_packet_of_their_own(chain: LaneChain, size: int) -> None:
     """Who takes the step hears of it as soon as its activation is there, before its features are; then all of it."""
     sent, heard = step(FROM_BYTES, size, 80), threading.Event()
 
@@ -178,7 +78,7 @@ async def test_features_follow_in_a_packet_of_their_own(chain: Chain, size: int)
     assert chain.below.begun == [(replace(sent, features=()), False)]
 
 
-async def test_without_features_nothing_is_waited_for(chain: Chain) -> None:
+async def test_without_features_nothing_is_waited_for(chain: LaneChain) -> None:
     """There is no second packet then, and all is there at once."""
     sent = step(100)
     assert chain.above.send(sent, there=lambda: pytest.fail("there is nothing to wait for"))
@@ -187,7 +87,7 @@ async def test_without_features_nothing_is_waited_for(chain: Chain) -> None:
 
 
 @pytest.mark.parametrize("begun", [False, True])
-async def test_features_of_another_step_are_refused(chain: Chain, begun: bool) -> None:
+async def test_features_of_another_step_are_refused(chain: LaneChain, begun: bool) -> None:
     if begun:
         [message] = stage_frames.forward_to_messages(step(100, 60, number=3), features=False)
         assert chain.above.send_raw(message.SerializeToString())
@@ -197,96 +97,7 @@ async def test_features_of_another_step_are_refused(chain: Chain, begun: bool) -
     assert "features of step 4 came without it" in (await chain.refusal()).message
 
 
-async def test_a_step_that_was_expected_is_recognised(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without being parsed, once, and its activation is heard of first; another one is parsed as ever."""
-    parsed: list[Forward] = []
-    from_activation = stage_frames.from_activation
-
-    def parse(*args: Any) -> Forward:
-        parsed.append(from_activation(*args))
-        return parsed[-1]
-
-    monkeypatch.setattr(stage_frames, "from_activation", parse)
-    rows = [WireTensor("float16", (2, 40), os.urandom(160)) for _ in range(3)]
-    sent = [Forward(7 + n, 19 + n, (3, 400), StepKind.VERIFY, 5, one, more=9) for n, one in enumerate(rows)]
-    lane, came = chain.below.lanes[1], list[bytes]()
-    for one, other in ((sent[0], sent[0]), (sent[1], sent[2])):
-        expected = replace(one, activation=WireTensor("float16", (2, 40), b""))
-        chain.below.watcher.call(lambda expected=expected: lane.expect(expected, lambda data: came.append(bytes(data))))
-        for _ in range(2):
-            assert chain.above.send(other)
-            assert await chain.below.next() == other
-    assert parsed == [sent[0], sent[2], sent[2]]
-    assert came == [rows[0].data]
-    assert chain.below.begun == [(one, True) for one in (sent[0], sent[2], sent[2])]
-
-
-async def test_a_step_that_was_expected_but_for_its_tokens(chain: Chain) -> None:
-    lane, came = chain.above.lanes[1], list[tuple[int, ...]]()
-    chain.above.watcher.call(lambda: lane.expect(NEXT, lambda data: came.append(tokens_of(data))))
-    sent = replace(NEXT, token_ids=(151_000, 3))
-    for _ in range(2):
-        chain.below.watcher.call(lambda: chain.below.lanes[1].prepare(NEXT))
-        assert chain.below.send(sent)
-        assert await chain.above.next() == sent
-    assert came == [sent.token_ids]
-
-
-async def test_a_step_may_be_sent_as_it_was_prepared(chain: Chain) -> None:
-    """Before its activation's bytes were there; and another one in its place, or with features, as ever."""
-    rows = bytearray(160)
-    known = Forward(7, 19, (3, 400), StepKind.VERIFY, 0, WireTensor("float16", (2, 40), memoryview(rows)), more=9)
-    lane = chain.above.lanes[1]
-    for sent in (known, replace(known, step=8), step(160, 60)):
-        rows[:] = bytes(160)
-        chain.above.watcher.call(lambda sent=sent: lane.prepare(replace(sent, step=7)))
-        rows[:] = os.urandom(160)
-        for _ in range(2):
-            assert chain.above.send(sent)
-            assert await chain.below.next() == sent
-
-
-@pytest.mark.parametrize("features", [(), (60,), (FROM_BYTES,)])
-@pytest.mark.parametrize("size", [160, FROM_BYTES, 3 * FROM_BYTES])
-async def test_a_step_that_was_prepared_and_expected(chain: Chain, size: int, features: tuple[int, ...]) -> None:
-    """Its activation, in the message or beside it, comes first of all; its features behind, and all of it is taken."""
-    above, below, came = chain.above.lanes[1], chain.below.lanes[1], list[bytes]()
-    for number in range(40):
-        sent = step(size, *features, number=number)
-        assert sent.activation is not None
-        expected = replace(sent, features=(), activation=replace(sent.activation, data=b""))
-        chain.below.watcher.call(
-            lambda expected=expected: below.expect(
-                expected, lambda data: came.append(bytes(data)), features_follow=bool(features)
-            )
-        )
-        chain.above.watcher.call(lambda sent=sent: above.prepare(sent))
-        assert chain.above.send(sent, there=lambda number=number: time.sleep(0.001 * (number % 2)))
-        assert await chain.below.next() == sent
-        assert came == [sent.activation.data]
-        came.clear()
-    assert chain.below.begun == []
-
-
-@pytest.mark.parametrize("wrong", [{"size_bytes": FROM_BYTES + 2}, {"sequence": 9}, {"offset": 2**40}, None])
-async def test_an_expected_activation_that_is_not_there(chain: Chain, wrong: dict[str, int] | None) -> None:
-    """Under the name that the message gives it: refused, not read."""
-    sent = step(FROM_BYTES)
-    lane, came = chain.below.lanes[1], list[bytes]()
-    chain.below.watcher.call(lambda: lane.expect(sent, lambda data: came.append(bytes(data))))
-    shared = chain.above.watcher.call(lambda: chain.above.lanes[1].put(memoryview(bytes(FROM_BYTES))))
-    known = KnownStep.of(sent, payload=shared)
-    assert known is not None
-    name = b"\xff" * known.size
-    if wrong is not None:
-        _change(shared, wrong)
-        name = shared.SerializeToString()
-    assert chain.above.send_raw(known.before + name + known.behind)
-    assert isinstance(await chain.refusal(), InvalidArgument)
-    assert came == []
-
-
-async def test_room_comes_back(chain: Chain) -> None:
+async def test_room_comes_back(chain: LaneChain) -> None:
     """Many times the half segment's size goes through it, of two sessions by turns, and no step is refused."""
     sizes = itertools.cycle([(PIECE_BYTES // 2, 200_000), (900_000, FROM_BYTES, PIECE_BYTES // 4), (10,)])
     sent_bytes = 0
@@ -298,7 +109,7 @@ async def test_room_comes_back(chain: Chain) -> None:
     assert sent_bytes > 10 * (SEGMENT_BYTES - RING_BYTES)
 
 
-async def test_payloads_of_streams_have_room_of_their_own(chain: Chain) -> None:
+async def test_payloads_of_streams_have_room_of_their_own(chain: LaneChain) -> None:
     """Neither half of the segment writes into the other's, however full it is."""
     sender, reader, streams = chain.above.link.sender(), SharedLinks(chain.below.link), []
     piece = os.urandom(PIECE_BYTES)
@@ -321,7 +132,7 @@ async def test_payloads_of_streams_have_room_of_their_own(chain: Chain) -> None:
         pytest.param((FROM_BYTES - 2,) * 5, id="small ones that are too many for a packet"),
     ],
 )
-async def test_a_step_without_room_goes_another_way(chain: Chain, sizes: tuple[int, ...]) -> None:
+async def test_a_step_without_room_goes_another_way(chain: LaneChain, sizes: tuple[int, ...]) -> None:
     """It is not half sent, and what it took in the segment is free again, for another session's steps too."""
     expected = step(*(PIECE_BYTES,) * 3)
     for _ in range(3):
@@ -331,7 +142,7 @@ async def test_a_step_without_room_goes_another_way(chain: Chain, sizes: tuple[i
     assert chain.below.took[1] == chain.below.failed == []
 
 
-async def test_a_closed_lane_gives_its_room_back(chain: Chain) -> None:
+async def test_a_closed_lane_gives_its_room_back(chain: LaneChain) -> None:
     """Who reads its last step too late notices. It hears nothing more; another session's goes on. Twice is once."""
     expected = step(PIECE_BYTES)
     with chain.below.watcher.held():
@@ -378,7 +189,7 @@ SMALL = step(100, 60)
         ),
     ],
 )
-async def test_messages_that_are_no_steps(chain: Chain, message: bytes, said: str) -> None:
+async def test_messages_that_are_no_steps(chain: LaneChain, message: bytes, said: str) -> None:
     """They are refused, by a sentence that says why; the lane goes on."""
     assert chain.above.send_raw(message)
     error = await chain.refusal()
@@ -399,16 +210,16 @@ async def test_messages_that_are_no_steps(chain: Chain, message: bytes, said: st
         ({"data": b""}, "must come whole"),
     ],
 )
-async def test_tensors_that_make_no_sense(chain: Chain, change: dict[str, Any], said: str) -> None:
+async def test_tensors_that_make_no_sense(chain: LaneChain, change: dict[str, Any], said: str) -> None:
     message = packet(SMALL)
-    _change(message.forward_from_activation.activation, change)
+    set_fields(message.forward_from_activation.activation, change)
     assert chain.above.send_raw(message.SerializeToString())
     error = await chain.refusal()
     assert isinstance(error, InvalidArgument)
     assert said in error.message
 
 
-async def test_up_the_chain_come_no_tensors(chain: Chain) -> None:
+async def test_up_the_chain_come_no_tensors(chain: LaneChain) -> None:
     """Who listens without limits takes steps of tokens only."""
     assert chain.below.send(SMALL)
     await until(lambda: bool(chain.above.failed))
@@ -435,13 +246,13 @@ async def test_up_the_chain_come_no_tensors(chain: Chain) -> None:
         {"size_bytes": 2**64 - 1},
     ],
 )
-async def test_payloads_that_are_not_there(chain: Chain, change: dict[str, int]) -> None:
+async def test_payloads_that_are_not_there(chain: LaneChain, change: dict[str, int]) -> None:
     """A place, number or size that is another one is noticed, not read."""
     lane, message = chain.above.lanes[1], packet(step(100))
     activation = message.forward_from_activation.activation
     shared = chain.above.watcher.call(lambda: lane.put(memoryview(os.urandom(FROM_BYTES))))
     assert shared.offset == RING_BYTES + 64
-    _change(shared, change)
+    set_fields(shared, change)
     activation.shape[:] = [FROM_BYTES // 2]
     activation.data = b""
     activation.shared.CopyFrom(shared)
@@ -449,19 +260,11 @@ async def test_payloads_that_are_not_there(chain: Chain, change: dict[str, int])
     assert isinstance(await chain.refusal(), InvalidArgument)
 
 
-def _change(message: Any, change: dict[str, Any]) -> None:
-    for name, value in change.items():
-        if isinstance(value, list):
-            getattr(message, name)[:] = value
-        else:
-            setattr(message, name, value)
-
-
 # --- links that end
 
 
 @pytest.mark.parametrize("side", ["above", "below"])
-async def test_a_closed_link_carries_nothing(chain: Chain, side: str) -> None:
+async def test_a_closed_link_carries_nothing(chain: LaneChain, side: str) -> None:
     """On either side: sending says so, and what was announced can't be read."""
     shared = chain.above.watcher.call(lambda: chain.above.lanes[1].put(memoryview(bytes(FROM_BYTES))))
     getattr(chain, side).link.close()
@@ -486,7 +289,7 @@ async def test_a_link_that_ends_in_the_midst(serve: Serve, dial: Dial) -> None:
         server = await serve(SharedMemoryServicer(links, watchers[1]).register)
         channel = await dial(server.address)
         for number in range(10):
-            chain = Chain(await open_link(channel, server.address, watchers[0]), links, watchers)
+            chain = LaneChain(await open_link(channel, server.address, watchers[0]), links, watchers)
             await chain.join()
             took = steps_without_end(chain, sent)
             await until(lambda took=took: len(took) > 2)
@@ -499,7 +302,7 @@ async def test_a_link_that_ends_in_the_midst(serve: Serve, dial: Dial) -> None:
             assert all("is closed" in error.message for error in chain.below.failed)
 
 
-def steps_without_end(chain: Chain, sent: Forward) -> list[Forward]:
+def steps_without_end(chain: LaneChain, sent: Forward) -> list[Forward]:
     """What arrives: each is sent as soon as the one before has come, as in a session."""
     took: list[Forward] = []
 
