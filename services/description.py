@@ -17,7 +17,7 @@ from services.tensors import dtype_name, dtype_number, kv_dtype_name
 
 _T = TypeVar("_T")
 
-PROTOCOL_MAJOR = 1
+PROTOCOL_MAJOR = 2
 PROTOCOL_MINOR = 0
 
 
