@@ -88,10 +88,13 @@ class DeviceThread:
         """On this thread: a step will soon come to a GPU. stand_down: called before the next job that is no step."""
         self._queue.expect_step(stand_down)
 
-    def step_now(self, job: Callable[..., object], *args: object) -> None:
+    def step_now(self, job: Callable[..., object], *args: object, begun: bool = False) -> None:
         """For a step that a socket brought: on the thread itself, at once where nothing waits, behind that else. What
-        goes wrong is the job's to tell."""
-        if self._queue.busy or threading.current_thread() is not self._thread:
+        goes wrong is the job's to tell.
+
+        begun: the device has begun with it already, when nothing waited; what came meanwhile comes behind it.
+        """
+        if (self._queue.busy and not begun) or threading.current_thread() is not self._thread:
             self.queue_step(job, *args)
         else:
             self._queue.run_now(functools.partial(job, *args))

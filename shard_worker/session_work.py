@@ -63,6 +63,8 @@ class SessionWork:
         """The last one that was computed."""
         self._expected_rows = 0
         """Of the step behind it, where one will come past the event loop."""
+        self._let_go_first = False
+        """Whether the device may have begun with the step that comes now, which must be the next one there."""
         self._followed = -1
         """The last one whose follower was sent up the chain."""
         self._begun: deque[tuple[Forward, Future[Produced]]] = deque()
@@ -239,7 +241,8 @@ class SessionWork:
 
     def _came(self, job: Callable[[Forward, int], None], forward: Forward) -> None:
         """Behind what was asked for before."""
-        self._thread.step_now(self._guarded, job, forward, time.monotonic_ns())
+        begun, self._let_go_first = self._let_go_first, False
+        self._thread.step_now(self._guarded, job, forward, time.monotonic_ns(), begun=begun)
 
     def _guarded(self, job: Callable[..., None], *args: object, **options: object) -> None:
         try:
@@ -262,12 +265,14 @@ class SessionWork:
         check_rows(forward, state.length, self._request, self._stage.config.vocab_size)
         check_activation(forward, self._stage)
         activation = None if forward.activation is None else memoryview(forward.activation.data)
+        self._let_go_first = whole
         self._stage.let_go(state, self._rows_of(forward), activation, certain=whole)
 
     def _let_go_known(self, rows: StepRows, activation: memoryview | None, *, certain: bool = True) -> None:
         """The same of a step that was checked when it was expected."""
         state = self._state
         if state is not None and not state.pending and rows.base == state.length and not self._thread.busy:
+            self._let_go_first = certain
             self._stage.let_go(state, rows, activation, certain=certain)
 
     def _let_go_with(self, base: int, tokens: memoryview) -> None:

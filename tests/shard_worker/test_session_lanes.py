@@ -13,6 +13,7 @@ import torch
 
 from services.errors import FlashsplitError, ResourceExhausted
 from services.steps import Failure, Forward, StepKind
+from shard_worker.executor import DeviceThread
 from shard_worker.session_work import SessionWork
 from shard_worker.stage import Stage, StageState
 from shard_worker.step_graph import StepRows
@@ -220,6 +221,57 @@ async def test_a_closed_session_is_left_alone(made: Callable[..., Chain]) -> Non
     assert (await run(one, drafted=False))[0]
 
 
+@pytest.mark.parametrize("known", [False, True])
+async def test_a_step_that_was_let_go_is_the_next_one(
+    made: Callable[..., Chain], monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """Also where something else is asked for meanwhile: between the two a recurrent layer would forget the step, and
+    advance by it again."""
+    one = made("qwen3_5", (1,), drafted=False, carries=always)
+    expected, _ = await run(one, drafted=False)
+    order: list[str] = []
+    async with one.session() as client:
+        await client.prefill(PROMPT[:-1])
+        own, other = one.directory.lanes[-1]
+        work = stages_of(client)[1]._work
+        compute, spoilt = work._compute, Lane(always)
+
+        def let_go(*_: Any, certain: bool) -> None:
+            assert certain
+            order.append("let go")
+            work._thread.queue_step(order.append, "other")
+
+        def on_the_thread(forward: Forward) -> None:
+            if work._thread.busy:
+                # Then it would not be let go.
+                work._thread.queue_step(on_the_thread, forward)
+                return
+            if known:
+                assert forward.activation is not None
+                rows = StepRows(forward.base_position, forward.token_ids, deferred=False, featured=False)
+                work._let_go_known(rows, memoryview(forward.activation.data))
+            else:
+                other.begun(forward, True)
+            other.took(forward)
+
+        def counted(forward: Forward) -> Any:
+            order.append("step")
+            return compute(forward)
+
+        monkeypatch.setattr(Stage, "let_go", let_go)
+        monkeypatch.setattr(work, "_compute", counted)
+        spoilt.took, spoilt.failed = lambda step: work._thread.queue_step(on_the_thread, step), other.failed
+        own.other = spoilt
+        await client.send(client.frame(StepKind.DECODE, PROMPT[-1:], more=9))
+        tokens = [(await client.commit()).token_ids[0] for _ in range(10)]
+    assert tokens == expected[:10]
+    # The frame's own step comes through the event loop.
+    assert order[0] == "step"
+    steps = [at for at, what in enumerate(order) if what == "let go"]
+    assert steps
+    assert all(order[at + 1] == "step" for at in steps)
+
+
 @pytest.mark.parametrize("drafted", [False, True])
 async def test_a_stage_that_waits_is_told_what_to_expect(
     made: Callable[..., Chain], monkeypatch: pytest.MonkeyPatch, drafted: bool
@@ -229,6 +281,8 @@ async def test_a_stage_that_waits_is_told_what_to_expect(
     asked: list[tuple[int, int]] = []
     told: list[StepRows | None] = []
     monkeypatch.setattr(SessionWork, "_expects", property(lambda _: True))
+    # Else it is not told when the other stage was faster.
+    monkeypatch.setattr(DeviceThread, "busy", property(lambda _: False))
 
     def stand_by(stage: Stage, state: StageState, rows: int, *, known: StepRows | None, **_: Any) -> None:
         asked.append((stage.layers.first, rows))
