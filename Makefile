@@ -22,6 +22,7 @@ lint: $(VENV)/.lint proto
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	$(BIN)/buf lint proto
 
 # The stubs are committed; this writes them anew. Files of messages alone need no service stubs.

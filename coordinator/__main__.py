@@ -12,8 +12,8 @@ from importlib import import_module, metadata
 
 import click
 
-from services.logs import FORMATS, configure_logs
-from services.tracing import start_tracing
+from services.telemetry.logs import FORMATS, configure_logs
+from services.telemetry.tracing import start_tracing
 
 _COMMANDS = {
     "serve": "Serve a model to OpenAI and Anthropic clients.",
@@ -30,7 +30,7 @@ _COMMANDS = {
 
 
 class _Lazy(click.Group):
-    """Finds `coordinator.commands.<name>` by name."""
+    """Finds a command by its name: `coordinator.cli.commands.<name>`, or the room `coordinator.bench`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -38,7 +38,8 @@ class _Lazy(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        command: click.Command = getattr(import_module(f"coordinator.commands.{cmd_name}"), cmd_name)
+        room = "coordinator" if cmd_name == "bench" else "coordinator.cli.commands"
+        command: click.Command = getattr(import_module(f"{room}.{cmd_name}"), cmd_name)
         return command
 
 

@@ -6,8 +6,8 @@ import secrets
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from services.steps import Grammar, Sampling, TokenLogprobs
-from services.trace_context import Trace
+from services.messages.steps import Grammar, Sampling, TokenLogprobs
+from services.telemetry.trace_context import Trace
 
 
 @dataclass(frozen=True, slots=True)

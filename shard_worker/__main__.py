@@ -16,16 +16,16 @@ import click
 import structlog
 
 from services.addresses import is_loopback
-from services.description import Role
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
 from services.event_loop import run
-from services.lifeline import die_with
-from services.logs import FORMATS, configure_logs
-from services.security import load_security
-from services.server import Server
-from services.shared_memory.transport import PayloadTransport
+from services.messages.description import Role
+from services.net.security import load_security
+from services.net.server import Server
+from services.processes.lifeline import die_with
+from services.rpc.payload_transport import PayloadTransport
 from services.sizes import parse_size
-from services.tracing import start_tracing
+from services.telemetry.logs import FORMATS, configure_logs
+from services.telemetry.tracing import start_tracing
 
 log = structlog.get_logger()
 
@@ -239,7 +239,7 @@ def _list_devices(context: click.Context) -> None:
         _check_engine()
     except FlashsplitError as error:
         raise click.UsageError(error.message) from error
-    from shard_worker.device import best_devices
+    from shard_worker.device.devices import best_devices
 
     click.echo("\n".join(best_devices()))
     context.exit()
@@ -258,8 +258,8 @@ async def _serve(listen: str, devices: str, health_port: int, drain_s: float, **
     """config: what `WorkerConfig` holds beside the devices."""
     _check_engine()
     # torch takes seconds to import: --help and a wrong flag should not wait for it.
-    from shard_worker.device import best_devices, parse_devices
-    from shard_worker.snapshot_store import default_budget_bytes
+    from shard_worker.device.devices import best_devices, parse_devices
+    from shard_worker.snapshots.store import default_budget_bytes
     from shard_worker.worker import Worker, WorkerConfig
 
     parsed = parse_devices("+".join(best_devices()) if devices == "best" else devices)

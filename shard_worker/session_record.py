@@ -11,11 +11,11 @@ from typing import TypeVar
 
 import structlog
 
-from services import tracing
 from services.errors import CLOSED
 from services.layers import LayerRange
-from services.steps import Location
-from services.trace_context import Trace
+from services.messages.steps import Location
+from services.telemetry import tracing
+from services.telemetry.trace_context import Trace
 
 T = TypeVar("T")
 

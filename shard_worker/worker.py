@@ -1,6 +1,6 @@
 """A worker process's parts put together: devices, their thread, roles, and what is loaded.
 
-Implements `services.worker.WorkerPort`.
+Implements `services.rpc.worker.WorkerPort`.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from importlib import metadata
 import structlog
 import torch
 
-from services.compress import CompressServicer
-from services.description import FeatureTransport, HeadPlace, Role, WorkerDescription
-from services.draft import DraftServicer
 from services.errors import FailedPrecondition, InvalidArgument, Unimplemented
-from services.measure import DeviceSpeed, MeasureFor
-from services.peers import Peers
-from services.security import OPEN, Security
-from services.server import Registration
-from services.shared_memory.link import SharedLinks
-from services.shared_memory.service import SharedMemoryServicer
-from services.shared_memory.transport import PayloadTransport
-from services.snapshot import SnapshotOwner
-from services.snapshot_service import SnapshotServicer
-from services.stage import StageServicer
-from services.steps import Location
-from services.worker import LoadDrafter, LoadProgress, LoadTarget, Part, WorkerServicer
-from shard_worker.checkpoint import read_config
-from shard_worker.device import Device, describe
-from shard_worker.executor import DeviceThread
-from shard_worker.probe import measure
+from services.messages.description import FeatureTransport, HeadPlace, Role, WorkerDescription
+from services.messages.measure import DeviceSpeed, MeasureFor
+from services.messages.snapshots import SnapshotOwner
+from services.messages.steps import Location
+from services.net.security import OPEN, Security
+from services.net.server import Registration
+from services.rpc.compress import CompressServicer
+from services.rpc.draft import DraftServicer
+from services.rpc.payload_transport import PayloadTransport
+from services.rpc.peers import Peers
+from services.rpc.shared_memory import SharedMemoryServicer
+from services.rpc.snapshots import SnapshotServicer
+from services.rpc.stage import StageServicer
+from services.rpc.worker import LoadDrafter, LoadProgress, LoadTarget, Part, WorkerServicer
+from services.same_host.link import SharedLinks
+from shard_worker.device.devices import Device, describe
+from shard_worker.device.executor import DeviceThread
+from shard_worker.measure.probe import measure
 from shard_worker.roles.compress import CompressRole
 from shard_worker.roles.draft import DraftRole
 from shard_worker.roles.target import MAX_ROWS, TargetRole
-from shard_worker.snapshot_keeper import SnapshotKeeper
-from shard_worker.snapshot_store import SnapshotStore
-from shard_worker.snapshot_transfer import SnapshotTransfer
+from shard_worker.snapshots.keeper import SnapshotKeeper
+from shard_worker.snapshots.store import SnapshotStore
+from shard_worker.snapshots.transfer import SnapshotTransfer
+from shard_worker.weights.checkpoint import read_config
 
 PROGRESS_INTERVAL_S = 0.1
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from coordinator.tokenizer import Tokenizer
+from coordinator.text.tokenizer import Tokenizer
 
 LONGEST_QUESTION = 4000
 """Characters of a last paragraph that still counts as the question."""

@@ -16,10 +16,10 @@ import structlog
 from coordinator.compression.bridge import Reading, Span, read
 from coordinator.compression.drafter_worker import DrafterWorker
 from coordinator.compression.settings import CompressionSettings
-from coordinator.tokenizer import Tokenizer
-from services.compress import MAX_TOKENS
+from coordinator.text.tokenizer import Tokenizer
 from services.errors import FlashsplitError
-from services.inference_words import CompressionMode
+from services.messages.inference_types import CompressionMode
+from services.rpc.compress import MAX_TOKENS
 
 REMEMBERED = 64
 """Prompts whose choice is kept: the same prompt asked again is not read again."""

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import structlog
 
-from coordinator.placement import Place
-from services.compress import Compress, Compressed
-from services.description import DrafterDescription, Role, WorkerDescription
+from coordinator.cluster.placement import Place
 from services.errors import FailedPrecondition, Unavailable
-from services.launch import DEFAULT_LAUNCH, Launch
-from services.peers import Peers
-from services.process import WorkerProcess
-from services.worker import LoadDrafter, LoadProgress
+from services.messages.description import DrafterDescription, Role, WorkerDescription
+from services.processes.launch import DEFAULT_LAUNCH, Launch
+from services.processes.worker_process import WorkerProcess
+from services.rpc.compress import Compress, Compressed
+from services.rpc.peers import Peers
+from services.rpc.worker import LoadDrafter, LoadProgress
 
 log = structlog.get_logger()
 

@@ -11,8 +11,8 @@ from coordinator.answer import Compression
 from coordinator.compression.chat import compressible
 from coordinator.compression.compressor import Compressor, Shortened
 from coordinator.compression.settings import CompressionSettings
-from coordinator.model_files import ModelFiles
-from coordinator.prompt import Prompt, chat_prompt, text_prompt
+from coordinator.text.model_files import ModelFiles
+from coordinator.text.prompt import Prompt, chat_prompt, text_prompt
 
 
 async def shorten_chat(

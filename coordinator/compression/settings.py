@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from services.errors import InvalidArgument
-from services.inference_words import CompressionMode, CompressionWish
+from services.messages.inference_types import CompressionMode, CompressionWish
 
 RATIO_FLAG = "--prefill-keep-ratio"
 

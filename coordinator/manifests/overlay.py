@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from coordinator.file_fields import read_fields
+from coordinator.config.file_fields import read_fields
 from coordinator.manifests.patches import claims, coordinator_patches, worker_patches
 from coordinator.manifests.pods import ClusterPods
 from coordinator.manifests.reading import ServeFile

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from coordinator.file_fields import Fields
+from coordinator.config.file_fields import Fields
 
 _VERSION = metadata.version("flashsplit")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")

@@ -5,15 +5,16 @@ What the values mean is for those who use them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import yaml
 
-from coordinator.cluster_file import ClusterFile, check_rest, cluster_flags, read_cluster
-from coordinator.yaml_file import read_yaml
+from coordinator.config.cluster_file import ClusterFile, check_rest, cluster_flags, read_cluster
+from coordinator.config.yaml_file import read_yaml
 from services.errors import InvalidArgument
 
 
@@ -25,8 +26,10 @@ class ServeFile:
     cluster: ClusterFile
 
 
-def read_serve_file(path: Path) -> ServeFile:
-    """Raises InvalidArgument naming the field, its value and what would be accepted."""
+def read_serve_file(path: Path, parameters: Iterable[click.Parameter]) -> ServeFile:
+    """Read a cluster file. parameters: those of `flashsplit serve`, whose flags the file may set.
+
+    Raises InvalidArgument naming the field, its value and what would be accepted."""
     try:
         values = read_yaml(path)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -42,18 +45,16 @@ def read_serve_file(path: Path) -> ServeFile:
             f"{path}: workers is missing; write a list with an entry for each worker, like - at: cuda:0",
             field="workers",
         )
-    flags = _flags(rest, path)
+    flags = _flags(rest, path, parameters)
     check_rest(cluster, flags)
     cluster_flags(cluster)
     return ServeFile(flags, cluster)
 
 
-def _flags(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def _flags(values: Mapping[str, Any], path: Path, parameters: Iterable[click.Parameter]) -> dict[str, Any]:
     """By their first names."""
-    from coordinator.commands.serve import serve
-
     known: dict[str, tuple[str, bool]] = {}
-    for parameter in serve.params:
+    for parameter in parameters:
         for names, positive in ((parameter.opts, True), (parameter.secondary_opts, False)):
             known |= {name.lstrip("-"): (parameter.opts[0].lstrip("-"), positive) for name in names}
     flags = {}

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from coordinator.cluster_file import cluster_flags
+from coordinator.cluster.placement import parse_ranges
+from coordinator.config.cluster_file import cluster_flags
 from coordinator.manifests.pods import ClusterPods
 from coordinator.manifests.reading import ServeFile
 from coordinator.manifests.workers import TLS, TOKEN, PodWorker, has_token
-from coordinator.placement import parse_ranges
 from services.errors import InvalidArgument
 
 HTTP_PORT, GRPC_PORT = 8000, 50051

@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from coordinator.cluster_file import WorkerEntry
-from coordinator.file_fields import read_fields
+from coordinator.cluster.placement import Place, parse_place
+from coordinator.config.cluster_file import WorkerEntry
+from coordinator.config.file_fields import read_fields
 from coordinator.manifests.pods import WorkerPod
 from coordinator.manifests.reading import ServeFile
-from coordinator.placement import Place, parse_place
-from services.description import Role
 from services.errors import InvalidArgument
+from services.messages.description import Role
 
 SHARD_PORT, HEALTH_PORT = 7001, 7002
 TLS, TOKEN = "/etc/flashsplit/tls", "/etc/flashsplit/token/token"

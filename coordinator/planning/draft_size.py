@@ -10,10 +10,10 @@ from typing import Any
 
 from coordinator.planning.model_size import ModelSize
 from coordinator.planning.tensor_headers import read_headers
-from coordinator.tokenizer import read_json_object
+from coordinator.text.tokenizer import read_json_object
 from services.errors import InvalidArgument
 from services.layers import LayerRange
-from services.tensors import ITEM_BYTES
+from services.messages.tensors import ITEM_BYTES
 
 _KEYS = re.compile(r"^(?:layers\.(?P<layer>\d+)|midlayer)\.self_attn\.k_proj\.weight$")
 # Copies of the target's own tensors, which are not loaded.

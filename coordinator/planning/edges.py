@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coordinator.placement import Plan
+from coordinator.cluster.placement import Plan
 from coordinator.planning.memory import Models
-from services.description import FeatureTransport, HeadPlace
 from services.layers import LayerRange
-from services.steps import TOKEN_BYTES
+from services.messages.description import FeatureTransport, HeadPlace
+from services.messages.steps import TOKEN_BYTES
 
 SUM_BYTES = 4
 """Of an element of the float32 sum of features."""

@@ -7,16 +7,16 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
-from coordinator.placement import Place, Plan, threads_each
+from coordinator.cluster.placement import Place, Plan, threads_each
 from coordinator.planning.memory import Models
 from coordinator.planning.planner import Load, choose_split
 from coordinator.planning.step_time import WorkerSpeed
-from services.description import Role
 from services.errors import FlashsplitError
-from services.launch import Launch
-from services.measure import MeasureFor
-from services.peers import Peers
-from services.process import WorkerProcess
+from services.messages.description import Role
+from services.messages.measure import MeasureFor
+from services.processes.launch import Launch
+from services.processes.worker_process import WorkerProcess
+from services.rpc.peers import Peers
 
 Told = Callable[[str], None]
 """Hears which worker is being measured."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.placement import Place, Plan
+from coordinator.cluster.placement import Place, Plan
 from coordinator.planning.draft_size import DraftSize
 from coordinator.planning.model_size import ModelSize
-from services.description import FeatureTransport, HeadPlace
 from services.errors import InvalidArgument
 from services.layers import LayerRange
+from services.messages.description import FeatureTransport, HeadPlace
 
 
 @dataclass(frozen=True, slots=True)

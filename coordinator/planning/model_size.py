@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.planning.tensor_headers import TensorHeader, read_headers
-from coordinator.tokenizer import read_json_object
+from coordinator.text.tokenizer import read_json_object
 from services.errors import InvalidArgument, Unimplemented
 from services.layers import LayerRange
-from services.tensors import ITEM_BYTES
+from services.messages.tensors import ITEM_BYTES
 
 _LAYER = re.compile(r"^(?P<prefix>model\.language_model\.|model\.|)layers\.(?P<layer>\d+)\.(?P<rest>.+)$")
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from coordinator.placement import Plan, StagePlan
+from coordinator.cluster.placement import Plan, StagePlan
 from coordinator.planning.memory import Models, Share, cache_bytes, draft_share, stage_shares
 from coordinator.planning.split import best_split
 from coordinator.planning.step_time import Prediction, WorkerSpeed, predict, stage_time

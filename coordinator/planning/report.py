@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from coordinator.placement import Plan
+from coordinator.cluster.placement import Plan
 from coordinator.planning.edges import Edge, feature_bytes, plan_edges
 from coordinator.planning.memory import Models, Share, cache_bytes, device_names, plan_shares
 from coordinator.planning.planner import CONTEXT, Load
 from coordinator.planning.step_time import Prediction, WorkerSpeed, bottleneck, predict
-from services.description import HeadPlace
+from services.messages.description import HeadPlace
 from services.sizes import format_size
 
 PREFILL_ROWS = 512

@@ -1,8 +1,9 @@
 """How long a plain decode step takes: the stages one after the other, each reading all its weights, and the hops.
 
 At one row a layer costs the bytes of its matrices over the device's bandwidth, and what its operators cost whatever
-their size; both are measured (`shard_worker/probe.py`). On a CPU they add up. On a GPU the operators are launched ahead
-while weights are read, so the longer of the two counts. Stages never overlap: the next token needs this one.
+their size; both are measured (`shard_worker/measure/probe.py`). On a CPU they add up. On a GPU the operators are
+launched ahead while weights are read, so the longer of the two counts. Stages never overlap: the next token needs this
+one.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.placement import Place
+from coordinator.cluster.placement import Place
 from coordinator.planning.memory import spread
 from coordinator.planning.model_size import ModelSize
 from services.layers import LayerRange
-from services.measure import DeviceSpeed, LinkSpeed
+from services.messages.measure import DeviceSpeed, LinkSpeed
 
 COORDINATOR_S = 0.0001
 """What the coordinator itself does for a token: text, stop strings, the next frame."""

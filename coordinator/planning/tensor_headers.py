@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.prefix.safetensors_file import MAX_HEADER_BYTES
-from coordinator.tokenizer import read_json_object
+from coordinator.prefix.disk.safetensors_file import MAX_HEADER_BYTES
+from coordinator.text.tokenizer import read_json_object
 from services.errors import DataLoss, InvalidArgument, NotFound, Unimplemented
-from services.tensors import ITEM_BYTES
+from services.messages.tensors import ITEM_BYTES
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}

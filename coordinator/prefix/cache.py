@@ -16,15 +16,15 @@ from typing import Any
 
 import structlog
 
-from coordinator.cluster import Cluster, SnapshotPlace
-from coordinator.prefix.disk import DiskCache, DiskEntry, PartSource
+from coordinator.cluster.cluster import Cluster, SnapshotPlace
+from coordinator.prefix.disk.disk_cache import DiskCache, DiskEntry, PartSource
 from coordinator.prefix.index import Entry, PrefixIndex
 from coordinator.prefix.lineage import Lineage
 from coordinator.prefix.policy import KeepPolicy
 from services.errors import DataLoss, FlashsplitError
-from services.snapshot import SnapshotFrame
-from services.stage import StageSession
-from services.steps import Event, SnapshotPart, SnapshotSaved
+from services.messages.snapshots import SnapshotFrame
+from services.messages.steps import Event, SnapshotPart, SnapshotSaved
+from services.rpc.stage import StageSession
 
 END_GRACE_S = 10.0
 """How long the end of an answer may take to be kept before its session is closed."""

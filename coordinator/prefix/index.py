@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from coordinator.prefix.lineage import as_bytes
+from coordinator.text.common_prefix import common_prefix_length
 
 BLOCK_TOKENS = 32
 _ROOT = b""
@@ -114,7 +115,7 @@ class PrefixIndex:
                 break
             claims: list[tuple[Match, int]] = []
             for entry in self._listed.get(digests[depth], {}).values():
-                common = start + common_length(entry.token_ids[start:end], prompt[start:end])
+                common = start + common_prefix_length(entry.token_ids[start:end], prompt[start:end])
                 claim = _match(entry, common, len(prompt))
                 if claim is not None:
                     claims.append((claim, common))
@@ -124,7 +125,7 @@ class PrefixIndex:
                 if best is not None and _rank(claim) <= _rank(best):
                     break
                 entry = claim.entry
-                proven = _match(entry, common_length(entry.token_ids[:common], prompt), len(prompt))
+                proven = _match(entry, common_prefix_length(entry.token_ids[:common], prompt), len(prompt))
                 if proven is not None and (best is None or _rank(proven) > _rank(best)):
                     best = proven
         return best
@@ -165,21 +166,6 @@ def deepest_ancestor(entry: Entry, length: int) -> Entry | None:
     while found is not None and len(found.token_ids) > length:
         found = found.parent
     return found
-
-
-def common_length(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """How many tokens two sequences start with alike."""
-    known, limit = 0, min(len(a), len(b))
-    if a[:limit] == b[:limit]:
-        return limit
-    # Slices compare far faster than a loop over tokens does; halving looks at each token about twice.
-    while limit - known > 1:
-        middle = (known + limit) // 2
-        if a[known:middle] == b[known:middle]:
-            known = middle
-        else:
-            limit = middle
-    return known
 
 
 def _match(entry: Entry, common: int, prompt_length: int) -> Match | None:

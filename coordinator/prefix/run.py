@@ -9,8 +9,8 @@ import structlog
 from coordinator.prefix.cache import Hit, PrefixCache, summary
 from coordinator.prefix.index import Entry, deepest_ancestor
 from coordinator.prefix.policy import generation_checkpoint_due, save_points
-from services.stage import StageSession
-from services.steps import Event, SnapshotRestore, SnapshotRestored, SnapshotSave, SnapshotSaved
+from services.messages.steps import Event, SnapshotRestore, SnapshotRestored, SnapshotSave, SnapshotSaved
+from services.rpc.stage import StageSession
 
 log = structlog.get_logger()
 

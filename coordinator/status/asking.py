@@ -9,11 +9,11 @@ import asyncio
 import time
 from dataclasses import dataclass, replace
 
-from coordinator.engine import Engine
-from services.description import WorkerDescription
+from coordinator.engine.engine import Engine
 from services.errors import FlashsplitError
-from services.peers import Peers
-from services.shared_memory.transport import PayloadTransport
+from services.messages.description import WorkerDescription
+from services.rpc.payload_transport import PayloadTransport
+from services.rpc.peers import Peers
 
 ANSWER_S = 2.0
 """How long a worker may take to say how it is."""

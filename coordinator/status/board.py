@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import metadata
 from types import TracebackType
 
-from coordinator.engine import Engine
+from coordinator.engine.engine import Engine
 from coordinator.status import report
 from coordinator.status.asking import Member, Workers
 from coordinator.status.figures import Figures

@@ -11,10 +11,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from coordinator.engine import Engine, Finished
+from coordinator.engine.engine import Engine, Finished
+from coordinator.engine.step_times import StepTaken
 from coordinator.status.rolling import Rolling
-from coordinator.step_times import StepTaken
-from services.steps import StepKind
+from services.messages.steps import StepKind
 
 MAX_UNREAD = 1024
 """Blocks that wait for a watcher; of those who read slowly the oldest are dropped."""

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from coordinator.step_times import StepTaken
-from services.steps import StepKind
+from coordinator.engine.step_times import StepTaken
+from services.messages.steps import StepKind
 
 KEPT_S = 60
 """How far back the sums reach."""

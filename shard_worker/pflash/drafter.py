@@ -13,21 +13,20 @@ import torch.nn.functional as F
 
 from services.errors import InvalidArgument, Unimplemented
 from services.layers import LayerRange
-from shard_worker.checkpoint import Checkpoint
-from shard_worker.device import Device
-from shard_worker.families import family_of
-from shard_worker.layers import mlp
-from shard_worker.layers.attention import AttentionWeights
-from shard_worker.layers.decoder import DecoderWeights
-from shard_worker.model_config import LayerKind, ModelConfig
+from services.model.config import LayerKind, ModelConfig
+from shard_worker.device.devices import Device
+from shard_worker.model.families import family_of
+from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights
+from shard_worker.model.layers import mlp
 from shard_worker.ops.linear import linear
 from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import apply_rope, rope_table
 from shard_worker.pflash.scoring import TAIL_QUERIES, TokenScores, chunk_means
 from shard_worker.pflash.selection import CHUNK_TOKENS
 from shard_worker.pflash.sparse import attend_sparsely
-from shard_worker.segment import Segment
-from shard_worker.stage_loader import Progress, StageLoader
+from shard_worker.stage.loader import Progress, StageLoader
+from shard_worker.stage.segment import Segment
+from shard_worker.weights.checkpoint import Checkpoint
 
 SPARSE_FROM_CPU, SPARSE_FROM_GPU = 4096, 1 << 17
 """Tokens from which attention to chosen blocks is faster than to all: a GPU does all of it in one kernel."""

@@ -6,16 +6,16 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 
-from services.compress import Compress, Compressed, CompressProgress
-from services.description import DrafterDescription
 from services.errors import FailedPrecondition
-from services.worker import LoadDrafter
-from shard_worker.checkpoint import Checkpoint
-from shard_worker.device import Device
-from shard_worker.dtypes import dtype_to_name
-from shard_worker.executor import DeviceThread
+from services.messages.description import DrafterDescription
+from services.rpc.compress import Compress, Compressed, CompressProgress
+from services.rpc.worker import LoadDrafter
+from shard_worker.device.devices import Device
+from shard_worker.device.dtypes import dtype_to_name
+from shard_worker.device.executor import DeviceThread
 from shard_worker.pflash.drafter import Drafter, check_prompt, load_drafter
 from shard_worker.pflash.selection import MIN_TOKENS, kept_ranges, select_chunks
+from shard_worker.weights.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class LoadedDrafter:
 
 
 class CompressRole:
-    """Implements `services.compress.CompressPort`."""
+    """Implements `services.rpc.compress.CompressPort`."""
 
     def __init__(self, thread: DeviceThread, device: Device) -> None:
         self._thread, self._device = thread, device

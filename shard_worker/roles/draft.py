@@ -7,29 +7,29 @@ from dataclasses import dataclass
 
 import torch
 
-from services.description import DraftDescription, FeatureTransport, HeadPlace, StepEngine
-from services.draft import DraftOpen, Guesses, Propose
 from services.errors import CLOSED, FailedPrecondition, InvalidArgument
-from services.snapshot import SnapshotOwner
-from services.steps import FeatureSlice, Location, SnapshotPart, SnapshotRestore, SnapshotSave
-from services.tensors import WEIGHT_DTYPES, WireTensor
-from services.worker import LoadDraft
-from shard_worker.checkpoint import Checkpoint
-from shard_worker.device import Device
-from shard_worker.draft_engine import DraftEngine, Guess, by_kernels, check_start, make_engine
-from shard_worker.draft_link import restore_draft, save_draft
-from shard_worker.drafters import drafter_of
-from shard_worker.drafters.dflash import Draft, DraftState
-from shard_worker.dtypes import dtype_to_name, from_wire, to_wire
-from shard_worker.embedding_rows import matrix_name, rows_of_checkpoint
-from shard_worker.executor import DeviceThread
-from shard_worker.features import Features
+from services.messages.description import DraftDescription, FeatureTransport, HeadPlace, StepEngine
+from services.messages.snapshots import SnapshotOwner
+from services.messages.steps import FeatureSlice, Location, SnapshotPart, SnapshotRestore, SnapshotSave
+from services.messages.tensors import WEIGHT_DTYPES, WireTensor
+from services.rpc.draft import DraftOpen, Guesses, Propose
+from services.rpc.worker import LoadDraft
+from shard_worker.cache.prefix_state import cuttable
+from shard_worker.device.devices import Device
+from shard_worker.device.dtypes import dtype_to_name, from_wire, to_wire
+from shard_worker.device.executor import DeviceThread
+from shard_worker.drafting.drafters import drafter_of
+from shard_worker.drafting.drafters.dflash import Draft, DraftState
+from shard_worker.drafting.embedding_rows import matrix_name, rows_of_checkpoint
+from shard_worker.drafting.engine import DraftEngine, Guess, by_kernels, check_start, make_engine
+from shard_worker.drafting.link import restore_draft, save_draft
+from shard_worker.measure.random_checkpoint import open_checkpoint
+from shard_worker.model.features import Features
 from shard_worker.ops.linear import packed
-from shard_worker.prefix_state import cuttable
-from shard_worker.random_checkpoint import open_checkpoint
 from shard_worker.session_record import SessionRecord
-from shard_worker.snapshot_keeper import SnapshotKeeper
-from shard_worker.snapshot_store import SnapshotStore
+from shard_worker.snapshots.keeper import SnapshotKeeper
+from shard_worker.snapshots.store import SnapshotStore
+from shard_worker.weights.checkpoint import Checkpoint
 
 MAX_APPENDED_ROWS = 8192
 MAX_LENGTH = 1 << 20
@@ -50,7 +50,7 @@ class LoadedDraft:
 
 
 class DraftRole:
-    """Implements `services.draft.DraftPort`."""
+    """Implements `services.rpc.draft.DraftPort`."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class DraftRole:
 
 
 class LocalDraftSession:
-    """Implements `services.draft.DraftSession` on this worker's device."""
+    """Implements `services.rpc.draft.DraftSession` on this worker's device."""
 
     def __init__(
         self,

@@ -10,43 +10,43 @@ from typing import TYPE_CHECKING
 import structlog
 import torch
 
-from services.description import DraftDescription, FeatureTransport, HeadPlace, TargetDescription
-from services.draft import DraftOpen
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
-from services.peers import Peers
-from services.snapshot import SnapshotOwner
-from services.stage import StageSession
-from services.step_lane import StepLane
-from services.steps import Location, Open, StageIdentity
-from services.worker import LoadDraft, LoadTarget
-from shard_worker.deciding import Decider
-from shard_worker.device import Device
-from shard_worker.draft_config import DraftConfig
-from shard_worker.draft_engine import DraftEngine, make_engine
-from shard_worker.draft_link import DraftLink, LocalDraftLink, RemoteDraftLink
-from shard_worker.drafters import drafter_of
-from shard_worker.drafters.dflash import Draft, DraftState
-from shard_worker.dtypes import dtype_to_name
-from shard_worker.embedding_rows import EmbeddingRows, copied_embedding, resident_embedding, rows_of_stage
-from shard_worker.exactness import allocate
-from shard_worker.executor import DeviceThread
-from shard_worker.following import FollowingSession
-from shard_worker.grammar_compiler import GrammarCompiler
-from shard_worker.model_config import ModelConfig
+from services.messages.description import DraftDescription, FeatureTransport, HeadPlace, TargetDescription
+from services.messages.snapshots import SnapshotOwner
+from services.messages.steps import Location, Open, StageIdentity
+from services.model.config import ModelConfig
+from services.rpc.draft import DraftOpen
+from services.rpc.peers import Peers
+from services.rpc.stage import StageSession
+from services.rpc.worker import LoadDraft, LoadTarget
+from services.streams.step_lane import StepLane
+from shard_worker.cache.prefix_state import cuttable
+from shard_worker.device.devices import Device
+from shard_worker.device.dtypes import dtype_to_name
+from shard_worker.device.executor import DeviceThread
+from shard_worker.drafting.config import DraftConfig
+from shard_worker.drafting.drafters import drafter_of
+from shard_worker.drafting.drafters.dflash import Draft, DraftState
+from shard_worker.drafting.embedding_rows import EmbeddingRows, copied_embedding, resident_embedding, rows_of_stage
+from shard_worker.drafting.engine import DraftEngine, make_engine
+from shard_worker.drafting.link import DraftLink, LocalDraftLink, RemoteDraftLink
+from shard_worker.measure.random_checkpoint import open_checkpoint
 from shard_worker.ops.deltanet import CHUNK_ROWS
-from shard_worker.prefix_state import cuttable
-from shard_worker.random_checkpoint import open_checkpoint
 from shard_worker.roles.draft import DraftRole, LoadedDraft
-from shard_worker.sampler import Sampler
+from shard_worker.sampling.grammar_compiler import GrammarCompiler
+from shard_worker.sampling.sampler import Sampler
+from shard_worker.sampling.verifier import Decider
+from shard_worker.session.following import FollowingSession
+from shard_worker.session.target_session import TargetSession
 from shard_worker.session_record import SessionRecord
-from shard_worker.snapshot_keeper import SnapshotKeeper
-from shard_worker.snapshot_store import SnapshotStore
-from shard_worker.stage import Stage
-from shard_worker.stage_loader import CaptureRequest, StageLoader
-from shard_worker.target_session import TargetSession
+from shard_worker.snapshots.keeper import SnapshotKeeper
+from shard_worker.snapshots.store import SnapshotStore
+from shard_worker.stage.exactness import allocate
+from shard_worker.stage.loader import CaptureRequest, StageLoader
+from shard_worker.stage.stage import Stage
 
 if TYPE_CHECKING:
-    from shard_worker.ahead import Ahead
+    from shard_worker.drafting.ahead import Ahead
 
 MAX_ROWS = 8192
 
@@ -72,7 +72,7 @@ class LoadedStage:
 
 
 class TargetRole:
-    """Implements `services.stage.StagePort`."""
+    """Implements `services.rpc.stage.StagePort`."""
 
     def __init__(
         self,
@@ -347,8 +347,8 @@ class TargetRole:
             or embedding.device != engine.draft.device.torch_device
         ):
             return None
-        from shard_worker.ahead import Ahead
-        from shard_worker.kernels.accept import STOPS
+        from shard_worker.drafting.ahead import Ahead
+        from shard_worker.model.kernels.accept import STOPS
 
         if len(request.stop_token_ids) > STOPS:
             return None

@@ -17,7 +17,7 @@ import grpc
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from coordinator.certificate_authority import Authority, Pair, make_authority
+from coordinator.cli.certificate_authority import Authority, Pair, make_authority
 from tests.deploy.rendered import Object, of_kind
 from tests.deploy.sandbox import Program, Sandbox
 

@@ -14,6 +14,7 @@ from cloudcoil.models.cert_manager import v1 as cert_manager
 from cloudcoil.models.prometheus_operator import v1 as prometheus_operator
 from pydantic import BaseModel
 
+from coordinator.cli.commands.serve import serve
 from coordinator.manifests.overlay import overlay
 from coordinator.manifests.reading import read_serve_file
 from tests.deploy.dockerfile import FILE as DOCKERFILE
@@ -75,7 +76,9 @@ def check_leader_worker_set(item: Object) -> None:
 def test_overlays_are_what_their_cluster_files_say(name: str) -> None:
     """`flashsplit manifests` would write the files that are there, and no others."""
     directory = KUBERNETES / "overlays" / name
-    files = overlay(read_serve_file(directory / "cluster.yaml"), directory, KUBERNETES / "base", directory)
+    files = overlay(
+        read_serve_file(directory / "cluster.yaml", serve.params), directory, KUBERNETES / "base", directory
+    )
 
     there = {str(path.relative_to(directory)): path.read_text() for path in directory.rglob("*.yaml")}
     assert there.pop("cluster.yaml")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from coordinator.commands.manifests import manifests
+from coordinator.cli.commands.manifests import manifests
 from tests.deploy.kubelet import KEY, Cluster, Pod
 from tests.deploy.rendered import KUBERNETES, LEADER_WORKER_SET, of_kind, pods, render
 from tests.deploy.sandbox import Sandbox, listening_ports

@@ -18,7 +18,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from coordinator.commands.certs import certs
+from coordinator.cli.commands.certs import certs
 from tests.deploy.kubelet import KEY, answers_grpc
 from tests.deploy.sandbox import PROGRAMS, Program, Sandbox
 from tests.e2e.conftest import ROOT, until

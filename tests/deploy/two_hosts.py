@@ -20,7 +20,7 @@ from typing import Any
 import click
 from click.testing import CliRunner
 
-from coordinator.commands.certs import certs
+from coordinator.cli.commands.certs import certs
 from tests.deploy.wire import Wire
 from tests.e2e.conftest import ROOT, end, until
 

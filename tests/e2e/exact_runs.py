@@ -16,16 +16,16 @@ from typing import Any
 import torch
 
 from coordinator.answer import Answer, Request
-from coordinator.cluster import Cluster
-from coordinator.generation import generate
-from coordinator.loading import Checkpoints
-from coordinator.model_files import read_model_files
-from coordinator.placement import make_plan
-from coordinator.prompt import chat_prompt
-from services.launch import Launch
-from services.logs import configure_logs
-from services.steps import Sampling
-from shard_worker.stage import Stage
+from coordinator.cluster.cluster import Cluster
+from coordinator.cluster.loading import Checkpoints
+from coordinator.cluster.placement import make_plan
+from coordinator.engine.generation import generate
+from coordinator.text.model_files import read_model_files
+from coordinator.text.prompt import chat_prompt
+from services.messages.steps import Sampling
+from services.processes.launch import Launch
+from services.telemetry.logs import configure_logs
+from shard_worker.stage.stage import Stage
 from tests.e2e.conftest import ROOT
 from tests.shard_worker.tiny import Run, load_stage
 

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 import torch
 
 from coordinator.answer import Answer, Request
-from coordinator.cluster import Cluster
-from coordinator.generation import generate
-from coordinator.loading import Checkpoints
-from coordinator.placement import make_plan
+from coordinator.cluster.cluster import Cluster
+from coordinator.cluster.loading import Checkpoints
+from coordinator.cluster.placement import make_plan
+from coordinator.engine.generation import generate
 from coordinator.planning.model_size import read_model_size
-from services.launch import Launch
-from services.logs import configure_logs
-from services.tensors import FLOAT8
-from shard_worker.stage import Stage
+from services.messages.tensors import FLOAT8
+from services.processes.launch import Launch
+from services.telemetry.logs import configure_logs
+from shard_worker.stage.stage import Stage
 from tests.e2e.exact_runs import DEMO, ms_a_token, prompts, same
 from tests.shard_worker.tiny import Run, load_stage
 

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.answer import Answer, Request
-from coordinator.cluster import Cluster
-from coordinator.generation import generate
-from coordinator.loading import Checkpoints
-from coordinator.placement import make_plan
+from coordinator.cluster.cluster import Cluster
+from coordinator.cluster.loading import Checkpoints
+from coordinator.cluster.placement import make_plan
+from coordinator.engine.generation import generate
 from coordinator.prefix.cache import PrefixCache, lineage_of
-from coordinator.prefix.disk import DiskCache
+from coordinator.prefix.disk.disk_cache import DiskCache
 from coordinator.prefix.policy import KeepPolicy
 from coordinator.prefix.stores import open_store
-from services.launch import Launch
-from services.steps import Sampling
+from services.messages.steps import Sampling
+from services.processes.launch import Launch
 from tests.e2e.conftest import Pair
 
 TOKENS = 40

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from coordinator.commands.bench import bench as command
-from coordinator.commands.bench.step import SINGLES
-from coordinator.commands.bench.step_bench import Row, times_decode
+from coordinator.bench import bench as command
+from coordinator.bench.step import SINGLES
+from coordinator.bench.step_bench import Row, times_decode
 from tests.e2e.conftest import ROOT, Pair, Worker
 
 DEMO = ROOT / "deploy" / "demo"

@@ -17,7 +17,7 @@ import pexpect
 import pytest
 from click.testing import CliRunner
 
-from coordinator.commands.chat import chat
+from coordinator.cli.commands.chat import chat
 from tests.e2e.conftest import ROOT, alive, children, until
 from tests.e2e.server import DEMO, PAIR, Server, serving
 

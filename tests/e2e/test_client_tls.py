@@ -13,7 +13,7 @@ import httpx2
 import openai
 import pytest
 
-from services.inference import RemoteInference
+from services.rpc.inference import RemoteInference
 from tests.e2e.conftest import ROOT
 from tests.e2e.server import PAIR, Server, serving
 

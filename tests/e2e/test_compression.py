@@ -14,9 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from services.channel import connect
-from services.inference import RemoteInference
-from services.inference_words import (
+from services.messages.inference_types import (
     Ask,
     CompressionMode,
     CompressionWish,
@@ -27,6 +25,8 @@ from services.inference_words import (
     SamplingWishes,
     Stopping,
 )
+from services.net.channel import connect
+from services.rpc.inference import RemoteInference
 from tests.e2e.conftest import generate, refusal
 from tests.e2e.server import DEMO, PAIR, Server, serving
 from tests.e2e.test_compressor import drafter  # noqa: F401  (a fixture)

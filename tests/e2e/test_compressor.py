@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.cluster.placement import Place
 from coordinator.compression.bridge import question_of
 from coordinator.compression.compressor import Compressor
 from coordinator.compression.drafter_worker import DrafterWorker
 from coordinator.compression.settings import CompressionSettings, KeepCurve
-from coordinator.placement import Place
-from coordinator.tokenizer import Tokenizer
-from services.inference_words import CompressionMode
-from services.launch import Launch
+from coordinator.text.tokenizer import Tokenizer
+from services.messages.inference_types import CompressionMode
+from services.processes.launch import Launch
 from tests.e2e.conftest import ROOT
 from tests.reference import checkpoints
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from coordinator.answer import Answer, Request
-from coordinator.cluster import Cluster
-from coordinator.generation import generate
-from coordinator.loading import Checkpoints
-from coordinator.placement import make_plan
-from services.steps import Sampling
+from coordinator.cluster.cluster import Cluster
+from coordinator.cluster.loading import Checkpoints
+from coordinator.cluster.placement import make_plan
+from coordinator.engine.generation import generate
+from services.messages.steps import Sampling
 from tests.e2e.conftest import Pair, Worker, flashsplit
 from tests.e2e.exact_runs import DEMO, GREEDY, SEEDED, answers, prompts, same
 

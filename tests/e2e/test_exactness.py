@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from coordinator.answer import Answer, Request
-from coordinator.cluster import Cluster
-from coordinator.generation import generate
-from coordinator.loading import Checkpoints
-from coordinator.placement import make_plan
-from services.description import FeatureTransport, HeadPlace
+from coordinator.cluster.cluster import Cluster
+from coordinator.cluster.loading import Checkpoints
+from coordinator.cluster.placement import make_plan
+from coordinator.engine.generation import generate
+from services.messages.description import FeatureTransport, HeadPlace
 from tests.e2e.conftest import ROOT, Pair, Worker, generate as run_generate
 from tests.reference import target
 

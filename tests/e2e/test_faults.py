@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from services.description import WorkerDescription
-from services.peers import Peers
+from services.messages.description import WorkerDescription
+from services.rpc.peers import Peers
 from tests.e2e.conftest import (
     Pair,
     Worker,

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from shard_worker.device import best_devices
+from shard_worker.device.devices import best_devices
 from tests.e2e.conftest import ROOT, generate
 
 DEMO = ROOT / "deploy" / "demo"

@@ -20,15 +20,24 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from grpc_status import rpc_status
 
 from flashsplit.inference.v1 import inference_pb2 as pb, inference_pb2_grpc as pb_grpc
-from services.channel import connect
 from services.errors import Cancelled, DeadlineExceeded, FlashsplitError, InvalidArgument, NotFound
-from services.inference import SERVICE, RemoteInference
-from services.inference_words import Ask, Conversation, Delta, Finished, Message, SamplingWishes, Started, Stopping
-from services.steps import Grammar, GrammarKind
+from services.messages.inference_types import (
+    Ask,
+    Conversation,
+    Delta,
+    Finished,
+    Message,
+    SamplingWishes,
+    Started,
+    Stopping,
+)
+from services.messages.steps import Grammar, GrammarKind
+from services.net.channel import connect
+from services.rpc.inference import SERVICE, RemoteInference
 from tests.e2e.conftest import generate
 from tests.e2e.server import DEMO, PAIR, Server, serving
-from tests.services.fuzzing import ALLOWED
-from tests.services.random_messages import RandomMessages
+from tests.services.fuzz.fuzzing import ALLOWED
+from tests.services.fuzz.random_messages import RandomMessages
 
 KEY = "the-key-of-this-test"
 TALK = Conversation((Message("user", "Calculate 4729 + 3485."),))

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from coordinator.answer import Request
-from coordinator.cluster import Cluster
-from coordinator.generation import generate as complete
-from coordinator.loading import Checkpoints
-from coordinator.placement import make_plan
-from services.launch import Launch
-from services.tensors import FLOAT8
+from coordinator.cluster.cluster import Cluster
+from coordinator.cluster.loading import Checkpoints
+from coordinator.cluster.placement import make_plan
+from coordinator.engine.generation import generate as complete
+from services.messages.tensors import FLOAT8
+from services.processes.launch import Launch
 from tests.e2e.conftest import Pair, Worker, flashsplit, generate, refusal
 from tests.e2e.exact_runs import DEMO, prompts, same
 from tests.e2e.kv_runs import answers, difference

@@ -9,9 +9,9 @@ from typing import Any
 import openai
 import pytest
 
-from services.channel import connect
-from services.inference import RemoteInference
-from services.inference_words import Ask, Conversation, Delta, Message, SamplingWishes, Stopping
+from services.messages.inference_types import Ask, Conversation, Delta, Message, SamplingWishes, Stopping
+from services.net.channel import connect
+from services.rpc.inference import RemoteInference
 from tests.e2e.conftest import generate
 from tests.e2e.server import PAIR, Server, serving
 from tests.shard_worker.schemas import fits

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from coordinator.answer import Answer, Request
-from coordinator.cluster import Cluster
-from coordinator.generation import generate
-from coordinator.loading import Checkpoints
-from coordinator.placement import make_plan
+from coordinator.cluster.cluster import Cluster
+from coordinator.cluster.loading import Checkpoints
+from coordinator.cluster.placement import make_plan
+from coordinator.engine.generation import generate
 from services.errors import InvalidArgument
-from services.launch import Launch
-from services.steps import Sampling
+from services.messages.steps import Sampling
+from services.processes.launch import Launch
 from tests.e2e.conftest import Pair
 from tests.reference import checkpoints
 

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.answer import Request
-from coordinator.cluster import Cluster
-from coordinator.generation import generate as complete
-from coordinator.loading import Checkpoints
-from coordinator.placement import make_plan
+from coordinator.cluster.cluster import Cluster
+from coordinator.cluster.loading import Checkpoints
+from coordinator.cluster.placement import make_plan
+from coordinator.engine.generation import generate as complete
 from coordinator.prefix.cache import PrefixCache, lineage_of
-from coordinator.prefix.disk import DiskCache
+from coordinator.prefix.disk.disk_cache import DiskCache
 from coordinator.prefix.stores import open_store
-from services.launch import Launch
-from services.shared_memory.transport import PayloadTransport
+from services.processes.launch import Launch
+from services.rpc.payload_transport import PayloadTransport
 from tests.e2e.conftest import ROOT, children
 
 DEMO = ROOT / "deploy" / "demo"

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from coordinator.cluster import Cluster
-from coordinator.loading import Checkpoints
-from coordinator.placement import make_plan
-from services.description import FeatureTransport
-from services.launch import Launch
-from services.steps import Sampling
+from coordinator.cluster.cluster import Cluster
+from coordinator.cluster.loading import Checkpoints
+from coordinator.cluster.placement import make_plan
+from services.messages.description import FeatureTransport
+from services.messages.steps import Sampling
+from services.processes.launch import Launch
 from tests.e2e.conftest import Pair, Worker, alive, children, flashsplit, generate, interrupt, until
 
 

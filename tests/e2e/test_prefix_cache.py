@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.model_files import read_model_files
-from coordinator.prompt import chat_prompt
-from services.steps import Sampling
+from coordinator.text.model_files import read_model_files
+from coordinator.text.prompt import chat_prompt
+from services.messages.steps import Sampling
 from tests.e2e.conftest import ROOT, Pair, Worker
 from tests.e2e.prefix_client import GREEDY, TOKENS, Client, client
 from tests.reference import checkpoints

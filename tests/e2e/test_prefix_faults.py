@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.prefix.cache import PrefixCache
-from coordinator.prefix.disk import DiskCache
+from coordinator.prefix.disk.disk_cache import DiskCache
 from coordinator.prefix.stores import open_store
 from services.errors import Unavailable
 from tests.e2e.conftest import ROOT, Pair, Worker, alive, children, flashsplit, generate, refusal, until

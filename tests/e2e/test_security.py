@@ -21,8 +21,8 @@ import pytest
 from click.testing import CliRunner
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from coordinator.commands.certs import certs
-from services.cluster_token import VARIABLE
+from coordinator.cli.commands.certs import certs
+from services.net.cluster_token import VARIABLE
 from tests.e2e.conftest import ROOT, Pair, alive, children, end, flashsplit, generate, refusal, until
 
 TOKEN = "a-token-that-must-not-show-up-anywhere"

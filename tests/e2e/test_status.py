@@ -17,7 +17,7 @@ import pexpect
 import pytest
 from click.testing import CliRunner
 
-from coordinator.commands.status import status as command
+from coordinator.cli.commands.status import status as command
 from coordinator.status.asking import ANSWER_S, FRESH_S
 from tests.e2e.conftest import ROOT, alive, flashsplit, until
 from tests.e2e.server import PAIR, Server, get, serving

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from coordinator.answer import Answer, Piece, Request
-from coordinator.cluster import Cluster
-from coordinator.generation import generate as complete
-from coordinator.loading import Checkpoints
-from coordinator.model_files import read_model_files
-from coordinator.placement import make_plan
-from coordinator.prompt import chat_prompt
+from coordinator.cluster.cluster import Cluster
+from coordinator.cluster.loading import Checkpoints
+from coordinator.cluster.placement import make_plan
+from coordinator.engine.generation import generate as complete
+from coordinator.text.model_files import read_model_files
+from coordinator.text.prompt import chat_prompt
 from services.errors import InvalidArgument
-from services.steps import Grammar, GrammarKind, Sampling
+from services.messages.steps import Grammar, GrammarKind, Sampling
 from tests.e2e.conftest import ROOT
 from tests.shard_worker.schemas import fits
 

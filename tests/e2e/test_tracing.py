@@ -14,9 +14,9 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from services.channel import connect
-from services.inference import RemoteInference
-from services.inference_words import Ask, SamplingWishes, Stopping
+from services.messages.inference_types import Ask, SamplingWishes, Stopping
+from services.net.channel import connect
+from services.rpc.inference import RemoteInference
 from tests.e2e.conftest import Worker, until
 from tests.e2e.server import PAIR, Server, serving
 

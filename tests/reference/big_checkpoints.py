@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from coordinator.commands.bench.shapes import TARGETS, draft_config
-from shard_worker.draft_config import read_draft_config
-from shard_worker.drafters.dflash import expected_shapes
-from shard_worker.families import family_of
+from coordinator.bench.shapes import TARGETS, draft_config
+from shard_worker.drafting.config import read_draft_config
+from shard_worker.drafting.drafters.dflash import expected_shapes
+from shard_worker.model.families import family_of
 
 SHARD_BYTES = 4 << 30
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from services.channel import connect
-from services.server import Registration, Server
-from services.shared_memory.link import SharedLinks
-from services.shared_memory.service import SharedMemoryServicer, open_link
+from services.net.channel import connect
+from services.net.server import Registration, Server
+from services.rpc.shared_memory import SharedMemoryServicer, open_link
+from services.same_host.link import SharedLinks
 from tests.services.fakes import until
-from tests.services.lane_chain import LaneChain, two_watchers
+from tests.services.streams.lane_chain import LaneChain, two_watchers
 
 Serve = Callable[..., Awaitable[Server]]
 Dial = Callable[[str], Awaitable[grpc.aio.Channel]]

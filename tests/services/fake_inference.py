@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 from services.errors import FlashsplitError, NotFound
-from services.inference_words import (
+from services.messages.inference_types import (
     AnswerEvent,
     Ask,
     CacheSource,
@@ -24,7 +24,7 @@ from services.inference_words import (
     Timings,
     Usage,
 )
-from services.steps import TokenLogprobs
+from services.messages.steps import TokenLogprobs
 
 FINISHED = Finished(
     FinishReason.LENGTH,

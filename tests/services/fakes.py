@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from services.description import (
+from services.errors import CLOSED, DataLoss, InvalidArgument, NotFound
+from services.layers import LayerRange
+from services.messages.description import (
     DeviceDescription,
     DraftDescription,
     FeatureTransport,
@@ -17,11 +19,8 @@ from services.description import (
     TargetDescription,
     WorkerDescription,
 )
-from services.draft import DraftOpen, Guesses, Propose
-from services.errors import CLOSED, DataLoss, InvalidArgument, NotFound
-from services.layers import LayerRange
-from services.measure import DeviceSpeed, MeasureFor
-from services.snapshot import (
+from services.messages.measure import DeviceSpeed, MeasureFor
+from services.messages.snapshots import (
     SnapshotChunk,
     SnapshotFrame,
     SnapshotHeader,
@@ -29,9 +28,7 @@ from services.snapshot import (
     SnapshotTensor,
     SnapshotTrailer,
 )
-from services.snapshot_service import Imported
-from services.step_lane import StepLane
-from services.steps import (
+from services.messages.steps import (
     Commit,
     Event,
     FeatureSlice,
@@ -49,8 +46,11 @@ from services.steps import (
     StageTiming,
     StepKind,
 )
-from services.tensors import WireTensor
-from services.worker import LoadDraft, LoadProgress, LoadTarget
+from services.messages.tensors import WireTensor
+from services.rpc.draft import DraftOpen, Guesses, Propose
+from services.rpc.snapshots import Imported
+from services.rpc.worker import LoadDraft, LoadProgress, LoadTarget
+from services.streams.step_lane import StepLane
 
 WORKER = WorkerDescription(
     host="alpha",

@@ -8,8 +8,8 @@ import pytest
 
 from services.addresses import grpc_target, is_loopback, parse_address, socket_path
 from services.errors import InvalidArgument
-from services.peers import Peers
-from services.worker import WorkerServicer
+from services.rpc.peers import Peers
+from services.rpc.worker import WorkerServicer
 from tests.services.conftest import Serve
 from tests.services.fakes import WORKER, FakeWorker
 

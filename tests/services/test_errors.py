@@ -14,7 +14,6 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from services import errors
-from services.channel import connect
 from services.errors import (
     FailedPrecondition,
     FlashsplitError,
@@ -25,9 +24,10 @@ from services.errors import (
     from_rpc_error,
     to_status,
 )
-from services.peers import Peers
-from services.stage import RemoteStage, StageServicer
-from services.worker import RemoteWorker, WorkerServicer
+from services.net.channel import connect
+from services.rpc.peers import Peers
+from services.rpc.stage import RemoteStage, StageServicer
+from services.rpc.worker import RemoteWorker, WorkerServicer
 from tests.services.conftest import Dial, Serve
 from tests.services.fakes import OPEN, FakeStage, FakeWorker
 
@@ -121,8 +121,8 @@ async def test_a_killed_worker_is_unavailable_at_once(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/a.sock"
     code = (
         "import asyncio\n"
-        "from services.server import Server\n"
-        "from services.worker import WorkerServicer\n"
+        "from services.net.server import Server\n"
+        "from services.rpc.worker import WorkerServicer\n"
         "class Port:\n"
         "    async def describe(self):\n"
         "        print('asked', flush=True)\n"

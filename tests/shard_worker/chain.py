@@ -13,14 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from services.description import FeatureTransport, HeadPlace
 from services.errors import FlashsplitError
 from services.layers import LayerRange
-from services.peers import Peers
-from services.snapshot import SnapshotOwner
-from services.stage import StageSession
-from services.step_lane import StepLane
-from services.steps import (
+from services.messages.description import FeatureTransport, HeadPlace
+from services.messages.snapshots import SnapshotOwner
+from services.messages.steps import (
     Commit,
     DraftRoute,
     Event,
@@ -35,14 +32,17 @@ from services.steps import (
     SnapshotSaved,
     StepKind,
 )
-from services.worker import FeatureCapture, LoadDraft, LoadTarget
-from shard_worker.device import parse_devices
-from shard_worker.executor import DeviceThread
+from services.rpc.peers import Peers
+from services.rpc.stage import StageSession
+from services.rpc.worker import FeatureCapture, LoadDraft, LoadTarget
+from services.streams.step_lane import StepLane
+from shard_worker.device.devices import parse_devices
+from shard_worker.device.executor import DeviceThread
 from shard_worker.roles.draft import DraftRole
 from shard_worker.roles.target import TargetRole
-from shard_worker.snapshot_keeper import SnapshotKeeper
-from shard_worker.snapshot_store import SnapshotStore
-from shard_worker.snapshot_transfer import SnapshotTransfer
+from shard_worker.snapshots.keeper import SnapshotKeeper
+from shard_worker.snapshots.store import SnapshotStore
+from shard_worker.snapshots.transfer import SnapshotTransfer
 from tests.shard_worker.tiny import Tiny, ignore_progress, load_stage
 
 BLOCK = 8
@@ -105,7 +105,7 @@ class Lane:
 
 
 class Directory:
-    """Stands in for `services.peers.Peers`: addresses of this process."""
+    """Stands in for `services.rpc.peers.Peers`: addresses of this process."""
 
     def __init__(self, carries: Callable[[Forward], bool] | None = None) -> None:
         """carries: what lanes between stages take; None for no lanes."""

@@ -7,8 +7,8 @@ from structlog.testing import capture_logs
 
 from services.errors import InvalidArgument, Unavailable, ending
 from services.layers import LayerRange
-from services.steps import Location
-from services.trace_context import Trace
+from services.messages.steps import Location
+from services.telemetry.trace_context import Trace
 from shard_worker.session_record import SessionRecord
 
 TRACE = Trace("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from services.description import FeatureTransport, HeadPlace, Role, WorkerDescription
-from services.draft import DraftOpen
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, NotFound, Unimplemented
 from services.layers import LayerRange
-from services.snapshot import SnapshotHeader, SnapshotOwner
-from services.steps import DraftRoute, Open, SnapshotSave, StepKind
-from services.worker import FeatureCapture, LoadDraft, LoadProgress, LoadTarget
-from shard_worker.device import parse_devices
-from shard_worker.snapshot_transfer import SnapshotTransfer
+from services.messages.description import FeatureTransport, HeadPlace, Role, WorkerDescription
+from services.messages.snapshots import SnapshotHeader, SnapshotOwner
+from services.messages.steps import DraftRoute, Open, SnapshotSave, StepKind
+from services.rpc.draft import DraftOpen
+from services.rpc.worker import FeatureCapture, LoadDraft, LoadProgress, LoadTarget
+from shard_worker.device.devices import parse_devices
+from shard_worker.snapshots.transfer import SnapshotTransfer
 from shard_worker.worker import Worker, WorkerConfig
 from tests.shard_worker.chain import Client
 from tests.shard_worker.tiny import Tiny, ids

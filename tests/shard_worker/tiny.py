@@ -14,13 +14,13 @@ import torch
 from transformers import PreTrainedModel
 
 from services.layers import LayerRange
-from shard_worker.checkpoint import Checkpoint
-from shard_worker.device import Device, parse_devices
-from shard_worker.drafters import drafter_of
-from shard_worker.drafters.dflash import Draft
-from shard_worker.features import Features
-from shard_worker.stage import Stage, StageState
-from shard_worker.stage_loader import CaptureRequest, StageLoader
+from shard_worker.device.devices import Device, parse_devices
+from shard_worker.drafting.drafters import drafter_of
+from shard_worker.drafting.drafters.dflash import Draft
+from shard_worker.model.features import Features
+from shard_worker.stage.loader import CaptureRequest, StageLoader
+from shard_worker.stage.stage import Stage, StageState
+from shard_worker.weights.checkpoint import Checkpoint
 from tests.reference import checkpoints, storage, target
 
 VOCAB = 256

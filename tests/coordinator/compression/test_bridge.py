@@ -7,7 +7,7 @@ import random
 import pytest
 
 from coordinator.compression.bridge import LONGEST_QUESTION, QUESTION_TAIL, Span, question_of, read, union
-from coordinator.tokenizer import Tokenizer
+from coordinator.text.tokenizer import Tokenizer
 from tests.e2e.conftest import ROOT
 
 WORDS = [

@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.compression.settings import CompressionSettings, KeepCurve, parse_keep
 from services.errors import InvalidArgument
-from services.inference_words import CompressionMode, CompressionWish
+from services.messages.inference_types import CompressionMode, CompressionWish
 
 
 @pytest.mark.parametrize(

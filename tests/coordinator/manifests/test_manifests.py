@@ -10,7 +10,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from coordinator.commands.manifests import manifests
+from coordinator.cli.commands.manifests import manifests
 
 ROOT = Path(__file__).parents[3]
 BASE = ROOT / "deploy" / "kubernetes" / "base"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.placement import Place
+from coordinator.cluster.placement import Place
 from coordinator.planning.step_time import WorkerSpeed
-from services.measure import DeviceSpeed, LinkSpeed
+from services.messages.measure import DeviceSpeed, LinkSpeed
 from tests.reference import checkpoints
 
 KINDS = {"full_attention": 1e-4, "linear_attention": 2e-4}

@@ -10,16 +10,16 @@ import pytest
 from coordinator.planning.draft_size import read_draft_size
 from coordinator.planning.memory import Models, cache_bytes, stage_shares
 from coordinator.planning.model_size import read_model_size
-from services.description import FeatureTransport
 from services.errors import DataLoss, InvalidArgument, NotFound, Unimplemented
 from services.layers import LayerRange
-from shard_worker.attention_cache import AttentionCache
-from shard_worker.caches import RecurrentCache
-from shard_worker.checkpoint import Checkpoint
-from shard_worker.device import parse_devices
-from shard_worker.drafters import drafter_of
-from shard_worker.stage import Stage
-from shard_worker.stage_loader import CaptureRequest, StageLoader
+from services.messages.description import FeatureTransport
+from shard_worker.cache.attention_cache import AttentionCache
+from shard_worker.cache.caches import RecurrentCache
+from shard_worker.device.devices import parse_devices
+from shard_worker.drafting.drafters import drafter_of
+from shard_worker.stage.loader import CaptureRequest, StageLoader
+from shard_worker.stage.stage import Stage
+from shard_worker.weights.checkpoint import Checkpoint
 from tests.reference import checkpoints, storage
 
 Pairs = dict[str, tuple[Path, Path]]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.placement import Place, Plan, StagePlan, make_plan
+from coordinator.cluster.placement import Place, Plan, StagePlan, make_plan
 from coordinator.planning.draft_size import read_draft_size
 from coordinator.planning.memory import Models, draft_share, plan_shares
 from coordinator.planning.model_size import read_model_size
@@ -25,7 +25,7 @@ from coordinator.planning.split import TOLERANCE
 from coordinator.planning.step_time import COORDINATOR_S, SESSION_S, WorkerSpeed, bottleneck, predict
 from services.errors import FailedPrecondition
 from services.layers import LayerRange
-from services.measure import DeviceSpeed
+from services.messages.measure import DeviceSpeed
 from tests.coordinator.planning.conftest import KINDS, worker
 
 LOAD = Load(256, 1)

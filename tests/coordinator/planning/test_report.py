@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from coordinator.commands.plan import parse_lengths
-from coordinator.placement import Plan, make_plan
+from coordinator.cli.commands.plan import parse_lengths
+from coordinator.cluster.placement import Plan, make_plan
 from coordinator.planning.draft_size import read_draft_size
 from coordinator.planning.edges import Edge, plan_edges
 from coordinator.planning.memory import Models
 from coordinator.planning.model_size import read_model_size
 from coordinator.planning.picture import BAR, show
 from coordinator.planning.report import as_json, draft_reason, make_report
-from services.description import FeatureTransport, HeadPlace
 from services.errors import InvalidArgument
+from services.messages.description import FeatureTransport, HeadPlace
 from tests.coordinator.planning.conftest import worker
 
 Pairs = dict[str, tuple[Path, Path]]

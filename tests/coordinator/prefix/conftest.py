@@ -9,9 +9,9 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from coordinator.prefix.disk import DiskCache
+from coordinator.prefix.disk.disk_cache import DiskCache
 from coordinator.prefix.stores import Store, open_store
-from tests.coordinator.prefix.exports import DRAFTED, LAYERS, PLAIN
+from tests.coordinator.prefix.disk.exports import DRAFTED, LAYERS, PLAIN
 
 OpenCache = Callable[..., DiskCache]
 

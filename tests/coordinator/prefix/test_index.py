@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from coordinator.prefix import index
-from coordinator.prefix.index import BLOCK_TOKENS, Entry, Match, PrefixIndex, common_length, deepest_ancestor
+from coordinator.prefix.index import BLOCK_TOKENS, Entry, Match, PrefixIndex, deepest_ancestor
 from coordinator.prefix.lineage import Lineage
 
 LINEAGE = Lineage(model="m", dtype="float32", text="t", draft=None, draft_dtype=None)
@@ -245,16 +245,6 @@ def test_deepest_ancestor() -> None:
     b = entry(range(20), cuttable=True, parent=a)
     c = entry(range(30), cuttable=True, parent=b)
     assert [deepest_ancestor(c, length) for length in (31, 30, 29, 20, 19, 10, 9, 0)] == [c, c, b, b, a, a, None, None]
-
-
-def test_common_length() -> None:
-    """Every place at which two sequences can part, and none."""
-    for size in (0, 1, 2, 3, 7, 8, 33):
-        a = tuple(range(size))
-        for parted in range(size):
-            assert common_length(a, (*a[:parted], -1, *a[parted + 1 :])) == parted
-            assert common_length(a, a[:parted]) == parted
-        assert common_length(a, a) == size
 
 
 @pytest.mark.parametrize("cuttable", [True, False])

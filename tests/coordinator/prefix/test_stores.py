@@ -17,7 +17,7 @@ from coordinator.prefix.stores import EntryKey, Store, StoreError, check_part_na
 from coordinator.prefix.stores.directory import DirectoryStore
 from coordinator.prefix.stores.remote import RemoteStore
 from services.errors import FailedPrecondition, InvalidArgument, NotFound
-from tests.coordinator.prefix.exports import files_of
+from tests.coordinator.prefix.disk.exports import files_of
 
 
 @pytest.fixture(params=["directory", "memory", "files through fsspec"])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from coordinator.engine.step_times import StageTime, StepTaken, StepTimes, sent_bytes, split_time
 from coordinator.status.board import shares_of
 from coordinator.status.rolling import KEPT_S, Rolling
-from coordinator.step_times import StageTime, StepTaken, StepTimes, sent_bytes, split_time
-from services.steps import Commit, StageTiming, StepKind
+from services.messages.steps import Commit, StageTiming, StepKind
 
 
 class Clock:

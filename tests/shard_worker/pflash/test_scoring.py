@@ -10,10 +10,10 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from services.errors import InvalidArgument, Unimplemented
-from shard_worker.checkpoint import Checkpoint
-from shard_worker.device import parse_devices
+from shard_worker.device.devices import parse_devices
 from shard_worker.pflash.drafter import Drafter, check_prompt, load_drafter
 from shard_worker.pflash.scoring import chunk_means, smoothed
+from shard_worker.weights.checkpoint import Checkpoint
 from tests.reference import checkpoints
 
 TAIL, WIDTH, CHUNK = 8, 13, 32

@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.description import FeatureTransport, HeadPlace
-from services.draft import DraftOpen, Propose
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, NotFound
-from services.steps import FeatureSlice, Location, SnapshotRestore, SnapshotSave
-from services.tensors import WireTensor
-from services.worker import LoadDraft
-from shard_worker.device import parse_devices
-from shard_worker.dtypes import from_wire, to_wire
-from shard_worker.executor import DeviceThread
+from services.messages.description import FeatureTransport, HeadPlace
+from services.messages.steps import FeatureSlice, Location, SnapshotRestore, SnapshotSave
+from services.messages.tensors import WireTensor
+from services.rpc.draft import DraftOpen, Propose
+from services.rpc.worker import LoadDraft
+from shard_worker.device.devices import parse_devices
+from shard_worker.device.dtypes import from_wire, to_wire
+from shard_worker.device.executor import DeviceThread
 from shard_worker.ops.linear import linear
 from shard_worker.roles.draft import DraftRole, LocalDraftSession
-from shard_worker.snapshot_store import SnapshotStore
+from shard_worker.snapshots.store import SnapshotStore
 from tests.reference import checkpoints, storage, target
 from tests.reference.dense_draft import DenseDraft
 from tests.shard_worker.tiny import Tiny, ignore_progress

@@ -10,17 +10,17 @@ from typing import Any, cast
 
 import pytest
 
-from services.description import FeatureTransport, HeadPlace
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, NotFound
 from services.layers import LayerRange
-from services.peers import Peers
-from services.steps import DraftRoute, Hop, Location, Sampling
-from services.worker import FeatureCapture, LoadDraft, LoadTarget
-from shard_worker.checkpoint import Checkpoint
-from shard_worker.device import parse_devices
-from shard_worker.executor import DeviceThread
+from services.messages.description import FeatureTransport, HeadPlace
+from services.messages.steps import DraftRoute, Hop, Location, Sampling
+from services.rpc.peers import Peers
+from services.rpc.worker import FeatureCapture, LoadDraft, LoadTarget
+from shard_worker.device.devices import parse_devices
+from shard_worker.device.executor import DeviceThread
 from shard_worker.roles.target import TargetRole
-from shard_worker.snapshot_store import SnapshotStore
+from shard_worker.snapshots.store import SnapshotStore
+from shard_worker.weights.checkpoint import Checkpoint
 from tests.reference import checkpoints, storage
 from tests.shard_worker.chain import DRAFT_ADDRESS, Chain, Directory
 from tests.shard_worker.tiny import Tiny, ignore_progress

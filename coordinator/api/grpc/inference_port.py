@@ -1,0 +1,136 @@
+"""The engine as the inference service sees it: asks in, events out, and what the server tells of itself."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+from importlib import metadata
+
+from coordinator.answer import Answer
+from coordinator.api.requests import chat_of, check_model, compressed_text, make_request, plain_prompt, render, text_of
+from coordinator.engine.engine import Engine
+from services.messages.inference_types import (
+    AnswerEvent,
+    Ask,
+    CacheSource,
+    Conversation,
+    Delta,
+    DraftPlace,
+    Finished,
+    FinishReason,
+    Model,
+    ServerInfo,
+    ServerLoad,
+    SpeculationFigures,
+    StagePlace,
+    Started,
+    Timings,
+    Usage,
+)
+
+
+class EnginePort:
+    """An `InferencePort` over an engine of this process."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._began = engine, time.monotonic()
+
+    async def answer(self, ask: Ask, request_id: str) -> AsyncGenerator[AnswerEvent]:
+        """As the port says."""
+        engine = self._engine
+        check_model(engine, ask.model)
+        chat = None
+        if isinstance(ask.prompt, Conversation):
+            chat = chat_of(ask.prompt)
+            prompt = await render(engine, chat, ask.compression, structured=ask.grammar is not None)
+        else:
+            prompt = await plain_prompt(engine, ask.prompt)
+            prompt = await compressed_text(engine, prompt, ask.compression, structured=ask.grammar is not None)
+        request = make_request(
+            engine,
+            prompt,
+            ask.sampling,
+            ask.stopping,
+            speculate=ask.speculate,
+            logprobs=ask.logprobs,
+            grammar=ask.grammar,
+            request_id=request_id,
+            prompt_field="prompt" if chat is None else "conversation",
+            chat=chat is not None,
+        )
+        async with engine.answering(request) as generation:
+            yield Started(request_id, len(request.prompt_ids))
+            async with contextlib.aclosing(generation.pieces()) as pieces:
+                async for piece in pieces:
+                    yield Delta(piece.token_ids, piece.text, piece.logprobs)
+        assert generation.answer is not None
+        yield _finished(generation.answer)
+
+    async def models(self) -> tuple[Model, ...]:
+        """As the port says."""
+        engine = self._engine
+        return (Model(engine.name, engine.aliases, engine.max_model_len, engine.created),)
+
+    async def info(self) -> ServerInfo:
+        """As the port says."""
+        cluster = self._engine.cluster
+        stages = []
+        for address, worker in zip(cluster.addresses, cluster.workers, strict=True):
+            target = worker.target
+            assert target is not None
+            first, last = target.layers.first, target.layers.last
+            stages.append(StagePlace(address, worker.host, worker.device, first, last, target.weight_bytes))
+        draft, place = cluster.draft_worker, None
+        if draft is not None and draft.draft is not None:
+            address = cluster.snapshot_places(with_draft=True)[-1].address
+            place = DraftPlace(address, draft.host, draft.device, draft.draft.block_size, draft.draft.weight_bytes)
+        return ServerInfo(
+            metadata.version("flashsplit"),
+            (await self.models())[0],
+            tuple(stages),
+            place,
+            self._engine.ready,
+            time.monotonic() - self._began,
+        )
+
+    async def load(self) -> ServerLoad:
+        """As the port says."""
+        load = self._engine.load
+        return ServerLoad(load.running, load.waiting, load.max_running, load.max_waiting, load.draining)
+
+    async def tokenize(
+        self, prompt: str | Conversation, *, add_special_tokens: bool = True, model: str | None = None
+    ) -> tuple[int, ...]:
+        """As the port says."""
+        check_model(self._engine, model)
+        if isinstance(prompt, Conversation):
+            return (await render(self._engine, chat_of(prompt))).token_ids
+        return (await plain_prompt(self._engine, prompt, add_special_tokens=add_special_tokens)).token_ids
+
+    async def detokenize(
+        self, token_ids: tuple[int, ...], *, skip_special_tokens: bool = False, model: str | None = None
+    ) -> str:
+        """As the port says."""
+        check_model(self._engine, model)
+        return text_of(self._engine, token_ids, "token_ids", skip_special_tokens=skip_special_tokens)
+
+
+def _finished(answer: Answer) -> Finished:
+    stats = answer.stats
+    source = None if stats.cache_source is None else CacheSource(stats.cache_source)
+    return Finished(
+        FinishReason(answer.finish_reason),
+        Usage(stats.prompt_tokens, stats.completion_tokens, stats.cached_tokens, source, stats.original_prompt_tokens),
+        Timings(
+            stats.prefill_ms,
+            stats.restore_ms,
+            stats.decode_ms,
+            stats.decode_tokens_per_s,
+            stats.draft_ms,
+            stats.compress_ms,
+        ),
+        SpeculationFigures(
+            stats.steps, stats.draft_tokens, stats.accepted_tokens, stats.acceptance_length, stats.notes
+        ),
+    )

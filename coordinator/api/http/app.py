@@ -1,0 +1,160 @@
+"""The application: routes, the key at the door, errors in the words of each API, limits on what is sent."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from importlib import metadata
+
+import structlog
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from coordinator.api.api_keys import ApiKeys
+from coordinator.api.http import anthropic, chat, completions, operator_routes, page_files, responses, status_routes
+from coordinator.api.http.errors import HttpError, invalid_body, to_http
+from coordinator.api.http.metrics import Metrics
+from coordinator.api.http.replies import ClientGone
+from coordinator.engine.engine import Engine
+from coordinator.status.board import Board
+from services.telemetry.trace_context import Call, calling
+
+MAX_BODY_BYTES = 32 << 20
+
+OPEN_PATHS = frozenset({"/health", "/"})
+"""Answered without a key, as the page's own files are."""
+
+POLLED = status_routes.PATH
+"""Who watches asks for it every second: in the log that would bury everything else."""
+
+log = structlog.get_logger()
+
+
+def create_app(engine: Engine, keys: ApiKeys, board: Board, *, vllm_metrics: bool = False) -> FastAPI:
+    """The HTTP API over an engine, and the page that uses it."""
+    app = FastAPI(
+        title="flashsplit",
+        version=metadata.version("flashsplit"),
+        description="One LLM, served from whatever GPUs its owner has: OpenAI's and Anthropic's APIs.",
+    )
+    app.include_router(operator_routes.routes(engine, Metrics(engine, vllm_names=vllm_metrics)))
+    app.include_router(status_routes.routes(engine, board))
+    app.include_router(page_files.routes(key_needed=bool(keys)))
+    for part in (chat, completions, responses, anthropic):
+        app.include_router(part.routes(engine))
+    app.add_exception_handler(Exception, _failed)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_middleware(Door, keys=keys)
+    return app
+
+
+class Door:
+    """Around every request: its id, the key, the size of its body, errors, one line in the log."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self._app, self._keys = app, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        request_id = _clean(request.headers.get("x-request-id", "")) or secrets.token_hex(12)
+        scope.setdefault("state", {})["request_id"] = request_id
+        with calling(request_id, request.headers.getlist("traceparent")) as call:
+            await self._answer(request, call, receive, send)
+
+    async def _answer(self, request: Request, call: Call, receive: Receive, send: Send) -> None:
+        scope, started, begun, status = request.scope, time.monotonic(), False, 0
+
+        async def answer(message: Message) -> None:
+            nonlocal begun, status
+            if message["type"] == "http.response.start":
+                begun, status = True, message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", call.request_id.encode())]
+            await send(message)
+
+        try:
+            try:
+                if request.url.path not in OPEN_PATHS and not request.url.path.startswith(page_files.PREFIX):
+                    self._keys.check(request.headers.get("authorization", ""), request.headers.get("x-api-key", ""))
+                await self._app(scope, _limited(request, receive), answer)
+            except ClientGone:
+                status = 499
+            except Exception as error:
+                if begun:
+                    raise
+                await _respond(request, error)(scope, receive, answer)
+        finally:
+            write = log.debug if request.url.path == POLLED else log.info
+            write(
+                "http.request",
+                request_id=call.request_id,
+                trace_id=call.trace.trace_id,
+                method=request.method,
+                path=request.url.path,
+                status=status,
+                ms=round((time.monotonic() - started) * 1e3, 1),
+            )
+
+
+class TooLarge(Exception):
+    """The body is beyond MAX_BODY_BYTES."""
+
+
+def _limited(request: Request, receive: Receive) -> Receive:
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > MAX_BODY_BYTES:
+        raise TooLarge
+    received = 0
+
+    async def limited() -> Message:
+        nonlocal received
+        message = await receive()
+        received += len(message.get("body", b""))
+        if received > MAX_BODY_BYTES:
+            raise TooLarge
+        return message
+
+    return limited
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return _respond(request, error)
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    known = invalid_body(error)
+    return JSONResponse(known.body(request.url.path), known.status)
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+    known = HttpError(error.status_code, f"{error.detail}: {request.method} {request.url.path}", kind, kind)
+    return JSONResponse(known.body(request.url.path), known.status, headers=error.headers)
+
+
+def _respond(request: Request, error: BaseException) -> Response:
+    if isinstance(error, ClientGone):
+        return Response(status_code=499)
+    if isinstance(error, TooLarge):
+        known = HttpError(
+            413, f"the body is larger than {MAX_BODY_BYTES} bytes", "invalid_request_error", "request_too_large"
+        )
+    else:
+        known = to_http(error)
+    if known.status == 500:
+        log.error("http.failed", path=request.url.path, exc_info=error)
+    return JSONResponse(known.body(request.url.path), known.status, headers=known.headers)
+
+
+def _clean(text: str) -> str:
+    """A client's own id, if it is one that can stand in a header and a log line."""
+    return text if len(text) <= 128 and text.isascii() and text.isprintable() else ""

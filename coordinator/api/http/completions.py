@@ -1,0 +1,108 @@
+"""/v1/completions: plain text or token ids in, text out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from coordinator.answer import Answer, Request
+from coordinator.api.http.choices import answer_all
+from coordinator.api.http.documented import ANSWER, OPENAI_ERRORS
+from coordinator.api.http.json_bodies import JsonRoute
+from coordinator.api.http.logprobs import completion_logprobs
+from coordinator.api.http.replies import event_stream, unless_gone
+from coordinator.api.http.request_bodies import check_model, choices_of, compression_wish, make_request, plain_prompts
+from coordinator.api.http.schemas import CompletionRequest
+from coordinator.api.http.usage import timings_of, usage_of
+from coordinator.engine.engine import Engine
+
+
+def routes(engine: Engine) -> APIRouter:
+    router = APIRouter(tags=["OpenAI"], route_class=JsonRoute, responses=OPENAI_ERRORS)
+
+    @router.post("/v1/completions", response_model=None, responses=ANSWER)
+    async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
+        """The continuation of one or more prompts."""
+        check_model(engine, body.model)
+        prompts = await unless_gone(http, plain_prompts(engine, body.prompt, compression_wish(body)))
+        requests = [
+            choice
+            for number, prompt in enumerate(prompts)
+            for choice in choices_of(
+                replace(make_request(engine, body, prompt, body.max_tokens, chat=False), logprobs=body.logprobs),
+                body.n,
+                number * body.n,
+            )
+        ]
+        head = {
+            "id": f"cmpl-{requests[0].request_id}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": body.model or engine.name,
+        }
+        echoes = [_text(engine, request.prompt_ids) if body.echo else "" for request in requests]
+        if body.stream:
+            usage = body.stream_options is not None and body.stream_options.include_usage
+            return await event_stream(http.url.path, _stream(engine, requests, head, echoes, usage=usage))
+        return JSONResponse(await unless_gone(http, _whole(engine, requests, head, echoes)))
+
+    return router
+
+
+def _text(engine: Engine, token_ids: tuple[int, ...]) -> str:
+    tokenizer = engine.files.tokenizer
+    return "" if tokenizer is None else tokenizer.decode(token_ids)
+
+
+def _choice(index: int, text: str, finish_reason: str | None, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+async def _whole(engine: Engine, requests: list[Request], head: dict[str, Any], echoes: list[str]) -> dict[str, Any]:
+    answers: dict[int, Answer] = {}
+    async for came in answer_all(engine, requests):
+        if isinstance(came.what, Answer):
+            answers[came.index] = came.what
+    ordered = [answers[index] for index in range(len(requests))]
+    choices = [
+        _choice(
+            index,
+            echoes[index] + (answer.text or ""),
+            answer.finish_reason,
+            completion_logprobs(engine.files.tokenizer, answer.token_ids, answer.logprobs or (), len(echoes[index])),
+        )
+        for index, answer in enumerate(ordered)
+    ]
+    return {**head, "choices": choices, "usage": usage_of(ordered), "timings": timings_of(ordered[0])}
+
+
+async def _stream(
+    engine: Engine, requests: list[Request], head: dict[str, Any], echoes: list[str], *, usage: bool
+) -> AsyncGenerator[dict[str, Any] | str]:
+    # The last chunk tells it; the others say that it comes.
+    head = {**head, "usage": None} if usage else head
+    answers: list[Answer] = []
+    unsaid = dict(enumerate(echoes))
+    offsets = [len(echo) for echo in echoes]
+    async for came in answer_all(engine, requests):
+        if isinstance(came.what, Answer):
+            answers.append(came.what)
+            choice = _choice(came.index, unsaid.pop(came.index, ""), came.what.finish_reason)
+            yield {**head, "choices": [choice], "timings": timings_of(came.what)}
+            continue
+        text = unsaid.pop(came.index, "") + came.what.text
+        offset = offsets[came.index]
+        logprobs = completion_logprobs(engine.files.tokenizer, came.what.token_ids, came.what.logprobs, offset)
+        if logprobs is not None:
+            offsets[came.index] += sum(map(len, logprobs["tokens"]))
+        if text or logprobs is not None:
+            yield {**head, "choices": [_choice(came.index, text, None, logprobs)]}
+    if usage:
+        yield {**head, "choices": [], "usage": usage_of(answers)}
+    yield "[DONE]"

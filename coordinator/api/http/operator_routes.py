@@ -1,0 +1,99 @@
+"""What operators and clients' tools ask: health, readiness, version, models, tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib import metadata
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from coordinator.api.http.documented import BODY_ERRORS, METRICS, NOT_READY, QUERY_ERRORS
+from coordinator.api.http.json_bodies import JsonRoute
+from coordinator.api.http.metrics import CONTENT_TYPE, Metrics
+from coordinator.api.http.request_bodies import check_model, make_chat
+from coordinator.api.http.schemas import DetokenizeRequest, TokenizeRequest
+from coordinator.api.requests import text_of
+from coordinator.engine.engine import Engine
+from coordinator.text.prompt import text_prompt
+from services.errors import InvalidArgument, NotFound
+
+
+def routes(engine: Engine, metrics: Metrics) -> APIRouter:
+    router = APIRouter(route_class=JsonRoute)
+
+    @router.get("/health", tags=["Operations"], responses={**QUERY_ERRORS, **NOT_READY})
+    async def health(ready: bool = False) -> JSONResponse:
+        """The process is there; with ready, what /ready says, for probes that have no key."""
+        well = engine.ready or not ready
+        return JSONResponse({"status": "ok" if well else "not ready"}, 200 if well else 503)
+
+    @router.get("/ready", tags=["Operations"], responses={**QUERY_ERRORS, **NOT_READY})
+    async def ready() -> JSONResponse:
+        """A request would be taken: workers are there, and the server isn't shutting down."""
+        load = engine.load
+        body = {"ready": engine.ready, "running": load.running, "waiting": load.waiting, "draining": load.draining}
+        return JSONResponse(body, 200 if engine.ready else 503)
+
+    @router.get(
+        "/metrics", tags=["Operations"], response_class=PlainTextResponse, responses={**QUERY_ERRORS, **METRICS}
+    )
+    async def scrape() -> Response:
+        """Prometheus metrics."""
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
+
+    @router.get("/version", tags=["Operations"], responses=QUERY_ERRORS)
+    async def version() -> dict[str, str]:
+        return {"version": metadata.version("flashsplit")}
+
+    @router.get("/v1/models", tags=["OpenAI"], responses=QUERY_ERRORS)
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(engine, name) for name in (engine.name, *engine.aliases)]}
+
+    @router.get("/v1/models/{name:path}", tags=["OpenAI"], responses=BODY_ERRORS)
+    async def model(name: str) -> dict[str, Any]:
+        if not engine.serves(name):
+            raise NotFound(f"model {name!r} is not served here", reason="MODEL_NOT_FOUND", field="model")
+        return _model(engine, name)
+
+    @router.post("/tokenize", tags=["Tokens"], responses=BODY_ERRORS)
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """A text's or a chat's token ids."""
+        check_model(engine, body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidArgument("give exactly one of prompt and messages", field="prompt")
+        tokens = await asyncio.to_thread(_tokens, engine, body)
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": engine.max_model_len}
+
+    @router.post("/detokenize", tags=["Tokens"], responses=BODY_ERRORS)
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        """Token ids as text."""
+        check_model(engine, body.model)
+        return {"prompt": text_of(engine, body.tokens, "tokens")}
+
+    return router
+
+
+def _tokens(engine: Engine, body: TokenizeRequest) -> list[int]:
+    tokenizer, template = engine.files.tokenizer, engine.files.chat_template
+    if body.prompt is not None:
+        if body.add_special_tokens or tokenizer is None:
+            return list(text_prompt(engine.files, body.prompt).token_ids)
+        return list(tokenizer.encode(body.prompt, add_special_tokens=False))
+    if template is None or tokenizer is None:
+        raise InvalidArgument("this checkpoint has no chat template: send prompt instead", field="messages")
+    chat = make_chat(body.messages or [], None, None)
+    text = template.render(chat.messages, add_generation_prompt=body.add_generation_prompt)
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _model(engine: Engine, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": engine.created,
+        "owned_by": "flashsplit",
+        "root": engine.name,
+        "max_model_len": engine.max_model_len,
+    }

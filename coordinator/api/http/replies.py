@@ -1,0 +1,81 @@
+"""Sending answers: as one object or as server-sent events, and stopping work when the client goes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+import structlog
+from sse_starlette import EventSourceResponse
+from starlette.requests import Request
+
+from coordinator.api.http.errors import to_http
+
+T = TypeVar("T")
+
+KEEP_ALIVE_S = 10
+"""Between comments that keep a connection open through a long prefill."""
+
+log = structlog.get_logger()
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The work's result; when the client disconnects first, the work is cancelled and ClientGone raised."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def event_stream(
+    path: str, events: AsyncGenerator[dict[str, Any] | str | tuple[str, dict[str, Any]]]
+) -> EventSourceResponse:
+    """Events as they come: an object or a text as `data`, a pair as named event and data.
+
+    What goes wrong before the first event is raised, so that it gets a status; later it becomes an event.
+    """
+    try:
+        first = await anext(events)
+    except StopAsyncIteration:
+        first = None
+
+    async def frames() -> AsyncGenerator[dict[str, str]]:
+        try:
+            if first is not None:
+                yield _frame(first)
+            async for event in events:
+                yield _frame(event)
+        except Exception as error:
+            known = to_http(error)
+            if known.status >= 500:
+                log.exception("http.stream_failed", path=path)
+            body = json.dumps(known.body(path))
+            yield {"event": "error", "data": body} if path.startswith("/v1/messages") else {"data": body}
+        finally:
+            await events.aclose()
+
+    return EventSourceResponse(frames(), ping=KEEP_ALIVE_S, headers={"X-Accel-Buffering": "no"})
+
+
+def _frame(event: dict[str, Any] | str | tuple[str, dict[str, Any]]) -> dict[str, str]:
+    if isinstance(event, tuple):
+        return {"event": event[0], "data": json.dumps(event[1], ensure_ascii=False)}
+    return {"data": event if isinstance(event, str) else json.dumps(event, ensure_ascii=False)}

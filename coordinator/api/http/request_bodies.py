@@ -1,0 +1,130 @@
+"""From an HTTP client's body to the engine's request; what all doors share stands in `coordinator.api.requests`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from coordinator.answer import Request
+from coordinator.api import requests
+from coordinator.api.http.schemas import MAX_PROMPTS, Message, SamplingFields, Tool
+from coordinator.api.requests import Chat, check_model, compressed_text, plain_prompt, render, tool_call
+from coordinator.engine.engine import Engine
+from coordinator.text.prompt import Prompt
+from services.errors import InvalidArgument
+from services.messages.inference_types import CompressionWish, SamplingWishes, Stopping
+
+__all__ = [
+    "Chat",
+    "check_model",
+    "choices_of",
+    "compression_wish",
+    "make_chat",
+    "make_request",
+    "plain_prompts",
+    "render",
+]
+
+
+def make_request(
+    engine: Engine, fields: SamplingFields, prompt: Prompt, max_tokens: int | None, *, chat: bool = True
+) -> Request:
+    """The engine's request. max_tokens None: what the context leaves, up to a default."""
+    stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
+    stopping = Stopping(max_tokens, stops, tuple(fields.stop_token_ids or ()), fields.ignore_eos)
+    return requests.make_request(
+        engine,
+        prompt,
+        _wishes(fields),
+        stopping,
+        speculate=fields.speculate,
+        prompt_field="messages" if chat else "prompt",
+        chat=chat,
+    )
+
+
+def compression_wish(fields: SamplingFields) -> CompressionWish:
+    """Whether and how far the client wants its prompt made shorter."""
+    return CompressionWish(fields.prefill_compression, fields.prefill_keep_ratio)
+
+
+def _wishes(fields: SamplingFields) -> SamplingWishes:
+    bias = {}
+    for key, value in (fields.logit_bias or {}).items():
+        if not key.isascii() or not key.isdigit() or len(key) > 10 or int(key) >= 2**31:
+            raise InvalidArgument(f"logit_bias has the key {key[:80]!r}; keys are token ids", field="logit_bias")
+        bias[int(key)] = value
+    return SamplingWishes(
+        temperature=fields.temperature,
+        # -1 is off as well.
+        top_k=None if fields.top_k is None else max(fields.top_k, 0),
+        top_p=fields.top_p,
+        min_p=fields.min_p,
+        repetition_penalty=fields.repetition_penalty,
+        presence_penalty=fields.presence_penalty,
+        frequency_penalty=fields.frequency_penalty,
+        seed=fields.seed,
+        logit_bias=bias,
+    )
+
+
+def choices_of(request: Request, count: int, before: int = 0) -> list[Request]:
+    """One request for each choice: its own id and seed, the first as it stands. before: choices of other prompts."""
+    seed = request.sampling.seed
+    return [
+        replace(
+            request,
+            request_id=f"{request.request_id}-{before + index}" if before + index else request.request_id,
+            sampling=replace(request.sampling, seed=(seed + index) % 2**64),
+        )
+        for index in range(count)
+    ]
+
+
+def make_chat(messages: Sequence[Message], tools: Sequence[Tool] | None, variables: Mapping[str, Any] | None) -> Chat:
+    """Raises InvalidArgument for content that is not text and for tool calls whose arguments are no JSON object."""
+    return Chat(
+        [_plain_message(message, index) for index, message in enumerate(messages)],
+        [tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
+        dict(variables or {}),
+    )
+
+
+async def plain_prompts(
+    engine: Engine, prompt: str | list[str] | list[int] | list[list[int]], wish: CompressionWish
+) -> list[Prompt]:
+    """Each prompt of a completion, texts as short as `wish` has them. Raises InvalidArgument for an empty list and one
+    that is too long."""
+    return [await compressed_text(engine, found, wish) for found in await _prompts(engine, prompt)]
+
+
+async def _prompts(engine: Engine, prompt: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
+    if isinstance(prompt, str):
+        return [await plain_prompt(engine, prompt)]
+    if not prompt:
+        raise InvalidArgument("prompt is an empty list: give a text or token ids", field="prompt")
+    if isinstance(prompt[0], int):
+        return [await plain_prompt(engine, [token for token in prompt if isinstance(token, int)])]
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidArgument(f"prompt has {len(prompt)} prompts; at most {MAX_PROMPTS} are taken", field="prompt")
+    return [await plain_prompt(engine, one) for one in prompt if not isinstance(one, int)]
+
+
+def _plain_message(message: Message, index: int) -> dict[str, object]:
+    plain: dict[str, object] = message.model_dump(exclude_none=True, exclude={"content", "tool_calls"})
+    if isinstance(message.content, list):
+        for part in message.content:
+            if part.text is None:
+                raise InvalidArgument(
+                    f"messages.{index}.content has a part of type {part.type!r}; this model reads text only",
+                    field=f"messages.{index}.content",
+                )
+        plain["content"] = "".join(part.text or "" for part in message.content)
+    else:
+        plain["content"] = message.content if message.content is not None else ""
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            tool_call(call.id, call.function.name, call.function.arguments, index) for call in message.tool_calls
+        ]
+    return plain

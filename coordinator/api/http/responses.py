@@ -1,0 +1,155 @@
+"""/v1/responses: OpenAI's Responses API over the same conversations. Nothing is stored between requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import structlog
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from coordinator.answer import Answer
+from coordinator.api.http.conversation import Conversation, answers_to, converse
+from coordinator.api.http.documented import ANSWER, OPENAI_ERRORS
+from coordinator.api.http.errors import to_http
+from coordinator.api.http.json_bodies import JsonRoute
+from coordinator.api.http.replies import event_stream, unless_gone
+from coordinator.api.http.request_bodies import check_model
+from coordinator.api.http.response_input import ResponsesRequest, answer_format, make_messages, refuse_stored, tool_use
+from coordinator.api.http.response_items import OutputItems, Said
+from coordinator.api.http.usage import timings_of
+from coordinator.engine.engine import Engine
+
+log = structlog.get_logger()
+
+
+def routes(engine: Engine) -> APIRouter:
+    router = APIRouter(tags=["OpenAI"], route_class=JsonRoute, responses=OPENAI_ERRORS)
+
+    @router.post("/v1/responses", response_model=None, responses=ANSWER)
+    async def responses(body: ResponsesRequest, http: HttpRequest) -> Response:
+        """A conversation, answered by the model; `stream` gives named server-sent events."""
+        check_model(engine, body.model)
+        refuse_stored(body)
+        talk = await unless_gone(
+            http,
+            converse(
+                engine,
+                body,
+                make_messages(body),
+                tool_use(body),
+                max_tokens=body.max_output_tokens,
+                variables=body.chat_template_kwargs,
+                answer_format=answer_format(body),
+                format_field="text.format",
+            ),
+        )
+        head = _head(engine, body, talk)
+        if body.stream:
+            return await event_stream(http.url.path, _stream(engine, talk, head))
+        return JSONResponse(await unless_gone(http, _whole(engine, talk, head)))
+
+    return router
+
+
+def _head(engine: Engine, body: ResponsesRequest, talk: Conversation) -> dict[str, Any]:
+    """The reply before anything was said: who answers, and what was asked for."""
+    given = body.text.model_dump(by_alias=True, exclude_none=True) if body.text is not None else {}
+    return {
+        "id": f"resp_{talk.request.request_id}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": body.model or engine.name,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "store": False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {"format": {"type": "text"}, **given},
+        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+        "tools": [{"parameters": None, "strict": None, **tool.model_dump()} for tool in body.tools or []],
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "usage": None,
+    }
+
+
+def _status(answer: Answer) -> str:
+    return "incomplete" if answer.finish_reason == "length" else "completed"
+
+
+def _finished(engine: Engine, head: dict[str, Any], items: OutputItems, answer: Answer) -> dict[str, Any]:
+    status, stats, tokenizer = _status(answer), answer.stats, engine.files.tokenizer
+    thought = items.reasoning
+    # Which tokens were thinking is not kept; the text counts as the tokens that it would be written with.
+    thinking = len(tokenizer.encode(thought, add_special_tokens=False)) if thought and tokenizer is not None else 0
+    return {
+        **head,
+        "status": status,
+        "completed_at": int(time.time()) if status == "completed" else None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "output": items.done,
+        "usage": {
+            "input_tokens": stats.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": stats.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": stats.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": min(thinking, stats.completion_tokens)},
+            "total_tokens": stats.prompt_tokens + stats.completion_tokens,
+        },
+        "timings": timings_of(answer),
+    }
+
+
+async def _whole(engine: Engine, talk: Conversation, head: dict[str, Any]) -> dict[str, Any]:
+    answer = None
+    async for came in answers_to(engine, talk):
+        if isinstance(came.what, Answer):
+            answer = came.what
+    assert answer is not None
+    parser, items = talk.parser(), OutputItems(talk.request.unique_id)
+    for event in [*parser.push(answer.text or ""), *parser.finish()]:
+        items.take(event)
+    items.finish(_status(answer))
+    return _finished(engine, head, items, answer)
+
+
+async def _stream(
+    engine: Engine, talk: Conversation, head: dict[str, Any]
+) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
+    number = -1
+
+    def numbered(said: Said) -> tuple[str, dict[str, Any]]:
+        nonlocal number
+        number += 1
+        return said[0], {"type": said[0], "sequence_number": number, **said[1]}
+
+    parser, items = talk.parser(), OutputItems(talk.request.unique_id)
+    try:
+        async for came in answers_to(engine, talk):
+            if number < 0:
+                yield numbered(("response.created", {"response": head}))
+                yield numbered(("response.in_progress", {"response": head}))
+            answer = came.what if isinstance(came.what, Answer) else None
+            for event in parser.finish() if isinstance(came.what, Answer) else parser.push(came.what.text):
+                for said in items.take(event):
+                    yield numbered(said)
+            if answer is not None:
+                for said in items.finish(_status(answer)):
+                    yield numbered(said)
+                yield numbered((f"response.{_status(answer)}", {"response": _finished(engine, head, items, answer)}))
+    except Exception as error:
+        if number < 0:  # nothing was sent: it gets a status
+            raise
+        known = to_http(error)
+        if known.status >= 500:
+            log.exception("http.stream_failed", path="/v1/responses")
+        failed = {"code": known.code or "server_error", "message": known.message}
+        yield numbered(("response.failed", {"response": {**head, "status": "failed", "error": failed}}))

@@ -1,0 +1,131 @@
+"""What clients may send, as pydantic models. What means nothing here is accepted and ignored; wrong types are not."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from services.messages.inference_types import CompressionMode
+
+MAX_CHOICES = 16
+MAX_PROMPTS = 1024
+
+
+class Open(BaseModel):
+    """Takes any further field, as clients send many (store, metadata, service_tier, user …)."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+
+class SamplingFields(Open):
+    """How tokens are chosen, under the names of OpenAI and of vLLM."""
+
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    presence_penalty: float | None = Field(None, ge=-1000, le=1000)
+    frequency_penalty: float | None = Field(None, ge=-1000, le=1000)
+    repetition_penalty: float | None = Field(None, ge=1e-3, le=1e3)
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    speculate: bool = True
+    prefill_compression: CompressionMode | None = None
+    prefill_keep_ratio: float | None = None
+
+
+class StreamOptions(Open):
+    include_usage: bool = False
+
+
+class ContentPart(Open):
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(Open):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(Open):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Open):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class FunctionDefinition(Open):
+    name: str = Field(min_length=1, max_length=128)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Open):
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+
+class ResponseFormat(Open):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
+class ChatRequest(SamplingFields):
+    """/v1/chat/completions."""
+
+    model: str | None = None
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(SamplingFields):
+    """/v1/completions."""
+
+    model: str | None = None
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = Field(16, ge=1)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    echo: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+
+class TokenizeRequest(Open):
+    """/tokenize: a text, or messages through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+
+class DetokenizeRequest(Open):
+    """/detokenize."""
+
+    model: str | None = None
+    tokens: list[int]

@@ -1,0 +1,84 @@
+"""The HTTP door: the application on a port, open from entering to leaving it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import Iterator
+from types import TracebackType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from services.errors import Unavailable
+from services.net.client_tls import ClientTls
+
+GRACE_S = 5
+"""For last bytes to reach clients when the door closes."""
+
+MAX_HEADER_BYTES = 64 << 10
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handling: what a signal means is decided by who opens the door."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpDoor:
+    """Use as `async with`; `url` is where it listens. Drain the engine before leaving."""
+
+    def __init__(self, app: ASGIApp, host: str, port: int, tls: ClientTls | None) -> None:
+        self._host, self._port, self._tls = host, port, tls
+        config = uvicorn.Config(
+            app,
+            host=host,
+            port=port,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=GRACE_S,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            ssl_certfile=tls.cert if tls is not None else None,
+            ssl_keyfile=tls.key if tls is not None else None,
+            ssl_ca_certs=str(tls.ca) if tls is not None and tls.ca is not None else None,
+            ssl_cert_reqs=ssl.CERT_REQUIRED if tls is not None and tls.ca is not None else ssl.CERT_NONE,
+        )
+        self._server = _Server(config)
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        host, port = self._server.servers[0].sockets[0].getsockname()[:2]
+        scheme = "http" if self._tls is None else "https"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+    async def __aenter__(self) -> HttpDoor:
+        """Raises Unavailable when the port cannot be had."""
+        self._serving = asyncio.ensure_future(self._serve())
+        while not self._server.started and not self._serving.done():
+            await asyncio.sleep(0.01)
+        if self._serving.done():
+            await self._serving
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._serving is not None
+        self._server.should_exit = True
+        await self._serving
+
+    async def _serve(self) -> None:
+        try:
+            await self._server.serve()
+        except SystemExit as error:
+            # How uvicorn says that it cannot listen.
+            raise Unavailable(
+                f"cannot listen on {self._host}:{self._port}: it is in use or not of this host; choose another --port",
+                field="--port",
+            ) from error

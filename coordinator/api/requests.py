@@ -1,0 +1,282 @@
+"""From what a client wishes to the engine's request, whatever protocol it came by. Refusals name the field at fault."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from coordinator.answer import Request
+from coordinator.compression.prompts import shorten_chat, shorten_text
+from coordinator.compression.settings import CompressionSettings
+from coordinator.engine.engine import Engine
+from coordinator.text.chat_template import RESERVED_VARIABLES
+from coordinator.text.prompt import Prompt, chat_prompt, text_prompt
+from services.errors import InvalidArgument, NotFound
+from services.messages.inference_types import (
+    CompressionMode,
+    CompressionWish,
+    Conversation,
+    Message,
+    SamplingWishes,
+    Stopping,
+)
+from services.messages.stage_frames import check_sampling
+from services.messages.steps import Grammar, Sampling
+from services.telemetry.trace_context import Trace, current_call
+
+MAX_STOPS = 64
+MAX_TEMPERATURE = 100.0
+DEFAULT_MAX_TOKENS = 2048
+"""Of an answer whose request names no limit; memory is taken for all of it."""
+
+
+def check_model(engine: Engine, model: str | None) -> None:
+    """Raises NotFound for the name of another model; none means this one."""
+    if model is not None and not engine.serves(model):
+        raise NotFound(
+            f"model {model!r} is not served here: use {engine.name!r}", reason="MODEL_NOT_FOUND", field="model"
+        )
+
+
+def make_sampling(wishes: SamplingWishes) -> Sampling:
+    """Raises InvalidArgument for numbers that cannot be used. A request without a seed gets a random one."""
+    # OpenAI's default is 1; greedy has to be asked for.
+    temperature = 1.0 if wishes.temperature is None else wishes.temperature
+    # A comparison with NaN is left to check_sampling.
+    if temperature > MAX_TEMPERATURE:
+        raise InvalidArgument(
+            f"temperature is {temperature}; it must be from 0 to {MAX_TEMPERATURE:g}", field="temperature"
+        )
+    foreign = [token for token in wishes.logit_bias if not 0 <= token < 2**31]
+    if foreign:
+        raise InvalidArgument(f"logit_bias has the key {foreign[0]}; keys are token ids", field="logit_bias")
+    sampling = Sampling(
+        logit_bias=wishes.logit_bias,
+        repetition_penalty=wishes.repetition_penalty,
+        presence_penalty=wishes.presence_penalty or None,
+        frequency_penalty=wishes.frequency_penalty or None,
+        temperature=temperature,
+        top_k=wishes.top_k or None,
+        top_p=None if wishes.top_p == 1 else wishes.top_p,
+        min_p=wishes.min_p or None,
+        seed=secrets.randbits(64) if wishes.seed is None else wishes.seed % 2**64,
+    )
+    check_sampling(sampling)
+    return sampling
+
+
+def make_request(
+    engine: Engine,
+    prompt: Prompt,
+    sampling: SamplingWishes,
+    stopping: Stopping,
+    *,
+    speculate: bool = True,
+    logprobs: int | None = None,
+    grammar: Grammar | None = None,
+    request_id: str | None = None,
+    prompt_field: str = "prompt",
+    chat: bool = False,
+) -> Request:
+    """The engine's request, under the name and in the trace of the call that is being answered.
+
+    prompt_field: what the client calls its prompt. request_id None: the call's, or a new one outside of a call.
+    """
+    call = current_call()
+    room = engine.max_model_len - len(prompt.token_ids)
+    if room < 1:
+        raise InvalidArgument(
+            f"the prompt has {len(prompt.token_ids)} tokens, the context holds {engine.max_model_len}: shorten it",
+            reason="CONTEXT_OVERFLOW",
+            field=prompt_field,
+        )
+    if len(stopping.stop) > MAX_STOPS:
+        raise InvalidArgument(f"stop has {len(stopping.stop)} strings; at most {MAX_STOPS} are accepted", field="stop")
+    vocabulary = engine.cluster.target.vocab_size
+    foreign = [token for token in stopping.stop_token_ids if not 0 <= token < vocabulary]
+    if foreign:
+        raise InvalidArgument(
+            f"stop_token_ids has {foreign[0]}; they must be from 0 to {vocabulary - 1}", field="stop_token_ids"
+        )
+    own = frozenset() if stopping.ignore_eos else engine.files.stop_token_ids
+    return Request(
+        request_id=request_id or _call_id(),
+        prompt_ids=prompt.token_ids,
+        boundaries=prompt.boundaries,
+        max_tokens=min(room, DEFAULT_MAX_TOKENS) if stopping.max_tokens is None else stopping.max_tokens,
+        sampling=make_sampling(sampling),
+        stop_token_ids=own | frozenset(stopping.stop_token_ids),
+        stop_strings=tuple(stop for stop in stopping.stop if stop),
+        speculate=speculate,
+        logprobs=logprobs,
+        grammar=grammar,
+        compression=prompt.compression,
+        trace=Trace() if call is None else call.trace,
+        chat=chat,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation as the chat template takes it."""
+
+    messages: list[dict[str, object]]
+    tools: list[dict[str, object]] | None
+    variables: dict[str, Any]
+
+
+def chat_of(conversation: Conversation) -> Chat:
+    """Raises InvalidArgument for tools and tool calls that are no JSON of the right form."""
+    tools = None
+    if conversation.tools:
+        tools = _objects(conversation.tools, "tools", "conversation.tools")
+    return Chat(
+        [_template_message(message, index) for index, message in enumerate(conversation.messages)],
+        tools or None,
+        dict(conversation.variables),
+    )
+
+
+async def render(
+    engine: Engine, chat: Chat, wish: CompressionWish | None = None, *, structured: bool = False
+) -> Prompt:
+    """The conversation as tokens; long ones take a while, so on a thread.
+
+    wish: it may be compressed, as the server is set or as the client wishes; None: it must not. structured: a grammar
+    binds the answer.
+
+    Raises InvalidArgument where the model has no template and for variables that mean something else to it,
+    TemplateError as the template does.
+    """
+    if engine.files.chat_template is None or engine.files.tokenizer is None:
+        raise InvalidArgument("this model has no chat template: send a plain prompt", field="messages")
+    taken = RESERVED_VARIABLES.intersection(chat.variables)
+    if taken:
+        raise InvalidArgument(
+            f"chat_template_kwargs has {min(taken)}, which is set by the request itself: leave it out",
+            field="chat_template_kwargs",
+        )
+    with naming("messages"):
+        prompt = await asyncio.to_thread(chat_prompt, engine.files, chat.messages, tools=chat.tools, **chat.variables)
+    settings = _compression(engine, wish)
+    if engine.compressor is None or settings is None:
+        return prompt
+    return await shorten_chat(
+        engine.compressor,
+        settings,
+        _call_id(),
+        engine.files,
+        prompt,
+        chat.messages,
+        tools=chat.tools,
+        structured=structured,
+        variables=chat.variables,
+    )
+
+
+async def compressed_text(engine: Engine, prompt: Prompt, wish: CompressionWish, *, structured: bool = False) -> Prompt:
+    """A plain prompt, shortened where it may and need be. As in `render`."""
+    settings = _compression(engine, wish)
+    if engine.compressor is None or settings is None:
+        return prompt
+    return await shorten_text(engine.compressor, settings, _call_id(), engine.files, prompt, structured=structured)
+
+
+def _compression(engine: Engine, wish: CompressionWish | None) -> CompressionSettings | None:
+    if wish is None:
+        return None
+    if engine.compressor is None:
+        if wish.mode is CompressionMode.ALWAYS:
+            raise InvalidArgument(
+                "prefill_compression is always, and this server has no model for it: start it with --prefill-drafter, "
+                "or leave it out",
+                field="prefill_compression",
+            )
+        return None
+    return engine.compressor.settings.for_request(wish)
+
+
+def _call_id() -> str:
+    call = current_call()
+    return secrets.token_hex(12) if call is None else call.request_id
+
+
+async def plain_prompt(engine: Engine, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> Prompt:
+    """A text or token ids. Raises InvalidArgument for a text where the model has no tokenizer."""
+    if not isinstance(prompt, str):
+        return Prompt(tuple(prompt))
+    tokenizer = engine.files.tokenizer
+    if tokenizer is None:
+        raise InvalidArgument("this model has no tokenizer: send token ids", field="prompt")
+    with naming("prompt"):
+        if add_special_tokens:
+            return await asyncio.to_thread(text_prompt, engine.files, prompt)
+        return Prompt(tuple(await asyncio.to_thread(tokenizer.encode, prompt, add_special_tokens=False)))
+
+
+def text_of(engine: Engine, token_ids: Sequence[int], field: str, *, skip_special_tokens: bool = False) -> str:
+    """Tokens as text. Raises InvalidArgument, naming the client's field, where the model has no tokenizer and for what
+    are no tokens."""
+    tokenizer = engine.files.tokenizer
+    if tokenizer is None:
+        raise InvalidArgument("this model has no tokenizer", field=field)
+    with naming(field):
+        return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+@contextlib.contextmanager
+def naming(field: str) -> Iterator[None]:
+    """What is refused in the block, and names no field itself, is this field's fault."""
+    try:
+        yield
+    except InvalidArgument as error:
+        raise error.located(field=field) from None
+
+
+def tool_call(identifier: str | None, name: str, arguments: str | Mapping[str, Any] | None, index: int) -> object:
+    """A call as templates take it: they write arguments themselves, so they take them as an object.
+
+    Raises InvalidArgument for arguments of message `index` that are no JSON object.
+    """
+    value: object = arguments
+    if not isinstance(arguments, Mapping):
+        try:
+            value = json.loads(arguments or "{}")
+        except (TypeError, ValueError, RecursionError):
+            value = None
+    if not isinstance(value, Mapping):
+        raise InvalidArgument(
+            f"messages.{index}.tool_calls has arguments {str(arguments)[:80]!r}; they must be a JSON object",
+            field=f"messages.{index}.tool_calls",
+        )
+    return {"type": "function", "id": identifier, "function": {"name": name, "arguments": dict(value)}}
+
+
+def _template_message(message: Message, index: int) -> dict[str, object]:
+    field = f"messages.{index}.tool_calls"
+    plain: dict[str, object] = {"role": message.role, "content": message.content or ""}
+    plain |= {} if message.name is None else {"name": message.name}
+    plain |= {} if message.tool_call_id is None else {"tool_call_id": message.tool_call_id}
+    calls = []
+    for call in _objects(message.tool_calls, field, field) if message.tool_calls else []:
+        function, identifier = call.get("function"), call.get("id")
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(function, dict) or not isinstance(name, str):
+            raise InvalidArgument(f'{field} has {str(call)[:80]}; each needs "function" with a "name"', field=field)
+        calls.append(tool_call(None if identifier is None else str(identifier), name, function.get("arguments"), index))
+    return plain | ({"tool_calls": calls} if calls else {})
+
+
+def _objects(text: str, what: str, field: str) -> list[dict[str, object]]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise InvalidArgument(f"{what} is {text[:80]!r}; it must be the JSON text of an array of objects", field=field)
+    return value

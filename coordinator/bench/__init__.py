@@ -1,0 +1,29 @@
+"""`flashsplit bench`: figures of this machine, each beside what it is to be compared with."""
+
+from __future__ import annotations
+
+import click
+
+from coordinator.bench.compare import compare
+from coordinator.bench.compress import compress
+from coordinator.bench.generate import generate
+from coordinator.bench.hop import hop
+from coordinator.bench.serve import serve
+from coordinator.bench.snapshot import snapshot
+from coordinator.bench.step import SINGLES, single, step
+
+
+@click.group()
+def bench() -> None:
+    """Measure. Figures of one run belong together: compare them as ratios."""
+
+
+bench.add_command(compare)
+bench.add_command(compress)
+bench.add_command(generate)
+bench.add_command(hop)
+bench.add_command(serve)
+bench.add_command(snapshot)
+bench.add_command(step)
+for kind in SINGLES:
+    bench.add_command(single(kind))

@@ -1,0 +1,128 @@
+"""`flashsplit bench compress`: what reading a long prompt with a small model takes, and the prefill that it saves."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+from rich.table import Table
+
+from coordinator.answer import Request
+from coordinator.bench.counts import counts_option
+from coordinator.bench.report import output_options, show
+from coordinator.cli.console import LoadBars, progress_bars
+from coordinator.cli.options import PlacementOptions, model_options, placement_options
+from coordinator.cli.running import run
+from coordinator.cluster.cluster import Cluster
+from coordinator.cluster.placement import parse_place
+from coordinator.compression.drafter_worker import DrafterWorker
+from coordinator.engine.generation import generate
+from coordinator.text.model_files import read_model_files
+
+WARM_MS = 20_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Milliseconds for a prompt of random tokens: reading it, computing what is kept, computing all of it."""
+
+    tokens: int
+    kept: int
+    compress_ms: float
+    kept_prefill_ms: float
+    prefill_ms: float
+
+    @property
+    def gain(self) -> float:
+        """How many times sooner the first token comes."""
+        return self.prefill_ms / (self.compress_ms + self.kept_prefill_ms)
+
+
+@click.command()
+@model_options(required=True)
+@placement_options
+@click.option("--prefill-drafter", required=True, type=click.Path(exists=True, file_okay=False, path_type=Path),
+              metavar="DIR", help="The small Qwen3 that reads.")  # fmt: skip
+@click.option("--prefill-device", metavar="DEVICE|ADDRESS", help="Where it runs.  [default: beside the first stage]")
+@counts_option("--lengths", default="2048,8192,32768", help="Tokens of the prompts.")
+@click.option("--keep-ratio", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="Share that is kept.")
+@output_options
+def compress(
+    model: Path,
+    draft: Path | None,
+    prefill_drafter: Path,
+    prefill_device: str | None,
+    lengths: tuple[int, ...],
+    keep_ratio: float,
+    as_json: bool,
+    plot: Path | None,
+    **placement: str | int | None,
+) -> None:
+    """How long compressing prompts takes, and what it saves.
+
+    Prompts are random tokens of both models' vocabularies: their meaning is not tested, only time.
+    """
+
+    async def main() -> None:
+        files = read_model_files(model)
+        options = PlacementOptions(**placement)  # type: ignore[arg-type]
+        async with contextlib.AsyncExitStack() as stack:
+            with LoadBars() as bars:
+                own = [] if prefill_device is None else [parse_place(prefill_device, "--prefill-device")]
+                cluster = options.cluster(files, draft, bars, prefix_cache_bytes=0, beside=own)
+                await stack.enter_async_context(cluster)
+                worker = DrafterWorker(
+                    next(iter(own), cluster.first_place),
+                    prefill_drafter.absolute(),
+                    dtype=options.dtype,
+                    launch=cluster.launch,
+                )
+                stack.push_async_callback(worker.close)
+                await worker.start()
+            rows = []
+            with progress_bars() as progress:
+                for count in progress.track(lengths, description="measuring"):
+                    rows.append(await measure(cluster, worker, count, keep_ratio))
+        show(rows, table(rows), as_json=as_json, plot=plot)
+
+    run(main())
+
+
+async def measure(cluster: Cluster, worker: DrafterWorker, tokens: int, ratio: float) -> Row:
+    """One length; the first of two tries warms up, unless it takes so long that nothing could."""
+    vocabulary = min(cluster.target.vocab_size, (await worker.start()).vocab_size)
+    prompt = tuple(secrets.randbelow(vocabulary) for _ in range(tokens))
+    compress_ms = 0.0
+    kept: tuple[int, ...] = ()
+    for _ in range(2):
+        started = time.monotonic()
+        found = await worker.compress(secrets.token_hex(8), prompt, ratio)
+        compress_ms = (time.monotonic() - started) * 1e3
+        kept = tuple(token for first, last in found.kept for token in prompt[first:last])
+        if compress_ms > WARM_MS:
+            break
+    return Row(tokens, len(kept), compress_ms, await _prefill(cluster, kept), await _prefill(cluster, prompt))
+
+
+async def _prefill(cluster: Cluster, prompt: tuple[int, ...]) -> float:
+    elapsed_ms = 0.0
+    for _ in range(2):
+        request = Request(secrets.token_hex(8), prompt, 1, speculate=False)
+        elapsed_ms = (await generate(cluster, request, None)).stats.prefill_ms
+        if elapsed_ms > WARM_MS:
+            break
+    return elapsed_ms
+
+
+def table(rows: list[Row]) -> Table:
+    made = Table(box=None, pad_edge=False)
+    for heading in ("tokens", "kept", "compress ms", "prefill of the kept ms", "prefill of all ms", "times sooner"):
+        made.add_column(heading, justify="right")
+    for row in rows:
+        milliseconds = (f"{value:.0f}" for value in (row.compress_ms, row.kept_prefill_ms, row.prefill_ms))
+        made.add_row(str(row.tokens), str(row.kept), *milliseconds, f"{row.gain:.1f}")
+    return made

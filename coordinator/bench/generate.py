@@ -1,0 +1,192 @@
+"""`flashsplit bench generate`: what the split and the speculation cost and gain over prompts, in one run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+from rich.table import Table
+
+from coordinator.answer import Answer, Request
+from coordinator.bench.counts import counts_option
+from coordinator.bench.report import output_options, show
+from coordinator.cli.console import LoadBars, progress_bars
+from coordinator.cli.options import PlacementOptions, model_options, placement_options
+from coordinator.cli.running import run
+from coordinator.cluster.cluster import Cluster
+from coordinator.engine.generation import generate as complete
+from coordinator.text.model_files import ModelFiles, read_model_files
+from coordinator.text.prompt import chat_prompt, text_prompt
+from services.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Figures of one placement on one kind of prompt. Times in milliseconds a step; hop_ms: mean over the edges."""
+
+    devices: str
+    kind: str
+    prompts: int
+    plain_tokens_per_s: float
+    dflash_tokens_per_s: float
+    speedup: float
+    acceptance_length: float
+    plain_forward_ms: float
+    verify_forward_ms: float
+    draft_ms: float
+    hop_ms: float
+    identical: int
+
+
+@click.command()
+@model_options(required=True)
+@placement_options
+@counts_option("--workers", default="1,2,3", help="Without --target-devices: numbers of CPU workers.")
+@click.option(
+    "--prompts",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    required=True,
+    metavar="FILE",
+    help='JSON object of kinds, each a list of prompts: strings, or objects with "prompt". Kinds other than '
+    '"code" are asked through the chat template.',
+)
+@click.option("--limit", type=click.IntRange(1), default=8, show_default=True, help="Prompts of each kind.")
+@click.option("--max-tokens", type=click.IntRange(2), default=128, show_default=True, help="Tokens of each answer.")
+@output_options
+def generate(
+    model: Path,
+    draft: Path | None,
+    workers: tuple[int, ...],
+    prompts: Path,
+    limit: int,
+    max_tokens: int,
+    as_json: bool,
+    plot: Path | None,
+    **placement: str | int | None,
+) -> None:
+    """Decode speed, plain and with DFlash, for one or more placements.
+
+    Every prompt is answered twice in a row, plainly and with DFlash, so that noise meets both alike.
+    """
+
+    async def main() -> None:
+        if draft is None:
+            raise InvalidArgument(
+                "--draft is missing: bench generate compares DFlash with plain decode", field="--draft"
+            )
+        files = read_model_files(model)
+        kinds = read_prompts(files, prompts, limit)
+        given = placement["target_devices"]
+        placements = [str(given)] if given else [",".join(["cpu"] * count) for count in workers]
+        rows: list[Row] = []
+        for devices in placements:
+            options = PlacementOptions(**{**placement, "target_devices": devices})  # type: ignore[arg-type]
+            async with contextlib.AsyncExitStack() as stack:
+                with LoadBars() as bars:
+                    cluster = await stack.enter_async_context(options.cluster(files, draft, bars))
+                progress = stack.enter_context(progress_bars())
+                task = progress.add_task(f"answering over {devices}", total=sum(map(len, kinds.values())))
+                for kind, asked in kinds.items():
+                    pairs = []
+                    # Once unseen: first touches of memory and code belong to nobody's figures.
+                    await answer(cluster, files, asked[0], max_tokens, speculate=True)
+                    for prompt in asked:
+                        plain = await answer(cluster, files, prompt, max_tokens, speculate=False)
+                        dflash = await answer(cluster, files, prompt, max_tokens, speculate=True)
+                        pairs.append((plain, dflash))
+                        progress.advance(task)
+                    rows.append(summarise(devices, kind, pairs))
+        show(rows, table(rows), as_json=as_json, plot=plot)
+
+    run(main())
+
+
+def read_prompts(files: ModelFiles, path: Path, limit: int) -> dict[str, list[tuple[int, ...]]]:
+    """Prompt tokens by kind. Raises InvalidArgument for a file of another form."""
+    try:
+        kinds = json.loads(path.read_text(encoding="utf-8"))
+        if not kinds:
+            raise ValueError("it has none")
+        for kind, items in kinds.items():
+            if not isinstance(items, list) or not items:
+                raise ValueError(f"{kind!r} has none")
+        texts = {
+            str(kind): [item if isinstance(item, str) else str(item["prompt"]) for item in items[:limit]]
+            for kind, items in kinds.items()
+        }
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InvalidArgument(
+            f"--prompts {path} must be a JSON object of lists with prompts: {error}", field="--prompts"
+        ) from error
+    return {
+        kind: [
+            (
+                text_prompt(files, text) if kind == "code" else chat_prompt(files, [{"role": "user", "content": text}])
+            ).token_ids
+            for text in asked
+        ]
+        for kind, asked in texts.items()
+    }
+
+
+async def answer(
+    cluster: Cluster, files: ModelFiles, prompt: tuple[int, ...], max_tokens: int, *, speculate: bool
+) -> Answer:
+    request = Request(
+        request_id=secrets.token_hex(8),
+        prompt_ids=prompt,
+        max_tokens=max_tokens,
+        stop_token_ids=files.stop_token_ids,
+        speculate=speculate,
+    )
+    return await complete(cluster, request, files.tokenizer)
+
+
+def summarise(devices: str, kind: str, pairs: list[tuple[Answer, Answer]]) -> Row:
+    """Totals over the prompts: tokens over time, not means of ratios."""
+
+    def rate(answers: list[Answer]) -> float:
+        seconds = sum(one.stats.decode_ms for one in answers) / 1e3
+        return sum(one.stats.completion_tokens - 1 for one in answers) / max(seconds, 1e-9)
+
+    plain, dflash = [list(side) for side in zip(*pairs, strict=True)]
+    plain_steps = max(1, sum(one.stats.steps for one in plain))
+    steps = max(1, sum(one.stats.steps for one in dflash))
+    produced = sum(one.stats.completion_tokens - 1 for one in dflash)
+    edges = plain_steps * len(plain[0].stats.stages)
+    return Row(
+        devices=devices,
+        kind=kind,
+        prompts=len(pairs),
+        plain_tokens_per_s=rate(plain),
+        dflash_tokens_per_s=rate(dflash),
+        speedup=rate(dflash) / max(rate(plain), 1e-9),
+        acceptance_length=produced / steps,
+        plain_forward_ms=sum(stage.forward_ms for one in plain for stage in one.stats.stages) / plain_steps,
+        verify_forward_ms=sum(stage.forward_ms for one in dflash for stage in one.stats.stages) / steps,
+        draft_ms=sum(one.stats.draft_ms for one in dflash) / steps,
+        hop_ms=sum(stage.wire_ms for one in plain for stage in one.stats.stages) / edges,
+        identical=sum(one.token_ids == other.token_ids for one, other in pairs),
+    )
+
+
+def table(rows: list[Row]) -> Table:
+    made = Table(box=None, pad_edge=False)
+    headings = ("devices", "prompts", "plain tok/s", "DFlash tok/s", "ratio", "tokens a step", "plain step ms",
+                "verify ms", "draft ms", "hop ms", "same tokens")  # fmt: skip
+    for heading in headings:
+        made.add_column(heading, justify="right")
+    for row in rows:
+        made.add_row(
+            row.devices,
+            f"{row.prompts} {row.kind}",
+            *(f"{value:.1f}" for value in (row.plain_tokens_per_s, row.dflash_tokens_per_s)),
+            *(f"{value:.2f}" for value in (row.speedup, row.acceptance_length, row.plain_forward_ms)),
+            *(f"{value:.2f}" for value in (row.verify_forward_ms, row.draft_ms, row.hop_ms)),
+            f"{row.identical}/{row.prompts}",
+        )
+    return made

@@ -1,0 +1,196 @@
+"""`flashsplit bench serve`: many clients at once, and a short prompt behind a long one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+from rich.table import Table
+
+from coordinator.answer import Request
+from coordinator.bench.checkpoints import checkpoint_options, checkpoints
+from coordinator.bench.counts import counts_option
+from coordinator.bench.report import output_options, show
+from coordinator.cli.console import LoadBars, progress_bars
+from coordinator.cli.options import PlacementOptions, placement_options
+from coordinator.cli.running import run
+from coordinator.engine.engine import Engine
+from coordinator.engine.prefill_chunk import chunk_for
+from coordinator.text.model_files import read_model_files
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """So many clients at once, each asking again when answered. Times in milliseconds."""
+
+    clients: int
+    requests: int
+    tokens_per_s: float
+    gain: float
+    first_token_p50_ms: float
+    first_token_p95_ms: float
+    token_p50_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fairness:
+    """First token of a short prompt, alone and sent while a long prompt is computed; and a chunk of the long one."""
+
+    chunk_ms: float
+    alone_ms: float
+    behind_ms: float
+
+    @property
+    def chunks(self) -> float:
+        return self.behind_ms / self.chunk_ms
+
+
+@click.command()
+@checkpoint_options
+@placement_options
+@counts_option("--clients", default="1,2,4,8,16", help="Clients at once.")
+@click.option("--requests", type=click.IntRange(1), default=4, show_default=True, help="Requests of each client.")
+@click.option("--prompt-tokens", type=click.IntRange(1), default=32, show_default=True, help="Of each prompt, random.")
+@click.option("--max-tokens", type=click.IntRange(2), default=64, show_default=True, help="Of each answer.")
+@click.option("--prefill-chunk", type=click.IntRange(1, 8192), metavar="N",
+              help="Prompt tokens a step.  [default: as the server would]")  # fmt: skip
+@click.option("--plain", is_flag=True, help="Without speculation, even with a draft.")
+@output_options
+def serve(
+    shape: str | None,
+    model: Path | None,
+    draft: Path | None,
+    clients: tuple[int, ...],
+    requests: int,
+    prompt_tokens: int,
+    max_tokens: int,
+    prefill_chunk: int | None,
+    plain: bool,
+    as_json: bool,
+    plot: Path | None,
+    **placement: str | int | None,
+) -> None:
+    """Tokens a second of all clients together, by their number.
+
+    One client leaves each stage idle while the others work; several keep them busy at the same time. Below: how long a
+    short prompt waits for its first token while a prompt of eight chunks is being computed.
+    """
+
+    async def main() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            target, drafted = stack.enter_context(checkpoints(shape, model, draft))
+            files = read_model_files(target)
+            with LoadBars() as bars:
+                options = PlacementOptions(**placement)  # type: ignore[arg-type]
+                cluster = await stack.enter_async_context(options.cluster(files, drafted, bars, prefix_cache_bytes=0))
+            engine = Engine(cluster, files, None, name="bench", max_running=max(clients), max_waiting=0)
+            chunk = prefill_chunk or chunk_for(engine.cluster.workers)
+            bench = Bench(engine, prompt_tokens, max_tokens, chunk, speculate=not plain)
+            rows: list[Row] = []
+            with progress_bars() as progress:
+                await bench.crowd(1, 1)
+                for number in progress.track(clients, description="measuring"):
+                    rows.append(await bench.crowd(number, requests, rows[0] if rows else None))
+                progress.add_task("a short prompt behind a long one", total=None)
+                fairness = await bench.fairness()
+        show(rows, table(rows), as_json=as_json, plot=plot, fairness=asdict(fairness))
+        if not as_json:
+            print(
+                f"short prompt: {fairness.alone_ms:.0f} ms alone, {fairness.behind_ms:.0f} ms behind a long one, "
+                f"{fairness.chunks:.1f} chunks of {fairness.chunk_ms:.0f} ms"
+            )
+
+    run(main())
+
+
+class Bench:
+    """Requests of one shape on one engine."""
+
+    def __init__(self, engine: Engine, prompt_tokens: int, max_tokens: int, chunk: int, *, speculate: bool) -> None:
+        self._engine, self._prompt_tokens, self._max_tokens = engine, prompt_tokens, max_tokens
+        self._chunk, self._speculate = chunk, speculate
+
+    async def crowd(self, clients: int, requests: int, one: Row | None = None) -> Row:
+        """So many clients, each with so many requests in a row."""
+        firsts: list[float] = []
+        between: list[float] = []
+
+        async def client() -> None:
+            for _ in range(requests):
+                first, total = await self._ask(self._prompt_tokens, self._max_tokens)
+                firsts.append(first)
+                between.append((total - first) / (self._max_tokens - 1))
+
+        started = time.monotonic()
+        await asyncio.gather(*(client() for _ in range(clients)))
+        rate = clients * requests * self._max_tokens / (time.monotonic() - started)
+        return Row(
+            clients=clients,
+            requests=clients * requests,
+            tokens_per_s=rate,
+            gain=rate / one.tokens_per_s if one is not None else 1.0,
+            first_token_p50_ms=statistics.median(firsts),
+            first_token_p95_ms=_percentile(firsts, 0.95),
+            token_p50_ms=statistics.median(between),
+        )
+
+    async def fairness(self, repeats: int = 3) -> Fairness:
+        """A short prompt behind a long one; the median of some tries."""
+        room = self._engine.max_model_len - 8
+        chunks = max(2, min(8, room // self._chunk))
+        length = min(chunks * self._chunk, room)
+        long_ms = min([(await self._ask(length, 2))[0] for _ in range(repeats)])
+        alone = min([(await self._ask(self._prompt_tokens, 2))[0] for _ in range(repeats)])
+        behind = []
+        for _ in range(repeats):
+            busy = asyncio.ensure_future(self._ask(length, 2))
+            # In the middle of it.
+            await asyncio.sleep(long_ms / 1e3 / 3)
+            behind.append((await self._ask(self._prompt_tokens, 2))[0])
+            await busy
+        return Fairness(long_ms / chunks, alone, statistics.median(behind))
+
+    async def _ask(self, prompt_tokens: int, max_tokens: int) -> tuple[float, float]:
+        """Milliseconds to the first token and to the last."""
+        vocabulary = self._engine.cluster.target.vocab_size
+        request = Request(
+            request_id=secrets.token_hex(8),
+            prompt_ids=tuple(secrets.randbelow(vocabulary) for _ in range(prompt_tokens)),
+            max_tokens=max_tokens,
+            speculate=self._speculate,
+            prefill_chunk=self._chunk,
+        )
+        started = time.monotonic()
+        first = 0.0
+        async with self._engine.answering(request) as generation:
+            async for _ in generation.pieces():
+                first = first or time.monotonic()
+        return (first - started) * 1e3, (time.monotonic() - started) * 1e3
+
+
+def _percentile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def table(rows: list[Row]) -> Table:
+    made = Table(box=None, pad_edge=False)
+    for heading in ("clients", "requests", "tokens/s", "times one", "first token p50 ms", "p95 ms", "token p50 ms"):
+        made.add_column(heading, justify="right")
+    for row in rows:
+        made.add_row(
+            str(row.clients),
+            str(row.requests),
+            f"{row.tokens_per_s:.1f}",
+            f"{row.gain:.2f}",
+            *(f"{value:.0f}" for value in (row.first_token_p50_ms, row.first_token_p95_ms)),
+            f"{row.token_p50_ms:.1f}",
+        )
+    return made

@@ -1,0 +1,154 @@
+"""`flashsplit bench decode`, `verify`, `draft`, `cycle`, `prefill`, and `step` for several of them in one run.
+
+How near steps come to the time in which their weights can be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+
+from coordinator.bench.checkpoints import checkpoint_options, checkpoints
+from coordinator.bench.floor import Floor
+from coordinator.bench.report import output_options, show
+from coordinator.bench.step_bench import DRAFTING, KINDS, Bench, Row, Sizes, times_decode
+from coordinator.bench.step_client import CHUNK
+from coordinator.cli.console import LoadBars, progress_bars
+from coordinator.cli.options import PlacementOptions, placement_options
+from coordinator.cli.running import run
+from coordinator.text.model_files import read_model_files
+
+
+@click.command()
+@click.argument("kinds", nargs=-1, type=click.Choice(KINDS))
+@checkpoint_options
+@placement_options
+@click.option("--rows", type=click.IntRange(2, 64), default=16, show_default=True,
+              help="Rows of a verify; at most the draft's block where a draft guesses.")  # fmt: skip
+@click.option("--context", type=click.IntRange(1), default=1024, show_default=True, help="Tokens before the steps.")
+@click.option("--prefill-tokens", type=click.IntRange(1), default=4096, show_default=True, help="Of a prefill.")
+@click.option(
+    "--prefill-chunk", type=click.IntRange(1, CHUNK), default=1024, show_default=True, help="Of a prefill, at once."
+)
+@click.option("--steps", type=click.IntRange(1), default=64, show_default=True, help="Steps of each kind.")
+@output_options
+def step(
+    kinds: tuple[str, ...],
+    shape: str | None,
+    model: Path | None,
+    draft: Path | None,
+    rows: int,
+    context: int,
+    prefill_tokens: int,
+    prefill_chunk: int,
+    steps: int,
+    as_json: bool,
+    plot: Path | None,
+    **placement: str | int | None,
+) -> None:
+    """Steps of several kinds, one after the other, beside their floors; all kinds where none is named.
+
+    decode: one row. verify: --rows rows. cycle: a verify and the draft's next block. draft: the latter alone, from the
+    verify's outcome on. prefill: --prefill-tokens rows in chunks of --prefill-chunk, so that stages work on different
+    ones at once. Tokens are random; times do not depend on them.
+    """
+
+    async def main() -> None:
+        wanted = kinds or KINDS
+        with checkpoints(shape, model, draft, [kind for kind in wanted if kind in DRAFTING]) as (target, drafted):
+            options = PlacementOptions(**placement)  # type: ignore[arg-type]
+            async with contextlib.AsyncExitStack() as stack:
+                with LoadBars() as bars:
+                    cluster = options.cluster(read_model_files(target), drafted, bars, prefix_cache_bytes=0)
+                    await stack.enter_async_context(cluster)
+                progress = stack.enter_context(progress_bars())
+                bench = Bench(cluster, Sizes(rows, context, prefill_tokens, prefill_chunk, steps))
+                bench.check(wanted)
+                speeds = progress.add_task("measuring the devices", total=None)
+                floor = await Floor.of(cluster, target)
+                progress.remove_task(speeds)
+                found = []
+                for kind in wanted:
+                    task = progress.add_task(f"measuring {kind}", total=bench.ticks(kind))
+                    found.append(await bench.measure(kind, floor, partial(progress.advance, task)))
+                engines = [str(worker.target.step_engine) for worker in cluster.workers if worker.target is not None]
+                bandwidth = [speed.copy_bytes_per_s for speed in floor.speeds]
+        if not as_json:
+            rates = ", ".join(f"{rate / 1e12:.2f}" for rate in bandwidth)
+            print(f"{target.name if model else shape} by {', '.join(engines)}; copies at {rates} TB/s")
+        ratios = times_decode(found)
+        more = {"engines": engines, "copy_bytes_per_s": bandwidth, "times_decode": ratios}
+        show(found, table(found, ratios), as_json=as_json, plot=plot, **more)
+
+    run(main())
+
+
+@dataclass(frozen=True, slots=True)
+class Single:
+    """The command of one kind. beside: kinds that it is compared with; without: options of `step` that it has no use
+    for."""
+
+    help: str
+    beside: tuple[str, ...] = ("decode",)
+    without: frozenset[str] = frozenset(("prefill_tokens", "prefill_chunk"))
+
+
+_FLOOR = "Beside it stands its floor: the weights and caches that it reads, over the rate of a large copy."
+
+SINGLES = {
+    "decode": Single(
+        f"A step of one row, as plain decode takes them.\n\n{_FLOOR}",
+        beside=(),
+        without=frozenset(("rows", "prefill_tokens", "prefill_chunk")),
+    ),
+    "verify": Single(
+        "A step of --rows rows, by which guesses are checked, and one of one row.\n\n"
+        f"Their ratio is what checking a block costs. {_FLOOR}"
+    ),
+    "draft": Single(
+        "The draft's next block, and a step of one row.\n\n"
+        f"From a verify's outcome on until the guesses are there. {_FLOOR}"
+    ),
+    "cycle": Single(
+        "A verify and the draft's next block, and a step of one row.\n\n"
+        "What a step with DFlash takes. Their ratio is how many tokens a cycle must produce so that speculation pays. "
+        f"{_FLOOR}"
+    ),
+    "prefill": Single(
+        "A prompt of --prefill-tokens, in chunks of --prefill-chunk.\n\n"
+        "Stages work on different chunks at once. Beside it stands its floor: its products over the rate of a large "
+        "one.",
+        beside=(),
+        without=frozenset(("rows", "context", "steps")),
+    ),
+}
+
+
+def single(kind: str) -> click.Command:
+    """`flashsplit bench KIND`: `step` of that kind and those beside it, with the options that matter."""
+    made = SINGLES[kind]
+
+    def measure(**given: Any) -> None:
+        click.get_current_context().invoke(step, kinds=(*made.beside, kind), **given)
+
+    parameters = [option for option in step.params if option.name not in made.without | {"kinds"}]
+    return click.Command(kind, callback=measure, params=parameters, help=made.help)
+
+
+def table(rows: Sequence[Row], ratios: Mapping[str, float]) -> Table:
+    made = Table(box=None, pad_edge=False)
+    headings = ["step", "rows", "context", "ms", "in the stages ms", "floor ms", "of the floor"]
+    for heading in [*headings, "times decode"] if ratios else headings:
+        made.add_column(heading, justify="right")
+    for row in rows:
+        cells = [row.kind, str(row.rows), str(row.context), f"{row.ms:.3f}"]
+        cells += [f"{row.computing_ms:.3f}" if row.computing_ms else "", f"{row.floor_ms:.3f}", f"{row.share:.0%}"]
+        made.add_row(*cells, *([f"{ratios[row.kind]:.2f}"] if row.kind in ratios else []))
+    return made

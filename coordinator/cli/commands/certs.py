@@ -1,0 +1,172 @@
+"""`flashsplit certs`: an authority of one's own and a certificate for every host, with where each file goes."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+
+import click
+
+from coordinator.cli.certificate_authority import Authority, check_name, make_authority, read_authority
+from coordinator.cli.running import run
+from services.errors import FlashsplitError, InvalidArgument
+
+COORDINATOR = "coordinator"
+# Outlives the certificates, so that a new host doesn't need new files everywhere.
+_AUTHORITY_DAYS = 3650
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+_PORT = 7001
+
+_EPILOG = """Examples:
+
+\b
+  flashsplit certs --out ~/flashsplit-certs --host gpu-a --host gpu-b.lan,10.0.0.7
+  flashsplit certs --out ~/flashsplit-certs --host gpu-c       # one host more, same authority
+"""
+
+
+@click.command(epilog=_EPILOG)
+@click.option(
+    "--out",
+    required=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Where to write them. With an authority in it from an earlier time, that signs the new ones.",
+)
+@click.option(
+    "--host",
+    "hosts",
+    multiple=True,
+    metavar="NAME|IP[,NAME|IP…]",
+    help="A host with workers: the names and addresses by which it is dialled, joined by commas. Give it once "
+    "for every host.  [default: this host alone, as localhost]",
+)
+@click.option(
+    "--days",
+    type=click.IntRange(1, 3650),
+    default=365,
+    show_default=True,
+    help="How long the hosts' certificates hold; the authority's holds ten years.",
+)
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Make everything anew, the authority too: older certificates are no longer trusted.",
+)
+def certs(out: Path, hosts: tuple[str, ...], days: int, force: bool) -> None:
+    """Make certificates, so that coordinator and workers on several hosts can trust each other.
+
+    Writes an authority (ca.pem, ca-key.pem), a pair for the coordinator and a pair for every host, all for their user
+    alone, and prints which file goes where and the command lines that use them.
+    """
+
+    async def main() -> None:
+        named = parse_hosts(hosts or ("localhost",))
+        directory = out.absolute()
+        made = make_certificates(directory, named, days, force=force)
+        click.echo("\n".join(instructions(directory, named, made)))
+
+    run(main())
+
+
+def parse_hosts(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """All names of each host, by the first one. Raises InvalidArgument for what is no name, or names a file twice."""
+    hosts: dict[str, tuple[str, ...]] = {}
+    for text in texts:
+        names = tuple(dict.fromkeys(check_name(part.strip(), "--host") for part in text.split(",")))
+        if "localhost" in names:
+            names = tuple(dict.fromkeys([*names, *_LOCAL]))
+        taken = [file for stem in ("ca", COORDINATOR, *map(file_stem, hosts)) for file in files_of(Path(), stem)]
+        for file in files_of(Path(), file_stem(names[0])):
+            if file in taken:
+                raise InvalidArgument(
+                    f"--host {text!r}: {file} is already another certificate's file: begin with another name of that "
+                    "host",
+                    field="--host",
+                )
+        hosts[names[0]] = names
+    return hosts
+
+
+def make_certificates(directory: Path, hosts: dict[str, tuple[str, ...]], days: int, *, force: bool) -> list[str]:
+    """Write the pairs; their stems. Raises InvalidArgument before anything would be overwritten."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return _write(directory, hosts, days, force=force)
+    except FlashsplitError:
+        raise
+    except OSError as error:
+        raise InvalidArgument(f"--out {directory}: {error.filename}: {error.strerror}", field="--out") from error
+
+
+def _write(directory: Path, hosts: dict[str, tuple[str, ...]], days: int, *, force: bool) -> list[str]:
+    if directory.stat().st_mode & 0o077:
+        raise InvalidArgument(
+            f"--out {directory} is open to other users: chmod 700 it, or name a directory that isn't there yet",
+            field="--out",
+        )
+    pairs = {file_stem(host): names for host, names in hosts.items()}
+    if force or not (directory / f"{COORDINATOR}.pem").exists():
+        pairs[COORDINATOR] = (COORDINATOR,)
+    there = [path for stem in pairs for path in files_of(directory, stem) if path.exists()]
+    authority_files = files_of(directory, "ca")
+    kept = [path for path in authority_files if path.exists()]
+    if force:
+        for path in (*there, *kept):
+            path.unlink()
+    elif there or len(kept) == 1:
+        raise InvalidArgument(
+            f"{(there or kept)[0]} is there already: give --force to make it and the authority anew, or name another "
+            "directory",
+            field="--out",
+        )
+    authority = read_authority(*authority_files) if kept and not force else _new_authority(*authority_files)
+    for stem, names in pairs.items():
+        authority.issue(names, days).write(*files_of(directory, stem))
+    return list(pairs)
+
+
+def _new_authority(certificate: Path, key: Path) -> Authority:
+    authority = make_authority(_AUTHORITY_DAYS)
+    authority.write(certificate, key)
+    return authority
+
+
+def file_stem(host: str) -> str:
+    """A host's name as that of a file."""
+    return host.replace(":", "-")
+
+
+def files_of(directory: Path, stem: str) -> tuple[Path, Path]:
+    """Certificate and key."""
+    return directory / f"{stem}.pem", directory / f"{stem}-key.pem"
+
+
+def instructions(directory: Path, hosts: dict[str, tuple[str, ...]], made: list[str]) -> list[str]:
+    """Which file goes where, and the command lines. Paths are those here: copies elsewhere may lie elsewhere."""
+    lines = [f"In {directory}, new: {', '.join(f'{stem}.pem' for stem in made)}. Copy to the same directory:", ""]
+    for host in hosts:
+        stem = file_stem(host)
+        lines.append(f"  on {host}: ca.pem {stem}.pem {stem}-key.pem")
+    lines += [
+        f"  where flashsplit runs: ca.pem {COORDINATOR}.pem {COORDINATOR}-key.pem",
+        "  nowhere: ca-key.pem (who has it can make certificates that every worker trusts)",
+    ]
+    addresses = [f"[{host}]:{_PORT}" if ":" in host else f"{host}:{_PORT}" for host in hosts]
+    for host, address in zip(hosts, addresses, strict=True):
+        everywhere = f"[::]:{_PORT}" if ":" in host else f"0.0.0.0:{_PORT}"
+        listen = shlex.quote(address if host in _LOCAL else everywhere)
+        lines += ["", f"On {host}:", f"  flashsplit-worker --listen {listen} {_flags(directory, file_stem(host))}"]
+    lines += [
+        "",
+        "Where flashsplit runs (generate, serve):",
+        f"  flashsplit generate --target-devices {shlex.quote(','.join(addresses))} {_flags(directory, COORDINATOR)} "
+        "--model DIR --prompt Hi",
+    ]
+    return lines
+
+
+def _flags(directory: Path, stem: str) -> str:
+    certificate, key = files_of(directory, stem)
+    return shlex.join(["--tls-cert", str(certificate), "--tls-key", str(key), "--tls-ca", str(directory / "ca.pem")])

@@ -1,0 +1,77 @@
+"""`flashsplit manifests`: a cluster file as an overlay for Kustomize."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import click
+
+from coordinator.cli.commands.serve import serve
+from coordinator.cli.running import run
+from coordinator.config.file_fields import read_fields
+from coordinator.manifests.overlay import overlay, write_overlay
+from coordinator.manifests.pods import ClusterPods
+from coordinator.manifests.reading import ServeFile, read_serve_file
+from coordinator.manifests.workers import has_token
+
+_EPILOG = """Examples:
+
+\b
+  flashsplit manifests --config cluster.yaml --out overlay
+  kubectl apply -k overlay
+"""
+
+
+@click.command(epilog=_EPILOG)
+@click.option(
+    "--config",
+    required=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE.yaml",
+    help="The cluster file, as flashsplit serve takes it.",
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Where to write the overlay.  [default: beside the cluster file]",
+)
+@click.option(
+    "--base",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("deploy/kubernetes/base"),
+    show_default=True,
+    metavar="DIR",
+    help="The objects that every cluster has alike; the overlay refers to them.",
+)
+def manifests(config: Path, out: Path | None, base: Path) -> None:
+    """Write a Kustomize overlay that runs a cluster file on Kubernetes.
+
+    Each worker becomes a StatefulSet with a certificate of its own, the coordinator a Deployment. What the file says of
+    addresses, certificates and keys is for bare hosts: in the cluster, names are made and cert-manager's and your
+    Secrets are mounted.
+    """
+
+    async def main() -> None:
+        file = read_serve_file(config, serve.params)
+        directory = out or config.parent
+        write_overlay(directory, overlay(file, directory, base, config.parent))
+        click.echo("\n".join(instructions(file, directory)))
+
+    run(main())
+
+
+def instructions(file: ServeFile, directory: Path) -> list[str]:
+    """What to type next."""
+    pods = read_fields(ClusterPods, file.cluster.kubernetes, "kubernetes")
+    space = ["--namespace", pods.namespace]
+    keys = ["--from-file=api-keys=KEYS.txt", "--from-literal=metrics=ONE-OF-THEM"]
+    lines = [
+        f"Overlay in {directory}. Once, with cert-manager in the cluster:",
+        f"  kubectl create namespace {pods.namespace}",
+        f"  kubectl create secret generic api-keys {shlex.join([*keys, *space])}",
+    ]
+    if has_token(file):
+        lines.append(f"  kubectl create secret generic cluster-token {shlex.join(['--from-file=token=TOKEN', *space])}")
+    return [*lines, "Then, and after every change:", f"  kubectl apply -k {shlex.quote(str(directory))}"]

@@ -1,0 +1,185 @@
+"""`flashsplit plan`: who would hold what, what that takes and, where measured, how fast it decodes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from coordinator.cli.console import console
+from coordinator.cli.options import PlacementOptions, model_options, placement_options
+from coordinator.cli.running import run
+from coordinator.cluster.placement import AUTO, Plan
+from coordinator.planning.measuring import measure_workers, places_of, workers_at
+from coordinator.planning.memory import Models
+from coordinator.planning.picture import show
+from coordinator.planning.planner import CONTEXT, Load, choose_split, faster_subset
+from coordinator.planning.report import Report, as_json, make_report
+from coordinator.planning.step_time import WorkerSpeed
+from coordinator.text.model_files import read_model_files
+from services.errors import FailedPrecondition, InvalidArgument
+from services.processes.worker_process import list_devices
+from services.rpc.peers import Peers
+
+USUAL_LENGTHS = (4096, 32768, 131072)
+
+_EPILOG = """Examples:
+
+\b
+  flashsplit plan --model DIR --target-devices cuda:0,hip:0 --target-layer-split 0.3,0.7
+                                       memory and traffic of a split; starts nothing
+  flashsplit plan --model DIR --draft DIR --target-devices cuda:0,b:7001 --max-model-len 8192,32768 --sessions 4
+                                       what four sessions of two lengths would take
+  flashsplit plan --model DIR --target-devices cuda:0,b:7001 --target-layers 0:20,20:64 --measure
+                                       how fast that split would decode
+  flashsplit plan --model DIR --target-devices cpu,cuda:0,b:7001 --auto
+                                       the fastest split that fits; its last line is for the other commands
+
+Weights are those of the checkpoint's headers; a local worker that --measure starts loads none of them and ends with
+the command. To see how good a prediction is: flashsplit plan --auto, then flashsplit bench decode with the line that
+it printed.
+"""
+
+
+@click.command(epilog=_EPILOG)
+@model_options(required=True)
+@placement_options
+@click.option("--max-model-len", metavar="N[,N…]",
+              help="Tokens of prompt and answer together, for which the caches are shown.  [default: 4096, 32768 and "
+              "131072 as far as the model goes, and the model's own]")  # fmt: skip
+@click.option("--sessions", type=click.IntRange(1), default=1, show_default=True, metavar="N",
+              help="Requests that hold caches at once.")  # fmt: skip
+@click.option("--measure", is_flag=True,
+              help="Ask the workers how fast they are, about a second a device, and predict plain decode. Local "
+              "workers are started for it and ended after.")  # fmt: skip
+@click.option("--auto", is_flag=True,
+              help="Choose the layers from such measurements: the same as --target-layer-split auto, and without "
+              "--target-devices over all local devices.")  # fmt: skip
+@click.option("--json", "as_object", is_flag=True, help="Print one JSON object instead of tables and bars.")
+def plan(
+    model: Path,
+    draft: Path | None,
+    max_model_len: str | None,
+    sessions: int,
+    measure: bool,
+    auto: bool,
+    as_object: bool,
+    **placement: str | int | None,
+) -> None:
+    """Show a placement without loading anything: who holds which layers, the memory and traffic that takes, and why.
+
+    With --measure also how fast it would decode, and what limits that; with --auto the fastest split that fits.
+    """
+
+    async def main() -> None:
+        files = read_model_files(model)
+        if auto:
+            await _choose_automatically(placement)
+        options = PlacementOptions(**placement)  # type: ignore[arg-type]
+        drawn = options.plan(files.num_layers, has_draft=draft is not None)
+        models = options.models(model, draft)
+        lengths = parse_lengths(max_model_len, models.target.max_position)
+        report: Report
+        if not (measure or auto or drawn.auto):
+            local = _local_memory() if any(place.devices == "cpu" for place in places_of(drawn)) else None
+            report = make_report(models, drawn, lengths=lengths, sessions=sessions, local_memory=local)
+        else:
+            workers = await _measured(options, drawn, models, files.directory)
+            load = Load(max(lengths), sessions)
+            chosen = _chosen(models, drawn, workers, load) if auto or drawn.auto else drawn
+            notes = _advice(models, chosen, workers[: len(chosen.stages)], load)
+            report = make_report(models, chosen, lengths=lengths, sessions=sessions, workers=workers, notes=notes)
+        if as_object:
+            print(json.dumps(as_json(report)))
+        else:
+            show(report, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
+
+    run(main())
+
+
+def parse_lengths(text: str | None, most: int) -> tuple[int, ...]:
+    """Context lengths in rising order. Raises InvalidArgument for what is none, or beyond the model's."""
+    if text is None:
+        return (*(length for length in USUAL_LENGTHS if length < most), most)
+    field = "--max-model-len"
+    try:
+        lengths = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise InvalidArgument(
+            f"{field} {text!r} must be whole numbers joined by commas, like 4096,32768", field=field
+        ) from None
+    if not lengths[0] >= 2 or lengths[-1] > most:
+        raise InvalidArgument(
+            f"{field} {text!r}: lengths go from 2 to {most}, the model's context; give such ones", field=field
+        )
+    return tuple(lengths)
+
+
+async def _choose_automatically(placement: dict[str, str | int | None]) -> None:
+    """What --auto stands for, in the words of the shared options. Raises InvalidArgument for a split of one's own."""
+    for option in ("target_layers", "target_layer_split"):
+        given = placement[option]
+        if given is not None and given != AUTO:
+            flag = f"--{option.replace('_', '-')}"
+            raise InvalidArgument(
+                f"--auto chooses the layers and {flag} {given!r} says them: give one of the two, or --measure to see "
+                "how fast yours is",
+                field="--auto",
+            )
+    if placement["target_devices"] is None:
+        placement["target_devices"] = ",".join(await asyncio.to_thread(list_devices))
+    # One worker holds everything: there is nothing to choose, but still to measure.
+    placement["target_layer_split"] = AUTO if "," in str(placement["target_devices"]) else None
+
+
+async def _measured(options: PlacementOptions, drawn: Plan, models: Models, directory: Path) -> tuple[WorkerSpeed, ...]:
+    launch = options.launch()
+    peers = Peers(security=launch.security, transport=launch.transport)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(peers.close)
+        status = stack.enter_context(console.status("starting workers"))
+        addresses = await stack.enter_async_context(workers_at(places_of(drawn), launch))
+        return await measure_workers(
+            drawn,
+            addresses,
+            peers,
+            models,
+            str(directory.absolute()),
+            lambda worker: status.update(f"measuring {worker}"),
+        )
+
+
+def _chosen(models: Models, drawn: Plan, workers: Sequence[WorkerSpeed], load: Load) -> Plan:
+    stages = len(drawn.stages)
+    draft_worker = workers[stages] if drawn.draft is not None else None
+    try:
+        return choose_split(models, drawn, workers[:stages], draft_worker, load)
+    except FailedPrecondition as error:
+        if drawn.draft is None and models.draft is not None:
+            error.message += ", or put the draft on another device with --draft-device"
+        raise
+
+
+def _advice(models: Models, chosen: Plan, workers: Sequence[WorkerSpeed], load: Load) -> list[str]:
+    faster = faster_subset(models, chosen, workers, load)
+    if faster is None:
+        return []
+    indices, prediction = faster
+    names = ",".join(str(workers[index].place) for index in indices)
+    return [
+        f"--target-devices {names} alone would fit and decode at {prediction.tokens_per_s:.1f} tokens/s behind "
+        f"{CONTEXT} tokens: every further worker adds a hop to each token"
+    ]
+
+
+def _local_memory() -> tuple[int, int]:
+    """This host's total and free bytes."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    return os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page

@@ -1,0 +1,127 @@
+"""Options about making long prompts shorter, for the commands that answer prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from coordinator.cluster.cluster import Cluster
+from coordinator.cluster.loading import LoadReporter
+from coordinator.cluster.placement import Place, parse_place
+from coordinator.compression.compressor import Compressor
+from coordinator.compression.drafter_worker import DrafterWorker
+from coordinator.compression.settings import CompressionSettings, parse_keep
+from coordinator.text.tokenizer import Tokenizer
+from services.errors import InvalidArgument, NotFound
+from services.messages.inference_types import CompressionMode
+
+DRAFTER_FLAG = "--prefill-drafter"
+DEFAULTS = CompressionSettings()
+
+_OPTIONS = (
+    click.option("--prefill-drafter", type=click.Path(path_type=Path), metavar="DIR",
+                 help="A small Qwen3, like Qwen3-0.6B, that reads long prompts first and says which parts of them the "
+                 "end asks for; only these are computed. The answer is then that to the shorter prompt."),
+    click.option("--prefill-compression", type=click.Choice([mode.value for mode in CompressionMode]),
+                 help="off, auto (long prompts, where it pays) or always.  [default: auto with --prefill-drafter]"),
+    click.option("--prefill-threshold", type=click.IntRange(1), metavar="N",
+                 help=f"Prompt tokens from which auto compresses.  [default: {DEFAULTS.threshold}]"),
+    click.option("--prefill-keep-ratio", metavar="RATIO",
+                 help="Share of the prompt to keep, or TOKENS:RATIO pairs like 8000:0.3,64000:0.05 with a line between "
+                 "them.  [default: 0.05]"),
+    click.option("--prefill-device", metavar="DEVICE|ADDRESS",
+                 help="Where the drafter runs: a worker of its own.  [default: beside the first stage]"),
+)  # fmt: skip
+
+
+def compression_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--prefill-…"""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionOptions:
+    """Those options as given."""
+
+    prefill_drafter: Path | None
+    prefill_compression: str | None
+    prefill_threshold: int | None
+    prefill_keep_ratio: str | None
+    prefill_device: str | None
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument for options without effect and values that make no sense, NotFound for a checkpoint
+        without a tokenizer."""
+        others = {
+            "--prefill-compression": self.prefill_compression not in (None, "off"),
+            "--prefill-threshold": self.prefill_threshold is not None,
+            "--prefill-keep-ratio": self.prefill_keep_ratio is not None,
+            "--prefill-device": self.prefill_device is not None,
+        }
+        if self.prefill_drafter is None:
+            for flag, given in others.items():
+                if given:
+                    raise InvalidArgument(
+                        f"{flag} has no effect without {DRAFTER_FLAG}: name a small Qwen3 checkpoint, or leave it out",
+                        field=flag,
+                    )
+        elif not (self.prefill_drafter / "tokenizer.json").exists():
+            raise NotFound(
+                f"{DRAFTER_FLAG} {self.prefill_drafter} has no tokenizer.json: name a whole checkpoint",
+                field=DRAFTER_FLAG,
+            )
+        if self.prefill_compression == "always" and self.prefill_threshold is not None:
+            raise InvalidArgument(
+                "--prefill-threshold has no effect with --prefill-compression always: leave out one of them",
+                field="--prefill-threshold",
+            )
+        if self.prefill_keep_ratio is not None:
+            parse_keep(self.prefill_keep_ratio)
+        if self.prefill_device is not None:
+            parse_place(self.prefill_device, "--prefill-device")
+
+    @property
+    def settings(self) -> CompressionSettings:
+        return CompressionSettings(
+            DEFAULTS.mode if self.prefill_compression is None else CompressionMode(self.prefill_compression),
+            self.prefill_threshold or DEFAULTS.threshold,
+            DEFAULTS.keep if self.prefill_keep_ratio is None else parse_keep(self.prefill_keep_ratio),
+        )
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Of its own."""
+        return () if self.prefill_device is None else (parse_place(self.prefill_device, "--prefill-device"),)
+
+    async def open(self, cluster: Cluster, reporter: LoadReporter, dtype: str | None) -> Compressor | None:
+        """A compressor with its drafter loaded, to be closed; None without one.
+
+        Raises what starting and loading a worker raises.
+        """
+        if self.prefill_drafter is None:
+            return None
+        directory = self.prefill_drafter.absolute()
+        tokenizer = Tokenizer.from_checkpoint(directory)
+        assert tokenizer is not None
+        place = next(iter(self.places), cluster.first_place)
+        worker = DrafterWorker(
+            place,
+            directory,
+            dtype=dtype,
+            launch=cluster.launch,
+            on_progress=lambda progress: reporter.progress(
+                f"prefill drafter ({place})", progress.loaded_bytes, progress.total_bytes
+            ),
+        )
+        try:
+            await worker.start()
+        except BaseException:
+            await worker.close()
+            raise
+        return Compressor(worker, tokenizer, self.settings)

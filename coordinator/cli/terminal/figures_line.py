@@ -1,0 +1,36 @@
+"""What an answer took, as one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coordinator.cli.terminal.speakers import Ended
+
+
+def figures_line(ended: Ended) -> str:
+    """Empty where nothing is known."""
+    timings = ended.timings
+    if not timings.get("predicted_n"):
+        return ""
+    parts = [f"{timings['predicted_n']} tokens"]
+    if timings.get("predicted_per_second"):
+        parts.append(f"{timings['predicted_per_second']:.1f} tokens/s")
+    if timings.get("acceptance_length") is not None:
+        parts.append(f"{timings['acceptance_length']:.2f} tokens a verify")
+    parts += _prompt(timings)
+    if timings.get("prompt_ms") is not None:
+        parts.append(f"first token after {timings['prompt_ms'] + (timings.get('restore_ms') or 0):.0f} ms")
+    if ended.finish_reason == "length":
+        parts.append("cut: no room for more tokens")
+    return " · ".join([*parts, *timings.get("notes", ())])
+
+
+def _prompt(timings: dict[str, Any]) -> list[str]:
+    parts = []
+    if timings.get("original_prompt_n"):
+        prompt = timings["prompt_n"] + timings["cache_n"]
+        parts.append(f"prompt of {timings['original_prompt_n']} tokens made {prompt}")
+    if timings.get("cache_n"):
+        whole = timings["cache_n"] + timings["prompt_n"]
+        parts.append(f"{timings['cache_n']} of {whole} prompt tokens from {timings['cache_source']}")
+    return parts

@@ -1,0 +1,344 @@
+"""The workers of one model: starts the local ones, connects to the others, has each load its part, checks the whole.
+
+Owns the child processes and the connections; `close` ends and closes all of them, at any moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, TypeVar
+
+from coordinator.cluster.agreement import check_fit, check_same_model
+from coordinator.cluster.loading import Checkpoints, Loader, LoadReporter, named
+from coordinator.cluster.placement import Place, Plan, threads_each
+from services.errors import FlashsplitError, Unavailable
+from services.layers import LayerRange
+from services.messages.description import DraftDescription, Role, TargetDescription, WorkerDescription
+from services.messages.snapshots import SnapshotOwner
+from services.messages.steps import DraftRoute, Grammar, Hop, Open, Sampling
+from services.processes.launch import DEFAULT_LAUNCH, Launch
+from services.processes.worker_process import WorkerProcess
+from services.rpc.peers import Peers
+from services.rpc.snapshots import RemoteSnapshots
+from services.rpc.stage import StageSession
+from services.rpc.worker import RemoteWorker
+from services.telemetry.trace_context import Trace
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotPlace:
+    """One part of a prefix's state. layers: None for the draft's. fingerprint: of the model there."""
+
+    address: str
+    owner: SnapshotOwner
+    layers: LayerRange | None
+    fingerprint: str
+
+
+EXACT_ROWS = 16
+"""That products of exact steps are made of, where no block has more: answers with and without a draft agree."""
+
+ChooseSplit = Callable[[Plan, Sequence[str], Peers], Awaitable[Plan]]
+"""Given a plan whose layers are to be chosen and its workers' addresses, the draft's behind the stages': the plan."""
+
+
+class Cluster:
+    """Workers that hold one model, and its draft if there is one. Use as `async with`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        checkpoints: Checkpoints,
+        *,
+        launch: Launch = DEFAULT_LAUNCH,
+        wait_s: float = 0.0,
+        reporter: LoadReporter | None = None,
+        choose_split: ChooseSplit | None = None,
+        exact: bool = False,
+    ) -> None:
+        """launch: without threads, they are shared out. wait_s: how long a worker that runs elsewhere is called again
+        when it doesn't answer at the start. choose_split: asked for the layers once the workers run, where the plan
+        leaves them open. exact: sessions' steps give one row the same bits whatever other rows they have."""
+        self._plan, self.launch, self._wait_s = plan, launch, wait_s
+        self._choose_split, self._exact = choose_split, exact
+        self._peers = Peers(security=launch.security, transport=launch.transport)
+        self._loader = Loader(self._peers, checkpoints, reporter or LoadReporter())
+        self._processes: dict[int, WorkerProcess] = {}
+        self._watchers: dict[int, asyncio.Task[str]] = {}
+        self.addresses: tuple[str, ...] = ()
+        self.workers: tuple[WorkerDescription, ...] = ()
+        self.draft_worker: WorkerDescription | None = None
+        self.draft_address: str | None = None
+        """Of the draft's own worker; None where it sits beside the last stage or there is none."""
+        self.trouble: FlashsplitError | None = None
+        """What is wrong with the stages, as far as `lost` has found out."""
+        self._draft_lost = False
+        self._deaths: dict[int, str] = {}
+
+    @property
+    def target(self) -> TargetDescription:
+        """The model as its first stage describes it."""
+        target = self.workers[0].target
+        assert target is not None
+        return target
+
+    async def __aenter__(self) -> Cluster:
+        try:
+            await self._start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def open(
+        self,
+        *,
+        request_id: str,
+        max_length: int,
+        max_rows: int,
+        block_rows: int,
+        prompt_length: int,
+        sampling: Sampling,
+        stop_token_ids: frozenset[int],
+        speculate: bool,
+        logprobs: int | None = None,
+        grammar: Grammar | None = None,
+        trace: Trace | None = None,
+    ) -> StageSession:
+        """A session over the whole chain; for the arguments see `stage.proto`."""
+        stages = self._plan.stages
+        port = await self._peers.stage(self.addresses[0])
+        return await port.open(
+            Open(
+                request_id=request_id,
+                fingerprint=self.target.fingerprint,
+                stage=0,
+                layers=stages[0].layers,
+                route=tuple(
+                    Hop(address, stage.layers) for address, stage in zip(self.addresses[1:], stages[1:], strict=True)
+                ),
+                max_length=max_length,
+                max_rows=max_rows,
+                block_rows=block_rows,
+                prompt_length=prompt_length,
+                sampling=sampling,
+                stop_token_ids=stop_token_ids,
+                draft=DraftRoute(self.draft_address) if speculate and self.draft is not None else None,
+                logprobs=logprobs,
+                grammar=grammar,
+                trace=trace,
+                exact_rows=max(EXACT_ROWS, block_rows, self._draft_rows) if self._exact else None,
+            )
+        )
+
+    @property
+    def _draft_rows(self) -> int:
+        """Of a block of the draft, lost or not; 0 without one."""
+        draft = None if self.draft_worker is None else self.draft_worker.draft
+        return 0 if draft is None else draft.block_size
+
+    @property
+    def starts_workers(self) -> bool:
+        """Whether any of the workers is this process's own child."""
+        places = [*(stage.place for stage in self._plan.stages), self._plan.draft]
+        return any(place is not None and place.devices is not None for place in places)
+
+    @property
+    def first_place(self) -> Place:
+        """Where the first stage is."""
+        return self._plan.stages[0].place
+
+    @property
+    def draft(self) -> DraftDescription | None:
+        """None without one, and while its own worker is lost: then answers go on plainly."""
+        return None if self.draft_worker is None or self._draft_lost else self.draft_worker.draft
+
+    @property
+    def alive(self) -> bool:
+        """Whether all local stages still run, and as far as `lost` has found out the others too."""
+        return self.trouble is None and not any(map(self._ended, range(len(self._plan.stages))))
+
+    async def lost(self) -> FlashsplitError:
+        """Wait until a worker ends or cannot be reached; which one, and how.
+
+        From then on the cluster is not alive, or has no draft.
+        """
+        addresses = {*self.addresses, *([self.draft_address] if self.draft_address is not None else [])}
+        broken = {address: asyncio.ensure_future(self._peers.lost(address)) for address in addresses}
+        try:
+            await asyncio.wait([*broken.values(), *self._watchers.values()], return_when=asyncio.FIRST_COMPLETED)
+            gone = [address for address, task in broken.items() if task.done()]
+            error = await self.explain(broken[gone[0]].result() if gone else Unavailable("a worker has ended"))
+            if any(address in self.addresses for address in gone) or not self.alive:
+                self.trouble = error
+            else:
+                self._draft_lost = True
+            return error
+        finally:
+            for task in broken.values():
+                task.cancel()
+            await asyncio.gather(*broken.values(), return_exceptions=True)
+
+    async def restore(self) -> None:
+        """Start anew the local workers that ended, and have every worker load what it does not hold.
+
+        Raises what starting a cluster raises; then it can be tried again.
+        """
+        for index in [*self._processes]:
+            watcher = self._watchers.get(index)
+            if watcher is None or watcher.done():
+                if watcher is not None:
+                    self._deaths[index] = watcher.result()
+                await self._processes.pop(index).stop()
+                self._watchers.pop(index, None)
+        await self._start()
+        self.trouble, self._draft_lost = None, False
+        self._deaths.clear()
+
+    def _ended(self, index: int) -> bool:
+        watcher = self._watchers.get(index)
+        return watcher is not None and watcher.done()
+
+    def death(self, index: int) -> str | None:
+        """How a local worker ended that is not back yet, the draft's own behind the stages'; None for all others."""
+        watcher = self._watchers.get(index)
+        if watcher is not None and watcher.done() and not watcher.cancelled():
+            return watcher.result()
+        return self._deaths.get(index)
+
+    def snapshot_places(self, *, with_draft: bool) -> tuple[SnapshotPlace, ...]:
+        """Who keeps a part of a prefix's state: the stages in order, then the draft."""
+        target, draft = self.target, self.draft
+        places = [
+            SnapshotPlace(address, SnapshotOwner.STAGE, stage.layers, target.fingerprint)
+            for address, stage in zip(self.addresses, self._plan.stages, strict=True)
+        ]
+        if with_draft and draft is not None:
+            address = self.draft_address or self.addresses[-1]
+            places.append(SnapshotPlace(address, SnapshotOwner.DRAFT, None, draft.fingerprint))
+        return tuple(places)
+
+    async def worker(self, address: str) -> RemoteWorker:
+        """What a worker is, and how fast."""
+        return await self._peers.worker(address)
+
+    async def snapshots(self, address: str) -> RemoteSnapshots:
+        """A worker's kept prefixes, on a connection apart from the steps."""
+        return await self._peers.snapshots(address)
+
+    async def explain(self, error: FlashsplitError) -> FlashsplitError:
+        """The error behind the error: when a local worker has just died, its death is what happened."""
+        if error.code_name not in ("UNAVAILABLE", "CANCELLED", "INTERNAL") or not self._watchers:
+            return error
+        # The broken link is often noticed before the exit.
+        await asyncio.wait(self._watchers.values(), timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
+        for index, task in self._watchers.items():
+            if not task.done():
+                continue
+            return Unavailable(f"{self._who(index)}: {task.result()}", reason="WORKER_DIED").located(**error.where)
+        if error.code_name == "INTERNAL":
+            for process in self._processes.values():
+                raised = process.last_exception()
+                if raised is not None:
+                    error.message += f" (worker for {process.device}: {raised})"
+        return error
+
+    async def close(self) -> None:
+        """End local workers, close connections. Safe to call twice."""
+        for watcher in self._watchers.values():
+            watcher.cancel()
+        with contextlib.suppress(Exception):
+            await self._peers.close()
+        await asyncio.gather(*(process.stop() for process in self._processes.values()))
+
+    # --- starting
+
+    async def _start(self) -> None:
+        places = [stage.place for stage in self._plan.stages]
+        if self._plan.draft is not None:
+            places.append(self._plan.draft)
+        launch = replace(self.launch, threads=self.launch.threads or threads_each(places))
+        addresses = await _all(self._start_worker(index, place, launch) for index, place in enumerate(places))
+        stages = len(self._plan.stages)
+        self.addresses = tuple(addresses[:stages])
+        self.draft_address = addresses[stages] if self._plan.draft is not None else None
+        if self._plan.auto and self._choose_split is not None:
+            self._plan = await self._or_death(self._choose_split(self._plan, addresses, self._peers))
+            self._choose_split = None
+        try:
+            loads = [
+                self._loader.stage(index, stage, address)
+                for index, (stage, address) in enumerate(zip(self._plan.stages, self.addresses, strict=True))
+            ]
+            self.workers = tuple(await self._or_death(_all(loads)))
+        except FlashsplitError as error:
+            self.trouble = error
+            raise
+        check_same_model(self.workers)
+        if self._plan.has_draft:
+            beside = self.draft_address is None
+            load = self._loader.draft(self.draft_address or self.addresses[-1], beside=beside)
+            self.draft_worker = await self._or_death(load)
+            assert self.draft_worker.draft is not None
+            check_fit(self.draft_worker.draft, self.target)
+
+    async def _start_worker(self, index: int, place: Place, launch: Launch) -> str:
+        """Its address; what runs already is left as it is."""
+        if place.address is not None:
+            if self._wait_s:
+                await self._peers.awaited(place.address, self._wait_s)
+            return place.address
+        if index in self._processes:
+            return self._processes[index].address
+        last = index == len(self._plan.stages) - 1
+        roles = [Role.TARGET] if index < len(self._plan.stages) else [Role.DRAFT]
+        if last and self._plan.has_draft and self._plan.draft is None:
+            roles.append(Role.DRAFT)
+        assert place.devices is not None
+        process = WorkerProcess(place.devices, roles, launch)
+        self._processes[index] = process
+        try:
+            await process.start()
+        except FlashsplitError as error:
+            raise named(error, self._who(index)) from error
+        self._watchers[index] = asyncio.ensure_future(process.died())
+        return process.address
+
+    def _who(self, index: int) -> str:
+        return f"stage {index}" if index < len(self._plan.stages) else "draft worker"
+
+    async def _or_death(self, work: Awaitable[T]) -> T:
+        """The work's result, or at once the news that a local worker died under it."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([task, *self._watchers.values()], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() or (isinstance(task.exception(), FlashsplitError)):
+                error = task.exception() if task.done() else None
+                known = error if isinstance(error, FlashsplitError) else Unavailable("a worker died")
+                raise await self.explain(known)
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def _all(work: Any) -> list[Any]:
+    """Results in order; the first error cancels the rest."""
+    tasks = [asyncio.ensure_future(item) for item in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,206 @@
+"""The one way in for all doors (HTTP, gRPC): takes requests as far as there is room, in order of arrival.
+
+Owns the count of what runs and waits. Knows nothing of protocols; what a request is stands in `answer.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+
+import structlog
+
+from coordinator.answer import Answer, Phase, Request
+from coordinator.cluster.cluster import Cluster
+from coordinator.compression.compressor import Compressor
+from coordinator.engine.generation import Generation
+from coordinator.engine.request_span import RequestSpan
+from coordinator.engine.step_times import StepTaken
+from coordinator.prefix.cache import PrefixCache
+from coordinator.text.model_files import ModelFiles
+from services.errors import FlashsplitError, InvalidArgument, ResourceExhausted, Unavailable
+
+RETRY_AFTER_S = 1
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests now, and the most there may be."""
+
+    running: int
+    waiting: int
+    max_running: int
+    max_waiting: int
+    draining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request that is over. answer: None when it ended otherwise; outcome: its finish reason, or why it ended."""
+
+    request: Request
+    answer: Answer | None
+    outcome: str
+    queued_s: float
+    total_s: float
+
+
+class Engine:
+    """Requests on one cluster. name: what clients call the model. max_model_len: tokens of prompt and answer."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        files: ModelFiles,
+        prefixes: PrefixCache | None,
+        *,
+        name: str,
+        aliases: tuple[str, ...] = (),
+        max_model_len: int | None = None,
+        max_running: int = 16,
+        max_waiting: int = 64,
+        compressor: Compressor | None = None,
+    ) -> None:
+        """Raises InvalidArgument when max_model_len is beyond the model's own context."""
+        self.cluster, self.files, self.prefixes, self.compressor = cluster, files, prefixes, compressor
+        self.name, self.aliases, self.created = name, aliases, int(time.time())
+        most = cluster.target.max_position
+        if max_model_len is not None and not 2 <= max_model_len <= most:
+            raise InvalidArgument(
+                f"--max-model-len is {max_model_len}; it must be between 2 and the model's {most}",
+                field="--max-model-len",
+            )
+        self.max_model_len = max_model_len or most
+        self._max_running, self._max_waiting = max_running, max_waiting
+        self._turns = asyncio.Semaphore(max_running)
+        self._running = self._waiting = 0
+        self._draining = False
+        self.listeners: list[Callable[[Finished], None]] = []
+        self.step_listeners: list[Callable[[StepTaken], None]] = []
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def load(self) -> Load:
+        return Load(self._running, self._waiting, self._max_running, self._max_waiting, self._draining)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would be taken."""
+        return not self._draining and self.cluster.alive
+
+    def serves(self, model: str) -> bool:
+        """Whether a client means this model by that name."""
+        return model in (self.name, *self.aliases)
+
+    @contextlib.asynccontextmanager
+    async def answering(self, request: Request) -> AsyncIterator[Generation]:
+        """Wait for a turn; then the generation to iterate over. Leaving the context ends it and frees its turn.
+
+        Raises InvalidArgument for a request that cannot fit, ResourceExhausted when too many wait already, Unavailable
+        while draining.
+        """
+        span = RequestSpan(request, self.name)
+        request = replace(request, trace=span.trace)
+        generation = Generation(self.cluster, request, self.files.tokenizer, self.prefixes, self._step)
+        if len(request.prompt_ids) + request.max_tokens > self.max_model_len:
+            raise InvalidArgument(
+                f"the prompt's {len(request.prompt_ids)} tokens and max_tokens {request.max_tokens} make "
+                f"{len(request.prompt_ids) + request.max_tokens}, the context holds {self.max_model_len}: shorten one "
+                "of them",
+                reason="CONTEXT_OVERFLOW",
+                field="max_tokens",
+            )
+        arrived = begun = time.monotonic()
+        outcome = "refused"
+        try:
+            async with self._turn():
+                begun, outcome = time.monotonic(), "cancelled"
+                yield generation
+            if generation.answer is not None:
+                outcome = generation.answer.finish_reason
+        except FlashsplitError as error:
+            outcome = error.reason.lower()
+            raise
+        finally:
+            now = time.monotonic()
+            span.end(generation.answer, outcome, [Phase("queue", arrived, begun), *generation.phases])
+            self._tell(Finished(request, generation.answer, outcome, begun - arrived, now - arrived))
+
+    def _step(self, step: StepTaken) -> None:
+        for listener in self.step_listeners:
+            listener(step)
+
+    def _tell(self, finished: Finished) -> None:
+        """One line in the log, and whoever counts."""
+        stats = finished.answer.stats if finished.answer is not None else None
+        figures = {} if stats is None else {
+            "completion_tokens": stats.completion_tokens,
+            "original_prompt_tokens": stats.original_prompt_tokens,
+            "compress_ms": round(stats.compress_ms, 1),
+            "cached_tokens": stats.cached_tokens,
+            "cache_source": stats.cache_source,
+            "restore_ms": round(stats.restore_ms, 1),
+            "prefill_ms": round(stats.prefill_ms, 1),
+            "decode_ms": round(stats.decode_ms, 1),
+            "draft_ms": round(stats.draft_ms, 1),
+            "acceptance_length": stats.acceptance_length,
+        }  # fmt: skip
+        log.info(
+            "request.finished",
+            request_id=finished.request.request_id,
+            trace_id=finished.request.trace.trace_id,
+            outcome=finished.outcome,
+            prompt_tokens=len(finished.request.prompt_ids),
+            queued_ms=round(finished.queued_s * 1e3, 1),
+            total_ms=round(finished.total_s * 1e3, 1),
+            **figures,
+        )
+        if stats is not None and self.compressor is not None:
+            self.compressor.observe_prefill(stats.prompt_tokens - stats.cached_tokens, stats.prefill_ms / 1e3)
+        for listener in self.listeners:
+            listener(finished)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        if self._draining:
+            raise Unavailable("the server is shutting down: ask another one", reason="DRAINING")
+        if not self.cluster.alive:
+            # Trying to reach the dead would take seconds, and could only end the same way.
+            trouble = self.cluster.trouble or await self.cluster.explain(Unavailable("a worker has ended"))
+            raise Unavailable(trouble.message, reason=trouble.reason)
+        if self._turns.locked() and self._waiting >= self._max_waiting:
+            raise ResourceExhausted(
+                f"{self._running} requests run and {self._waiting} wait: try again in {RETRY_AFTER_S} s",
+                reason="QUEUE_FULL",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._idle.clear()
+        self._waiting += 1
+        try:
+            try:
+                await self._turns.acquire()
+            finally:
+                self._waiting -= 1
+            self._running += 1
+            try:
+                yield
+            finally:
+                self._running -= 1
+                self._turns.release()
+        finally:
+            if not self._running + self._waiting:
+                self._idle.set()
+
+    async def drain(self, seconds: float) -> bool:
+        """Take nothing new and wait for what runs and waits; whether all of it ended in time."""
+        self._draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        return self._idle.is_set()

@@ -1,0 +1,389 @@
+"""One answer: prefill in chunks from the longest kept prefix on, then steps of the chain until something ends it.
+
+Each step goes down the chain once. What comes back up is the tokens that it produced and, when asked for, the draft's
+guesses for the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+
+from coordinator.answer import Answer, Compression, Phase, Piece, Request, StageStats, Stats
+from coordinator.cluster.cluster import Cluster
+from coordinator.engine.prefill_chunk import chunk_for
+from coordinator.engine.request_checks import check_request
+from coordinator.engine.speculation import Speculation
+from coordinator.engine.step_times import StageTime, StepTaken, StepTimes, sent_bytes, split_time
+from coordinator.prefix.cache import PrefixCache
+from coordinator.prefix.policy import chunks
+from coordinator.prefix.run import PrefixRun
+from coordinator.text.text_stream import TextStream
+from coordinator.text.tokenizer import Tokenizer
+from services.errors import FlashsplitError, InternalError, NotFound, error_named
+from services.messages.steps import (
+    Commit,
+    Event,
+    Failure,
+    FailureReason,
+    Forward,
+    Proposal,
+    SnapshotRestored,
+    SnapshotSaved,
+    StepKind,
+    TokenLogprobs,
+)
+from services.rpc.stage import StageSession
+
+MORE_STEPS = 15
+"""Steps that the workers take by themselves behind one that was sent."""
+
+CHUNKS_IN_FLIGHT = 4
+"""Prefill chunks sent ahead of their answers, so that the stages work on different chunks at the same time."""
+
+
+class Generation:
+    """One request on its way. Iterate over `pieces`, then read `answer`."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        prefixes: PrefixCache | None = None,
+        on_step: Callable[[StepTaken], None] = lambda step: None,
+    ) -> None:
+        """on_step hears of every step's answer. Raises InvalidArgument when the request cannot fit the model."""
+        check_request(request, cluster, tokenizer)
+        self._cluster, self._request, self._on_step = cluster, request, on_step
+        self._text = TextStream(tokenizer, request.stop_strings)
+        draft = cluster.draft if request.speculate else None
+        self._speculation = Speculation(1 if draft is None else draft.block_size)
+        self._draft_reach = 0 if draft is None else draft.max_position
+        self._chunk = request.prefill_chunk or chunk_for(cluster.workers)
+        self._prefix: PrefixRun | None = None
+        if prefixes is not None:
+            self._prefix = PrefixRun(prefixes, request.prompt_ids, request.boundaries, with_draft=draft is not None)
+        self._times = StepTimes()
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        # All that the session has committed or is about to, also what lies behind the answer's end.
+        self._sequence: list[int] = list(request.prompt_ids)
+        self._finish_reason: str | None = None
+        self._step = self._length = 0
+        # What the workers go on with by themselves: so many steps, each asking for so many guesses.
+        self._following = self._proposing = 0
+        self._guesses: tuple[int, ...] = ()
+        self._prefill_s = self._decode_s = 0.0
+        self._looked_up_at = self._restored_at = self._run_at = 0.0
+        self.phases: list[Phase] = []
+        self.answer: Answer | None = None
+
+    async def pieces(self) -> AsyncGenerator[Piece]:
+        """The answer as it comes. Raises the FlashsplitError that ended it, if one did."""
+        try:
+            self._looked_up_at = time.monotonic()
+            if self._prefix is not None:
+                await self._prefix.begin()
+            try:
+                async with contextlib.aclosing(self._attempt()) as pieces:
+                    async for piece in pieces:
+                        yield piece
+            except NotFound:
+                # A worker has lost the prefix that was to be taken up, before anything came of it.
+                if self._prefix is None or self._prefix.hit is None or self._token_ids:
+                    raise
+                self._prefix.forget_hit()
+                self._step = self._length = self._following = 0
+                self.phases.clear()
+                async with contextlib.aclosing(self._attempt()) as pieces:
+                    async for piece in pieces:
+                        yield piece
+        except FlashsplitError as error:
+            raise await self._cluster.explain(error) from error
+
+    async def _attempt(self) -> AsyncGenerator[Piece]:
+        session: StageSession | None = await self._open()
+        try:
+            assert session is not None
+            events = session.events()
+            async for piece in self._run(session, events):
+                yield piece
+            if self._prefix is not None:
+                self._prefix.finish(session, events, tuple(self._sequence[: self._length]))
+                session = None
+        finally:
+            self._note_phases()
+            if session is not None:
+                await session.close()
+
+    async def _open(self) -> StageSession:
+        request = self._request
+        length = len(request.prompt_ids)
+        return await self._cluster.open(
+            request_id=request.request_id,
+            max_length=length + request.max_tokens,
+            max_rows=max(self._chunk, self._speculation.block_size),
+            block_rows=self._speculation.block_size,
+            prompt_length=length,
+            sampling=request.sampling,
+            stop_token_ids=request.stop_token_ids,
+            speculate=self._speculation.block_size > 1,
+            logprobs=request.logprobs,
+            grammar=request.grammar,
+            trace=request.trace,
+        )
+
+    async def _run(self, session: StageSession, events: AsyncIterator[Event]) -> AsyncIterator[Piece]:
+        started = self._run_at = time.monotonic()
+        async for piece in self._prefill(session, events):
+            self._prefill_s = time.monotonic() - started
+            yield piece
+        first_token_at = time.monotonic()
+        while self._finish_reason is None:
+            async for piece in self._decode_step(session, events):
+                self._decode_s = time.monotonic() - first_token_at
+                yield piece
+        text, stopped = self._text.finish()
+        if stopped:
+            self._finish_reason = "stop"
+        if text:
+            yield Piece((), text)
+        logprobs = tuple(self._logprobs) if self._request.logprobs is not None else None
+        self.answer = Answer(
+            tuple(self._token_ids),
+            self._text.text,
+            self._finish_reason,
+            self._stats(session),
+            logprobs,
+            self._text.stop_string,
+        )
+
+    def _note_phases(self) -> None:
+        """When prefill and decode were, as far as they came."""
+        now = time.monotonic()
+        first_token_at = self._run_at + self._prefill_s if self._prefill_s else now
+        if self._run_at:
+            self.phases.append(Phase("prefill", max(self._run_at, self._restored_at), first_token_at))
+        if self._prefill_s:
+            self.phases.append(Phase("decode", first_token_at, now))
+
+    # --- prefill
+
+    async def _prefill(self, session: StageSession, events: AsyncIterator[Event]) -> AsyncIterator[Piece]:
+        prompt, prefix = self._request.prompt_ids, self._prefix
+        points = prefix.points if prefix is not None else ()
+        restore = prefix.restore() if prefix is not None else None
+        if restore is not None:
+            await session.restore_snapshot(restore)
+            self._length = restore.length
+        # From the whole prompt on there is nothing to compute: the restored logits give the first token.
+        steps = chunks(len(prompt), points, self._chunk, self._length) or [(len(prompt), len(prompt))]
+        unanswered, answered = 0, self._length
+        for first, end in steps:
+            last = end == len(prompt)
+            kind = StepKind.PREFILL if not last else StepKind.DECODE if first < end else StepKind.RESUME
+            propose = self._wanted() if last else 0
+            await session.forward(Forward(self._step, first, prompt[first:end], kind, propose))
+            self._step += 1
+            if end in points:
+                await self._keep(session, end)
+            unanswered += 1
+            while unanswered > (0 if last else CHUNKS_IN_FLIGHT):
+                commit = await self._commit(events)
+                unanswered -= 1
+                self._tell(StepKind.PREFILL, commit.length - answered, commit, split_time(commit, 0))
+                answered = commit.length
+        self._length = commit.length
+        yield self._take(commit)
+        if self._finish_reason is None:
+            self._guesses = await self._proposal(events, propose)
+
+    # --- decode
+
+    async def _decode_step(self, session: StageSession, events: AsyncIterator[Event]) -> AsyncIterator[Piece]:
+        remaining = self._request.max_tokens - len(self._token_ids)
+        guesses = self._guesses[: remaining - 1]
+        kind = StepKind.VERIFY if guesses else StepKind.DECODE
+        rows = (self._token_ids[-1], *guesses)
+        propose, sent_ns = self._proposing, time.monotonic_ns()
+        if not self._following:
+            if self._prefix is not None and self._prefix.checkpoint_due(self._length):
+                await self._keep(session, self._length)
+            propose = self._proposing = self._wanted()
+            sent_ns = time.monotonic_ns()
+            more = self._more(remaining, max(len(guesses), propose))
+            await session.forward(Forward(self._step, self._length, rows, kind, propose, more=more))
+        self._step += 1
+        commit = await self._commit(events)
+        stages = split_time(commit, time.monotonic_ns() - sent_ns)
+        self._times.add(stages)
+        self._length, self._following = commit.length, commit.more
+        yield self._take(commit)
+        drafted_ns = self._times.draft_ns
+        if self._finish_reason is None:
+            self._guesses = await self._proposal(events, propose)
+        elapsed_ns = time.monotonic_ns() - sent_ns
+        self._speculation.observe(len(guesses), len(commit.token_ids) - 1 if guesses else 0, elapsed_ns / 1e9)
+        self._tell(kind, len(rows), commit, stages, elapsed_ns, self._times.draft_ns - drafted_ns)
+
+    def _more(self, remaining: int, guesses: int) -> int:
+        """How many steps may follow by themselves: whole ones within the answer, where nothing is tried out between
+        them and no text ends it."""
+        if self._request.stop_strings or not self._speculation.steady:
+            return 0
+        return max(0, min(MORE_STEPS, remaining // (guesses + 1) - 1))
+
+    async def _keep(self, session: StageSession, length: int) -> None:
+        """Have the state behind the first `length` tokens kept, which are what the session has committed."""
+        if self._prefix is not None and (save := self._prefix.save(tuple(self._sequence[:length]))) is not None:
+            await session.save_snapshot(save)
+
+    def _wanted(self) -> int:
+        """Guesses to ask for: none beyond what the draft was made for."""
+        wanted = self._speculation.guesses()
+        if wanted and len(self._request.prompt_ids) + len(self._token_ids) + wanted >= self._draft_reach:
+            self._speculation.switch_off(f"plain decode: the draft was made for {self._draft_reach} tokens")
+            return 0
+        return wanted
+
+    async def _commit(self, events: AsyncIterator[Event]) -> Commit:
+        event = await self._next(events)
+        while isinstance(event, Failure):
+            event = await self._next(events)
+        if not isinstance(event, Commit):
+            raise InternalError(f"stage 0 answered {type(event).__name__} where a commit was due")
+        if self._request.logprobs is not None and len(event.logprobs) != len(event.token_ids):
+            raise InternalError("the last stage told no log-probabilities: install the same flashsplit on all hosts")
+        self._sequence += event.token_ids
+        return event
+
+    async def _proposal(self, events: AsyncIterator[Event], asked: int) -> tuple[int, ...]:
+        if not asked or self._speculation.block_size == 1:
+            return ()
+        event = await self._next(events)
+        if isinstance(event, Proposal):
+            self._times.draft_ns += event.elapsed_ns
+            return event.token_ids
+        return ()
+
+    async def _next(self, events: AsyncIterator[Event]) -> Event:
+        """The next event. A lost draft is noted and is not an error; any other failure is raised."""
+        event = await anext(events, None)
+        while isinstance(event, SnapshotSaved | SnapshotRestored):
+            if self._prefix is not None:
+                self._prefix.take(event)
+            if isinstance(event, SnapshotRestored):
+                self._restored_at = time.monotonic()
+                self.phases.append(Phase("restore", self._looked_up_at, self._restored_at))
+            event = await anext(events, None)
+        if event is None:
+            raise InternalError("stage 0 ended the session without a reason")
+        if isinstance(event, Failure):
+            if self._proposing:
+                # What would follow by itself waits for guesses.
+                self._following = 0
+            if event.reason is not FailureReason.DRAFT_LOST:
+                raise error_named(
+                    event.code,
+                    event.message,
+                    reason=event.reason.name,
+                    stage=event.location.stage,
+                    host=event.location.host,
+                    device=event.location.device,
+                )
+            self._speculation.switch_off(f"plain decode: the draft was lost ({event.message})")
+        return event
+
+    # --- what came
+
+    def _take(self, commit: Commit) -> Piece:
+        """Count tokens, one by one, up to the one that ends the answer."""
+        shown: list[str] = []
+        taken: list[int] = []
+        for token_id in commit.token_ids:
+            taken.append(token_id)
+            self._token_ids.append(token_id)
+            if token_id in self._request.stop_token_ids:
+                self._finish_reason = "stop"
+                break
+            text, stopped = self._text.push(token_id)
+            shown.append(text)
+            if stopped:
+                self._finish_reason = "stop"
+                break
+            if len(self._token_ids) == self._request.max_tokens:
+                self._finish_reason = "length"
+                break
+        logprobs = commit.logprobs[: len(taken)]
+        self._logprobs += logprobs
+        return Piece(tuple(taken), "".join(shown), logprobs)
+
+    def _tell(
+        self,
+        kind: StepKind,
+        rows: int,
+        commit: Commit,
+        stages: tuple[StageTime, ...],
+        elapsed_ns: int = 0,
+        draft_ns: int = 0,
+    ) -> None:
+        kept = rows if kind is StepKind.PREFILL else len(commit.token_ids)
+        name, sent = self._request.request_id, sent_bytes(commit, rows)
+        self._on_step(StepTaken(name, kind, rows, kept, elapsed_ns, draft_ns, stages, sent))
+
+    def _stats(self, session: StageSession) -> Stats:
+        speculation, times = self._speculation, self._times
+        zeros = [0] * len(session.stages)
+        stages = tuple(
+            StageStats(
+                address=stage.location.address,
+                device=stage.location.device,
+                first_layer=stage.layers.first,
+                last_layer=stage.layers.last,
+                forward_ms=forward_ns / 1e6,
+                wire_ms=wire_ns / 1e6,
+            )
+            for stage, forward_ns, wire_ns in zip(
+                session.stages, times.forward_ns or zeros, times.wire_ns or zeros, strict=True
+            )
+        )
+        decoded = len(self._token_ids) - 1
+        compressed = self._request.compression or Compression()
+        hit = self._prefix.hit if self._prefix is not None else None
+        restored_ms = self._prefix.restored_ms if self._prefix is not None else 0.0
+        return Stats(
+            prompt_tokens=len(self._request.prompt_ids),
+            cached_tokens=0 if hit is None else hit.length,
+            cache_source=None if hit is None else hit.source,
+            restore_ms=0.0 if hit is None else hit.load_ms + restored_ms,
+            completion_tokens=len(self._token_ids),
+            prefill_ms=self._prefill_s * 1e3,
+            decode_ms=self._decode_s * 1e3,
+            decode_tokens_per_s=decoded / self._decode_s if self._decode_s else 0.0,
+            steps=speculation.steps,
+            draft_tokens=speculation.offered,
+            accepted_tokens=speculation.accepted,
+            acceptance_length=speculation.acceptance_length,
+            draft_ms=times.draft_ns / 1e6,
+            stages=stages,
+            notes=(*(() if compressed.note is None else (compressed.note,)), *speculation.notes),
+            original_prompt_tokens=compressed.original_tokens,
+            compress_ms=compressed.elapsed_ms,
+        )
+
+
+async def generate(
+    cluster: Cluster,
+    request: Request,
+    tokenizer: Tokenizer | None,
+    show: Callable[[Piece], None] = lambda piece: None,
+    prefixes: PrefixCache | None = None,
+) -> Answer:
+    """The whole answer; `show` sees the pieces as they come. Errors as in `Generation`."""
+    generation = Generation(cluster, request, tokenizer, prefixes)
+    async for piece in generation.pieces():
+        show(piece)
+    assert generation.answer is not None
+    return generation.answer

@@ -1,0 +1,33 @@
+"""How many tokens of a prompt go into a step where nobody says it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.messages.description import WorkerDescription
+
+CPU_ROWS = 512
+"""More makes nothing faster there, and stages of a chain work on different chunks at once."""
+
+GPU_ROWS, LEAST_ROWS = 1024, 128
+"""On a GPU steps of fewer rows wait for the host that launches them: 4096 tokens of the 8B shape take 188 ms in chunks
+of 512, 138 in chunks of 1024, 133 of 2048 (H200)."""
+
+BYTES_PER_ROW = 64
+"""Of activations on their way through a layer, for each element of a hidden row: measured 30 to 50."""
+
+SHARE = 0.05
+"""Of a GPU's memory, as much as a plan leaves free."""
+
+
+def chunk_for(workers: Sequence[WorkerDescription]) -> int:
+    """Rows for these stages, so that no GPU's memory is short of them."""
+    devices = [device for worker in workers for device in worker.devices]
+    if any(device.name == "cpu" for device in devices):
+        return CPU_ROWS
+    hidden = max(worker.target.hidden_size for worker in workers if worker.target is not None)
+    room = min(device.total_bytes for device in devices) * SHARE
+    rows = GPU_ROWS
+    while rows > LEAST_ROWS and rows * hidden * BYTES_PER_ROW > room:
+        rows //= 2
+    return rows

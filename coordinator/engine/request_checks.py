@@ -1,0 +1,35 @@
+"""Whether a request fits the model that a cluster serves."""
+
+from __future__ import annotations
+
+from coordinator.answer import Request
+from coordinator.cluster.cluster import Cluster
+from coordinator.text.tokenizer import Tokenizer
+from services.errors import InvalidArgument
+from services.messages.output_frames import check_grammar, check_logprobs
+
+
+def check_request(request: Request, cluster: Cluster, tokenizer: Tokenizer | None) -> None:
+    """Raises InvalidArgument naming the field, its value and what would be accepted."""
+    target = cluster.target
+    if not request.prompt_ids:
+        raise InvalidArgument("the prompt is empty: give at least one token", field="prompt")
+    if request.max_tokens < 1:
+        raise InvalidArgument(f"max_tokens is {request.max_tokens}; it must be at least 1", field="max_tokens")
+    foreign = [token for token in request.prompt_ids if not 0 <= token < target.vocab_size]
+    if foreign:
+        raise InvalidArgument(
+            f"prompt token {foreign[0]} is not in the model's vocabulary of {target.vocab_size}", field="prompt"
+        )
+    length = len(request.prompt_ids) + request.max_tokens
+    if length > target.max_position:
+        raise InvalidArgument(
+            f"the prompt's {len(request.prompt_ids)} tokens and max_tokens {request.max_tokens} make {length}, the "
+            f"model's context holds {target.max_position}: shorten one of them",
+            reason="CONTEXT_OVERFLOW",
+            field="max_tokens",
+        )
+    if request.stop_strings and tokenizer is None:
+        raise InvalidArgument("stop strings need a tokenizer and this checkpoint has none", field="stop")
+    check_logprobs(request.logprobs)
+    check_grammar(request.grammar)

@@ -1,0 +1,194 @@
+"""Entries of a store as the coordinator knows them: read, checked, and what makes one unreadable.
+
+All of it blocks. Holds no state; which entries there are is for `disk_index` to remember.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from coordinator.prefix.disk.manifest import ForeignManifest, Manifest, manifest_from_json
+from coordinator.prefix.disk.parts import ManifestError, Part
+from coordinator.prefix.lineage import Lineage, as_bytes
+from coordinator.prefix.stores import EntryKey, Store, StoreError
+from services.errors import FlashsplitError, NotFound
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """hits: how often it was restored. last_used: seconds since 1970, when it or what builds on it was; 0: never."""
+
+    hits: int = 0
+    last_used: float = 0.0
+
+    def to_json(self) -> bytes:
+        return json.dumps({"hits": self.hits, "last_used": self.last_used}).encode()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DiskEntry:
+    """A readable entry. tokens: as 32-bit numbers. size_bytes: of its files. stamp: the store's, for this version."""
+
+    lineage: Lineage
+    snapshot_id: str
+    model_name: str
+    num_layers: int
+    tokens: bytes = field(repr=False)
+    first_token: int
+    parent_id: str | None
+    created: float
+    parts: tuple[Part, ...] = field(repr=False)
+    size_bytes: int
+    stamp: str
+    usage: Usage = Usage()
+
+    @property
+    def key(self) -> EntryKey:
+        return EntryKey(self.lineage.key, self.snapshot_id)
+
+    @property
+    def parent_key(self) -> EntryKey | None:
+        return None if self.parent_id is None else EntryKey(self.lineage.key, self.parent_id)
+
+    @property
+    def token_count(self) -> int:
+        return len(self.tokens) // 4
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(array.array("I", self.tokens))
+
+    @property
+    def tokens_gained(self) -> int:
+        """Tokens that it spares computing, beyond those of its parent."""
+        return self.token_count - self.first_token
+
+    @property
+    def last_active(self) -> float:
+        """When it was written or last used, in seconds since 1970."""
+        return max(self.created, self.usage.last_used)
+
+
+class Fault(StrEnum):
+    """Why an entry cannot be read."""
+
+    DAMAGED = "damaged"
+    FOREIGN = "foreign"
+    """Of another release."""
+    UNREACHABLE = "unreachable"
+    """Reading failed; the entry itself may be well."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadableEntry:
+    """An entry that is left alone until its place is needed."""
+
+    key: EntryKey
+    fault: Fault
+    why: str
+    size_bytes: int
+    stamp: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What a look at the store found beyond what was known. gone: keys that are no longer there."""
+
+    found: tuple[DiskEntry | UnreadableEntry, ...]
+    gone: tuple[EntryKey, ...]
+
+
+def scan(store: Store, lineages: Iterable[str], known: Mapping[EntryKey, str]) -> Scan:
+    """Look at some lineages. known: the stamps of the entries in memory; those that still hold are not read again.
+
+    Raises StoreError when the store cannot be listed.
+    """
+    found: list[DiskEntry | UnreadableEntry] = []
+    gone: list[EntryKey] = []
+    for lineage in lineages:
+        stamps = {EntryKey(lineage, name): stamp for name, stamp in store.entries(lineage).items()}
+        gone += [key for key in known if key.lineage == lineage and key not in stamps]
+        for key, stamp in stamps.items():
+            if known.get(key) != stamp:
+                entry = read_entry(store, key, stamp)
+                if entry is not None:
+                    found.append(entry)
+    return Scan(tuple(found), tuple(gone))
+
+
+def scan_all(store: Store, known: Mapping[EntryKey, str]) -> Scan:
+    """Look at all lineages."""
+    lineages = {*store.lineages(), *(key.lineage for key in known)}
+    return scan(store, sorted(lineages), known)
+
+
+def read_entry(store: Store, key: EntryKey, stamp: str) -> DiskEntry | UnreadableEntry | None:
+    """One entry, or what is wrong with it; None when it is gone by now."""
+    try:
+        data = store.read_manifest(key)
+        manifest = manifest_from_json(data)
+        if manifest.snapshot_id != key.snapshot_id or manifest.lineage.key != key.lineage:
+            raise ManifestError(f"the manifest is that of {manifest.snapshot_id}", field="snapshot_id")
+    except NotFound:
+        try:
+            if key.snapshot_id not in store.entries(key.lineage):
+                return None
+        except StoreError:
+            return None
+        return _unreadable(store, key, stamp, Fault.DAMAGED, "it has no manifest")
+    except ForeignManifest as error:
+        return _unreadable(store, key, stamp, Fault.FOREIGN, error.message)
+    except ManifestError as error:
+        return _unreadable(store, key, stamp, Fault.DAMAGED, error.message)
+    except StoreError as error:
+        # An empty stamp never holds: it is tried again each time.
+        return UnreadableEntry(key, Fault.UNREACHABLE, error.message, 0, "")
+    return disk_entry(manifest, len(data), stamp, read_usage(store, key))
+
+
+def disk_entry(manifest: Manifest, manifest_bytes: int, stamp: str, usage: Usage) -> DiskEntry:
+    """The entry behind a manifest. manifest_bytes: size of its file."""
+    return DiskEntry(
+        lineage=manifest.lineage,
+        snapshot_id=manifest.snapshot_id,
+        model_name=manifest.model_name,
+        num_layers=manifest.num_layers,
+        tokens=as_bytes(manifest.token_ids),
+        first_token=manifest.first_token,
+        parent_id=manifest.parent_id,
+        created=manifest.created,
+        parts=manifest.parts,
+        size_bytes=manifest_bytes + sum(part.size_bytes for part in manifest.parts),
+        stamp=stamp,
+        usage=usage,
+    )
+
+
+def read_usage(store: Store, key: EntryKey) -> Usage:
+    """How an entry was used; one whose record is missing or unreadable counts as never used."""
+    try:
+        data = store.read_usage(key)
+        value = json.loads(data) if data is not None else {}
+        hits, last_used = value.get("hits", 0), value.get("last_used", 0.0)
+    except (FlashsplitError, ValueError, AttributeError, RecursionError):
+        return Usage()
+    sane = type(hits) is int and hits >= 0 and type(last_used) in (int, float) and math.isfinite(last_used)
+    return Usage(hits, float(last_used)) if sane else Usage()
+
+
+def _unreadable(store: Store, key: EntryKey, stamp: str, fault: Fault, why: str) -> UnreadableEntry:
+    try:
+        size = store.size_bytes(key)
+    except FlashsplitError:
+        size = 0
+    return UnreadableEntry(key, fault, why, size, stamp)
+
+
+def known_stamps(entries: Collection[DiskEntry | UnreadableEntry]) -> dict[EntryKey, str]:
+    """What `scan` wants to know of the entries in memory."""
+    return {entry.key: entry.stamp for entry in entries}

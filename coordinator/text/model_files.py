@@ -1,0 +1,61 @@
+"""What the coordinator itself needs of a checkpoint: its number of layers, its text side. Never its weights."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.text.chat_template import ChatTemplate
+from coordinator.text.tokenizer import Tokenizer, read_json_object, stop_token_ids
+from services.errors import InvalidArgument, NotFound
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A checkpoint directory seen from outside. tokenizer and chat_template are None where it has none."""
+
+    directory: Path
+    num_layers: int
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    stop_token_ids: frozenset[int]
+    text_fingerprint: str
+    """Hash of what turns text into tokens: tokenizer and chat template."""
+
+
+def read_model_files(directory: Path) -> ModelFiles:
+    """Raises NotFound and InvalidArgument naming the file and key, TokenizerError and TemplateError for theirs."""
+    if not (directory / "config.json").is_file():
+        raise NotFound(
+            f"--model {str(directory)!r} has no config.json: name a Hugging Face checkpoint directory",
+            field="--model",
+        )
+    config = read_json_object(directory / "config.json")
+    text = config.get("text_config")
+    decoder = text if isinstance(text, Mapping) else config
+    layers = decoder.get("num_hidden_layers")
+    if not isinstance(layers, int) or layers < 1:
+        raise InvalidArgument(
+            f"{directory / 'config.json'}: num_hidden_layers is {layers!r}; it must be a whole number above 0",
+            field="num_hidden_layers",
+        )
+    tokenizer = Tokenizer.from_checkpoint(directory)
+    return ModelFiles(
+        directory=directory,
+        num_layers=layers,
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate.from_checkpoint(directory),
+        stop_token_ids=frozenset(stop_token_ids(directory, tokenizer)),
+        text_fingerprint=_text_fingerprint(directory),
+    )
+
+
+def _text_fingerprint(directory: Path) -> str:
+    digest = hashlib.sha256()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        path = directory / name
+        content = path.read_bytes() if path.is_file() else b""
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()[:32]

@@ -1,0 +1,54 @@
+"""A whole answer put together from its events, for clients that don't stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from coordinator.text.parsers.events import (
+    ContentDelta,
+    Event,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A whole call; `arguments` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What all events of an answer add up to; broken calls are in `content` only."""
+
+    reasoning: str
+    content: str
+    tool_calls: tuple[ToolCall, ...]
+
+
+def collect(events: Iterable[Event]) -> Collected:
+    """Put an answer together."""
+    reasoning: list[str] = []
+    content: list[str] = []
+    arguments: list[str] = []
+    calls: list[ToolCall] = []
+    name = ""
+    for event in events:
+        match event:
+            case ReasoningDelta(text):
+                reasoning.append(text)
+            case ContentDelta(text):
+                content.append(text)
+            case ToolCallStart():
+                name, arguments = event.name, []
+            case ToolCallArguments():
+                arguments.append(event.text)
+            case ToolCallEnd():
+                calls.append(ToolCall(name, "".join(arguments)))
+    return Collected("".join(reasoning), "".join(content), tuple(calls))

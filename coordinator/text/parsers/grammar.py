@@ -1,0 +1,65 @@
+"""The grammar that makes a model call a tool, in its own format: what `tool_choice` asks for.
+
+Lark as llguidance takes it, as text: compiling it and masking tokens is the engine's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from coordinator.text.parsers.lark import literal
+from coordinator.text.parsers.reasoning import Opening
+from coordinator.text.parsers.tags import END_THINK, THINK
+from coordinator.text.parsers.tool_schema import ToolSchema, read_tools
+from coordinator.text.parsers.tools import format_of
+from services.errors import InvalidArgument
+
+
+def forced_call_grammar(
+    format: str,
+    tools: Sequence[ToolSchema],
+    name: str | None = None,
+    *,
+    opening: Opening = Opening.CLOSED,
+    parallel: bool = True,
+    single_tokens: Collection[str] = (),
+) -> str:
+    """A grammar for exactly one call of the named tool, or for a call of any; of those several, if `parallel`.
+
+    opening: how the prompt leaves the model's thinking, which is let happen first.
+    single_tokens: which of `parsers.tags.TAGS` the tokenizer holds as one token. Spelled with others they would be a
+        text that the model has never seen, and llguidance takes such a token for its text nowhere.
+
+    Raises InvalidArgument for an unknown format, one that has no calls, no tools, or a name that no tool has.
+    """
+
+    def tag(text: str) -> str:
+        return text if text in single_tokens else literal(text)
+
+    module = format_of(format)
+    known = read_tools(tools)
+    if not known:
+        raise InvalidArgument("tool_choice asks for a call, but there are no tools", field="tool_choice")
+    if name is not None and name not in known:
+        raise InvalidArgument(
+            f"tool_choice: no tool is called {name!r}; tools: {', '.join(known)}", field="tool_choice"
+        )
+    choices = [known[name]] if name is not None else [*known.values()]
+    rules = [f"call_{index}" for index in range(len(choices))]
+    calls = 'call ("\\n" call)*' if parallel and name is None else "call"
+    lines = [f"start: {_thinking(opening, tag(THINK))} {calls}", f"call: {' | '.join(rules)}"]
+    for rule, tool in zip(rules, choices, strict=True):
+        lines += module.call_grammar(tool, rule, tag)
+    if opening is not Opening.CLOSED:
+        if END_THINK in single_tokens:
+            lines.append(f"thinking: /(?s:.*)/ {END_THINK}")
+        else:
+            lines.append("thinking[lazy]: /(?s:.*)<\\/think>/")
+    return "\n".join(lines) + "\n"
+
+
+def _thinking(opening: Opening, tag: str) -> str:
+    """What may or must stand in front of the calls."""
+    if opening is Opening.CLOSED:
+        return ""
+    return 'thinking "\\n\\n"' if opening is Opening.INSIDE else f'({tag} thinking "\\n\\n")?'

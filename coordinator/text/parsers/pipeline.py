@@ -1,0 +1,31 @@
+"""The whole way from a model's text to events: first its reasoning is taken away, then calls are found in the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from coordinator.text.parsers.events import ContentDelta, Event
+from coordinator.text.parsers.reasoning import ReasoningParser
+from coordinator.text.parsers.tools import ToolParser
+
+
+class OutputParser:
+    """Reads one answer. What looks like a call inside the reasoning is none."""
+
+    def __init__(self, reasoning: ReasoningParser, tools: ToolParser) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+
+    def push(self, text: str) -> list[Event]:
+        """Take more text; the events that are certain now, possibly none."""
+        return self._pass(self._reasoning.push(text))
+
+    def finish(self) -> list[Event]:
+        """The events of what was held back, now that no more text can come."""
+        return self._pass(self._reasoning.finish()) + self._tools.finish()
+
+    def _pass(self, events: Iterable[Event]) -> list[Event]:
+        passed: list[Event] = []
+        for event in events:
+            passed += self._tools.push(event.text) if isinstance(event, ContentDelta) else [event]
+        return passed

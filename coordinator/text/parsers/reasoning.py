@@ -1,0 +1,104 @@
+"""Splits a model's thinking from what it says.
+
+An answer thinks at most once, at its beginning: from a `<think>` with nothing but white space before it, or from the
+first character where the chat template has opened `<think>` itself, up to the first `</think>` or else to the end. All
+other tags are ordinary text. The newlines that templates write on the inner side of both tags and behind the second
+are no part of either text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+from coordinator.text.parsers.events import ContentDelta, Event, ReasoningDelta
+from coordinator.text.parsers.tags import END_THINK, THINK, begins, skip_whitespace, unfinished
+
+# Where the last turn of a prompt begins; a tag in front of it belongs to the history.
+_TURN_TOKENS = ("<|im_start|>", "<|im_end|>")
+
+
+class Opening(Enum):
+    """How the prompt leaves the model's thinking."""
+
+    UNDECIDED = auto()  # the model may begin to think or not
+    INSIDE = auto()  # the prompt ends inside an open `<think>`
+    CLOSED = auto()  # the prompt has a closed block already, so that the model doesn't think
+
+
+def opening_of(prompt: str, turn_tokens: Sequence[str] = _TURN_TOKENS) -> Opening:
+    """Tell it from a rendered prompt, or from as much of its tail as holds the last turn.
+
+    turn_tokens: what the family's templates put in front of or behind a turn.
+    """
+    last_turn = max(prompt.rfind(token) for token in turn_tokens) + 1
+    opened, closed = prompt.rfind(THINK, last_turn), prompt.rfind(END_THINK, last_turn)
+    if opened == closed:
+        return Opening.UNDECIDED
+    return Opening.INSIDE if opened > closed else Opening.CLOSED
+
+
+class _Part(Enum):
+    BEGINNING = auto()
+    REASONING = auto()
+    BEHIND = auto()  # the newlines after the closing tag
+    CONTENT = auto()
+
+
+class ReasoningParser:
+    """The reasoning and the content of one answer; `inside` says that the prompt has opened `<think>`."""
+
+    def __init__(self, *, inside: bool = False, enabled: bool = True) -> None:
+        self._part = _Part.CONTENT if not enabled else _Part.REASONING if inside else _Part.BEGINNING
+        self._held = ""
+        self._begun = False  # whether any reasoning was given out
+
+    def push(self, text: str) -> list[Event]:
+        """Take more text."""
+        self._held += text
+        events: list[Event] = []
+        if self._part is _Part.BEGINNING:
+            self._begin()
+        if self._part is _Part.REASONING:
+            events += self._reason()
+        if self._part is _Part.BEHIND:
+            self._held = self._held.lstrip("\n")
+            if self._held:
+                self._part = _Part.CONTENT
+        if self._part is _Part.CONTENT:
+            events += self._content()
+        return events
+
+    def finish(self) -> list[Event]:
+        """Give out what was held back, now that no more can come."""
+        if self._part is not _Part.REASONING:
+            return self._content()
+        rest, self._held = self._held, ""
+        return [ReasoningDelta(rest)] if rest else []
+
+    def _begin(self) -> None:
+        start = skip_whitespace(self._held, 0)
+        found = begins(self._held, start, THINK)
+        if found:
+            self._held = self._held[start + len(THINK) :]
+            self._part = _Part.REASONING
+        elif found is False:
+            self._part = _Part.CONTENT
+
+    def _reason(self) -> list[Event]:
+        if not self._begun:
+            self._held = self._held.lstrip("\n")
+        end = self._held.find(END_THINK)
+        tag = end if end >= 0 else len(self._held) - unfinished(self._held, END_THINK)
+        text = self._held[:tag].rstrip("\n")
+        if end >= 0:
+            self._held = self._held[end + len(END_THINK) :]
+            self._part = _Part.BEHIND
+        else:
+            self._held = self._held[len(text) :]
+        self._begun = self._begun or bool(text)
+        return [ReasoningDelta(text)] if text else []
+
+    def _content(self) -> list[Event]:
+        text, self._held = self._held, ""
+        return [ContentDelta(text)] if text else []

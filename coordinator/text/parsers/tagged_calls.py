@@ -1,0 +1,151 @@
+"""Calls written between tags, in the middle of text: what formats of that kind have in common.
+
+White space between text and a call, or between two calls, is layout and dropped; so is the closing tag, which may be
+missing. Where a call turns out to be none, everything read of it becomes content with the white space in front of it,
+and reading goes on at the character that didn't fit, so that a good call behind a bad one is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Protocol
+
+from coordinator.text.parsers.events import ContentDelta, Event, ToolCallArguments, ToolCallEnd, ToolCallStart
+from coordinator.text.parsers.tags import END_TOOL_CALL, WHITESPACE, begins, skip_whitespace, unfinished
+
+
+class Outcome(Enum):
+    """How far a call has been read."""
+
+    READING = auto()
+    WHOLE = auto()
+    BROKEN = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What became of some text: how much of it was taken, and which piece of the arguments it gave."""
+
+    outcome: Outcome
+    taken: int
+    arguments: str = ""
+
+
+class CallReader(Protocol):
+    """Reads one call, from behind the tag that opened it."""
+
+    @property
+    def name(self) -> str | None:
+        """The function, once it is known to be one of the tools."""
+
+    def read(self, text: str) -> Step:
+        """Take what can be understood; the rest comes again, with more behind it.
+
+        What is taken and given may depend on the text alone, not on how it was cut.
+        """
+
+
+class _Part(Enum):
+    TEXT = auto()
+    CALL = auto()
+    CLOSING = auto()  # a call is whole, its closing tag may follow
+    LAYOUT = auto()  # the white space behind it
+
+
+class TaggedCallParser:
+    """Finds calls in text; `openings` are the tags that begin one, each with what makes its reader."""
+
+    def __init__(self, openings: dict[str, Callable[[], CallReader]]) -> None:
+        self._openings = openings
+        self._part = _Part.TEXT
+        self._held = ""
+        self._index = 0
+        self._reader: CallReader | None = None
+        self._started = False
+        self._call: list[str] = []  # all that was read of it, the white space in front included
+        self._events: list[Event] = []
+
+    def push(self, text: str) -> list[Event]:
+        """Take more text of the answer."""
+        self._held += text
+        while self._go_on():
+            pass
+        events, self._events = self._events, []
+        return events
+
+    def finish(self) -> list[Event]:
+        """Give out what was held back, now that no more can come."""
+        if self._part is _Part.CALL:
+            self._call.append(self._held)
+            self._give_up()
+        elif self._part is _Part.TEXT:
+            self._say(self._held)
+        # What may be held otherwise is the beginning of a closing tag, which belongs to the call.
+        self._held = ""
+        events, self._events = self._events, []
+        return events
+
+    def _go_on(self) -> bool:
+        """Do the next thing that the held text allows; False when more is needed."""
+        match self._part:
+            case _Part.TEXT:
+                return self._find_call()
+            case _Part.CALL:
+                return self._read_call()
+            case _Part.CLOSING:
+                return self._find_closing()
+        self._held = self._held.lstrip(WHITESPACE)
+        self._part = _Part.TEXT if self._held else _Part.LAYOUT
+        return bool(self._held)
+
+    def _find_call(self) -> bool:
+        found = [(at, tag) for tag in self._openings if (at := self._held.find(tag)) >= 0]
+        at, tag = min(found, default=(len(self._held) - unfinished(self._held, *self._openings), ""))
+        said = self._held[:at].rstrip(WHITESPACE)
+        self._say(said)
+        if not tag:
+            self._held = self._held[len(said) :]
+            return False
+        self._call = [self._held[len(said) : at + len(tag)]]
+        self._held = self._held[at + len(tag) :]
+        self._reader, self._started, self._part = self._openings[tag](), False, _Part.CALL
+        return True
+
+    def _read_call(self) -> bool:
+        assert self._reader is not None
+        step = self._reader.read(self._held)
+        self._call.append(self._held[: step.taken])
+        self._held = self._held[step.taken :]
+        if self._reader.name is not None and not self._started:
+            self._started = True
+            self._events.append(ToolCallStart(self._index, self._reader.name))
+        if step.arguments:
+            self._events.append(ToolCallArguments(self._index, step.arguments))
+        if step.outcome is Outcome.WHOLE:
+            self._events.append(ToolCallEnd(self._index))
+            self._index += 1
+            self._reader, self._part = None, _Part.CLOSING
+        elif step.outcome is Outcome.BROKEN:
+            self._give_up()
+        return step.outcome is not Outcome.READING
+
+    def _find_closing(self) -> bool:
+        start = skip_whitespace(self._held, 0)
+        found = begins(self._held, start, END_TOOL_CALL)
+        if found is None:
+            return False
+        if found:
+            self._held = self._held[start + len(END_TOOL_CALL) :]
+        self._part = _Part.LAYOUT if found else _Part.TEXT
+        return True
+
+    def _give_up(self) -> None:
+        self._say("".join(self._call))
+        self._index += self._started
+        self._reader, self._part = None, _Part.TEXT
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._events.append(ContentDelta(text))

@@ -1,0 +1,63 @@
+"""How models write tool calls, one file a format, found by its name.
+
+A format module has:
+    Parser(tools)                               finds the calls of one answer; see the protocol below
+    is_taught_by(template) -> bool              whether a chat template, as source text, teaches the format
+    call_grammar(tool, rule, tag) -> [line]     Lark lines whose `rule` is one call of the tool; `tag` turns one of
+                                                `parsers.tags.TAGS` into a term
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from coordinator.text.parsers.events import Event
+from coordinator.text.parsers.tool_schema import Tool, ToolSchema
+from services.errors import InvalidArgument
+
+NONE = "none"
+
+
+class ToolParser(Protocol):
+    """Content and calls from an answer's text, the reasoning taken away."""
+
+    def push(self, text: str) -> list[Event]:
+        """Take more text."""
+
+    def finish(self) -> list[Event]:
+        """Give out what was held back, now that no more can come."""
+
+
+class Format(Protocol):
+    """What a format module offers; see the package's docstring."""
+
+    def Parser(self, tools: Sequence[ToolSchema]) -> ToolParser: ...
+    def is_taught_by(self, template: str) -> bool: ...
+    def call_grammar(self, tool: Tool, rule: str, tag: Callable[[str], str]) -> list[str]: ...
+
+
+def known_formats() -> list[str]:
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def format_of(name: str) -> Format:
+    """The module of a format. Raises InvalidArgument, listing the known formats, for any other name."""
+    if name not in known_formats():
+        raise InvalidArgument(
+            f"tool-call format {name!r} is not known; known formats: {', '.join(known_formats())}", field="tool_format"
+        )
+    module: Any = importlib.import_module(f"{__name__}.{name}")
+    return module
+
+
+def detect(template: str) -> str:
+    """The format that a chat template teaches, "none" if it teaches no known one."""
+    return next((name for name in known_formats() if format_of(name).is_taught_by(template)), NONE)
+
+
+def new_parser(name: str, tools: Sequence[ToolSchema]) -> ToolParser:
+    """A parser for one answer. Without tools nothing can be called, so all is content."""
+    return format_of(name if tools else NONE).Parser(tools)

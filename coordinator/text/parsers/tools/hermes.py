@@ -1,0 +1,124 @@
+"""Calls as JSON objects between tags, as Hermes, Qwen2.5 and Qwen3 write them.
+
+    <tool_call>
+    {"name": "add", "arguments": {"a": 1, "b": 2}}
+    </tool_call>
+
+The arguments stream as the model writes them when the name comes first, as it does; the other way round, or where the
+arguments are left out, the call comes in one piece. The object has to be JSON to the letter and to hold nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from coordinator.text.parsers.json_scanner import JsonScanner
+from coordinator.text.parsers.lark import json_schema, literal
+from coordinator.text.parsers.tagged_calls import Outcome, Step, TaggedCallParser
+from coordinator.text.parsers.tags import END_TOOL_CALL, TOOL_CALL, WHITESPACE, skip_whitespace
+from coordinator.text.parsers.tool_schema import Tool, ToolSchema, read_tools
+
+# What stands in front of the arguments, their brace included, in text that is known to begin a JSON object.
+_HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*\{')
+# In a template's source the quotes may be escaped and the newline spelled out.
+_TAUGHT = re.compile(r'<tool_call>(?:\s|\\n)*\{\\*"(?:name|arguments)\\*":')
+
+
+class Parser(TaggedCallParser):
+    """The content and the calls of one answer."""
+
+    def __init__(self, tools: Sequence[ToolSchema]) -> None:
+        known = read_tools(tools)
+        super().__init__({TOOL_CALL: lambda: _Reader(known)})
+
+
+class _Reader:
+    """Reads the object of one call."""
+
+    def __init__(self, tools: Mapping[str, Tool]) -> None:
+        self.name: str | None = None
+        self._tools = tools
+        self._scanner = JsonScanner()
+        self._head: list[str] = []  # the object so far, while the name isn't known
+        self._length = 0
+        self._inner: list[int] = []  # where in it the first value inside begins and ends, if that is no scalar
+
+    def read(self, text: str) -> Step:
+        position = 0 if self._length else skip_whitespace(text, 0)
+        if position == len(text):
+            return Step(Outcome.READING, 0)
+        if not self._length and text[position] != "{":
+            return Step(Outcome.BROKEN, 0)
+        arguments: list[str] = []
+        outcome = Outcome.READING
+        while position < len(text) and outcome is Outcome.READING:
+            depth = self._scanner.depth
+            end = self._scanner.step(text, position)
+            if end < 0:
+                return Step(Outcome.BROKEN, position, "".join(arguments))
+            piece, position = text[position:end], end
+            take = self._take_head if self.name is None else self._take_arguments
+            outcome = take(piece, depth, arguments)
+        return Step(outcome, position, "".join(arguments))
+
+    def _take_head(self, piece: str, depth: int, arguments: list[str]) -> Outcome:
+        self._head.append(piece)
+        self._length += len(piece)
+        match depth, self._scanner.depth:
+            case 1, 2 if not self._inner:
+                self._inner = [self._length - 1]
+                if head := _HEAD.fullmatch("".join(self._head)):
+                    return self._call(json.loads(head[1]), "{", arguments)
+            case 2, 1 if len(self._inner) == 1:
+                self._inner.append(self._length)
+            case 1, 0:
+                return self._take_whole(arguments)
+        return Outcome.READING
+
+    def _take_arguments(self, piece: str, depth: int, arguments: list[str]) -> Outcome:
+        if depth > 1:
+            arguments.append(piece)
+            return Outcome.READING
+        if self._scanner.depth == 0:
+            return Outcome.WHOLE
+        return Outcome.READING if piece in WHITESPACE else Outcome.BROKEN
+
+    def _take_whole(self, arguments: list[str]) -> Outcome:
+        """The object is complete and didn't begin with a name and arguments."""
+        text = "".join(self._head)
+        try:
+            # Objects as tuples of pairs, so that a key that is there twice is seen.
+            pairs = json.loads(text, object_pairs_hook=tuple)
+        except (ValueError, RecursionError):  # a number too long, or nesting too deep, for Python
+            return Outcome.BROKEN
+        fields = dict(pairs)
+        twice = len(fields) < len(pairs)
+        name = fields.pop("name", None)
+        known = isinstance(name, str) and isinstance(fields.pop("arguments", ()), tuple)
+        if not known or fields or twice:
+            return Outcome.BROKEN
+        outcome = self._call(name, text[slice(*self._inner)] if self._inner else "{}", arguments)
+        return Outcome.WHOLE if outcome is Outcome.READING else outcome
+
+    def _call(self, name: str, arguments: str, given: list[str]) -> Outcome:
+        if name not in self._tools:
+            return Outcome.BROKEN
+        self.name = name
+        given.append(arguments)
+        return Outcome.READING
+
+
+def is_taught_by(template: str) -> bool:
+    """Whether the template shows a JSON object in the tag."""
+    return _TAUGHT.search(template) is not None
+
+
+def call_grammar(tool: Tool, rule: str, tag: Callable[[str], str]) -> list[str]:
+    """One call of the tool."""
+    head = f'\n{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": '
+    return [
+        f"{rule}: {tag(TOOL_CALL)} {literal(head)} {rule}_arguments {literal('}' + chr(10))} {tag(END_TOOL_CALL)}",
+        f"{rule}_arguments: {json_schema({**tool.parameters, 'type': 'object'})}",
+    ]

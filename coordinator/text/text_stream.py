@@ -1,0 +1,54 @@
+"""Tokens to text as they come: incremental detokenisation and stop strings, one token at a time.
+
+One at a time, so that where an answer ends doesn't depend on how many tokens a step produced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coordinator.text.stop_strings import StopStrings
+from coordinator.text.tokenizer import IncrementalDecoder, Tokenizer
+
+
+class TextStream:
+    """The text side of one answer; without a tokenizer it stays empty."""
+
+    def __init__(self, tokenizer: Tokenizer | None, stop_strings: Sequence[str]) -> None:
+        self._decoder = IncrementalDecoder(tokenizer) if tokenizer is not None else None
+        self._stops = StopStrings(stop_strings) if stop_strings else None
+        self._parts: list[str] = []
+
+    @property
+    def text(self) -> str | None:
+        """All text so far, None without a tokenizer."""
+        return "".join(self._parts) if self._decoder is not None else None
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the answer, if one did."""
+        return None if self._stops is None else self._stops.met
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        """Text that is safe to show, and whether a stop string ended the answer with this token."""
+        if self._decoder is None:
+            return "", False
+        return self._pass(self._decoder.push([token_id]))
+
+    def finish(self) -> tuple[str, bool]:
+        """What was held back; a stop string may be complete only now."""
+        if self._decoder is None:
+            return "", False
+        text, stopped = self._pass(self._decoder.finish())
+        if self._stops is not None and not stopped:
+            rest = self._stops.finish()
+            self._parts.append(rest)
+            return text + rest, self._stops.stopped
+        return text, stopped
+
+    def _pass(self, text: str) -> tuple[str, bool]:
+        stopped = False
+        if self._stops is not None:
+            text, stopped = self._stops.push(text)
+        self._parts.append(text)
+        return text, stopped

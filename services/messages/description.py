@@ -1,0 +1,381 @@
+"""What a worker says of itself: frozen dataclasses, and their protobuf form.
+
+The handshake of every pair of processes is over these; `check_protocol` is its first rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import TypeVar
+
+from flashsplit.shard.v1 import model_pb2
+from services.errors import FailedPrecondition, InvalidArgument
+from services.layers import LayerRange
+from services.messages.tensors import dtype_name, dtype_number, kv_dtype_name
+
+_T = TypeVar("_T")
+
+PROTOCOL_MAJOR = 2
+PROTOCOL_MINOR = 0
+
+
+class Role(StrEnum):
+    """What a worker offers."""
+
+    TARGET = "target"
+    DRAFT = "draft"
+    COMPRESS = "compress"
+
+
+class FeatureTransport(StrEnum):
+    """How captured features reach the draft: summed after `fc`, or one slice a captured block."""
+
+    SUM = "sum"
+    SLICES = "slices"
+
+
+class HeadPlace(StrEnum):
+    """Where the draft's hidden rows become tokens."""
+
+    SHARED = "shared"
+    LOADED = "loaded"
+    PROJECTED = "projected"
+
+
+class StepEngine(StrEnum):
+    """How steps of few rows run: in plain torch, by kernels one after the other, or by kernels in a captured graph.
+
+    Kernels compute a row alike in every step; plain torch does where a session asks for it (`Open.exact_rows`).
+    """
+
+    TORCH = "torch"
+    KERNELS = "kernels"
+    GRAPHS = "graphs"
+
+
+_ROLE_NUMBERS = {
+    Role.TARGET: model_pb2.ROLE_TARGET,
+    Role.DRAFT: model_pb2.ROLE_DRAFT,
+    Role.COMPRESS: model_pb2.ROLE_COMPRESS,
+}
+_TRANSPORT_NUMBERS = {
+    FeatureTransport.SUM: model_pb2.FEATURE_TRANSPORT_SUM,
+    FeatureTransport.SLICES: model_pb2.FEATURE_TRANSPORT_SLICES,
+}
+_HEAD_NUMBERS = {
+    HeadPlace.SHARED: model_pb2.HEAD_PLACE_SHARED,
+    HeadPlace.LOADED: model_pb2.HEAD_PLACE_LOADED,
+    HeadPlace.PROJECTED: model_pb2.HEAD_PLACE_PROJECTED,
+}
+_ENGINE_NUMBERS = {
+    StepEngine.TORCH: model_pb2.STEP_ENGINE_TORCH,
+    StepEngine.KERNELS: model_pb2.STEP_ENGINE_KERNELS,
+    StepEngine.GRAPHS: model_pb2.STEP_ENGINE_GRAPHS,
+}
+_ROLES: Mapping[int, Role] = {number: role for role, number in _ROLE_NUMBERS.items()}
+_TRANSPORTS: Mapping[int, FeatureTransport] = {number: transport for transport, number in _TRANSPORT_NUMBERS.items()}
+_HEADS: Mapping[int, HeadPlace] = {number: place for place, number in _HEAD_NUMBERS.items()}
+
+_ENGINES: Mapping[int, StepEngine] = {
+    model_pb2.STEP_ENGINE_UNSPECIFIED: StepEngine.TORCH,
+    **{number: engine for engine, number in _ENGINE_NUMBERS.items()},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDescription:
+    """One compute device. Sizes in bytes; 0 where the system doesn't say."""
+
+    name: str
+    product: str
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TargetDescription:
+    """The stage that a worker holds."""
+
+    fingerprint: str
+    family: str
+    layers: LayerRange
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_position: int
+    dtype: str
+    capture_layers: tuple[int, ...]
+    feature_transport: FeatureTransport | None
+    weight_bytes: int
+    state_cuttable: bool = False
+    """A snapshot of n tokens also serves every shorter prefix of them."""
+    step_engine: StepEngine = StepEngine.TORCH
+    kv_dtype: str | None = None
+    """Of attention keys and values; None where it is `dtype`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftDescription:
+    """The draft that a worker holds."""
+
+    fingerprint: str
+    block_size: int
+    mask_token_id: int
+    capture_layers: tuple[int, ...]
+    hidden_size: int
+    vocab_size: int
+    num_target_layers: int
+    head_place: HeadPlace
+    feature_transport: FeatureTransport
+    max_position: int
+    dtype: str
+    weight_bytes: int
+    state_cuttable: bool = False
+    step_engine: StepEngine = StepEngine.TORCH
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterDescription:
+    """The model with which a worker compresses prompts."""
+
+    fingerprint: str
+    vocab_size: int
+    num_layers: int
+    max_position: int
+    dtype: str
+    weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDescription:
+    """A worker: where it runs, what it can do, what it holds."""
+
+    host: str
+    process_id: int
+    devices: tuple[DeviceDescription, ...]
+    roles: tuple[Role, ...]
+    flashsplit_version: str
+    torch_version: str
+    python_version: str
+    target: TargetDescription | None
+    draft: DraftDescription | None
+    open_sessions: int
+    max_tensor_bytes: int
+    snapshot_bytes: int = 0
+    snapshot_budget_bytes: int = 0
+    drafter: DrafterDescription | None = None
+    session_bytes: int = 0
+    """Of open sessions' caches."""
+    protocol_major: int = PROTOCOL_MAJOR
+    protocol_minor: int = PROTOCOL_MINOR
+
+    @property
+    def device(self) -> str:
+        """Its devices in the language of --target-devices, e.g. "cuda:0+cuda:1"."""
+        return "+".join(device.name for device in self.devices)
+
+
+def check_protocol(theirs: tuple[int, int], who: str) -> None:
+    """Raises FailedPrecondition when the other side speaks another major version."""
+    if theirs[0] != PROTOCOL_MAJOR:
+        raise FailedPrecondition(
+            f"{who} speaks protocol {theirs[0]}.{theirs[1]} and this side "
+            f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}: install the same flashsplit on both",
+            reason="PROTOCOL_MISMATCH",
+        )
+
+
+def range_to_message(layers: LayerRange) -> model_pb2.LayerRange:
+    return model_pb2.LayerRange(first=layers.first, last=layers.last)
+
+
+def range_from_message(message: model_pb2.LayerRange, field: str = "layers") -> LayerRange:
+    """Raises InvalidArgument for an empty or reversed range."""
+    if message.first >= message.last:
+        raise InvalidArgument(
+            f"{field} is [{message.first}, {message.last}): it must hold at least one layer",
+            field=field,
+        )
+    return LayerRange(message.first, message.last)
+
+
+def transport_to_number(transport: FeatureTransport | None) -> model_pb2.FeatureTransport:
+    if transport is None:
+        return model_pb2.FEATURE_TRANSPORT_UNSPECIFIED
+    return _TRANSPORT_NUMBERS[transport]
+
+
+def transport_from_number(number: int) -> FeatureTransport | None:
+    if number == model_pb2.FEATURE_TRANSPORT_UNSPECIFIED:
+        return None
+    return _known(_TRANSPORTS, number, "feature_transport")
+
+
+def head_to_number(place: HeadPlace) -> model_pb2.HeadPlace:
+    return _HEAD_NUMBERS[place]
+
+
+def head_from_number(number: int) -> HeadPlace:
+    return _known(_HEADS, number, "head_place")
+
+
+def _known(table: Mapping[int, _T], number: int, field: str) -> _T:
+    if number not in table:
+        accepted = ", ".join(f"{key} ({value})" for key, value in table.items())
+        raise InvalidArgument(f"{field} is {number}, not one of {accepted}", field=field)
+    return table[number]
+
+
+def worker_to_message(worker: WorkerDescription) -> model_pb2.WorkerDescription:
+    message = model_pb2.WorkerDescription(
+        protocol_major=worker.protocol_major,
+        protocol_minor=worker.protocol_minor,
+        host=worker.host,
+        process_id=worker.process_id,
+        roles=[_ROLE_NUMBERS[role] for role in worker.roles],
+        flashsplit_version=worker.flashsplit_version,
+        torch_version=worker.torch_version,
+        python_version=worker.python_version,
+        open_sessions=worker.open_sessions,
+        max_tensor_bytes=worker.max_tensor_bytes,
+        snapshot_bytes=worker.snapshot_bytes,
+        snapshot_budget_bytes=worker.snapshot_budget_bytes,
+        session_bytes=worker.session_bytes,
+    )
+    for device in worker.devices:
+        message.devices.add(
+            name=device.name,
+            product=device.product,
+            total_bytes=device.total_bytes,
+            free_bytes=device.free_bytes,
+        )
+    if (target := worker.target) is not None:
+        message.target.CopyFrom(
+            model_pb2.TargetDescription(
+                fingerprint=target.fingerprint,
+                family=target.family,
+                layers=range_to_message(target.layers),
+                num_layers=target.num_layers,
+                hidden_size=target.hidden_size,
+                vocab_size=target.vocab_size,
+                max_position=target.max_position,
+                dtype=dtype_number(target.dtype),
+                capture_layers=target.capture_layers,
+                feature_transport=transport_to_number(target.feature_transport),
+                weight_bytes=target.weight_bytes,
+                state_cuttable=target.state_cuttable,
+                step_engine=_ENGINE_NUMBERS[target.step_engine],
+                kv_dtype=dtype_number(target.kv_dtype),
+            )
+        )
+    if (draft := worker.draft) is not None:
+        message.draft.CopyFrom(
+            model_pb2.DraftDescription(
+                fingerprint=draft.fingerprint,
+                block_size=draft.block_size,
+                mask_token_id=draft.mask_token_id,
+                capture_layers=draft.capture_layers,
+                hidden_size=draft.hidden_size,
+                vocab_size=draft.vocab_size,
+                num_target_layers=draft.num_target_layers,
+                head_place=head_to_number(draft.head_place),
+                feature_transport=transport_to_number(draft.feature_transport),
+                max_position=draft.max_position,
+                dtype=dtype_number(draft.dtype),
+                weight_bytes=draft.weight_bytes,
+                state_cuttable=draft.state_cuttable,
+                step_engine=_ENGINE_NUMBERS[draft.step_engine],
+            )
+        )
+    if (drafter := worker.drafter) is not None:
+        fields = asdict(drafter) | {"dtype": dtype_number(drafter.dtype)}
+        message.drafter.CopyFrom(model_pb2.DrafterDescription(**fields))
+    return message
+
+
+def worker_from_message(message: model_pb2.WorkerDescription) -> WorkerDescription:
+    """Raises InvalidArgument for values that this protocol version doesn't know."""
+    return WorkerDescription(
+        protocol_major=message.protocol_major,
+        protocol_minor=message.protocol_minor,
+        host=message.host,
+        process_id=message.process_id,
+        devices=tuple(
+            DeviceDescription(device.name, device.product, device.total_bytes, device.free_bytes)
+            for device in message.devices
+        ),
+        # A newer worker may offer roles that this side has no name for, and no use.
+        roles=tuple(_ROLES[number] for number in message.roles if number in _ROLES),
+        flashsplit_version=message.flashsplit_version,
+        torch_version=message.torch_version,
+        python_version=message.python_version,
+        target=_target_from_message(message.target) if message.HasField("target") else None,
+        draft=_draft_from_message(message.draft) if message.HasField("draft") else None,
+        open_sessions=message.open_sessions,
+        max_tensor_bytes=message.max_tensor_bytes,
+        snapshot_bytes=message.snapshot_bytes,
+        snapshot_budget_bytes=message.snapshot_budget_bytes,
+        drafter=_drafter_from_message(message.drafter) if message.HasField("drafter") else None,
+        session_bytes=message.session_bytes,
+    )
+
+
+def _drafter_from_message(message: model_pb2.DrafterDescription) -> DrafterDescription:
+    return DrafterDescription(
+        fingerprint=message.fingerprint,
+        vocab_size=message.vocab_size,
+        num_layers=message.num_layers,
+        max_position=message.max_position,
+        dtype=_required_dtype(message.dtype, "drafter.dtype"),
+        weight_bytes=message.weight_bytes,
+    )
+
+
+def _target_from_message(message: model_pb2.TargetDescription) -> TargetDescription:
+    return TargetDescription(
+        fingerprint=message.fingerprint,
+        family=message.family,
+        layers=range_from_message(message.layers, "target.layers"),
+        num_layers=message.num_layers,
+        hidden_size=message.hidden_size,
+        vocab_size=message.vocab_size,
+        max_position=message.max_position,
+        dtype=_required_dtype(message.dtype, "target.dtype"),
+        capture_layers=tuple(message.capture_layers),
+        feature_transport=transport_from_number(message.feature_transport),
+        weight_bytes=message.weight_bytes,
+        state_cuttable=message.state_cuttable,
+        step_engine=_known(_ENGINES, message.step_engine, "step_engine"),
+        kv_dtype=kv_dtype_name(message.kv_dtype, "target.kv_dtype"),
+    )
+
+
+def _draft_from_message(message: model_pb2.DraftDescription) -> DraftDescription:
+    transport = transport_from_number(message.feature_transport)
+    if transport is None:
+        raise InvalidArgument("draft.feature_transport is missing", field="draft.feature_transport")
+    return DraftDescription(
+        fingerprint=message.fingerprint,
+        block_size=message.block_size,
+        mask_token_id=message.mask_token_id,
+        capture_layers=tuple(message.capture_layers),
+        hidden_size=message.hidden_size,
+        vocab_size=message.vocab_size,
+        num_target_layers=message.num_target_layers,
+        head_place=head_from_number(message.head_place),
+        feature_transport=transport,
+        max_position=message.max_position,
+        dtype=_required_dtype(message.dtype, "draft.dtype"),
+        weight_bytes=message.weight_bytes,
+        state_cuttable=message.state_cuttable,
+        step_engine=_known(_ENGINES, message.step_engine, "step_engine"),
+    )
+
+
+def _required_dtype(number: int, field: str) -> str:
+    name = dtype_name(number, field)
+    if name is None:
+        raise InvalidArgument(f"{field} is missing", field=field)
+    return name

@@ -1,0 +1,275 @@
+"""The clients' contract between dataclasses and messages, both ways. What can be wrong in itself is refused here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from flashsplit.inference.v1 import generation_pb2, inference_pb2 as pb, server_pb2
+from services.errors import InvalidArgument
+from services.messages import output_frames
+from services.messages.inference_types import (
+    AnswerEvent,
+    Ask,
+    CacheSource,
+    CompressionMode,
+    CompressionWish,
+    Conversation,
+    Delta,
+    DraftPlace,
+    Finished,
+    FinishReason,
+    Message,
+    Model,
+    SamplingWishes,
+    ServerInfo,
+    ServerLoad,
+    SpeculationFigures,
+    StagePlace,
+    Started,
+    Stopping,
+    Timings,
+    Usage,
+)
+
+MAX_NESTING = 32
+"""Levels of lists and objects within a chat template's switch."""
+
+T = TypeVar("T")
+
+_FINISH_NUMBERS = {
+    FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
+}
+_SOURCE_NUMBERS = {
+    None: generation_pb2.CACHE_SOURCE_UNSPECIFIED,
+    CacheSource.MEMORY: generation_pb2.CACHE_SOURCE_MEMORY,
+    CacheSource.DISK: generation_pb2.CACHE_SOURCE_DISK,
+}
+_COMPRESSION_NUMBERS = {
+    None: generation_pb2.PREFILL_COMPRESSION_UNSPECIFIED,
+    CompressionMode.OFF: generation_pb2.PREFILL_COMPRESSION_OFF,
+    CompressionMode.AUTO: generation_pb2.PREFILL_COMPRESSION_AUTO,
+    CompressionMode.ALWAYS: generation_pb2.PREFILL_COMPRESSION_ALWAYS,
+}
+_COMPRESSIONS = {number: mode for mode, number in _COMPRESSION_NUMBERS.items()}
+_FINISH_REASONS = {number: reason for reason, number in _FINISH_NUMBERS.items()}
+_SOURCES = {number: source for source, number in _SOURCE_NUMBERS.items()}
+
+_SWITCHES = "conversation.chat_template_kwargs"
+_SAMPLING_NUMBERS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+)
+
+
+# --- asking
+
+
+def ask_from_message(request: pb.GenerateRequest | pb.ChatRequest) -> Ask:
+    """Raises InvalidArgument where there is no prompt, and for a grammar that is none."""
+    prompt: str | tuple[int, ...] | Conversation
+    if isinstance(request, pb.ChatRequest):
+        prompt = conversation_from_message(request.conversation)
+    elif request.WhichOneof("prompt") == "text":
+        prompt = request.text
+    elif request.WhichOneof("prompt") == "token_ids":
+        prompt = tuple(request.token_ids.ids)
+    else:
+        raise InvalidArgument("prompt is missing: give text or token_ids", field="prompt")
+    stopping, logprobs = request.stopping, given(request, "logprobs")
+    output_frames.check_logprobs(logprobs)
+    return Ask(
+        prompt,
+        SamplingWishes(
+            **{name: given(request.sampling, name) for name in _SAMPLING_NUMBERS},
+            logit_bias=dict(request.sampling.logit_bias),
+        ),
+        Stopping(
+            given(stopping, "max_tokens"), tuple(stopping.stop), tuple(stopping.stop_token_ids), stopping.ignore_eos
+        ),
+        speculate=request.speculate if request.HasField("speculate") else True,
+        model=given(request, "model"),
+        logprobs=logprobs,
+        grammar=output_frames.grammar_from_message(request.grammar) if request.HasField("grammar") else None,
+        # What a later version means by another number is left to the server.
+        compression=CompressionWish(
+            _COMPRESSIONS.get(request.prefill_compression), given(request, "prefill_keep_ratio")
+        ),
+    )
+
+
+def ask_to_message(ask: Ask) -> pb.GenerateRequest | pb.ChatRequest:
+    """A ChatRequest for a conversation, else a GenerateRequest."""
+    common: dict[str, Any] = {
+        "sampling": generation_pb2.Sampling(**asdict(ask.sampling)),
+        "stopping": generation_pb2.Stopping(**asdict(ask.stopping)),
+        "speculate": ask.speculate,
+        "model": ask.model,
+        "logprobs": ask.logprobs,
+        "prefill_compression": _COMPRESSION_NUMBERS[ask.compression.mode],
+        "prefill_keep_ratio": ask.compression.keep_ratio,
+    }
+    if ask.grammar is not None:
+        common["grammar"] = generation_pb2.Grammar()
+        output_frames.grammar_to_message(ask.grammar, common["grammar"])
+    if isinstance(ask.prompt, Conversation):
+        return pb.ChatRequest(conversation=conversation_to_message(ask.prompt), **common)
+    if isinstance(ask.prompt, str):
+        return pb.GenerateRequest(text=ask.prompt, **common)
+    return pb.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=ask.prompt), **common)
+
+
+def conversation_from_message(message: generation_pb2.Conversation) -> Conversation:
+    """Raises InvalidArgument where there is no message, and for switches that are no JSON."""
+    if not message.messages:
+        raise InvalidArgument("conversation has no messages: give at least one", field="conversation.messages")
+    optional = ("content", "name", "tool_calls", "tool_call_id")
+    return Conversation(
+        tuple(Message(one.role, **{name: given(one, name) for name in optional}) for one in message.messages),
+        given(message, "tools"),
+        {name: _plain(value, name) for name, value in message.chat_template_kwargs.fields.items()},
+    )
+
+
+def conversation_to_message(conversation: Conversation) -> generation_pb2.Conversation:
+    """Raises InvalidArgument for variables that are no JSON."""
+    message = generation_pb2.Conversation(tools=conversation.tools)
+    for one in conversation.messages:
+        message.messages.add(**asdict(one))
+    try:
+        message.chat_template_kwargs.update(conversation.variables)
+    except ValueError as error:
+        raise InvalidArgument(f"chat_template_kwargs: {error}", field=_SWITCHES) from error
+    return message
+
+
+def given(message: Any, name: str) -> Any:
+    """An optional field's value, None where it is absent."""
+    return getattr(message, name) if message.HasField(name) else None
+
+
+def _plain(value: Any, where: str, depth: int = 0) -> Any:
+    if depth > MAX_NESTING:
+        raise InvalidArgument(
+            f"chat_template_kwargs.{where[:80]} is nested deeper than {MAX_NESTING} levels", field=_SWITCHES
+        )
+    match value.WhichOneof("kind"):
+        case "number_value":
+            number = value.number_value
+            if not math.isfinite(number):
+                raise InvalidArgument(
+                    f"chat_template_kwargs.{where[:80]} is {number}, which is no JSON", field=_SWITCHES
+                )
+            # Struct has no whole numbers, and templates write 100.0 where 100 was meant.
+            return int(number) if number.is_integer() else number
+        case "struct_value":
+            items = value.struct_value.fields.items()
+            return {name: _plain(item, f"{where}.{name}", depth + 1) for name, item in items}
+        case "list_value":
+            return [_plain(item, f"{where}[]", depth + 1) for item in value.list_value.values]
+        case "string_value" | "bool_value" as kind:
+            return getattr(value, kind)
+    return None
+
+
+# --- answering
+
+
+def event_to_message(event: AnswerEvent, response: T) -> T:
+    """Fill a GenerateResponse or a ChatResponse."""
+    message: Any = response
+    match event:
+        case Started():
+            message.started.SetInParent()
+            message.started.request_id, message.started.prompt_tokens = event.request_id, event.prompt_tokens
+        case Delta():
+            message.delta.SetInParent()
+            message.delta.token_ids.extend(event.token_ids)
+            message.delta.text = event.text
+            for logprobs in event.logprobs:
+                output_frames.logprobs_to_message(logprobs, message.delta.logprobs.add())
+        case Finished():
+            finished = message.finished
+            finished.finish_reason = _FINISH_NUMBERS[event.finish_reason]
+            usage = asdict(event.usage) | {"cache_source": _SOURCE_NUMBERS[event.usage.cache_source]}
+            finished.usage.CopyFrom(generation_pb2.Usage(**usage))
+            finished.timings.CopyFrom(generation_pb2.Timings(**asdict(event.timings)))
+            finished.speculation.CopyFrom(generation_pb2.Speculation(**asdict(event.speculation)))
+    return response
+
+
+def event_from_message(response: pb.GenerateResponse | pb.ChatResponse) -> AnswerEvent | None:
+    """None for an event of a later version. Raises InvalidArgument for log-probabilities that are none."""
+    match response.WhichOneof("event"):
+        case "started":
+            return Started(response.started.request_id, response.started.prompt_tokens)
+        case "delta":
+            logprobs = output_frames.logprobs_of_tokens(response.delta)
+            return Delta(tuple(response.delta.token_ids), response.delta.text, logprobs)
+        case "finished":
+            return _finished(response.finished)
+    return None
+
+
+def _finished(message: generation_pb2.Finished) -> Finished:
+    usage, timings, speculation = message.usage, message.timings, message.speculation
+    return Finished(
+        _FINISH_REASONS.get(message.finish_reason, FinishReason.STOP),
+        Usage(
+            usage.prompt_tokens,
+            usage.completion_tokens,
+            usage.cached_tokens,
+            _SOURCES.get(usage.cache_source),
+            given(usage, "original_prompt_tokens"),
+        ),
+        Timings(
+            timings.prefill_ms,
+            timings.restore_ms,
+            timings.decode_ms,
+            timings.decode_tokens_per_second,
+            timings.draft_ms,
+            timings.compress_ms,
+        ),
+        SpeculationFigures(
+            speculation.steps,
+            speculation.draft_tokens,
+            speculation.accepted_tokens,
+            given(speculation, "acceptance_length"),
+            tuple(speculation.notes),
+        ),
+    )
+
+
+# --- the server
+
+
+def info_to_message(info: ServerInfo) -> server_pb2.ServerInfo:
+    return server_pb2.ServerInfo(**asdict(info))
+
+
+def info_from_message(message: server_pb2.ServerInfo) -> ServerInfo:
+    draft = message.draft
+    return ServerInfo(
+        message.version,
+        model_from_message(message.model),
+        tuple(StagePlace(*(getattr(stage, name) for name in StagePlace.__slots__)) for stage in message.stages),
+        DraftPlace(*(getattr(draft, name) for name in DraftPlace.__slots__)) if message.HasField("draft") else None,
+        message.ready,
+        message.uptime_seconds,
+    )
+
+
+def model_from_message(message: server_pb2.Model) -> Model:
+    return Model(message.name, tuple(message.aliases), message.context_length, message.created)
+
+
+def load_from_message(message: server_pb2.Load) -> ServerLoad:
+    return ServerLoad(message.running, message.waiting, message.max_running, message.max_waiting, message.draining)

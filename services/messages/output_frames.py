@@ -1,0 +1,100 @@
+"""What may be asked of an output, and what is told of it: grammars and log-probabilities, to messages and back.
+
+Clients' messages and those between the processes have the same fields, so that one code fills and reads both.
+Sizes and numbers are checked here; whether a grammar can be compiled turns out on the last stage.
+"""
+
+from __future__ import annotations
+
+from flashsplit.inference.v1 import generation_pb2
+from flashsplit.shard.v1 import stage_pb2
+from services.errors import InvalidArgument
+from services.messages.steps import Grammar, GrammarKind, TokenLogprobs
+
+GrammarMessage = stage_pb2.Grammar | generation_pb2.Grammar
+LogprobsMessage = stage_pb2.TokenLogprobs | generation_pb2.TokenLogprobs
+
+MAX_ALTERNATIVES = 20
+"""Most tokens whose log-probabilities are told beside each produced one."""
+
+MAX_GRAMMAR_BYTES = 256 * 1024
+
+
+def check_logprobs(alternatives: int | None) -> None:
+    """Raises InvalidArgument for more alternatives than are told."""
+    if alternatives is not None and not 0 <= alternatives <= MAX_ALTERNATIVES:
+        raise InvalidArgument(
+            f"logprobs is {alternatives}; it must be between 0 and {MAX_ALTERNATIVES}", field="logprobs"
+        )
+
+
+def check_grammar(grammar: Grammar | None) -> None:
+    """Raises InvalidArgument for a text that is too long, cannot be written as UTF-8 or belongs to no grammar."""
+    if grammar is None:
+        return
+    if grammar.kind is GrammarKind.JSON_OBJECT and grammar.text:
+        raise InvalidArgument("json_object has no text: use json_schema for one", field=grammar_field(grammar))
+    try:
+        size = len(grammar.text.encode())
+    except UnicodeError:
+        raise InvalidArgument(f"{grammar.kind} is no Unicode text", field=grammar_field(grammar)) from None
+    if size > MAX_GRAMMAR_BYTES:
+        raise InvalidArgument(
+            f"{grammar.kind} has {size} bytes; at most {MAX_GRAMMAR_BYTES} are taken", field=grammar_field(grammar)
+        )
+
+
+def grammar_field(grammar: Grammar) -> str:
+    """How errors name the grammar's field."""
+    return f"grammar.{grammar.kind}"
+
+
+def grammar_to_message(grammar: Grammar, message: GrammarMessage) -> None:
+    """Fill the message."""
+    if grammar.kind is GrammarKind.JSON_OBJECT:
+        message.json_object = True
+    else:
+        setattr(message, grammar.kind, grammar.text)
+
+
+def grammar_from_message(message: GrammarMessage) -> Grammar:
+    """Raises InvalidArgument as `check_grammar`, and for a grammar of no known kind."""
+    field = message.WhichOneof("grammar")
+    if field is None or (field == "json_object" and not message.json_object):
+        kinds = ", ".join(GrammarKind)
+        raise InvalidArgument(f"grammar is empty: set one of {kinds}, or leave it out", field="grammar")
+    kind = GrammarKind(field)
+    grammar = Grammar(kind, "" if kind is GrammarKind.JSON_OBJECT else getattr(message, field))
+    check_grammar(grammar)
+    return grammar
+
+
+def logprobs_to_message(logprobs: TokenLogprobs, message: LogprobsMessage) -> None:
+    """Fill the message."""
+    message.logprob = logprobs.logprob
+    message.top_token_ids.extend(logprobs.top_token_ids)
+    message.top_logprobs.extend(logprobs.top_logprobs)
+
+
+def logprobs_of_tokens(message: stage_pb2.Commit | generation_pb2.Delta) -> tuple[TokenLogprobs, ...]:
+    """One for each of the message's tokens, or none. Raises InvalidArgument for other numbers of them and of
+    alternatives, and for what is no log-probability."""
+    if message.logprobs and len(message.logprobs) != len(message.token_ids):
+        raise InvalidArgument(
+            f"logprobs has {len(message.logprobs)} entries for {len(message.token_ids)} tokens", field="logprobs"
+        )
+    return tuple(_logprobs_from_message(one) for one in message.logprobs)
+
+
+def _logprobs_from_message(message: LogprobsMessage) -> TokenLogprobs:
+    if len(message.top_token_ids) != len(message.top_logprobs) or len(message.top_logprobs) > MAX_ALTERNATIVES:
+        raise InvalidArgument(
+            f"logprobs has {len(message.top_logprobs)} numbers for {len(message.top_token_ids)} alternatives; "
+            f"at most {MAX_ALTERNATIVES} of each are expected",
+            field="logprobs",
+        )
+    # NaN fails the comparison too; minus infinity is the logarithm of 0.
+    wrong = [value for value in (message.logprob, *message.top_logprobs) if not value <= 0]
+    if wrong:
+        raise InvalidArgument(f"logprobs has {wrong[0]}, which is no log-probability", field="logprobs")
+    return TokenLogprobs(message.logprob, tuple(message.top_token_ids), tuple(message.top_logprobs))

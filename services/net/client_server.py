@@ -1,0 +1,103 @@
+"""The gRPC server that clients talk to: their key at the door, health and reflection behind it, bounded messages.
+
+Unlike `services.net.server` it listens on TCP for strangers, with a certificate of its own, and knows nothing of the
+cluster's certificates and token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from services.addresses import parse_address
+from services.errors import Unavailable, answering
+from services.net.channel import SERVER_OPTIONS
+from services.net.client_tls import ClientTls
+from services.net.interceptors import RefuseGarbage
+from services.net.server import Registration
+
+CheckKey = Callable[[str, str], None]
+"""Takes what came as `authorization` and as `x-api-key`, empty where nothing did; raises Unauthenticated."""
+
+_OPEN_SERVICE = f"/{health.SERVICE_NAME}/"
+
+
+class RequireKey(grpc.aio.ServerInterceptor):
+    """Ends every call without a key, reflection too, before a byte of its request is read; health is open to probes."""
+
+    def __init__(self, check: CheckKey) -> None:
+        self._check = check
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        if details.method.startswith(_OPEN_SERVICE):
+            return await continuation(details)
+        # Of a name that came twice the last one counts.
+        shown = {key: str(value) for key, value in details.invocation_metadata}
+        try:
+            self._check(shown.get("authorization", ""), shown.get("x-api-key", ""))
+        except Exception as error:
+            return _refusing(error)
+        return await continuation(details)
+
+
+class ClientServer:
+    """Listens on a host's port, 0 for a free one; `address` is where, once it is started."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        registrations: Sequence[Registration],
+        check_key: CheckKey,
+        tls: ClientTls | None = None,
+    ) -> None:
+        self.address = parse_address(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", "--host")
+        self._tls = tls
+        self._server = grpc.aio.server(interceptors=[RequireKey(check_key), RefuseGarbage()], options=SERVER_OPTIONS)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._services = [register(self._server) for register in registrations]
+        listed = [*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(listed, self._server)
+
+    async def start(self) -> None:
+        """Listen. Raises Unavailable when the port is taken or the host is another one's."""
+        try:
+            if self._tls is None:
+                port = self._server.add_insecure_port(self.address)
+            else:
+                port = self._server.add_secure_port(self.address, self._tls.for_server())
+        except RuntimeError as error:
+            raise Unavailable(
+                f"cannot listen on {self.address} for gRPC: it is in use or not of this host; choose another "
+                "--grpc-port, or --no-grpc",
+                field="--grpc-port",
+            ) from error
+        self.address = f"{self.address.rpartition(':')[0]}:{port}"
+        await self._server.start()
+
+    async def set_serving(self, serving: bool) -> None:
+        """What `grpc.health.v1` answers, for the process and for each of its services."""
+        status = health_pb2.HealthCheckResponse
+        for service in ["", *self._services]:
+            await self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls, let running ones end within `grace_s`, cut the rest."""
+        await self._server.stop(grace_s)
+
+
+def _refusing(error: Exception) -> grpc.RpcMethodHandler:
+    async def refuse(_: object, context: grpc.aio.ServicerContext) -> None:
+        async with answering(context):
+            raise error
+
+    # Streams leave reading to the handler: this one fits calls of every shape.
+    return grpc.stream_stream_rpc_method_handler(refuse)

@@ -1,0 +1,140 @@
+"""Why a connection does not come about although somebody answers: gRPC only knows that it did not.
+
+Asks once more with Python's own TLS, which tells the reasons apart. Used after a failure, never for data.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import ssl
+from socket import create_connection
+
+from cryptography import x509
+from cryptography.x509.oid import NameOID
+
+from services.net.tls import CA_FLAG, CERT_FLAG, KEY_FLAG, NAME_FLAG, Credentials, TlsFiles
+
+_ANSWER_S = 1.5
+_FLAGS = f"{CERT_FLAG}, {KEY_FLAG} and {CA_FLAG}"
+_HOST_MISMATCH, _IP_MISMATCH = 62, 64  # X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
+
+
+async def why_refused(address: str, tls: Credentials | None) -> str | None:
+    """A sentence for what waiting does not mend; None when nobody answers, or nothing seems wrong with the handshake.
+
+    address: HOST:PORT.
+    """
+    files = None if tls is None else tls.files
+    return await asyncio.to_thread(_ask, address, files)
+
+
+def _ask(address: str, files: TlsFiles | None) -> str | None:
+    try:
+        return _plainly(address) if files is None else _with_certificates(address, files)
+    except (OSError, ValueError):
+        # Nobody there, gone meanwhile, a name that no certificate can have, files replaced: time may mend it.
+        return None
+
+
+def _plainly(address: str) -> str | None:
+    """Whether TLS is expected where none was offered."""
+    try:
+        _peer_certificate(address)
+    except ssl.SSLError as error:
+        if "ALERT" not in (error.reason or ""):
+            return None
+    return (
+        f"the worker at {address} expects TLS: give {_FLAGS} with a certificate of its authority (flashsplit certs "
+        "makes them)"
+    )
+
+
+def _with_certificates(address: str, files: TlsFiles) -> str | None:
+    name = files.server_name or _host(address)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(files.ca)
+    context.hostname_checks_common_name = False
+    context.load_cert_chain(files.cert, files.key)
+    try:
+        # A server that takes the client's certificate speaks first. One that is just ending hangs up too, but once.
+        taken = _shake(address, context, name) or _shake(address, context, name)
+    except ssl.SSLCertVerificationError as error:
+        return _mistrusted(address, name, files, error)
+    except ssl.SSLError as error:
+        if "ALERT" in (error.reason or ""):
+            return _unwelcome(address, files)
+        if error.reason in (None, "UNEXPECTED_EOF_WHILE_READING"):
+            return None
+        return f"the worker at {address} answers without TLS: start it with {_FLAGS}, or leave these flags out here too"
+    return None if taken else _unwelcome(address, files)
+
+
+def _mistrusted(address: str, name: str, files: TlsFiles, error: ssl.SSLCertVerificationError) -> str:
+    """What is wrong with the worker's certificate."""
+    shown = _peer_certificate(address)
+    last = shown.not_valid_after_utc
+    if error.verify_code in (_HOST_MISMATCH, _IP_MISMATCH):
+        return (
+            f"the worker at {address} shows a certificate for {', '.join(_names(shown)) or 'no host'}, not for {name}: "
+            f"dial it by a name that its certificate has, make one for {name}, or say which name to expect with "
+            f"{NAME_FLAG}"
+        )
+    if last < datetime.datetime.now(datetime.UTC):
+        return (
+            f"the worker at {address} shows a certificate that expired on {last:%Y-%m-%d %H:%M} UTC: give it a new one"
+        )
+    issuer = _common_name(shown.issuer)
+    return (
+        f"the worker at {address} shows a certificate of {issuer!r} that {CA_FLAG} {files.ca} does not vouch for "
+        f"({error.verify_message}): give both sides certificates of one authority"
+    )
+
+
+def _unwelcome(address: str, files: TlsFiles) -> str:
+    """The worker took part in the handshake and then hung up, which is all that it says."""
+    own = x509.load_pem_x509_certificate(files.cert.read_bytes())
+    refusal, last = f"the worker at {address} refuses {CERT_FLAG} {files.cert}", own.not_valid_after_utc
+    if last < datetime.datetime.now(datetime.UTC):
+        return f"{refusal}: it expired on {last:%Y-%m-%d %H:%M} UTC, make a new one and start this process again"
+    return f"{refusal}, a certificate of {_common_name(own.issuer)!r}: give both sides certificates of one authority"
+
+
+def _peer_certificate(address: str) -> x509.Certificate:
+    """What is shown to anybody. Raises OSError; ssl.SSLError where no TLS is spoken."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    with create_connection((_host(address), _port(address)), _ANSWER_S) as raw, context.wrap_socket(raw) as shaken:
+        return x509.load_der_x509_certificate(shaken.getpeercert(binary_form=True) or b"")
+
+
+def _shake(address: str, context: ssl.SSLContext, name: str) -> bytes:
+    """The first byte behind a handshake; none where the server hangs up."""
+    context.set_alpn_protocols(["h2"])
+    with (
+        create_connection((_host(address), _port(address)), _ANSWER_S) as raw,
+        context.wrap_socket(raw, server_hostname=name) as shaken,
+    ):
+        return shaken.recv(1)
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def _names(certificate: x509.Certificate) -> list[str]:
+    try:
+        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    return [str(name.value) for name in found if isinstance(name, x509.DNSName | x509.IPAddress)]
+
+
+def _common_name(name: x509.Name) -> str:
+    found = name.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(found[0].value) if found else name.rfc4514_string()

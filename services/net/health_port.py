@@ -1,0 +1,37 @@
+"""A second port that answers grpc.health.v1 and nothing else, without TLS: probes such as Kubernetes' carry neither
+certificates nor tokens.
+"""
+
+from __future__ import annotations
+
+import grpc
+from grpc_health.v1 import health, health_pb2_grpc
+
+from services.addresses import socket_path
+from services.errors import Unavailable
+from services.net.channel import SERVER_OPTIONS
+
+
+class HealthPort:
+    """Serves a server's own health service on the host that this listens on; beside a Unix socket, on 127.0.0.1."""
+
+    def __init__(self, beside: str, port: int, servicer: health.aio.HealthServicer) -> None:
+        host = "127.0.0.1" if socket_path(beside) is not None else beside.rpartition(":")[0]
+        self.address = f"{host}:{port}"
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, self._server)
+
+    async def start(self) -> None:
+        """Listen. Raises Unavailable when the port is taken."""
+        try:
+            self._server.add_insecure_port(self.address)
+        except RuntimeError as error:
+            raise Unavailable(
+                f"--health-port: cannot listen on {self.address}: the address is in use or not of this host",
+                address=self.address,
+            ) from error
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """At once: what has to be told by then was told by the status."""
+        await self._server.stop(0)

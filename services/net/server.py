@@ -1,0 +1,122 @@
+"""A gRPC server with what every flashsplit process has: health, reflection, bounded messages, clean shutdown.
+
+Owns the listening socket and nothing of the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from services.addresses import grpc_target, parse_address, socket_path
+from services.errors import Unavailable
+from services.net.channel import SERVER_OPTIONS
+from services.net.cluster_token import RequireToken
+from services.net.health_port import HealthPort
+from services.net.interceptors import RefuseGarbage
+from services.net.security import OPEN, Security
+
+Registration = Callable[[grpc.aio.Server], str]
+"""Adds a servicer to a server and returns the service's full name."""
+
+
+class Server:
+    """A listening server; `address` is where peers reach it (a free port is filled in).
+
+    health_port: answer health checks on this TCP port too, without TLS; 0 for no such port.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        registrations: Iterable[Registration],
+        *,
+        security: Security = OPEN,
+        health_port: int = 0,
+    ) -> None:
+        self._requested = parse_address(address, "--listen")
+        self.address = self._requested
+        tcp = socket_path(self._requested) is None
+        self._credentials = security.tls.for_server() if tcp and security.tls is not None else None
+        gate = [] if security.token is None else [RequireToken(security.token, lambda: self.address)]
+        self._server = grpc.aio.server(interceptors=[*gate, RefuseGarbage()], options=SERVER_OPTIONS)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._services = [register(self._server) for register in registrations]
+        reflection.enable_server_reflection(
+            [*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
+        )
+        self._health_port = None if not health_port else HealthPort(self._requested, health_port, self._health)
+
+    async def start(self) -> None:
+        """Listen. Raises Unavailable when the address is taken or cannot be bound."""
+        path = socket_path(self._requested)
+        if path is not None and _answers(path):
+            # gRPC would take the socket away from the process that listens on it.
+            raise Unavailable(f"cannot listen on {self._requested}: another process does", address=self._requested)
+        target = grpc_target(self._requested)
+        try:
+            with _private_files():
+                if self._credentials is None:
+                    port = self._server.add_insecure_port(target)
+                else:
+                    port = self._server.add_secure_port(target, self._credentials)
+        except RuntimeError as error:
+            why = "the address is in use or not of this host" if path is None else "no socket can be made at this path"
+            raise Unavailable(f"cannot listen on {self._requested}: {why}", address=self._requested) from error
+        if path is None:
+            self.address = f"{self._requested.rpartition(':')[0]}:{port}"
+        await self._server.start()
+        if self._health_port is not None:
+            try:
+                await self._health_port.start()
+            except Unavailable:
+                await self._server.stop(0)
+                raise
+        await self.set_serving(True)
+
+    async def set_serving(self, serving: bool) -> None:
+        """What `grpc.health.v1` answers, for the process and for each of its services."""
+        status = health_pb2.HealthCheckResponse
+        value = status.SERVING if serving else status.NOT_SERVING
+        for service in ["", *self._services]:
+            await self._health.set(service, value)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls, let running ones end within `grace_s`, cut the rest. gRPC removes the socket."""
+        await self._server.stop(grace_s)
+        if self._health_port is not None:
+            await self._health_port.stop()
+
+    async def wait(self) -> None:
+        await self._server.wait_for_termination()
+
+
+def _answers(path: str) -> bool:
+    """Whether a process listens on a socket file; one without is left over from a killed process."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except (BlockingIOError, PermissionError):
+            # Its queue is full, or it is another user's.
+            return True
+        except OSError:
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def _private_files() -> Iterator[None]:
+    """Files made in here, sockets among them, are for this user alone from their first moment."""
+    before = os.umask(0o177)
+    try:
+        yield
+    finally:
+        os.umask(before)

@@ -1,0 +1,243 @@
+"""InferenceService: the port, the servicer and the remote client of the door for clients."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import grpc
+import structlog
+
+from flashsplit.inference.v1 import inference_pb2 as pb, inference_pb2_grpc as pb_grpc, server_pb2
+from services.errors import (
+    Cancelled,
+    FlashsplitError,
+    InvalidArgument,
+    Unavailable,
+    answering,
+    rpc_failures_as_errors,
+)
+from services.messages.inference_frames import (
+    ask_from_message,
+    ask_to_message,
+    conversation_from_message,
+    conversation_to_message,
+    event_from_message,
+    event_to_message,
+    given,
+    info_from_message,
+    info_to_message,
+    load_from_message,
+    model_from_message,
+)
+from services.messages.inference_types import AnswerEvent, Ask, Conversation, Model, ServerInfo, ServerLoad
+from services.rpc.running_calls import HEADER, RunningCalls, request_id_of, traceparents_of, within_deadline
+from services.telemetry import trace_context
+from services.telemetry.trace_context import calling
+
+SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+CALL_TIMEOUT_S = 30.0
+"""Of calls that a server answers at once."""
+
+log = structlog.get_logger()
+
+
+class InferencePort(Protocol):
+    """A served model, here or elsewhere. Each raises NotFound for the name of a model that it does not serve."""
+
+    def answer(self, ask: Ask, request_id: str) -> AsyncGenerator[AnswerEvent]:
+        """Started, Deltas, Finished; closing it ends the work.
+
+        Raises InvalidArgument naming the field, ResourceExhausted when too many wait, Unavailable while draining.
+        """
+
+    async def models(self) -> tuple[Model, ...]:
+        """What is served."""
+
+    async def info(self) -> ServerInfo:
+        """The server as it stands."""
+
+    async def load(self) -> ServerLoad:
+        """How busy it is."""
+
+    async def tokenize(
+        self, prompt: str | Conversation, *, add_special_tokens: bool = True, model: str | None = None
+    ) -> tuple[int, ...]:
+        """The prompt's tokens. Raises InvalidArgument when the model has no tokenizer or no chat template."""
+
+    async def detokenize(
+        self, token_ids: tuple[int, ...], *, skip_special_tokens: bool = False, model: str | None = None
+    ) -> str:
+        """The tokens' text. Raises InvalidArgument when the model has no tokenizer."""
+
+
+class InferenceServicer(pb_grpc.InferenceServiceServicer):
+    """Frames to port; knows which answers run under which name."""
+
+    def __init__(self, port: InferencePort) -> None:
+        self._port, self._running = port, RunningCalls()
+
+    def register(self, server: grpc.aio.Server) -> str:
+        pb_grpc.add_InferenceServiceServicer_to_server(self, server)
+        return SERVICE
+
+    async def end_all(self) -> None:
+        """Tell all answers that run that the server stops."""
+        await self._running.end_all(Unavailable("the server is shutting down: ask another one", reason="DRAINING"))
+
+    async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        await self._answer(request, pb.GenerateResponse, context)
+
+    async def Chat(self, request: pb.ChatRequest, context: grpc.aio.ServicerContext) -> None:
+        await self._answer(request, pb.ChatResponse, context)
+
+    async def ListModels(self, _: pb.ListModelsRequest, context: grpc.aio.ServicerContext) -> pb.ListModelsResponse:
+        async with answering(context):
+            models = await self._port.models()
+            return pb.ListModelsResponse(models=[server_pb2.Model(**asdict(model)) for model in models])
+        raise AssertionError("answering() always ends the call")
+
+    async def GetServerInfo(
+        self, _: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetServerInfoResponse:
+        async with answering(context):
+            return pb.GetServerInfoResponse(server=info_to_message(await self._port.info()))
+        raise AssertionError("answering() always ends the call")
+
+    async def GetLoad(self, _: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:
+        async with answering(context):
+            return pb.GetLoadResponse(load=server_pb2.Load(**asdict(await self._port.load())))
+        raise AssertionError("answering() always ends the call")
+
+    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
+        async with answering(context):
+            aborted = Cancelled("the request was aborted", reason="REQUEST_ABORTED")
+            await self._running.end(request.request_id, aborted)
+            return pb.AbortResponse()
+        raise AssertionError("answering() always ends the call")
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
+        async with answering(context), within_deadline(context):
+            prompt: str | Conversation = request.text
+            if request.WhichOneof("prompt") == "conversation":
+                prompt = conversation_from_message(request.conversation)
+            elif request.WhichOneof("prompt") is None:
+                raise InvalidArgument("prompt is missing: give text or conversation", field="prompt")
+            special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+            tokens = await self._port.tokenize(prompt, add_special_tokens=special, model=given(request, "model"))
+            return pb.TokenizeResponse(token_ids=tokens)
+        raise AssertionError("answering() always ends the call")
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DetokenizeResponse:
+        async with answering(context), within_deadline(context):
+            text = await self._port.detokenize(
+                tuple(request.token_ids),
+                skip_special_tokens=request.skip_special_tokens,
+                model=given(request, "model"),
+            )
+            return pb.DetokenizeResponse(text=text)
+        raise AssertionError("answering() always ends the call")
+
+    async def _answer(
+        self, request: pb.GenerateRequest | pb.ChatRequest, response: type[Any], context: grpc.aio.ServicerContext
+    ) -> None:
+        started, request_id, trace_id, status = time.monotonic(), None, None, "CANCELLED"
+        try:
+            async with answering(context):
+                request_id = request_id_of(context)
+                # Now, so that no first write has it on board: one that is cut short could not be followed by a status.
+                await context.send_initial_metadata(())
+                try:
+                    with calling(request_id, traceparents_of(context)) as call:
+                        trace_id = call.trace.trace_id
+                        async with self._running.named(request_id), within_deadline(context):
+                            events = self._port.answer(ask_from_message(request), request_id)
+                            async with contextlib.aclosing(events):
+                                async for event in events:
+                                    await context.write(event_to_message(event, response()))
+                    status = "OK"
+                except FlashsplitError as error:
+                    status = error.code_name
+                    error.located(request_id=request_id)
+                    raise
+        finally:
+            log.info(
+                "grpc.request",
+                request_id=request_id,
+                trace_id=trace_id,
+                method=request.DESCRIPTOR.name.removesuffix("Request"),
+                status=status,
+                ms=round((time.monotonic() - started) * 1e3, 1),
+            )
+
+
+class RemoteInference:
+    """Port to frames: an `InferencePort` over a channel, and `abort` besides."""
+
+    def __init__(self, channel: grpc.aio.Channel, address: str, *, api_key: str | None = None) -> None:
+        self._stub = pb_grpc.InferenceServiceStub(channel)
+        self._address = address
+        self._metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+
+    async def answer(
+        self,
+        ask: Ask,
+        request_id: str | None = None,
+        *,
+        timeout_s: float | None = None,
+        traceparent: str | None = None,
+    ) -> AsyncGenerator[AnswerEvent]:
+        """As the port says; request_id None leaves the name to the server, timeout_s bounds the whole answer."""
+        request = ask_to_message(ask)
+        method = self._stub.Chat if isinstance(request, pb.ChatRequest) else self._stub.Generate
+        headers = {HEADER: request_id, trace_context.HEADER: traceparent}
+        named = ((key, value) for key, value in headers.items() if value is not None)
+        call = method(request, timeout=timeout_s, metadata=(*self._metadata, *named))
+        try:
+            with rpc_failures_as_errors(address=self._address):
+                async for response in call:
+                    event = event_from_message(response)
+                    if event is not None:
+                        yield event
+        finally:
+            call.cancel()
+
+    async def models(self) -> tuple[Model, ...]:
+        response = await self._call(self._stub.ListModels, pb.ListModelsRequest())
+        return tuple(model_from_message(model) for model in response.models)
+
+    async def info(self) -> ServerInfo:
+        return info_from_message((await self._call(self._stub.GetServerInfo, pb.GetServerInfoRequest())).server)
+
+    async def load(self) -> ServerLoad:
+        return load_from_message((await self._call(self._stub.GetLoad, pb.GetLoadRequest())).load)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request that waits or runs. Raises NotFound."""
+        await self._call(self._stub.Abort, pb.AbortRequest(request_id=request_id))
+
+    async def tokenize(
+        self, prompt: str | Conversation, *, add_special_tokens: bool = True, model: str | None = None
+    ) -> tuple[int, ...]:
+        request = pb.TokenizeRequest(add_special_tokens=add_special_tokens, model=model)
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.conversation.CopyFrom(conversation_to_message(prompt))
+        return tuple((await self._call(self._stub.Tokenize, request)).token_ids)
+
+    async def detokenize(
+        self, token_ids: tuple[int, ...], *, skip_special_tokens: bool = False, model: str | None = None
+    ) -> str:
+        request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens, model=model)
+        return (await self._call(self._stub.Detokenize, request)).text
+
+    async def _call(self, method: Any, request: Any) -> Any:
+        with rpc_failures_as_errors(address=self._address):
+            return await method(request, metadata=self._metadata, timeout=CALL_TIMEOUT_S)

@@ -1,0 +1,154 @@
+"""Connections to other workers, opened on first use and kept: one for steps and one for snapshots an address."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable
+
+import grpc
+import structlog
+
+from services.errors import FlashsplitError, Unavailable
+from services.net.channel import connect
+from services.net.security import OPEN, Security
+from services.rpc.compress import RemoteCompressor
+from services.rpc.draft import RemoteDraft
+from services.rpc.payload_transport import PayloadTransport, share_memory
+from services.rpc.shared_memory import ClientLink
+from services.rpc.snapshots import RemoteSnapshots
+from services.rpc.stage import RemoteStage
+from services.rpc.worker import RemoteWorker
+from services.same_host.link import SharedLink
+from services.same_host.step_socket import Watcher
+
+MAX_RETIRED = 16
+"""Connections that are not used for new calls any more and kept for those that run on them."""
+
+log = structlog.get_logger()
+
+
+class Connection:
+    """A channel to a worker, and the memory shared with it, if any."""
+
+    def __init__(self, channel: grpc.aio.Channel, shared: ClientLink | None) -> None:
+        self.channel, self._shared = channel, shared
+
+    @property
+    def link(self) -> SharedLink | None:
+        """None as well once the other side has given it up: the channel may have other calls and goes on."""
+        return None if self._shared is None or self._shared.closed else self._shared.link
+
+    @property
+    def good(self) -> bool:
+        """Whether new calls can use it."""
+        return self.channel.get_state() == grpc.ChannelConnectivity.READY
+
+    async def close(self) -> None:
+        if self._shared is not None:
+            await self._shared.close()
+        await self.channel.close()
+
+
+class Peers:
+    """The workers that this process talks to. Every method raises Unavailable when one doesn't answer in time.
+
+    caller: how this process calls itself in that sentence, where others read it. watcher: the thread to which steps may
+    come directly.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float = 5.0,
+        *,
+        security: Security = OPEN,
+        transport: PayloadTransport = PayloadTransport.AUTO,
+        caller: Callable[[], str] | None = None,
+        watcher: Watcher | None = None,
+    ) -> None:
+        self._timeout_s, self._security, self._transport, self._caller = timeout_s, security, transport, caller
+        self._watcher = watcher
+        self._connections: dict[tuple[str, str], Connection] = {}
+        self._retired: deque[Connection] = deque()
+        self._connecting: dict[tuple[str, str], asyncio.Lock] = {}
+
+    async def worker(self, address: str) -> RemoteWorker:
+        return RemoteWorker((await self._connection(address)).channel, address)
+
+    async def stage(self, address: str) -> RemoteStage:
+        connection = await self._connection(address)
+        return RemoteStage(connection.channel, address, connection.link)
+
+    async def draft(self, address: str) -> RemoteDraft:
+        connection = await self._connection(address)
+        return RemoteDraft(connection.channel, address, connection.link)
+
+    async def compressor(self, address: str) -> RemoteCompressor:
+        return RemoteCompressor((await self._connection(address)).channel, address)
+
+    async def snapshots(self, address: str) -> RemoteSnapshots:
+        """On a connection of its own: a snapshot must not sit in front of a step."""
+        connection = await self._connection(address, "snapshots")
+        return RemoteSnapshots(connection.channel, address, connection.link)
+
+    async def awaited(self, address: str, seconds: float) -> None:
+        """Go on calling a worker that is still on its way. That it never came, or what else is wrong, the next call
+        tells."""
+        with contextlib.suppress(FlashsplitError, TimeoutError):
+            async with asyncio.timeout(seconds):
+                while True:
+                    try:
+                        await self._connection(address)
+                        return
+                    except Unavailable as error:
+                        if error.reason != "WORKER_UNREACHABLE":
+                            return
+                        log.info("worker.awaited", address=address, why=error.message)
+
+    async def lost(self, address: str) -> Unavailable:
+        """Wait until the connection for steps breaks, or cannot be made; the sentence that says so."""
+        try:
+            channel = (await self._connection(address)).channel
+        except Unavailable as error:
+            return error
+        await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+        return Unavailable(
+            f"the connection to the worker at {address} broke", reason="WORKER_UNREACHABLE", address=address
+        )
+
+    async def close(self) -> None:
+        """Close all connections; running calls end."""
+        connections, self._connections = self._connections, {}
+        for connection in (*connections.values(), *self._retired):
+            await connection.close()
+        self._retired.clear()
+
+    async def _connection(self, address: str, use: str = "steps") -> Connection:
+        key = address, use
+        async with self._connecting.setdefault(key, asyncio.Lock()):
+            known = self._connections.pop(key, None)
+            if known is not None and not known.good:
+                # A worker that was gone is asked anew, without waiting out the old channel's back-off. One that stops
+                # still answers the calls that run there.
+                self._retired.append(known)
+                if len(self._retired) > MAX_RETIRED:
+                    await self._retired.popleft().close()
+                known = None
+            if known is None:
+                known = await self._connect(address, self._watcher if use == "steps" else None)
+            self._connections[key] = known
+            return known
+
+    async def _connect(self, address: str, watcher: Watcher | None) -> Connection:
+        try:
+            channel = await connect(address, timeout_s=self._timeout_s, security=self._security)
+        except Unavailable as error:
+            if self._caller is not None:
+                error.message = f"{self._caller()}: {error.message}"
+            raise
+        try:
+            return Connection(channel, await share_memory(channel, address, self._transport, watcher))
+        except BaseException:
+            await channel.close()
+            raise

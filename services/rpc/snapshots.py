@@ -1,0 +1,212 @@
+"""SnapshotService: the port, the servicer and the remote client for prefix state in and out of a worker.
+
+Runs on a channel of its own, so that a snapshot never waits in front of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+
+from flashsplit.shard.v1 import (
+    snapshot_pb2,
+    snapshot_service_pb2 as pb,
+    snapshot_service_pb2_grpc as pb_grpc,
+)
+from services.errors import DataLoss, InvalidArgument, Unavailable, answering, rpc_failures_as_errors
+from services.messages.snapshots import (
+    SnapshotChunk,
+    SnapshotFrame,
+    SnapshotHeader,
+    SnapshotOwner,
+    SnapshotTrailer,
+    check_id,
+    frame_from_message,
+    frame_to_message,
+    owner_from_number,
+    owner_to_number,
+)
+from services.same_host.link import NO_LINKS, Sender, SharedLink, SharedLinks
+from services.streams.client_stream import ClientStream
+
+SERVICE = pb.DESCRIPTOR.services_by_name["SnapshotService"].full_name
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What an import left: bytes kept (0 when the name was kept already), and what was given up for it."""
+
+    stored_bytes: int
+    evicted_ids: tuple[str, ...] = ()
+
+
+class SnapshotImport(Protocol):
+    """One import on its way. Nothing is kept before `commit`; one of `commit` and `abort` ends it."""
+
+    async def write(self, chunk: SnapshotChunk) -> None:
+        """Take the next bytes. Raises InvalidArgument for a gap, an overlap or an overrun."""
+
+    async def commit(self, trailer: SnapshotTrailer) -> Imported:
+        """Keep it. Raises DataLoss when bytes are missing or don't match their digests."""
+
+    def abort(self) -> None:
+        """Forget what came. Safe to call after `commit`."""
+
+
+class SnapshotPort(Protocol):
+    """A worker's kept prefixes."""
+
+    def export_snapshot(
+        self, owner: SnapshotOwner, snapshot_id: str, first_token: int, parent_id: str | None
+    ) -> AsyncIterator[SnapshotFrame]:
+        """Header, chunks, trailer; attention rows from `first_token` on, where what `parent_id` names ends.
+
+        Raises NotFound when it isn't kept.
+        """
+
+    async def import_snapshot(self, header: SnapshotHeader) -> SnapshotImport | None:
+        """Begin an import; None when the name is kept already.
+
+        Raises InvalidArgument when the tensors aren't those of the model at hand, FailedPrecondition for another model
+        or a missing parent, ResourceExhausted beyond the budget.
+        """
+
+    async def free_snapshots(self, snapshot_ids: Sequence[str]) -> int:
+        """Forget kept states, unless longer ones build on them; bytes freed."""
+
+
+class SnapshotServicer(pb_grpc.SnapshotServiceServicer):
+    """Frames to port."""
+
+    def __init__(self, port: SnapshotPort, links: SharedLinks = NO_LINKS) -> None:
+        """links: the memory that callers share with this process."""
+        self._port, self._links = port, links
+
+    def register(self, server: grpc.aio.Server) -> str:
+        pb_grpc.add_SnapshotServiceServicer_to_server(self, server)
+        return SERVICE
+
+    async def PrefixSnapshotExport(
+        self, request: snapshot_pb2.PrefixSnapshotExportRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        async with answering(context):
+            owner, snapshot_id = owner_from_number(request.owner), check_id(request.snapshot_id)
+            parent_id = check_id(request.parent_id, "parent_id") if request.HasField("parent_id") else None
+            sender = None
+            if request.link_id:
+                # It outlives this call, whose last chunks may be unread when it ends: the caller says when it is over.
+                sender = self._links.get(request.link_id).transfer(request.transfer_id)
+            async for frame in self._port.export_snapshot(owner, snapshot_id, request.first_token, parent_id):
+                response = snapshot_pb2.PrefixSnapshotExportResponse()
+                frame_to_message(frame, response, sender)
+                await context.write(response)
+
+    async def PrefixSnapshotImport(self, _: object, context: grpc.aio.ServicerContext) -> None:
+        async with answering(context):
+            imported = await self._import(context)
+            response = snapshot_pb2.PrefixSnapshotImportResponse()
+            response.imported.stored_bytes = imported.stored_bytes
+            response.imported.evicted_ids.extend(imported.evicted_ids)
+            await context.write(response)
+
+    async def SnapshotFree(
+        self, request: snapshot_pb2.SnapshotFreeRequest, context: grpc.aio.ServicerContext
+    ) -> snapshot_pb2.SnapshotFreeResponse:
+        async with answering(context):
+            freed = await self._port.free_snapshots(request.snapshot_ids)
+            return snapshot_pb2.SnapshotFreeResponse(freed_bytes=freed)
+        raise AssertionError("answering() always ends the call")
+
+    async def _import(self, context: grpc.aio.ServicerContext) -> Imported:
+        header = await self._read(context)
+        if not isinstance(header, SnapshotHeader):
+            raise InvalidArgument("the first frame of an import must be the header", field="frame")
+        incoming = await self._port.import_snapshot(header)
+        if incoming is None:
+            return Imported(0)
+        try:
+            wanted = snapshot_pb2.PrefixSnapshotImportResponse(wanted=snapshot_pb2.PrefixSnapshotWanted())
+            await context.write(wanted)
+            while not isinstance(frame := await self._read(context), SnapshotTrailer):
+                if not isinstance(frame, SnapshotChunk):
+                    raise InvalidArgument("a second header came where a chunk or the trailer was due", field="frame")
+                await incoming.write(frame)
+            return await incoming.commit(frame)
+        finally:
+            incoming.abort()
+
+    async def _read(self, context: grpc.aio.ServicerContext) -> SnapshotFrame:
+        request = await context.read()
+        if request is grpc.aio.EOF:
+            raise InvalidArgument("the import ended without its trailer", field="frame")
+        return frame_from_message(request, self._links)
+
+
+def _request(frame: SnapshotFrame, sender: Sender | None) -> snapshot_pb2.PrefixSnapshotImportRequest:
+    request = snapshot_pb2.PrefixSnapshotImportRequest()
+    frame_to_message(frame, request, sender)
+    return request
+
+
+class RemoteSnapshots:
+    """Port to frames, for who has a channel instead of a worker."""
+
+    def __init__(self, channel: grpc.aio.Channel, address: str, link: SharedLink | None = None) -> None:
+        """link: memory shared with the worker there."""
+        self._stub = pb_grpc.SnapshotServiceStub(channel)
+        self._address, self._link = address, link
+        self._links = SharedLinks() if link is None else SharedLinks(link)
+
+    async def export_snapshot(
+        self, owner: SnapshotOwner, snapshot_id: str, first_token: int = 0, parent_id: str | None = None
+    ) -> AsyncGenerator[SnapshotFrame]:
+        """As the port says."""
+        request = snapshot_pb2.PrefixSnapshotExportRequest(
+            snapshot_id=snapshot_id, owner=owner_to_number(owner), first_token=first_token, parent_id=parent_id
+        )
+        if self._link is not None:
+            request.link_id, request.transfer_id = self._link.link_id, self._link.begin_transfer()
+        call = self._stub.PrefixSnapshotExport(request)
+        try:
+            with rpc_failures_as_errors(address=self._address):
+                async for response in call:
+                    yield frame_from_message(response, self._links)
+        finally:
+            call.cancel()
+            if self._link is not None:
+                self._link.end_transfer(request.transfer_id)
+
+    async def import_snapshot(self, frames: AsyncIterator[SnapshotFrame]) -> Imported:
+        """Send a whole snapshot; errors as the port's, and whatever reading `frames` raises.
+
+        Raises DataLoss when `frames` ends without a trailer.
+        """
+        stream = ClientStream(self._stub.PrefixSnapshotImport(), address=self._address)
+        sender = None if self._link is None else self._link.sender()
+        try:
+            await stream.send(_request(await anext(frames), None))
+            response = await stream.read()
+            if response is not grpc.aio.EOF and response.WhichOneof("result") == "wanted":
+                async for frame in frames:
+                    if not await stream.send(_request(frame, sender)) or isinstance(frame, SnapshotTrailer):
+                        break
+                else:
+                    raise DataLoss("the prefix ended without its trailer", address=self._address)
+                response = await stream.read()
+            if response is grpc.aio.EOF:
+                raise Unavailable(f"{self._address} ended an import without a word", address=self._address)
+            imported = response.imported
+            return Imported(imported.stored_bytes, tuple(imported.evicted_ids))
+        finally:
+            stream.cancel()
+            if sender is not None:
+                sender.close()
+
+    async def free_snapshots(self, snapshot_ids: Sequence[str]) -> int:
+        """As the port says."""
+        with rpc_failures_as_errors(address=self._address):
+            request = snapshot_pb2.SnapshotFreeRequest(snapshot_ids=snapshot_ids)
+            return (await self._stub.SnapshotFree(request)).freed_bytes

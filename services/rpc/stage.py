@@ -1,0 +1,250 @@
+"""StageService: the port, the servicer and the remote client for sessions on a chain of stages.
+
+The coordinator and every stage but the last are its clients. Which frames mean what stands in `stage.proto`; this
+module only turns frames into dataclasses and back, and keeps the stream's life and the session's life together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import grpc
+
+from flashsplit.shard.v1 import (
+    shared_memory_pb2,
+    stage_pb2,
+    stage_service_pb2 as pb,
+    stage_service_pb2_grpc as pb_grpc,
+)
+from services.errors import CLOSED, InvalidArgument, Unavailable, answering, ending
+from services.messages import snapshot_frames, stage_frames as frames
+from services.messages.steps import (
+    Commit,
+    Event,
+    Failure,
+    FailureReason,
+    Forward,
+    Open,
+    SnapshotRestore,
+    SnapshotRestored,
+    SnapshotSave,
+    SnapshotSaved,
+    StageIdentity,
+)
+from services.same_host.link import NO_LINKS, Sender, SharedLink, SharedLinks
+from services.streams.client_stream import ClientStream
+from services.streams.server_stream import ServerStream
+from services.streams.step_lane import StepLane
+from services.streams.tensor_reading import first_done, read_tensors
+from services.telemetry.trace_context import log_for
+
+SERVICE = pb.DESCRIPTOR.services_by_name["StageService"].full_name
+
+MAX_STEPS_AHEAD = 64
+"""Steps that a stage takes before it waits for the caller to read answers, so that unread ones cannot pile up."""
+
+
+class StageSession(Protocol):
+    """One request on one stage and all below it."""
+
+    stages: tuple[StageIdentity, ...]
+    """This stage and those below."""
+
+    max_tensor_bytes: int
+    """Largest tensor that a forward of this session may carry."""
+
+    max_feature_slices: int
+
+    step_lane: StepLane | None
+    """Where steps that follow by themselves may go to this stage, and the next ones come from."""
+
+    async def forward(self, forward: Forward) -> None:
+        """Take one step; returns when the next one may be sent, not when the result is there.
+
+        Raises InvalidArgument for a malformed step and FailedPrecondition for one out of sequence.
+        """
+
+    async def save_snapshot(self, save: SnapshotSave) -> None:
+        """Keep the state here and below; SnapshotSaved tells what came of it.
+
+        Raises FailedPrecondition when the session's length is another one.
+        """
+
+    async def restore_snapshot(self, restore: SnapshotRestore) -> None:
+        """Begin from a kept state, before the first step; SnapshotRestored confirms it.
+
+        Raises NotFound when it isn't kept, FailedPrecondition when it cannot begin there.
+        """
+
+    def events(self) -> AsyncIterator[Event]:
+        """One Commit a step, in order; Proposal where asked for; SnapshotSaved and SnapshotRestored for theirs;
+        Failure when something below broke."""
+
+    async def close(self, why: str = CLOSED) -> None:
+        """Free the session here and below. why: what ended it, in a word for the log. Safe to call twice."""
+
+
+class StagePort(Protocol):
+    """A stage, here or elsewhere."""
+
+    async def open(self, request: Open, above: StepLane | None = None) -> StageSession:
+        """Begin a session. above: where steps that follow by themselves may come from the stage before, and where it
+        hears of the next ones.
+
+        Raises FailedPrecondition when the stage holds something else than the caller expects.
+        """
+
+
+class StageServicer(pb_grpc.StageServiceServicer):
+    """Frames to port."""
+
+    def __init__(self, port: StagePort, links: SharedLinks = NO_LINKS) -> None:
+        """links: the memory that callers share with this process."""
+        self._port, self._links = port, links
+
+    def register(self, server: grpc.aio.Server) -> str:
+        pb_grpc.add_StageServiceServicer_to_server(self, server)
+        return SERVICE
+
+    async def RunStage(self, _: object, context: grpc.aio.ServicerContext) -> None:
+        stream = ServerStream(context, pb.RunStageRequest.FromString)
+        async with answering(context):
+            first = await stream.read()
+            if first is grpc.aio.EOF or first.WhichOneof("frame") != "open":
+                raise InvalidArgument("the first frame of a session must be open", field="frame")
+            opening = frames.open_from_message(first.open)
+            log_for(opening.request_id, opening.trace)
+            above = self._step_lane(first.open)
+            session = await self._port.open(opening, above)
+            ahead = asyncio.Semaphore(MAX_STEPS_AHEAD)
+            try:
+                lane = self._links.lane(first.open.lane) if first.open.HasField("lane") else None
+                opened = frames.opened(session.stages, lane=lane is not None, step_lane=above is not None)
+                await stream.write(pb.RunStageResponse(opened=opened))
+                if lane is not None:
+                    stream.use(lane)
+                # A failure that was answered in-band decides over an error that it caused in the other loop.
+                await first_done(self._answer(session, stream, ahead), self._take(session, stream, ahead))
+            finally:
+                stream.close()
+                # A caller that cancels meanwhile must not leave a session half closed.
+                await asyncio.shield(session.close(ending(sys.exception())))
+
+    def _step_lane(self, message: stage_pb2.Open) -> StepLane | None:
+        found = self._links.step_socket(message.lane) if message.HasField("lane") else None
+        return None if found is None else StepLane(*found, message.lane.stream_id)
+
+    async def _take(self, session: StageSession, stream: ServerStream, ahead: asyncio.Semaphore) -> None:
+        while await ahead.acquire() and (request := await stream.read()) is not grpc.aio.EOF:
+            match request.WhichOneof("frame"):
+                case "forward_from_tokens":
+                    forward = frames.from_tokens(request.forward_from_tokens)
+                case "forward_from_activation":
+                    message = request.forward_from_activation
+                    incoming = frames.incoming_tensors(
+                        message, session.max_tensor_bytes, session.max_feature_slices, self._links
+                    )
+                    tensors = await read_tensors(stream, incoming, self._links)
+                    forward = frames.from_activation(message, tensors)
+                case "snapshot_save":
+                    await session.save_snapshot(snapshot_frames.save_from_message(request.snapshot_save))
+                    continue
+                case "snapshot_restore":
+                    await session.restore_snapshot(snapshot_frames.restore_from_message(request.snapshot_restore))
+                    continue
+                case other:
+                    raise InvalidArgument(f"frame {other} is not expected here", field="frame")
+            await session.forward(forward)
+
+    @staticmethod
+    async def _answer(session: StageSession, stream: ServerStream, ahead: asyncio.Semaphore) -> None:
+        async for event in session.events():
+            await stream.write(frames.event_to_message(event))
+            # A frame's last answer: steps that follow by themselves had none.
+            if isinstance(event, SnapshotSaved | SnapshotRestored) or (isinstance(event, Commit) and not event.more):
+                ahead.release()
+            if isinstance(event, Failure) and event.reason is not FailureReason.DRAFT_LOST:
+                return
+
+
+class RemoteStage:
+    """Port to frames: a `StagePort` over a channel."""
+
+    def __init__(self, channel: grpc.aio.Channel, address: str, link: SharedLink | None = None) -> None:
+        """link: memory shared with the worker there."""
+        self._stub = pb_grpc.StageServiceStub(channel)
+        self._address, self._link = address, link
+
+    async def open(self, request: Open, above: StepLane | None = None, *, steps: bool = False) -> RemoteStageSession:
+        """As the port says; `above` is of no use here. steps: whether this process begins by itself what the stage
+        tells it of, or passes it on."""
+        stream = ClientStream(self._stub.RunStage(), stage=request.stage, address=self._address)
+        opening = pb.RunStageRequest(open=frames.open_to_message(request))
+        lane = None if self._link is None else self._link.begin_lane(opening.open.lane)
+        step_lane = self._step_lane(opening.open.lane) if lane is not None and steps else None
+        try:
+            await stream.send(opening)
+            response = await stream.read()
+            if response is grpc.aio.EOF:
+                raise Unavailable(f"{self._address} closed the session without opening it", address=self._address)
+            if lane is not None and response.opened.lane:
+                stream.use(lane, pb.RunStageResponse.FromString)
+            sender = None if self._link is None else self._link.sender()
+            if not response.opened.step_lane:
+                step_lane = None
+            return RemoteStageSession(stream, frames.opened_from_message(response.opened), sender, step_lane)
+        except BaseException:
+            stream.cancel()
+            raise
+        finally:
+            if lane is not None and not stream.uses(lane):
+                lane.close()
+
+    def _step_lane(self, message: shared_memory_pb2.FrameLane) -> StepLane | None:
+        link = self._link
+        if link is None or link.step_socket is None:
+            return None
+        message.steps = True
+        return StepLane(link, link.step_socket, message.stream_id)
+
+
+class RemoteStageSession:
+    """A `StageSession` at the other end of a stream."""
+
+    def __init__(
+        self,
+        stream: ClientStream,
+        stages: tuple[StageIdentity, ...],
+        sender: Sender | None = None,
+        step_lane: StepLane | None = None,
+    ) -> None:
+        self._stream, self._sender, self.step_lane = stream, sender, step_lane
+        self.stages = stages
+        self.max_tensor_bytes = 0
+        self.max_feature_slices = 0
+        stream.where |= {"host": stages[0].location.host, "device": stages[0].location.device}
+
+    async def forward(self, forward: Forward) -> None:
+        """As the port says, but raises nothing: where the stream is over, events() says why."""
+        await self._stream.send_all(frames.forward_to_messages(forward, self._sender))
+
+    async def save_snapshot(self, save: SnapshotSave) -> None:
+        """As `forward`: raises nothing."""
+        await self._stream.send(pb.RunStageRequest(snapshot_save=snapshot_frames.save_to_message(save)))
+
+    async def restore_snapshot(self, restore: SnapshotRestore) -> None:
+        """As `forward`: raises nothing."""
+        await self._stream.send(pb.RunStageRequest(snapshot_restore=snapshot_frames.restore_to_message(restore)))
+
+    async def events(self) -> AsyncIterator[Event]:
+        """As the port says; raises the FlashsplitError that ended the stream, if one did."""
+        while (response := await self._stream.read()) is not grpc.aio.EOF:
+            yield frames.event_from_message(response)
+
+    async def close(self, why: str = CLOSED) -> None:
+        await self._stream.close()
+        if self._sender is not None:
+            self._sender.close()

@@ -1,0 +1,4 @@
+"""What a session remembers on one device: attention keys and values, recurrent state, and copies of both.
+
+It owns that memory. It must not know who computes with it, or processes.
+"""

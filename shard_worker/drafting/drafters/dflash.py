@@ -1,0 +1,346 @@
+"""DFlash block-diffusion draft (arXiv 2602.06036): guesses a whole block in one forward.
+
+Input rows: the known token's embedding and mask tokens. Every layer's keys and values come from the target's features
+(`hidden_norm(fc(features))`, the same vector for all layers) for the context and from the layer's input for the block.
+The context is projected once, when features arrive; a propose runs the block's rows only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from services.errors import InvalidArgument
+from services.model.config import LayerKind
+from shard_worker.cache.attention_cache import PAGE_ROWS, AttentionCache, AttentionView
+from shard_worker.cache.prefix_state import GroupKind, StateView, TensorGroup
+from shard_worker.device.devices import Device
+from shard_worker.device.dtypes import dtype_from_name
+from shard_worker.drafting.config import DraftConfig, read_draft_config
+from shard_worker.model.features import Features
+from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights, MlpWeights
+from shard_worker.model.layers.mlp import run as run_mlp
+from shard_worker.ops.attention import attend, grouped_mask, visibility
+from shard_worker.ops.linear import linear, packed
+from shard_worker.ops.norm import rms_norm
+from shard_worker.ops.rope import apply_rope, inverse_frequencies, rope_table
+from shard_worker.weights.checkpoint import Checkpoint
+
+_ALIASES = (
+    (re.compile(r"^midlayer\."), "layers.0."),
+    (re.compile(r"^encoder\.fc\."), "fc."),
+    (re.compile(r"^encoder\.output_norm_enc\."), "hidden_norm."),
+)
+# Copies of the target's own tensors, which are shared instead, and maps that a full vocabulary doesn't need.
+_IGNORED = re.compile(r"^(embed_tokens\.weight|lm_head\.weight|t2d|verifier_.*|.*rotary_emb\.inv_freq)$")
+
+
+@dataclass(slots=True)
+class DraftState:
+    """One session's context: keys and values of all layers of a kind in one cache, and each layer's place in its own.
+
+    Sliding layers' positions wrap around in window + block slots: enough that a block never overwrites what one of its
+    rows can see.
+    """
+
+    caches: dict[LayerKind, AttentionCache]
+    layers: tuple[tuple[LayerKind, int], ...]
+    length: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(cache.size_bytes for cache in self.caches.values())
+
+    def views(self) -> list[StateView]:
+        """In the order of `Draft.state_groups`."""
+        return [
+            AttentionView(self.caches[kind], slice(slot, slot + 1), which)
+            for kind, slot in self.layers
+            for which in (0, 1)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A loaded draft."""
+
+    config: DraftConfig
+    device: Device
+    dtype: torch.dtype
+    fingerprint: str
+    weight_bytes: int
+    fc: torch.Tensor
+    hidden_norm: torch.Tensor
+    norm: torch.Tensor
+    layers: tuple[DecoderWeights, ...]
+    context: tuple[torch.Tensor, ...]
+    """The rows of each layer's qkv that make keys and values, which alone the context needs."""
+    frequencies: torch.Tensor
+
+    def allocate(self, max_length: int) -> DraftState:
+        """Memory for one session of up to `max_length` tokens."""
+        config, block = self.config, self.config.block_size
+        like = torch.empty(0, dtype=self.dtype, device=self.device.torch_device)
+        caches: dict[LayerKind, AttentionCache] = {}
+        kinds = config.layer_kinds
+        for kind in set(kinds):
+            ring = self.ring if kind is LayerKind.SLIDING else None
+            caches[kind] = AttentionCache(
+                kinds.count(kind),
+                config.kv_heads,
+                max_length + block,
+                config.head_dim,
+                like,
+                PAGE_ROWS if self.device.is_gpu else None,
+                None if ring is None or ring > max_length + block else ring,
+            )
+        return DraftState(caches, tuple(zip(kinds, self.slots, strict=True)))
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Each layer's place in the cache of its kind."""
+        kinds = self.config.layer_kinds
+        return tuple(kinds[:layer].count(kind) for layer, kind in enumerate(kinds))
+
+    @property
+    def ring(self) -> int | None:
+        """Slots of a sliding layer. On a GPU whole pages, and room for a step's rows that do not count after all."""
+        window, block = self.config.window, self.config.block_size
+        if window is None:
+            return None
+        if not self.device.is_gpu:
+            return window + block
+        return -(-(window + 2 * block) // PAGE_ROWS) * PAGE_ROWS
+
+    def state_groups(self) -> tuple[TensorGroup, ...]:
+        """What is kept of a prefix: each layer's keys and values, a sliding one's only as far as it looks back."""
+        config = self.config
+        extents = (config.kv_heads, config.head_dim)
+        return tuple(
+            TensorGroup(
+                GroupKind.ROWS,
+                (f"draft.layers.{layer}.{what}",),
+                extents,
+                self.dtype,
+                config.window if kind is LayerKind.SLIDING else None,
+            )
+            for layer, kind in enumerate(config.layer_kinds)
+            for what in ("k", "v")
+        )
+
+    def mix(self, features: Features) -> torch.Tensor:
+        """`fc(features)` of n rows, [n, hidden]."""
+        if features.total is not None:
+            return features.total.to(self.device.torch_device, self.dtype)
+        pieces = [features.slices[index] for index in range(len(self.config.capture_layers))]
+        joined = torch.cat([piece.to(self.device.torch_device) for piece in pieces], -1)
+        return linear(joined.to(self.dtype), self.fc)
+
+    def combine(self, features: Features) -> torch.Tensor:
+        """The context vector of each of n rows, [n, hidden]: `hidden_norm(fc(features))`."""
+        return rms_norm(self.mix(features), self.hidden_norm, self.config.norm_eps)
+
+    def append(self, state: DraftState, features: Features) -> None:
+        """Take features of the n committed rows that follow the context."""
+        context = self.combine(features)
+        count, config = len(context), self.config
+        positions = torch.arange(state.length, state.length + count, device=context.device)
+        rope = rope_table(positions, self.frequencies, self.dtype)
+        queries = config.heads * config.head_dim
+        for (kind, slot), weights, keys_and_values in zip(state.layers, self.layers, self.context, strict=True):
+            mixer = weights.mixer
+            assert isinstance(mixer, AttentionWeights)
+            bias = None if mixer.qkv_bias is None else mixer.qkv_bias[queries:]
+            projected = linear(context, keys_and_values, bias).view(count, 2, config.kv_heads, -1)
+            keys = apply_rope(rms_norm(projected[:, 0], mixer.qk_norm[config.heads :], config.norm_eps), rope)
+            # Only the last `slots` rows: earlier ones would be overwritten.
+            cache = state.caches[kind]
+            first = max(0, count - cache.slots)
+            cache.store(slot, state.length + first, keys[first:], projected[first:, 1])
+        state.length += count
+
+    def propose(self, state: DraftState, embedded: torch.Tensor, guesses: int) -> torch.Tensor:
+        """Hidden rows of the guesses after the context, normed for the target's lm_head: [guesses, hidden].
+
+        embedded: target embedding rows of the known token, at position `state.length`, and of the mask token,
+        [2, hidden]. The context cache is left as it was.
+        """
+        config, rows = self.config, guesses + 1
+        index = torch.tensor([0] + [1] * guesses, device=self.device.torch_device)
+        hidden = embedded.to(self.device.torch_device, self.dtype)[index]
+        end = state.length + rows
+        positions = torch.arange(state.length, end, device=hidden.device)
+        rope = rope_table(positions, self.frequencies, self.dtype)
+        masks: dict[tuple[LayerKind, bool], torch.Tensor | None] = {}
+        for (kind, slot), causal, weights in zip(state.layers, config.causal, self.layers, strict=True):
+            mixer, cache = weights.mixer, state.caches[kind]
+            assert isinstance(mixer, AttentionWeights)
+            x = rms_norm(hidden, weights.input_norm, config.norm_eps)
+            projected = linear(x, mixer.qkv, mixer.qkv_bias).view(rows, -1, config.head_dim)
+            normed = rms_norm(projected[:, : config.heads + config.kv_heads], mixer.qk_norm, config.norm_eps)
+            rotated = apply_rope(normed, rope)
+            values = projected[:, config.heads + config.kv_heads :]
+            cache.store(slot, state.length, rotated[:, config.heads :], values)
+            span = min(cache.slots, end)
+            if (kind, causal) not in masks:
+                masks[kind, causal] = self._mask(kind, causal, positions, end, span, cache.slots)
+            mixed = attend(rotated[:, : config.heads], *cache.span(slot, span), masks[kind, causal])
+            hidden = hidden + linear(mixed, mixer.out, mixer.out_bias)
+            normed = rms_norm(hidden, weights.post_norm, config.norm_eps)
+            hidden = hidden + run_mlp(weights.mlp, normed)
+        return rms_norm(hidden[1:], self.norm, config.norm_eps)
+
+    def _mask(
+        self, kind: LayerKind, causal: bool, positions: torch.Tensor, end: int, span: int, slots: int
+    ) -> torch.Tensor | None:
+        """Slots hold the latest position below `end` that maps to them; a negative one means empty."""
+        window = self.config.window if kind is LayerKind.SLIDING else None
+        if not causal and (window is None or end <= window):
+            return None
+        slot = torch.arange(span, device=positions.device)
+        held = end - 1 - torch.remainder(end - 1 - slot, slots)
+        seen = visibility(positions, held, causal=causal, window=window)
+        return grouped_mask(seen, self.config.heads // self.config.kv_heads, self.dtype)
+
+
+def load(
+    checkpoint: Checkpoint,
+    device: Device,
+    dtype: str | None,
+    on_progress: Callable[[int, int], None],
+) -> Draft:
+    """Raises InvalidArgument for missing, unknown or mis-shaped tensors, Unimplemented for other draft formats."""
+    config = read_draft_config(checkpoint.config)
+    names = _names(checkpoint, config)
+    total = sum(checkpoint.size_bytes(name) for name in names.values())
+    wanted = checkpoint.dtype(names["fc.weight"]) if dtype is None else dtype_from_name(dtype)
+    loaded = resident = 0
+
+    def take(name: str) -> torch.Tensor:
+        nonlocal loaded, resident
+        stored = names[name]
+        loaded += checkpoint.size_bytes(stored)
+        on_progress(loaded, total)
+        kept = checkpoint.dtype(stored) if name.endswith("norm.weight") else wanted
+        tensor = checkpoint.place(stored, device.torch_device, kept)
+        resident += tensor.nbytes
+        return tensor
+
+    def pack(index: int, kind: LayerKind) -> tuple[DecoderWeights, torch.Tensor]:
+        prefix = f"layers.{index}."
+        attention = f"{prefix}self_attn."
+
+        def fuse(suffix: str) -> torch.Tensor:
+            return torch.cat([take(f"{attention}{part}_proj.{suffix}") for part in "qkv"])
+
+        norms = [(take(f"{attention}{part}_norm.weight").float(), heads) for part, heads in heads_of]
+        qkv = fuse("weight")
+        layer = DecoderWeights(
+            kind=kind,
+            input_norm=take(f"{prefix}input_layernorm.weight").float(),
+            mixer=AttentionWeights(
+                qkv=packed(qkv),
+                qkv_bias=fuse("bias") if config.attention_bias else None,
+                qk_norm=torch.cat([norm.expand(heads, -1) for norm, heads in norms]).contiguous(),
+                out=packed(take(f"{attention}o_proj.weight")),
+                out_bias=take(f"{attention}o_proj.bias") if config.attention_bias else None,
+                gated=False,
+            ),
+            post_norm=take(f"{prefix}post_attention_layernorm.weight").float(),
+            mlp=MlpWeights(
+                packed(torch.cat([take(f"{prefix}mlp.{part}_proj.weight") for part in ("gate", "up")])),
+                packed(take(f"{prefix}mlp.down_proj.weight")),
+            ),
+        )
+        return layer, packed(qkv[config.heads * config.head_dim :])
+
+    heads_of = (("q", config.heads), ("k", config.kv_heads))
+    layers, context = zip(*[pack(index, kind) for index, kind in enumerate(config.layer_kinds)], strict=True)
+    return Draft(
+        config=config,
+        device=device,
+        dtype=wanted,
+        fingerprint=checkpoint.fingerprint,
+        fc=packed(take("fc.weight")),
+        hidden_norm=take("hidden_norm.weight").float(),
+        norm=take("norm.weight").float(),
+        layers=layers,
+        context=context,
+        frequencies=inverse_frequencies(config.head_dim, config.rope_theta, device.torch_device),
+        # Last: it counts what is taken above.
+        weight_bytes=resident,
+    )
+
+
+def read_fc(checkpoint: Checkpoint) -> tuple[DraftConfig, torch.Tensor]:
+    """What a target stage needs of a draft: its configuration and `fc` [hidden, N * hidden], over the mapped file."""
+    config = read_draft_config(checkpoint.config)
+    return config, checkpoint.tensor(_names(checkpoint, config)["fc.weight"])
+
+
+def _names(checkpoint: Checkpoint, config: DraftConfig) -> dict[str, str]:
+    """Canonical name -> name in the checkpoint, every tensor checked."""
+    names: dict[str, str] = {}
+    for stored in checkpoint.names:
+        name = stored
+        for pattern, plain in _ALIASES:
+            name = pattern.sub(plain, name)
+        if not _IGNORED.match(name):
+            names[name] = stored
+    expected = expected_shapes(config)
+    for name, shape in expected.items():
+        if name not in names:
+            raise InvalidArgument(
+                f"draft tensor {name} is missing in {checkpoint.directory}",
+                reason="TENSOR_MISSING",
+                field=name,
+            )
+        found = checkpoint.shape(names[name])
+        if found != shape:
+            raise InvalidArgument(
+                f"draft tensor {name} has shape {list(found)}, config.json asks for {list(shape)}",
+                reason="TENSOR_SHAPE",
+                field=name,
+            )
+    unknown = sorted(set(names) - set(expected))
+    if unknown:
+        raise InvalidArgument(
+            f"draft tensor {unknown[0]} is not one that a DFlash draft has ({len(unknown)} such tensors): "
+            "the checkpoint is of another draft format",
+            field=unknown[0],
+        )
+    return names
+
+
+def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    hidden, mlp = config.hidden_size, config.mlp_size
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        # The draft reads the target's embedding rows, so both have one hidden size.
+        "fc.weight": (hidden, len(config.capture_layers) * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for index in range(config.num_layers):
+        prefix = f"layers.{index}."
+        attention = f"{prefix}self_attn."
+        shapes |= {
+            f"{prefix}input_layernorm.weight": (hidden,),
+            f"{prefix}post_attention_layernorm.weight": (hidden,),
+            f"{prefix}mlp.gate_proj.weight": (mlp, hidden),
+            f"{prefix}mlp.up_proj.weight": (mlp, hidden),
+            f"{prefix}mlp.down_proj.weight": (hidden, mlp),
+            f"{attention}q_proj.weight": (queries, hidden),
+            f"{attention}k_proj.weight": (keys, hidden),
+            f"{attention}v_proj.weight": (keys, hidden),
+            f"{attention}o_proj.weight": (hidden, queries),
+            f"{attention}q_norm.weight": (config.head_dim,),
+            f"{attention}k_norm.weight": (config.head_dim,),
+        }
+        if config.attention_bias:
+            extents = {"q": queries, "k": keys, "v": keys, "o": hidden}
+            shapes |= {f"{attention}{part}_proj.bias": (size,) for part, size in extents.items()}
+    return shapes

@@ -1,0 +1,194 @@
+"""How the last stage reaches the draft: a draft in the same process, or one behind a stream.
+
+Both take features of committed rows and, when asked, answer with guesses. They differ in where the work runs, not in
+what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from services.errors import CLOSED, FailedPrecondition
+from services.messages.steps import FeatureSlice, Location, SnapshotPart, SnapshotRestore, SnapshotSave
+from services.messages.tensors import WireTensor
+from services.rpc.draft import DraftSession, Propose
+from shard_worker.device.dtypes import Leaving, from_wire, to_wire
+from shard_worker.device.executor import DeviceThread
+from shard_worker.drafting.drafters.dflash import DraftState
+from shard_worker.drafting.embedding_rows import EmbeddingRows
+from shard_worker.drafting.engine import DraftEngine, Guess, Projection
+from shard_worker.model.features import Features
+from shard_worker.session_record import SessionRecord
+from shard_worker.snapshots.keeper import SnapshotKeeper
+
+if TYPE_CHECKING:
+    from shard_worker.drafting.ahead import Ahead
+
+
+Then = Callable[[tuple[int, ...]], None]
+
+
+class DraftLink(Protocol):
+    """One session's way to its draft."""
+
+    remote: bool
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that it takes in this process by now."""
+
+    async def advance(
+        self, features: Features, start: int, guess: Guess | None, then: Then | None = None
+    ) -> tuple[int, ...]:
+        """Take features of committed rows from position `start` on; then guess, if asked.
+
+        then: called with the guesses as soon as they are there, on the device thread; not by a draft elsewhere.
+        """
+
+    async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
+        """Keep the state behind the features so far."""
+
+    async def restore_snapshot(self, restore: SnapshotRestore) -> SnapshotPart:
+        """Begin from a kept state. Raises NotFound when it isn't kept."""
+
+    async def close(self, why: str = CLOSED) -> None:
+        """Free the draft's session. why: what ended it, in a word for the log."""
+
+
+async def save_draft(keeper: SnapshotKeeper, state: DraftState, save: SnapshotSave, location: Location) -> SnapshotPart:
+    """Raises FailedPrecondition when the features end elsewhere."""
+    if save.length != state.length:
+        raise FailedPrecondition(
+            f"length is {save.length}, the draft's context has {state.length} tokens",
+            reason="OUT_OF_STEP",
+            field="length",
+        )
+    return await keeper.save(save, state.views(), location)
+
+
+async def restore_draft(
+    keeper: SnapshotKeeper, state: DraftState, restore: SnapshotRestore, location: Location
+) -> SnapshotPart:
+    """Errors as in `SnapshotKeeper.restore`; FailedPrecondition after the first features."""
+    if state.length:
+        raise FailedPrecondition(
+            f"the draft's context has {state.length} tokens already: restore comes first", reason="OUT_OF_STEP"
+        )
+    part = await keeper.restore(restore, state.views(), location)
+    state.length = restore.length
+    return part
+
+
+class LocalDraftLink:
+    """A draft on the last stage's own devices, sharing its lm_head and embedding."""
+
+    remote = False
+
+    def __init__(
+        self,
+        thread: DeviceThread,
+        engine: DraftEngine,
+        state: DraftState,
+        keeper: SnapshotKeeper,
+        location: Location,
+        record: SessionRecord,
+        ahead: Ahead | None = None,
+    ) -> None:
+        """ahead: where the block behind a step may have been issued together with the step."""
+        self._thread, self._engine, self._state, self.ahead = thread, engine, state, ahead
+        self._keeper, self._location, self._record = keeper, location, record
+
+    @property
+    def held_bytes(self) -> int:
+        return self._state.size_bytes
+
+    async def advance(
+        self, features: Features, start: int, guess: Guess | None, then: Then | None = None
+    ) -> tuple[int, ...]:
+        self._record.steps += guess is not None
+        return await self._thread.submit(self._advance, features, start, guess, then)
+
+    def _advance(self, features: Features, start: int, guess: Guess | None, then: Then | None) -> tuple[int, ...]:
+        guesses = self._record.timed(self._guesses, features, start, guess)
+        if then is not None and guess is not None:
+            then(guesses)
+        return guesses
+
+    def _guesses(self, features: Features, start: int, guess: Guess | None) -> tuple[int, ...]:
+        if self.ahead is not None and self.ahead.issued:
+            return self.ahead.guesses()
+        if not features.empty:
+            self._engine.append(self._state, features, start)
+        return () if guess is None else self._engine.guess(self._state, guess)
+
+    async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
+        return await save_draft(self._keeper, self._state, save, self._location)
+
+    async def restore_snapshot(self, restore: SnapshotRestore) -> SnapshotPart:
+        return await restore_draft(self._keeper, self._state, restore, self._location)
+
+    async def close(self, why: str = CLOSED) -> None:
+        self._record.end(why, self._state.length)
+
+
+class RemoteDraftLink:
+    """A draft in another worker. `embedding` and `project` serve one that has neither table nor head of its own."""
+
+    remote, held_bytes = True, 0
+
+    def __init__(
+        self,
+        thread: DeviceThread,
+        session: DraftSession,
+        device: torch.device,
+        projected: bool,
+        mask_token_id: int,
+        embedding: EmbeddingRows,
+        project: Projection,
+    ) -> None:
+        self._thread, self._session, self._device = thread, session, device
+        self._projected, self._mask_token_id = projected, mask_token_id
+        self._embedding, self._project = embedding, project
+
+    async def advance(
+        self, features: Features, start: int, guess: Guess | None, then: Then | None = None
+    ) -> tuple[int, ...]:
+        for piece in await self._thread.submit(slices_to_wire, features, start):
+            await self._session.feature_slice(piece)
+        if guess is None:
+            return ()
+        embed = None
+        if self._projected:
+            embed = await self._thread.submit(self._embed, guess.token_id)
+        answer = await self._session.propose(Propose(guess.step, guess.position, guess.token_id, guess.tokens, embed))
+        if not isinstance(answer, WireTensor):
+            return answer
+        return await self._thread.submit(self._choose, answer)
+
+    async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
+        return await self._session.save_snapshot(save)
+
+    async def restore_snapshot(self, restore: SnapshotRestore) -> SnapshotPart:
+        return await self._session.restore_snapshot(restore)
+
+    async def close(self, why: str = CLOSED) -> None:
+        await self._session.close(why)
+
+    def _embed(self, token_id: int) -> WireTensor:
+        return to_wire(self._embedding((token_id, self._mask_token_id)))
+
+    def _choose(self, hidden: WireTensor) -> tuple[int, ...]:
+        return tuple(self._project(from_wire(hidden, self._device)).argmax(-1).tolist())
+
+
+def slices_to_wire(features: Features, start: int) -> list[FeatureSlice]:
+    """The sum as one slice, plain slices in capture order."""
+    return slices_of(features.indices, Leaving(features.tensors).wait(), start)
+
+
+def slices_of(indices: Sequence[int | None], tensors: Sequence[WireTensor], start: int) -> list[FeatureSlice]:
+    """Of tensors that are on the host."""
+    return [FeatureSlice(start, tensor, index) for index, tensor in zip(indices, tensors, strict=True)]

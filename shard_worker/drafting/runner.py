@@ -1,0 +1,180 @@
+"""A DFlash draft on a GPU by kernels, as two captured graphs: taking features of a step's rows, and guessing a block.
+
+As in `step_runner`, graphs know no session. A block may be issued before it is known on the host how many rows of the
+step before it count: the places of both graphs are then completed on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from shard_worker.cache.attention_cache import PAGE_ROWS
+from shard_worker.device.devices import Device
+from shard_worker.drafting.drafters.dflash import Draft, DraftState
+from shard_worker.model.kernels import decoder
+from shard_worker.model.kernels.attention import rope_table
+from shard_worker.model.kernels.heads import Heads, HeadShape
+from shard_worker.model.kernels.matmul import begin, linear
+from shard_worker.model.kernels.place import Place
+from shard_worker.model.layer_weights import AttentionWeights
+from shard_worker.stage.step_runner import ROW_COUNTS
+
+
+class DraftRunner:
+    """Of one draft and the lm_head [vocab, hidden] that it shares or has. One session's call at a time."""
+
+    def __init__(self, draft: Draft, head: torch.Tensor, *, graphs: bool) -> None:
+        config, device = draft.config, draft.device.torch_device
+        self._draft, self._head, self.graphs = draft, head, graphs
+        self.rows = next(rows for rows in ROW_COUNTS if rows >= config.block_size)
+        """Rows that both graphs are made with."""
+        self._kinds = tuple(dict.fromkeys(config.layer_kinds))
+        pages = -(-config.max_position // PAGE_ROWS) + 1
+        self.appending, self.proposing = (Place(device, pages, len(self._kinds)) for _ in range(2))
+        made = {"dtype": draft.dtype, "device": device}
+        self._context = torch.zeros((self.rows, config.hidden_size), **made)  # type: ignore[call-overload]
+        self._block = torch.zeros((self.rows, config.hidden_size), **made)  # type: ignore[call-overload]
+        self._masked = False
+        self._guesses = torch.zeros(self.rows, dtype=torch.int64, device=device)
+        self._layers = _layers(draft)
+        self._appended: Callable[[], None] | None = None
+        self._proposed: Callable[[], None] | None = None
+
+    @property
+    def device(self) -> Device:
+        return self._draft.device
+
+    @property
+    def known_row(self) -> torch.Tensor:
+        """Where the embedding of the block's known token belongs, [hidden]."""
+        return self._block[0]
+
+    def takes(self, state: DraftState, rows: int) -> bool:
+        """Whether features of so many rows, and a block behind them, can be had here."""
+        return rows <= self.rows and state.length + rows + self.rows <= self._draft.config.max_position
+
+    def prepare(self, mask_row: torch.Tensor) -> None:
+        """Compile and capture both graphs. mask_row: the mask token's embedding, [hidden]."""
+        with self._draft.device.current():
+            self._block.copy_(mask_row.expand_as(self._block))
+            self._masked = True
+            scratch = self._draft.allocate(self.rows)
+            self.place_rows(scratch, self.rows)
+            self.place_block(scratch, self.rows - 1)
+            self._appended = self._captured(self._append)
+            self._proposed = self._captured(self._propose)
+
+    def append(self, state: DraftState, mixed: torch.Tensor) -> None:
+        """Take features of the n committed rows that follow the context: `Draft.mix` of them, [n, hidden]."""
+        with self._draft.device.current():
+            self.place_rows(state, len(mixed))
+            self.launch_append(mixed)
+        state.length += len(mixed)
+
+    def guess(self, state: DraftState, embedded: torch.Tensor, guesses: int) -> tuple[int, ...]:
+        """The draft's likeliest tokens behind the context. embedded: as in `Draft.propose`."""
+        with self._draft.device.current():
+            if not self._masked:
+                self.prepare(embedded[1])
+            self.known_row.copy_(embedded[0])
+            self.place_block(state, guesses)
+            return tuple(self.launch_block()[1 : guesses + 1].tolist())
+
+    # --- the pieces, for a caller that completes the places itself
+
+    def place_rows(self, state: DraftState, rows: int) -> None:
+        """Send where rows behind the context go."""
+        self._fill(self.appending, state, state.length, rows)
+
+    def place_block(self, state: DraftState, guesses: int, *, behind: int = 0) -> None:
+        """Send where a block goes; `behind`: rows that may yet count before it."""
+        self._fill(self.proposing, state, state.length, guesses + 1, behind)
+
+    def launch_append(self, mixed: torch.Tensor) -> None:
+        """Queue taking the rows that the place says, of `mixed` [n, hidden] in any element type."""
+        self._context[: len(mixed)].copy_(mixed)
+        if self._appended is None:
+            self._appended = self._captured(self._append)
+        self._appended()
+
+    def launch_block(self) -> torch.Tensor:
+        """Queue guessing: int64 [rows], of which row 1 and those behind it are the guesses. Overwritten by the next."""
+        if self._proposed is None:
+            self._proposed = self._captured(self._propose)
+        self._proposed()
+        return self._guesses
+
+    def _fill(self, place: Place, state: DraftState, base: int, rows: int, behind: int = 0) -> None:
+        for copy, kind in enumerate(self._kinds):
+            cache = state.caches[kind]
+            cache.reserve(base + behind + rows)
+            place.fill(base, rows, copy=copy, attention=cache)
+        place.send()
+        place.sent()
+
+    def _captured(self, job: Callable[[], None]) -> Callable[[], None]:
+        # Once in the open: a capture must not see kernels being compiled. All that it writes is written again.
+        job()
+        if not self.graphs:
+            return job
+        self._draft.device.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            job()
+        return graph.replay
+
+    def _append(self) -> None:
+        draft, layers = self._draft, self._layers
+        config = draft.config
+        context = begin(self._context, draft.hidden_norm, config.norm_eps)
+        places = dict(zip(self._kinds, self.appending.tensor.unbind(), strict=True))
+        rope = rope_table(self.appending.tensor[0], self.rows, draft.frequencies, draft.dtype)
+        queries = config.heads * config.head_dim
+        for weights, slot in zip(layers.weights, layers.slots, strict=True):
+            mixer = weights.mixer
+            assert isinstance(mixer, AttentionWeights)
+            bias = None if mixer.qkv_bias is None else mixer.qkv_bias[queries:]
+            shape = _keys_alone(layers.heads[weights.kind])
+            heads = Heads(shape, mixer.qk_norm[config.heads :], *rope, places[weights.kind], slot)
+            linear(context, mixer.qkv[queries:], bias=bias, heads=heads, eps=config.norm_eps)
+
+    def _propose(self) -> None:
+        places = dict(zip(self._kinds, self.proposing.tensor.unbind(), strict=True))
+        result = decoder.run(self._layers, self._block, places, deferred=False, then=self._draft.norm)
+        assert result.normed is not None
+        logits, _ = linear(result.normed, self._head)
+        torch.argmax(logits, -1, out=self._guesses)
+
+
+def _layers(draft: Draft) -> decoder.Layers:
+    config = draft.config
+    heads = {}
+    for kind, causal in zip(config.layer_kinds, config.causal, strict=True):
+        sliding = kind == "sliding_attention"
+        heads[kind] = HeadShape(
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            dim=config.head_dim,
+            rotary=config.head_dim,
+            page=PAGE_ROWS,
+            ring=(draft.ring or 0) if sliding else 0,
+            window=(config.window or 0) if sliding else 0,
+            causal=causal,
+        )
+    return decoder.Layers(
+        weights=draft.layers,
+        slots=draft.slots,
+        heads=heads,
+        delta=None,
+        longest=config.max_position,
+        frequencies=draft.frequencies,
+        eps=config.norm_eps,
+    )
+
+
+def _keys_alone(shape: HeadShape) -> HeadShape:
+    return HeadShape(
+        0, shape.kv_heads, shape.dim, shape.rotary, shape.page, shape.ring, shape.window, shape.causal, shape.gated
+    )

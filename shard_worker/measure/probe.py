@@ -1,0 +1,205 @@
+"""How fast a device is at what decoding asks of it: reading weights at one row, and what a layer costs beside that.
+
+The first is measured with products of the model's own width over as many bytes as the device would hold, the second
+with real layers of the model's family: on a CPU as wide and as many as it would hold, less what reading them takes,
+since operators cost more among weights that leave nothing in its caches; where those are too large, and on a GPU, cut
+down to a width at which reading weights costs nothing. Bounded in time and memory; keeps nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from services.layers import LayerRange
+from services.messages.measure import DeviceSpeed, MeasureFor
+from services.messages.steps import Sampling
+from services.model.config import ModelConfig
+from shard_worker.device.devices import Device, describe
+from shard_worker.device.dtypes import dtype_from_name
+from shard_worker.model.families import Family, family_of
+from shard_worker.model.head import Head
+from shard_worker.ops.linear import linear, packed
+from shard_worker.ops.rope import inverse_frequencies
+from shard_worker.sampling.sampler import Sampler
+from shard_worker.stage.segment import Segment
+
+READ_S, LAYER_S, MATMUL_S = 0.4, 0.3, 0.1
+"""How long each figure is measured: LAYER_S once a kind of layer and number of layers."""
+
+REST_S = 0.003
+"""Before each run, for each other stage that would compute meanwhile: the caches then hold other programs' data, which
+makes a stage slower by up to a fifth."""
+
+MOST_STAGES = 4
+"""No rest is longer than with so many: it changes nothing any more, and measuring takes its time."""
+
+NARROW = 64
+"""Hidden and MLP width, and vocabulary, of what costs nothing to read."""
+
+FEW, MANY, POSITION = 1, 5, 100
+PREFILL_ROWS = 512
+MATMUL_ELEMENTS = {"cpu": 4 << 20, "gpu": 1 << 30}
+"""Most weights of the product of many rows, which takes 2 * PREFILL_ROWS operations for each."""
+
+MOST_BYTES = {"cpu": 256 << 20, "gpu": 2 << 30}
+"""Most weights that are read in turns: above that no cache helps any more."""
+
+
+def measure(device: Device, config: Mapping[str, Any], wanted: MeasureFor) -> DeviceSpeed:
+    """Runs on the device's thread. Errors as in `family_of`, ResourceExhausted when not even this fits."""
+    _, family, shape = family_of(config)
+    described = describe(device)
+    most = MOST_BYTES["gpu" if device.is_gpu else "cpu"]
+    if described.free_bytes:
+        most = min(most, described.free_bytes // 4)
+    rest_s = (min(wanted.stages, MOST_STAGES) - 1) * REST_S
+    probe = _Probe(device, family, shape, dtype_from_name(wanted.dtype), most, wanted.resident_bytes, rest_s)
+    read_bytes_per_s, flops_per_s = probe.product_rates()
+    layer_s, step_s = probe.layer_costs(read_bytes_per_s)
+    speed = DeviceSpeed(
+        name=device.name,
+        total_bytes=described.total_bytes,
+        free_bytes=described.free_bytes,
+        read_bytes_per_s=read_bytes_per_s,
+        matmul_flops_per_s=flops_per_s,
+        layer_s=layer_s,
+        step_s=step_s,
+        choose_s=probe.choose_s(),
+        copy_bytes_per_s=probe.copy_rate(),
+    )
+    if device.is_gpu:
+        # What torch keeps for later would look taken to whoever asks next.
+        torch.cuda.empty_cache()
+    return speed
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """What is measured, on which device. most_bytes: of weights at a time; rest_s: before each run."""
+
+    device: Device
+    family: Family
+    shape: ModelConfig
+    dtype: torch.dtype
+    most_bytes: int
+    resident_bytes: int
+    rest_s: float
+
+    def product_rates(self) -> tuple[float, float]:
+        """Bytes a second at one row, operations a second at PREFILL_ROWS."""
+        extents = (2 * self.shape.mlp_size, self.shape.hidden_size)
+        size = extents[0] * extents[1] * self.dtype.itemsize
+        count = max(1, min(self.most_bytes, self.resident_bytes) // size)
+        # Zeros would be read as fast, but a CPU maps them all to one page.
+        matrices = [packed(self._full(*extents)) for _ in range(count)]
+        tiny, row = packed(self._full(NARROW, NARROW)), self._full(1, NARROW)
+        # What a product costs without weights is in the layers' own figure.
+        bare_s = self._seconds(_products(row, [tiny] * 32), READ_S / 6) / 32
+        read_s = self._seconds(_products(self._full(1, extents[1]), matrices), READ_S) / count
+        elements = MATMUL_ELEMENTS["gpu" if self.device.is_gpu else "cpu"]
+        part = packed(self._full(min(extents[0], max(1, elements // extents[1])), extents[1]))
+        full_s = self._seconds(_products(self._full(PREFILL_ROWS, extents[1]), [part]), MATMUL_S)
+        return size / max(read_s - bare_s, read_s / 10), 2 * part.numel() * PREFILL_ROWS / full_s
+
+    def copy_rate(self) -> float:
+        """Bytes read and written a second."""
+        source = torch.ones(self.most_bytes, dtype=torch.uint8, device=self.device.torch_device)
+        target = torch.empty_like(source)
+        return 2 * self.most_bytes / self._seconds(lambda: target.copy_(source), MATMUL_S)
+
+    def layer_costs(self, read_bytes_per_s: float) -> tuple[dict[str, float], float]:
+        """Seconds of one layer of each kind beside reading its weights, and of a step apart from its layers."""
+        costs, steps = {}, []
+        for kind in dict.fromkeys(self.shape.layer_kinds):
+            shape = replace(self.shape, layer_kinds=(kind,), vocab_size=NARROW)
+            many, size = MANY, _matrix_bytes(self.family, shape, self.dtype)
+            if self.device.is_gpu or MANY * size > self.most_bytes:
+                shape, size = replace(shape, hidden_size=NARROW, mlp_size=NARROW), 0
+            else:
+                many = max(MANY, min(self.most_bytes, self.resident_bytes) // size)
+            few_s = self._seconds(self._step(shape, FEW), LAYER_S)
+            many_s = self._seconds(self._step(shape, many), LAYER_S)
+            whole_s = (many_s - few_s) / (many - FEW)
+            costs[kind.value] = max(whole_s - size / read_bytes_per_s, 0.0)
+            steps.append(max(few_s - FEW * whole_s, 0.0))
+        return costs, statistics.mean(steps)
+
+    def choose_s(self) -> float:
+        """Seconds of the last stage's norm and of choosing a token, apart from reading lm_head."""
+        device, vocabulary = self.device.torch_device, self.shape.vocab_size
+        head = Head(torch.ones(NARROW, device=device), packed(self._full(NARROW, NARROW)), 1e-6)
+        hidden, logits = self._full(1, NARROW), self._full(1, vocabulary)
+        sampler = Sampler(Sampling(), 1, vocabulary, device)
+
+        def choose() -> None:
+            head.logits(hidden)
+            sampler.choose(logits, (0,), POSITION)
+
+        return self._seconds(choose, MATMUL_S)
+
+    def _step(self, shape: ModelConfig, layers: int) -> Callable[[], None]:
+        """A step of one row through so many layers of one kind; heads and state are those of the model."""
+        shape = replace(shape, layer_kinds=shape.layer_kinds * layers)
+        weights = []
+        for layer in range(layers):
+            tensors = {name: self._full(*extents) for name, extents in self.family.layer_shapes(shape, layer).items()}
+            weights.append(self.family.pack_layer(shape, layer, tensors))
+        segment = Segment(
+            family=self.family,
+            config=shape,
+            layers=LayerRange(0, layers),
+            device=self.device,
+            weights=tuple(weights),
+            frequencies=inverse_frequencies(shape.rotary_dim, shape.rope_theta, self.device.torch_device),
+            capture=None,
+            dtype=self.dtype,
+        )
+        caches = segment.allocate(POSITION + 1, 1)
+        hidden = self._full(1, shape.hidden_size)
+
+        def step() -> None:
+            segment.run(hidden, POSITION, False, caches, None)
+
+        return step
+
+    def _full(self, *extents: int) -> torch.Tensor:
+        made = torch.full(extents, 0.01, dtype=self.dtype, device=self.device.torch_device)
+        # Products of equal numbers take a GPU less power, and so less time, than any real ones.
+        return made.normal_(std=0.01) if self.device.is_gpu else made
+
+    def _seconds(self, job: Callable[[], object], budget_s: float) -> float:
+        """Median time of one run, each after a rest, within the budget; at least three, after two that do not count."""
+        for _ in range(2):
+            job()
+        self.device.synchronize()
+        times: list[float] = []
+        deadline = time.perf_counter() + budget_s
+        while len(times) < 3 or time.perf_counter() < deadline:
+            if self.rest_s:
+                time.sleep(self.rest_s)
+            began = time.perf_counter()
+            job()
+            self.device.synchronize()
+            times.append(time.perf_counter() - began)
+        return statistics.median(times)
+
+
+def _products(x: torch.Tensor, weights: list[torch.Tensor]) -> Callable[[], None]:
+    def run() -> None:
+        for weight in weights:
+            linear(x, weight)
+
+    return run
+
+
+def _matrix_bytes(family: Family, shape: ModelConfig, dtype: torch.dtype) -> int:
+    """Of one layer's matrices."""
+    extents = family.layer_shapes(shape, 0).values()
+    return sum(math.prod(extent) for extent in extents if len(extent) > 1) * dtype.itemsize

@@ -1,0 +1,89 @@
+"""Qwen3.5 and 3.6 dense, text part (`model_type: qwen3_5`): Gated DeltaNet and gated attention, (1 + w) norms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from services.errors import InvalidArgument
+from services.model.config import ConfigReader, LayerKind, LinearAttentionConfig, ModelConfig
+from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights, LinearAttentionWeights
+from shard_worker.model.layers import attention, decoder, linear_attention, mlp
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Raises InvalidArgument or Unimplemented naming the key that cannot be served."""
+    reader = ConfigReader(raw)
+    reader.only("hidden_act", "silu")
+    reader.only("output_gate_type", "swish", "silu")
+    reader.only("attn_output_gate", True)
+    layers = reader.integer("num_hidden_layers")
+    interval = reader.integer("full_attention_interval", 4)
+    default = tuple(LayerKind.LINEAR if (layer + 1) % interval else LayerKind.FULL for layer in range(layers))
+    head_dim = reader.integer("head_dim", 256)
+    partial = ConfigReader({**raw, **reader.rope()}).number("partial_rotary_factor", 0.25)
+    linear = LinearAttentionConfig(
+        key_heads=reader.integer("linear_num_key_heads", 16),
+        value_heads=reader.integer("linear_num_value_heads", 32),
+        key_head_dim=reader.integer("linear_key_head_dim", 128),
+        value_head_dim=reader.integer("linear_value_head_dim", 128),
+        conv_taps=reader.integer("linear_conv_kernel_dim", 4, at_least=2),
+    )
+    if linear.value_heads % linear.key_heads:
+        raise InvalidArgument(
+            f"config.json: linear_num_value_heads is {linear.value_heads}; it must be a multiple of "
+            f"linear_num_key_heads, {linear.key_heads}",
+            field="linear_num_value_heads",
+        )
+    return ModelConfig(
+        hidden_size=reader.integer("hidden_size"),
+        mlp_size=reader.integer("intermediate_size"),
+        vocab_size=reader.integer("vocab_size"),
+        layer_kinds=reader.layer_kinds(default, {LayerKind.FULL, LayerKind.LINEAR}),
+        heads=reader.integer("num_attention_heads"),
+        kv_heads=reader.integer("num_key_value_heads"),
+        head_dim=head_dim,
+        rotary_dim=int(head_dim * partial),
+        rope_theta=reader.rope_theta(10_000.0),
+        norm_eps=reader.number("rms_norm_eps", 1e-6),
+        max_position=reader.integer("max_position_embeddings", 32768),
+        tied_head=reader.flag("tie_word_embeddings", False),
+        attention_bias=reader.flag("attention_bias", False),
+        linear=linear,
+    )
+
+
+def norm_weight(stored: torch.Tensor) -> torch.Tensor:
+    """Stored weights are centred on 0."""
+    return stored.float() + 1.0
+
+
+def layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    recurrent = config.layer_kinds[layer] is LayerKind.LINEAR
+    mixer = linear_attention.shapes(config) if recurrent else attention.shapes(config, gated=True)
+    return {
+        "input_layernorm.weight": (config.hidden_size,),
+        "post_attention_layernorm.weight": (config.hidden_size,),
+        **mixer,
+        **mlp.shapes(config),
+    }
+
+
+def pack_layer(config: ModelConfig, layer: int, tensors: Mapping[str, torch.Tensor]) -> DecoderWeights:
+    mixer: AttentionWeights | LinearAttentionWeights
+    if config.layer_kinds[layer] is LayerKind.LINEAR:
+        mixer = linear_attention.pack(config, tensors)
+    else:
+        mixer = attention.pack(config, tensors, norm_weight, gated=True)
+    return DecoderWeights(
+        kind=config.layer_kinds[layer],
+        input_norm=norm_weight(tensors["input_layernorm.weight"]),
+        mixer=mixer,
+        post_norm=norm_weight(tensors["post_attention_layernorm.weight"]),
+        mlp=mlp.pack(tensors),
+    )
+
+
+run_layer = decoder.run

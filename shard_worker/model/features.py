@@ -1,0 +1,88 @@
+"""Features for the draft: captured residual streams, summed through the draft's `fc` slice by slice, or as they are.
+
+`fc` is linear, so each stage may multiply what it captured by its own columns of `fc` and add the product to a float32
+sum that rides along: 2 rows of hidden values a token on the wire instead of 1 + N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from shard_worker.device.dtypes import to_device
+from shard_worker.ops.linear import linear
+
+
+@dataclass(slots=True)
+class Features:
+    """Features of the rows of one step, gathered along the chain.
+
+    total: float32 [n, draft hidden], the sum so far, or None. slices: capture index -> [n, hidden].
+    """
+
+    total: torch.Tensor | None = None
+    slices: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def empty(self) -> bool:
+        return self.total is None and not self.slices
+
+    @property
+    def indices(self) -> list[int | None]:
+        """As they travel: None for the sum, and the slices in the draft's order."""
+        return [*([None] if self.total is not None else []), *sorted(self.slices)]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """In the order of `indices`."""
+        return [*([self.total] if self.total is not None else []), *(self.slices[i] for i in sorted(self.slices))]
+
+    @property
+    def count(self) -> int:
+        """Rows."""
+        return len(self.tensors[0]) if not self.empty else 0
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def rows(self, count: int) -> Features:
+        """The first `count` rows."""
+        total = None if self.total is None else self.total[:count]
+        return Features(total, {index: piece[:count] for index, piece in self.slices.items()})
+
+    def add(self, part: torch.Tensor) -> None:
+        part = part.float()
+        self.total = part if self.total is None else to_device(self.total, part.device) + part
+
+    def to(self, device: torch.device) -> None:
+        """Move all of them."""
+        if self.total is not None:
+            self.total = to_device(self.total, device)
+        self.slices = {index: to_device(piece, device) for index, piece in self.slices.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """Which layers of a segment are captured.
+
+    indices: global layer -> place in the draft's list. fc: this segment's columns of the draft's `fc`,
+    [draft hidden, k * hidden], in order of the layers; None where the slices travel as they are.
+    """
+
+    indices: Mapping[int, int]
+    fc: torch.Tensor | None
+
+    def collect(self, captured: list[torch.Tensor], features: Features) -> None:
+        """Add a segment's captured rows, one [n, hidden] for each layer in order."""
+        if self.fc is not None:
+            features.add(linear(torch.cat(captured, -1), self.fc))
+        else:
+            features.slices |= dict(zip(self.indices.values(), captured, strict=True))
+
+
+def fc_columns(fc: torch.Tensor, indices: Mapping[int, int], hidden_size: int) -> torch.Tensor:
+    """The columns of `fc` [draft hidden, N * hidden] that belong to these captures, in order of their layers."""
+    return torch.cat([fc[:, i * hidden_size : (i + 1) * hidden_size] for i in indices.values()], -1)

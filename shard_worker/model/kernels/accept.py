@@ -1,0 +1,64 @@
+"""Which rows of a verify count, decided on the device, and the draft's next step made ready with it.
+
+What `shard_worker.sampling.acceptance` does, for greedy sessions: the longest run of draft tokens that are the target's
+own argmax too, and its own token after it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from shard_worker.model.kernels.place import BASE, FIRST_TOKEN, ROWS, Place
+
+STOPS = 8
+"""Stop tokens that there is room for."""
+
+
+@triton.jit(do_not_specialize=["stride", "hidden"])
+def _accept(
+    place, likeliest, stops, outcome, appending, proposing, stride, embedding, known_row, hidden,
+    MADE: tl.constexpr, COPIES: tl.constexpr, STOPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    ms = tl.arange(0, MADE)
+    rows = tl.load(place + ROWS)
+    chosen = tl.load(likeliest + ms, mask=ms < rows, other=0)
+    goes_on = ms + 1 < rows
+    goes_on = goes_on & (chosen == tl.load(place + FIRST_TOKEN + 1 + ms, mask=goes_on, other=-1))
+    for stop in tl.static_range(STOPS):
+        goes_on = goes_on & (chosen != tl.load(stops + stop))
+    last = tl.min(tl.where(goes_on, MADE, ms), 0)
+    count = (last + 1).to(tl.int64)
+    tl.store(outcome, count)
+    tl.store(outcome + 1 + ms, chosen)
+    after = tl.load(place + BASE) + count
+    for copy in tl.static_range(COPIES):
+        tl.store(appending + copy * stride + ROWS, count)
+        tl.store(proposing + copy * stride + BASE, after)
+    row = embedding + tl.load(likeliest + last) * hidden
+    for first in range(0, hidden, BLOCK):
+        hs = first + tl.arange(0, BLOCK)
+        tl.store(known_row + hs, tl.load(row + hs, mask=hs < hidden), mask=hs < hidden)
+
+
+def accept(
+    place: torch.Tensor,
+    likeliest: torch.Tensor,
+    stops: torch.Tensor,
+    outcome: torch.Tensor,
+    appending: Place,
+    proposing: Place,
+    embedding: torch.Tensor,
+    known_row: torch.Tensor,
+) -> None:
+    """place: of the verify. likeliest: int64, at least as many as it has rows. stops: int64 [STOPS], -1 for none.
+
+    outcome: int64 [1 + rows made], gets how many rows count, and the tokens. The draft's places get how many rows are
+    appended and where its block begins, and known_row [hidden] the embedding of the token that the block follows.
+    """
+    _accept[(1,)](
+        place, likeliest, stops, outcome, appending.tensor, proposing.tensor, appending.tensor.shape[1],
+        embedding, known_row, embedding.shape[1], MADE=len(outcome) - 1, COPIES=len(appending.tensor),
+        STOPS=STOPS, BLOCK=1024, num_warps=4,
+    )  # fmt: skip

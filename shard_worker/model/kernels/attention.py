@@ -1,0 +1,234 @@
+"""Attention of a few rows over a session's pages: per-head norms, RoPE, cache write and softmax in one pass.
+
+Where the rows stand and where the session's pages lie is data on the device, so a captured launch serves any session.
+Keys are cut into chunks at fixed positions, so that what a row sums up, and in which order, does not depend on the
+rows beside it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from shard_worker.device.devices import product_precision
+from shard_worker.model.kernels.heads import HeadShape
+from shard_worker.model.kernels.place import BASE, FIRST_PAGE, ROWS
+
+_TILE_ROWS = 32
+"""Of queries, at most. More would be another matrix instruction, whose sums may differ in the last bit."""
+
+_PROGRAMS = 264
+
+
+def chunk_count(length: int) -> int:
+    """Chunks that the first `length` positions are cut into."""
+    if length <= 4096:
+        return -(-length // 128)
+    if length <= 20480:
+        return 32 + -(-(length - 4096) // 512)
+    if length <= 86016:
+        return 64 + -(-(length - 20480) // 2048)
+    return 96 + -(-(length - 86016) // 8192)
+
+
+@triton.jit
+def _chunks(length):
+    near = tl.where(length <= 4096, tl.cdiv(length, 128), 32 + tl.cdiv(length - 4096, 512))
+    far = tl.where(length <= 86016, 64 + tl.cdiv(length - 20480, 2048), 96 + tl.cdiv(length - 86016, 8192))
+    return tl.where(length <= 20480, near, far)
+
+
+@triton.jit
+def _chunk_start(chunk):
+    near = tl.where(chunk <= 32, chunk * 128, 4096 + (chunk - 32) * 512)
+    far = tl.where(chunk <= 96, 20480 + (chunk - 64) * 2048, 86016 + (chunk - 96) * 8192)
+    return tl.where(chunk <= 64, near, far)
+
+
+@triton.jit(do_not_specialize=["slot"])
+def _attend(
+    projected, place, sums, tops, slot, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr,
+    ROWS_MADE: tl.constexpr, CHUNKS: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr, FLOAT8: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """For one key head: the softmax sums of its queries over every programs-th chunk.
+
+    sums: float32 [KV_HEADS, CHUNKS, group * ROWS_MADE, DIM]; tops: float32 [KV_HEADS, CHUNKS, group * ROWS_MADE, 2],
+    the largest score and the sum of weights.
+    """
+    kv, program, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    programs = tl.num_programs(1)
+    kind = projected.dtype.element_ty
+    stored: tl.constexpr = tl.float8e4nv if FLOAT8 else kind
+    group: tl.constexpr = HEADS // KV_HEADS
+    ds, ts = tl.arange(0, DIM), tl.arange(0, TILE)
+    ms = part * BLOCK + tl.arange(0, BLOCK)
+    row, head = ms // group, kv * group + ms % group
+    base, rows = tl.load(place + BASE).to(tl.int32), tl.load(place + ROWS).to(tl.int32)
+    q_at = projected + row[:, None] * STRIDE + head[:, None] * DIM + ds[None, :]
+    q = tl.load(q_at, mask=(row < ROWS_MADE)[:, None], other=0.0)
+    live = row < rows
+    end = base + rows
+    count = _chunks(end)
+    lowest = 0
+    if WINDOW > 0:
+        lowest = tl.maximum(base + 1 - WINDOW, 0) // TILE * TILE
+
+    for chunk in range(program, count, programs):
+        first = tl.maximum(_chunk_start(chunk), lowest)
+        last = tl.minimum(_chunk_start(chunk + 1), end)
+        top = tl.full((BLOCK,), float("-inf"), tl.float32)
+        weight = tl.zeros((BLOCK,), tl.float32)
+        total = tl.zeros((BLOCK, DIM), tl.float32)
+        for start in range(first, last, TILE):
+            position = start + ts
+            at_slot = start % RING if RING > 0 else start
+            page = tl.load(place + FIRST_PAGE + at_slot // PAGE).to(tl.pointer_type(stored))
+            page += (slot.to(tl.int64) * 2 * KV_HEADS + kv) * (PAGE * DIM) + at_slot % PAGE * DIM
+            key_at = tl.multiple_of(page + ts[:, None] * DIM + ds[None, :], (16, 16))
+            value_at = tl.multiple_of(key_at + KV_HEADS * PAGE * DIM, (16, 16))
+            there = (position < end)[:, None]
+            keys = tl.load(key_at, mask=there, other=0.0)
+            values = tl.load(value_at, mask=there, other=0.0)
+            if FLOAT8:
+                # By way of float16, which holds them all: not all GPUs with float8 go to bfloat16 at once.
+                keys, values = keys.to(tl.float16).to(kind), values.to(tl.float16).to(kind)
+            scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale
+            seen = (position < end)[None, :] & live[:, None]
+            distance = base + row[:, None] - position[None, :]
+            if CAUSAL:
+                seen = seen & (distance >= 0)
+            if WINDOW > 0:
+                seen = seen & (distance < WINDOW)
+                if not CAUSAL:
+                    seen = seen & (distance > -WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+            higher = tl.maximum(top, tl.max(scores, 1))
+            against = tl.where(higher == float("-inf"), 0.0, higher)
+            kept = tl.exp(top - against)
+            weights = tl.exp(scores - against[:, None])
+            weight = weight * kept + tl.sum(weights, 1)
+            total = tl.dot(weights.to(kind), values, total * kept[:, None], input_precision=PRECISION)
+            top = higher
+        line = (kv * CHUNKS + chunk).to(tl.int64) * (group * ROWS_MADE) + ms
+        tl.store(sums + line[:, None] * DIM + ds[None, :], total, mask=live[:, None])
+        tl.store(tops + line * 2, top, mask=live)
+        tl.store(tops + line * 2 + 1, weight, mask=live)
+
+
+@triton.jit
+def _combine(
+    projected, place, sums, tops, out,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr, ROWS_MADE: tl.constexpr,
+    CHUNKS: tl.constexpr, MOST: tl.constexpr, TURN: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """One row and head of out [rows, HEADS * DIM] from its chunks, times the gate's sigmoid."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    group: tl.constexpr = HEADS // KV_HEADS
+    line = (head // group * CHUNKS).to(tl.int64) * (group * ROWS_MADE) + row * group + head % group
+    ds, ts, every = tl.arange(0, DIM), tl.arange(0, TURN), tl.arange(0, MOST)
+    # What the first chunks have is asked for before it is known how many there are.
+    end = tl.load(place + BASE) + tl.load(place + ROWS)
+    tops_at = tops + (line + every * (group * ROWS_MADE)) * 2
+    every_top = tl.load(tops_at, mask=every < CHUNKS, other=0.0)
+    every_weight = tl.load(tops_at + 1, mask=every < CHUNKS, other=0.0)
+    at = line + ts * (group * ROWS_MADE)
+    parts = tl.load(sums + at[:, None] * DIM + ds[None, :], mask=(ts < CHUNKS)[:, None], other=0.0)
+    part_tops = tl.load(tops + at * 2, mask=ts < CHUNKS, other=0.0)
+    count = _chunks(end.to(tl.int32))
+    top = tl.max(tl.where(every < count, every_top, float("-inf")), 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    weight = tl.sum(tl.where(every < count, every_weight * tl.exp(every_top - top), 0.0), 0)
+    total = tl.sum(tl.where((ts < count)[:, None], parts * tl.exp(part_tops - top)[:, None], 0.0), 0)
+    for first in range(TURN, count, TURN):
+        at = line + (first + ts) * (group * ROWS_MADE)
+        there = first + ts < count
+        factor = tl.exp(tl.load(tops + at * 2, mask=there, other=float("-inf")) - top)
+        parts = tl.load(sums + at[:, None] * DIM + ds[None, :], mask=there[:, None], other=0.0)
+        total += tl.sum(parts * factor[:, None], 0)
+    # Rows beyond those that count have seen nothing.
+    mixed = tl.where(weight > 0, total / weight, 0.0).to(out.dtype.element_ty)
+    if GATED:
+        gate = tl.load(projected + row * STRIDE + (HEADS + head) * DIM + ds).to(tl.float32)
+        opened = (1.0 / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
+        mixed = (mixed.to(tl.float32) * opened).to(out.dtype.element_ty)
+    tl.store(out + row * (HEADS * DIM) + head * DIM + ds, mixed)
+
+
+@triton.jit
+def _rope(place, frequencies, cos, sin, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    js = tl.arange(0, BLOCK)
+    inside = js < HALF
+    angles = (tl.load(place + BASE) + row).to(tl.float32) * tl.load(frequencies + js, mask=inside, other=0.0)
+    c, s = tl.cos(angles), tl.sin(angles)
+    at = row * 2 * HALF + js
+    kind = cos.dtype.element_ty
+    tl.store(cos + at, c.to(kind), mask=inside)
+    tl.store(cos + at + HALF, c.to(kind), mask=inside)
+    tl.store(sin + at, (-s).to(kind), mask=inside)
+    tl.store(sin + at + HALF, s.to(kind), mask=inside)
+
+
+def rope_table(
+    place: torch.Tensor, rows: int, frequencies: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `ops.rope.rope_table` for `rows` rows from the place's position on: two [rows, rotary_dim] tensors."""
+    half = len(frequencies)
+    cos = torch.empty((rows, 2 * half), dtype=dtype, device=place.device)
+    sin = torch.empty_like(cos)
+    _rope[(rows,)](place, frequencies, cos, sin, HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1)
+    return cos, sin
+
+
+def attend(
+    shape: HeadShape,
+    projected: torch.Tensor,
+    place: torch.Tensor,
+    slot: int,
+    longest: int,
+) -> torch.Tensor:
+    """What rows of queries (and gates) [n, shape.stride] see in the session's pages, [n, heads * dim].
+
+    Their own keys and values are there already. slot: the layer's place in a page. longest: positions that any session
+    may have.
+    """
+    rows = len(projected)
+    total = shape.group * rows
+    chunks = chunk_count(longest)
+    device = projected.device
+    sums = torch.empty((shape.kv_heads, chunks, total, shape.dim), dtype=torch.float32, device=device)
+    tops = torch.empty((shape.kv_heads, chunks, total, 2), dtype=torch.float32, device=device)
+    out = torch.empty((rows, shape.heads * shape.dim), dtype=projected.dtype, device=device)
+    block = _tile_rows(total, shape.dim)
+    parts = triton.cdiv(total, block)
+    programs = min(chunks, max(1, _PROGRAMS // (shape.kv_heads * parts)))
+    common = {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "DIM": shape.dim, "STRIDE": shape.stride}
+    _attend[(shape.kv_heads, programs, parts)](
+        projected, place, sums, tops, slot, shape.dim**-0.5,
+        **common, ROWS_MADE=rows, CHUNKS=chunks, PAGE=shape.page, RING=shape.ring,
+        WINDOW=shape.window, CAUSAL=shape.causal, FLOAT8=shape.float8, BLOCK=block,
+        TILE=tile_of(shape.dim, projected.dtype.itemsize), PRECISION=product_precision(projected),
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    _combine[(rows, shape.heads)](
+        projected, place, sums, tops, out, **common, ROWS_MADE=rows, CHUNKS=chunks,
+        MOST=triton.next_power_of_2(chunks), TURN=16, GATED=shape.gated, num_warps=2,
+    )  # fmt: skip
+    return out
+
+
+def _tile_rows(queries: int, dim: int) -> int:
+    """The height of a tile that so many queries of heads of this size are looked at in.
+
+    A tile that is at least as high as a head is wide has its rows spread over a program's warps, others their columns
+    are, and what is summed over warps differs then in the last bit: heads must be on one side with all heights.
+    """
+    return _TILE_ROWS if dim <= _TILE_ROWS else min(_TILE_ROWS, max(16, triton.next_power_of_2(queries)))
+
+
+def tile_of(dim: int, size: int) -> int:
+    """Keys that are looked at together. Pages and rings hold a multiple of it. size: of an element, in bytes."""
+    return (128 if dim <= 128 else 64) * 2 // size

@@ -1,0 +1,107 @@
+"""Decoder layers with kernels: what `layers.decoder` does, for a few rows at a place that is data on the device.
+
+Six launches a layer with attention, seven one with a recurrent mixer. Every product also does what lies between it and
+the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from services.model.config import LayerKind
+from shard_worker.model.kernels import deltanet
+from shard_worker.model.kernels.attention import attend, rope_table
+from shard_worker.model.kernels.heads import Heads, HeadShape
+from shard_worker.model.kernels.matmul import Normed, begin, linear
+from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """Layers in order, each with its slot in the caches of its kind. heads: by attention kind; delta: of recurrent
+    layers. longest: positions that any session may have. frequencies: RoPE's."""
+
+    weights: Sequence[DecoderWeights]
+    slots: Sequence[int]
+    heads: dict[LayerKind, HeadShape]
+    delta: deltanet.Shape | None
+    longest: int
+    frequencies: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """hidden: [n, hidden] behind the last layer; normed: the same before the norm that follows, where one was named.
+    captured: the rows behind each layer asked for."""
+
+    hidden: torch.Tensor
+    normed: Normed | None
+    captured: list[torch.Tensor]
+
+
+def run(
+    layers: Layers,
+    hidden: torch.Tensor,
+    places: dict[LayerKind, torch.Tensor],
+    *,
+    deferred: bool,
+    then: torch.Tensor | None = None,
+    capture: Collection[int] = (),
+) -> Result:
+    """Rows [n, hidden] through all layers.
+
+    places: by kind of layer, a `Place`'s tensor. deferred: recurrent layers record their rows and do not advance.
+    then: float32 [hidden], of the norm behind the last layer. capture: layers, by their place in the order.
+    """
+    captured = []
+    rope = rope_table(next(iter(places.values())), len(hidden), layers.frequencies, hidden.dtype)
+    norms = [*(weights.input_norm for weights in layers.weights[1:]), then]
+    normed: Normed | None = begin(hidden, layers.weights[0].input_norm, layers.eps)
+    for index, (weights, slot) in enumerate(zip(layers.weights, layers.slots, strict=True)):
+        assert normed is not None
+        mixed = _mix(layers, weights, slot, normed, rope, places[weights.kind], deferred)
+        bias = weights.mixer.out_bias if isinstance(weights.mixer, AttentionWeights) else None
+        hidden, normed = linear(
+            mixed, weights.mixer.out, bias=bias, residual=hidden, norm=weights.post_norm, eps=layers.eps
+        )
+        assert normed is not None
+        gated, _ = linear(normed, weights.mlp.gate_up, paired=True)
+        hidden, normed = linear(gated, weights.mlp.down, residual=hidden, norm=norms[index], eps=layers.eps)
+        if index in capture:
+            captured.append(hidden)
+    return Result(hidden, normed, captured)
+
+
+def _mix(
+    layers: Layers,
+    weights: DecoderWeights,
+    slot: int,
+    normed: Normed,
+    rope: tuple[torch.Tensor, torch.Tensor],
+    place: torch.Tensor,
+    deferred: bool,
+) -> torch.Tensor:
+    mixer = weights.mixer
+    if isinstance(mixer, AttentionWeights):
+        shape = layers.heads[weights.kind]
+        heads = Heads(shape, mixer.qk_norm, *rope, place, slot)
+        queries, _ = linear(normed, mixer.qkv, bias=mixer.qkv_bias, heads=heads, eps=layers.eps)
+        return attend(shape, queries, place, slot, layers.longest)
+    assert layers.delta is not None
+    projected, _ = linear(normed, mixer.projection)
+    return deltanet.run(
+        layers.delta,
+        projected,
+        mixer.taps,
+        mixer.decay_rate,
+        mixer.dt_bias,
+        mixer.norm,
+        place,
+        slot,
+        layers.eps,
+        deferred=deferred,
+    )

@@ -1,0 +1,285 @@
+"""The gated delta rule for a few rows, row after row: convolution and norms, recurrence, gated norm, commit.
+
+The state is read where it lies; a step whose rows may be rolled back leaves it as it was and records what advancing it
+by any number of them needs. Rows are taken one after the other, so that a row's result is the same in a step of its
+own, in a block, and after a commit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from shard_worker.model.kernels.place import CORRECTED, DECAYS, INPUTS, KEYS, ROOM, ROWS, STATE
+
+_VALUES = 16
+"""Columns of a head's state that one warp holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is fixed for a layer. layers: in a session's memory."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    layers: int
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def width(self) -> int:
+        """Of the fused projection: [q, k, v | z | b | a]."""
+        return self.channels + self.value_heads * (self.value_dim + 2)
+
+
+@triton.jit(do_not_specialize=["slot"])
+def _mix(
+    projected, taps, decay_rate, dt_bias, place, mixed, gates, slot,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    TAPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, LOGS: tl.constexpr,
+):  # fmt: skip
+    """One row and head: convolution, SiLU and, for queries and keys, the L2 norm. For values also decay and beta.
+
+    LOGS: the decay's logarithm in its place.
+    """
+    row, head = tl.program_id(0), tl.program_id(1)
+    channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    kind = projected.dtype.element_ty
+    is_value = head >= 2 * KEY_HEADS
+    dim = tl.where(is_value, VALUE_DIM, KEY_DIM)
+    first = tl.where(is_value, 2 * KEY_HEADS * KEY_DIM + (head - 2 * KEY_HEADS) * VALUE_DIM, head * KEY_DIM)
+    ds = tl.arange(0, BLOCK)
+    inside = ds < dim
+    cs = first + ds
+    factors = tl.load(taps + cs, mask=inside, other=0.0)
+    rows, room = tl.load(place + ROWS), tl.load(place + ROOM)
+    memory = tl.load(place + INPUTS).to(tl.pointer_type(kind)) + slot * (TAPS - 1 + room) * channels
+    total = tl.zeros((BLOCK,), tl.float32)
+    for tap in tl.static_range(TAPS):
+        if tap > 0:
+            factors = tl.load(taps + tap * channels + cs, mask=inside, other=0.0)
+        behind = row + tap - (TAPS - 1)
+        kept_at = tl.multiple_of(memory + (row + tap) * channels + cs, 16)
+        kept = tl.load(kept_at, mask=inside & (behind < 0), other=0.0)
+        new = tl.load(projected + behind * WIDTH + cs, mask=inside & (behind >= 0), other=0.0)
+        total += tl.where(behind < 0, kept, new).to(tl.float32) * factors
+    own = tl.load(projected + row * WIDTH + cs, mask=inside)
+    own_at = tl.multiple_of(memory + (TAPS - 1 + row) * channels + cs, 16)
+    tl.store(own_at, own, mask=inside & (row < rows))
+    total = total / (1.0 + tl.exp(-total))
+    if is_value:
+        h = head - 2 * KEY_HEADS
+        b = tl.load(projected + row * WIDTH + channels + VALUE_HEADS * VALUE_DIM + h).to(tl.float32)
+        a = tl.load(projected + row * WIDTH + channels + VALUE_HEADS * (VALUE_DIM + 1) + h).to(tl.float32)
+        a += tl.load(dt_bias + h)
+        softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
+        decay = tl.load(decay_rate + h) * softplus
+        tl.store(gates + row * 2 * VALUE_HEADS + h, decay if LOGS else tl.exp(decay))
+        tl.store(gates + row * 2 * VALUE_HEADS + VALUE_HEADS + h, 1.0 / (1.0 + tl.exp(-b)))
+    else:
+        total = total * tl.rsqrt(tl.sum(total * total, 0) + 1e-6)
+        total = tl.where(head < KEY_HEADS, total * (KEY_DIM**-0.5), total)
+    tl.store(mixed + row * channels + cs, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["slot"])
+def _recur(
+    mixed, gates, place, out, slot,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUES: tl.constexpr, DEFERRED: tl.constexpr,
+):  # fmt: skip
+    """The recurrence of VALUES columns of a head's state over all rows; out: float32 [rows, VALUE_HEADS, VALUE_DIM]."""
+    head, part = tl.program_id(0), tl.program_id(1)
+    channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    ks, vs = tl.arange(0, KEY_DIM), part * VALUES + tl.arange(0, VALUES)
+    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    rows, room = tl.load(place + ROWS).to(tl.int32), tl.load(place + ROOM)
+    line = slot.to(tl.int64) * VALUE_HEADS + head
+    states = tl.load(place + STATE).to(tl.pointer_type(tl.float32)) + line * (KEY_DIM * VALUE_DIM)
+    state_at = tl.multiple_of(states + ks[:, None] * VALUE_DIM + vs[None, :], (16, 16))
+    state = tl.load(state_at)
+    keys = tl.load(place + KEYS).to(tl.pointer_type(tl.float32)) + line * room * KEY_DIM
+    corrected = tl.load(place + CORRECTED).to(tl.pointer_type(tl.float32)) + line * room * VALUE_DIM
+    decays = tl.load(place + DECAYS).to(tl.pointer_type(tl.float32)) + line * room
+    q_at = mixed + key_head * KEY_DIM + ks
+    v_at = mixed + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + vs
+    g_at = gates + head
+    q, k, v = tl.load(q_at), tl.load(q_at + KEY_HEADS * KEY_DIM), tl.load(v_at)
+    decay, beta = tl.load(g_at), tl.load(g_at + VALUE_HEADS)
+    for row in range(rows):
+        # The next row's numbers are on their way while this one's are used.
+        more = row + 1 < rows
+        q_at += channels
+        v_at += channels
+        g_at += 2 * VALUE_HEADS
+        next_q = tl.load(q_at, mask=more & (ks >= 0), other=0.0)
+        next_k = tl.load(q_at + KEY_HEADS * KEY_DIM, mask=more & (ks >= 0), other=0.0)
+        next_v = tl.load(v_at, mask=more & (vs >= 0), other=0.0)
+        next_decay = tl.load(g_at, mask=more, other=0.0)
+        next_beta = tl.load(g_at + VALUE_HEADS, mask=more, other=0.0)
+        # Both sums over the state as it was, so that neither waits for the other.
+        u = beta * (v - decay * tl.sum(state * k[:, None], 0))
+        o = decay * tl.sum(state * q[:, None], 0) + tl.sum(k * q, 0) * u
+        state = tl.fma(
+            tl.broadcast_to(k[:, None], state.shape), tl.broadcast_to(u[None, :], state.shape), state * decay
+        )
+        tl.store(out + (row * VALUE_HEADS + head) * VALUE_DIM + vs, o)
+        if DEFERRED:
+            tl.store(corrected + row * VALUE_DIM + vs, u)
+            if part == 0:
+                tl.store(keys + row * KEY_DIM + ks, k)
+                tl.store(decays + row, decay)
+        q, k, v, decay, beta = next_q, next_k, next_v, next_decay, next_beta
+    if not DEFERRED:
+        tl.store(state_at, state)
+
+
+@triton.jit
+def _gate(
+    out, projected, norm, gated, eps,
+    VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One row and head: RMSNorm times SiLU of the gate."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    vs = tl.arange(0, VALUE_DIM)
+    factors = tl.load(norm + vs)
+    x = tl.load(out + (row * VALUE_HEADS + head) * VALUE_DIM + vs)
+    z = tl.load(projected + row * WIDTH + CHANNELS + head * VALUE_DIM + vs).to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, 0) / VALUE_DIM + eps) * factors
+    x = x * (z / (1.0 + tl.exp(-z)))
+    tl.store(gated + (row * VALUE_HEADS + head) * VALUE_DIM + vs, x.to(gated.dtype.element_ty))
+
+
+@triton.jit
+def _commit_states(
+    place, count,
+    VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """Advance LINES lines of one layer's head's state by the first count[0] recorded rows."""
+    line, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ks, vs = part * LINES + tl.arange(0, LINES), tl.arange(0, VALUE_DIM)
+    rows, room = tl.load(count).to(tl.int32), tl.load(place + ROOM)
+    states = tl.load(place + STATE).to(tl.pointer_type(tl.float32)) + line * (KEY_DIM * VALUE_DIM)
+    state_at = tl.multiple_of(states + ks[:, None] * VALUE_DIM + vs[None, :], (16, 16))
+    state = tl.load(state_at)
+    keys = tl.load(place + KEYS).to(tl.pointer_type(tl.float32)) + line * room * KEY_DIM
+    corrected = tl.load(place + CORRECTED).to(tl.pointer_type(tl.float32)) + line * room * VALUE_DIM
+    decays = tl.load(place + DECAYS).to(tl.pointer_type(tl.float32)) + line * room
+    for row in range(rows):
+        decay = tl.load(decays + row)
+        k, u = tl.load(keys + row * KEY_DIM + ks), tl.load(corrected + row * VALUE_DIM + vs)
+        # As in `_recur`, to the last bit.
+        state = tl.fma(
+            tl.broadcast_to(k[:, None], state.shape), tl.broadcast_to(u[None, :], state.shape), state * decay
+        )
+    tl.store(state_at, state)
+
+
+@triton.jit
+def _commit_inputs(
+    place, count, kind_like,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Make the last TAPS - 1 inputs of the first count[0] rows those that the next convolution begins with."""
+    layer, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    kind = kind_like.dtype.element_ty
+    cs = block * BLOCK + tl.arange(0, BLOCK)
+    inside = cs < CHANNELS
+    rows, room = tl.load(count), tl.load(place + ROOM)
+    memory = tl.load(place + INPUTS).to(tl.pointer_type(kind)) + layer * (TAPS - 1 + room) * CHANNELS
+    # Row by row upwards: a column belongs to one thread, and what is written was read before.
+    for row in tl.static_range(TAPS - 1):
+        later = tl.load(tl.multiple_of(memory + (rows + row) * CHANNELS + cs, 16), mask=inside)
+        tl.store(tl.multiple_of(memory + row * CHANNELS + cs, 16), later, mask=inside)
+
+
+def run(
+    shape: Shape,
+    projected: torch.Tensor,
+    taps: torch.Tensor,
+    decay_rate: torch.Tensor,
+    dt_bias: torch.Tensor,
+    norm: torch.Tensor,
+    place: torch.Tensor,
+    slot: int,
+    eps: float,
+    *,
+    deferred: bool,
+) -> torch.Tensor:
+    """Rows of a fused projection [n, shape.width] -> [n, value_heads * value_dim], ready for the output projection.
+
+    place: int64; at 1 how many rows count; from 3 on the addresses of the session's states, convolution inputs, and
+    records of keys, corrected values and decays, each for all layers; at 8 the rows that there is room for.
+    slot: the layer's place in them.
+    """
+    rows, device = len(projected), projected.device
+    mixed, gates = mix(shape, projected, taps, decay_rate, dt_bias, place, slot)
+    out = torch.empty((rows, shape.value_heads, shape.value_dim), dtype=torch.float32, device=device)
+    heads = {"KEY_HEADS": shape.key_heads, "VALUE_HEADS": shape.value_heads}
+    dims = {"KEY_DIM": shape.key_dim, "VALUE_DIM": shape.value_dim}
+    values = min(_VALUES, shape.value_dim)
+    _recur[(shape.value_heads, shape.value_dim // values)](
+        mixed, gates, place, out, slot, **heads, **dims, VALUES=values,
+        DEFERRED=deferred, num_warps=1,
+    )  # fmt: skip
+    return gate(shape, out, projected, norm, eps)
+
+
+def mix(
+    shape: Shape,
+    projected: torch.Tensor,
+    taps: torch.Tensor,
+    decay_rate: torch.Tensor,
+    dt_bias: torch.Tensor,
+    place: torch.Tensor,
+    slot: int,
+    *,
+    logs: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the recurrence takes: float32 [n, channels], queries, keys and values, and [n, 2, value_heads], decays (or
+    their logarithms) and betas."""
+    rows, device = len(projected), projected.device
+    mixed = torch.empty((rows, shape.channels), dtype=torch.float32, device=device)
+    gates = torch.empty((rows, 2, shape.value_heads), dtype=torch.float32, device=device)
+    _mix[(rows, 2 * shape.key_heads + shape.value_heads)](
+        projected, taps, decay_rate, dt_bias, place, mixed, gates, slot,
+        KEY_HEADS=shape.key_heads, VALUE_HEADS=shape.value_heads, KEY_DIM=shape.key_dim, VALUE_DIM=shape.value_dim,
+        TAPS=shape.taps, WIDTH=shape.width, BLOCK=max(shape.key_dim, shape.value_dim), LOGS=logs, num_warps=1,
+    )  # fmt: skip
+    return mixed, gates
+
+
+def gate(shape: Shape, out: torch.Tensor, projected: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm of each head of float32 [n, value_heads, value_dim], times SiLU of z: [n, value_heads * value_dim]."""
+    rows = len(out)
+    gated = torch.empty((rows, shape.value_heads * shape.value_dim), dtype=projected.dtype, device=out.device)
+    _gate[(rows, shape.value_heads)](
+        out, projected, norm, gated, eps, VALUE_HEADS=shape.value_heads, VALUE_DIM=shape.value_dim,
+        CHANNELS=shape.channels, WIDTH=shape.width, num_warps=1,
+    )  # fmt: skip
+    return gated
+
+
+def commit(shape: Shape, place: torch.Tensor, count: torch.Tensor, like: torch.Tensor, *, states: bool = True) -> None:
+    """Advance all layers by the first count[0] rows of the step before; without `states`, the inputs alone.
+
+    like: any tensor of the convolution inputs' type.
+    """
+    if states:
+        lines = min(32, shape.key_dim)
+        _commit_states[(shape.layers * shape.value_heads, shape.key_dim // lines)](
+            place, count, VALUE_HEADS=shape.value_heads, KEY_DIM=shape.key_dim, VALUE_DIM=shape.value_dim,
+            LINES=lines, num_warps=4,
+        )  # fmt: skip
+    _commit_inputs[(shape.layers, triton.cdiv(shape.channels, 1024))](
+        place, count, like, CHANNELS=shape.channels, TAPS=shape.taps, BLOCK=1024,
+        num_warps=4,
+    )  # fmt: skip

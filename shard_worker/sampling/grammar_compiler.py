@@ -1,0 +1,152 @@
+"""Grammars of requests made ready for one loaded checkpoint: its tokenizer is read once, when the first one comes.
+
+Everything here takes milliseconds to a second of one CPU core, so it runs on neither the event loop nor the device's
+thread. How large a compiled grammar may become is llguidance's own limit; how long its text, the frames'.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from services.errors import FailedPrecondition, InvalidArgument
+from services.messages.output_frames import check_grammar, grammar_field
+from services.messages.steps import Grammar, GrammarKind, Open
+from shard_worker.sampling.grammar import GrammarState
+
+MAX_REASON = 500
+"""Characters of llguidance's reason that an error quotes."""
+
+_END = "<|flashsplit:end of grammar|>"
+# Spaces between JSON tokens are bounded: a weak model would go on with them until the answer's last token. A schema's
+# own "x-guidance" may say otherwise.
+_JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
+
+
+class GrammarCompiler:
+    """config: the checkpoint's; vocab_size: columns of its logits, which may be more or fewer than its tokens."""
+
+    def __init__(self, directory: Path, config: Mapping[str, Any], vocab_size: int) -> None:
+        self._path, self._vocab_size = directory / "tokenizer.json", vocab_size
+        self._eos = frozenset(token for token in _eos_tokens(config) if 0 <= token < vocab_size)
+        self._limits = LLParserLimits(verbose_errors=False)
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+
+    def compile(self, grammar: Grammar, request: Open, device: torch.device) -> GrammarState:
+        """The state before the first output token of a session.
+
+        Its end is one of the request's stop tokens, or, where it has none, the checkpoint's end-of-sequence token.
+        Raises InvalidArgument naming the field, with llguidance's reason, for a grammar that is wrong, unsupported or
+        too large; FailedPrecondition for a checkpoint without a usable tokenizer.json.
+        """
+        check_grammar(grammar)
+        stops = request.stop_token_ids or self._eos
+        if not stops:
+            raise InvalidArgument(
+                "a grammar needs a token to end with: the request has no stop_token_ids and the checkpoint's "
+                "config.json no eos_token_id",
+                field="stop_token_ids",
+            )
+        tokenizer = self._tokenizer_of_checkpoint()
+        matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise _refusal(grammar, matcher.get_error())
+        special = frozenset(token for token in stops if tokenizer.is_special_token(token))
+        return GrammarState(
+            matcher,
+            end=tokenizer.eos_token,
+            stop_tokens=stops,
+            special_stops=special,
+            prompt_length=request.prompt_length,
+            vocab_size=self._vocab_size,
+            device=device,
+        )
+
+    def _tokenizer_of_checkpoint(self) -> LLTokenizer:
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._read()
+            return self._tokenizer
+
+    def _read(self) -> LLTokenizer:
+        """The checkpoint's tokens, and one more that only llguidance knows, which stands for the end."""
+        try:
+            stored = json.loads(self._path.read_text(encoding="utf-8"))
+            vocab = stored["model"]["vocab"]
+            ids = [*(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))]
+            ids += [token["id"] for token in stored["added_tokens"]]
+            end = max(ids) + 1
+            stored["added_tokens"].append(
+                {
+                    "id": end,
+                    "content": _END,
+                    "special": True,
+                    "normalized": False,
+                    "single_word": False,
+                    "lstrip": False,
+                    "rstrip": False,
+                }
+            )
+            # A saved tokenizer may carry the cut and the padding of its training run.
+            stored |= {"truncation": None, "padding": None}
+            size = max(end + 1, self._vocab_size)
+            return LLTokenizer(json.dumps(stored), n_vocab=size, eos_token=end)
+        except FileNotFoundError:
+            raise FailedPrecondition(
+                f"{self._path} does not exist, and a grammar needs it: put the model's tokenizer.json beside its "
+                "config.json on the last stage's host, or ask without a grammar",
+                reason="NO_TOKENIZER",
+                field="grammar",
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise FailedPrecondition(
+                f"{self._path} cannot be used for grammars: {_one_line(f'{type(error).__name__}: {error}')}",
+                reason="NO_TOKENIZER",
+                field="grammar",
+            ) from error
+
+
+def _source(grammar: Grammar) -> str:
+    """The grammar as llguidance takes it, not yet checked."""
+    match grammar.kind:
+        case GrammarKind.REGEX:
+            return LLMatcher.grammar_from_regex(grammar.text)
+        case GrammarKind.LARK:
+            return LLMatcher.grammar_from_lark(grammar.text)
+        case GrammarKind.JSON_OBJECT:
+            text = '{"type": "object"}'
+        case GrammarKind.JSON_SCHEMA:
+            text = grammar.text
+    try:
+        # llguidance pastes the text into a larger one, so it must be one whole JSON value.
+        schema = json.loads(text)
+        # Options are told inside of the schema, so that `true` can have none.
+        return LLMatcher.grammar_from_json_schema(text, defaults=_JSON_OPTIONS if isinstance(schema, dict) else None)
+    except (ValueError, RecursionError) as error:
+        raise _refusal(grammar, str(error)) from None
+
+
+def _refusal(grammar: Grammar, reason: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"{grammar_field(grammar)} cannot be used: {_one_line(reason)}", reason="GRAMMAR", field=grammar_field(grammar)
+    )
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.replace("<non-verbose/>", "").split())
+    return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]}…"
+
+
+def _eos_tokens(config: Mapping[str, Any]) -> list[int]:
+    """`eos_token_id` of a config.json, which may be one id, several or none, and in a nested text part."""
+    text = config.get("text_config")
+    value = config.get("eos_token_id", text.get("eos_token_id") if isinstance(text, Mapping) else None)
+    ids = value if isinstance(value, list) else [value]
+    return [token for token in ids if isinstance(token, int)]

@@ -1,0 +1,38 @@
+"""The logits behind a session's last committed token: computed from its hidden row when asked for, or restored."""
+
+from __future__ import annotations
+
+import torch
+
+from services.errors import FailedPrecondition
+from shard_worker.model.head import Head
+
+
+class LastRow:
+    """A `StateView` of the last stage's logits, [1, vocab]. hidden: [1, hidden], the row that counts last."""
+
+    def __init__(self, head: Head | None, exact_rows: int | None = None) -> None:
+        """exact_rows: as of `Rows`."""
+        self._head, self._exact_rows = head, exact_rows
+        self._restored: torch.Tensor | None = None
+        self.hidden: torch.Tensor | None = None
+
+    def logits(self) -> torch.Tensor:
+        """Raises FailedPrecondition where a shorter prefix than the snapshot's was taken up, which has none."""
+        assert self._head is not None
+        if self.hidden is not None:
+            return self._head.logits(self.hidden, self._exact_rows)
+        if self._restored is None:
+            raise FailedPrecondition(
+                "there are no logits behind a prefix that was cut: leave its last token to the first step",
+                reason="SNAPSHOT_LENGTH",
+                field="length",
+            )
+        return self._restored
+
+    def read(self, first: int, last: int) -> torch.Tensor:
+        return self.logits()
+
+    def write(self, tensor: torch.Tensor, first: int, last: int) -> None:
+        assert self._head is not None
+        self._restored = tensor.to(self._head.weight.device, non_blocking=True)

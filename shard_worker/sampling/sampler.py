@@ -1,0 +1,165 @@
+"""Chooses tokens from logits on the last stage: the request's processors, then argmax or an inverse-CDF draw.
+
+The random number for a position depends on seed and position alone. A guess is accepted exactly when it equals the
+token so drawn, which is one-hot rejection sampling (accept with probability p(guess), else draw from the rest) and
+moreover makes a seeded answer independent of draft, split and block length.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from services.errors import InvalidArgument
+from services.messages.steps import Sampling
+from shard_worker.sampling.grammar import GrammarState
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) with 32 random bits, keyed by seed and position."""
+    key = seed.to_bytes(8, "little") + position.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") / 2**32
+
+
+class Sampler:
+    """One request's processors, the token counts that penalties need, and its grammar."""
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompt_length: int,
+        vocab_size: int,
+        device: torch.device,
+        grammar: GrammarState | None = None,
+    ) -> None:
+        self._sampling, self._prompt_length, self._device, self._grammar = sampling, prompt_length, device, grammar
+        self._bias: torch.Tensor | None = None
+        if sampling.logit_bias:
+            self._bias = torch.zeros(vocab_size, device=device)
+            tokens = torch.tensor(list(sampling.logit_bias), device=device)
+            self._bias[tokens] = torch.tensor(list(sampling.logit_bias.values()), device=device)
+        penalties = (
+            sampling.repetition_penalty,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+        )
+        # Row 0: all tokens so far; row 1: those of the output.
+        self._counts: torch.Tensor | None = None
+        if any(penalty is not None for penalty in penalties):
+            self._counts = torch.zeros(2, vocab_size, device=device)
+
+    @property
+    def takes_the_likeliest(self) -> bool:
+        """Whether the tokens are the logits' argmax, as they are."""
+        return self._sampling.temperature == 0 and self._bias is None and self._counts is None and self._grammar is None
+
+    def observe(self, token_ids: Sequence[int], first_position: int) -> None:
+        """Count committed tokens. Raises InvalidArgument for one that the grammar doesn't allow."""
+        if self._grammar is not None:
+            self._grammar.observe(token_ids, first_position)
+        if self._counts is None or not token_ids:
+            return
+        tokens = torch.tensor(token_ids, device=self._device)
+        ones = torch.ones(len(token_ids), device=self._device)
+        self._counts[0].index_add_(0, tokens, ones)
+        outputs = max(0, self._prompt_length - first_position)
+        self._counts[1].index_add_(0, tokens[outputs:], ones[outputs:])
+
+    def choose(
+        self,
+        logits: torch.Tensor,
+        token_ids: Sequence[int],
+        first_position: int,
+        likeliest: torch.Tensor | None = None,
+    ) -> list[int]:
+        """One token after each of the last len(logits) rows; after fewer where the grammar says that the others cannot
+        count.
+
+        logits: [n, vocab]. token_ids: tokens of all rows of the step (at least n), not yet observed, from
+        `first_position` on; none for the one row of logits behind all that was observed. likeliest: each row's argmax,
+        where it is known. Raises InvalidArgument and ResourceExhausted as `GrammarState.allowed` does.
+        """
+        if likeliest is not None and self.takes_the_likeliest:
+            return likeliest.tolist()
+        first_drawn = first_position + len(token_ids) - len(logits) + 1
+        logits = self.adjusted(logits, token_ids, first_position)
+        if self._grammar is not None:
+            allowed = self._grammar.allowed(token_ids, first_position, len(logits))
+            logits = logits[: len(allowed)].masked_fill(~allowed, float("-inf"))
+        if self._sampling.temperature == 0:
+            return logits.argmax(-1).tolist()
+        numbers = [uniform(self._sampling.seed, first_drawn + row) for row in range(len(logits))]
+        return draw(probabilities(logits, self._sampling), numbers)
+
+    def adjusted(self, logits: torch.Tensor, token_ids: Sequence[int], first_position: int) -> torch.Tensor:
+        """Logits after bias and penalties, each row with the history that it follows. Arguments as in `choose`."""
+        if self._bias is not None:
+            logits = logits.float() + self._bias
+        if self._counts is not None:
+            history = self._history(len(logits), token_ids, first_position)
+            logits = self._penalised(logits.float(), history)
+        return logits
+
+    def _history(self, rows: int, token_ids: Sequence[int], first_position: int) -> torch.Tensor:
+        """Counts as each row sees them, guesses before it included: [n, 2, vocab]."""
+        assert self._counts is not None
+        if not token_ids:
+            return self._counts[None]
+        tokens = torch.tensor(token_ids, device=self._device)
+        is_output = torch.arange(len(token_ids), device=self._device) >= self._prompt_length - first_position
+        before = len(token_ids) - rows
+        counts = self._counts.clone()
+        ones = torch.ones(before, device=self._device)
+        counts[0].index_add_(0, tokens[:before], ones)
+        counts[1].index_add_(0, tokens[:before], is_output[:before].float())
+        added = torch.zeros(rows, *counts.shape, device=self._device)
+        index = torch.arange(rows, device=self._device)
+        added[index, 0, tokens[before:]] = 1.0
+        added[index, 1, tokens[before:]] = is_output[before:].float()
+        return counts + added.cumsum(0)
+
+    def _penalised(self, logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        sampling = self._sampling
+        if sampling.repetition_penalty is not None:
+            penalty = sampling.repetition_penalty
+            scaled = torch.where(logits > 0, logits / penalty, logits * penalty)
+            logits = torch.where(counts[:, 0] > 0, scaled, logits)
+        if sampling.presence_penalty is not None:
+            logits = logits - sampling.presence_penalty * (counts[:, 1] > 0)
+        if sampling.frequency_penalty is not None:
+            logits = logits - sampling.frequency_penalty * counts[:, 1]
+        return logits
+
+
+def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The law of each row after temperature, top-k, top-p and min-p: float64 [n, vocab], not normalised."""
+    logits = logits.double() / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
+        least = logits.topk(sampling.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    law = logits.softmax(-1)
+    if sampling.top_p is not None and sampling.top_p < 1:
+        ordered, order = law.sort(descending=True, stable=True)
+        # A token stays while the mass before it has not reached top_p; so the likeliest one always does.
+        kept = ordered.cumsum(-1) - ordered < sampling.top_p
+        law = law * torch.zeros_like(kept).scatter_(-1, order, kept)
+    if sampling.min_p is not None:
+        law = law * (law >= sampling.min_p * law.max(-1, keepdim=True).values)
+    return law
+
+
+def draw(law: torch.Tensor, numbers: Sequence[float]) -> list[int]:
+    """Inverse CDF in token order: for each row of an unnormalised law [n, vocab] and number in [0, 1), a token.
+
+    Raises InvalidArgument when a row is no law: the logits were not finite.
+    """
+    cdf = law.cumsum(-1)
+    if not bool((cdf[:, -1] > 0).all()):
+        raise InvalidArgument(
+            "the logits are not finite: the activation that came in, the checkpoint or its element type is at fault",
+            reason="NOT_FINITE",
+        )
+    targets = torch.tensor(numbers, dtype=cdf.dtype, device=cdf.device)[:, None] * cdf[:, -1:]
+    return torch.searchsorted(cdf, targets, right=True).squeeze(-1).tolist()

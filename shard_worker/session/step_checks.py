@@ -1,0 +1,104 @@
+"""Whether what came in fits its session: a step's rows, positions and tensors, and a prefix to begin from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.errors import FailedPrecondition, InvalidArgument
+from services.messages.steps import Forward, Open, SnapshotRestore, SnapshotSave, StepKind
+from shard_worker.device.dtypes import dtype_to_name
+from shard_worker.stage.stage import Stage
+
+
+def check_rows(forward: Forward, length: int, request: Open, vocab_size: int) -> None:
+    """length: committed tokens. Raises FailedPrecondition for another position, InvalidArgument for rows that do not
+    fit the session or the vocabulary."""
+    rows = len(forward.token_ids)
+    if forward.base_position != length:
+        raise FailedPrecondition(
+            f"base_position is {forward.base_position}, {length} tokens are committed",
+            reason="OUT_OF_STEP",
+            field="base_position",
+        )
+    if forward.kind is StepKind.RESUME:
+        if rows or not length or forward.step:
+            raise InvalidArgument(
+                f"a resume has {rows} rows as step {forward.step}; it has none, and comes first after a restore",
+                field="kind",
+            )
+        return
+    most = request.block_rows if forward.kind is StepKind.VERIFY else request.max_rows
+    if not 1 <= rows <= most:
+        raise InvalidArgument(f"token_ids has {rows} rows; a {forward.kind} takes 1 to {most}", field="token_ids")
+    if forward.base_position + rows > request.max_length:
+        raise InvalidArgument(
+            f"the step ends at position {forward.base_position + rows}, the session holds {request.max_length} tokens",
+            reason="CONTEXT_OVERFLOW",
+            field="base_position",
+        )
+    if max(forward.token_ids) >= vocab_size:
+        raise InvalidArgument(
+            f"token id {max(forward.token_ids)} is not below the vocabulary's {vocab_size}", field="token_ids"
+        )
+
+
+def check_tensors(forward: Forward, stage: Stage, captures: Sequence[int | None]) -> None:
+    """captures: what must come with it, in order; None is the sum. Raises InvalidArgument for another shape, element
+    type, number of tensors or position."""
+    check_activation(forward, stage)
+    if forward.activation is None:
+        return
+    shape, dtype = forward.activation.shape, forward.activation.dtype
+    sent = [piece.capture_index for piece in forward.features]
+    if sent != captures:
+        raise InvalidArgument(f"capture_index of the features is {sent}, expected {captures}", field="features")
+    for piece in forward.features:
+        expected = "float32" if piece.capture_index is None else dtype
+        if piece.features.shape != shape or piece.features.dtype != expected:
+            raise InvalidArgument(
+                f"features has shape {list(piece.features.shape)} of {piece.features.dtype}; "
+                f"expected {list(shape)} of {expected}",
+                field="features",
+            )
+        if piece.start_position != forward.base_position:
+            raise InvalidArgument(
+                f"features start at {piece.start_position}, the step at {forward.base_position}",
+                field="start_position",
+            )
+
+
+def check_activation(forward: Forward, stage: Stage) -> None:
+    """Raises InvalidArgument where one is missing, or not wanted, and for another shape or element type."""
+    shape = (len(forward.token_ids), stage.config.hidden_size)
+    if (forward.activation is None) != (stage.embedding is not None):
+        wanted = "token ids alone" if stage.embedding is not None else "an activation"
+        raise InvalidArgument(f"this stage takes {wanted}", field="activation")
+    if forward.activation is None:
+        return
+    dtype = dtype_to_name(stage.dtype)
+    if forward.activation.shape != shape or forward.activation.dtype != dtype:
+        raise InvalidArgument(
+            f"activation has shape {list(forward.activation.shape)} of {forward.activation.dtype}; "
+            f"expected {list(shape)} of {dtype}",
+            field="activation",
+        )
+
+
+def check_save(save: SnapshotSave, length: int) -> None:
+    """length: committed tokens. Raises FailedPrecondition for another one, and where there are none."""
+    if save.length != length or not save.length:
+        raise FailedPrecondition(
+            f"length is {save.length}, {length} tokens are committed: a prefix is kept where the session is",
+            reason="OUT_OF_STEP",
+            field="length",
+        )
+
+
+def check_restore(restore: SnapshotRestore, request: Open, vocab_size: int) -> None:
+    """Raises InvalidArgument for a length that the session does not hold, and for other tokens than so many."""
+    if not 1 <= restore.length <= request.max_length:
+        raise InvalidArgument(
+            f"length is {restore.length}; the session holds 1 to {request.max_length} tokens", field="length"
+        )
+    if len(restore.token_ids) != restore.length or max(restore.token_ids) >= vocab_size:
+        raise InvalidArgument(f"token_ids must be {restore.length} ids below {vocab_size}", field="token_ids")

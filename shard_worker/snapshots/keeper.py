@@ -1,0 +1,146 @@
+"""Keeps and brings back the state of one model's sessions: a stage's or a draft's, through the worker's store."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from services.errors import FailedPrecondition, FlashsplitError, NotFound, ResourceExhausted
+from services.layers import LayerRange
+from services.messages.snapshots import SnapshotOwner
+from services.messages.steps import Location, SnapshotPart, SnapshotRestore, SnapshotSave
+from shard_worker.cache.prefix_state import StateView, TensorGroup, copy_in, copy_out, cuttable
+from shard_worker.device.devices import Device
+from shard_worker.device.executor import DeviceThread
+from shard_worker.snapshots.store import Snapshot, SnapshotStore
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotKeeper:
+    """One loaded model's way to the store.
+
+    layers: None for a draft. max_length: longest prefix that makes sense. generation: the store's, as it was when the
+    model was loaded.
+    """
+
+    store: SnapshotStore
+    thread: DeviceThread
+    owner: SnapshotOwner
+    fingerprint: str
+    layers: LayerRange | None
+    max_length: int
+    groups: tuple[TensorGroup, ...]
+    devices: tuple[Device, ...]
+    generation: int
+
+    @property
+    def pinned(self) -> bool:
+        """Whether host memory is page-locked, which GPUs copy from and to at full speed."""
+        return any(device.is_gpu for device in self.devices)
+
+    def synchronize(self) -> None:
+        """Wait for copies from GPUs to be there; runs on the device thread."""
+        for device in self.devices:
+            device.synchronize()
+
+    def save(self, save: SnapshotSave, views: Sequence[StateView], location: Location) -> asyncio.Future[SnapshotPart]:
+        """Keep a session's state. The copy is queued on the device before this returns, so later steps may follow."""
+        started_ns = time.monotonic_ns()
+
+        def part(size_bytes: int, evicted: tuple[str, ...] = (), refusal: str = "") -> SnapshotPart:
+            elapsed_ns = time.monotonic_ns() - started_ns
+            log.info(
+                "snapshot.saved" if not refusal else "snapshot.refused",
+                slot=save.snapshot_id[:12],
+                owner=str(self.owner),
+                position=save.length,
+                stage=location.stage,
+                bytes=size_bytes,
+                ms=round(elapsed_ns / 1e6, 3),
+                evicted=len(evicted),
+                refusal=refusal or None,
+            )
+            return SnapshotPart(location, size_bytes, elapsed_ns, evicted, refusal)
+
+        if self.store.find(self.owner, save.snapshot_id) is not None:
+            return _done(part(0))
+        parent = None
+        if save.parent_id is not None:
+            parent = self.store.find(self.owner, save.parent_id)
+            if parent is None or parent.length >= save.length:
+                return _done(part(0, refusal=f"the prefix {save.parent_id} that it builds on is not kept here"))
+        first = 0 if parent is None else parent.length
+        size_bytes = sum(group.size_bytes(first, save.length) for group in self.groups)
+        try:
+            evicted = self.store.reserve(size_bytes, parent)
+        except ResourceExhausted as error:
+            return _done(part(0, refusal=error.message))
+        job = self.thread.submit(copy_out, self.groups, views, first, save.length)
+
+        async def finish() -> SnapshotPart:
+            try:
+                tensors = await job
+            except BaseException as error:
+                self.store.release(size_bytes, parent)
+                if isinstance(error, FlashsplitError):
+                    return part(0, evicted, error.message)
+                raise
+            snapshot = Snapshot(
+                save.snapshot_id, self.owner, self.generation, parent, first, save.length, tensors, size_bytes
+            )
+            if not self.store.put(snapshot):
+                return part(0, evicted, "the model or the prefix that it builds on is gone")
+            return part(size_bytes, evicted)
+
+        # Shielded: who waits for it may be cancelled, even before it begins, and the room must not stay taken.
+        return asyncio.shield(finish())
+
+    async def restore(self, restore: SnapshotRestore, views: Sequence[StateView], location: Location) -> SnapshotPart:
+        """Put a kept state into a session's memory.
+
+        Raises NotFound when it isn't kept, FailedPrecondition when it doesn't serve that length.
+        """
+        started_ns = time.monotonic_ns()
+        snapshot = self.store.find(self.owner, restore.snapshot_id)
+        if snapshot is None or snapshot.generation != self.generation:
+            raise NotFound(f"no prefix {restore.snapshot_id} is kept here", reason="SNAPSHOT_MISSING")
+        most = snapshot.length
+        if restore.length != most and not (cuttable(self.groups) and 1 <= restore.length < most):
+            accepted = f"1 to {most}" if cuttable(self.groups) else str(most)
+            raise FailedPrecondition(
+                f"length is {restore.length}, the prefix {restore.snapshot_id} serves {accepted}",
+                reason="SNAPSHOT_LENGTH",
+                field="length",
+            )
+        chain = snapshot.chain()
+
+        def take_up() -> None:
+            # A piece of a tensor is read by the CPU, which must not overtake a copy that a save has queued.
+            self.synchronize()
+            copy_in(self.groups, views, chain, restore.length)
+
+        await self.thread.submit(take_up)
+        elapsed_ns = time.monotonic_ns() - started_ns
+        size_bytes = sum(group.size_bytes(0, restore.length) for group in self.groups)
+        log.info(
+            "snapshot.restored",
+            slot=restore.snapshot_id[:12],
+            owner=str(self.owner),
+            position=restore.length,
+            stage=location.stage,
+            bytes=size_bytes,
+            ms=round(elapsed_ns / 1e6, 3),
+        )
+        return SnapshotPart(location, size_bytes, elapsed_ns)
+
+
+def _done(part: SnapshotPart) -> asyncio.Future[SnapshotPart]:
+    future: asyncio.Future[SnapshotPart] = asyncio.get_running_loop().create_future()
+    future.set_result(part)
+    return future

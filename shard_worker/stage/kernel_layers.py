@@ -1,0 +1,56 @@
+"""A segment's layers as kernels take them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from services.model.config import LayerKind
+from shard_worker.cache.attention_cache import PAGE_ROWS
+from shard_worker.cache.caches import slots_of
+from shard_worker.model.layer_weights import AttentionWeights
+from shard_worker.stage.segment import Segment
+
+if TYPE_CHECKING:
+    from shard_worker.model.kernels import decoder
+
+
+def kernel_layers(segment: Segment) -> decoder.Layers:
+    """A segment's layers as kernels take them."""
+    from shard_worker.model.kernels import decoder, deltanet
+    from shard_worker.model.kernels.heads import HeadShape
+
+    config = segment.config
+    kinds = config.layer_kinds[segment.layers.first : segment.layers.last]
+    heads = {
+        kind: HeadShape(
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            dim=config.head_dim,
+            rotary=config.rotary_dim,
+            page=PAGE_ROWS,
+            window=(config.sliding_window or 0) if kind is LayerKind.SLIDING else 0,
+            gated=any(isinstance(one.mixer, AttentionWeights) and one.mixer.gated for one in segment.weights),
+            float8=segment.kv_dtype is not None,
+        )
+        for kind in set(kinds) - {LayerKind.LINEAR}
+    }
+    linear = config.linear
+    delta = None
+    if linear is not None and LayerKind.LINEAR in kinds:
+        delta = deltanet.Shape(
+            key_heads=linear.key_heads,
+            value_heads=linear.value_heads,
+            key_dim=linear.key_head_dim,
+            value_dim=linear.value_head_dim,
+            taps=linear.conv_taps,
+            layers=kinds.count(LayerKind.LINEAR),
+        )
+    return decoder.Layers(
+        weights=segment.weights,
+        slots=slots_of(kinds),
+        heads=heads,
+        delta=delta,
+        longest=config.max_position,
+        frequencies=segment.frequencies,
+        eps=config.norm_eps,
+    )

@@ -1,0 +1,245 @@
+"""Loads a stage from a checkpoint: only its own layers, checked name by name and shape by shape."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+import torch
+
+from services.errors import InvalidArgument
+from services.layers import LayerRange
+from shard_worker.device.devices import Device
+from shard_worker.device.dtypes import dtype_from_name, kv_dtype_from_name
+from shard_worker.model.families import Family, family_of
+from shard_worker.model.features import Capture, fc_columns
+from shard_worker.model.head import Head
+from shard_worker.model.kernel_support import can_prefill, can_run, check_float8, head_sizes
+from shard_worker.ops.linear import packed
+from shard_worker.ops.rope import inverse_frequencies
+from shard_worker.stage.segment import Segment
+from shard_worker.stage.stage import Stage
+from shard_worker.stage.step_runner import make_runner
+from shard_worker.weights.checkpoint import Checkpoint
+
+Progress = Callable[[int, int], None]
+"""Called with bytes loaded so far and bytes in all."""
+
+_PREFIXES = ("model.language_model.", "model.", "")
+_IGNORED = re.compile(r"rotary_emb\.inv_freq$")
+
+
+class CaptureRequest:
+    """Which blocks to capture, and the draft's `fc` [draft hidden, N * hidden], or None for plain slices."""
+
+    def __init__(self, layers: tuple[int, ...], fc: torch.Tensor | None) -> None:
+        self.layers, self.fc = layers, fc
+
+
+class StageLoader:
+    """Reads one stage. `total_bytes` is known before anything is loaded."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, layers: LayerRange, dtype: str | None, kv_dtype: str | None = None
+    ) -> None:
+        """kv_dtype: of attention keys and values, None for that of the weights.
+
+        Raises InvalidArgument for layers that the model doesn't have and for missing, unknown or mis-shaped
+        tensors, Unimplemented for an unknown family or a quantised checkpoint."""
+        self._checkpoint, self._layers = checkpoint, layers
+        self.family_name, self._family, self.config = family_of(checkpoint.config)
+        if layers.last > self.config.num_layers:
+            raise InvalidArgument(
+                f"layers {layers} do not exist: the model has {self.config.num_layers} layers",
+                field="layers",
+            )
+        self._prefix = self._find_prefix()
+        self._tensors = {layer: self._check_layer(layer) for layer in range(layers.first, layers.last)}
+        self._embedding = self._prefix + "embed_tokens.weight"
+        self._head = self._embedding if self.config.tied_head else "lm_head.weight"
+        self._norm = self._prefix + "norm.weight"
+        self._check_ends()
+        self.dtype, self._kv_dtype = self._choose_dtype(dtype), kv_dtype_from_name(kv_dtype)
+        self.total_bytes = sum(checkpoint.size_bytes(name) for name in self._all_names())
+
+    @property
+    def is_first(self) -> bool:
+        return self._layers.first == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self._layers.last == self.config.num_layers
+
+    def load(
+        self,
+        devices: Sequence[Device],
+        capture: CaptureRequest | None,
+        on_progress: Progress,
+        *,
+        graphs: bool = True,
+    ) -> Stage:
+        """The stage, its layers spread evenly over the devices in order. graphs: whether steps may be CUDA graphs.
+
+        Raises FailedPrecondition for a device that cannot keep keys and values as they shall be.
+        """
+        if self._kv_dtype is not None:
+            for device in devices:
+                check_float8(device, kernels=can_run(device, head_sizes(self.config)))
+        loaded = resident = 0
+
+        def take(name: str, device: torch.device) -> torch.Tensor:
+            nonlocal loaded, resident
+            # Vectors keep their stored precision: norms, decays and such are widened to float32 when packed.
+            matrix = len(self._checkpoint.shape(name)) > 1 or name.endswith("_proj.bias")
+            tensor = self._checkpoint.place(name, device, self.dtype if matrix else self._checkpoint.dtype(name))
+            resident += tensor.nbytes
+            loaded += self._checkpoint.size_bytes(name)
+            on_progress(loaded, self.total_bytes)
+            return tensor
+
+        segments = tuple(
+            self._load_segment(layers, device, capture, take) for layers, device in _spread(self._layers, devices)
+        )
+        embedding = head = None
+        if self.is_first:
+            embedding = take(self._embedding, devices[0].torch_device)
+        if self.is_last:
+            last = devices[-1].torch_device
+            shared = embedding is not None and self.config.tied_head and embedding.device == last
+            weight = embedding if shared else take(self._head, last)
+            assert weight is not None
+            norm = self._family.norm_weight(take(self._norm, last))
+            head = Head(norm, packed(weight), self.config.norm_eps)
+            if shared and head.weight is not weight:
+                # Not both in memory: rows are looked up in the mapped file.
+                embedding = self._checkpoint.tensor(self._embedding)
+        ends = len(segments) - 1
+        return Stage(
+            config=self.config,
+            layers=self._layers,
+            segments=segments,
+            embedding=embedding,
+            head=head,
+            dtype=self.dtype,
+            weight_bytes=resident,
+            captures=capture.layers if capture is not None else (),
+            summed=capture is not None and capture.fc is not None,
+            runners=tuple(
+                make_runner(segment, embedding if not place else None, head if place == ends else None, graphs=graphs)
+                for place, segment in enumerate(segments)
+            ),
+        )
+
+    def _load_segment(
+        self,
+        layers: LayerRange,
+        device: Device,
+        capture: CaptureRequest | None,
+        take: Callable[[str, torch.device], torch.Tensor],
+    ) -> Segment:
+        family: Family = self._family
+        weights = []
+        for layer in range(layers.first, layers.last):
+            named = {short: take(name, device.torch_device) for short, name in self._tensors[layer].items()}
+            weights.append(family.pack_layer(self.config, layer, named))
+        return Segment(
+            family=family,
+            config=self.config,
+            layers=layers,
+            device=device,
+            weights=tuple(weights),
+            frequencies=inverse_frequencies(self.config.rotary_dim, self.config.rope_theta, device.torch_device),
+            capture=self._capture(layers, device, capture),
+            dtype=self.dtype,
+            kernels=can_run(device, head_sizes(self.config)),
+            delta_kernels=can_prefill(device, self.config),
+            kv_dtype=self._kv_dtype,
+        )
+
+    def _capture(self, layers: LayerRange, device: Device, request: CaptureRequest | None) -> Capture | None:
+        if request is None:
+            return None
+        indices = {layer: request.layers.index(layer) for layer in sorted(request.layers) if layer in layers}
+        if not indices:
+            return None
+        fc = None
+        if request.fc is not None:
+            columns = fc_columns(request.fc, indices, self.config.hidden_size)
+            fc = packed(columns.to(device.torch_device, self.dtype))
+        return Capture(indices, fc)
+
+    def _find_prefix(self) -> str:
+        for prefix in _PREFIXES:
+            if any(name.startswith(f"{prefix}layers.") for name in self._checkpoint.names):
+                return prefix
+        raise InvalidArgument(
+            f"{self._checkpoint.directory} has no tensor named model.layers.* or model.language_model.layers.*"
+        )
+
+    def _check_layer(self, layer: int) -> dict[str, str]:
+        """Short name -> full name of a layer's tensors."""
+        start = f"{self._prefix}layers.{layer}."
+        expected = self._family.layer_shapes(self.config, layer)
+        for short, shape in expected.items():
+            self._check(start + short, shape)
+        for name in self._checkpoint.names:
+            short = name.removeprefix(start)
+            if name.startswith(start) and short not in expected and not _IGNORED.search(name):
+                raise InvalidArgument(
+                    f"tensor {name} is not one that family {self.family_name} has: the checkpoint is "
+                    "quantised or of another family",
+                    field=name,
+                )
+        return {short: start + short for short in expected}
+
+    def _check_ends(self) -> None:
+        matrix = (self.config.vocab_size, self.config.hidden_size)
+        if self.is_first:
+            self._check(self._embedding, matrix)
+        if self.is_last:
+            self._check(self._head, matrix)
+            self._check(self._norm, (self.config.hidden_size,))
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        if name not in self._checkpoint.names:
+            raise InvalidArgument(
+                f"tensor {name} is missing in {self._checkpoint.directory}",
+                reason="TENSOR_MISSING",
+                field=name,
+            )
+        self._checkpoint.dtype(name)
+        found = self._checkpoint.shape(name)
+        if found != shape:
+            raise InvalidArgument(
+                f"tensor {name} has shape {list(found)}, config.json asks for {list(shape)}",
+                reason="TENSOR_SHAPE",
+                field=name,
+            )
+
+    def _all_names(self) -> list[str]:
+        names = [name for named in self._tensors.values() for name in named.values()]
+        if self.is_first:
+            names.append(self._embedding)
+        if self.is_last:
+            names.append(self._norm)
+            if not (self.is_first and self.config.tied_head):
+                names.append(self._head)
+        return names
+
+    def _choose_dtype(self, wanted: str | None) -> torch.dtype:
+        if wanted is not None:
+            return dtype_from_name(wanted, "--dtype")
+        return self._checkpoint.dtype(self._tensors[self._layers.first]["mlp.gate_proj.weight"])
+
+
+def _spread(layers: LayerRange, devices: Sequence[Device]) -> list[tuple[LayerRange, Device]]:
+    """Contiguous runs of layers for each device, sizes differing by at most one."""
+    if len(layers) < len(devices):
+        raise InvalidArgument(
+            f"{len(layers)} layers cannot be spread over {len(devices)} devices: name fewer devices or give "
+            "this stage more layers",
+            field="layers",
+        )
+    bounds = [layers.first + len(layers) * index // len(devices) for index in range(len(devices) + 1)]
+    ranges = [LayerRange(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
+    return list(zip(ranges, devices, strict=True))

@@ -1,0 +1,90 @@
+"""A contiguous run of layers on one device: the unit that runs without a copy between devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from services.layers import LayerRange
+from services.model.config import ModelConfig
+from shard_worker.cache.attention_cache import PAGE_ROWS
+from shard_worker.cache.caches import SegmentCaches, state_groups
+from shard_worker.cache.prefix_state import TensorGroup
+from shard_worker.device.devices import Device
+from shard_worker.model.families import Family
+from shard_worker.model.features import Capture, Features
+from shard_worker.model.rows import make_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Layers [first, last) on one device. frequencies: RoPE's, float32 on the device."""
+
+    family: Family
+    config: ModelConfig
+    layers: LayerRange
+    device: Device
+    weights: tuple[Any, ...]
+    frequencies: torch.Tensor
+    capture: Capture | None
+    dtype: torch.dtype
+    kernels: bool = False
+    """Whether what lies between products of many rows is done by kernels."""
+    delta_kernels: bool = False
+    """Whether recurrent layers take many rows by kernels."""
+    kv_dtype: torch.dtype | None = None
+    """What attention keys and values are kept in; None for `dtype`."""
+
+    def allocate(self, capacity: int, block_rows: int, *, exact: bool = False) -> SegmentCaches:
+        """Caches of one session. capacity: positions; block_rows: rows of its largest verify, which are computed one by
+        one if `exact`."""
+        kinds = self.config.layer_kinds[self.layers.first : self.layers.last]
+        like = torch.empty(0, dtype=self.dtype, device=self.device.torch_device)
+        page_rows = PAGE_ROWS if self.device.is_gpu else None
+        return SegmentCaches.allocate(
+            self.config, kinds, capacity, block_rows, like, page_rows, exact=exact, kv_dtype=self.kv_dtype
+        )
+
+    def state_groups(self) -> list[TensorGroup]:
+        """What is kept of a prefix, in the order of the caches' views."""
+        return state_groups(self.config, self.layers, self.dtype, self.kv_dtype)
+
+    def run(
+        self,
+        hidden: torch.Tensor,
+        base_position: int,
+        deferred: bool,
+        caches: SegmentCaches,
+        features: Features | None,
+        exact_rows: int | None = None,
+    ) -> torch.Tensor:
+        """hidden: [n, hidden] on any device -> [n, hidden] on this segment's. exact_rows: as of `Rows`.
+
+        Captures are added to `features`, where there are any wanted.
+        """
+        hidden = hidden.to(self.device.torch_device)
+        kinds = frozenset(self.config.layer_kinds[self.layers.first : self.layers.last])
+        rows = make_rows(
+            self.config,
+            kinds,
+            self.frequencies,
+            hidden,
+            base_position,
+            len(hidden),
+            deferred,
+            kernels=self.kernels,
+            delta_kernels=self.delta_kernels,
+            exact_rows=exact_rows,
+        )
+        capture = self.capture if features is not None else None
+        captured: list[torch.Tensor] = []
+        for offset, weights in enumerate(self.weights):
+            slot = caches.slots[offset]
+            hidden = self.family.run_layer(self.config, weights, slot, hidden, rows, caches)
+            if capture is not None and self.layers.first + offset in capture.indices:
+                captured.append(hidden)
+        if capture is not None and features is not None:
+            capture.collect(captured, features)
+        return hidden

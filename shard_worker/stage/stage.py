@@ -1,0 +1,203 @@
+"""A stage of the target: its segments, the embedding where it is first, the head where it is last.
+
+Owns weights; a session's caches are in `StageState`. Knows nothing of processes, streams or sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from services.layers import LayerRange
+from services.messages.description import StepEngine
+from services.model.config import ModelConfig
+from shard_worker.cache.caches import SegmentCaches
+from shard_worker.cache.prefix_state import GroupKind, TensorGroup
+from shard_worker.device.dtypes import to_device
+from shard_worker.model.features import Features
+from shard_worker.model.head import Head
+from shard_worker.stage.segment import Segment
+from shard_worker.stage.step_graph import StepOutput, StepRows
+from shard_worker.stage.step_runner import StepRunner
+
+BLOCK_ROWS = 16
+"""Of the blocks that steps are prepared for; drafts are trained for so many, or fewer."""
+
+
+@dataclass(slots=True)
+class StageState:
+    """One session's memory on a stage. length: committed tokens; pending: rows of a verify not yet committed;
+    exact_rows: as of `Rows`, for decode and verify steps."""
+
+    capacity: int
+    caches: list[SegmentCaches]
+    exact_rows: int | None = None
+    length: int = 0
+    pending: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(caches.size_bytes for caches in self.caches)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Layers [first, last) of the target. embedding: [vocab, hidden] on the first stage; head: on the
+    last.
+
+    captures: all target layers that the draft wants, here and elsewhere; summed: they travel as one sum, not as slices.
+    """
+
+    config: ModelConfig
+    layers: LayerRange
+    segments: tuple[Segment, ...]
+    embedding: torch.Tensor | None
+    head: Head | None
+    dtype: torch.dtype
+    weight_bytes: int
+    captures: tuple[int, ...] = ()
+    summed: bool = False
+    runners: tuple[StepRunner | None, ...] = ()
+    """One a segment, for steps of few rows; None, or none at all, where plain torch does them."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.segments[0].device.torch_device
+
+    @property
+    def engine(self) -> StepEngine:
+        """How steps of few rows run."""
+        if not self.runners or any(runner is None for runner in self.runners):
+            return StepEngine.TORCH
+        return StepEngine.GRAPHS if all(runner and runner.graphs for runner in self.runners) else StepEngine.KERNELS
+
+    def prepare(self) -> None:
+        """Compile and capture what the first steps would have to wait for: of one row, and of a block with a draft."""
+        for runner in self.runners:
+            if runner is not None:
+                runner.prepare(1, deferred=False, featured=False)
+                if self.captures:
+                    runner.prepare(1, deferred=False, featured=True)
+                    runner.prepare(BLOCK_ROWS, deferred=True, featured=True)
+        for segment in self.segments:
+            if segment.kernels:
+                rows = torch.zeros((2, self.config.hidden_size), dtype=self.dtype, device=segment.device.torch_device)
+                with segment.device.current():
+                    segment.run(rows, 0, False, segment.allocate(len(rows), 1), None)
+
+    def without_kernels(self) -> Stage:
+        """The same in plain torch."""
+        segments = (replace(segment, kernels=False, delta_kernels=False) for segment in self.segments)
+        return replace(self, runners=(), segments=tuple(segments))
+
+    def exact_rows(self, asked: int | None) -> int | None:
+        """Of a session that asked for so many: None where kernels run its steps, which are exact anyway."""
+        return asked if self.engine is StepEngine.TORCH else None
+
+    def allocate(self, capacity: int, block_rows: int, exact_rows: int | None = None) -> StageState:
+        """Memory for one session of up to `capacity` tokens. exact_rows: see `exact_rows`."""
+        exact = exact_rows is not None
+        caches = [segment.allocate(capacity, block_rows, exact=exact) for segment in self.segments]
+        return StageState(capacity, caches, exact_rows)
+
+    def state_groups(self) -> tuple[TensorGroup, ...]:
+        """What is kept of a prefix, in the order of a session's views; the last stage's logits come last."""
+        groups = [group for segment in self.segments for group in segment.state_groups()]
+        if self.head is not None:
+            weight = self.head.weight
+            groups.append(TensorGroup(GroupKind.LOGITS, ("logits",), (weight.shape[0],), weight.dtype))
+        return tuple(groups)
+
+    def embed(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Rows of the embedding, [n, hidden]."""
+        assert self.embedding is not None
+        rows = F.embedding(torch.tensor(tuple(token_ids), device=self.embedding.device), self.embedding)
+        return rows.to(self.dtype)
+
+    def step(
+        self,
+        state: StageState,
+        token_ids: Sequence[int],
+        features: Features | None,
+        *,
+        deferred: bool,
+        hidden: torch.Tensor | None = None,
+    ) -> StepOutput:
+        """The stage on the rows of these tokens; otherwise as `run`. With the logits of all rows where they come with
+        it. hidden: what the stage before made of the rows, where there is one; on the CPU."""
+        count = len(token_ids)
+        runners = self._runners(count, deferred)
+        if not runners:
+            self.stand_down()
+            rows = self.embed(token_ids) if hidden is None else to_device(hidden, self.device)
+            return StepOutput(self.run(state, rows, features, deferred=deferred))
+        output = None
+        for runner, caches in zip(runners, state.caches, strict=True):
+            output = runner.run(token_ids, hidden, state.length, caches, features, deferred=deferred)
+            hidden = output.hidden
+        self._count(state, count, deferred)
+        assert output is not None
+        return output
+
+    def run(
+        self, state: StageState, hidden: torch.Tensor, features: Features | None, *, deferred: bool
+    ) -> torch.Tensor:
+        """The stage's layers on rows [n, hidden] that follow the committed ones; captures are added to `features`.
+
+        Rows count at once unless deferred: then `commit` says later how many of them do.
+        """
+        # Rows of a prompt come in the same chunks, whatever its answer is made by.
+        exact_rows = state.exact_rows if deferred or len(hidden) == 1 else None
+        for segment, caches in zip(self.segments, state.caches, strict=True):
+            hidden = segment.run(hidden, state.length, deferred, caches, features, exact_rows)
+        self._count(state, len(hidden), deferred)
+        return hidden
+
+    def commit(self, state: StageState, length: int) -> None:
+        """Let the rows up to `length` of the verify in flight count."""
+        rows = length - state.length
+        runners = self._runners(state.pending, deferred=True)
+        if runners:
+            for runner, caches in zip(runners, state.caches, strict=True):
+                runner.commit(caches, rows)
+        else:
+            for caches in state.caches:
+                caches.commit_block(rows)
+        state.length, state.pending = length, 0
+
+    def _runners(self, rows: int, deferred: bool) -> Sequence[StepRunner]:
+        """One a segment, where all of them take such a step; else none."""
+        runners = [runner for runner in self.runners if runner is not None and runner.takes(rows, deferred=deferred)]
+        return runners if len(runners) == len(self.segments) else ()
+
+    def stand_by(self, state: StageState, rows: int, *, known: StepRows | None = None, running: bool = False) -> None:
+        """Between two steps alike, of up to so many rows: launch the next one now, where it can wait for its numbers.
+
+        Duties, `known` and `running` as of `StepRunner.stand_by`.
+        """
+        runner = self.runners[0] if len(self.runners) == 1 else None
+        if runner is not None and not (state.pending and state.caches[0].recurrent is not None):
+            length = state.length + state.pending + rows
+            runner.stand_by(state.caches[0], length, known=known, running=running)
+
+    def let_go(self, state: StageState, rows: StepRows, activation: memoryview | None, *, certain: bool) -> None:
+        """Let a step of these rows that stands by begin before `step` is called for it, as `StepRunner.let_go` does."""
+        runner = self.runners[0] if len(self.runners) == 1 else None
+        if runner is not None:
+            runner.let_go(rows, activation, state.caches[0], certain=certain)
+
+    def stand_down(self) -> None:
+        """Before anything else is done with the device."""
+        for runner in self.runners:
+            if runner is not None:
+                runner.stand_down()
+
+    @staticmethod
+    def _count(state: StageState, rows: int, deferred: bool) -> None:
+        if deferred:
+            state.pending = rows
+        else:
+            state.length += rows

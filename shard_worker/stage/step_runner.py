@@ -1,0 +1,328 @@
+"""Steps of few rows through a segment on a GPU: kernels, captured as CUDA graphs, one for each number of rows.
+
+A graph knows no session: where its rows stand and where its session's memory lies is data that is sent along. So graphs
+outlive sessions, and a session's memory must only outlive the steps that were launched for it, which queueing on one
+stream sees to. Owns the graphs and the memory that they read and write between sessions.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from services.model.config import LayerKind
+from shard_worker.cache.attention_cache import PAGE_ROWS
+from shard_worker.cache.caches import SegmentCaches
+from shard_worker.device.dtypes import OnHost, bytes_of
+from shard_worker.device.stream_gate import StreamGate
+from shard_worker.model.features import Features
+from shard_worker.model.head import Head
+from shard_worker.model.kernel_support import can_run, head_sizes
+from shard_worker.model.layer_weights import DecoderWeights
+from shard_worker.stage.kernel_layers import kernel_layers
+from shard_worker.stage.segment import Segment
+from shard_worker.stage.step_graph import Captured, Gone, Standing, StepOutput, StepRows, Variant
+
+ROW_COUNTS = (1, 16, 32, 64)
+"""Rows that steps are made with; a step of another number leaves the last ones unused."""
+
+
+class StepRunner:
+    """Of one segment, with the embedding before it and the head behind it where they are on its device."""
+
+    def __init__(self, segment: Segment, embedding: torch.Tensor | None, head: Head | None, *, graphs: bool) -> None:
+        from shard_worker.model.kernels.place import Place
+
+        self._segment, self._embedding, self._head, self._graphs = segment, embedding, head, graphs
+        self._layers = kernel_layers(segment)
+        device, config = segment.device.torch_device, segment.config
+        self._place = Place(device, -(-config.max_position // PAGE_ROWS) + 1)
+        self._hidden = torch.zeros((ROW_COUNTS[-1], config.hidden_size), dtype=segment.dtype, device=device)
+        # Page-locked, so that rows from another process are sent as part of a step.
+        self._incoming = torch.zeros_like(self._hidden, device="cpu", pin_memory=device.type != "cpu")
+        self._incoming_bytes = bytes_of(self._incoming)
+        leaving = self._hidden if head is None else torch.zeros(ROW_COUNTS[-1], dtype=torch.int64)
+        self._leaving = torch.zeros_like(leaving, device="cpu", pin_memory=device.type != "cpu")
+        self._recurrent = self._layers.delta is not None
+        self._made: dict[Variant, Captured] = {}
+        self._last: Variant | None = None
+        self._gate = StreamGate.on(segment.device) if graphs else None
+        self._standing: Standing | None = None
+        self._gone: Gone | None = None
+        self._filled: Callable[[], SegmentCaches | None] = lambda: None
+        """Whose addresses the next step's numbers hold."""
+        self._pool = torch.cuda.graph_pool_handle() if graphs else None
+
+    @property
+    def graphs(self) -> bool:
+        return self._graphs
+
+    def takes(self, rows: int, *, deferred: bool) -> bool:
+        """Whether steps of so many rows run here. Rows that count at once come one by one, or many together."""
+        return rows == 1 or (deferred and rows <= ROW_COUNTS[-1])
+
+    def prepare(self, rows: int, *, deferred: bool, featured: bool) -> None:
+        """Compile and capture what steps like this need, so that the first one need not wait."""
+        with self._segment.device.current():
+            self._prepared(self._key(rows, deferred, featured))
+
+    def run(
+        self,
+        token_ids: Sequence[int],
+        hidden: torch.Tensor | None,
+        base: int,
+        caches: SegmentCaches,
+        features: Features | None,
+        *,
+        deferred: bool,
+    ) -> StepOutput:
+        """A step of the rows of these tokens. hidden: the rows [n, hidden] from elsewhere, where no embedding is here,
+        on any device.
+
+        base: the first row's position. Captures are added to `features`, where there are any wanted.
+        """
+        rows = StepRows(base, tuple(token_ids), deferred, features is not None)
+        variant = self._variant(rows)
+        gone, self._gone = self._gone, None
+        begun = gone is not None and gone.is_(variant, caches, rows)
+        # First of all: others wait meanwhile, and this is but a few stores.
+        passed = begun or self._let_go_with(variant, rows, hidden, caches)
+        with self._segment.device.current():
+            made = self._made[variant] if passed else self._start(variant, rows, hidden, caches)
+            if not begun:
+                self._place.sent()
+            self._last = variant
+            return self._output(made, len(token_ids), features)
+
+    def let_go(self, rows: StepRows, activation: memoryview | None, caches: SegmentCaches, *, certain: bool) -> None:
+        """Let the step that stands by begin where it is that of these rows, before `run` is called for it.
+
+        activation: bytes of the rows from elsewhere, where no embedding is here. certain: the next call of `run` is for
+        this step; otherwise it may be for another one, and only what can be done again is done.
+        """
+        standing = self._standing
+        if standing is None or standing.caches is not caches:
+            return
+        variant = standing.variant if standing.rows is rows else self._variant(rows)
+        if not certain and variant.deferred != self._recurrent:
+            return
+        if self._let_go(variant, rows, activation, caches):
+            with self._segment.device.current():
+                self._place.sent()
+            self._gone = Gone(variant, caches, rows)
+
+    def _let_go_with(
+        self, variant: Variant, rows: StepRows, hidden: torch.Tensor | None, caches: SegmentCaches
+    ) -> bool:
+        if self._standing is None or (hidden is not None and hidden.device.type != "cpu"):
+            return False
+        return self._let_go(variant, rows, None if hidden is None else bytes_of(hidden), caches)
+
+    def _let_go(self, variant: Variant, rows: StepRows, activation: memoryview | None, caches: SegmentCaches) -> bool:
+        """Tell the step that stands by what it does not know yet, where there is such a one."""
+        standing = self._standing
+        if standing is None or standing.variant != variant:
+            return False
+        if standing.caches is not caches or (standing.rows is not rows and standing.rows != rows):
+            if not caches.has_room(rows.base + len(rows.token_ids)):
+                return False
+            if standing.caches is not caches:
+                self._fill(caches)
+            self._tell(rows)
+        if activation is not None:
+            self._bring(activation)
+        self._pass()
+        return True
+
+    def _fill(self, caches: SegmentCaches) -> None:
+        self._place.fill(0, 0, attention=caches.attention, recurrent=caches.recurrent)
+        self._filled = weakref.ref(caches)
+
+    def _tell(self, rows: StepRows) -> None:
+        """Of a step whose caches are known, behind `Place.wait`."""
+        # The tokens in any case: what counts of a verify is decided by them.
+        self._place.move(rows.base, len(rows.token_ids), token_ids=rows.token_ids)
+
+    def _bring(self, activation: memoryview) -> None:
+        self._incoming_bytes[: len(activation)] = activation
+
+    def _start(self, variant: Variant, rows: StepRows, hidden: torch.Tensor | None, caches: SegmentCaches) -> Captured:
+        """A step for which none stands by."""
+        count = len(rows.token_ids)
+        self.stand_down()
+        made = self._prepared(variant)
+        caches.reserve(rows.base + count)
+        self._fill(caches)
+        self._tell(rows)
+        if hidden is not None:
+            if hidden.device.type == "cpu":
+                self._bring(bytes_of(hidden))
+                hidden = self._incoming[:count]
+            self._hidden[:count].copy_(hidden, non_blocking=True)
+        if made.graph is None:
+            return self._launch(variant)
+        made.graph.replay()
+        return made
+
+    def _output(self, made: Captured, count: int, features: Features | None) -> StepOutput:
+        capture = self._segment.capture
+        if features is not None and capture is not None:
+            # Copies: they are used behind steps of other sessions.
+            if made.total is not None:
+                features.add(made.total[:count].clone())
+            else:
+                captured = [piece[:count].clone() for piece in made.captured]
+                features.slices |= dict(zip(capture.indices.values(), captured, strict=True))
+        output = made.output
+        return StepOutput(
+            output.hidden[:count],
+            None if output.logits is None else output.logits[:count],
+            None if output.likeliest is None else output.likeliest[:count],
+            OnHost(self._leaving[:count], self._place.done),
+        )
+
+    def stand_by(
+        self, caches: SegmentCaches, length: int, *, known: StepRows | None = None, running: bool = False
+    ) -> None:
+        """Launch a step like the last one now, which waits for its numbers: `run` then only tells them. For the time
+        between two steps, of these caches in all likelihood, up to `length`.
+
+        known: its rows, where they are that. running: the last one may not be done yet; then only for its own caches,
+        where they have room, and for rows that are not known.
+        Until then the device must not be waited for, nor memory be asked for, except by `run` and `stand_down`.
+        """
+        variant = self._last
+        if self._gate is None or variant is None or self._standing is not None:
+            return
+        if running and (self._filled() is not caches or not caches.has_room(length)):
+            return
+        if not running:
+            caches.reserve(length)
+            self._fill(caches)
+            if known is not None and self._variant(known) != variant:
+                known = None
+            if known is not None:
+                self._tell(known)
+        with self._segment.device.current():
+            self._gate.shut()
+            self._standing = Standing(variant, caches, known)
+            if self._embedding is None:
+                self._hidden[: variant.rows].copy_(self._incoming[: variant.rows], non_blocking=True)
+            graph = self._made[variant].graph
+            assert graph is not None
+            graph.replay()
+
+    def stand_down(self) -> None:
+        """Let a step that stands by pass without rows, which changes nothing, and wait for it: what it reads may go."""
+        if self._standing is not None:
+            self._place.wait()
+            self._place.move(0, 0)
+            self._pass()
+            with self._segment.device.current():
+                self._place.sent()
+            self._segment.device.synchronize()
+
+    def _pass(self) -> None:
+        assert self._gate is not None
+        self._gate.open()
+        self._standing = None
+
+    @property
+    def place(self) -> torch.Tensor:
+        """The numbers of the last step, on the device."""
+        return self._place.tensor[0]
+
+    def commit(self, caches: SegmentCaches, rows: int | torch.Tensor) -> None:
+        """Let the first `rows` rows of the step in flight count; a tensor, int64 [1 or more], says it on the device."""
+        if caches.recurrent is None:
+            return
+        from shard_worker.model.kernels import deltanet
+
+        assert self._layers.delta is not None
+        # Another session's step may stand by, and this asks for memory.
+        self.stand_down()
+        with self._segment.device.current():
+            count = rows
+            if not isinstance(count, torch.Tensor):
+                count = torch.full((1,), count, dtype=torch.int64, device=self.place.device)
+            deltanet.commit(self._layers.delta, caches.recurrent.place, count, caches.recurrent.conv)
+
+    def _variant(self, rows: StepRows) -> Variant:
+        return self._key(len(rows.token_ids), rows.deferred, rows.featured)
+
+    def _key(self, count: int, deferred: bool, featured: bool) -> Variant:
+        rows = next(rows for rows in ROW_COUNTS if count <= rows)
+        return Variant(rows, deferred and self._recurrent, featured and self._segment.capture is not None)
+
+    def _prepared(self, variant: Variant) -> Captured:
+        if variant not in self._made:
+            # Tried out on memory of nobody's: kernels are compiled and loaded then, which a capture must not see.
+            scratch = self._segment.allocate(PAGE_ROWS, variant.rows)
+            if scratch.attention is not None:
+                scratch.attention.reserve(variant.rows)
+            self._fill(scratch)
+            self._place.move(0, variant.rows)
+            self._made[variant] = self._capture(variant)
+        return self._made[variant]
+
+    def _capture(self, variant: Variant) -> Captured:
+        made = self._launch(variant)
+        self._place.sent()
+        if not self._graphs:
+            return made
+        self._segment.device.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            made = self._launch(variant)
+        made.graph = graph
+        return made
+
+    def _launch(self, variant: Variant) -> Captured:
+        from shard_worker.model.kernels import decoder
+        from shard_worker.model.kernels.deltanet import commit
+        from shard_worker.model.kernels.matmul import linear
+        from shard_worker.model.kernels.place import FIRST_TOKEN, ROWS
+
+        segment, place = self._segment, self.place
+        self._place.send()
+        hidden = self._hidden[: variant.rows]
+        if self._embedding is not None:
+            first = FIRST_TOKEN.value
+            hidden = F.embedding(place[first : first + variant.rows], self._embedding)
+        capture = segment.capture if variant.featured else None
+        wanted = [] if capture is None else [layer - segment.layers.first for layer in capture.indices]
+        result = decoder.run(
+            self._layers,
+            hidden,
+            dict.fromkeys(LayerKind, place),
+            deferred=variant.deferred,
+            then=None if self._head is None else self._head.norm,
+            capture=wanted,
+        )
+        if self._layers.delta is not None and not variant.deferred:
+            commit(self._layers.delta, place, place[ROWS.value :], hidden, states=False)
+        made = Captured(None, StepOutput(result.hidden))
+        if capture is not None and capture.fc is not None:
+            made.total = linear(torch.cat(result.captured, -1), capture.fc)[0].float()
+        elif capture is not None:
+            made.captured = result.captured
+        if self._head is not None and result.normed is not None:
+            logits, _ = linear(result.normed, self._head.weight)
+            made.output = StepOutput(result.hidden, logits, logits.argmax(-1))
+        output = made.output
+        leaving = output.hidden if output.likeliest is None else output.likeliest
+        self._leaving[: variant.rows].copy_(leaving, non_blocking=True)
+        return made
+
+
+def make_runner(
+    segment: Segment, embedding: torch.Tensor | None, head: Head | None, *, graphs: bool
+) -> StepRunner | None:
+    """None where plain torch has to do, as `can_run` says, and for layers that the kernels don't have."""
+    usual = all(isinstance(weights, DecoderWeights) for weights in segment.weights)
+    if not usual or not can_run(segment.device, head_sizes(segment.config)):
+        return None
+    return StepRunner(segment, embedding, head, graphs=graphs)

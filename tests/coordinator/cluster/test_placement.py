@@ -1,0 +1,252 @@
+"""Placement: what is accepted, what is refused, and which layers come of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from coordinator.cli.options import PlacementOptions, PrefixOptions
+from coordinator.cli.store_options import StoreOptions
+from coordinator.cluster import placement
+from coordinator.cluster.cluster import Cluster
+from coordinator.cluster.loading import Checkpoints
+from coordinator.cluster.placement import (
+    Place,
+    Plan,
+    make_plan,
+    parse_places,
+    parse_weights,
+    split_layers,
+    threads_each,
+)
+from services.errors import InvalidArgument
+from services.layers import LayerRange
+
+
+def plan(**options: object) -> Plan:
+    defaults: dict[str, object] = {
+        "target_devices": None,
+        "layer_split": None,
+        "draft_device": None,
+        "num_layers": 12,
+        "has_draft": False,
+    }
+    return make_plan(**(defaults | options))  # type: ignore[arg-type]
+
+
+def bounds(ranges: list[LayerRange]) -> list[int]:
+    return [ranges[0].first, *(layers.last for layers in ranges)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "weights", "expected"),
+    [
+        (12, [1.0], [0, 12]),
+        (12, [0.3, 0.7], [0, 4, 12]),
+        (64, [0.08, 0.46, 0.46], [0, 5, 35, 64]),
+        (12, [1, 1, 1], [0, 4, 8, 12]),
+        (12, [1e-9, 1], [0, 1, 12]),
+        (12, [1, 1e-9], [0, 11, 12]),
+        (3, [1000, 1, 1], [0, 1, 2, 3]),
+        (5, [1, 1000, 1, 1], [0, 1, 3, 4, 5]),
+    ],
+)
+def test_split_is_proportional_with_one_layer_at_least(layers: int, weights: list[float], expected: list[int]) -> None:
+    """Ranges follow the weights, rounded, cover every layer once and are never empty."""
+    ranges = split_layers(layers, weights)
+
+    assert bounds(ranges) == expected
+    assert all(len(part) >= 1 for part in ranges)
+    assert all(one.last == other.first for one, other in zip(ranges, ranges[1:], strict=False))
+
+
+def test_entries_are_devices_joined_devices_or_addresses() -> None:
+    """A comma starts a worker, + joins devices of one vendor, HOST:PORT and unix:PATH are running workers."""
+    stages = plan(target_devices="cuda:0,hip:0+hip:1,10.0.0.7:7001,unix:/run/w.sock,cpu,cpu").stages
+
+    assert [stage.place for stage in stages] == [
+        Place("cuda:0", None),
+        Place("hip:0+hip:1", None),
+        Place(None, "10.0.0.7:7001"),
+        Place(None, "unix:/run/w.sock"),
+        Place("cpu", None),
+        Place("cpu", None),
+    ]
+
+
+def test_draft_is_beside_the_last_stage_unless_named() -> None:
+    """--draft-device puts the draft in a worker of its own; naming the last stage's address changes nothing."""
+    assert plan(has_draft=True).draft is None
+    assert plan(has_draft=True, draft_device="cpu").draft == Place("cpu", None)
+    assert plan(has_draft=True, target_devices="cpu,h:1", draft_device="h:1").draft is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"target_devices": "cuda:0,cuda:0"}, ["--target-devices", "cuda:0", "twice"]),
+        ({"target_devices": "cuda:0+cuda:0"}, ["--target-devices", "twice"]),
+        ({"target_devices": "cuda:0,cuda:1+cuda:0"}, ["--target-devices", "twice"]),
+        ({"target_devices": "h:1,h:1"}, ["--target-devices", "twice"]),
+        ({"target_devices": "cuda:0+hip:0"}, ["several vendors", "comma"]),
+        ({"target_devices": "gpu0"}, ["--target-devices", "gpu0", "neither"]),
+        ({"target_devices": "cpu,"}, ["--target-devices", "neither"]),
+        ({"target_devices": "host:99999"}, ["--target-devices", "neither"]),
+        ({"layer_split": "0.3,0.7"}, ["--target-layer-split", "no effect"]),
+        ({"target_devices": "cpu,cpu", "layer_split": "1"}, ["--target-layer-split", "1 weights", "2 workers"]),
+        ({"target_devices": "cpu,cpu", "layer_split": "1,0"}, ["--target-layer-split", "above 0"]),
+        ({"target_devices": "cpu,cpu", "layer_split": "1,-2"}, ["--target-layer-split", "above 0"]),
+        ({"target_devices": "cpu,cpu", "layer_split": "1,nan"}, ["--target-layer-split", "finite"]),
+        ({"target_devices": "cpu,cpu", "layer_split": "1,inf"}, ["--target-layer-split", "finite"]),
+        ({"target_devices": "cpu,cpu", "layer_split": "a,b"}, ["--target-layer-split", "numbers"]),
+        ({"target_devices": ",".join(["cpu"] * 13)}, ["13 workers", "12 layers"]),
+        ({"draft_device": "cpu"}, ["--draft-device", "no effect", "--draft"]),
+        ({"draft_device": "gpu", "has_draft": True}, ["--draft-device", "gpu"]),
+        ({"draft_device": "cuda:0+cuda:1", "has_draft": True}, ["--draft-device", "cuda:0+cuda:1", "on one"]),
+        ({"layer_split": "auto"}, ["--target-layer-split", "no effect", "--target-devices"]),
+        ({"target_devices": "cpu", "layer_split": "auto"}, ["--target-layer-split auto", "one worker", "cpu"]),
+        ({"target_devices": "cpu,cpu", "layer_split": "auto,1"}, ["--target-layer-split", "auto,1", "or auto"]),
+        ({"target_layers": "0:12"}, ["--target-layers", "no effect", "--target-devices"]),
+        (
+            {"target_devices": "cpu,cpu", "target_layers": "0:6,6:12", "layer_split": "1,1"},
+            ["--target-layers", "0:6,6:12", "--target-layer-split", "1,1", "one of them"],
+        ),
+        (
+            {"target_devices": "cpu,cpu", "target_layers": "0:6,6:12", "layer_split": "auto"},
+            ["--target-layers", "--target-layer-split", "'auto'"],
+        ),
+        ({"target_devices": "cpu,cpu", "target_layers": "6,6"}, ["--target-layers", "'6'", "0:5,5:12"]),
+        ({"target_devices": "cpu,cpu", "target_layers": "0:6,"}, ["--target-layers", "''", "no range"]),
+        ({"target_devices": "cpu,cpu", "target_layers": "-1:6,6:12"}, ["--target-layers", "'-1:6'"]),
+        ({"target_devices": "cpu,cpu", "target_layers": "0:12"}, ["--target-layers", "1 ranges", "2 workers"]),
+        ({"target_devices": "cpu,cpu", "target_layers": "0:0,0:12"}, ["--target-layers", "0:0 holds no layer"]),
+        ({"target_devices": "cpu,cpu", "target_layers": "0:6,12:6"}, ["--target-layers", "12:6 holds no layer"]),
+        ({"target_devices": "cpu,cpu", "target_layers": "1:6,6:12"}, ["1:6 leaves out layers 0:1", "begin it at 0"]),
+        ({"target_devices": "cpu,cpu", "target_layers": "0:6,8:12"}, ["8:12 leaves out layers 6:8", "begin it at 6"]),
+        ({"target_devices": "cpu,cpu", "target_layers": "0:6,5:12"}, ["5:12 repeats layers 5:6", "begin it at 6"]),
+        ({"target_devices": "cpu,cpu", "target_layers": "0:6,6:11"}, ["ends at layer 11", "has 12", "end it at 12"]),
+        ({"target_devices": "cpu,cpu", "target_layers": "0:6,6:13"}, ["ends at layer 13", "has 12", "end it at 12"]),
+    ],
+)
+def test_contradictions_are_refused_by_name(options: dict[str, object], words: list[str]) -> None:
+    """A refusal names the option, the value and what to change."""
+    with pytest.raises(InvalidArgument) as caught:
+        plan(**options)
+
+    assert all(word in caught.value.message for word in words), caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("devices", "text", "expected"),
+    [
+        ("cpu", "0:12", [0, 12]),
+        ("cpu,cpu", "0:1,1:12", [0, 1, 12]),
+        ("cpu,cuda:0,h:1", " 0:5, 5:11 ,11:12", [0, 5, 11, 12]),
+    ],
+)
+def test_layers_may_be_named(devices: str, text: str, expected: list[int]) -> None:
+    """--target-layers gives each worker its half-open range as it stands."""
+    assert bounds([stage.layers for stage in plan(target_devices=devices, target_layers=text).stages]) == expected
+
+
+def test_auto_leaves_the_layers_open() -> None:
+    """--target-layer-split auto marks the plan and makes equal shares until workers have been measured."""
+    made = plan(target_devices="cpu,cpu,h:1", layer_split="auto")
+
+    assert made.auto
+    assert bounds([stage.layers for stage in made.stages]) == [0, 4, 8, 12]
+    assert not plan(target_devices="cpu,cpu,h:1", layer_split="1,1,1").auto
+
+
+def options(**given: object) -> PlacementOptions:
+    names = ("target_devices", "target_layer_split", "draft_device", "draft_head", "features", "dtype", "threads")
+    return PlacementOptions(**{**dict.fromkeys(names), **given})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "has_draft", "words"),
+    [
+        ({"features": "sum"}, False, ["--features sum", "no effect without --draft"]),
+        ({"draft_head": "projected"}, True, ["--draft-head projected", "no effect", "--draft-device"]),
+        ({"draft_head": "loaded", "target_devices": "h:1", "draft_device": "h:1"}, True, ["--draft-head loaded"]),
+        ({"threads": 2, "target_devices": "h:1,g:1"}, False, ["--threads 2", "no effect", "flashsplit-worker"]),
+        ({"tls_cert": "a.pem", "target_devices": "cpu,unix:/a"}, False, ["--tls-cert a.pem", "no effect", "HOST:PORT"]),
+        ({"tls_server_name": "x"}, False, ["--tls-server-name x", "no effect"]),
+        (
+            {"worker_command": (f"hip={sys.executable}",), "target_devices": "cpu,h:1"},
+            False,
+            ["--worker-command hip=", "no effect", "--target-devices"],
+        ),
+    ],
+)
+def test_options_without_effect_are_refused(given: dict[str, object], has_draft: bool, words: list[str]) -> None:
+    """An option that would change nothing is an error that says what it needs."""
+    with pytest.raises(InvalidArgument) as caught:
+        options(**given).plan(12, has_draft=has_draft)
+
+    assert all(word in caught.value.message for word in words), caught.value.message
+
+
+def test_options_with_effect_are_taken() -> None:
+    """The same options where they change something."""
+    assert options(features="slices").plan(12, has_draft=True).has_draft
+    assert options(draft_head="projected", draft_device="cpu").plan(12, has_draft=True).draft == Place("cpu", None)
+    assert len(options(threads=2, target_devices="h:1,cpu").plan(12, has_draft=False).stages) == 2
+    made = options(threads=2, target_devices="h:1", draft_device="cpu", draft_head="loaded").plan(12, has_draft=True)
+    assert made.draft == Place("cpu", None)
+    options(tls_cert="a.pem", target_devices="cpu,h:1").plan(12, has_draft=False)
+    program = (f"hip={sys.executable}",)
+    options(worker_command=program, target_devices="cpu,hip:0").plan(12, has_draft=False)
+    options(worker_command=program, target_devices="cpu", draft_device="hip:0").plan(12, has_draft=True)
+    options(worker_command=program, target_devices="cpu").plan(12, has_draft=False, beside=[Place("hip:0", None)])
+
+
+def test_a_budget_needs_local_workers() -> None:
+    """--prefix-cache-bytes is for workers that are started here."""
+    keeping = PrefixOptions(True, "1GiB", StoreOptions(None, None), "4GiB", 512)
+    checkpoints = Checkpoints(Path("model"), None, None)
+    keeping.check(Cluster(plan(target_devices="h:1,cpu"), checkpoints))
+    with pytest.raises(InvalidArgument, match="--prefix-cache-bytes 1GiB has no effect.*flashsplit-worker"):
+        keeping.check(Cluster(plan(target_devices="h:1,g:1"), checkpoints))
+
+
+def test_weights_default_to_equal_shares() -> None:
+    """Without --target-layer-split every worker gets the same share."""
+    assert parse_weights(None, 3) == (1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("devices", "cores", "smt", "expected"),
+    [
+        ("cpu", 16, "0", None),
+        ("cuda:0", 16, "0", None),
+        ("cuda:0,cuda:1", 16, "0", None),
+        ("cpu,h:1", 16, "0", None),
+        ("cpu,cpu", 16, "1", 8),
+        ("cpu,cpu,cpu", 2, None, 1),
+        ("cuda:0,cpu", 16, "0", 14),
+        ("cuda:0,cpu", 32, "1", 14),
+        ("cuda:0,cpu", 16, None, 14),
+        ("cuda:0,cpu,hip:0,cpu", 16, "0", 6),
+        ("cuda:0,cpu", 2, "0", 1),
+    ],
+)
+def test_local_workers_share_the_cores(
+    devices: str,
+    cores: int,
+    smt: str | None,
+    expected: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Those with GPUs keep two of them awake; of threads that share a core one counts. smt: what the system says, if it
+    does."""
+    if smt is not None:
+        (tmp_path / "active").write_text(f"{smt}\n")
+    monkeypatch.setattr(placement, "_SMT", tmp_path / "active")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+
+    assert threads_each(parse_places(devices)) == expected

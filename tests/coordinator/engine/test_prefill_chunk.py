@@ -1,0 +1,35 @@
+"""Rows of a prefill step, by the devices that stages sit on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from coordinator.engine.prefill_chunk import chunk_for
+from services.messages.description import DeviceDescription, WorkerDescription
+from tests.services.fakes import WORKER
+
+GB = 10**9
+
+
+def worker(hidden: int, *devices: tuple[str, int]) -> WorkerDescription:
+    found = tuple(DeviceDescription(name, "", total, 0) for name, total in devices)
+    assert WORKER.target is not None
+    return replace(WORKER, devices=found, target=replace(WORKER.target, hidden_size=hidden))
+
+
+@pytest.mark.parametrize(
+    ("workers", "rows"),
+    [
+        ([worker(4096, ("cpu", 64 * GB))], 512),
+        ([worker(4096, ("cuda:0", 141 * GB))], 1024),
+        ([worker(4096, ("cuda:0", 141 * GB)), worker(4096, ("cpu", 64 * GB))], 512),
+        ([worker(4096, ("cuda:0", 141 * GB)), worker(4096, ("hip:0", 4 * GB))], 512),
+        ([worker(5120, ("cuda:0", 24 * GB), ("cuda:1", 2 * GB))], 256),
+        ([worker(8192, ("cuda:0", 10**8))], 128),
+    ],
+)
+def test_more_rows_where_every_gpu_has_room(workers: list[WorkerDescription], rows: int) -> None:
+    """The smallest GPU decides; with a CPU among them it is as many as a CPU likes."""
+    assert chunk_for(workers) == rows

@@ -1,0 +1,113 @@
+"""Finding formats by name and by chat template, and reading the schemas of tools."""
+
+import time
+from typing import Any
+
+import pytest
+
+from coordinator.text.parsers.events import ContentDelta
+from coordinator.text.parsers.tool_schema import ANY_TYPE, Tool, read_tools
+from coordinator.text.parsers.tools import detect, format_of, known_formats, new_parser
+from services.errors import InvalidArgument
+from tests.coordinator.text.parsers.reading import ADD, TOOLS, read
+
+
+def test_formats_are_found_by_name() -> None:
+    assert known_formats() == ["hermes", "none", "qwen3_xml"]
+    for name in known_formats():
+        assert format_of(name).Parser(TOOLS).push("Hi") == [ContentDelta("Hi")]
+
+
+@pytest.mark.parametrize("name", ["", "hermes2", "__init__", "../hermes"])
+def test_unknown_formats_are_refused(name: str) -> None:
+    with pytest.raises(InvalidArgument, match="known formats: hermes, none, qwen3_xml"):
+        format_of(name)
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        (
+            '{{- \'Answer so:\\n<tool_call>\\n{\\"name\\": <name>, \\"arguments\\": <object>}\\n</tool_call>\' }}',
+            "hermes",
+        ),
+        ('Answer so:\n<tool_call>\n{"name": <name>, "arguments": <object>}\n</tool_call>', "hermes"),
+        ('Answer so:\n<tool_call>{"arguments": <object>, "name": <name>}</tool_call>', "hermes"),
+        (
+            "Answer so:\\n<tool_call>\\n<function=example>\\n<parameter=one>\\nvalue\\n</parameter>\\n</function>",
+            "qwen3_xml",
+        ),
+        ("{{ '<|im_start|>' + message.role }}", "none"),
+        ('[TOOL_CALLS] [{"name": "f", "arguments": {}}]', "none"),
+        ("", "none"),
+    ],
+)
+def test_a_template_tells_its_format(template: str, name: str) -> None:
+    assert detect(template) == name
+
+
+@pytest.mark.parametrize("name", ["hermes", "none", "qwen3_xml"])
+def test_without_tools_all_is_content(name: str) -> None:
+    text = ' \n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\n<function=add>\n</function>\n'
+    assert new_parser(name, []).push(text) == [ContentDelta(text)]
+    assert read(format_of(name).Parser([]), text) == [ContentDelta(text)]
+
+
+def test_tools_are_read_with_and_without_a_wrapper() -> None:
+    assert read_tools([ADD]) == read_tools([ADD["function"]])  # type: ignore[list-item]
+    assert read_tools([{"name": "f"}]) == {"f": Tool("f", {})}
+    assert read_tools([{"name": "f", "parameters": None}]) == {"f": Tool("f", {})}
+
+
+@pytest.mark.parametrize(
+    "schemas",
+    [[{}], ["f"], [{"name": ""}], [{"name": 1}], [{"function": None}], [{"name": "f", "parameters": []}], [ADD, ADD]],
+)
+def test_bad_tools_are_refused(schemas: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"tools\[\d\]"):
+        read_tools(schemas)
+
+
+LOOP: dict[str, Any] = {"anyOf": [{"$ref": "#/$defs/loop"}] * 20}
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"type": "string"}, {"string"}),
+        ({"type": "integer"}, {"number"}),
+        ({"type": ["integer", "null"]}, {"number", "null"}),
+        ({"type": "object", "anyOf": [{"type": "string"}]}, {"object"}),
+        ({"enum": ["a", 1, None, True, [], {}]}, ANY_TYPE),
+        ({"enum": ["a", "b"]}, {"string"}),
+        ({"const": 1.5}, {"number"}),
+        (
+            {"anyOf": [{"type": "string"}, {"oneOf": [{"type": "array"}, {"type": "null"}]}]},
+            {"string", "array", "null"},
+        ),
+        ({"allOf": [{"type": ["string", "number"]}, {"type": ["number", "null"]}]}, {"number"}),
+        ({"$ref": "#/$defs/a~1b"}, {"boolean"}),
+        ({"$ref": "#/$defs/missing"}, ANY_TYPE),
+        ({"$ref": "https://elsewhere"}, ANY_TYPE),
+        ({"$ref": "#/$defs/self"}, ANY_TYPE),
+        ({"$ref": "#/$defs/loop"}, ANY_TYPE),
+        ({"type": "unheard-of"}, ANY_TYPE),
+        ({"type": [{}], "enum": "no list"}, ANY_TYPE),
+        (True, ANY_TYPE),
+        (None, ANY_TYPE),
+    ],
+)
+def test_types_of_an_argument(schema: Any, types: set[str]) -> None:
+    definitions = {"a/b": {"type": "boolean"}, "self": {"$ref": "#/$defs/self"}, "loop": LOOP}
+    tool = Tool("f", {"properties": {"x": schema}, "$defs": definitions})
+    start = time.perf_counter()
+    assert tool.argument_types("x") == types
+    assert time.perf_counter() - start < 0.1
+
+
+def test_undeclared_arguments() -> None:
+    assert Tool("f", {}).argument_types("x") == ANY_TYPE
+    assert Tool("f", {"additionalProperties": {"type": "string"}}).argument_types("x") == {"string"}
+    assert Tool("f", {"additionalProperties": False}).argument_types("x") == ANY_TYPE
+    through = Tool("f", {"$ref": "#/$defs/all", "$defs": {"all": {"properties": {"x": {"type": "string"}}}}})
+    assert through.argument_types("x") == {"string"}

@@ -1,0 +1,234 @@
+"""Frames of a stage's session, to protobuf and back, and what is refused before the engine sees it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from flashsplit.shard.v1 import draft_pb2, failure_pb2, stage_pb2, stage_service_pb2 as pb
+from services.errors import InvalidArgument
+from services.layers import LayerRange
+from services.messages.stage_frames import (
+    event_from_message,
+    event_to_message,
+    forward_to_messages,
+    from_activation,
+    from_tokens,
+    incoming_tensors,
+    open_from_message,
+    open_to_message,
+    opened,
+    opened_from_message,
+    trace_from_message,
+)
+from services.messages.steps import (
+    Commit,
+    DraftRoute,
+    Event,
+    Failure,
+    FailureReason,
+    FeatureSlice,
+    Forward,
+    Location,
+    Open,
+    Proposal,
+    Sampling,
+    SnapshotRestored,
+    SnapshotSaved,
+    StageIdentity,
+    StageTiming,
+    StepKind,
+)
+from services.telemetry.trace_context import Trace
+from tests.services.fakes import OPEN, PARTS, tensor
+
+HERE = Location(2, "alpha", "cuda:0", "h:1")
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        OPEN,
+        replace(OPEN, draft=DraftRoute()),
+        replace(OPEN, draft=DraftRoute("h:7")),
+        replace(OPEN, route=(), sampling=Sampling(), stop_token_ids=frozenset()),
+        replace(OPEN, stage=0, max_length=2**32 - 1, request_id="ü" * 100),
+        replace(OPEN, trace=Trace("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", sampled=True)),
+    ],
+)
+def test_open_round_trip(request_: Open) -> None:
+    """Every field of Open survives the wire; absent and zero stay different."""
+    raw = open_to_message(request_).SerializeToString()
+    assert open_from_message(stage_pb2.Open.FromString(raw)) == request_
+
+
+def test_zero_penalties_are_not_absent() -> None:
+    """A processor set to 0 is not one that is switched off."""
+    sampling = Sampling(presence_penalty=0.0, frequency_penalty=0.0, min_p=0.0)
+    message = open_to_message(replace(OPEN, sampling=sampling))
+    assert open_from_message(message).sampling == sampling
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"temperature": -0.5}, "temperature is -0.5; it must be at least 0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"top_k": 0}, "top_k is 0; it must be at least 1"),
+        ({"top_p": 0.0}, "top_p is 0.0; it must be above 0 and at most 1"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"top_p": float("nan")}, "top_p is nan"),
+        ({"min_p": -1.0}, "min_p is -1.0; it must be between 0 and 1"),
+        ({"min_p": 2.0}, "min_p is 2.0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; it must be from 0.001 to 1000"),
+        ({"repetition_penalty": -1.0}, "repetition_penalty is -1.0"),
+        ({"repetition_penalty": 1024.0}, "repetition_penalty is 1024.0"),
+        ({"presence_penalty": float("inf")}, "presence_penalty is inf; it must be from -1e+06 to 1e+06"),
+        ({"presence_penalty": -(2.0**20)}, "presence_penalty is -1048576.0"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty is nan; it must be from -1e+06 to 1e+06"),
+        ({"logit_bias": {2: 1.0, 3: float("-inf")}}, "logit_bias[3] is -inf; it must be from -1e+06 to 1e+06"),
+        ({"logit_bias": {3: 2.0**20}}, "logit_bias[3] is 1048576.0"),
+    ],
+)
+def test_senseless_sampling_is_refused(fields: dict[str, Any], text: str) -> None:
+    """Each number is refused with its name, its value and what would be accepted."""
+    message = open_to_message(replace(OPEN, sampling=Sampling(**fields)))
+    with pytest.raises(InvalidArgument) as refused:
+        open_from_message(message)
+    assert refused.value.message.startswith(text)
+
+
+@pytest.mark.parametrize("text", ["", "x", "00-0af7651916cd43dd8448eb211c80319c", "0" * 70_000])
+def test_senseless_traces_are_refused(text: str) -> None:
+    """Only what has the form of W3C's header goes down the chain and to the draft."""
+    for message in (stage_pb2.Open(traceparent=text), draft_pb2.DraftOpen(traceparent=text)):
+        with pytest.raises(InvalidArgument, match="traceparent is") as refused:
+            trace_from_message(message)
+        assert len(refused.value.message) < 300
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\0", "x" * 257])
+def test_names_that_cannot_stand_in_a_log_line_are_refused(name: str) -> None:
+    """Whatever their length."""
+    with pytest.raises(InvalidArgument, match=f"request_id has {len(name)} characters"):
+        open_from_message(open_to_message(replace(OPEN, request_id=name)))
+
+
+def test_senseless_routes_are_refused() -> None:
+    """Endless chains, empty layer ranges and texts that are no addresses are refused by field."""
+    message = open_to_message(replace(OPEN, stage=2**32 - 1))
+    with pytest.raises(InvalidArgument, match="stage is 4294967295 with 1 behind it"):
+        open_from_message(message)
+    message = open_to_message(replace(OPEN, route=OPEN.route * 1023))
+    with pytest.raises(InvalidArgument, match="stage is 1 with 1023 behind it"):
+        open_from_message(message)
+    message = open_to_message(OPEN)
+    message.layers.last = 0
+    with pytest.raises(InvalidArgument, match="layers is"):
+        open_from_message(message)
+    message = open_to_message(OPEN)
+    message.route[0].address = "nowhere"
+    with pytest.raises(InvalidArgument, match="route.address 'nowhere'"):
+        open_from_message(message)
+    message = open_to_message(OPEN)
+    message.draft.address = ""
+    with pytest.raises(InvalidArgument, match="draft.address"):
+        open_from_message(message)
+
+
+def test_forwards_from_tokens_round_trip() -> None:
+    """A step from tokens is one frame, and comes back; an all-zero one too."""
+    for forward in (
+        Forward(2**64 - 1, 2**32 - 1, (0, 2**32 - 1), StepKind.VERIFY, 15),
+        Forward(0, 0, (), StepKind.PREFILL),
+        Forward(0, 9, (), StepKind.RESUME, 7),
+        Forward(4, 9, (1,), StepKind.DECODE, 7, more=2**32 - 1),
+    ):
+        [frame] = forward_to_messages(forward)
+        frame = pb.RunStageRequest.FromString(frame.SerializeToString())
+        assert frame.WhichOneof("frame") == "forward_from_tokens"
+        assert from_tokens(frame.forward_from_tokens) == forward
+
+
+def test_forwards_from_activations_round_trip() -> None:
+    """A small step with activation, sum and slices is one frame, and comes back."""
+    features = (FeatureSlice(4, tensor(2, 8, dtype="float32")), FeatureSlice(4, tensor(2, 8), 0))
+    forward = Forward(3, 4, (7, 8), StepKind.DECODE, 0, tensor(2, 8), features, more=5)
+    [frame] = forward_to_messages(forward)
+    message = pb.RunStageRequest.FromString(frame.SerializeToString()).forward_from_activation
+    incoming = incoming_tensors(message, 1024, 2)
+    assert from_activation(message, [one.tensor() for one in incoming]) == forward
+
+
+def test_a_resume_without_rows_round_trips() -> None:
+    """A step of no rows is one frame behind the first stage too: an activation of no rows, and no features."""
+    forward = Forward(0, 4, (), StepKind.RESUME, 3, tensor(0, 8))
+    [frame] = forward_to_messages(forward)
+    message = pb.RunStageRequest.FromString(frame.SerializeToString()).forward_from_activation
+    [activation] = incoming_tensors(message, 1024, 2)
+    assert activation.complete
+    assert from_activation(message, [activation.tensor()]) == forward
+
+
+def test_surplus_slices_are_refused() -> None:
+    """More feature slices than the stage captures blocks are refused before their sizes matter."""
+    message = stage_pb2.ForwardFromActivation(features=[stage_pb2.FeatureSlice()] * 3)
+    with pytest.raises(InvalidArgument, match="the frame has 3 feature slices, at most 2 are expected"):
+        incoming_tensors(message, 1024, 2)
+
+
+@pytest.mark.parametrize("kind", [0, 5, -1])
+def test_unknown_kinds_are_refused(kind: int) -> None:
+    """A step of an unknown kind is refused, naming those that are known."""
+    known = r"1 \(prefill\), 2 \(decode\), 3 \(verify\), 4 \(resume\)"
+    with pytest.raises(InvalidArgument, match=rf"kind is {kind}, not one of {known}"):
+        from_tokens(stage_pb2.ForwardFromTokens(kind=kind))
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Commit(2**64 - 1, 9, (1, 2), (StageTiming(1, 2, 3), StageTiming(4, 5, 2**64 - 1))),
+        Commit(0, 0, (), ()),
+        Commit(3, 9, (1,), (), more=7),
+        Commit(3, 9, (1,), (), followed=True),
+        Proposal(5, (7, 8, 9), 10),
+        Proposal(5, (), 0, followed=True),
+        *(Failure(reason, "a sentence", HERE, "UNAVAILABLE") for reason in FailureReason),
+        Failure(FailureReason.DRAFT_LOST, "", Location(None, "", "", ""), ""),
+        SnapshotSaved("a", 2**32 - 1, PARTS),
+        SnapshotSaved("", 0, ()),
+        SnapshotRestored("a", 7, PARTS),
+        SnapshotRestored("", 0, ()),
+    ],
+)
+def test_events_round_trip(event: Event) -> None:
+    """Every answer survives the wire; stage 0 and no stage stay different."""
+    raw = event_to_message(event).SerializeToString()
+    assert event_from_message(pb.RunStageResponse.FromString(raw)) == event
+
+
+def test_unknown_reasons_end_the_session() -> None:
+    """A failure for a reason of a newer version counts as one after which the session is over."""
+    message = pb.RunStageResponse(failure=failure_pb2.Failure(reason=77, message="m"))
+    event = event_from_message(message)
+    assert isinstance(event, Failure)
+    assert event.reason is FailureReason.STAGE_FAILED
+
+
+def test_unknown_answers_are_refused() -> None:
+    """An answer without a known frame, or of the opening, is refused."""
+    for message in (pb.RunStageResponse(), pb.RunStageResponse(opened=stage_pb2.Opened())):
+        with pytest.raises(InvalidArgument, match="is not expected here"):
+            event_from_message(message)
+
+
+def test_opened_round_trip() -> None:
+    """The stages come back in order; an opening without any is refused."""
+    stages = tuple(StageIdentity(replace(HERE, stage=index), LayerRange(index, index + 1)) for index in range(3))
+    assert opened_from_message(opened(stages)) == stages
+    with pytest.raises(InvalidArgument, match="opened names no stage"):
+        opened_from_message(stage_pb2.Opened())

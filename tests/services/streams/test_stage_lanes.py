@@ -1,0 +1,166 @@
+"""Sessions beside which steps follow by themselves: who gets a lane for them, and that both ends belong together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from services.errors import FlashsplitError
+from services.messages.steps import Commit, FeatureSlice, Forward, Proposal, StepKind
+from services.rpc.shared_memory import ClientLink, SharedMemoryServicer, open_link
+from services.rpc.stage import RemoteStage, RemoteStageSession, StageServicer
+from services.same_host.link import SharedLinks
+from services.streams.step_lane import FROM_BYTES, StepLane
+from tests.services.conftest import Dial, Serve
+from tests.services.fakes import OPEN, FakeStage, FakeStageSession, commit, prefill, tensor, until
+from tests.services.thread_watcher import ThreadWatcher
+
+FEATURES = (FeatureSlice(3, tensor(1, FROM_BYTES)), FeatureSlice(3, tensor(1, 16), 0))
+DOWN = Forward(1, 3, (4,), StepKind.DECODE, 2, tensor(1, FROM_BYTES), FEATURES, more=8)
+UP = Forward(2, 4, (9,), StepKind.DECODE, more=7)
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """A stage, and who calls it over a link with a socket for steps. watchers: the caller's and the stage's."""
+
+    port: FakeStage
+    stage: RemoteStage
+    shared: ClientLink
+    watchers: tuple[ThreadWatcher, ThreadWatcher]
+
+
+@pytest.fixture(params=[(True, True)])
+async def neighbours(request: pytest.FixtureRequest, serve: Serve, dial: Dial) -> AsyncIterator[Neighbours]:
+    """request.param: whether the caller and the stage have a thread that watches."""
+    port, links, watchers = FakeStage(), SharedLinks(), (ThreadWatcher(), ThreadWatcher())
+    one, other = (watcher if has else None for watcher, has in zip(watchers, request.param, strict=True))
+    server = await serve(StageServicer(port, links).register, SharedMemoryServicer(links, other).register)
+    channel = await dial(server.address)
+    shared = await open_link(channel, server.address, one)
+    there = links.get(shared.link.link_id)
+    if all(request.param):
+        await until(lambda: there.step_socket is not None)
+    yield Neighbours(port, RemoteStage(channel, server.address, shared.link), shared, watchers)
+    await shared.close()
+    await until(lambda: there.closed)
+    for watcher in watchers:
+        watcher.end()
+
+
+class Ears:
+    """What a lane hears."""
+
+    def __init__(self, lane: StepLane | None) -> None:
+        assert lane is not None
+        self.took: list[Forward] = []
+        self.failed: list[FlashsplitError] = []
+        lane.listen(self.took.append, self.failed.append, max_tensor_bytes=1 << 20, max_feature_slices=2)
+
+    async def next(self) -> Forward:
+        await until(lambda: bool(self.took or self.failed))
+        assert self.failed == []
+        return self.took.pop(0)
+
+
+async def answered(session: RemoteStageSession, forward: Forward) -> None:
+    """The session itself works, past its lane."""
+    await session.forward(forward)
+    async with asyncio.timeout(5):
+        assert await anext(session.events()) == commit(forward)
+
+
+async def test_both_ends_of_a_lane(neighbours: Neighbours) -> None:
+    """Steps of two sessions go down and up between caller and port, each through its own; frames go on beside them."""
+    sessions = [await neighbours.stage.open(replace(OPEN, request_id=name), steps=True) for name in "ab"]
+    theirs = neighbours.port.sessions
+    assert [one.request.request_id for one in theirs] == ["a", "b"]
+    below = [Ears(one.above) for one in theirs]
+    above = [Ears(session.step_lane) for session in sessions]
+    caller, stage = neighbours.watchers
+    for number in range(20):
+        for index in (0, 1):
+            down, up = replace(DOWN, step=2 * number, more=40 + index), replace(UP, step=2 * number + 1, more=index)
+            assert caller.call(lambda index=index, down=down: sessions[index].step_lane.send(down))
+            assert await below[index].next() == down
+            assert stage.call(lambda index=index, up=up: theirs[index].above.send(up))
+            assert await above[index].next() == up
+            await answered(sessions[index], prefill(number))
+    assert [ears.took + ears.failed for ears in (*above, *below)] == [[]] * 4
+    assert [len(one.forwards) for one in theirs] == [20, 20]
+    for session in sessions:
+        await session.close()
+
+
+async def test_who_does_not_want_one(neighbours: Neighbours) -> None:
+    """By default, and where the caller says so; the next session may have one all the same."""
+    for wanted in ({}, {"steps": False}, {"steps": True}):
+        session = await neighbours.stage.open(OPEN, **wanted)
+        has = bool(wanted.get("steps"))
+        assert (session.step_lane is not None, neighbours.port.session.above is not None) == (has, has)
+        await answered(session, prefill())
+        await session.close()
+
+
+@pytest.mark.parametrize("neighbours", [(True, False), (False, True), (False, False)], indirect=True)
+async def test_both_sides_must_watch(neighbours: Neighbours) -> None:
+    session = await neighbours.stage.open(OPEN, steps=True)
+    assert session.step_lane is neighbours.port.session.above is None
+    await answered(session, prefill())
+    await session.close()
+
+
+async def test_without_a_link_there_is_none(serve: Serve, dial: Dial) -> None:
+    port = FakeStage()
+    server = await serve(StageServicer(port).register)
+    session = await RemoteStage(await dial(server.address), server.address).open(OPEN, steps=True)
+    assert session.step_lane is port.session.above is None
+    await answered(session, prefill())
+    await session.close()
+
+
+@pytest.mark.parametrize("side", ["caller", "stage"])
+async def test_a_broken_socket_leaves_the_sessions(neighbours: Neighbours, side: str) -> None:
+    """Steps go the other way then; new sessions have no lane, and those that had one find out when they send."""
+    session = await neighbours.stage.open(OPEN, steps=True)
+    theirs, ours = neighbours.port.session.above, session.step_lane
+    assert theirs is not None
+    assert ours is not None
+    (ours if side == "caller" else theirs)._socket.close()
+    await until(lambda: ours._socket.closed and theirs._socket.closed)
+    caller, stage = neighbours.watchers
+    assert not caller.call(lambda: ours.send(DOWN))
+    assert not stage.call(lambda: theirs.send(UP))
+    await answered(session, prefill())
+    other = await neighbours.stage.open(OPEN, steps=True)
+    assert other.step_lane is neighbours.port.session.above is None
+    await answered(other, prefill())
+    await session.close()
+    await other.close()
+
+
+async def test_what_followed_is_told(neighbours: Neighbours) -> None:
+    """That the next step has begun already, with the answer to the one before."""
+    events = [
+        Commit(1, 4, (9,), (), more=7, followed=True),
+        Proposal(1, (5, 6), 77, followed=True),
+        Commit(2, 5, (8,), (), more=6),
+    ]
+
+    async def answer(session: FakeStageSession, forward: Forward) -> None:
+        for event in events:
+            session.out.put_nowait(event)
+
+    neighbours.port.answer = answer
+    session = await neighbours.stage.open(OPEN, steps=True)
+    await session.forward(DOWN)
+    received: Any = session.events()
+    async with asyncio.timeout(5):
+        assert [await anext(received) for _ in events] == events
+    [forward] = neighbours.port.session.forwards
+    assert forward == DOWN
+    await session.close()

@@ -1,0 +1,127 @@
+"""Device names, on machines of either vendor that the tests pretend to be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from services.errors import FailedPrecondition, InvalidArgument
+from services.processes.visible_gpus import VARIABLE
+from shard_worker.device.devices import best_devices, build_vendor, describe, parse_devices
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, vendor: str | None, gpus: int) -> None:
+    """torch as built for a vendor, on a machine with so many of its GPUs."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0" if vendor == "cuda" else None)
+    monkeypatch.setattr(torch.version, "hip", "7.1" if vendor == "hip" else None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+
+
+def test_the_cpu_is_always_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cpu, even several times over, needs no GPU build."""
+    pretend(monkeypatch, None, 0)
+
+    [single] = parse_devices("cpu")
+    assert (single.name, single.torch_device, single.is_gpu) == ("cpu", torch.device("cpu"), False)
+    assert [device.name for device in parse_devices("cpu + cpu")] == ["cpu", "cpu"]
+    assert build_vendor() is None
+    assert best_devices() == ["cpu"]
+
+
+@pytest.mark.parametrize("vendor", ["cuda", "hip"])
+def test_gpus_of_the_builds_vendor_are_found(monkeypatch: pytest.MonkeyPatch, vendor: str) -> None:
+    """Both vendors' devices are torch's cuda devices of the same index, under their own names."""
+    pretend(monkeypatch, vendor, 2)
+
+    devices = parse_devices(f"{vendor}:1+{vendor}:0")
+
+    assert [device.name for device in devices] == [f"{vendor}:1", f"{vendor}:0"]
+    assert [device.torch_device for device in devices] == [torch.device("cuda", 1), torch.device("cuda", 0)]
+    assert all(device.is_gpu for device in devices)
+    assert build_vendor() == vendor
+    assert best_devices() == [f"{vendor}:0", f"{vendor}:1"]
+
+
+@pytest.mark.parametrize(
+    ("build", "wanted", "words"),
+    [
+        ("hip", "cuda:0", "'cuda:0' needs a CUDA build of torch .* is a ROCm build"),
+        ("cuda", "hip:0", "'hip:0' needs a ROCm build of torch .* is a CUDA build"),
+        (None, "cuda:0", "'cuda:0' needs a CUDA build of torch .* is a CPU build"),
+        (None, "hip:3", "'hip:3' needs a ROCm build of torch .* is a CPU build"),
+    ],
+)
+def test_the_wrong_vendor_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, build: str | None, wanted: str, words: str
+) -> None:
+    """Asking one vendor's build for the other's GPU says which build is needed and which one this is."""
+    pretend(monkeypatch, build, 4)
+
+    with pytest.raises(FailedPrecondition, match=words) as caught:
+        parse_devices(wanted)
+
+    assert caught.value.reason == "WRONG_VENDOR"
+    assert caught.value.where["field"] == "--device"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words"), [(2, r"'cuda:2' does not exist here: there is cuda:0, cuda:1"), (0, "no GPU that torch can")]
+)
+def test_an_index_beyond_the_machines_gpus_is_refused(monkeypatch: pytest.MonkeyPatch, gpus: int, words: str) -> None:
+    """The refusal names what is there."""
+    pretend(monkeypatch, "cuda", gpus)
+
+    with pytest.raises(FailedPrecondition, match=words):
+        parse_devices("cuda:2")
+
+
+@pytest.mark.parametrize("text", ["cuda:0+hip:0", "cpu+cuda:0", "hip:1+cpu"])
+@pytest.mark.parametrize("build", ["cuda", "hip", None])
+def test_mixed_vendors_in_one_worker_are_refused(monkeypatch: pytest.MonkeyPatch, build: str | None, text: str) -> None:
+    """One process drives one vendor; the refusal says how to start a worker each, whatever this build is."""
+    pretend(monkeypatch, build, 2)
+
+    with pytest.raises(InvalidArgument, match="several vendors .* separate them with a comma"):
+        parse_devices(text)
+
+
+def test_a_gpu_named_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage cannot be spread over one GPU."""
+    pretend(monkeypatch, "cuda", 2)
+
+    with pytest.raises(InvalidArgument, match="names a GPU twice"):
+        parse_devices("cuda:1+cuda:0+cuda:1")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "gpu:0", "cuda", "cuda:", "cuda:-1", "cuda:x", "cuda:01", "cuda:1000", "cpu:0", "cpu+", "CPU"]
+)
+def test_what_is_no_device_name_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Only cpu, cuda:N and hip:N are names, each GPU with one spelling."""
+    pretend(monkeypatch, "cuda", 2)
+
+    with pytest.raises(InvalidArgument):
+        parse_devices(text, "--draft-device")
+
+
+def test_the_cpu_is_described_with_its_memory() -> None:
+    """Product and memory are filled in; free memory is part of the whole."""
+    described = describe(parse_devices("cpu")[0])
+
+    assert described.name == "cpu"
+    assert described.product
+    assert 0 < described.free_bytes <= described.total_bytes
+
+
+def test_hidden_gpus_keep_the_numbers_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that was given cuda:3 and cuda:1 alone calls them so; torch counts them from 0."""
+    pretend(monkeypatch, "cuda", 2)
+    monkeypatch.setenv(VARIABLE, "3,1")
+
+    devices = parse_devices("cuda:1+cuda:3")
+
+    assert [device.name for device in devices] == ["cuda:1", "cuda:3"]
+    assert [device.torch_device for device in devices] == [torch.device("cuda", 1), torch.device("cuda", 0)]
+    assert best_devices() == ["cuda:3", "cuda:1"]
+    with pytest.raises(FailedPrecondition, match="'cuda:0' does not exist here: there is cuda:3, cuda:1"):
+        parse_devices("cuda:0")

@@ -1,0 +1,56 @@
+"""Tensors to bytes and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from services.errors import InvalidArgument
+from services.messages.tensors import WireTensor
+from shard_worker.device.dtypes import dtype_from_name, dtype_to_name, from_wire, to_wire
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [(3, 5), (1,), (2, 3, 4), (0, 7)])
+def test_a_tensor_survives_the_wire(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Every type and shape, empty ones too, comes back bit by bit; the announced size is the real one."""
+    tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 100).to(dtype)
+
+    wire = to_wire(tensor)
+    back = from_wire(wire, CPU)
+
+    assert wire.size_bytes == memoryview(wire.data).nbytes == tensor.numel() * tensor.element_size()
+    assert (back.dtype, back.shape) == (dtype, tensor.shape)
+    assert torch.equal(back.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_bytes_are_row_major_and_little_endian() -> None:
+    """The layout on the wire is fixed, whatever the tensor's strides."""
+    tensor = torch.tensor([[1, 3], [2, 4]], dtype=torch.int32).T
+
+    assert bytes(to_wire(tensor).data) == b"".join(number.to_bytes(4, "little") for number in (1, 2, 3, 4))
+
+
+def test_a_slice_is_sent_without_what_surrounds_it() -> None:
+    """A view of a larger tensor travels alone."""
+    whole = torch.arange(12.0).view(4, 3)
+
+    assert torch.equal(from_wire(to_wire(whole[1:3, :2]), CPU), torch.tensor([[3.0, 4.0], [6.0, 7.0]]))
+
+
+def test_read_only_bytes_can_be_read() -> None:
+    """Bytes as a message holds them need no copy and raise no warning."""
+    wire = WireTensor("float32", (2,), bytes(to_wire(torch.tensor([1.5, -2.0])).data))
+
+    assert from_wire(wire, CPU).tolist() == [1.5, -2.0]
+
+
+def test_names_of_types() -> None:
+    """Weights may be float32, bfloat16 or float16; anything else is refused with these."""
+    for name in ("float32", "bfloat16", "float16"):
+        assert dtype_to_name(dtype_from_name(name)) == name
+    for name in ("int32", "float8", "float8_e4m3fn", ""):
+        with pytest.raises(InvalidArgument, match="float32, bfloat16, float16"):
+            dtype_from_name(name, "--dtype")

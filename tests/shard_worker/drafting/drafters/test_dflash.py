@@ -1,0 +1,335 @@
+"""The DFlash draft against a dense restatement of its formulas in float64, which sees the whole context every time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.errors import FlashsplitError, InvalidArgument, Unimplemented
+from shard_worker.drafting.drafters import drafter_of
+from shard_worker.drafting.drafters.dflash import Draft, DraftState, read_fc
+from shard_worker.model.features import Features
+from shard_worker.ops.linear import linear
+from shard_worker.weights.checkpoint import Checkpoint
+from tests.reference import storage
+from tests.reference.dense_draft import DenseDraft, DraftOutput
+from tests.shard_worker.tiny import AS_GPU, Tiny, load_draft
+
+HIDDEN, BLOCK, KNOWN = 64, 8, 17
+FULL, SLIDING = "full_attention", "sliding_attention"
+SHAPES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "full-causal": {"is_causal": True, "form": "nested"},
+    "biases": {"attention_bias": True, "is_causal": False},
+    "sliding": {"layer_types": (SLIDING, FULL), "sliding_window": 10},
+    "sliding-causal": {"layer_types": (SLIDING, FULL), "sliding_window": 10, "is_causal": True},
+    "sliding-non-causal": {"layer_types": (SLIDING, SLIDING), "sliding_window": 10, "is_causal": False},
+    "window-below-block": {"layer_types": (FULL, SLIDING), "sliding_window": 5, "is_causal": False},
+    "window-1": {"layer_types": (SLIDING, SLIDING), "sliding_window": 1},
+    "rope_parameters": {"form": "rope_parameters", "rope_theta": 3e4},
+    "speculators": {"form": "speculators", "layer_types": (SLIDING, FULL), "sliding_window": 10},
+    "speculators-non-causal": {
+        "form": "speculators",
+        "layer_types": (SLIDING, FULL),
+        "sliding_window": 10,
+        "is_causal": False,
+    },
+    "three-captures": {"target_layer_ids": (2, 0, 3), "layers": 3, "kv_heads": 4},
+    "short-rope": {"max_positions": 16},
+}
+CLOSE = {"rtol": 0.0, "atol": 3e-5}
+Made = Callable[[str], tuple[Draft, DenseDraft]]
+
+
+@pytest.fixture(scope="module")
+def made(tiny: Tiny) -> Made:
+    """A draft and its dense restatement, by the name of its shape."""
+    kept: dict[str, tuple[Draft, DenseDraft]] = {}
+
+    def make(name: str) -> tuple[Draft, DenseDraft]:
+        if name not in kept:
+            path = tiny.draft("qwen3", name, **SHAPES[name])
+            kept[name] = load_draft(path), DenseDraft(path)
+        return kept[name]
+
+    return make
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+EMBEDDING, HEAD = random(256, HIDDEN, seed=1), random(256, HIDDEN, seed=2) / 4
+
+
+def context(draft: Draft, length: int) -> torch.Tensor:
+    """Joined captures of `length` tokens."""
+    return random(length, HIDDEN * len(draft.config.capture_layers), seed=3)
+
+
+@torch.no_grad()
+def feed(draft: Draft, state: DraftState, joined: torch.Tensor, *, summed: bool = False) -> None:
+    """Append joined captures, as slices or as the sum that the stages make of them."""
+    if summed:
+        draft.append(state, Features(total=linear(joined, draft.fc)))
+    else:
+        draft.append(state, Features(slices=dict(enumerate(joined.split(HIDDEN, -1)))))
+
+
+@torch.no_grad()
+def guess(draft: Draft, state: DraftState, guesses: int = BLOCK - 1) -> torch.Tensor:
+    return draft.propose(state, EMBEDDING[[KNOWN, draft.config.mask_token_id]], guesses)
+
+
+def assert_dense(own: torch.Tensor, expected: DraftOutput) -> None:
+    """Hidden rows and the logits that the target's head makes of them."""
+    torch.testing.assert_close(own.double(), expected.hidden, **CLOSE)
+    torch.testing.assert_close((own @ HEAD.T).double(), expected.logits, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("length", [0, 1, 4, 11, 18, 19, 70])
+def test_a_block_is_the_dense_formula(made: Made, name: str, length: int) -> None:
+    """Hidden rows and logits are the formulas' for every shape, before and after the rings have wrapped."""
+    draft, dense = made(name)
+    joined = context(draft, length)
+    state = draft.allocate(100)
+    if length:
+        feed(draft, state, joined)
+
+    own = guess(draft, state)
+
+    assert_dense(own, dense.forward(joined, EMBEDDING, HEAD, KNOWN))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("pieces", [(70,), (1,) * 70, (40, 1, 1, 8, 3, 17), (5, 65)])
+@pytest.mark.parametrize("summed", [True, False])
+def test_a_context_may_come_in_pieces_and_as_a_sum(made: Made, name: str, pieces: Sequence[int], summed: bool) -> None:
+    """At once or in any pieces, as slices or as their sum after `fc`, one context gives one block."""
+    draft, dense = made(name)
+    joined = context(draft, 70)
+    state = draft.allocate(100)
+    for piece in joined.split(list(pieces)):
+        feed(draft, state, piece, summed=summed)
+
+    own = guess(draft, state)
+
+    assert state.length == 70
+    assert_dense(own, dense.forward(joined, EMBEDDING, HEAD, KNOWN))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_blocks_along_a_growing_context(made: Made, name: str) -> None:
+    """Shorter blocks after longer ones, and contexts that grow by any part of a block, read no row left behind."""
+    draft, dense = made(name)
+    joined = context(draft, 76)
+    state = draft.allocate(76)
+    feed(draft, state, joined[:3])
+    grown = [1, 8, 2, 1, 5, 8, 1, 1, 3, 8, 8, 2, 1, 7, 1, 8, 8]
+    blocks = [7, 7, 1, 7, 2, 3, 7, 6, 1, 7, 4, 7, 1, 2, 7, 5, 7]
+    for rows, guesses in zip(grown, blocks, strict=True):
+        expected = dense.forward(joined[: state.length], EMBEDDING, HEAD, KNOWN, rows=guesses + 1)
+        assert_dense(guess(draft, state, guesses), expected)
+        feed(draft, state, joined[state.length : state.length + rows])
+
+    assert state.length == 76
+    assert_dense(guess(draft, state), dense.forward(joined, EMBEDDING, HEAD, KNOWN))
+
+
+@pytest.mark.parametrize("name", ["full", "sliding", "sliding-non-causal", "window-1"])
+@pytest.mark.parametrize("length", [3, 30])
+def test_a_proposal_leaves_the_context_as_it_was(made: Made, name: str, length: int) -> None:
+    """Blocks proposed and dropped in between change no later block by a single bit."""
+    draft, _ = made(name)
+    joined = context(draft, length + 5)
+    touched, untouched = draft.allocate(60), draft.allocate(60)
+    for state in (touched, untouched):
+        feed(draft, state, joined[:length])
+
+    first = guess(draft, touched)
+    assert torch.equal(guess(draft, touched), first)
+    for guesses in (7, 2, 5):
+        guess(draft, touched, guesses)
+    for state in (touched, untouched):
+        feed(draft, state, joined[length:])
+
+    assert torch.equal(guess(draft, touched), guess(draft, untouched))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_blocks_over_whole_caches(tiny: Tiny, made: Made, name: str) -> None:
+    """With the fixed shapes of a GPU, where empty slots are masked, blocks are the same along a growing context."""
+    _, dense = made(name)
+    draft = load_draft(tiny.draft("qwen3", name, **SHAPES[name]), device=AS_GPU)
+    joined = context(draft, 45)
+    state = draft.allocate(60)
+    for length, guesses in ((1, 7), (6, 3), (20, 7), (23, 1), (45, 7)):
+        feed(draft, state, joined[state.length : length])
+        expected = dense.forward(joined[:length], EMBEDDING, HEAD, KNOWN, rows=guesses + 1)
+        assert_dense(guess(draft, state, guesses), expected)
+
+
+def test_sessions_do_not_share_their_context(made: Made) -> None:
+    """Two sessions on one draft, fed in turn, each see their own context."""
+    draft, dense = made("sliding")
+    joined = [context(draft, 30), context(draft, 30).flip(0)]
+    states = [draft.allocate(50), draft.allocate(50)]
+    for first in range(0, 30, 10):
+        for state, own in zip(states, joined, strict=True):
+            feed(draft, state, own[first : first + 10])
+            guess(draft, state)
+
+    for state, own in zip(states, joined, strict=True):
+        assert_dense(guess(draft, state), dense.forward(own, EMBEDDING, HEAD, KNOWN))
+
+
+def test_what_a_block_depends_on(made: Made) -> None:
+    """The order of the captures, each one of them, the known token and the context's last row all matter."""
+    draft, _ = made("full")
+    joined = context(draft, 20)
+    first, second = joined.split(HIDDEN, -1)
+    variants = [joined, torch.cat((second, first), -1), torch.cat((first, first), -1), joined[:19]]
+    blocks = []
+    for variant in variants:
+        state = draft.allocate(50)
+        feed(draft, state, variant)
+        blocks.append(guess(draft, state, 3))
+    with torch.no_grad():
+        blocks.append(draft.propose(state, EMBEDDING[[KNOWN + 1, draft.config.mask_token_id]], 3))
+
+    for index, block in enumerate(blocks):
+        for other in blocks[:index]:
+            assert (block - other).abs().max() > 1e-2
+
+
+def test_a_sliding_layer_keeps_no_more_than_it_can_see(made: Made) -> None:
+    """A sliding layer's memory is its window and a block, whatever the session's length."""
+    state = made("sliding")[0].allocate(4000)
+
+    assert [state.caches[kind].slots for kind, _ in state.layers] == [10 + BLOCK, 4000 + BLOCK]
+    for cache in state.caches.values():
+        assert [page.shape[3] for page in cache.pages] == [cache.slots]
+
+
+def test_a_draft_may_run_in_another_dtype(tiny: Tiny) -> None:
+    """A bfloat16 checkpoint with biases runs in float32 on demand, where it is the dense formula."""
+    path = tiny.draft("qwen3", "bf16", dtype="bfloat16", attention_bias=True)
+    draft, dense = load_draft(path, "float32"), DenseDraft(path)
+    joined = context(draft, 20)
+    state = draft.allocate(50)
+    feed(draft, state, joined)
+
+    assert_dense(guess(draft, state), dense.forward(joined, EMBEDDING, HEAD, KNOWN))
+    assert load_draft(path).dtype == torch.bfloat16
+
+
+# --- loading
+
+
+def loaded_after(tiny: Tiny, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Draft:
+    """A draft whose tensors were changed."""
+    path = tmp_path / "draft"
+    source = tiny.draft("qwen3", "full")
+    storage_copy(source, path)
+    storage.edit_tensors(path, change)
+    return load_draft(path)
+
+
+def storage_copy(source: Path, path: Path) -> None:
+    path.mkdir()
+    for file in source.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+
+
+def test_other_spellings_and_copies_of_the_target_are_taken(tiny: Tiny, tmp_path: Path) -> None:
+    """Known aliases are read, and copies of the target's embedding and head are left alone."""
+
+    def respell(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("layers.0.")]:
+            tensors[name.replace("layers.0.", "midlayer.", 1)] = tensors.pop(name)
+        tensors["encoder.fc.weight"] = tensors.pop("fc.weight")
+        tensors["encoder.output_norm_enc.weight"] = tensors.pop("hidden_norm.weight")
+        tensors["embed_tokens.weight"] = torch.zeros(256, HIDDEN)
+        tensors["lm_head.weight"] = torch.zeros(256, HIDDEN)
+
+    respelt, plain = loaded_after(tiny, tmp_path, respell), load_draft(tiny.draft("qwen3", "full"))
+
+    joined, blocks = context(plain, 9), []
+    for draft in (respelt, plain):
+        state = draft.allocate(20)
+        feed(draft, state, joined)
+        blocks.append(guess(draft, state))
+    assert torch.equal(*blocks)
+    assert respelt.weight_bytes == plain.weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda tensors: tensors.pop("layers.1.self_attn.k_norm.weight"), "layers.1.self_attn.k_norm.weight"),
+        (lambda tensors: tensors.update({"layers.0.attention_conv.weight": torch.zeros(2)}), "layers.0.attention_conv"),
+        (lambda tensors: tensors.update({"d2t": torch.zeros(10)}), "d2t"),
+        (lambda tensors: tensors.update({"layers.2.mlp.up_proj.weight": torch.zeros(2, 2)}), "layers.2.mlp.up_proj"),
+        (lambda tensors: tensors.update({"fc.weight": torch.zeros(64, 192)}), "fc.weight"),
+        (lambda tensors: tensors.update({"norm.weight": torch.zeros(32)}), "norm.weight"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(
+    tiny: Tiny, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], Any], field: str
+) -> None:
+    """Missing, unknown and mis-shaped tensors are refused by name, the width of the captures among them."""
+    with pytest.raises(InvalidArgument) as caught:
+        loaded_after(tiny, tmp_path, change)
+
+    assert caught.value.where["field"].startswith(field)
+    assert field in caught.value.message
+
+
+def test_a_config_for_more_captures_than_fc_has_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    """The number of captured blocks in the config must be the number that `fc` was made for."""
+    path = tmp_path / "draft"
+    storage_copy(tiny.draft("qwen3", "full"), path)
+    storage.edit_config(path, lambda config: config["dflash_config"].update(target_layer_ids=[0, 1, 2]))
+
+    with pytest.raises(InvalidArgument, match=r"fc\.weight has shape \[64, 128\].*\[64, 192\]"):
+        load_draft(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "words"),
+    [
+        ({"architectures": ["DominoDraftModel"], "dflash_config": None}, Unimplemented, "known kinds: dflash"),
+        ({"architectures": ["LlamaForCausalLM"], "dflash_config": None}, Unimplemented, "LlamaForCausalLM"),
+        ({"architectures": None, "dflash_config": None}, Unimplemented, "none"),
+        ({"architectures": ["DFlash2DraftModel"]}, Unimplemented, "DFlash2"),
+    ],
+)
+def test_a_draft_of_another_kind_is_refused_by_name(
+    tiny: Tiny, tmp_path: Path, changes: dict[str, Any], kind: type[FlashsplitError], words: str
+) -> None:
+    """A checkpoint that isn't a DFlash draft is refused with what it is and what is known."""
+    path = tmp_path / "draft"
+    storage_copy(tiny.draft("qwen3", "full"), path)
+    storage.write_config(
+        path, {key: value for key, value in (storage.read_config(path) | changes).items() if value is not None}
+    )
+
+    with pytest.raises(kind, match=words):
+        load_draft(path)
+
+
+def test_stages_read_the_fc_alone(tiny: Tiny) -> None:
+    """A target stage gets the draft's shape and `fc` without loading anything else."""
+    path = tiny.draft("qwen3", "three-captures", **SHAPES["three-captures"])
+    checkpoint = Checkpoint(path, "--draft")
+
+    config, fc = read_fc(checkpoint)
+
+    assert drafter_of(checkpoint).read_fc is read_fc
+    assert config.capture_layers == (2, 0, 3)
+    assert torch.equal(fc, storage.load_tensors(path)["fc.weight"])

@@ -1,0 +1,189 @@
+"""A draft by kernels against the same draft in plain torch, and a block issued before its step's outcome is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from shard_worker.drafting.drafters.dflash import Draft, DraftState, read_fc
+from shard_worker.model.features import Features
+from shard_worker.sampling.acceptance import accept
+from shard_worker.stage.loader import CaptureRequest
+from shard_worker.stage.stage import Stage
+from shard_worker.stage.step_graph import StepOutput
+from shard_worker.stage.step_runner import StepRunner
+from shard_worker.weights.checkpoint import Checkpoint
+from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device
+from tests.shard_worker.tiny import Tiny, ids, load_draft, load_stage
+
+if TYPE_CHECKING:
+    from shard_worker.drafting.runner import DraftRunner
+
+pytestmark = pytest.mark.gpu
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+SHAPES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "full-causal": {"is_causal": True},
+    "biases": {"attention_bias": True, "is_causal": False},
+    "sliding": {"layer_types": (SLIDING, FULL), "sliding_window": 10},
+    "sliding-non-causal": {"layer_types": (SLIDING, SLIDING), "sliding_window": 200, "is_causal": False},
+}
+NAME = str(DTYPE).removeprefix("torch.")
+
+
+def make(tiny: Tiny, name: str, **options: Any) -> tuple[Draft, DraftRunner, torch.Tensor, torch.Tensor]:
+    """A draft, its runner, and an embedding and a head of the target's."""
+    from shard_worker.drafting.runner import DraftRunner
+
+    draft = load_draft(tiny.draft("qwen3", f"kernels-{name}", **options), NAME, device())
+    generator = torch.Generator().manual_seed(1)
+    embedding, head = (torch.randn(256, 64, generator=generator).to(draft.device.torch_device, DTYPE) for _ in range(2))
+    return draft, DraftRunner(draft, head, graphs=ON_GPU), embedding, head
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@torch.inference_mode()
+def test_a_block_is_that_of_plain_torch(tiny: Tiny, name: str) -> None:
+    """Keys and values of the context, and the likeliest tokens where they are clear, along a context that grows."""
+    draft, runner, embedding, head = make(tiny, name, **SHAPES[name])
+    own, expected = draft.allocate(640), draft.allocate(640)
+    features = torch.randn(600, 64, generator=torch.Generator().manual_seed(3)).to(draft.device.torch_device)
+    for count, guesses in ((1, 7), (240, 7), (5, 3), (8, 7), (8, 1), (250, 7), (3, 7)):
+        piece = Features(total=features[own.length : own.length + count])
+        draft.append(expected, piece)
+        if runner.takes(own, count):
+            runner.append(own, draft.mix(piece))
+        else:
+            draft.append(own, piece)
+        rows = embedding[[17, draft.config.mask_token_id]]
+        logits = (draft.propose(expected, rows, guesses) @ head.T).float()
+        found = torch.tensor(runner.guess(own, rows, guesses), device=logits.device)
+        missed = logits.amax(-1) - logits.gather(1, found[:, None])[:, 0]
+        assert (missed <= 0.05 * logits.std()).all(), (count, missed)
+        assert_close(own, expected)
+
+
+def assert_close(own: DraftState, expected: DraftState) -> None:
+    """The same context, but for rounding."""
+    assert own.length == expected.length
+    first = max(0, own.length - 10)
+    for one, other in zip(own.views(), expected.views(), strict=True):
+        torch.testing.assert_close(
+            one.read(first, own.length).float(), other.read(first, own.length).float(), rtol=0.02, atol=0.08
+        )
+
+
+class Pair:
+    """A target with a draft beside it, and one session on both. cut: where a stage before this one, in plain torch, has
+    the layers below."""
+
+    def __init__(self, tiny: Tiny, name: str, stops: frozenset[int], cut: int | None) -> None:
+        from shard_worker.drafting.ahead import Ahead
+        from shard_worker.drafting.runner import DraftRunner
+
+        path = tiny.draft(name, "kernels-ahead", target_layer_ids=(2, 0))
+        _, fc = read_fc(Checkpoint(path, "--draft"))
+        captures = CaptureRequest((2, 0), fc)
+        whole = load_stage(tiny.path(name), devices=[device()], dtype=NAME, capture=captures)
+        layers = None if cut is None else (cut, whole.layers.last)
+        stage = load_stage(tiny.path(name), layers, devices=[device()], dtype=NAME, capture=captures)
+        self.front: Stage | None = None
+        if cut is not None:
+            self.front = load_stage(tiny.path(name), (0, cut), devices=[device()], dtype=NAME, capture=captures)
+            self.front_state = self.front.allocate(400, 8)
+        self.draft = load_draft(path, NAME, device())
+        assert stage.head is not None
+        assert whole.embedding is not None
+        self.embedding = whole.embedding
+        [segment] = stage.segments
+        self.step = StepRunner(segment, stage.embedding, stage.head, graphs=ON_GPU)
+        self.stage: Stage = replace(stage, runners=(self.step,))
+        self.runner = DraftRunner(self.draft, stage.head.weight, graphs=ON_GPU)
+        self.runner.prepare(self.embedding[self.draft.config.mask_token_id])
+        self.state, self.context = self.stage.allocate(400, 8), self.draft.allocate(400)
+        self.stops = stops
+        self.ahead = Ahead(self.step, self.runner, self.context, self.embedding, stops)
+
+    def prefill(self, tokens: list[int]) -> None:
+        features = Features()
+        self.run(tokens, features, deferred=False)
+        self.draft.append(self.context, features)
+
+    def run(self, tokens: Sequence[int], features: Features | None, *, deferred: bool) -> StepOutput:
+        hidden = None
+        if self.front is not None:
+            hidden = self.front.step(self.front_state, tokens, features, deferred=deferred).hidden
+        return self.stage.step(self.state, tokens, features, deferred=deferred, hidden=hidden)
+
+    def commit_front(self) -> None:
+        if self.front is not None:
+            self.front.commit(self.front_state, self.state.length)
+
+    def issue(self, tokens: list[int], guesses: int) -> tuple[list[int], tuple[int, ...]]:
+        """A step and its block together: tokens produced and guesses for the next one."""
+        features, deferred = Features(), len(tokens) > 1
+        output = self.run(tokens, features, deferred=deferred)
+        assert output.likeliest is not None
+        assert features.total is not None
+        assert self.ahead.takes(len(tokens))
+        produced = self.ahead.issue(self.state.caches[0], output.likeliest, features.total, guesses, deferred=deferred)
+        if deferred:
+            self.state.length, self.state.pending = self.state.length + len(produced), 0
+            self.commit_front()
+        assert self.ahead.issued
+        return produced, self.ahead.guesses()
+
+    def one_after_the_other(self, tokens: list[int], guesses: int) -> tuple[list[int], tuple[int, ...]]:
+        """The same with the host deciding."""
+        features, deferred = Features(), len(tokens) > 1
+        output = self.run(tokens, features, deferred=deferred)
+        assert output.likeliest is not None
+        produced = accept(tokens[1:], output.likeliest.tolist(), self.stops)
+        if deferred:
+            self.stage.commit(self.state, self.state.length + len(produced))
+            self.commit_front()
+        self.runner.append(self.context, self.draft.mix(features.rows(len(produced))))
+        rows = self.embedding[[produced[-1], self.draft.config.mask_token_id]]
+        return produced, self.runner.guess(self.context, rows, guesses)
+
+
+@pytest.mark.parametrize("cut", [None, 1])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5-ratio-3"])
+@torch.inference_mode()
+def test_a_block_issued_ahead_is_the_same(tiny: Tiny, name: str, cut: int | None) -> None:
+    """Whatever number of rows counts, right guesses, wrong ones and stop tokens: tokens, guesses and what follows."""
+    stops = frozenset({7, 40, 200})
+    here, there = Pair(tiny, name, stops, cut), Pair(tiny, name, stops, cut)
+    prompt = ids(30)
+    for pair in (here, there):
+        pair.prefill(prompt[:-1])
+    tokens, counts = [prompt[-1]], set()
+    for right, guesses in ((0, 7), (7, 7), (3, 7), (7, 3), (1, 7), (5, 7), (0, 1), (7, 7), (7, 7)):
+        own, expected = here.issue(tokens, guesses), there.one_after_the_other(tokens, guesses)
+        assert own == expected
+        assert here.state.length == there.state.length == here.context.length == there.context.length
+        counts.add(len(own[0]))
+        known = own[0][-1]
+        block = foreseen(there, known, right)
+        tokens = [known, *block, *(own[1][len(block) :])]
+    assert len(counts) > 2
+
+
+def foreseen(pair: Pair, known: int, count: int) -> list[int]:
+    """The tokens that the target chooses behind a known one, by verifying what it chose before, without commits."""
+    found: list[int] = []
+    length = pair.state.length
+    for _ in range(count):
+        output = pair.run((known, *found, 0), None, deferred=True)
+        assert output.likeliest is not None
+        found.append(int(output.likeliest[len(found)]))
+        pair.state.pending = 0
+        if pair.front is not None:
+            pair.front_state.pending = 0
+        assert pair.state.length == length
+    return found

@@ -1,0 +1,28 @@
+"""Where kernels are tried: on the machine's GPU, or, with TRITON_INTERPRET=1, number by number on the CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from shard_worker.cache.attention_cache import AttentionCache
+from shard_worker.device.devices import Device, best_devices, parse_devices
+from tests.shard_worker.tiny import AS_GPU
+
+ON_GPU = torch.cuda.is_available()
+DTYPE = torch.bfloat16 if ON_GPU else torch.float16
+"""The interpreter knows no bfloat16 products."""
+
+
+def device() -> Device:
+    return parse_devices(best_devices()[0])[0] if ON_GPU else AS_GPU
+
+
+def place_of(cache: AttentionCache, base: int, rows: int) -> torch.Tensor:
+    """Where so many rows stand in a cache, on the device."""
+    from shard_worker.model.kernels.place import Place
+
+    place = Place(device().torch_device, len(cache.addresses))
+    place.fill(base, rows, attention=cache)
+    place.send()
+    place.sent()
+    return place.tensor[0]

@@ -1,0 +1,55 @@
+"""Attention of a few rows over pages against a dense one, and of a row alone against the same row in a block."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shard_worker.cache.attention_cache import PAGE_ROWS, AttentionCache
+from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device, place_of
+
+pytestmark = pytest.mark.gpu
+
+KV_HEADS, GROUP, LAYERS, SLOT = 2, 4, 2, 1
+CAPACITY, BASE, ROWS = 400, 250, 16
+
+
+def dense(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The last rows' attention in float64. queries: [n, heads, dim]; keys, values: [length, kv_heads, dim]."""
+    n, length = len(queries), len(keys)
+    keys, values = (x.double().repeat_interleave(GROUP, 1) for x in (keys, values))
+    scores = torch.einsum("nhd,lhd->hnl", queries.double(), keys) * queries.shape[-1] ** -0.5
+    seen = torch.arange(length, device=keys.device) <= torch.arange(length - n, length, device=keys.device)[:, None]
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return torch.einsum("hnl,lhd->nhd", weights, values).flatten(1)
+
+
+@pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
+@pytest.mark.parametrize("dim", [16, 32, 64, 128, 256])
+@torch.inference_mode()
+def test_a_row_attends_alone_as_in_a_block(dim: int, dtype: torch.dtype) -> None:
+    """For heads of every size, over a page's end: near the dense one, and to the same bits."""
+    from shard_worker.model.kernels.attention import attend
+    from shard_worker.model.kernels.heads import HeadShape
+
+    on, generator = device().torch_device, torch.Generator().manual_seed(dim)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(on, dtype)
+
+    cache = AttentionCache(LAYERS, KV_HEADS, CAPACITY, dim, torch.empty(0, dtype=dtype, device=on), PAGE_ROWS)
+    cache.reserve(CAPACITY)
+    keys, values = (random(BASE + ROWS, KV_HEADS, dim) for _ in range(2))
+    cache.store(SLOT, 0, keys, values)
+    shape = HeadShape(KV_HEADS * GROUP, KV_HEADS, dim, dim, PAGE_ROWS)
+    queries = random(ROWS, shape.stride)
+    together = attend(shape, queries, place_of(cache, BASE, ROWS), SLOT, CAPACITY)
+    alone = [
+        attend(shape, queries[row : row + 1], place_of(cache, BASE + row, 1), SLOT, CAPACITY) for row in range(ROWS)
+    ]
+
+    expected = dense(queries.view(ROWS, -1, dim), keys, values)
+    near = 1e-5 if dtype is torch.float32 else 1e-2
+    assert (together.double() - expected).norm() < near * expected.norm()
+    if ON_GPU:
+        assert torch.equal(torch.cat(alone), together)

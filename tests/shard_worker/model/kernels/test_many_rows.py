@@ -1,0 +1,111 @@
+"""Kernels for many rows against plain torch: norms, SwiGLU, and recurrent layers in chunks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from services.model.config import LinearAttentionConfig
+from shard_worker.cache.caches import RecurrentCache
+from shard_worker.model.layer_weights import LinearAttentionWeights
+from shard_worker.model.layers import linear_attention
+from shard_worker.model.rows import Rows
+from shard_worker.ops.norm import rms_norm
+from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device
+from tests.shard_worker.tiny import Tiny, ids, load_stage
+
+pytestmark = pytest.mark.gpu
+
+WHERE = device().torch_device
+
+
+@pytest.mark.parametrize("width", [64, 200, 5120])
+def test_norm_and_swiglu_are_those_of_plain_torch(width: int) -> None:
+    """In 16 bits, within a rounding; widths that are no power of two too."""
+    from shard_worker.model.kernels import elementwise
+
+    x = torch.randn(9, width, device=WHERE).to(DTYPE)
+    weight = torch.rand(width, device=WHERE) + 0.5
+    gate, up = x.chunk(2, -1)
+
+    close = {"rtol": 2e-2, "atol": 1e-2}
+    torch.testing.assert_close(elementwise.rms_norm(x, weight, 1e-6), rms_norm(x, weight, 1e-6), **close)
+    torch.testing.assert_close(elementwise.swiglu(x), F.silu(gate) * up, **close)
+
+
+def layer(shape: LinearAttentionConfig, hidden: int) -> LinearAttentionWeights:
+    """Random weights in float32, so that nothing but the kernels' own rounding shows."""
+    generator = torch.Generator().manual_seed(1)
+
+    def made(*extents: int, spread: float = 1.0) -> torch.Tensor:
+        return (torch.randn(extents, generator=generator) * spread).to(WHERE)
+
+    width = shape.conv_channels + shape.value_dim + 2 * shape.value_heads
+    scale = torch.full((2 * shape.key_heads, 1), shape.key_head_dim**-0.5)
+    scale[: shape.key_heads] *= shape.key_head_dim**-0.5
+    return LinearAttentionWeights(
+        projection=made(width, hidden, spread=hidden**-0.5),
+        taps=made(shape.conv_taps, shape.conv_channels),
+        qk_scale=scale.to(WHERE),
+        decay_rate=-made(shape.value_heads).abs(),
+        dt_bias=made(shape.value_heads),
+        norm=made(shape.value_head_dim).abs() + 0.5,
+        out=made(hidden, shape.value_dim, spread=shape.value_dim**-0.5),
+    )
+
+
+SHAPES = [LinearAttentionConfig(2, 4, 16, 16, 4), LinearAttentionConfig(1, 3, 32, 64, 4)]
+if ON_GPU:
+    SHAPES.append(LinearAttentionConfig(4, 12, 128, 128, 4))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.key_head_dim}x{shape.value_head_dim}")
+@pytest.mark.parametrize("rows", [1, 3, 64, 65, 130])
+@torch.inference_mode()
+def test_recurrent_layers_in_chunks(shape: LinearAttentionConfig, rows: int) -> None:
+    """From a state that is not zero: the same rows, the same state behind them, the same inputs kept."""
+    hidden = 96
+    weights, like = layer(shape, hidden), torch.empty(0, device=WHERE)
+    caches = [RecurrentCache(2, shape, 4, like) for _ in range(2)]
+    for own, first in zip(vars(caches[1]).values(), vars(caches[0]).values(), strict=True):
+        if isinstance(first, torch.Tensor):
+            own.copy_(first.normal_())
+    config: Any = SimpleNamespace(linear=shape, norm_eps=1e-6)
+    x = torch.randn(rows, hidden, device=WHERE)
+    results = []
+    for cache, kernels in zip(caches, (False, True), strict=True):
+        step = Rows(0, (like, like), {}, False, delta_kernels=kernels)
+        session: Any = SimpleNamespace(recurrent=cache)
+        results.append(linear_attention.run(config, weights, 1, x, step, session))
+
+    expected, found = results
+    assert ((found - expected).norm() / expected.norm()) < 1e-3
+    states = [cache.state for cache in caches]
+    assert ((states[1] - states[0]).norm() / states[0].norm()) < 1e-4
+    assert torch.equal(caches[0].conv[:, :3], caches[1].conv[:, :3])
+
+
+@torch.inference_mode()
+def test_a_prefill_by_kernels_is_that_of_plain_torch(tiny: Tiny) -> None:
+    """Through all layers of a model, in chunks of any size: the logits but for the rounding of 16 bits."""
+    stage = load_stage(tiny.path("qwen3_5-ratio-3"), devices=[device()], dtype=str(DTYPE).removeprefix("torch."))
+    plain = stage.without_kernels()
+    segments = tuple(replace(segment, kernels=True, delta_kernels=True) for segment in plain.segments)
+    head, tokens = plain.head, tuple(ids(150))
+    assert head is not None
+    kernels = replace(plain, segments=segments)
+    found = []
+    for one, pieces in ((plain, (150,)), (kernels, (150,)), (kernels, (64, 1, 85))):
+        state, rows, at = one.allocate(200, 1), [], 0
+        for count in pieces:
+            rows.append(head.logits(one.run(state, one.embed(tokens[at : at + count]), None, deferred=False)))
+            at += count
+        found.append(torch.cat(rows).float())
+
+    for other in found[1:]:
+        assert ((other - found[0]).norm() / found[0].norm()) < 0.06

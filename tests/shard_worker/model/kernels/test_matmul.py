@@ -1,0 +1,63 @@
+"""Products of a few rows against dense ones, and of a row alone against the same row among others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device
+
+pytestmark = pytest.mark.gpu
+
+WIDTH, DEPTH, EPS = 80, 2048, 1e-6
+"""So deep that several programs share a tile."""
+
+
+@pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
+@pytest.mark.parametrize("rows", [16, 17, 64])
+@pytest.mark.parametrize("kind", ["added", "paired"])
+@torch.inference_mode()
+def test_a_product_is_the_same_alone_and_among_others(rows: int, kind: str, dtype: torch.dtype) -> None:
+    """With a residual and the norm that follows, and with SwiGLU: near the dense one, and to the same bits."""
+    from shard_worker.model.kernels.matmul import choose, linear, shared_bytes
+
+    on, generator = device().torch_device, torch.Generator().manual_seed(rows)
+
+    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(on, dtype)
+
+    paired = kind == "paired"
+    assert choose(WIDTH, DEPTH, paired, None, shared_bytes(on), dtype.itemsize).split > 1
+    x, weight = random(rows, DEPTH), random(WIDTH * (2 if paired else 1), DEPTH, scale=DEPTH**-0.5)
+    residual, norm = (None, None) if paired else (random(rows, WIDTH), torch.rand(WIDTH, device=on) + 0.5)
+    together, behind = linear(x, weight, paired=paired, residual=residual, norm=norm, eps=EPS)
+    alone = [
+        linear(
+            x[row : row + 1],
+            weight,
+            paired=paired,
+            residual=None if residual is None else residual[row : row + 1],
+            norm=norm,
+            eps=EPS,
+        )
+        for row in range(rows)
+    ]
+
+    product = F.linear(x.double(), weight.double())
+    if residual is None:
+        gate, up = product.chunk(2, -1)
+        expected = F.silu(gate) * up
+    else:
+        expected = product + residual.double()
+    near = 1e-5 if dtype is torch.float32 else 1e-2
+    assert (together.double() - expected).norm() < near * expected.norm()
+    if behind is not None:
+        squares = behind.squares.sum(0).double()
+        assert (squares - expected.square().sum(-1)).norm() < near * squares.norm()
+    if ON_GPU:
+        for row, (one, after) in enumerate(alone):
+            assert torch.equal(one[0], together[row])
+            if after is not None and behind is not None:
+                assert torch.equal(after.squares[:, 0], behind.squares[:, row])
+                assert torch.equal(after.scaled[0], behind.scaled[row])

@@ -1,0 +1,56 @@
+"""The rows of a step as its layers see them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from services.model.config import LayerKind, ModelConfig
+from shard_worker.model.families import family_of
+from shard_worker.model.rows import Rows, make_rows
+from shard_worker.ops.rope import inverse_frequencies
+from tests.reference import storage
+from tests.shard_worker.tiny import Tiny
+
+WINDOW = 6
+KINDS = frozenset({LayerKind.FULL, LayerKind.SLIDING})
+
+
+@pytest.fixture
+def config(tiny: Tiny) -> ModelConfig:
+    """Full and sliding layers, two query heads to each key head."""
+    _, _, config = family_of(storage.read_config(tiny.path("qwen3-sliding")))
+    return replace(config, sliding_window=WINDOW)
+
+
+def rows_at(config: ModelConfig, base: int, count: int) -> Rows:
+    like = torch.empty(0)
+    frequencies = inverse_frequencies(config.rotary_dim, config.rope_theta, like.device)
+    return make_rows(config, KINDS, frequencies, like, base, count, deferred=False)
+
+
+@pytest.mark.parametrize(("base", "count"), [(0, 1), (0, 9), (3, 4), (5, 1), (6, 1), (20, 1), (20, 5)])
+def test_masks_hide_later_rows_and_what_lies_beyond_the_window(config: ModelConfig, base: int, count: int) -> None:
+    """Row by row and key by key, causality and window decide, for every head."""
+    rows = rows_at(config, base, count)
+
+    assert rows.base == base
+    span = base + count
+    for kind in KINDS:
+        nearest = WINDOW if kind is LayerKind.SLIDING else span
+        expected = [
+            [key <= query and query - key < nearest for key in range(span)] for query in range(base, base + count)
+        ]
+        mask = rows.masks[kind]
+        seen = expected if mask is None else (mask == 0).tolist()
+        assert seen in (expected, expected * 2)
+        assert mask is not None or all(all(line) for line in expected)
+
+
+def test_a_single_row_that_sees_everything_needs_no_mask(config: ModelConfig) -> None:
+    """The common decode step pays for no mask, and a sliding layer only from its window's size on."""
+    assert rows_at(config, 5, 1).masks == {LayerKind.FULL: None, LayerKind.SLIDING: None}
+    assert rows_at(config, 6, 1).masks[LayerKind.FULL] is None
+    assert rows_at(config, 6, 1).masks[LayerKind.SLIDING] is not None

@@ -1,0 +1,315 @@
+"""Sampling against the enumerated law, with and without guesses.
+
+The logits are a tiny model's over five tokens, so the joint law of three tokens has 125 cells. Draws of one prefix are
+made together: for each seed they are what `Sampler.choose` returns, which a test of its own checks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from services.errors import InvalidArgument
+from services.messages.steps import Sampling
+from shard_worker.sampling.acceptance import accept
+from shard_worker.sampling.sampler import Sampler, draw, probabilities, uniform
+from tests.reference import law, target
+from tests.shard_worker.tiny import Run, Tiny, load_stage
+
+VOCAB, DEPTH, SEEDS = 5, 3, 40_000
+PROMPT = (1, 2, 3)
+CPU = torch.device("cpu")
+NextLogits = Callable[[tuple[int, ...]], torch.Tensor]
+Script = Callable[[int, Sequence[int]], tuple[int, ...]]
+"""A seed's number and its true tokens -> guesses after the prompt's last token."""
+
+SETTINGS = {
+    "plain": law.Sampling(),
+    "cold": law.Sampling(temperature=0.6),
+    "top-k": law.Sampling(temperature=1.3, top_k=3),
+    "top-p": law.Sampling(temperature=1.3, top_p=0.8),
+    "min-p": law.Sampling(temperature=1.3, min_p=0.2),
+    "penalties": law.Sampling(repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.7),
+    "negative penalties": law.Sampling(repetition_penalty=0.7, presence_penalty=-0.5, frequency_penalty=-0.3),
+    "bias": law.Sampling(logit_bias={0: 1.5, 3: -2.0}),
+    "everything": law.Sampling(0.9, 4, 0.95, 0.05, 1.2, 0.3, 0.2, {2: 0.7}),
+}
+
+
+def request(settings: law.Sampling, seed: int = 0) -> Sampling:
+    """The same settings as a request carries them: None switches a processor off."""
+    off = law.Sampling()
+    values = {
+        name: getattr(settings, name)
+        for name in ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        if getattr(settings, name) != getattr(off, name)
+    }
+    return Sampling(logit_bias=settings.logit_bias, temperature=settings.temperature, seed=seed, **values)
+
+
+@pytest.fixture(scope="module")
+def next_logits(tiny: Tiny) -> NextLogits:
+    """The engine's logits [1, vocab] after a prefix."""
+    stage = load_stage(tiny.path("vocab-5"))
+    return functools.cache(lambda prefix: Run([stage])(prefix)[-1:])
+
+
+@functools.cache
+def joint_law(tiny: Tiny, name: str) -> np.ndarray:
+    """The law of the first tokens, from transformers' logits."""
+    model = tiny.model("vocab-5")
+    return law.joint_law(lambda ids: target.logits(model, ids)[-1], PROMPT, DEPTH, SETTINGS[name])
+
+
+def sampler_after(sampling: Sampling, prefix: tuple[int, ...]) -> Sampler:
+    """A sampler that has seen all of a prefix but its last token."""
+    sampler = Sampler(sampling, len(PROMPT), VOCAB, CPU)
+    sampler.observe(prefix[:-1], 0)
+    return sampler
+
+
+def continue_plainly(
+    sampling: Sampling, next_logits: NextLogits, begun: list[tuple[int, ...]]
+) -> list[tuple[int, ...]]:
+    """Draw for every seed, one step a token, until each has DEPTH tokens; `begun` holds what each has already."""
+    drawn = list(begun)
+    for depth in range(DEPTH):
+        groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for seed, tokens in enumerate(drawn):
+            if len(tokens) == depth:
+                groups[tokens].append(seed)
+        for tokens, seeds in groups.items():
+            prefix = (*PROMPT, *tokens)
+            logits = sampler_after(sampling, prefix).adjusted(next_logits(prefix), prefix[-1:], len(prefix) - 1)
+            weights = probabilities(logits, sampling).expand(len(seeds), -1)
+            chosen = draw(weights, [uniform(seed, len(prefix)) for seed in seeds])
+            for seed, token in zip(seeds, chosen, strict=True):
+                drawn[seed] = (*tokens, token)
+    return drawn
+
+
+def draw_with_guesses(
+    sampling: Sampling, next_logits: NextLogits, truth: list[tuple[int, ...]], script: Script
+) -> tuple[list[tuple[int, ...]], float]:
+    """One verify of the script's guesses for every seed, then plain steps; and the mean number of tokens a verify."""
+    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for seed in range(len(truth)):
+        groups[script(seed, truth[seed])].append(seed)
+    begun: list[tuple[int, ...]] = [()] * len(truth)
+    for guesses, seeds in groups.items():
+        rows = (PROMPT[-1], *guesses)
+        known = [(*PROMPT, *guesses[:count]) for count in range(len(rows))]
+        logits = torch.cat([next_logits(prefix) for prefix in known])
+        adjusted = sampler_after(sampling, PROMPT).adjusted(logits, rows, len(PROMPT) - 1)
+        weights = probabilities(adjusted, sampling).repeat(len(seeds), 1)
+        numbers = [uniform(seed, len(PROMPT) + row) for seed in seeds for row in range(len(rows))]
+        chosen = draw(weights, numbers)
+        for index, seed in enumerate(seeds):
+            own = chosen[index * len(rows) : (index + 1) * len(rows)]
+            begun[seed] = tuple(accept(guesses, own, frozenset()))
+    mean = sum(map(len, begun)) / len(begun)
+    return continue_plainly(sampling, next_logits, [tokens[:DEPTH] for tokens in begun]), mean
+
+
+@functools.cache
+def plain(next_logits: NextLogits, name: str) -> list[tuple[int, ...]]:
+    return continue_plainly(request(SETTINGS[name]), next_logits, [()] * SEEDS)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_plain_draws_follow_the_enumerated_law(tiny: Tiny, next_logits: NextLogits, name: str) -> None:
+    """Over many seeds the first three tokens are distributed as the request's law says, and never outside of it."""
+    joint = joint_law(tiny, name)
+    observed = law.empirical(plain(next_logits, name), VOCAB, DEPTH)
+
+    assert not observed[joint == 0].any()
+    assert law.total_variation(observed, joint) < law.sampling_bound(int((joint > 0).sum()), SEEDS)
+
+
+def wrong(_seed: int, truth: Sequence[int]) -> tuple[int, ...]:
+    return ((truth[0] + 1) % VOCAB, (truth[1] + 2) % VOCAB)
+
+
+def right(_seed: int, truth: Sequence[int]) -> tuple[int, ...]:
+    return tuple(truth[:2])
+
+
+def right_then_wrong(_seed: int, truth: Sequence[int]) -> tuple[int, ...]:
+    return (truth[0], (truth[1] + 3) % VOCAB)
+
+
+def unrelated(seed: int, _truth: Sequence[int]) -> tuple[int, ...]:
+    return ((seed * 7 + 3) % VOCAB, (seed // 5) % VOCAB)
+
+
+@pytest.mark.parametrize("name", ["plain", "top-p", "everything"])
+@pytest.mark.parametrize(
+    ("script", "fewest", "most"),
+    [(wrong, 1.0, 1.0), (right, 3.0, 3.0), (right_then_wrong, 2.0, 2.0), (unrelated, 1.1, 1.6)],
+)
+def test_guesses_change_no_token(
+    next_logits: NextLogits, name: str, script: Script, fewest: float, most: float
+) -> None:
+    """With one seed, always wrong, always right and unrelated guesses give the tokens of the plain run."""
+    truth = plain(next_logits, name)
+
+    speculated, mean = draw_with_guesses(request(SETTINGS[name]), next_logits, truth, script)
+
+    assert speculated == truth
+    assert fewest <= mean <= most
+
+
+@pytest.mark.parametrize("name", ["plain", "top-k", "penalties", "everything"])
+def test_guessing_the_likeliest_tokens_keeps_the_law(tiny: Tiny, next_logits: NextLogits, name: str) -> None:
+    """A draft that proposes the target's own argmax, as a good one does, leaves the enumerated law as it is."""
+    likeliest: list[int] = []
+    for _ in range(2):
+        likeliest.append(int(next_logits((*PROMPT, *likeliest)).argmax()))
+
+    sampling = request(SETTINGS[name])
+    truth = plain(next_logits, name)
+    speculated, mean = draw_with_guesses(sampling, next_logits, truth, lambda _seed, _truth: tuple(likeliest))
+
+    joint = joint_law(tiny, name)
+    observed = law.empirical(speculated, VOCAB, DEPTH)
+    assert mean > 1.3
+    assert law.total_variation(observed, joint) < law.sampling_bound(int((joint > 0).sum()), SEEDS)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_choose_draws_what_the_grouped_draws_are(next_logits: NextLogits, name: str) -> None:
+    """`choose`, one seed and step at a time and with the rows of a verify, returns the tokens of the grouped draws."""
+    truth = plain(next_logits, name)
+    for seed in range(40):
+        sampling = replace(request(SETTINGS[name]), seed=seed)
+        produced: list[int] = []
+        sampler = Sampler(sampling, len(PROMPT), VOCAB, CPU)
+        sampler.observe(PROMPT[:-1], 0)
+        while len(produced) < DEPTH:
+            prefix = (*PROMPT, *produced)
+            produced += sampler.choose(next_logits(prefix), prefix[-1:], len(prefix) - 1)
+            sampler.observe(prefix[-1:], len(prefix) - 1)
+        assert tuple(produced) == truth[seed]
+
+        verified = sampler_after(sampling, PROMPT)
+        rows = (PROMPT[-1], *produced[:2])
+        logits = torch.cat([next_logits((*PROMPT, *produced[:count])) for count in range(3)])
+        assert verified.choose(logits, rows, len(PROMPT) - 1) == produced
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("prompt_length", [0, 3, 4, 9])
+def test_the_law_of_every_row_includes_the_guesses_before_it(name: str, prompt_length: int) -> None:
+    """Row by row, bias, penalties and truncation give exactly the law of the prefix that ends with the row."""
+    settings = SETTINGS[name]
+    sampling = request(settings)
+    history, rows = [1, 2, 2, 0, 3, 1], [2, 2, 4]
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0)) * 2
+    sampler = Sampler(sampling, prompt_length, VOCAB, CPU)
+    # Committed in two pieces, of which either may hold the end of the prompt.
+    sampler.observe(history[:4], 0)
+    sampler.observe(history[4:], 4)
+
+    weights = probabilities(sampler.adjusted(logits, rows, len(history)), sampling)
+
+    for row in range(3):
+        seen = [*history, *rows[: row + 1]]
+        expected = law.next_law(logits[row], seen[:prompt_length], seen[prompt_length:], settings)
+        own = weights[row] / weights[row].sum()
+        np.testing.assert_allclose(own.numpy(), expected, atol=1e-6)
+
+
+def test_only_the_last_row_of_a_longer_step_is_chosen_from() -> None:
+    """A step of several rows whose last one alone has logits counts the others as history."""
+    sampling = Sampling(frequency_penalty=1.0, presence_penalty=0.5)
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
+    whole = Sampler(sampling, 2, VOCAB, CPU)
+    parts = Sampler(sampling, 2, VOCAB, CPU)
+    parts.observe([4, 4, 1], 0)
+
+    assert torch.equal(whole.adjusted(logits, [4, 4, 1, 2], 0), parts.adjusted(logits, [2], 3))
+
+
+def test_greedy_is_the_argmax_after_bias_and_penalties() -> None:
+    """Temperature 0 takes the best adjusted logit, the first of equal ones, and no random number."""
+    logits = torch.tensor([[0.0, 3.0, 2.9, 1.0, 3.0]])
+
+    assert Sampler(Sampling(), 1, VOCAB, CPU).choose(logits, [0], 0) == [1]
+    assert Sampler(Sampling(logit_bias={2: 0.2}), 1, VOCAB, CPU).choose(logits, [0], 0) == [2]
+    penalised = Sampler(Sampling(presence_penalty=0.05, repetition_penalty=1.5), 0, VOCAB, CPU)
+    penalised.observe([1], 0)
+    assert penalised.choose(logits, [4], 1) == [2]
+    assert [Sampler(Sampling(seed=seed), 1, VOCAB, CPU).choose(logits, [0], 0) for seed in range(9)] == [[1]] * 9
+
+
+def test_a_seed_names_one_stream() -> None:
+    """The same seed and position give the same number, another seed or position an unrelated one in [0, 1)."""
+    numbers = torch.tensor([[uniform(seed, position) for position in range(200)] for seed in range(200)])
+
+    assert [uniform(7, position) for position in range(200)] == pytest.approx(numbers[7].tolist())
+    assert float(numbers.min()) >= 0
+    assert float(numbers.max()) < 1
+    assert len(numbers.unique()) > 39_900
+    # The correlation of 200 pairs lies within ±0.3 with a chance above 0.9999 each.
+    for table in (numbers, numbers.T):
+        neighbours = torch.corrcoef(table).diagonal(1)
+        assert float(neighbours.abs().max()) < 0.4
+        assert float(neighbours.mean().abs()) < 0.03
+
+
+def test_seeds_and_positions_at_their_limits_have_numbers() -> None:
+    """The wire's largest seed and a position beyond any context are accepted."""
+    assert 0 <= uniform(2**64 - 1, 2**32) < 1
+
+
+@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (0.2499, 1), (0.25, 3), (1 - 2**-32, 3)])
+def test_a_draw_lands_in_its_share_and_never_on_an_impossible_token(number: float, token: int) -> None:
+    """Weights need not add up to one; a token of weight zero is drawn for no number, 0 and almost 1 included."""
+    weights = torch.tensor([[0.0, 0.5, 0.0, 1.5, 0.0]], dtype=torch.float64)
+
+    assert draw(weights, [number]) == [token]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
+    """A broken model yields an error and never a token that doesn't exist."""
+    logits = torch.tensor([[0.0, 1.0, 2.0, 0.5, 1.5], [0.0, bad, 2.0, 0.5, 1.5]])
+
+    with pytest.raises(InvalidArgument, match="not finite"):
+        draw(probabilities(logits, Sampling(temperature=1.0, top_p=0.9)), [0.5, 0.5])
+
+
+def test_processors_never_leave_nothing() -> None:
+    """However strict, top-p and min-p keep the likeliest token and top-k keeps those that tie with the k-th."""
+    logits = torch.tensor([[1.0, 2.0, 0.0, 2.0, -1.0]])
+
+    for sampling in (Sampling(temperature=1.0, top_p=1e-9), Sampling(temperature=1.0, min_p=1.0)):
+        assert (probabilities(logits, sampling) > 0).sum() in (1, 2)
+    tied = probabilities(logits, Sampling(temperature=1.0, top_k=1))
+    assert tied.nonzero()[:, 1].tolist() == [1, 3]
+    beyond = probabilities(logits, Sampling(temperature=1.0, top_k=50))
+    assert (beyond > 0).all()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("prompt_length", [0, 3, 6])
+def test_a_row_without_tokens_follows_all_that_was_observed(name: str, prompt_length: int) -> None:
+    """Logits that are there already give the token that a step of the last token gives, at the same position."""
+    history = [1, 4, 1, 3, 0, 1]
+    for seed in range(40):
+        logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
+        stepping, resuming = (Sampler(request(SETTINGS[name], seed), prompt_length, VOCAB, CPU) for _ in range(2))
+        stepping.observe(history[:-1], 0)
+        resuming.observe(history, 0)
+
+        resumed = resuming.choose(logits, (), len(history))
+
+        assert resumed == stepping.choose(logits, history[-1:], len(history) - 1)
+        # Choosing counts nothing.
+        assert resumed == resuming.choose(logits, (), len(history))

@@ -1,0 +1,139 @@
+"""Steps that follow by themselves are those that would have been sent, one by one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
+from services.messages.steps import Commit, Forward, Proposal, SnapshotSave, StepKind
+from shard_worker.session.following import MAX_MORE
+from tests.shard_worker.chain import BLOCK, Client, MakeChain
+from tests.shard_worker.session.session_memory import stages_of
+from tests.shard_worker.tiny import ids
+
+CUTS = [(), (1,), (1, 3)]
+PROMPT = ids(20)
+
+
+async def follow(client: Client, first: int, more: int, propose: int = 0, **changes: Any) -> list[Commit]:
+    """Send one step behind a prefill and read the answers of all that follow it."""
+    await client.send(client.frame(StepKind.DECODE, [first], propose, more=more, **changes))
+    commits = [await client.commit()]
+    while commits[-1].more:
+        if propose:
+            proposal = await anext(client.events)
+            assert isinstance(proposal, Proposal)
+            assert len(proposal.token_ids) == propose
+        client.steps += 1
+        commits.append(await client.commit())
+        assert commits[-1].step == commits[-2].step + 1
+    return commits
+
+
+async def read_on(client: Client) -> None:
+    while True:
+        await client.commit()
+
+
+def tokens_of(commits: Sequence[Commit]) -> list[int]:
+    return [token for commit in commits for token in commit.token_ids]
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+async def test_plain_steps_follow(chain: MakeChain, name: str, cuts: tuple[int, ...]) -> None:
+    """Twelve tokens of one frame are the twelve of as many, and the session goes on behind them."""
+    made = chain(name, cuts)
+    async with made.session() as client:
+        expected = await client.plain(PROMPT, 16)
+    async with made.session() as client:
+        await client.prefill(PROMPT[:-1])
+        commits = await follow(client, PROMPT[-1], 11)
+        assert [commit.more for commit in commits] == [11 - index for index in range(12)]
+        produced = tokens_of(commits)
+        while len(produced) < 16:
+            commit, _ = await client.step(StepKind.DECODE, produced[-1:])
+            produced += commit.token_ids
+    assert produced == expected
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+async def test_verifies_follow_with_the_drafts_guesses(chain: MakeChain, name: str, cuts: tuple[int, ...]) -> None:
+    """Blocks are guessed, verified and committed without being sent; tokens and guesses are those of sent ones."""
+    made = chain(name, cuts, True)
+    async with made.session() as client:
+        expected = await client.speculate(PROMPT, 10)
+    async with made.session() as client:
+        await client.prefill(PROMPT[:-1])
+        commits = await follow(client, PROMPT[-1], 7, propose=BLOCK - 1)
+    assert len(commits) == 8
+    assert [commit.token_ids for commit in commits[1:]][: len(expected.verified)] == expected.verified[:7]
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+async def test_a_stop_token_and_the_sessions_end_are_the_end(chain: MakeChain, cuts: tuple[int, ...]) -> None:
+    """Nothing follows a stop token, nor where a whole step has no room."""
+    made = chain("qwen3", cuts)
+    async with made.session() as client:
+        expected = await client.plain(PROMPT, 12)
+    stop = next(token for index, token in enumerate(expected) if index > 3 and token not in expected[:index])
+    async with made.session(stop_token_ids=frozenset({stop})) as client:
+        await client.prefill(PROMPT[:-1])
+        commits = await follow(client, PROMPT[-1], 30)
+        assert tokens_of(commits) == expected[: expected.index(stop) + 1]
+    async with made.session(max_length=len(PROMPT) + 4) as client:
+        await client.prefill(PROMPT[:-1])
+        commits = await follow(client, PROMPT[-1], 30)
+        assert tokens_of(commits) == expected[:5]
+        assert client.length == len(PROMPT) + 4
+
+
+async def test_a_single_stage_goes_on_while_the_event_loop_is_busy(chain: MakeChain) -> None:
+    """Steps are begun where the one before ended, on the device's thread; nothing is kept or sent in their midst."""
+    made = chain("qwen3")
+    async with made.session() as client:
+        expected = await client.plain(PROMPT, 12)
+    async with made.session() as client:
+        await client.prefill(PROMPT[:-1])
+        [session] = stages_of(client)
+        await client.send(client.frame(StepKind.DECODE, PROMPT[-1:], more=11))
+        assert session._work._state is not None
+        deadline = time.monotonic() + 20
+        while session._work._state.length < len(PROMPT) + 11:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert session._length < session._work._state.length
+        with pytest.raises(FailedPrecondition, match="steps still follow"):
+            await session.save_snapshot(SnapshotSave("a", session._length))
+        commits = [await client.commit() for _ in range(12)]
+        assert tokens_of(commits) == expected
+
+
+async def test_what_cannot_follow_is_refused(chain: MakeChain) -> None:
+    """Too many, and steps behind a prefill, which produces no token."""
+    made = chain("qwen3")
+    for frame, words in (
+        (Forward(0, 0, (1, 2), StepKind.PREFILL, more=1), "prefill"),
+        (Forward(0, 0, (1,), StepKind.DECODE, more=MAX_MORE + 1), f"up to {MAX_MORE}"),
+    ):
+        async with made.session() as client:
+            with pytest.raises(InvalidArgument, match=words):
+                await client.send(frame)
+
+
+async def test_an_error_of_a_following_step_ends_the_events(chain: MakeChain) -> None:
+    """A step that the coordinator did not send cannot fail at its sender: whoever reads hears of it."""
+    made = chain("qwen3", (1,))
+    async with made.session() as client:
+        await client.prefill(PROMPT[:-1])
+        await client.send(client.frame(StepKind.DECODE, PROMPT[-1:], more=20))
+        await client.commit()
+        inner: Any = client.session
+        inner._session._next_step += 1
+        with pytest.raises(FlashsplitError, match="step is"):
+            await read_on(client)

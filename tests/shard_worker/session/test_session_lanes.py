@@ -1,0 +1,306 @@
+"""Steps that go from device thread to device thread are those that would have gone through event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from services.errors import FlashsplitError, ResourceExhausted
+from services.messages.steps import Failure, Forward, StepKind
+from shard_worker.device.executor import DeviceThread
+from shard_worker.session.session_work import SessionWork
+from shard_worker.stage.stage import Stage, StageState
+from shard_worker.stage.step_graph import StepRows
+from tests.shard_worker.chain import BLOCK, Chain, Client, Lane, MakeChain
+from tests.shard_worker.session.session_memory import Memory, differing, memory_of, stages_of
+from tests.shard_worker.session.test_following import follow, tokens_of
+from tests.shard_worker.tiny import ids
+
+PROMPT = ids(20)
+CUTS = [(1,), (1, 3)]
+
+
+def always(_: Forward) -> bool:
+    return True
+
+
+def never(_: Forward) -> bool:
+    return False
+
+
+@pytest.fixture
+def made(chain: MakeChain) -> Iterator[Callable[..., Chain]]:
+    """A chain of its own, whose lanes carry what the test says."""
+    chains: list[Chain] = []
+
+    def make(name: str, cuts: Sequence[int], *, drafted: bool, carries: Callable[[Forward], bool]) -> Chain:
+        draft = chain._tiny.draft(name, "session", target_layer_ids=(0, 1, 3)) if drafted else None
+        chains.append(Chain(chain._tiny.path(name), cuts, draft=draft, carries=carries))
+        return chains[-1]
+
+    yield make
+    for one in chains:
+        one.shutdown()
+
+
+def shape(step: Forward) -> Forward:
+    """Without the numbers of its activation."""
+    assert step.activation is not None
+    return replace(step, activation=replace(step.activation, data=b""))
+
+
+async def run(made: Chain, *, drafted: bool) -> tuple[list[int], Memory]:
+    """Tokens of a few frames with followers, and what the session remembers behind them."""
+    propose = BLOCK - 1 if drafted else 0
+    produced: list[int] = []
+    async with made.session() as client:
+        await client.prefill(PROMPT[:-1])
+        for more in (9, 3):
+            produced += tokens_of(await follow(client, produced[-1] if produced else PROMPT[-1], more, propose))
+            if drafted:
+                # The last step's guesses, which nothing waits for.
+                await anext(client.events)
+        # And one of its own, whose step number must be the next one.
+        produced += (await client.step(StepKind.DECODE, produced[-1:]))[0].token_ids
+        memory = await memory_of(client)
+    return produced, memory
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+async def test_the_same_steps(made: Callable[..., Chain], name: str, drafted: bool, cuts: tuple[int, ...]) -> None:
+    """Tokens, and every row and state of every stage, bit for bit: with lanes that carry all, nothing, or one step in
+    two."""
+    draw = random.Random(1)
+    expected, memory = await run(made(name, cuts, drafted=drafted, carries=never), drafted=drafted)
+    for carries in (always, lambda _: draw.random() < 0.5):
+        one = made(name, cuts, drafted=drafted, carries=carries)
+        found, remembered = await run(one, drafted=drafted)
+        assert found == expected
+        assert not differing(memory, remembered)
+        if carries is always:
+            # The first step of a frame comes through the event loop, all behind it through lanes.
+            assert [len(own.carried) for own, _ in one.directory.lanes] == [12] * len(cuts)
+            if not drafted:
+                # All of these were known before they came, but for the numbers in their activations.
+                for own, told in one.directory.lanes:
+                    assert [shape(step) for step in told.expected[:10]] == [shape(step) for step in own.carried[:10]]
+                # And at the first stage all but a frame's first one but for their tokens.
+                [(own, told)] = [lane for lane in one.directory.lanes if lane[0].expected]
+                came = [replace(step, token_ids=(-1,)) for step in told.carried]
+                assert [step for step in came if step in own.expected] == own.expected
+                assert len(own.expected) >= 9
+            assert all(len(told.carried) == 12 for _, told in one.directory.lanes)
+
+
+async def test_many_sessions_at_once(made: Callable[..., Chain]) -> None:
+    """Their steps meet on the same threads and stay apart."""
+    one = made("qwen3_5", (1, 3), drafted=True, carries=always)
+    expected, memory = await run(one, drafted=True)
+    for found, remembered in await asyncio.gather(*(run(one, drafted=True) for _ in range(6))):
+        assert found == expected
+        assert not differing(memory, remembered)
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+async def test_a_stop_token_is_the_end(made: Callable[..., Chain], drafted: bool) -> None:
+    """Nothing is told up the chain behind it."""
+    one = made("qwen3", (1, 3), drafted=drafted, carries=always)
+    expected, _ = await run(one, drafted=False)
+    stop = next(token for index, token in enumerate(expected) if index > 2 and token not in expected[:index])
+    async with one.session(stop_token_ids=frozenset({stop})) as client:
+        await client.prefill(PROMPT[:-1])
+        commits = await follow(client, PROMPT[-1], 30, BLOCK - 1 if drafted else 0)
+        assert tokens_of(commits) == expected[: expected.index(stop) + 1]
+        told = one.directory.lanes[-1][1]
+        assert len(told.carried) == len(commits) - 1
+
+
+def changed(**changes: Any) -> Callable[[Lane, Forward], None]:
+    def pass_on(to: Lane, forward: Forward) -> None:
+        to.took(replace(forward, **{name: change(forward) for name, change in changes.items()}))
+
+    return pass_on
+
+
+WRONG: dict[str, tuple[bool, Callable[[Lane, Forward], None], str]] = {
+    "a repeated step": (False, changed(step=lambda step: step.step - 1), "step is"),
+    "another place": (False, changed(base_position=lambda step: step.base_position + 1), "base_position is"),
+    "no activation": (False, changed(activation=lambda _: None), "this stage takes an activation"),
+    "a token of no vocabulary": (False, changed(token_ids=lambda _: (1 << 20,)), "not below the vocabulary's"),
+    "another step told": (True, changed(step=lambda step: step.step + 1), "step is"),
+    "more rows than there were": (
+        True,
+        changed(base_position=lambda step: step.base_position + 99),
+        "base_position is",
+    ),
+    "garbage": (True, lambda to, _: to.failed(FlashsplitError("a step could not be parsed")), "could not be parsed"),
+}
+
+
+async def until_failure(client: Client) -> None:
+    """Read events; one that is a failure is raised."""
+    async for event in client.events:
+        if isinstance(event, Failure):
+            raise FlashsplitError(event.message)
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize("wrong", WRONG)
+async def test_what_does_not_fit_ends_the_session(made: Callable[..., Chain], wrong: str, drafted: bool) -> None:
+    """A neighbour that sends another step than the next one is refused, by name of the stage; the chain lives on."""
+    one = made("qwen3_5", (1, 3), drafted=drafted, carries=always)
+    up, how, words = WRONG[wrong]
+    expected, _ = await run(one, drafted=drafted)
+    async with one.session() as client:
+        await client.prefill(PROMPT[:-1])
+        # Between the second stage and the third.
+        own, other = one.directory.lanes[-2]
+        way, end = (other, own) if up else (own, other)
+        spoilt = Lane(always)
+        spoilt.took, spoilt.failed = lambda forward: how(end, forward), end.failed
+        way.other = spoilt
+        await client.send(client.frame(StepKind.DECODE, PROMPT[-1:], BLOCK - 1 if drafted else 0, more=9))
+        with pytest.raises(FlashsplitError, match=words):
+            async with asyncio.timeout(20):
+                await until_failure(client)
+    assert (await run(one, drafted=drafted))[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ResourceExhausted("the device has no memory left"), "no memory left"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "no memory left"),
+        (ZeroDivisionError("a mistake of ours"), "internal error"),
+    ],
+)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+async def test_an_error_in_the_midst_is_told(
+    made: Callable[..., Chain], monkeypatch: pytest.MonkeyPatch, stage: int, error: Exception, said: str
+) -> None:
+    """In a step that nobody sent, whatever it is: whoever reads hears of it, and which stage it was."""
+    one = made("qwen3", (1, 3), drafted=False, carries=always)
+    async with one.session() as client:
+        await client.prefill(PROMPT[:-1])
+        work = stages_of(client)[stage]._work
+        compute = work._compute
+
+        def fail(forward: Forward) -> Any:
+            if forward.step == 4:
+                raise error
+            return compute(forward)
+
+        monkeypatch.setattr(work, "_compute", fail)
+        await client.send(client.frame(StepKind.DECODE, PROMPT[-1:], more=9))
+        with pytest.raises(FlashsplitError, match=said) as caught:
+            async with asyncio.timeout(20):
+                await until_failure(client)
+        if stage == 0:
+            assert caught.value.where["stage"] == "0"
+        else:
+            assert f"stage {stage}" in str(caught.value)
+
+
+async def test_a_closed_session_is_left_alone(made: Callable[..., Chain]) -> None:
+    """Steps that are on their way when it ends come to nothing."""
+    one = made("qwen3", (1, 3), drafted=False, carries=always)
+    for _ in range(10):
+        async with one.session() as client:
+            await client.prefill(PROMPT[:-1])
+            await client.send(client.frame(StepKind.DECODE, PROMPT[-1:], more=30))
+            await client.commit()
+    assert all(role.open_sessions == 0 for role in one.roles)
+    assert (await run(one, drafted=False))[0]
+
+
+@pytest.mark.parametrize("known", [False, True])
+async def test_a_step_that_was_let_go_is_the_next_one(
+    made: Callable[..., Chain], monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """Also where something else is asked for meanwhile: between the two a recurrent layer would forget the step, and
+    advance by it again."""
+    one = made("qwen3_5", (1,), drafted=False, carries=always)
+    expected, _ = await run(one, drafted=False)
+    order: list[str] = []
+    async with one.session() as client:
+        await client.prefill(PROMPT[:-1])
+        own, other = one.directory.lanes[-1]
+        work = stages_of(client)[1]._work
+        compute, spoilt = work._compute, Lane(always)
+
+        def let_go(*_: Any, certain: bool) -> None:
+            assert certain
+            order.append("let go")
+            work._thread.queue_step(order.append, "other")
+
+        def on_the_thread(forward: Forward) -> None:
+            if work._thread.busy:
+                # Then it would not be let go.
+                work._thread.queue_step(on_the_thread, forward)
+                return
+            if known:
+                assert forward.activation is not None
+                rows = StepRows(forward.base_position, forward.token_ids, deferred=False, featured=False)
+                work._let_go_known(rows, memoryview(forward.activation.data))
+            else:
+                other.begun(forward, True)
+            other.took(forward)
+
+        def counted(forward: Forward) -> Any:
+            order.append("step")
+            return compute(forward)
+
+        monkeypatch.setattr(Stage, "let_go", let_go)
+        monkeypatch.setattr(work, "_compute", counted)
+        spoilt.took, spoilt.failed = lambda step: work._thread.queue_step(on_the_thread, step), other.failed
+        own.other = spoilt
+        await client.send(client.frame(StepKind.DECODE, PROMPT[-1:], more=9))
+        tokens = [(await client.commit()).token_ids[0] for _ in range(10)]
+    assert tokens == expected[:10]
+    # The frame's own step comes through the event loop.
+    assert order[0] == "step"
+    steps = [at for at, what in enumerate(order) if what == "let go"]
+    assert steps
+    assert all(order[at + 1] == "step" for at in steps)
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+async def test_a_stage_that_waits_is_told_what_to_expect(
+    made: Callable[..., Chain], monkeypatch: pytest.MonkeyPatch, drafted: bool
+) -> None:
+    """On a GPU, behind each step but a frame's last one: as many rows as before, the session's own state. The last
+    stage knows which, since it sends them to the first."""
+    asked: list[tuple[int, int]] = []
+    told: list[StepRows | None] = []
+    monkeypatch.setattr(SessionWork, "_expects", property(lambda _: True))
+    # Else it is not told when the other stage was faster.
+    monkeypatch.setattr(DeviceThread, "busy", property(lambda _: False))
+
+    def stand_by(stage: Stage, state: StageState, rows: int, *, known: StepRows | None, **_: Any) -> None:
+        asked.append((stage.layers.first, rows))
+        if stage.head is not None:
+            assert known is not None
+            assert known.base == state.length
+            told.append(known)
+        else:
+            assert known is None
+
+    monkeypatch.setattr(Stage, "stand_by", stand_by)
+    one = made("qwen3", (1,), drafted=drafted, carries=always)
+    await run(one, drafted=drafted)
+    assert {first for first, _ in asked} == {0, 1}
+    assert {rows for _, rows in asked} == ({BLOCK} if drafted else {1})
+    # A stage that counts a block of guesses when it hears of that stands by then, if it does not yet.
+    assert len(asked) <= (3 if drafted else 2) * 12
+    carried = [step for lane in one.directory.lanes for step in lane[1].carried]
+    sent = [StepRows(step.base_position, step.token_ids, drafted, drafted) for step in carried]
+    assert told
+    assert [rows for rows in sent if rows in told] == told

@@ -1,0 +1,136 @@
+"""Log-probabilities of produced tokens against transformers' log-softmax, over any split, draft and kind of step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from services.errors import InvalidArgument
+from services.messages.steps import Sampling, StepKind, TokenLogprobs
+from shard_worker.sampling.logprobs import token_logprobs
+from tests.reference import target
+from tests.shard_worker.chain import BLOCK, Client, MakeChain
+from tests.shard_worker.tiny import Tiny
+
+COUNT = 30
+SPLITS = [(name, cuts) for name in ("qwen3", "qwen3_5") for cuts in ((), (3,))]
+# Two correct float32 implementations differ by a few 1e-4 in these logits.
+CLOSE = 1e-3
+
+
+async def run(
+    client: Client, prompt: Sequence[int], *, propose: int = 0, resume: bool = False
+) -> tuple[list[int], list[TokenLogprobs]]:
+    """The next tokens and what is told of each, plainly or by verifying the draft's guesses."""
+    if resume:
+        commit, guesses = await client.resume(propose)
+    else:
+        await client.prefill(prompt[:-1])
+        commit, guesses = await client.step(StepKind.DECODE, prompt[-1:], propose)
+    tokens, told = list(commit.token_ids), list(commit.logprobs)
+    while len(tokens) < COUNT:
+        kind = StepKind.VERIFY if guesses else StepKind.DECODE
+        commit, guesses = await client.step(kind, [tokens[-1], *guesses], propose)
+        assert len(commit.logprobs) == len(commit.token_ids)
+        tokens += commit.token_ids
+        told += commit.logprobs
+    return tokens[:COUNT], told[:COUNT]
+
+
+def check(tiny: Tiny, name: str, prompt: Sequence[int], tokens: Sequence[int], told: Sequence[TokenLogprobs]) -> None:
+    """Every number is the reference's, and the alternatives are the likeliest tokens in falling order."""
+    rows = target.logits(tiny.model(name), [*prompt, *tokens[:-1]])[len(prompt) - 1 :].log_softmax(-1)
+    for row, token, one in zip(rows, tokens, told, strict=True):
+        assert one.logprob == pytest.approx(float(row[token]), abs=CLOSE)
+        assert len(set(one.top_token_ids)) == len(one.top_token_ids)
+        assert list(one.top_logprobs) == sorted(one.top_logprobs, reverse=True)
+        assert one.top_logprobs == pytest.approx(row.topk(len(one.top_logprobs)).values.tolist(), abs=CLOSE)
+        assert one.top_logprobs == pytest.approx(row[list(one.top_token_ids)].tolist(), abs=CLOSE)
+
+
+@pytest.mark.parametrize(("name", "cuts"), SPLITS)
+async def test_numbers_are_the_references(tiny: Tiny, chain: MakeChain, name: str, cuts: tuple[int, ...]) -> None:
+    """Greedy: the first token's behind the prompt, each decode's, every accepted row's of a verify."""
+    prompt, expected = tiny.clear_prompt(name, 12, COUNT)
+    for propose in (0, BLOCK - 1):
+        async with chain(name, cuts, True).session(logprobs=5) as client:
+            tokens, told = await run(client, prompt, propose=propose)
+        assert tokens == expected
+        check(tiny, name, prompt, tokens, told)
+
+
+@pytest.mark.parametrize(("name", "cuts"), SPLITS)
+async def test_right_guesses_are_told_of_too(tiny: Tiny, chain: MakeChain, name: str, cuts: tuple[int, ...]) -> None:
+    """A verify whose guesses are all accepted tells of each of them and of the token behind."""
+    prompt, expected = tiny.clear_prompt(name, 12, COUNT)
+    async with chain(name, cuts).session(logprobs=3) as client:
+        await client.prefill(prompt[:-1])
+        first, _ = await client.step(StepKind.DECODE, prompt[-1:])
+        block, _ = await client.step(StepKind.VERIFY, expected[:BLOCK])
+
+    tokens = [*first.token_ids, *block.token_ids]
+    assert tokens == expected[: BLOCK + 1]
+    check(tiny, name, prompt, tokens, [*first.logprobs, *block.logprobs])
+
+
+@pytest.mark.parametrize(("name", "cuts"), SPLITS)
+@pytest.mark.parametrize("propose", [0, BLOCK - 1])
+async def test_processors_are_not_counted_in(
+    tiny: Tiny, chain: MakeChain, name: str, cuts: tuple[int, ...], propose: int
+) -> None:
+    """Sampled with everything that changes the law: the numbers are the model's own, and no token's is impossible."""
+    prompt, _ = tiny.clear_prompt(name, 12, COUNT)
+    sampling = Sampling({3: 4.0}, 1.3, 0.5, 0.25, temperature=1.7, top_k=40, top_p=0.9, min_p=0.01, seed=11)
+    async with chain(name, cuts, True).session(logprobs=20, sampling=sampling, prompt_length=len(prompt)) as client:
+        tokens, told = await run(client, prompt, propose=propose)
+    check(tiny, name, prompt, tokens, told)
+    # A sampled token is not always among the likeliest.
+    assert any(token not in one.top_token_ids[:1] for token, one in zip(tokens, told, strict=True))
+
+
+@pytest.mark.parametrize(("name", "cuts"), SPLITS)
+async def test_resumed_sessions_tell_the_same(tiny: Tiny, chain: MakeChain, name: str, cuts: tuple[int, ...]) -> None:
+    """Behind a restored prompt the first token's numbers come from the kept logits."""
+    prompt, expected = tiny.clear_prompt(name, 12, COUNT)
+    made = chain(name, cuts)
+    async with made.session() as client:
+        await client.prefill(prompt)
+        await client.save("prompt")
+    async with made.session(logprobs=2) as client:
+        await client.restore("prompt", prompt)
+        tokens, told = await run(client, prompt, resume=True)
+    made.forget()
+    assert tokens == expected
+    check(tiny, name, prompt, tokens, told)
+
+
+async def test_off_and_none_beside(tiny: Tiny, chain: MakeChain) -> None:
+    """Without asking nothing is told; asked for no alternatives, the token's own number alone."""
+    prompt, _ = tiny.clear_prompt("qwen3", 12, COUNT)
+    async with chain("qwen3", (3,)).session() as client:
+        commit, _ = await client.step(StepKind.DECODE, prompt)
+        assert (len(commit.token_ids), commit.logprobs) == (1, ())
+    async with chain("qwen3", (3,)).session(logprobs=0) as client:
+        commit, _ = await client.step(StepKind.PREFILL, prompt[:4])
+        assert commit.logprobs == ()
+        commit, _ = await client.step(StepKind.DECODE, prompt[4:])
+        [told] = commit.logprobs
+        assert (told.top_token_ids, told.top_logprobs) == ((), ())
+
+
+def test_small_vocabularies_and_bfloat16() -> None:
+    """More alternatives than tokens give all of them; the softmax of bfloat16 logits is a float32 one."""
+    logits = torch.tensor([[1.0, 2.0, 3.0], [0.5, 0.5, -20.0]], dtype=torch.bfloat16)
+    first, second = token_logprobs(logits, [2, 0], 20)
+    exact = logits.double().log_softmax(-1)
+    assert first.top_token_ids == (2, 1, 0)
+    assert first.top_logprobs == pytest.approx(exact[0, [2, 1, 0]].tolist(), abs=1e-6)
+    assert second.logprob == pytest.approx(float(exact[1, 0]), abs=1e-6)
+
+
+def test_logits_that_are_not_finite_are_refused() -> None:
+    """Instead of numbers that are none."""
+    with pytest.raises(InvalidArgument, match="the logits are not finite"):
+        token_logprobs(torch.tensor([[0.0, float("nan")]]), [0], 1)

@@ -1,0 +1,369 @@
+"""Sessions over chains of stages: the tokens of the unsplit model, whatever is guessed, alone and side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
+from services.messages.description import FeatureTransport, HeadPlace
+from services.messages.steps import Sampling, StepKind
+from shard_worker.drafting.drafters.dflash import DraftState
+from shard_worker.stage.stage import StageState
+from tests.reference import target
+from tests.reference.dense_draft import DenseDraft
+from tests.shard_worker.chain import BLOCK, CAPTURED, Chain, Client, MakeChain
+from tests.shard_worker.session.session_memory import draft_of, stages_of
+from tests.shard_worker.tiny import Tiny, ids
+
+SUM, SLICES = FeatureTransport.SUM, FeatureTransport.SLICES
+PREFILL, DECODE, VERIFY = StepKind.PREFILL, StepKind.DECODE, StepKind.VERIFY
+COUNT = 100
+CUTS = {"qwen3-sliding": [(), (2,), (1, 3)], "qwen3_5": [(), (3,), (2, 5)]}
+SPLITS = [(name, cuts) for name, all_cuts in CUTS.items() for cuts in all_cuts]
+
+
+# --- tokens
+
+
+@pytest.mark.parametrize(("name", "cuts"), SPLITS)
+async def test_plain_tokens_are_those_of_transformers(
+    tiny: Tiny, chain: MakeChain, name: str, cuts: tuple[int, ...]
+) -> None:
+    """Step by step over one, two and three stages, greedy tokens are the unsplit model's in transformers."""
+    prompt, expected = tiny.clear_prompt(name, 12, COUNT)
+
+    async with chain(name, cuts).session() as client:
+        assert await client.plain(prompt, COUNT) == expected
+
+
+@pytest.mark.parametrize(("name", "cuts"), SPLITS)
+@pytest.mark.parametrize("transport", [SUM, SLICES])
+async def test_speculated_tokens_are_those_of_transformers(
+    tiny: Tiny, chain: MakeChain, name: str, cuts: tuple[int, ...], transport: FeatureTransport
+) -> None:
+    """With a draft beside the last stage, fed by sums or slices, the tokens stay the same."""
+    prompt, expected = tiny.clear_prompt(name, 12, COUNT)
+
+    async with chain(name, cuts, True, transport=transport).session() as client:
+        answer = await client.speculate(prompt, COUNT)
+
+    assert answer.tokens == expected
+    assert all(len(proposal) == BLOCK - 1 for proposal in answer.proposals)
+
+
+def right_until(truth: Sequence[int], produced: list[int], wrong: int) -> list[int]:
+    """The true next guesses, made wrong from an index on."""
+    guesses = list(truth[len(produced) : len(produced) + BLOCK - 1])
+    return [token if i < wrong else (token + 1 + i) % 250 for i, token in enumerate(guesses)]
+
+
+@pytest.mark.parametrize(("name", "cuts"), SPLITS)
+@pytest.mark.parametrize("wrong", [0, 3, BLOCK])
+async def test_any_guesses_give_the_same_tokens(
+    tiny: Tiny, chain: MakeChain, name: str, cuts: tuple[int, ...], wrong: int
+) -> None:
+    """Drafts that are always wrong, always right, or right up to an index change how many tokens a verify gives."""
+    prompt, truth = tiny.clear_prompt(name, 12, COUNT + BLOCK)
+
+    async with chain(name, cuts).session() as client:
+        answer = await client.speculate(prompt, COUNT, script=lambda done: right_until(truth, done, wrong))
+
+    assert answer.tokens == truth[:COUNT]
+    assert {len(tokens) for tokens in answer.verified} == {min(wrong, BLOCK - 1) + 1}
+
+
+@pytest.mark.parametrize(("name", "cuts"), [("qwen3_5", (3,)), ("qwen3-sliding", (1, 3))])
+async def test_guesses_that_go_wrong_at_every_index_in_turn(
+    tiny: Tiny, chain: MakeChain, name: str, cuts: tuple[int, ...]
+) -> None:
+    """Partial accepts of every length, one after the other, with blocks of every size, keep the tokens."""
+    prompt, truth = tiny.clear_prompt(name, 3, COUNT + BLOCK)
+    turns = iter(range(10_000))
+
+    def script(done: list[int]) -> list[int]:
+        turn = next(turns)
+        return right_until(truth, done, turn % BLOCK)[: turn % (BLOCK - 2)]
+
+    async with chain(name, cuts).session() as client:
+        answer = await client.speculate(prompt, COUNT, script=script)
+
+    assert answer.tokens == truth[:COUNT]
+    assert {len(tokens) for tokens in answer.verified} >= {1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+async def test_a_prompt_may_come_in_chunks(tiny: Tiny, chain: MakeChain, chunk: int) -> None:
+    """A prompt prefilled in chunks is followed by the tokens of one prefilled at once, guesses included."""
+    prompt, expected = tiny.clear_prompt("qwen3_5", 100, 20)
+    proposals = []
+    for size in (chunk, 200):
+        async with chain("qwen3_5", (3,), True).session() as client:
+            await client.prefill(prompt[:-1], size)
+            answer = await client.speculate(prompt[-1:], 20)
+        assert answer.tokens == expected
+        proposals.append(answer.proposals)
+
+    assert proposals[0] == proposals[1]
+
+
+@pytest.mark.parametrize("transport", [SUM, SLICES])
+@pytest.mark.parametrize(("name", "cuts"), SPLITS)
+async def test_proposals_are_those_of_the_dense_draft(
+    tiny: Tiny, chain: MakeChain, name: str, cuts: tuple[int, ...], transport: FeatureTransport
+) -> None:
+    """Captured over any split, committed in part and handed on, the features lead to the dense formula's guesses."""
+    prompt, truth = tiny.clear_prompt(name, 12, 40)
+    model = tiny.model(name)
+    dense = DenseDraft(tiny.draft(name, "session", target_layer_ids=CAPTURED[name]))
+    turns = iter(range(100))
+    compared = 0
+
+    async with chain(name, cuts, True, transport=transport).session() as client:
+        await client.prefill(prompt[:-1], 5)
+        commit, proposal = await client.step(DECODE, prompt[-1:], BLOCK - 1)
+        produced = list(commit.token_ids)
+        while len(produced) < 30:
+            context = [*prompt, *produced[:-1]]
+            joined = torch.cat(target.block_outputs(model, context, CAPTURED[name]), -1)
+            expected = dense.forward(joined, target.embedding(model), target.lm_head(model), produced[-1])
+            clear = target.margins(expected.logits) > 1e-3
+            assert [token for token, c in zip(proposal, clear, strict=True) if c] == [
+                token for token, c in zip(expected.logits.argmax(-1).tolist(), clear, strict=True) if c
+            ]
+            compared += int(clear.sum())
+            block = right_until(truth, produced, next(turns) % BLOCK)
+            commit, proposal = await client.step(VERIFY, [produced[-1], *block], BLOCK - 1)
+            produced += commit.token_ids
+
+    assert compared > 30
+
+
+@pytest.mark.parametrize("transport", [SUM, SLICES])
+@pytest.mark.parametrize("place", [HeadPlace.LOADED, HeadPlace.PROJECTED])
+@pytest.mark.parametrize("cuts", [(), (3,)])
+async def test_a_draft_of_its_own_worker_guesses_alike(
+    tiny: Tiny, chain: MakeChain, cuts: tuple[int, ...], place: HeadPlace, transport: FeatureTransport
+) -> None:
+    """With its own copy of the head, or sending hidden rows back to be projected, the guesses are the same."""
+    prompt, expected = tiny.clear_prompt("qwen3_5", 12, 40)
+    answers = []
+    for options in ({"transport": transport, "place": place}, {"transport": transport}):
+        async with chain("qwen3_5", cuts, True, **options).session() as client:
+            answers.append(await client.speculate(prompt, 40))
+
+    assert answers[0].tokens == answers[1].tokens == expected
+    assert answers[0].proposals == answers[1].proposals
+
+
+@pytest.mark.parametrize("guesses", range(1, BLOCK))
+async def test_blocks_of_every_size(tiny: Tiny, chain: MakeChain, guesses: int) -> None:
+    """Asking the draft for fewer guesses than its block holds gives shorter proposals and the same tokens."""
+    prompt, expected = tiny.clear_prompt("qwen3_5", 12, 30)
+
+    async with chain("qwen3_5", (3,), True).session() as client:
+        answer = await client.speculate(prompt, 30, guesses=guesses)
+
+    assert answer.tokens == expected
+    assert {len(proposal) for proposal in answer.proposals} == {guesses}
+
+
+SAMPLINGS = [
+    Sampling(temperature=1.0, seed=5),
+    Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=6),
+    Sampling(
+        temperature=0.9,
+        repetition_penalty=1.2,
+        presence_penalty=0.3,
+        frequency_penalty=0.4,
+        logit_bias={3: 2.0, 9: -5.0},
+        seed=2**64 - 1,
+    ),
+    Sampling(repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={7: 1.0}),
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("name", ["qwen3-sliding", "qwen3_5"])
+async def test_a_seed_gives_one_answer_however_it_is_run(chain: MakeChain, name: str, sampling: Sampling) -> None:
+    """Plain, split, drafted and with right and wrong guesses, a seeded answer with every processor is the same."""
+    prompt = ids(15, seed=4)
+    limits = {"sampling": sampling, "prompt_length": len(prompt)}
+    [cuts, more_cuts] = CUTS[name][1:]
+    async with chain(name).session(**limits) as client:
+        truth = await client.plain(prompt, 60 + BLOCK)
+    async with chain(name, cuts).session(**limits) as client:
+        split = await client.plain(prompt, 60)
+    async with chain(name, more_cuts, True).session(**limits) as client:
+        drafted = await client.speculate(prompt, 60)
+    turns = iter(range(100))
+    async with chain(name, cuts).session(**limits) as client:
+        guessed = await client.speculate(prompt, 60, script=lambda done: right_until(truth, done, next(turns) % BLOCK))
+
+    assert split == drafted.tokens == guessed.tokens == truth[:60]
+    assert max(len(tokens) for tokens in guessed.verified) == BLOCK
+
+
+async def test_seeds_and_requests_differ(chain: MakeChain) -> None:
+    """Another seed, and greedy decoding, give other tokens; the same seed gives the same ones again."""
+    prompt, answers = ids(15, seed=4), []
+    for sampling in (Sampling(), Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, seed=2)):
+        for _ in range(2):
+            async with chain("qwen3_5").session(sampling=sampling, prompt_length=15) as client:
+                answers.append(tuple(await client.plain(prompt, 12)))
+
+    assert answers[0::2] == answers[1::2]
+    assert len(set(answers)) == 3
+
+
+# --- where a step ends
+
+
+@pytest.mark.parametrize("index", [0, 1, 4, 7])
+@pytest.mark.parametrize("cuts", [(), (3,)])
+async def test_nothing_follows_a_stop_token(tiny: Tiny, chain: MakeChain, cuts: tuple[int, ...], index: int) -> None:
+    """A stop token as first token, accepted guess or bonus ends the step, and only the rows before it count."""
+    prompt, truth = tiny.clear_prompt("qwen3_5", 12, COUNT)
+    stop = truth[1 + index]
+    cut = truth[1:].index(stop)
+
+    async with chain("qwen3_5", cuts).session(stop_token_ids=frozenset({stop})) as client:
+        await client.prefill(prompt[:-1])
+        await client.step(DECODE, prompt[-1:])
+        commit, _ = await client.step(VERIFY, truth[:BLOCK])
+
+        assert commit.token_ids == tuple(truth[1 : cut + 2])
+        assert commit.length == len(prompt) + cut + 1
+        # What was not committed is gone: going on from there is going on from the stop token.
+        again, _ = await client.step(DECODE, commit.token_ids[-1:])
+        assert again.token_ids == (truth[cut + 2],)
+
+
+async def test_a_session_can_be_filled_to_its_last_token(tiny: Tiny, chain: MakeChain) -> None:
+    """Up to max_length every row is taken, with blocks that just fit; one more is refused."""
+    prompt, truth = tiny.clear_prompt("qwen3_5", 12, COUNT)
+    limit = len(prompt) + 13
+
+    async with chain("qwen3_5", (3,), True).session(max_length=limit) as client:
+        await client.prefill(prompt[:-1])
+        await client.step(DECODE, prompt[-1:], BLOCK - 1)
+        await client.step(VERIFY, truth[:8], BLOCK - 1)
+        with pytest.raises(InvalidArgument, match="ends at position 26, the session holds 25") as caught:
+            await client.send(client.frame(VERIFY, truth[8:14]))
+        assert caught.value.reason == "CONTEXT_OVERFLOW"
+        commit, proposal = await client.step(VERIFY, truth[8:13], BLOCK - 1)
+
+    assert commit.token_ids == tuple(truth[9:14])
+    assert commit.length == limit
+    assert len(proposal) == BLOCK - 1
+
+
+async def test_commits_carry_the_times_of_every_stage(chain: MakeChain) -> None:
+    """Each stage adds its own computing time and the time from arrival to answer, the first stage's the longest."""
+    async with chain("qwen3_5", (2, 5)).session() as client:
+        commit, _ = await client.step(PREFILL, ids(20))
+
+    assert [str(identity.layers) for identity in client.session.stages] == ["[0, 2)", "[2, 5)", "[5, 8)"]
+    assert [identity.location.stage for identity in client.session.stages] == [0, 1, 2]
+    elapsed = [timing.elapsed_ns for timing in commit.timings]
+    assert len(elapsed) == 3
+    assert elapsed == sorted(elapsed, reverse=True)
+    assert all(0 < timing.forward_ns <= timing.elapsed_ns for timing in commit.timings)
+    # 64 hidden values in float32 and the token id of each row; the last stage hands on nothing.
+    assert [timing.passed_bytes for timing in commit.timings] == [20 * (64 * 4 + 4)] * 2 + [0]
+
+
+@pytest.mark.parametrize("place", [HeadPlace.SHARED, HeadPlace.LOADED])
+async def test_what_is_captured_counts_on_its_way(tiny: Tiny, place: HeadPlace) -> None:
+    """The features' sum rides along, float32, and goes to a draft elsewhere: of rows that count. While the session is
+    open its stages say how much memory it takes."""
+    draft = tiny.draft("qwen3_5", "passed", target_layer_ids=(1, 6))
+    made = Chain(tiny.path("qwen3_5"), (3,), draft=draft, place=place)
+    try:
+        async with made.session() as client:
+            commit, _ = await client.step(PREFILL, ids(20))
+            states = [session._work._state for session in stages_of(client)]
+            held = [state.size_bytes for state in states if state is not None]
+            if place is HeadPlace.SHARED:
+                state = draft_of(client)
+                assert state is not None
+                held[-1] += state.size_bytes
+            assert [role.session_bytes for role in made.roles] == held
+        passed = [timing.passed_bytes for timing in commit.timings]
+        assert passed == [20 * (64 * 4 * 2 + 4), 0 if place is HeadPlace.SHARED else 20 * 64 * 4]
+        assert [role.session_bytes for role in made.roles] == [0, 0]
+    finally:
+        made.shutdown()
+
+
+# --- sessions side by side
+
+
+@pytest.mark.parametrize("drafted", [True, False])
+async def test_interleaved_sessions_do_not_share_state(tiny: Tiny, chain: MakeChain, drafted: bool) -> None:
+    """Two requests on the same stages and draft, step by step in turn, each get their own tokens."""
+    prompts = [tiny.clear_prompt("qwen3_5", 12, COUNT), tiny.clear_prompt("qwen3_5", 3, COUNT + BLOCK)]
+    made = chain("qwen3_5", (3,), drafted)
+
+    async def run(prompt: list[int]) -> list[int]:
+        async with made.session() as client:
+            return (await client.speculate(prompt, 60)).tokens if drafted else await client.plain(prompt, 60)
+
+    answers = await asyncio.gather(*[run(prompt) for prompt, _ in prompts])
+
+    assert answers == [truth[:60] for _, truth in prompts]
+
+
+async def test_a_request_leaves_nothing_behind(tiny: Tiny, chain: MakeChain) -> None:
+    """A, then B, then A again: both A are the same, tokens and guesses."""
+    made = chain("qwen3_5", (3,), True)
+    a, b = tiny.clear_prompt("qwen3_5", 12, COUNT)[0], tiny.clear_prompt("qwen3_5", 3, COUNT + BLOCK)[0]
+    answers = []
+    for prompt in (a, b, a):
+        async with made.session() as client:
+            answers.append(await client.speculate(prompt, 40))
+
+    assert answers[0] == answers[2] != answers[1]
+
+
+def states() -> list[object]:
+    """All session memory that anything still holds."""
+    gc.collect()
+    return [thing for thing in gc.get_objects() if type(thing) in (StageState, DraftState)]
+
+
+@pytest.mark.parametrize("finish", ["closed", "failed", "refused"])
+async def test_memory_returns_when_a_session_ends(tiny: Tiny, chain: MakeChain, finish: str) -> None:
+    """After closing, however the session ended, no stage holds its caches and none counts it as open."""
+    prompt, truth = tiny.clear_prompt("qwen3_5", 12, COUNT)
+    made = chain("qwen3_5", (2, 5), True)
+    others = states()
+
+    def held() -> int:
+        return sum(all(state is not other for other in others) for state in states())
+
+    client = Client(await made.roles[0].open(made.request()))
+    assert held() == 4
+    assert [role.open_sessions for role in made.roles] == [1, 1, 1]
+
+    await client.prefill(prompt)
+    if finish == "failed":
+        await client.send(client.frame(VERIFY, truth[:4], BLOCK - 1))
+    elif finish == "refused":
+        with pytest.raises(FailedPrecondition):
+            await client.session.forward(client.frame(PREFILL, (1,), step=9))
+    await client.session.close()
+    await client.session.close()
+
+    with pytest.raises(FlashsplitError):
+        await client.session.forward(client.frame(DECODE, (1,)))
+    del client
+    # A device thread lets go of its last job a moment after the job's answer is there.
+    async with asyncio.timeout(10):
+        while held():
+            await asyncio.sleep(0.05)
+    assert [role.open_sessions for role in made.roles] == [0, 0, 0]

@@ -1,0 +1,78 @@
+"""On a machine with a GPU: prefixes out of its memory and back, through page-locked memory, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from services.messages.steps import StepKind
+from shard_worker.device.devices import best_devices
+from tests.shard_worker.chain import BLOCK, Chain, Client, MakeChain
+from tests.shard_worker.session.session_memory import differing, memory_of
+from tests.shard_worker.session.test_session_snapshots import go_on, save_along
+from tests.shard_worker.snapshots.test_transfer import exported, imported
+from tests.shard_worker.tiny import Tiny, ids
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def forgotten(chain: MakeChain) -> Iterator[None]:
+    """No test sees what another one kept."""
+    yield
+    for made in chain.made.values():
+        made.forget()
+
+
+@pytest.mark.parametrize("draft", ["session", "sliding"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("cuts", [(), (3,)])
+async def test_a_session_restored_on_a_gpu_goes_on(
+    chain: MakeChain, name: str, cuts: tuple[int, ...], draft: str
+) -> None:
+    """From every kept length, and from a prefix that came over from a worker's export: tokens, guesses and memory."""
+    prompt, window = ids(31), 10 if draft == "sliding" else None
+    gpu = best_devices()[0]
+    here, there = chain(name, cuts, draft, devices=gpu), chain(name, (2,), draft, devices=gpu)
+    async with here.session() as client:
+        truth = await go_on(client, prompt, True, window=window)
+    async with here.session() as client:
+        memories = await save_along(client, prompt, window=window)
+        assert (await go_on(client, prompt, True, window=window))[:2] == truth[:2]
+    await imported(await exported(here, "at 18"), there)
+    await imported(await exported(here, "at 30", 18, "at 18"), there)
+    for made in (here, there):
+        for length, memory in zip((18, 30), memories[1:], strict=True):
+            async with made.session() as client:
+                await client.restore(f"at {length}", prompt[:length])
+                assert differing(await memory_of(client, window=window), memory) == []
+                assert (await go_on(client, prompt, True, window=window))[:2] == truth[:2]
+    async with here.session() as client:
+        await client.restore("at 30", prompt[:30])
+        resumed, _ = await client.resume(BLOCK - 1)
+    async with here.session() as client:
+        await client.restore("at 18", prompt[:18])
+        stepped, _ = await client.step(StepKind.DECODE, prompt[18:30], BLOCK - 1)
+    assert resumed.token_ids == stepped.token_ids
+
+
+async def test_a_prefix_is_cut_while_its_copy_is_on_its_way(tiny: Tiny) -> None:
+    """A part of a prefix taken up at once, with the GPU far behind, waits for the copy and is right."""
+    gpu = best_devices()[0]
+    made = Chain(tiny.path("qwen3"), (), devices=gpu)
+    prompt = ids(200)
+    async with made.session() as client:
+        await client.prefill(prompt)
+        memory = await memory_of(client)
+        for turn, length in enumerate((150, 60, 199, 1)):
+            # The GPU is busy for a good while when the copy is queued.
+            await made._threads[0].submit(torch.cuda._sleep, 400_000_000)
+            assert not (await client.save(f"busy {turn}")).parts[0].refusal
+            other = Client(await made.roles[0].open(made.request()))
+            await other.restore(f"busy {turn}", prompt[:length])
+            assert differing(await memory_of(other), {name: rows[:, :length] for name, rows in memory.items()}) == []
+            await other.session.close()
+    made.forget()
+    made.shutdown()

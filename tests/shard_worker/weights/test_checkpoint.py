@@ -1,0 +1,159 @@
+"""Checkpoint directories: what is read, what is refused, and the fingerprint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.errors import DataLoss, FlashsplitError, InvalidArgument, NotFound, Unimplemented
+from shard_worker.weights.checkpoint import Checkpoint
+from tests.reference import checkpoints, storage
+from tests.shard_worker.tiny import Tiny
+
+HEAD = "lm_head.weight"
+
+
+@pytest.fixture
+def sharded(tiny: Tiny, tmp_path: Path) -> Path:
+    """A copy of a checkpoint in many files, free to damage."""
+    return Path(shutil.copytree(tiny.path("qwen3_5-nested"), tmp_path / "sharded"))
+
+
+@pytest.fixture
+def single(tiny: Tiny, tmp_path: Path) -> Path:
+    """A copy of a checkpoint in one file, free to damage."""
+    return Path(shutil.copytree(tiny.path("qwen3"), tmp_path / "single"))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5-nested"])
+def test_tensors_are_what_is_stored(tiny: Tiny, name: str) -> None:
+    """Names, shapes, sizes, values and single rows are those of the files, in one file or many."""
+    expected = storage.load_tensors(tiny.path(name))
+    checkpoint = Checkpoint(tiny.path(name))
+
+    assert checkpoint.names == set(expected)
+    for stored, tensor in expected.items():
+        assert checkpoint.shape(stored) == tensor.shape
+        assert checkpoint.size_bytes(stored) == tensor.numel() * tensor.element_size()
+        assert torch.equal(checkpoint.tensor(stored), tensor)
+    assert torch.equal(checkpoint.rows(HEAD, (5, 0, 5)), expected[HEAD][[5, 0, 5]])
+
+
+def test_stored_dtypes_are_kept_and_foreign_ones_named(tmp_path: Path) -> None:
+    """The three float types of published checkpoints are read as they are; any other is refused with its name."""
+    tensors = {
+        "full": torch.ones(2),
+        "brain": torch.ones(2, dtype=torch.bfloat16),
+        "half": torch.ones(2, dtype=torch.float16),
+        "packed": torch.ones(2, dtype=torch.uint8),
+        "scaled": torch.ones(2).to(torch.float8_e4m3fn),
+    }
+    storage.write_config(tmp_path, {})
+    storage.save_tensors(tmp_path, tensors)
+    checkpoint = Checkpoint(tmp_path)
+
+    for name in ("full", "brain", "half"):
+        assert checkpoint.dtype(name) == checkpoint.tensor(name).dtype == tensors[name].dtype
+    with pytest.raises(Unimplemented, match="packed .* U8"):
+        checkpoint.dtype("packed")
+    with pytest.raises(Unimplemented, match="scaled .* F8_E4M3"):
+        checkpoint.size_bytes("scaled")
+
+
+def test_a_missing_directory_or_config_is_named(tmp_path: Path) -> None:
+    """The error names the path and the option that it came from."""
+    with pytest.raises(NotFound, match="--draft .*nowhere.* is not a directory") as caught:
+        Checkpoint(tmp_path / "nowhere", "--draft")
+    assert caught.value.where["field"] == "--draft"
+    with pytest.raises(NotFound, match=r"has no config\.json"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("{", "is not JSON"), ("[1]", "must hold a JSON object"), ("\udcff", "is not JSON")]
+)
+def test_a_malformed_config_is_refused(single: Path, text: str, words: str) -> None:
+    """Broken JSON, JSON that isn't an object and bytes that aren't text are told apart from a missing file."""
+    (single / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+
+    with pytest.raises(InvalidArgument, match=rf"config\.json {words}"):
+        Checkpoint(single)
+
+
+def set_map(value: Any) -> Callable[[Path], None]:
+    return lambda path: (path / storage.INDEX).write_text(json.dumps(value)) and None
+
+
+def truncate(path: Path) -> None:
+    file = sorted(path.glob("*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def scramble(path: Path) -> None:
+    sorted(path.glob("*.safetensors"))[1].write_bytes(b"not safetensors at all")
+
+
+def remove(path: Path) -> None:
+    sorted(path.glob("*.safetensors"))[1].unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind", "words"),
+    [
+        (truncate, DataLoss, r"model-00002-.* cannot be read"),
+        (scramble, DataLoss, r"model-00002-.* cannot be read"),
+        (remove, NotFound, r"model-00002-.* is missing"),
+        (set_map({}), InvalidArgument, "has no weight_map"),
+        (set_map({"weight_map": []}), InvalidArgument, "has no weight_map"),
+        (set_map({"weight_map": {HEAD: "../model.safetensors"}}), InvalidArgument, r"'\.\./model\.safetensors'"),
+        (set_map({"weight_map": {HEAD: "/etc/passwd"}}), InvalidArgument, "'/etc/passwd'"),
+        (set_map({"weight_map": {HEAD: "sub/model.safetensors"}}), InvalidArgument, "'sub/model.safetensors'"),
+        (lambda path: (path / storage.INDEX).write_text("{"), InvalidArgument, "is not JSON"),
+    ],
+)
+def test_damaged_files_are_named(
+    sharded: Path, damage: Callable[[Path], None], kind: type[FlashsplitError], words: str
+) -> None:
+    """A truncated, foreign or missing weight file and an index that leads elsewhere are refused with their name."""
+    damage(sharded)
+
+    with pytest.raises(kind, match=words):
+        Checkpoint(sharded)
+
+
+def test_a_directory_without_weights_is_refused(single: Path) -> None:
+    """A config alone is no checkpoint."""
+    (single / storage.SINGLE).unlink()
+
+    with pytest.raises(NotFound, match=r"model\.safetensors is missing"):
+        Checkpoint(single)
+
+
+def test_copies_have_one_fingerprint(single: Path, tiny: Tiny) -> None:
+    """Neither the path nor file times count."""
+    (single / storage.SINGLE).touch()
+
+    assert Checkpoint(single).fingerprint == Checkpoint(tiny.path("qwen3")).fingerprint
+
+
+def test_other_weights_under_equal_headers_have_another_fingerprint(tiny: Tiny, tmp_path: Path) -> None:
+    """Two trainings of one architecture, whose files differ in contents alone, are told apart."""
+    other = checkpoints.write_qwen3(tmp_path / "other", seed=1)
+    one, two = Checkpoint(tiny.path("qwen3")), Checkpoint(other)
+
+    assert one.config == two.config
+    assert {name: one.shape(name) for name in one.names} == {name: two.shape(name) for name in two.names}
+    assert one.fingerprint != two.fingerprint
+
+
+def test_another_config_has_another_fingerprint(single: Path, tiny: Tiny) -> None:
+    """The same weights read another way are another model."""
+    storage.edit_config(single, lambda config: config.update(rms_norm_eps=1e-5))
+
+    assert Checkpoint(single).fingerprint != Checkpoint(tiny.path("qwen3")).fingerprint
