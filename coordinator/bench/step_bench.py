@@ -113,19 +113,19 @@ class Bench:
         As in an answer, steps follow each other by themselves, where nothing else than what they produce is needed.
         """
         times, computing, drafting = [], [], []
-        guesses: tuple[int, ...] = ()
+        draft_tokens: tuple[int, ...] = ()
         following = 0
         for number in range(WARM_UP_STEPS + self._sizes.steps):
             started = time.monotonic()
             if not following:
-                tokens = (*self._tokens(1), *(guesses or self._tokens(rows - 1)))[:rows]
+                tokens = (*self._tokens(1), *(draft_tokens or self._tokens(rows - 1)))[:rows]
                 kind = StepKind.VERIFY if rows > 1 else StepKind.DECODE
                 await client.send(kind, tokens, propose, MORE_STEPS if propose or rows == 1 else 0)
             commit = await client.commit()
             following, drafted_ms = commit.more, 0.0
             if propose:
                 proposal = await client.proposal()
-                guesses, drafted_ms = proposal.token_ids, proposal.elapsed_ns / 1e6
+                draft_tokens, drafted_ms = proposal.token_ids, proposal.elapsed_ns / 1e6
             if number >= WARM_UP_STEPS:
                 times.append((time.monotonic() - started) * 1e3)
                 computing.append(sum(timing.forward_ns for timing in commit.timings) / 1e6)

@@ -138,7 +138,7 @@ class Cluster:
                 logprobs=logprobs,
                 grammar=grammar,
                 trace=trace,
-                exact_rows=max(EXACT_ROWS, block_rows, self._draft_rows) if self._exact else None,
+                batch_invariant_rows=max(EXACT_ROWS, block_rows, self._draft_rows) if self._exact else None,
             )
         )
 

@@ -74,7 +74,7 @@ class Generation:
         self._step = self._length = 0
         # What the workers go on with by themselves: so many steps, each asking for so many guesses.
         self._following = self._proposing = 0
-        self._guesses: tuple[int, ...] = ()
+        self._draft_tokens: tuple[int, ...] = ()
         self._prefill_s = self._decode_s = 0.0
         self._looked_up_at = self._restored_at = self._run_at = 0.0
         self.phases: list[Phase] = []
@@ -198,22 +198,22 @@ class Generation:
         self._length = commit.length
         yield self._take(commit)
         if self._finish_reason is None:
-            self._guesses = await self._proposal(events, propose)
+            self._draft_tokens = await self._proposal(events, propose)
 
     # --- decode
 
     async def _decode_step(self, session: StageSession, events: AsyncIterator[Event]) -> AsyncIterator[Piece]:
         remaining = self._request.max_tokens - len(self._token_ids)
-        guesses = self._guesses[: remaining - 1]
-        kind = StepKind.VERIFY if guesses else StepKind.DECODE
-        rows = (self._token_ids[-1], *guesses)
+        draft_tokens = self._draft_tokens[: remaining - 1]
+        kind = StepKind.VERIFY if draft_tokens else StepKind.DECODE
+        rows = (self._token_ids[-1], *draft_tokens)
         propose, sent_ns = self._proposing, time.monotonic_ns()
         if not self._following:
             if self._prefix is not None and self._prefix.checkpoint_due(self._length):
                 await self._keep(session, self._length)
             propose = self._proposing = self._wanted()
             sent_ns = time.monotonic_ns()
-            more = self._more(remaining, max(len(guesses), propose))
+            more = self._more(remaining, max(len(draft_tokens), propose))
             await session.forward(Forward(self._step, self._length, rows, kind, propose, more=more))
         self._step += 1
         commit = await self._commit(events)
@@ -223,17 +223,17 @@ class Generation:
         yield self._take(commit)
         drafted_ns = self._times.draft_ns
         if self._finish_reason is None:
-            self._guesses = await self._proposal(events, propose)
+            self._draft_tokens = await self._proposal(events, propose)
         elapsed_ns = time.monotonic_ns() - sent_ns
-        self._speculation.observe(len(guesses), len(commit.token_ids) - 1 if guesses else 0, elapsed_ns / 1e9)
+        self._speculation.observe(len(draft_tokens), len(commit.token_ids) - 1 if draft_tokens else 0, elapsed_ns / 1e9)
         self._tell(kind, len(rows), commit, stages, elapsed_ns, self._times.draft_ns - drafted_ns)
 
-    def _more(self, remaining: int, guesses: int) -> int:
+    def _more(self, remaining: int, draft_tokens: int) -> int:
         """How many steps may follow by themselves: whole ones within the answer, where nothing is tried out between
         them and no text ends it."""
         if self._request.stop_strings or not self._speculation.steady:
             return 0
-        return max(0, min(MORE_STEPS, remaining // (guesses + 1) - 1))
+        return max(0, min(MORE_STEPS, remaining // (draft_tokens + 1) - 1))
 
     async def _keep(self, session: StageSession, length: int) -> None:
         """Have the state behind the first `length` tokens kept, which are what the session has committed."""
@@ -242,7 +242,7 @@ class Generation:
 
     def _wanted(self) -> int:
         """Guesses to ask for: none beyond what the draft was made for."""
-        wanted = self._speculation.guesses()
+        wanted = self._speculation.draft_tokens()
         if wanted and len(self._request.prompt_ids) + len(self._token_ids) + wanted >= self._draft_reach:
             self._speculation.switch_off(f"plain decode: the draft was made for {self._draft_reach} tokens")
             return 0

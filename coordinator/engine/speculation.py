@@ -50,7 +50,7 @@ class Speculation:
         """Whether the next steps will be like the last one: nothing is being tried out or about to be."""
         return not self._ahead and (self.block_size == 1 or self.verify_steps >= WARM_UP_STEPS)
 
-    def guesses(self) -> int:
+    def draft_tokens(self) -> int:
         """Guesses wanted for the next step."""
         return self._ahead[0] if self._ahead else self._current
 
@@ -60,21 +60,21 @@ class Speculation:
         self._ahead.clear()
         self.notes.append(note)
 
-    def observe(self, guesses: int, accepted: int, seconds: float) -> None:
+    def observe(self, draft_tokens: int, accepted: int, seconds: float) -> None:
         """A step that offered `guesses`, of which `accepted` were taken, and took so long with its next proposal."""
         self.steps += 1
-        known = self._seconds.get(guesses)
-        self._seconds[guesses] = seconds if known is None else known + SMOOTHING * (seconds - known)
-        if guesses:
+        known = self._seconds.get(draft_tokens)
+        self._seconds[draft_tokens] = seconds if known is None else known + SMOOTHING * (seconds - known)
+        if draft_tokens:
             self.verify_steps += 1
-            self.offered += guesses
+            self.offered += draft_tokens
             self.accepted += accepted
             self.produced_by_verify += accepted + 1
-            for index in range(min(guesses, accepted + 1)):
+            for index in range(min(draft_tokens, accepted + 1)):
                 hit = 1.0 if index < accepted else 0.0
                 self._survival[index] += SMOOTHING * (hit - self._survival[index])
         # Guesses are asked for one step ahead: a step that was decided before the plan doesn't use it up.
-        if self._ahead and bool(self._ahead[0]) == bool(guesses):
+        if self._ahead and bool(self._ahead[0]) == bool(draft_tokens):
             self._ahead.popleft()
         self._choose()
 
@@ -100,24 +100,24 @@ class Speculation:
             self._note(f"shorter blocks: {best + 1} rows instead of {self._current + 1}")
         self._current = best
 
-    def _rate(self, guesses: int) -> float:
-        return self._expected(guesses) / self._time(guesses)
+    def _rate(self, draft_tokens: int) -> float:
+        return self._expected(draft_tokens) / self._time(draft_tokens)
 
-    def _expected(self, guesses: int) -> float:
+    def _expected(self, draft_tokens: int) -> float:
         """Tokens that a step with so many guesses produces on average."""
         expected, reached = 1.0, 1.0
-        for survival in self._survival[:guesses]:
+        for survival in self._survival[:draft_tokens]:
             reached *= survival
             expected += reached
         return expected
 
-    def _time(self, guesses: int) -> float:
+    def _time(self, draft_tokens: int) -> float:
         """Measured, or on the line between plain steps and the longest block tried."""
-        if guesses in self._seconds:
-            return self._seconds[guesses]
+        if draft_tokens in self._seconds:
+            return self._seconds[draft_tokens]
         longest = max(self._seconds)
         plain = self._seconds[0]
-        return plain + (self._seconds[longest] - plain) * guesses / max(longest, 1)
+        return plain + (self._seconds[longest] - plain) * draft_tokens / max(longest, 1)
 
     def _note(self, note: str) -> None:
         if not self.notes or self.notes[-1] != note:

@@ -144,7 +144,7 @@ class PrefixCache:
                             await disk.discard(node, error.message)
                         self._free([node.snapshot_id])
                         raise
-                    known = Entry(node.snapshot_id, node.token_ids, parent, self._cuttable(lineage))
+                    known = Entry(node.snapshot_id, node.token_ids, parent, self._trimmable(lineage))
                     index.add(known)
                 parent = known
         self._spawn(disk.used(found))
@@ -268,16 +268,16 @@ class PrefixCache:
     def _index(self, lineage: Lineage) -> PrefixIndex:
         return self._indices.setdefault(lineage.key, PrefixIndex())
 
-    def _cuttable(self, lineage: Lineage) -> bool:
+    def _trimmable(self, lineage: Lineage) -> bool:
         targets = [worker.target for worker in self._cluster.workers]
         draft = self._cluster.draft if lineage.draft is not None else None
-        return all(target is not None and target.state_cuttable for target in targets) and (
-            draft is None or draft.state_cuttable
+        return all(target is not None and target.state_trimmable for target in targets) and (
+            draft is None or draft.state_trimmable
         )
 
     def entry(self, lineage: Lineage, token_ids: tuple[int, ...], parent: Entry | None) -> Entry:
         """A new entry's name and nature; `kept` takes it in."""
-        return Entry(lineage.snapshot_id(token_ids), token_ids, parent, self._cuttable(lineage))
+        return Entry(lineage.snapshot_id(token_ids), token_ids, parent, self._trimmable(lineage))
 
     def known(self, lineage: Lineage, snapshot_id: str) -> Entry | None:
         return self._index(lineage).get(snapshot_id)

@@ -29,7 +29,7 @@ class Entry:
     snapshot_id: str
     token_ids: tuple[int, ...] = field(repr=False)
     parent: Entry | None = field(repr=False)
-    cuttable: bool
+    trimmable: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +89,12 @@ class PrefixIndex:
             above.children[entry.snapshot_id] = None
         elif not entry.token_ids:
             raise ValueError(f"{entry.snapshot_id} has no tokens")
-        if above is not None and above.entry.cuttable:
+        if above is not None and above.entry.trimmable:
             depth = len(above.entry.token_ids) // BLOCK_TOKENS
             digests = _chain(entry.token_ids, depth, above.digests[-1])
         else:
             digests = _chain(entry.token_ids)
-        if not entry.cuttable:
+        if not entry.trimmable:
             digests = digests[-1:]
         for digest in digests:
             self._listed.setdefault(digest, {})[entry.snapshot_id] = entry
@@ -172,14 +172,14 @@ def _match(entry: Entry, common: int, prompt_length: int) -> Match | None:
     """What an entry offers a prompt with which it has `common` tokens in common."""
     if common == len(entry.token_ids):
         return Match(entry, common)
-    if not entry.cuttable:
+    if not entry.trimmable:
         return None
     length = common - 1 if common == prompt_length else common
     return Match(entry, length) if length > 0 else None
 
 
 def _rank(match: Match) -> tuple[int, int, bool]:
-    return match.length, -len(match.entry.token_ids), not match.entry.cuttable
+    return match.length, -len(match.entry.token_ids), not match.entry.trimmable
 
 
 def _chain(token_ids: tuple[int, ...], depth: int = 0, digest: bytes = _ROOT) -> list[bytes]:

@@ -109,7 +109,7 @@ class TargetDescription:
     capture_layers: tuple[int, ...]
     feature_transport: FeatureTransport | None
     weight_bytes: int
-    state_cuttable: bool = False
+    state_trimmable: bool = False
     """A snapshot of n tokens also serves every shorter prefix of them."""
     step_engine: StepEngine = StepEngine.TORCH
     kv_dtype: str | None = None
@@ -132,7 +132,7 @@ class DraftDescription:
     max_position: int
     dtype: str
     weight_bytes: int
-    state_cuttable: bool = False
+    state_trimmable: bool = False
     step_engine: StepEngine = StepEngine.TORCH
 
 
@@ -265,7 +265,7 @@ def worker_to_message(worker: WorkerDescription) -> model_pb2.WorkerDescription:
                 capture_layers=target.capture_layers,
                 feature_transport=transport_to_number(target.feature_transport),
                 weight_bytes=target.weight_bytes,
-                state_cuttable=target.state_cuttable,
+                state_cuttable=target.state_trimmable,
                 step_engine=_ENGINE_NUMBERS[target.step_engine],
                 kv_dtype=dtype_number(target.kv_dtype),
             )
@@ -285,7 +285,7 @@ def worker_to_message(worker: WorkerDescription) -> model_pb2.WorkerDescription:
                 max_position=draft.max_position,
                 dtype=dtype_number(draft.dtype),
                 weight_bytes=draft.weight_bytes,
-                state_cuttable=draft.state_cuttable,
+                state_cuttable=draft.state_trimmable,
                 step_engine=_ENGINE_NUMBERS[draft.step_engine],
             )
         )
@@ -346,7 +346,7 @@ def _target_from_message(message: model_pb2.TargetDescription) -> TargetDescript
         capture_layers=tuple(message.capture_layers),
         feature_transport=transport_from_number(message.feature_transport),
         weight_bytes=message.weight_bytes,
-        state_cuttable=message.state_cuttable,
+        state_trimmable=message.state_cuttable,
         step_engine=_known(_ENGINES, message.step_engine, "step_engine"),
         kv_dtype=kv_dtype_name(message.kv_dtype, "target.kv_dtype"),
     )
@@ -369,7 +369,7 @@ def _draft_from_message(message: model_pb2.DraftDescription) -> DraftDescription
         max_position=message.max_position,
         dtype=_required_dtype(message.dtype, "draft.dtype"),
         weight_bytes=message.weight_bytes,
-        state_cuttable=message.state_cuttable,
+        state_trimmable=message.state_cuttable,
         step_engine=_known(_ENGINES, message.step_engine, "step_engine"),
     )
 

@@ -11,7 +11,6 @@ from services.errors import InvalidArgument
 from services.messages import output_frames
 from services.messages.inference_types import (
     AnswerEvent,
-    Ask,
     CacheSource,
     CompressionMode,
     CompressionWish,
@@ -20,6 +19,7 @@ from services.messages.inference_types import (
     DraftPlace,
     Finished,
     FinishReason,
+    GenerateRequest,
     Message,
     Model,
     SamplingWishes,
@@ -73,7 +73,7 @@ _SAMPLING_NUMBERS = (
 # --- asking
 
 
-def ask_from_message(request: pb.GenerateRequest | pb.ChatRequest) -> Ask:
+def ask_from_message(request: pb.GenerateRequest | pb.ChatRequest) -> GenerateRequest:
     """Raises InvalidArgument where there is no prompt, and for a grammar that is none."""
     prompt: str | tuple[int, ...] | Conversation
     if isinstance(request, pb.ChatRequest):
@@ -86,7 +86,7 @@ def ask_from_message(request: pb.GenerateRequest | pb.ChatRequest) -> Ask:
         raise InvalidArgument("prompt is missing: give text or token_ids", field="prompt")
     stopping, logprobs = request.stopping, given(request, "logprobs")
     output_frames.check_logprobs(logprobs)
-    return Ask(
+    return GenerateRequest(
         prompt,
         SamplingWishes(
             **{name: given(request.sampling, name) for name in _SAMPLING_NUMBERS},
@@ -106,7 +106,7 @@ def ask_from_message(request: pb.GenerateRequest | pb.ChatRequest) -> Ask:
     )
 
 
-def ask_to_message(ask: Ask) -> pb.GenerateRequest | pb.ChatRequest:
+def ask_to_message(ask: GenerateRequest) -> pb.GenerateRequest | pb.ChatRequest:
     """A ChatRequest for a conversation, else a GenerateRequest."""
     common: dict[str, Any] = {
         "sampling": generation_pb2.Sampling(**asdict(ask.sampling)),

@@ -75,7 +75,7 @@ class CompressionWish:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class GenerateRequest:
     """A request for an answer. model None: the one that is served. logprobs: how many alternatives beside each token,
     None for off. grammar None: the answer may be anything."""
 

@@ -73,7 +73,7 @@ def open_to_message(request: Open) -> stage_pb2.Open:
         sampling=_sampling_to_message(request.sampling),
         stop_token_ids=sorted(request.stop_token_ids),
         traceparent=request.trace.traceparent if request.trace is not None else None,
-        exact_rows=request.exact_rows,
+        exact_rows=request.batch_invariant_rows,
     )
     if request.draft is not None:
         message.draft.SetInParent()
@@ -117,7 +117,7 @@ def open_from_message(message: stage_pb2.Open) -> Open:
         logprobs=logprobs,
         grammar=output_frames.grammar_from_message(message.grammar) if message.HasField("grammar") else None,
         trace=trace_from_message(message),
-        exact_rows=message.exact_rows if message.HasField("exact_rows") else None,
+        batch_invariant_rows=message.exact_rows if message.HasField("exact_rows") else None,
     )
 
 

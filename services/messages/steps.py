@@ -88,7 +88,7 @@ class Open:
     logprobs: int | None = None
     grammar: Grammar | None = None
     trace: Trace | None = None
-    exact_rows: int | None = None
+    batch_invariant_rows: int | None = None
 
 
 class StepKind(StrEnum):

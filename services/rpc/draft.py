@@ -133,7 +133,7 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
                     await session.feature_slice(piece)
                 case "propose":
                     propose = await _propose_from_message(request.propose, session, stream, self._links)
-                    for frame in _guesses_to_messages(propose.step, await session.propose(propose)):
+                    for frame in _draft_tokens_to_messages(propose.step, await session.propose(propose)):
                         await stream.write(frame)
                 case "snapshot_save":
                     part = await session.save_snapshot(snapshot_frames.save_from_message(request.snapshot_save))
@@ -166,13 +166,13 @@ async def _propose_from_message(
     return Propose(message.step, message.position, message.token_id, message.tokens, embed)
 
 
-def _guesses_to_messages(step: int, guesses: Guesses) -> Iterator[pb.RunDraftResponse]:
+def _draft_tokens_to_messages(step: int, draft_tokens: Guesses) -> Iterator[pb.RunDraftResponse]:
     response, tensors = pb.RunDraftResponse(), OutgoingTensors()
     response.proposed.step = step
-    if isinstance(guesses, WireTensor):
-        tensors.put(guesses, response.proposed.project.hidden)
+    if isinstance(draft_tokens, WireTensor):
+        tensors.put(draft_tokens, response.proposed.project.hidden)
     else:
-        response.proposed.tokens.token_ids.extend(guesses)
+        response.proposed.tokens.token_ids.extend(draft_tokens)
     yield response
     for chunk in tensors.chunks():
         yield pb.RunDraftResponse(chunk=chunk)

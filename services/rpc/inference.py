@@ -33,7 +33,7 @@ from services.messages.inference_frames import (
     load_from_message,
     model_from_message,
 )
-from services.messages.inference_types import AnswerEvent, Ask, Conversation, Model, ServerInfo, ServerLoad
+from services.messages.inference_types import AnswerEvent, Conversation, GenerateRequest, Model, ServerInfo, ServerLoad
 from services.rpc.running_calls import HEADER, RunningCalls, request_id_of, traceparents_of, within_deadline
 from services.telemetry import trace_context
 from services.telemetry.trace_context import calling
@@ -49,7 +49,7 @@ log = structlog.get_logger()
 class InferencePort(Protocol):
     """A served model, here or elsewhere. Each raises NotFound for the name of a model that it does not serve."""
 
-    def answer(self, ask: Ask, request_id: str) -> AsyncGenerator[AnswerEvent]:
+    def answer(self, ask: GenerateRequest, request_id: str) -> AsyncGenerator[AnswerEvent]:
         """Started, Deltas, Finished; closing it ends the work.
 
         Raises InvalidArgument naming the field, ResourceExhausted when too many wait, Unavailable while draining.
@@ -187,7 +187,7 @@ class RemoteInference:
 
     async def answer(
         self,
-        ask: Ask,
+        ask: GenerateRequest,
         request_id: str | None = None,
         *,
         timeout_s: float | None = None,

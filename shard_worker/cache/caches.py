@@ -59,10 +59,10 @@ class RecurrentCache:
     def size_bytes(self) -> int:
         return sum(one.nbytes for one in (self.state, self.conv, self.keys, self.corrected, self.decays))
 
-    def window(self, slot: int, rows: torch.Tensor, deferred: bool) -> torch.Tensor:
+    def window(self, slot: int, rows: torch.Tensor, uncommitted: bool) -> torch.Tensor:
         """Inputs of the convolution for new rows [n, channels]: the committed ones before them and they themselves."""
         before = self.taps - 1
-        if deferred:
+        if uncommitted:
             self.conv[slot, before : before + rows.shape[0]] = rows
             return self.conv[slot, : before + rows.shape[0]]
         window = torch.cat((self.conv[slot, :before], rows))

@@ -69,7 +69,7 @@ def tensors_of(groups: Sequence[TensorGroup], first_token: int, length: int) -> 
     )
 
 
-def cuttable(groups: Sequence[TensorGroup]) -> bool:
+def trimmable(groups: Sequence[TensorGroup]) -> bool:
     """Whether a snapshot also serves every shorter prefix: rows alone, and all of them."""
     return not any(group.kind is GroupKind.STATE or group.window is not None for group in groups)
 

@@ -49,7 +49,7 @@ class Ahead:
         return self._draft.takes(self._state, rows)
 
     def issue(
-        self, caches: SegmentCaches, likeliest: torch.Tensor, total: torch.Tensor, guesses: int, *, deferred: bool
+        self, caches: SegmentCaches, argmax: torch.Tensor, total: torch.Tensor, draft_tokens: int, *, uncommitted: bool
     ) -> list[int]:
         """Behind a step just queued: count its rows, and guess. Returns the tokens that the step produced.
 
@@ -57,20 +57,20 @@ class Ahead:
         whose recurrent layers advance where the step's rows were deferred.
         """
         with self._draft.device.current():
-            return self._issue(caches, likeliest, total, guesses, deferred)
+            return self._issue(caches, argmax, total, draft_tokens, uncommitted)
 
     def _issue(
-        self, caches: SegmentCaches, likeliest: torch.Tensor, total: torch.Tensor, guesses: int, deferred: bool
+        self, caches: SegmentCaches, argmax: torch.Tensor, total: torch.Tensor, draft_tokens: int, uncommitted: bool
     ) -> list[int]:
-        rows = len(likeliest)
+        rows = len(argmax)
         made = next(count for count in ROW_COUNTS if count >= rows)
         draft, state = self._draft, self._state
         draft.place_rows(state, rows)
-        draft.place_block(state, guesses, behind=rows)
+        draft.place_block(state, draft_tokens, behind=rows)
         outcome = self._outcome[: 1 + made]
         accept(
             self._step.place,
-            likeliest,
+            argmax,
             self._stops,
             outcome,
             draft.appending,
@@ -85,15 +85,15 @@ class Ahead:
         self._guessed[: len(guessed)].copy_(guessed, non_blocking=True)
         _record(self._ready)
         # Behind the guesses, which somebody waits for; before the next step, which needs it.
-        if deferred:
+        if uncommitted:
             self._step.commit(caches, outcome)
-        self._asked = guesses
+        self._asked = draft_tokens
         _wait(self._known)
         count = int(self._told[0])
         state.length += count
         return self._told[1 : 1 + count].tolist()
 
-    def guesses(self) -> tuple[int, ...]:
+    def draft_tokens(self) -> tuple[int, ...]:
         """Wait for what `issue` asked for."""
         _wait(self._ready)
         asked, self._asked = self._asked, 0

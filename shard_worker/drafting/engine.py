@@ -27,7 +27,7 @@ Projection = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
+class DraftRequest:
     """What to guess after: the known token, its position, and how many tokens to guess."""
 
     step: int
@@ -59,19 +59,19 @@ class DraftEngine:
         else:
             self.draft.append(state, features)
 
-    def guess(self, state: DraftState, guess: Guess) -> tuple[int, ...]:
+    def propose(self, state: DraftState, request: DraftRequest) -> tuple[int, ...]:
         """The draft's likeliest token for each place behind the known one. Raises as `check_guess` does."""
         assert self.embedding is not None
         assert self.project is not None
-        check_guess(self.draft, state, guess.position, guess.tokens)
-        rows = self.embedding((guess.token_id, self.draft.config.mask_token_id))
+        check_draft_request(self.draft, state, request.position, request.tokens)
+        rows = self.embedding((request.token_id, self.draft.config.mask_token_id))
         if self.runner is not None and self.runner.takes(state, 0):
-            return self.runner.guess(state, rows, guess.tokens)
-        return tuple(self.project(self.draft.propose(state, rows, guess.tokens)).argmax(-1).tolist())
+            return self.runner.propose(state, rows, request.tokens)
+        return tuple(self.project(self.draft.propose(state, rows, request.tokens)).argmax(-1).tolist())
 
     def hidden(self, state: DraftState, position: int, embedded: torch.Tensor, tokens: int) -> torch.Tensor:
         """Hidden rows of the guesses, for another worker's lm_head. Raises FailedPrecondition as `check_guess`."""
-        check_guess(self.draft, state, position, tokens)
+        check_draft_request(self.draft, state, position, tokens)
         return self.draft.propose(state, embedded, tokens)
 
 
@@ -103,7 +103,7 @@ def check_start(state: DraftState, start: int) -> None:
         )
 
 
-def check_guess(draft: Draft, state: DraftState, position: int, tokens: int) -> None:
+def check_draft_request(draft: Draft, state: DraftState, position: int, tokens: int) -> None:
     """Raises FailedPrecondition when the context ends elsewhere than at the known token."""
     if position != state.length:
         raise FailedPrecondition(

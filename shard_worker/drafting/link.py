@@ -19,7 +19,7 @@ from shard_worker.device.dtypes import Leaving, from_wire, to_wire
 from shard_worker.device.executor import DeviceThread
 from shard_worker.drafting.drafters.dflash import DraftState
 from shard_worker.drafting.embedding_rows import EmbeddingRows
-from shard_worker.drafting.engine import DraftEngine, Guess, Projection
+from shard_worker.drafting.engine import DraftEngine, DraftRequest, Projection
 from shard_worker.model.features import Features
 from shard_worker.session_record import SessionRecord
 from shard_worker.snapshots.keeper import SnapshotKeeper
@@ -41,7 +41,7 @@ class DraftLink(Protocol):
         """Memory that it takes in this process by now."""
 
     async def advance(
-        self, features: Features, start: int, guess: Guess | None, then: Then | None = None
+        self, features: Features, start: int, request: DraftRequest | None, then: Then | None = None
     ) -> tuple[int, ...]:
         """Take features of committed rows from position `start` on; then guess, if asked.
 
@@ -106,23 +106,25 @@ class LocalDraftLink:
         return self._state.size_bytes
 
     async def advance(
-        self, features: Features, start: int, guess: Guess | None, then: Then | None = None
+        self, features: Features, start: int, request: DraftRequest | None, then: Then | None = None
     ) -> tuple[int, ...]:
-        self._record.steps += guess is not None
-        return await self._thread.submit(self._advance, features, start, guess, then)
+        self._record.steps += request is not None
+        return await self._thread.submit(self._advance, features, start, request, then)
 
-    def _advance(self, features: Features, start: int, guess: Guess | None, then: Then | None) -> tuple[int, ...]:
-        guesses = self._record.timed(self._guesses, features, start, guess)
-        if then is not None and guess is not None:
-            then(guesses)
-        return guesses
+    def _advance(
+        self, features: Features, start: int, request: DraftRequest | None, then: Then | None
+    ) -> tuple[int, ...]:
+        draft_tokens = self._record.timed(self._draft_tokens, features, start, request)
+        if then is not None and request is not None:
+            then(draft_tokens)
+        return draft_tokens
 
-    def _guesses(self, features: Features, start: int, guess: Guess | None) -> tuple[int, ...]:
+    def _draft_tokens(self, features: Features, start: int, request: DraftRequest | None) -> tuple[int, ...]:
         if self.ahead is not None and self.ahead.issued:
-            return self.ahead.guesses()
+            return self.ahead.draft_tokens()
         if not features.empty:
             self._engine.append(self._state, features, start)
-        return () if guess is None else self._engine.guess(self._state, guess)
+        return () if request is None else self._engine.propose(self._state, request)
 
     async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
         return await save_draft(self._keeper, self._state, save, self._location)
@@ -154,16 +156,18 @@ class RemoteDraftLink:
         self._embedding, self._project = embedding, project
 
     async def advance(
-        self, features: Features, start: int, guess: Guess | None, then: Then | None = None
+        self, features: Features, start: int, request: DraftRequest | None, then: Then | None = None
     ) -> tuple[int, ...]:
         for piece in await self._thread.submit(slices_to_wire, features, start):
             await self._session.feature_slice(piece)
-        if guess is None:
+        if request is None:
             return ()
         embed = None
         if self._projected:
-            embed = await self._thread.submit(self._embed, guess.token_id)
-        answer = await self._session.propose(Propose(guess.step, guess.position, guess.token_id, guess.tokens, embed))
+            embed = await self._thread.submit(self._embed, request.token_id)
+        answer = await self._session.propose(
+            Propose(request.step, request.position, request.token_id, request.tokens, embed)
+        )
         if not isinstance(answer, WireTensor):
             return answer
         return await self._thread.submit(self._choose, answer)

@@ -37,7 +37,7 @@ class DraftRunner:
         self._context = torch.zeros((self.rows, config.hidden_size), **made)  # type: ignore[call-overload]
         self._block = torch.zeros((self.rows, config.hidden_size), **made)  # type: ignore[call-overload]
         self._masked = False
-        self._guesses = torch.zeros(self.rows, dtype=torch.int64, device=device)
+        self._draft_tokens = torch.zeros(self.rows, dtype=torch.int64, device=device)
         self._layers = _layers(draft)
         self._appended: Callable[[], None] | None = None
         self._proposed: Callable[[], None] | None = None
@@ -73,14 +73,14 @@ class DraftRunner:
             self.launch_append(mixed)
         state.length += len(mixed)
 
-    def guess(self, state: DraftState, embedded: torch.Tensor, guesses: int) -> tuple[int, ...]:
+    def propose(self, state: DraftState, embedded: torch.Tensor, draft_tokens: int) -> tuple[int, ...]:
         """The draft's likeliest tokens behind the context. embedded: as in `Draft.propose`."""
         with self._draft.device.current():
             if not self._masked:
                 self.prepare(embedded[1])
             self.known_row.copy_(embedded[0])
-            self.place_block(state, guesses)
-            return tuple(self.launch_block()[1 : guesses + 1].tolist())
+            self.place_block(state, draft_tokens)
+            return tuple(self.launch_block()[1 : draft_tokens + 1].tolist())
 
     # --- the pieces, for a caller that completes the places itself
 
@@ -88,9 +88,9 @@ class DraftRunner:
         """Send where rows behind the context go."""
         self._fill(self.appending, state, state.length, rows)
 
-    def place_block(self, state: DraftState, guesses: int, *, behind: int = 0) -> None:
+    def place_block(self, state: DraftState, draft_tokens: int, *, behind: int = 0) -> None:
         """Send where a block goes; `behind`: rows that may yet count before it."""
-        self._fill(self.proposing, state, state.length, guesses + 1, behind)
+        self._fill(self.proposing, state, state.length, draft_tokens + 1, behind)
 
     def launch_append(self, mixed: torch.Tensor) -> None:
         """Queue taking the rows that the place says, of `mixed` [n, hidden] in any element type."""
@@ -104,7 +104,7 @@ class DraftRunner:
         if self._proposed is None:
             self._proposed = self._captured(self._propose)
         self._proposed()
-        return self._guesses
+        return self._draft_tokens
 
     def _fill(self, place: Place, state: DraftState, base: int, rows: int, behind: int = 0) -> None:
         for copy, kind in enumerate(self._kinds):
@@ -142,10 +142,10 @@ class DraftRunner:
 
     def _propose(self) -> None:
         places = dict(zip(self._kinds, self.proposing.tensor.unbind(), strict=True))
-        result = decoder.run(self._layers, self._block, places, deferred=False, then=self._draft.norm)
+        result = decoder.run(self._layers, self._block, places, uncommitted=False, then=self._draft.norm)
         assert result.normed is not None
         logits, _ = linear(result.normed, self._head)
-        torch.argmax(logits, -1, out=self._guesses)
+        torch.argmax(logits, -1, out=self._draft_tokens)
 
 
 def _layers(draft: Draft) -> decoder.Layers:

@@ -18,10 +18,10 @@ class Head:
     weight: torch.Tensor
     eps: float
 
-    def logits(self, hidden: torch.Tensor, exact_rows: int | None = None) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, batch_invariant_rows: int | None = None) -> torch.Tensor:
         """Residual stream [n, hidden] -> logits [n, vocab] in the weights' dtype. exact_rows: as of `Rows`."""
-        return self.project(rms_norm(hidden, self.norm, self.eps), exact_rows)
+        return self.project(rms_norm(hidden, self.norm, self.eps), batch_invariant_rows)
 
-    def project(self, normed: torch.Tensor, exact_rows: int | None = None) -> torch.Tensor:
+    def project(self, normed: torch.Tensor, batch_invariant_rows: int | None = None) -> torch.Tensor:
         """lm_head alone, for rows that a draft has normed itself."""
-        return linear(normed.to(self.weight.device, self.weight.dtype), self.weight, None, exact_rows)
+        return linear(normed.to(self.weight.device, self.weight.dtype), self.weight, None, batch_invariant_rows)

@@ -25,15 +25,15 @@ class Rows:
     base: int
     rope: tuple[torch.Tensor, torch.Tensor]
     masks: dict[LayerKind, torch.Tensor | Causal | None]
-    deferred: bool
+    uncommitted: bool
     kernels: bool = False
     delta_kernels: bool = False
-    exact_rows: int | None = None
+    batch_invariant_rows: int | None = None
 
     def each(self, work: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
         """An elementwise function of rows [n, …], given one by one where they must be exact: functions made of exp
         round differently in the lanes of a vector and behind the last whole one."""
-        if self.exact_rows is None or len(tensor) == 1:
+        if self.batch_invariant_rows is None or len(tensor) == 1:
             return work(tensor)
         return torch.cat([work(row) for row in tensor.chunk(len(tensor))])
 
@@ -45,19 +45,19 @@ def make_rows(
     like: torch.Tensor,
     base: int,
     count: int,
-    deferred: bool,
+    uncommitted: bool,
     *,
     kernels: bool = False,
     delta_kernels: bool = False,
-    exact_rows: int | None = None,
+    batch_invariant_rows: int | None = None,
 ) -> Rows:
     """Rows at [base, base + count) for layers of these kinds, in `like`'s dtype and device."""
     device, span = like.device, base + count
     positions = torch.arange(base, span, device=device)
-    if exact_rows is not None:
+    if batch_invariant_rows is not None:
         tables = [rope_table(position, frequencies, like.dtype) for position in positions.chunk(count)]
         cos, sin = (torch.cat(tensors) for tensors in zip(*tables, strict=True))
-        return Rows(base, (cos, sin), {}, deferred, kernels, delta_kernels, exact_rows)
+        return Rows(base, (cos, sin), {}, uncommitted, kernels, delta_kernels, batch_invariant_rows)
     masks: dict[LayerKind, torch.Tensor | Causal | None] = {}
     for kind in kinds - {LayerKind.LINEAR}:
         window = config.sliding_window if kind is LayerKind.SLIDING else None
@@ -70,4 +70,4 @@ def make_rows(
         else:
             seen = visibility(positions, torch.arange(span, device=device), causal=True, window=window)
             masks[kind] = grouped_mask(seen, config.heads // config.kv_heads, like.dtype)
-    return Rows(base, rope_table(positions, frequencies, like.dtype), masks, deferred, kernels, delta_kernels)
+    return Rows(base, rope_table(positions, frequencies, like.dtype), masks, uncommitted, kernels, delta_kernels)

@@ -14,14 +14,14 @@ from services.messages.steps import FeatureSlice, Location, SnapshotPart, Snapsh
 from services.messages.tensors import WEIGHT_DTYPES, WireTensor
 from services.rpc.draft import DraftOpen, Guesses, Propose
 from services.rpc.worker import LoadDraft
-from shard_worker.cache.prefix_state import cuttable
+from shard_worker.cache.prefix_state import trimmable
 from shard_worker.device.devices import Device
 from shard_worker.device.dtypes import dtype_to_name, from_wire, to_wire
 from shard_worker.device.executor import DeviceThread
 from shard_worker.drafting.drafters import drafter_of
 from shard_worker.drafting.drafters.dflash import Draft, DraftState
 from shard_worker.drafting.embedding_rows import matrix_name, rows_of_checkpoint
-from shard_worker.drafting.engine import DraftEngine, Guess, by_kernels, check_start, make_engine
+from shard_worker.drafting.engine import DraftEngine, DraftRequest, by_kernels, check_start, make_engine
 from shard_worker.drafting.link import restore_draft, save_draft
 from shard_worker.measure.random_checkpoint import open_checkpoint
 from shard_worker.model.features import Features
@@ -117,7 +117,7 @@ class DraftRole:
             max_position=draft.config.max_position,
             dtype=dtype_to_name(draft.dtype),
             weight_bytes=draft.weight_bytes,
-            state_cuttable=cuttable(self.loaded.keeper.groups),
+            state_trimmable=trimmable(self.loaded.keeper.groups),
             step_engine=self._step_engine(draft),
         )
 
@@ -219,7 +219,7 @@ class LocalDraftSession:
                 field="token_id",
             )
         if self._loaded.part.head_place is HeadPlace.LOADED:
-            return await self._thread.submit(self._record.timed, self._guess, request)
+            return await self._thread.submit(self._record.timed, self._draft_token, request)
         if request.embed is None or self._check_shape("embed.rows", request.embed) != 2:
             raise InvalidArgument(
                 "embed.rows must hold the known and the mask token's rows, [2, hidden]",
@@ -247,9 +247,9 @@ class LocalDraftSession:
             self._role.sessions.discard(self)
             self._record.end(why, self._state.length)
 
-    def _guess(self, request: Propose) -> tuple[int, ...]:
-        guess = Guess(request.step, request.position, request.token_id, request.tokens)
-        return self._loaded.engine.guess(self._state, guess)
+    def _draft_token(self, request: Propose) -> tuple[int, ...]:
+        asked = DraftRequest(request.step, request.position, request.token_id, request.tokens)
+        return self._loaded.engine.propose(self._state, asked)
 
     def _hidden(self, request: Propose) -> WireTensor:
         assert request.embed is not None

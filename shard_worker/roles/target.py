@@ -20,7 +20,7 @@ from services.rpc.peers import Peers
 from services.rpc.stage import StageSession
 from services.rpc.worker import LoadDraft, LoadTarget
 from services.streams.step_lane import StepLane
-from shard_worker.cache.prefix_state import cuttable
+from shard_worker.cache.prefix_state import trimmable
 from shard_worker.device.devices import Device
 from shard_worker.device.dtypes import dtype_to_name
 from shard_worker.device.executor import DeviceThread
@@ -35,7 +35,7 @@ from shard_worker.ops.deltanet import CHUNK_ROWS
 from shard_worker.roles.draft import DraftRole, LoadedDraft
 from shard_worker.sampling.grammar_compiler import GrammarCompiler
 from shard_worker.sampling.sampler import Sampler
-from shard_worker.sampling.verifier import Decider
+from shard_worker.sampling.verifier import Verifier
 from shard_worker.session.following import FollowingSession
 from shard_worker.session.target_session import TargetSession
 from shard_worker.session_record import SessionRecord
@@ -170,7 +170,7 @@ class TargetRole:
             capture_layers=stage.captures,
             feature_transport=None if capture is None else capture.transport,
             weight_bytes=stage.weight_bytes,
-            state_cuttable=cuttable(loaded.keeper.groups),
+            state_trimmable=trimmable(loaded.keeper.groups),
             step_engine=stage.engine,
             kv_dtype=loaded.part.kv_dtype,
         )
@@ -201,7 +201,7 @@ class TargetRole:
             request=request,
             identity=identity,
             downstream=downstream,
-            decider=None if sampler is None else Decider(stage, sampler, request, ahead),
+            verifier=None if sampler is None else Verifier(stage, sampler, request, ahead),
             draft=draft,
             keeper=loaded.keeper,
             above=above,

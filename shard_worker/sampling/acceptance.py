@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set as AbstractSet
 
 
-def accept(guesses: Sequence[int], chosen: Sequence[int], stop_tokens: AbstractSet[int]) -> list[int]:
+def accept(draft_tokens: Sequence[int], chosen: Sequence[int], stop_tokens: AbstractSet[int]) -> list[int]:
     """The longest run of guesses that the target chose too, and the target's own token after it.
 
     guesses: the draft's tokens, the inputs of rows 1, 2, …; chosen: the target's token after each row, one more than
@@ -15,6 +15,6 @@ def accept(guesses: Sequence[int], chosen: Sequence[int], stop_tokens: AbstractS
     produced: list[int] = []
     for row, token in enumerate(chosen):
         produced.append(token)
-        if token in stop_tokens or row == len(guesses) or guesses[row] != token:
+        if token in stop_tokens or row == len(draft_tokens) or draft_tokens[row] != token:
             break
     return produced

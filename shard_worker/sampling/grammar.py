@@ -62,8 +62,8 @@ class GrammarState:
         try:
             self.observe(token_ids[:known], first_position)
             masks.append(self._mask())
-            for position, guess in enumerate(token_ids[known:], first_position + known):
-                if position >= self._prompt_length and (guess in self._stops or not self._take(guess)):
+            for position, draft_token in enumerate(token_ids[known:], first_position + known):
+                if position >= self._prompt_length and (draft_token in self._stops or not self._take(draft_token)):
                     break
                 masks.append(self._mask())
         finally:

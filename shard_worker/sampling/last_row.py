@@ -11,9 +11,9 @@ from shard_worker.model.head import Head
 class LastRow:
     """A `StateView` of the last stage's logits, [1, vocab]. hidden: [1, hidden], the row that counts last."""
 
-    def __init__(self, head: Head | None, exact_rows: int | None = None) -> None:
+    def __init__(self, head: Head | None, batch_invariant_rows: int | None = None) -> None:
         """exact_rows: as of `Rows`."""
-        self._head, self._exact_rows = head, exact_rows
+        self._head, self._batch_invariant_rows = head, batch_invariant_rows
         self._restored: torch.Tensor | None = None
         self.hidden: torch.Tensor | None = None
 
@@ -21,7 +21,7 @@ class LastRow:
         """Raises FailedPrecondition where a shorter prefix than the snapshot's was taken up, which has none."""
         assert self._head is not None
         if self.hidden is not None:
-            return self._head.logits(self.hidden, self._exact_rows)
+            return self._head.logits(self.hidden, self._batch_invariant_rows)
         if self._restored is None:
             raise FailedPrecondition(
                 "there are no logits behind a prefix that was cut: leave its last token to the first step",

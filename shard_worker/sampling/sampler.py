@@ -51,7 +51,7 @@ class Sampler:
             self._counts = torch.zeros(2, vocab_size, device=device)
 
     @property
-    def takes_the_likeliest(self) -> bool:
+    def is_greedy(self) -> bool:
         """Whether the tokens are the logits' argmax, as they are."""
         return self._sampling.temperature == 0 and self._bias is None and self._counts is None and self._grammar is None
 
@@ -72,7 +72,7 @@ class Sampler:
         logits: torch.Tensor,
         token_ids: Sequence[int],
         first_position: int,
-        likeliest: torch.Tensor | None = None,
+        argmax: torch.Tensor | None = None,
     ) -> list[int]:
         """One token after each of the last len(logits) rows; after fewer where the grammar says that the others cannot
         count.
@@ -81,8 +81,8 @@ class Sampler:
         `first_position` on; none for the one row of logits behind all that was observed. likeliest: each row's argmax,
         where it is known. Raises InvalidArgument and ResourceExhausted as `GrammarState.allowed` does.
         """
-        if likeliest is not None and self.takes_the_likeliest:
-            return likeliest.tolist()
+        if argmax is not None and self.is_greedy:
+            return argmax.tolist()
         first_drawn = first_position + len(token_ids) - len(logits) + 1
         logits = self.adjusted(logits, token_ids, first_position)
         if self._grammar is not None:

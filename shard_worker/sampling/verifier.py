@@ -39,13 +39,13 @@ class Produced:
     counted: bool
 
 
-class Decider:
+class Verifier:
     """Of one session. ahead: where its draft sits beside and can be asked before the host knows the outcome."""
 
     def __init__(self, stage: Stage, sampler: Sampler, request: Open, ahead: Ahead | None) -> None:
         self._stage, self._sampler, self._request, self._ahead = stage, sampler, request, ahead
-        self._exact_rows = stage.exact_rows(request.exact_rows)
-        self.last = LastRow(stage.head, self._exact_rows)
+        self._batch_invariant_rows = stage.batch_invariant_rows(request.batch_invariant_rows)
+        self.last = LastRow(stage.head, self._batch_invariant_rows)
 
     def observe(self, token_ids: Sequence[int]) -> None:
         """A prefix was taken up. Raises InvalidArgument as `Sampler.observe` does."""
@@ -71,19 +71,19 @@ class Decider:
         produced: list[int] = []
         logprobs: tuple[TokenLogprobs, ...] = ()
         if ahead is not None:
-            assert output.likeliest is not None
+            assert output.argmax is not None
             assert features.total is not None
             produced = ahead.issue(
                 state.caches[-1],
-                output.likeliest,
+                output.argmax,
                 features.total,
                 forward.propose_tokens,
-                deferred=kind is StepKind.VERIFY,
+                uncommitted=kind is StepKind.VERIFY,
             )
         elif kind is not StepKind.PREFILL:
             if kind is StepKind.DECODE:
                 self._keep(output, len(tokens))
-                if output.on_host is not None and self._takes_the_likeliest:
+                if output.on_host is not None and self._is_greedy:
                     meanwhile()
             produced, logprobs = self._choose(forward, output)
         elapsed_ns = time.monotonic_ns() - started_ns
@@ -98,9 +98,9 @@ class Decider:
         return Produced(tuple(produced), logprobs, features, elapsed_ns, ahead is not None)
 
     @property
-    def _takes_the_likeliest(self) -> bool:
+    def _is_greedy(self) -> bool:
         """Whether nothing else of the logits is wanted."""
-        return self._sampler.takes_the_likeliest and self._request.logprobs is None
+        return self._sampler.is_greedy and self._request.logprobs is None
 
     def _keep(self, output: StepOutput, counted: int) -> None:
         # A copy: a view would hold all rows of a prefill, and a step's are overwritten by the next.
@@ -110,19 +110,19 @@ class Decider:
         head, tokens, kind = self._stage.head, forward.token_ids, forward.kind
         assert head is not None
         rows = slice(None) if kind is StepKind.VERIFY else slice(-1, None)
-        likeliest: torch.Tensor | None = None
+        argmax: torch.Tensor | None = None
         if kind is StepKind.RESUME:
             logits = self.last.logits()
         elif output.logits is not None and output.on_host is not None:
             logits = output.logits[rows]
-            if self._sampler.takes_the_likeliest:
-                likeliest = output.on_host.tensor[rows]
+            if self._sampler.is_greedy:
+                argmax = output.on_host.tensor[rows]
                 output.on_host.wait()
         else:
-            logits = head.logits(output.hidden[rows], self._exact_rows)
-        chosen = self._sampler.choose(logits, tokens, forward.base_position, likeliest)
-        guesses = tokens[1:] if kind is StepKind.VERIFY else ()
-        produced = accept(guesses, chosen, self._request.stop_token_ids)
+            logits = head.logits(output.hidden[rows], self._batch_invariant_rows)
+        chosen = self._sampler.choose(logits, tokens, forward.base_position, argmax)
+        draft_tokens = tokens[1:] if kind is StepKind.VERIFY else ()
+        produced = accept(draft_tokens, chosen, self._request.stop_token_ids)
         if self._request.logprobs is None:
             return produced, ()
         return produced, token_logprobs(logits[: len(produced)], produced, self._request.logprobs)
@@ -134,9 +134,9 @@ class Decider:
             ahead is None
             or not forward.propose_tokens
             or forward.kind not in (StepKind.DECODE, StepKind.VERIFY)
-            or output.likeliest is None
+            or output.argmax is None
             or features.total is None
-            or not self._takes_the_likeliest
+            or not self._is_greedy
             or not ahead.takes(len(forward.token_ids))
         ):
             return None

@@ -15,7 +15,7 @@ def is_followed(step: Forward, length: int, token_ids: tuple[int, ...], request:
 
 
 def follower(
-    step: Forward, length: int, token_ids: tuple[int, ...], guesses: tuple[int, ...], request: Open
+    step: Forward, length: int, token_ids: tuple[int, ...], draft_tokens: tuple[int, ...], request: Open
 ) -> Forward | None:
     """The step behind `step`, if there is one. guesses: for the tokens behind what it produced. Arguments else as in
     `is_followed`."""
@@ -24,8 +24,8 @@ def follower(
     return Forward(
         step.step + 1,
         length,
-        (token_ids[-1], *guesses),
-        StepKind.VERIFY if guesses else StepKind.DECODE,
+        (token_ids[-1], *draft_tokens),
+        StepKind.VERIFY if draft_tokens else StepKind.DECODE,
         step.propose_tokens,
         more=step.more - 1,
     )

@@ -103,13 +103,13 @@ class FollowingSession:
         self._answered = replace(commit, more=step.more)
         return self._answered, None if step.propose_tokens else self._next((), followed=commit.followed)
 
-    def _next(self, guesses: tuple[int, ...], *, followed: bool) -> Forward | None:
+    def _next(self, draft_tokens: tuple[int, ...], *, followed: bool) -> Forward | None:
         """The step behind the one that was answered, if one is to be begun; followed: it has begun."""
         step, commit = self._step, self._answered
         self._answered = None
         if step is None or commit is None:
             return None
-        following = follower(step, commit.length, commit.token_ids, guesses, self._request)
+        following = follower(step, commit.length, commit.token_ids, draft_tokens, self._request)
         self._step = following if following is not None and following.more else None
         return None if followed else following
 

@@ -28,7 +28,7 @@ from shard_worker.cache.prefix_state import StateView
 from shard_worker.device.dtypes import Leaving, dtype_to_name, over_wire
 from shard_worker.device.executor import DeviceThread, device_error
 from shard_worker.model.features import Features
-from shard_worker.sampling.verifier import Decider, Produced
+from shard_worker.sampling.verifier import Produced, Verifier
 from shard_worker.session.follower import follower, likely_follower
 from shard_worker.session.ledger import Ledger
 from shard_worker.session.passing import Passing
@@ -48,13 +48,13 @@ class SessionWork:
         stage: Stage,
         state: StageState,
         request: Open,
-        decider: Decider | None,
+        verifier: Verifier | None,
         captures: Sequence[int | None],
         above: StepLane | None,
         below: StepLane | None,
     ) -> None:
         """captures: of the stages before this one, as they come with a step. above, below: to the neighbours."""
-        self._thread, self._stage, self._request, self._decider = thread, stage, request, decider
+        self._thread, self._stage, self._request, self._verifier = thread, stage, request, verifier
         self._state: StageState | None = state
         self._captures, self._above, self._below = captures, above, below
         self._loop = asyncio.get_running_loop()
@@ -106,7 +106,7 @@ class SessionWork:
     def views(self) -> list[StateView]:
         """All that a prefix consists of here."""
         views: list[StateView] = [view for caches in self.state().caches for view in caches.views()]
-        return views if self._decider is None else [*views, self._decider.last]
+        return views if self._verifier is None else [*views, self._verifier.last]
 
     def followed(self, step: int) -> bool:
         """Whether the step behind this one was sent up the chain already."""
@@ -156,7 +156,7 @@ class SessionWork:
         """Compute a step on the last stage, and decide."""
         started_ns = time.monotonic_ns()
         output, features = self._compute(forward)
-        assert self._decider is not None
+        assert self._verifier is not None
 
         def meanwhile() -> None:
             if not forward.more or self._request.draft is not None:
@@ -171,7 +171,7 @@ class SessionWork:
             if not forward.propose_tokens:
                 self.go_on(forward, token_ids, ())
 
-        return self._decider.decide(forward, self.state(), output, features, started_ns, meanwhile, then)
+        return self._verifier.decide(forward, self.state(), output, features, started_ns, meanwhile, then)
 
     def answer(self, forward: Forward, arrived_ns: int) -> None:
         """As `decide`, and tell the ledger."""
@@ -191,7 +191,7 @@ class SessionWork:
         if step == self._step and self._expected_rows:
             self._stand_by(self._expected_rows)
 
-    def go_on(self, forward: Forward, token_ids: tuple[int, ...], guesses: tuple[int, ...]) -> None:
+    def go_on(self, forward: Forward, token_ids: tuple[int, ...], draft_tokens: tuple[int, ...]) -> None:
         """Begin what follows by itself, where that can be done from here: on an only stage, which will be asked for it
         when the event loop has heard of this one, or through the lane to the stages above."""
         state = self._state
@@ -199,7 +199,7 @@ class SessionWork:
             return
         verify = forward.kind is StepKind.VERIFY
         length = forward.base_position + len(token_ids if verify else forward.token_ids)
-        following = follower(forward, length, token_ids, guesses, self._request)
+        following = follower(forward, length, token_ids, draft_tokens, self._request)
         if following is None:
             return
         sent = self._above is not None and self._above.send(following)
@@ -231,9 +231,9 @@ class SessionWork:
                 else:
                     features.slices[piece.capture_index] = tensor
         wanted = features if self._request.draft is not None else None
-        deferred = forward.kind is StepKind.VERIFY
-        output = self._stage.step(state, forward.token_ids, wanted, deferred=deferred, hidden=hidden)
-        if self._decider is not None:
+        uncommitted = forward.kind is StepKind.VERIFY
+        output = self._stage.step(state, forward.token_ids, wanted, uncommitted=uncommitted, hidden=hidden)
+        if self._verifier is not None:
             features.to(self._stage.device)
         return output, features
 
@@ -277,7 +277,7 @@ class SessionWork:
 
     def _let_go_with(self, base: int, tokens: memoryview) -> None:
         """The same of a step that was known but for its token."""
-        rows = StepRows(base, tokens_of(tokens), deferred=False, featured=False)
+        rows = StepRows(base, tokens_of(tokens), uncommitted=False, featured=False)
         if max(rows.token_ids) < self._stage.config.vocab_size:
             self._let_go_known(rows, None)
 
@@ -318,7 +318,7 @@ class SessionWork:
             )
         check_rows(forward, state.length, self._request, self._stage.config.vocab_size)
         check_tensors(forward, self._stage, self._captures)
-        if self._decider is not None:
+        if self._verifier is not None:
             self.answer(forward, arrived_ns)
             return
         passing = self.launch(forward)
@@ -374,8 +374,8 @@ class SessionWork:
             self._stage.stand_by(state, rows, known=known, running=running)
 
     def _rows_of(self, forward: Forward) -> StepRows:
-        deferred, featured = forward.kind is StepKind.VERIFY, self._request.draft is not None
-        return StepRows(forward.base_position, forward.token_ids, deferred, featured)
+        uncommitted, featured = forward.kind is StepKind.VERIFY, self._request.draft is not None
+        return StepRows(forward.base_position, forward.token_ids, uncommitted, featured)
 
     def _break(self, error: FlashsplitError) -> None:
         self._put_down("broke", error)

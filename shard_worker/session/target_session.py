@@ -34,10 +34,10 @@ from services.messages.steps import (
 from services.rpc.stage import StageSession
 from services.streams.step_lane import StepLane
 from shard_worker.device.executor import DeviceThread
-from shard_worker.drafting.engine import Guess
+from shard_worker.drafting.engine import DraftRequest
 from shard_worker.drafting.link import DraftLink
 from shard_worker.model.features import Features
-from shard_worker.sampling.verifier import Decider, Produced
+from shard_worker.sampling.verifier import Produced, Verifier
 from shard_worker.session.failures import draft_lost, failure_below
 from shard_worker.session.in_flight import InFlight, answered
 from shard_worker.session.passing import Passing
@@ -60,7 +60,7 @@ class TargetSession:
         request: Open,
         identity: StageIdentity,
         downstream: StageSession | None,
-        decider: Decider | None,
+        verifier: Verifier | None,
         draft: DraftLink | None,
         keeper: SnapshotKeeper,
         above: StepLane | None,
@@ -69,7 +69,7 @@ class TargetSession:
         self._thread, self._stage, self._request, self._keeper = thread, stage, request, keeper
         self._location = identity.location
         # The last stage has a decider and perhaps a draft, every other one a stage below.
-        self._downstream, self._decider, self._draft = downstream, decider, draft
+        self._downstream, self._verifier, self._draft = downstream, verifier, draft
         self.step_lane: StepLane | None = None
         self._above = above
         self._on_close = on_close
@@ -96,7 +96,7 @@ class TargetSession:
         self._closed = False
         self._error: FlashsplitError | None = None
         below = None if downstream is None else downstream.step_lane
-        self._work = SessionWork(thread, stage, state, request, decider, self._incoming_captures, above, below)
+        self._work = SessionWork(thread, stage, state, request, verifier, self._incoming_captures, above, below)
         self._work.listen(self, self.max_tensor_bytes, self.max_feature_slices)
 
     async def forward(self, forward: Forward) -> None:
@@ -136,8 +136,8 @@ class TargetSession:
         if self._downstream is not None:
             await self._downstream.restore_snapshot(restore)
             return
-        assert self._decider is not None
-        self._decider.observe(restore.token_ids)
+        assert self._verifier is not None
+        self._verifier.observe(restore.token_ids)
         parts = [own]
         if self._draft is not None:
             parts.append(await self._draft.restore_snapshot(restore))
@@ -333,33 +333,33 @@ class TargetSession:
         self._events.put_nowait(
             Commit(forward.step, length, token_ids, (timing,), produced.logprobs, followed=followed)
         )
-        guess = None
+        request = None
         if token_ids and forward.propose_tokens:
-            guess = Guess(forward.step, length, token_ids[-1], forward.propose_tokens)
+            request = DraftRequest(forward.step, length, token_ids[-1], forward.propose_tokens)
         # The draft first: the next step waits for its guesses. Counting the rows comes behind, still before the next
         # forward, because jobs run in order.
         then = functools.partial(self._work.go_on, forward, token_ids)
-        drafting = asyncio.ensure_future(self._draft_ahead(features, base, guess, then))
+        drafting = asyncio.ensure_future(self._draft_ahead(features, base, request, then))
         await asyncio.sleep(0)
         if forward.kind is StepKind.VERIFY and not produced.counted and not self._closed:
             await self._thread.submit_step(self._work.count, forward.step, length)
         await drafting
 
     async def _draft_ahead(
-        self, features: Features, start: int, guess: Guess | None, then: Callable[[tuple[int, ...]], None]
+        self, features: Features, start: int, request: DraftRequest | None, then: Callable[[tuple[int, ...]], None]
     ) -> None:
         draft = self._draft
         if draft is None:
             return
         started_ns = time.monotonic_ns()
         try:
-            guesses = await draft.advance(features, start, guess, then)
+            draft_tokens = await draft.advance(features, start, request, then)
         except FlashsplitError as error:
             await self._lose_draft(draft, error)
             return
-        if guess is not None:
+        if request is not None:
             elapsed_ns = time.monotonic_ns() - started_ns
-            self._events.put_nowait(Proposal(guess.step, guesses, elapsed_ns, self._work.followed(guess.step)))
+            self._events.put_nowait(Proposal(request.step, draft_tokens, elapsed_ns, self._work.followed(request.step)))
 
     async def _save_draft(self, save: SnapshotSave) -> SnapshotPart:
         draft, refusal = self._draft, "the draft was lost"

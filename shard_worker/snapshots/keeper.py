@@ -13,7 +13,7 @@ from services.errors import FailedPrecondition, FlashsplitError, NotFound, Resou
 from services.layers import LayerRange
 from services.messages.snapshots import SnapshotOwner
 from services.messages.steps import Location, SnapshotPart, SnapshotRestore, SnapshotSave
-from shard_worker.cache.prefix_state import StateView, TensorGroup, copy_in, copy_out, cuttable
+from shard_worker.cache.prefix_state import StateView, TensorGroup, copy_in, copy_out, trimmable
 from shard_worker.device.devices import Device
 from shard_worker.device.executor import DeviceThread
 from shard_worker.snapshots.store import Snapshot, SnapshotStore
@@ -111,8 +111,8 @@ class SnapshotKeeper:
         if snapshot is None or snapshot.generation != self.generation:
             raise NotFound(f"no prefix {restore.snapshot_id} is kept here", reason="SNAPSHOT_MISSING")
         most = snapshot.length
-        if restore.length != most and not (cuttable(self.groups) and 1 <= restore.length < most):
-            accepted = f"1 to {most}" if cuttable(self.groups) else str(most)
+        if restore.length != most and not (trimmable(self.groups) and 1 <= restore.length < most):
+            accepted = f"1 to {most}" if trimmable(self.groups) else str(most)
             raise FailedPrecondition(
                 f"length is {restore.length}, the prefix {restore.snapshot_id} serves {accepted}",
                 reason="SNAPSHOT_LENGTH",

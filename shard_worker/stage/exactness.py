@@ -19,13 +19,13 @@ def allocate(request: Open, stage: Stage, known: set[int]) -> StageState:
 
     Raises InvalidArgument for a number that blocks don't fit in, FailedPrecondition as `check_exact`.
     """
-    asked = request.exact_rows
+    asked = request.batch_invariant_rows
     if asked is not None and not request.block_rows <= asked <= CHUNK_ROWS:
         raise InvalidArgument(
             f"exact_rows is {asked}; it must be between block_rows, {request.block_rows}, and {CHUNK_ROWS}",
             field="exact_rows",
         )
-    rows = stage.exact_rows(asked)
+    rows = stage.batch_invariant_rows(asked)
     if rows is not None and rows not in known:
         check_exact(stage, rows)
         known.add(rows)
@@ -38,13 +38,13 @@ def check_exact(stage: Stage, rows: int) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn((rows, stage.config.hidden_size), generator=generator).to(stage.dtype)
     whole, parts = (stage.allocate(rows, rows, rows) for _ in range(2))
-    expected = stage.run(whole, hidden, None, deferred=True)
-    made = [stage.run(parts, hidden[:1], None, deferred=False)]
+    expected = stage.run(whole, hidden, None, uncommitted=True)
+    made = [stage.run(parts, hidden[:1], None, uncommitted=False)]
     if rows > 1:
         # Each row one place further up, then the last one in the first place.
-        made.append(stage.run(parts, hidden[1:], None, deferred=True)[:-1])
+        made.append(stage.run(parts, hidden[1:], None, uncommitted=True)[:-1])
         stage.commit(parts, rows - 1)
-        made.append(stage.run(parts, hidden[-1:], None, deferred=False))
+        made.append(stage.run(parts, hidden[-1:], None, uncommitted=False))
     same = torch.equal(torch.cat(made), expected)
     if same and stage.head is not None:
         logits = [stage.head.logits(part, rows) for part in made]

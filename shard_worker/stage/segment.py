@@ -55,10 +55,10 @@ class Segment:
         self,
         hidden: torch.Tensor,
         base_position: int,
-        deferred: bool,
+        uncommitted: bool,
         caches: SegmentCaches,
         features: Features | None,
-        exact_rows: int | None = None,
+        batch_invariant_rows: int | None = None,
     ) -> torch.Tensor:
         """hidden: [n, hidden] on any device -> [n, hidden] on this segment's. exact_rows: as of `Rows`.
 
@@ -73,10 +73,10 @@ class Segment:
             hidden,
             base_position,
             len(hidden),
-            deferred,
+            uncommitted,
             kernels=self.kernels,
             delta_kernels=self.delta_kernels,
-            exact_rows=exact_rows,
+            batch_invariant_rows=batch_invariant_rows,
         )
         capture = self.capture if features is not None else None
         captured: list[torch.Tensor] = []

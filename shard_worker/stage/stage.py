@@ -34,7 +34,7 @@ class StageState:
 
     capacity: int
     caches: list[SegmentCaches]
-    exact_rows: int | None = None
+    batch_invariant_rows: int | None = None
     length: int = 0
     pending: int = 0
 
@@ -78,10 +78,10 @@ class Stage:
         """Compile and capture what the first steps would have to wait for: of one row, and of a block with a draft."""
         for runner in self.runners:
             if runner is not None:
-                runner.prepare(1, deferred=False, featured=False)
+                runner.prepare(1, uncommitted=False, featured=False)
                 if self.captures:
-                    runner.prepare(1, deferred=False, featured=True)
-                    runner.prepare(BLOCK_ROWS, deferred=True, featured=True)
+                    runner.prepare(1, uncommitted=False, featured=True)
+                    runner.prepare(BLOCK_ROWS, uncommitted=True, featured=True)
         for segment in self.segments:
             if segment.kernels:
                 rows = torch.zeros((2, self.config.hidden_size), dtype=self.dtype, device=segment.device.torch_device)
@@ -93,15 +93,15 @@ class Stage:
         segments = (replace(segment, kernels=False, delta_kernels=False) for segment in self.segments)
         return replace(self, runners=(), segments=tuple(segments))
 
-    def exact_rows(self, asked: int | None) -> int | None:
+    def batch_invariant_rows(self, asked: int | None) -> int | None:
         """Of a session that asked for so many: None where kernels run its steps, which are exact anyway."""
         return asked if self.engine is StepEngine.TORCH else None
 
-    def allocate(self, capacity: int, block_rows: int, exact_rows: int | None = None) -> StageState:
+    def allocate(self, capacity: int, block_rows: int, batch_invariant_rows: int | None = None) -> StageState:
         """Memory for one session of up to `capacity` tokens. exact_rows: see `exact_rows`."""
-        exact = exact_rows is not None
+        exact = batch_invariant_rows is not None
         caches = [segment.allocate(capacity, block_rows, exact=exact) for segment in self.segments]
-        return StageState(capacity, caches, exact_rows)
+        return StageState(capacity, caches, batch_invariant_rows)
 
     def state_groups(self) -> tuple[TensorGroup, ...]:
         """What is kept of a prefix, in the order of a session's views; the last stage's logits come last."""
@@ -123,43 +123,43 @@ class Stage:
         token_ids: Sequence[int],
         features: Features | None,
         *,
-        deferred: bool,
+        uncommitted: bool,
         hidden: torch.Tensor | None = None,
     ) -> StepOutput:
         """The stage on the rows of these tokens; otherwise as `run`. With the logits of all rows where they come with
         it. hidden: what the stage before made of the rows, where there is one; on the CPU."""
         count = len(token_ids)
-        runners = self._runners(count, deferred)
+        runners = self._runners(count, uncommitted)
         if not runners:
             self.stand_down()
             rows = self.embed(token_ids) if hidden is None else to_device(hidden, self.device)
-            return StepOutput(self.run(state, rows, features, deferred=deferred))
+            return StepOutput(self.run(state, rows, features, uncommitted=uncommitted))
         output = None
         for runner, caches in zip(runners, state.caches, strict=True):
-            output = runner.run(token_ids, hidden, state.length, caches, features, deferred=deferred)
+            output = runner.run(token_ids, hidden, state.length, caches, features, uncommitted=uncommitted)
             hidden = output.hidden
-        self._count(state, count, deferred)
+        self._count(state, count, uncommitted)
         assert output is not None
         return output
 
     def run(
-        self, state: StageState, hidden: torch.Tensor, features: Features | None, *, deferred: bool
+        self, state: StageState, hidden: torch.Tensor, features: Features | None, *, uncommitted: bool
     ) -> torch.Tensor:
         """The stage's layers on rows [n, hidden] that follow the committed ones; captures are added to `features`.
 
         Rows count at once unless deferred: then `commit` says later how many of them do.
         """
         # Rows of a prompt come in the same chunks, whatever its answer is made by.
-        exact_rows = state.exact_rows if deferred or len(hidden) == 1 else None
+        batch_invariant_rows = state.batch_invariant_rows if uncommitted or len(hidden) == 1 else None
         for segment, caches in zip(self.segments, state.caches, strict=True):
-            hidden = segment.run(hidden, state.length, deferred, caches, features, exact_rows)
-        self._count(state, len(hidden), deferred)
+            hidden = segment.run(hidden, state.length, uncommitted, caches, features, batch_invariant_rows)
+        self._count(state, len(hidden), uncommitted)
         return hidden
 
     def commit(self, state: StageState, length: int) -> None:
         """Let the rows up to `length` of the verify in flight count."""
         rows = length - state.length
-        runners = self._runners(state.pending, deferred=True)
+        runners = self._runners(state.pending, uncommitted=True)
         if runners:
             for runner, caches in zip(runners, state.caches, strict=True):
                 runner.commit(caches, rows)
@@ -168,9 +168,11 @@ class Stage:
                 caches.commit_block(rows)
         state.length, state.pending = length, 0
 
-    def _runners(self, rows: int, deferred: bool) -> Sequence[StepRunner]:
+    def _runners(self, rows: int, uncommitted: bool) -> Sequence[StepRunner]:
         """One a segment, where all of them take such a step; else none."""
-        runners = [runner for runner in self.runners if runner is not None and runner.takes(rows, deferred=deferred)]
+        runners = [
+            runner for runner in self.runners if runner is not None and runner.takes(rows, uncommitted=uncommitted)
+        ]
         return runners if len(runners) == len(self.segments) else ()
 
     def stand_by(self, state: StageState, rows: int, *, known: StepRows | None = None, running: bool = False) -> None:
@@ -196,8 +198,8 @@ class Stage:
                 runner.stand_down()
 
     @staticmethod
-    def _count(state: StageState, rows: int, deferred: bool) -> None:
-        if deferred:
+    def _count(state: StageState, rows: int, uncommitted: bool) -> None:
+        if uncommitted:
             state.pending = rows
         else:
             state.length += rows

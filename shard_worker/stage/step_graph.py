@@ -20,7 +20,7 @@ class StepOutput:
 
     hidden: torch.Tensor
     logits: torch.Tensor | None = None
-    likeliest: torch.Tensor | None = None
+    argmax: torch.Tensor | None = None
     on_host: OnHost | None = None
 
 
@@ -29,7 +29,7 @@ class Variant:
     """What a graph is captured for."""
 
     rows: int
-    deferred: bool
+    uncommitted: bool
     featured: bool
 
 
@@ -40,7 +40,7 @@ class StepRows:
 
     base: int
     token_ids: tuple[int, ...]
-    deferred: bool
+    uncommitted: bool
     featured: bool
 
 

@@ -60,14 +60,14 @@ class StepRunner:
     def graphs(self) -> bool:
         return self._graphs
 
-    def takes(self, rows: int, *, deferred: bool) -> bool:
+    def takes(self, rows: int, *, uncommitted: bool) -> bool:
         """Whether steps of so many rows run here. Rows that count at once come one by one, or many together."""
-        return rows == 1 or (deferred and rows <= ROW_COUNTS[-1])
+        return rows == 1 or (uncommitted and rows <= ROW_COUNTS[-1])
 
-    def prepare(self, rows: int, *, deferred: bool, featured: bool) -> None:
+    def prepare(self, rows: int, *, uncommitted: bool, featured: bool) -> None:
         """Compile and capture what steps like this need, so that the first one need not wait."""
         with self._segment.device.current():
-            self._prepared(self._key(rows, deferred, featured))
+            self._prepared(self._key(rows, uncommitted, featured))
 
     def run(
         self,
@@ -77,14 +77,14 @@ class StepRunner:
         caches: SegmentCaches,
         features: Features | None,
         *,
-        deferred: bool,
+        uncommitted: bool,
     ) -> StepOutput:
         """A step of the rows of these tokens. hidden: the rows [n, hidden] from elsewhere, where no embedding is here,
         on any device.
 
         base: the first row's position. Captures are added to `features`, where there are any wanted.
         """
-        rows = StepRows(base, tuple(token_ids), deferred, features is not None)
+        rows = StepRows(base, tuple(token_ids), uncommitted, features is not None)
         variant = self._variant(rows)
         gone, self._gone = self._gone, None
         begun = gone is not None and gone.is_(variant, caches, rows)
@@ -107,7 +107,7 @@ class StepRunner:
         if standing is None or standing.caches is not caches:
             return
         variant = standing.variant if standing.rows is rows else self._variant(rows)
-        if not certain and variant.deferred != self._recurrent:
+        if not certain and variant.uncommitted != self._recurrent:
             return
         if self._let_go(variant, rows, activation, caches):
             with self._segment.device.current():
@@ -180,7 +180,7 @@ class StepRunner:
         return StepOutput(
             output.hidden[:count],
             None if output.logits is None else output.logits[:count],
-            None if output.likeliest is None else output.likeliest[:count],
+            None if output.argmax is None else output.argmax[:count],
             OnHost(self._leaving[:count], self._place.done),
         )
 
@@ -251,11 +251,11 @@ class StepRunner:
             deltanet.commit(self._layers.delta, caches.recurrent.place, count, caches.recurrent.conv)
 
     def _variant(self, rows: StepRows) -> Variant:
-        return self._key(len(rows.token_ids), rows.deferred, rows.featured)
+        return self._key(len(rows.token_ids), rows.uncommitted, rows.featured)
 
-    def _key(self, count: int, deferred: bool, featured: bool) -> Variant:
+    def _key(self, count: int, uncommitted: bool, featured: bool) -> Variant:
         rows = next(rows for rows in ROW_COUNTS if count <= rows)
-        return Variant(rows, deferred and self._recurrent, featured and self._segment.capture is not None)
+        return Variant(rows, uncommitted and self._recurrent, featured and self._segment.capture is not None)
 
     def _prepared(self, variant: Variant) -> Captured:
         if variant not in self._made:
@@ -298,11 +298,11 @@ class StepRunner:
             self._layers,
             hidden,
             dict.fromkeys(LayerKind, place),
-            deferred=variant.deferred,
+            uncommitted=variant.uncommitted,
             then=None if self._head is None else self._head.norm,
             capture=wanted,
         )
-        if self._layers.delta is not None and not variant.deferred:
+        if self._layers.delta is not None and not variant.uncommitted:
             commit(self._layers.delta, place, place[ROWS.value :], hidden, states=False)
         made = Captured(None, StepOutput(result.hidden))
         if capture is not None and capture.fc is not None:
@@ -313,7 +313,7 @@ class StepRunner:
             logits, _ = linear(result.normed, self._head.weight)
             made.output = StepOutput(result.hidden, logits, logits.argmax(-1))
         output = made.output
-        leaving = output.hidden if output.likeliest is None else output.likeliest
+        leaving = output.hidden if output.argmax is None else output.argmax
         self._leaving[: variant.rows].copy_(leaving, non_blocking=True)
         return made
 

@@ -84,7 +84,7 @@ def rounding(stage: Stage, prompt: Sequence[int], answer: Sequence[int], *, exac
     """Along an answer: in steps of one row, and of sixteen that all count."""
     logits = []
     for rows in (1, ROWS):
-        run = Run([stage], exact_rows=ROWS if exact else None)
+        run = Run([stage], batch_invariant_rows=ROWS if exact else None)
         run(prompt)
         made = []
         for first in range(0, len(answer), rows):

@@ -15,12 +15,12 @@ import openai
 import pytest
 
 from services.messages.inference_types import (
-    Ask,
     CompressionMode,
     CompressionWish,
     Conversation,
     Delta,
     Finished,
+    GenerateRequest,
     Message,
     SamplingWishes,
     Stopping,
@@ -62,7 +62,7 @@ def ask(client: openai.OpenAI, messages: list[Any] = CHAT, **fields: Any) -> dic
 async def over_grpc(server: Server, wish: CompressionWish) -> tuple[str, Finished]:
     channel = await connect(server.grpc, timeout_s=5)
     messages = tuple(Message(message["role"], message["content"]) for message in CHAT)
-    wanted = Ask(Conversation(messages), SamplingWishes(temperature=0), Stopping(8), compression=wish)
+    wanted = GenerateRequest(Conversation(messages), SamplingWishes(temperature=0), Stopping(8), compression=wish)
     events = [event async for event in RemoteInference(channel, server.grpc).answer(wanted)]
     await channel.close()
     assert isinstance(events[-1], Finished)

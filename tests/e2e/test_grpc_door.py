@@ -22,10 +22,10 @@ from grpc_status import rpc_status
 from flashsplit.inference.v1 import inference_pb2 as pb, inference_pb2_grpc as pb_grpc
 from services.errors import Cancelled, DeadlineExceeded, FlashsplitError, InvalidArgument, NotFound
 from services.messages.inference_types import (
-    Ask,
     Conversation,
     Delta,
     Finished,
+    GenerateRequest,
     Message,
     SamplingWishes,
     Started,
@@ -43,7 +43,7 @@ KEY = "the-key-of-this-test"
 TALK = Conversation((Message("user", "Calculate 4729 + 3485."),))
 TEXT = "def mean(values):\n"
 WARM = SamplingWishes(temperature=0.9, top_p=0.95, seed=11)
-LONG = Ask("x", SamplingWishes(temperature=0), Stopping(2000, ignore_eos=True), speculate=False)
+LONG = GenerateRequest("x", SamplingWishes(temperature=0), Stopping(2000, ignore_eos=True), speculate=False)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,9 @@ def client(channel: grpc.aio.Channel) -> RemoteInference:
     return RemoteInference(channel, "the server", api_key=KEY)
 
 
-async def whole(client: RemoteInference, ask: Ask, **more: Any) -> tuple[Started, tuple[int, ...], str, Finished]:
+async def whole(
+    client: RemoteInference, ask: GenerateRequest, **more: Any
+) -> tuple[Started, tuple[int, ...], str, Finished]:
     """An answer in one piece."""
     events = [event async for event in client.answer(ask, **more)]
     started, *deltas, finished = events
@@ -103,7 +105,7 @@ async def test_chat_is_the_command_line_and_http(server: Server, client: RemoteI
     said = await asyncio.to_thread(
         generate, *PAIR, "--target-devices", "cpu", "--threads", "1", "--chat", "--prompt", TALK.messages[0].content
     )
-    ask = Ask(TALK, SamplingWishes(temperature=0))
+    ask = GenerateRequest(TALK, SamplingWishes(temperature=0))
     started, tokens, text, finished = await whole(client, ask, request_id="mine")
     assert (started.request_id, started.prompt_tokens) == ("mine", said["stats"]["prompt_tokens"])
     assert (list(tokens), text, finished.finish_reason) == (said["token_ids"], said["text"], said["finish_reason"])
@@ -116,7 +118,7 @@ async def test_chat_is_the_command_line_and_http(server: Server, client: RemoteI
     messages = [{"role": message.role, "content": message.content} for message in talk.messages]
     body = {"messages": messages, "temperature": 0.9, "top_p": 0.95, "seed": 11, "max_tokens": 40}
     http = await asyncio.to_thread(over_http, server, "/v1/chat/completions", body)
-    _, warm, warm_text, ending = await whole(client, Ask(talk, WARM, Stopping(40)))
+    _, warm, warm_text, ending = await whole(client, GenerateRequest(talk, WARM, Stopping(40)))
     assert warm_text == http["choices"][0]["message"]["content"]
     assert len(warm) == http["usage"]["completion_tokens"]
     assert ending.usage.cached_tokens > 0
@@ -130,7 +132,7 @@ async def test_generate_is_http_from_text_and_from_ids(server: Server, client: R
     body = {"prompt": TEXT, "temperature": 0.9, "top_p": 0.95, "seed": 11, "max_tokens": 30}
     http = await asyncio.to_thread(over_http, server, "/v1/completions", body)
     answers = [
-        await whole(client, Ask(prompt, WARM, Stopping(30), speculate=speculate, model="demo"))
+        await whole(client, GenerateRequest(prompt, WARM, Stopping(30), speculate=speculate, model="demo"))
         for prompt in (TEXT, ids)
         for speculate in (True, False)
     ]
@@ -142,19 +144,19 @@ async def test_generate_is_http_from_text_and_from_ids(server: Server, client: R
 async def test_stopping(client: RemoteInference) -> None:
     """Limits, strings and tokens end an answer where they say."""
     greedy = SamplingWishes(temperature=0)
-    _, tokens, text, finished = await whole(client, Ask(TEXT, greedy, Stopping(12, ignore_eos=True)))
+    _, tokens, text, finished = await whole(client, GenerateRequest(TEXT, greedy, Stopping(12, ignore_eos=True)))
     assert (len(tokens), finished.finish_reason) == (12, "length")
-    _, _, cut, ending = await whole(client, Ask(TEXT, greedy, Stopping(12, stop=(text[5:8],))))
+    _, _, cut, ending = await whole(client, GenerateRequest(TEXT, greedy, Stopping(12, stop=(text[5:8],))))
     assert (cut, ending.finish_reason) == (text[: text.index(text[5:8])], "stop")
-    _, until, _, _ = await whole(client, Ask(TEXT, greedy, Stopping(12, stop_token_ids=(tokens[3],))))
+    _, until, _, _ = await whole(client, GenerateRequest(TEXT, greedy, Stopping(12, stop_token_ids=(tokens[3],))))
     assert until == tokens[: tokens.index(tokens[3]) + 1]
-    await whole(client, Ask(TEXT, SamplingWishes(logit_bias={tokens[0]: 100.0}), Stopping(1)))
+    await whole(client, GenerateRequest(TEXT, SamplingWishes(logit_bias={tokens[0]: 100.0}), Stopping(1)))
 
 
 async def test_grammar_and_logprobs(client: RemoteInference) -> None:
     """An answer is bound by a regular expression, and every token comes with the numbers that were asked for."""
     grammar = Grammar(GrammarKind.REGEX, "[0-9]{3}-[a-f]{2}")
-    events = [e async for e in client.answer(Ask(TEXT, WARM, Stopping(20), logprobs=3, grammar=grammar))]
+    events = [e async for e in client.answer(GenerateRequest(TEXT, WARM, Stopping(20), logprobs=3, grammar=grammar))]
     deltas = [event for event in events if isinstance(event, Delta)]
     assert re.fullmatch(grammar.text, "".join(delta.text for delta in deltas))
     for delta in deltas:
@@ -186,7 +188,7 @@ async def test_the_server_tells_of_itself(client: RemoteInference) -> None:
 async def test_a_chat_as_tokens(client: RemoteInference) -> None:
     tokens = await client.tokenize(TALK)
     assert "4729" in await client.detokenize(tokens)
-    started, *_ = await whole(client, Ask(tokens, stopping=Stopping(1)))
+    started, *_ = await whole(client, GenerateRequest(tokens, stopping=Stopping(1)))
     assert started.prompt_tokens == len(tokens)
 
 
@@ -236,34 +238,36 @@ async def test_who_has_no_key_gets_nothing_but_health(channel: grpc.aio.Channel)
 @pytest.mark.parametrize(
     ("ask", "field"),
     [
-        (Ask(TEXT, SamplingWishes(temperature=-1.0)), "temperature"),
-        (Ask(TEXT, SamplingWishes(temperature=float("nan"))), "temperature"),
-        (Ask(TEXT, SamplingWishes(temperature=1e300)), "temperature"),
-        (Ask(TEXT, SamplingWishes(top_p=1.5)), "top_p"),
-        (Ask(TEXT, SamplingWishes(min_p=-0.1)), "min_p"),
-        (Ask(TEXT, SamplingWishes(repetition_penalty=0.0)), "repetition_penalty"),
-        (Ask(TEXT, SamplingWishes(logit_bias={2**32 - 1: 1.0})), "logit_bias"),
-        (Ask(TEXT, stopping=Stopping(0)), "max_tokens"),
-        (Ask(TEXT, stopping=Stopping(2**32 - 1)), "max_tokens"),
-        (Ask(TEXT, stopping=Stopping(stop=("x",) * 65)), "stop"),
-        (Ask(TEXT, stopping=Stopping(stop_token_ids=(2**31,))), "stop_token_ids"),
-        (Ask(()), "prompt"),
-        (Ask((2**32 - 1,)), "prompt"),
-        (Ask((5,) * 5000), "prompt"),
-        (Ask(TEXT, logprobs=21), "logprobs"),
-        (Ask(TEXT, grammar=Grammar(GrammarKind.REGEX, "(")), "grammar.regex"),
-        (Ask(TALK, grammar=Grammar(GrammarKind.JSON_SCHEMA, "x" * 300_000)), "grammar.json_schema"),
-        (Ask(Conversation((Message("assistant", tool_calls="{"),))), "messages.0.tool_calls"),
-        (Ask(Conversation((Message("assistant", tool_calls='[{"id": 1}]'),))), "messages.0.tool_calls"),
+        (GenerateRequest(TEXT, SamplingWishes(temperature=-1.0)), "temperature"),
+        (GenerateRequest(TEXT, SamplingWishes(temperature=float("nan"))), "temperature"),
+        (GenerateRequest(TEXT, SamplingWishes(temperature=1e300)), "temperature"),
+        (GenerateRequest(TEXT, SamplingWishes(top_p=1.5)), "top_p"),
+        (GenerateRequest(TEXT, SamplingWishes(min_p=-0.1)), "min_p"),
+        (GenerateRequest(TEXT, SamplingWishes(repetition_penalty=0.0)), "repetition_penalty"),
+        (GenerateRequest(TEXT, SamplingWishes(logit_bias={2**32 - 1: 1.0})), "logit_bias"),
+        (GenerateRequest(TEXT, stopping=Stopping(0)), "max_tokens"),
+        (GenerateRequest(TEXT, stopping=Stopping(2**32 - 1)), "max_tokens"),
+        (GenerateRequest(TEXT, stopping=Stopping(stop=("x",) * 65)), "stop"),
+        (GenerateRequest(TEXT, stopping=Stopping(stop_token_ids=(2**31,))), "stop_token_ids"),
+        (GenerateRequest(()), "prompt"),
+        (GenerateRequest((2**32 - 1,)), "prompt"),
+        (GenerateRequest((5,) * 5000), "prompt"),
+        (GenerateRequest(TEXT, logprobs=21), "logprobs"),
+        (GenerateRequest(TEXT, grammar=Grammar(GrammarKind.REGEX, "(")), "grammar.regex"),
+        (GenerateRequest(TALK, grammar=Grammar(GrammarKind.JSON_SCHEMA, "x" * 300_000)), "grammar.json_schema"),
+        (GenerateRequest(Conversation((Message("assistant", tool_calls="{"),))), "messages.0.tool_calls"),
+        (GenerateRequest(Conversation((Message("assistant", tool_calls='[{"id": 1}]'),))), "messages.0.tool_calls"),
         (
-            Ask(Conversation((Message("assistant", tool_calls='[{"function": {"name": "f", "arguments": 5}}]'),))),
+            GenerateRequest(
+                Conversation((Message("assistant", tool_calls='[{"function": {"name": "f", "arguments": 5}}]'),))
+            ),
             "messages.0.tool_calls",
         ),
-        (Ask(Conversation(TALK.messages, tools="[1]")), "conversation.tools"),
-        (Ask(Conversation(TALK.messages, variables={"messages": []})), "chat_template_kwargs"),
+        (GenerateRequest(Conversation(TALK.messages, tools="[1]")), "conversation.tools"),
+        (GenerateRequest(Conversation(TALK.messages, variables={"messages": []})), "chat_template_kwargs"),
     ],
 )
-async def test_wrong_input_names_its_field(ask: Ask, field: str, client: RemoteInference) -> None:
+async def test_wrong_input_names_its_field(ask: GenerateRequest, field: str, client: RemoteInference) -> None:
     with pytest.raises(InvalidArgument) as raised:
         await whole(client, ask)
     assert raised.value.where["field"] == field, raised.value.message
@@ -272,14 +276,14 @@ async def test_wrong_input_names_its_field(ask: Ask, field: str, client: RemoteI
 
 async def test_another_model_is_not_found(client: RemoteInference) -> None:
     with pytest.raises(NotFound, match="use 'demo'") as raised:
-        await whole(client, Ask(TEXT, model="gpt-5"))
+        await whole(client, GenerateRequest(TEXT, model="gpt-5"))
     assert (raised.value.reason, raised.value.where["field"]) == ("MODEL_NOT_FOUND", "model")
 
 
 async def test_names_of_parameters_are_free_for_switches(client: RemoteInference) -> None:
     """What the code around the template calls its own means nothing to a chat."""
     variables = {"files": 1, "template": "x", "tokenizer": None, "full_ids": [], "enable_thinking": False}
-    await whole(client, Ask(Conversation(TALK.messages, variables=variables), stopping=Stopping(1)))
+    await whole(client, GenerateRequest(Conversation(TALK.messages, variables=variables), stopping=Stopping(1)))
 
 
 async def test_senseless_requests_are_never_our_fault(channel: grpc.aio.Channel, client: RemoteInference) -> None:
@@ -348,7 +352,7 @@ async def test_a_full_queue_and_a_drain(tmp_path: Any) -> None:
     with serving(tmp_path, *arguments, "--max-concurrent-requests", 1, "--max-waiting-requests", 0) as server:
         channel = await connect(server.grpc, timeout_s=5)
         client, stub = RemoteInference(channel, "it"), pb_grpc.InferenceServiceStub(channel)
-        events = client.answer(Ask("x", SamplingWishes(temperature=0), Stopping(150, ignore_eos=True)))
+        events = client.answer(GenerateRequest("x", SamplingWishes(temperature=0), Stopping(150, ignore_eos=True)))
         await anext(events)
         with pytest.raises(grpc.aio.AioRpcError) as full:
             await stub.Generate(pb.GenerateRequest(text="x")).read()
@@ -363,7 +367,7 @@ async def test_a_full_queue_and_a_drain(tmp_path: Any) -> None:
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert (await client.load()).draining
         with pytest.raises(FlashsplitError) as late:
-            await whole(client, Ask("x"))
+            await whole(client, GenerateRequest("x"))
         assert (late.value.code_name, late.value.reason) == ("UNAVAILABLE", "DRAINING")
         *_, finished = [event async for event in events]
         assert isinstance(finished, Finished)

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from services.messages.inference_types import Ask, Conversation, Delta, Message, SamplingWishes, Stopping
+from services.messages.inference_types import Conversation, Delta, GenerateRequest, Message, SamplingWishes, Stopping
 from services.net.channel import connect
 from services.rpc.inference import RemoteInference
 from tests.e2e.conftest import generate
@@ -68,7 +68,9 @@ async def test_one_seed_through_every_door(client: openai.OpenAI, server: Server
     channel = await connect(server.grpc, timeout_s=5)
     talk = Conversation((Message("user", STORY[0]["content"]),))
     grpc_client = RemoteInference(channel, "the server")
-    events = [event async for event in grpc_client.answer(Ask(talk, SamplingWishes(**sampling), Stopping(40)))]
+    events = [
+        event async for event in grpc_client.answer(GenerateRequest(talk, SamplingWishes(**sampling), Stopping(40)))
+    ]
     ids = [token for event in events if isinstance(event, Delta) for token in event.token_ids]
     texts = [await grpc_client.detokenize((token,)) for token in ids]
     await channel.close()

@@ -14,7 +14,7 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from services.messages.inference_types import Ask, SamplingWishes, Stopping
+from services.messages.inference_types import GenerateRequest, SamplingWishes, Stopping
 from services.net.channel import connect
 from services.rpc.inference import RemoteInference
 from tests.e2e.conftest import Worker, until
@@ -41,7 +41,7 @@ async def ask_over_grpc(server: Server, request_id: str, traceparent: str) -> No
     channel = await connect(server.grpc, timeout_s=5)
     try:
         client = RemoteInference(channel, server.grpc)
-        ask = Ask("Once upon a time", SamplingWishes(temperature=0), Stopping(12))
+        ask = GenerateRequest("Once upon a time", SamplingWishes(temperature=0), Stopping(12))
         async for _ in client.answer(ask, request_id, traceparent=traceparent):
             pass
     finally:

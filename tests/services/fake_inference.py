@@ -8,13 +8,13 @@ from collections.abc import AsyncGenerator, Sequence
 from services.errors import FlashsplitError, NotFound
 from services.messages.inference_types import (
     AnswerEvent,
-    Ask,
     CacheSource,
     Conversation,
     Delta,
     DraftPlace,
     Finished,
     FinishReason,
+    GenerateRequest,
     Model,
     ServerInfo,
     ServerLoad,
@@ -54,13 +54,13 @@ class FakeInference:
     """Remembers what it was asked. `hold`: wait before the last event until it is set; `fault`: raised there."""
 
     def __init__(self, events: Sequence[AnswerEvent] = ANSWER) -> None:
-        self.events, self.asked = events, list[tuple[Ask, str]]()
+        self.events, self.asked = events, list[tuple[GenerateRequest, str]]()
         self.refusal: Exception | None = None
         self.fault: Exception | None = None
         self.hold: asyncio.Event | None = None
         self.open = self.closed = 0
 
-    async def answer(self, ask: Ask, request_id: str) -> AsyncGenerator[AnswerEvent]:
+    async def answer(self, ask: GenerateRequest, request_id: str) -> AsyncGenerator[AnswerEvent]:
         self.asked.append((ask, request_id))
         if self.refusal is not None:
             raise self.refusal

@@ -72,7 +72,7 @@ WORKER = WorkerDescription(
         capture_layers=(1, 4, 10),
         feature_transport=FeatureTransport.SLICES,
         weight_bytes=1 << 40,
-        state_cuttable=True,
+        state_trimmable=True,
     ),
     draft=DraftDescription(
         fingerprint="beef",
@@ -87,7 +87,7 @@ WORKER = WorkerDescription(
         max_position=2048,
         dtype="float32",
         weight_bytes=77,
-        state_cuttable=True,
+        state_trimmable=True,
     ),
     open_sessions=2,
     max_tensor_bytes=1 << 29,
@@ -123,7 +123,7 @@ OPEN = Open(
         seed=2**64 - 1,
     ),
     stop_token_ids=frozenset({1, 255}),
-    exact_rows=32,
+    batch_invariant_rows=32,
 )
 
 PARTS = (
@@ -226,7 +226,7 @@ class FakeDraft:
     def __init__(self) -> None:
         self.sessions: list[FakeDraftSession] = []
         self.fault: BaseException | None = None
-        self.guesses: Guesses | None = None
+        self.draft_tokens: Guesses | None = None
 
     async def open(self, request: DraftOpen) -> FakeDraftSession:
         if self.fault is not None:
@@ -259,7 +259,7 @@ class FakeDraftSession:
         if self.port.fault is not None:
             raise self.port.fault
         self.proposes.append(request)
-        return self.port.guesses if self.port.guesses is not None else tuple(range(1, request.tokens + 1))
+        return self.port.draft_tokens if self.port.draft_tokens is not None else tuple(range(1, request.tokens + 1))
 
     async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
         return self._snapshot(save)

@@ -368,11 +368,11 @@ class Client:
         return produced
 
     async def speculate(
-        self, prompt: Sequence[int], count: int, *, script: Script | None = None, guesses: int = BLOCK - 1
+        self, prompt: Sequence[int], count: int, *, script: Script | None = None, draft_tokens: int = BLOCK - 1
     ) -> Answer:
         """The next tokens by verifying guesses: the draft's, or a script's."""
         await self.prefill(prompt[:-1])
-        propose = 0 if script is not None else guesses
+        propose = 0 if script is not None else draft_tokens
         commit, proposal = await self.step(StepKind.DECODE, prompt[-1:], propose)
         answer = Answer(list(commit.token_ids), [], [proposal])
         while len(answer.tokens) < count:

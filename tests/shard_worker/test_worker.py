@@ -198,8 +198,8 @@ async def test_a_worker_tells_how_much_it_keeps(worker: Worker, tiny: Tiny) -> N
     assert described.snapshot_bytes == rows + 256 * 4 + draft_rows
     assert described.target is not None
     assert described.draft is not None
-    assert described.target.state_cuttable
-    assert described.draft.state_cuttable
+    assert described.target.state_trimmable
+    assert described.draft.state_trimmable
     assert worker._snapshots.free("a") == described.snapshot_bytes
     assert (await worker.describe()).snapshot_bytes == 0
 

@@ -140,10 +140,15 @@ class Run:
     """One session over stages whose hidden rows are passed on by hand."""
 
     def __init__(
-        self, stages: Sequence[Stage], *, capacity: int = 512, block_rows: int = 16, exact_rows: int | None = None
+        self,
+        stages: Sequence[Stage],
+        *,
+        capacity: int = 512,
+        block_rows: int = 16,
+        batch_invariant_rows: int | None = None,
     ) -> None:
-        self.stages, self.exact_rows = stages, exact_rows
-        self.states: list[StageState] = [stage.allocate(capacity, block_rows, exact_rows) for stage in stages]
+        self.stages, self.batch_invariant_rows = stages, batch_invariant_rows
+        self.states: list[StageState] = [stage.allocate(capacity, block_rows, batch_invariant_rows) for stage in stages]
 
     @property
     def length(self) -> int:
@@ -152,19 +157,19 @@ class Run:
 
     @torch.no_grad()
     def __call__(
-        self, token_ids: Sequence[int], features: Features | None = None, *, deferred: bool = False
+        self, token_ids: Sequence[int], features: Features | None = None, *, uncommitted: bool = False
     ) -> torch.Tensor:
         """Logits [n, vocab] after each of the next tokens."""
         hidden = self.stages[0].embed(tuple(token_ids))
         for stage, state in zip(self.stages, self.states, strict=True):
-            hidden = stage.run(state, hidden, features, deferred=deferred)
+            hidden = stage.run(state, hidden, features, uncommitted=uncommitted)
         head = self.stages[-1].head
         assert head is not None
-        return head.logits(hidden, self.exact_rows)
+        return head.logits(hidden, self.batch_invariant_rows)
 
     def verify(self, token_ids: Sequence[int], features: Features | None = None) -> torch.Tensor:
         """As calling, but none of the tokens counts yet."""
-        return self(token_ids, features, deferred=True)
+        return self(token_ids, features, uncommitted=True)
 
     @torch.no_grad()
     def commit(self, rows: int) -> None:

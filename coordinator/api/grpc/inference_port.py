@@ -12,13 +12,13 @@ from coordinator.api.requests import chat_of, check_model, compressed_text, make
 from coordinator.engine.engine import Engine
 from services.messages.inference_types import (
     AnswerEvent,
-    Ask,
     CacheSource,
     Conversation,
     Delta,
     DraftPlace,
     Finished,
     FinishReason,
+    GenerateRequest,
     Model,
     ServerInfo,
     ServerLoad,
@@ -36,7 +36,7 @@ class EnginePort:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._began = engine, time.monotonic()
 
-    async def answer(self, ask: Ask, request_id: str) -> AsyncGenerator[AnswerEvent]:
+    async def answer(self, ask: GenerateRequest, request_id: str) -> AsyncGenerator[AnswerEvent]:
         """As the port says."""
         engine = self._engine
         check_model(engine, ask.model)

@@ -162,14 +162,14 @@ class Draft:
             cache.store(slot, state.length + first, keys[first:], projected[first:, 1])
         state.length += count
 
-    def propose(self, state: DraftState, embedded: torch.Tensor, guesses: int) -> torch.Tensor:
+    def propose(self, state: DraftState, embedded: torch.Tensor, draft_tokens: int) -> torch.Tensor:
         """Hidden rows of the guesses after the context, normed for the target's lm_head: [guesses, hidden].
 
         embedded: target embedding rows of the known token, at position `state.length`, and of the mask token,
         [2, hidden]. The context cache is left as it was.
         """
-        config, rows = self.config, guesses + 1
-        index = torch.tensor([0] + [1] * guesses, device=self.device.torch_device)
+        config, rows = self.config, draft_tokens + 1
+        index = torch.tensor([0] + [1] * draft_tokens, device=self.device.torch_device)
         hidden = embedded.to(self.device.torch_device, self.dtype)[index]
         end = state.length + rows
         positions = torch.arange(state.length, end, device=hidden.device)

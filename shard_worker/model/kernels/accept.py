@@ -18,12 +18,12 @@ STOPS = 8
 
 @triton.jit(do_not_specialize=["stride", "hidden"])
 def _accept(
-    place, likeliest, stops, outcome, appending, proposing, stride, embedding, known_row, hidden,
+    place, argmax, stops, outcome, appending, proposing, stride, embedding, known_row, hidden,
     MADE: tl.constexpr, COPIES: tl.constexpr, STOPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     ms = tl.arange(0, MADE)
     rows = tl.load(place + ROWS)
-    chosen = tl.load(likeliest + ms, mask=ms < rows, other=0)
+    chosen = tl.load(argmax + ms, mask=ms < rows, other=0)
     goes_on = ms + 1 < rows
     goes_on = goes_on & (chosen == tl.load(place + FIRST_TOKEN + 1 + ms, mask=goes_on, other=-1))
     for stop in tl.static_range(STOPS):
@@ -36,7 +36,7 @@ def _accept(
     for copy in tl.static_range(COPIES):
         tl.store(appending + copy * stride + ROWS, count)
         tl.store(proposing + copy * stride + BASE, after)
-    row = embedding + tl.load(likeliest + last) * hidden
+    row = embedding + tl.load(argmax + last) * hidden
     for first in range(0, hidden, BLOCK):
         hs = first + tl.arange(0, BLOCK)
         tl.store(known_row + hs, tl.load(row + hs, mask=hs < hidden), mask=hs < hidden)
@@ -44,7 +44,7 @@ def _accept(
 
 def accept(
     place: torch.Tensor,
-    likeliest: torch.Tensor,
+    argmax: torch.Tensor,
     stops: torch.Tensor,
     outcome: torch.Tensor,
     appending: Place,
@@ -58,7 +58,7 @@ def accept(
     appended and where its block begins, and known_row [hidden] the embedding of the token that the block follows.
     """
     _accept[(1,)](
-        place, likeliest, stops, outcome, appending.tensor, proposing.tensor, appending.tensor.shape[1],
+        place, argmax, stops, outcome, appending.tensor, proposing.tensor, appending.tensor.shape[1],
         embedding, known_row, embedding.shape[1], MADE=len(outcome) - 1, COPIES=len(appending.tensor),
         STOPS=STOPS, BLOCK=1024, num_warps=4,
     )  # fmt: skip

@@ -48,7 +48,7 @@ def run(
     hidden: torch.Tensor,
     places: dict[LayerKind, torch.Tensor],
     *,
-    deferred: bool,
+    uncommitted: bool,
     then: torch.Tensor | None = None,
     capture: Collection[int] = (),
 ) -> Result:
@@ -63,7 +63,7 @@ def run(
     normed: Normed | None = begin(hidden, layers.weights[0].input_norm, layers.eps)
     for index, (weights, slot) in enumerate(zip(layers.weights, layers.slots, strict=True)):
         assert normed is not None
-        mixed = _mix(layers, weights, slot, normed, rope, places[weights.kind], deferred)
+        mixed = _mix(layers, weights, slot, normed, rope, places[weights.kind], uncommitted)
         bias = weights.mixer.out_bias if isinstance(weights.mixer, AttentionWeights) else None
         hidden, normed = linear(
             mixed, weights.mixer.out, bias=bias, residual=hidden, norm=weights.post_norm, eps=layers.eps
@@ -83,7 +83,7 @@ def _mix(
     normed: Normed,
     rope: tuple[torch.Tensor, torch.Tensor],
     place: torch.Tensor,
-    deferred: bool,
+    uncommitted: bool,
 ) -> torch.Tensor:
     mixer = weights.mixer
     if isinstance(mixer, AttentionWeights):
@@ -103,5 +103,5 @@ def _mix(
         place,
         slot,
         layers.eps,
-        deferred=deferred,
+        uncommitted=uncommitted,
     )

@@ -212,7 +212,7 @@ def run(
     slot: int,
     eps: float,
     *,
-    deferred: bool,
+    uncommitted: bool,
 ) -> torch.Tensor:
     """Rows of a fused projection [n, shape.width] -> [n, value_heads * value_dim], ready for the output projection.
 
@@ -228,7 +228,7 @@ def run(
     values = min(_VALUES, shape.value_dim)
     _recur[(shape.value_heads, shape.value_dim // values)](
         mixed, gates, place, out, slot, **heads, **dims, VALUES=values,
-        DEFERRED=deferred, num_warps=1,
+        DEFERRED=uncommitted, num_warps=1,
     )  # fmt: skip
     return gate(shape, out, projected, norm, eps)
 

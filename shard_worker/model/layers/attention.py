@@ -80,17 +80,17 @@ def run(
     """x: [n, hidden] -> [n, hidden]; keys and values of the rows are written to the cache first."""
     assert caches.attention is not None
     count, heads, kv_heads, head_dim = x.shape[0], config.heads, config.kv_heads, config.head_dim
-    projected = linear(x, weights.qkv, weights.qkv_bias, rows.exact_rows).view(count, -1, head_dim)
+    projected = linear(x, weights.qkv, weights.qkv_bias, rows.batch_invariant_rows).view(count, -1, head_dim)
     qk = rms_norm(projected[:, : heads + kv_heads], weights.qk_norm, config.norm_eps)
     qk = apply_rope(qk, rows.rope)
     values = projected[:, heads + kv_heads : heads + 2 * kv_heads]
     caches.attention.store(slot, rows.base, qk[:, heads:], values)
     keys_and_values = caches.attention.span(slot, rows.base + count)
-    if rows.exact_rows is not None:
+    if rows.batch_invariant_rows is not None:
         window = config.sliding_window if kind is LayerKind.SLIDING else None
         mixed = attend_each(qk[:, :heads], *keys_and_values, window)
     else:
         mixed = attend(qk[:, :heads], *keys_and_values, rows.masks[kind])
     if weights.gated:
         mixed = mixed * rows.each(torch.sigmoid, projected[:, heads + 2 * kv_heads :].reshape(count, -1))
-    return linear(mixed, weights.out, weights.out_bias, rows.exact_rows)
+    return linear(mixed, weights.out, weights.out_bias, rows.batch_invariant_rows)

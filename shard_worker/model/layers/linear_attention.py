@@ -67,22 +67,22 @@ def run(
     assert cache is not None
     count, heads = x.shape[0], shape.value_heads
     sizes = (shape.conv_channels, shape.value_dim, heads, heads)
-    projected = linear(x, weights.projection, None, rows.exact_rows)
+    projected = linear(x, weights.projection, None, rows.batch_invariant_rows)
     mix, z, b, a = projected.split_with_sizes(sizes, -1)
-    if rows.delta_kernels and not rows.deferred:
+    if rows.delta_kernels and not rows.uncommitted:
         from shard_worker.model.kernels import delta_prefill
 
         gated = delta_prefill.run_layer(shape, weights, projected, cache, slot, config.norm_eps)
         cache.advance_inputs(slot, mix)
         return linear(gated, weights.out)
-    mixed = rows.each(F.silu, deltanet.causal_conv(cache.window(slot, mix, rows.deferred), weights.taps))
+    mixed = rows.each(F.silu, deltanet.causal_conv(cache.window(slot, mix, rows.uncommitted), weights.taps))
     q, k, v = _heads(shape, mixed, weights.qk_scale)
     beta = rows.each(torch.sigmoid, b.float()).t()
     log_decay = (weights.decay_rate * rows.each(F.softplus, a.float() + weights.dt_bias)).t()
 
     state = cache.state[slot]
-    if rows.deferred:
-        block = deltanet.block if rows.exact_rows is None else deltanet.block_by_steps
+    if rows.uncommitted:
+        block = deltanet.block if rows.batch_invariant_rows is None else deltanet.block_by_steps
         out, corrected, decays = block(state, q, k, v, log_decay, beta)
         cache.record(slot, k, corrected, decays)
     elif count == 1:
@@ -92,7 +92,7 @@ def run(
 
     normed = rms_norm(out.transpose(0, 1), weights.norm, config.norm_eps)
     gated = normed * rows.each(F.silu, z.float()).view(count, heads, -1)
-    return linear(gated.to(x.dtype).view(count, -1), weights.out, None, rows.exact_rows)
+    return linear(gated.to(x.dtype).view(count, -1), weights.out, None, rows.batch_invariant_rows)
 
 
 def _heads(

@@ -28,7 +28,7 @@ def pack(tensors: Mapping[str, torch.Tensor]) -> MlpWeights:
 
 def run(weights: MlpWeights, x: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
     """x: [n, hidden] -> [n, hidden]. rows: what they are, where they are a step's."""
-    made_of = None if rows is None else rows.exact_rows
+    made_of = None if rows is None else rows.batch_invariant_rows
     gate_up = linear(x, weights.gate_up, None, made_of)
     if rows is not None and rows.kernels:
         from shard_worker.model.kernels import elementwise

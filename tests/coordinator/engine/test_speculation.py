@@ -11,10 +11,10 @@ def drive(speculation: Speculation, steps: int, accept: float, plain_s: float, v
     """Feed steps as a model would give them: `accept` of each block's guesses, time growing with the block."""
     lengths = []
     for _ in range(steps):
-        guesses = speculation.guesses()
-        lengths.append(guesses)
-        seconds = plain_s + (verify_s - plain_s) * guesses / 15
-        speculation.observe(guesses, min(guesses, round(15 * accept)), seconds)
+        draft_tokens = speculation.draft_tokens()
+        lengths.append(draft_tokens)
+        seconds = plain_s + (verify_s - plain_s) * draft_tokens / 15
+        speculation.observe(draft_tokens, min(draft_tokens, round(15 * accept)), seconds)
     return lengths
 
 

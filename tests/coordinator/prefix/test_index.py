@@ -16,8 +16,8 @@ from coordinator.prefix.lineage import Lineage
 LINEAGE = Lineage(model="m", dtype="float32", text="t", draft=None, draft_dtype=None)
 
 
-def entry(token_ids: Sequence[int], *, cuttable: bool, parent: Entry | None = None) -> Entry:
-    return Entry(LINEAGE.snapshot_id(token_ids), tuple(token_ids), parent, cuttable)
+def entry(token_ids: Sequence[int], *, trimmable: bool, parent: Entry | None = None) -> Entry:
+    return Entry(LINEAGE.snapshot_id(token_ids), tuple(token_ids), parent, trimmable)
 
 
 def index_of(*entries: Entry) -> PrefixIndex:
@@ -43,7 +43,7 @@ class Reference:
                 common += 1
             if common == len(one.token_ids):
                 found.append(Match(one, common))
-            elif one.cuttable:
+            elif one.trimmable:
                 found.append(Match(one, min(common, len(token_ids) - 1)))
         return [match for match in found if match.length > 0]
 
@@ -78,7 +78,7 @@ def some_tokens(rng: random.Random, known: list[Entry], alphabet: int) -> tuple[
 
 
 @pytest.mark.parametrize("link", [index._link, weak_link], ids=["sha256", "collisions"])
-@pytest.mark.parametrize("kinds", [(True,), (False,), (True, False)], ids=["cuttable", "exact", "mixed"])
+@pytest.mark.parametrize("kinds", [(True,), (False,), (True, False)], ids=["trimmable", "exact", "mixed"])
 @pytest.mark.parametrize("alphabet", [1, 2, 50_000])
 def test_index_is_a_search_through_all_entries(
     monkeypatch: pytest.MonkeyPatch,
@@ -110,7 +110,7 @@ def test_index_is_a_search_through_all_entries(
                 above = [one for one in known if len(one.token_ids) < len(tokens)]
                 above = [one for one in above if tokens[: len(one.token_ids)] == one.token_ids]
                 parent = rng.choice([None, *above])
-                new = entry(tokens, cuttable=rng.choice(kinds), parent=parent)
+                new = entry(tokens, trimmable=rng.choice(kinds), parent=parent)
                 tested.add(new)
                 reference.entries.setdefault(new.snapshot_id, new)
 
@@ -135,8 +135,8 @@ def test_index_is_a_search_through_all_entries(
     assert misses > 10
 
 
-@pytest.mark.parametrize("cuttable", [True, False])
-def test_nothing_is_left_behind(cuttable: bool) -> None:
+@pytest.mark.parametrize("trimmable", [True, False])
+def test_nothing_is_left_behind(trimmable: bool) -> None:
     """After all entries went, one by one or at once, the index holds no memory of them."""
     rng = random.Random(7)
     tested = PrefixIndex()
@@ -144,14 +144,14 @@ def test_nothing_is_left_behind(cuttable: bool) -> None:
     for _ in range(60):
         tokens = some_tokens(rng, entries, 3) + (1,)
         above = [one for one in entries if tokens[: len(one.token_ids)] == one.token_ids != tokens]
-        entries.append(entry(tokens, cuttable=cuttable, parent=rng.choice([None, *above])))
+        entries.append(entry(tokens, trimmable=trimmable, parent=rng.choice([None, *above])))
         tested.add(entries[-1])
     for one in rng.sample(entries, len(entries)):
         tested.remove(one.snapshot_id)
     assert not tested._kept
     assert not tested._listed
 
-    tested.add(entries[0] if entries[0].parent is None else entry([1, 2], cuttable=cuttable))
+    tested.add(entries[0] if entries[0].parent is None else entry([1, 2], trimmable=trimmable))
     tested.clear()
     assert len(tested) == 0
     assert not tested._listed
@@ -173,16 +173,16 @@ def test_nothing_is_left_behind(cuttable: bool) -> None:
 def test_prompt_about_as_long_as_the_entry(prompt: int, exact: int | None, cut: int | None) -> None:
     """Equal prompts take all; shorter ones leave the last token to compute, which an exact entry cannot offer."""
     tokens = list(range(100, 200))
-    for cuttable, expected in ((False, exact), (True, cut)):
-        found = index_of(entry(tokens[:40], cuttable=cuttable)).find(tokens[:prompt])
+    for trimmable, expected in ((False, exact), (True, cut)):
+        found = index_of(entry(tokens[:40], trimmable=trimmable)).find(tokens[:prompt])
         assert (found.length if found else None) == expected
 
 
 def test_other_suffix_takes_only_what_is_common() -> None:
     """A prompt that parts from an entry gets the common part of a cuttable one and nothing of an exact one."""
     kept, other = list(range(50)), [*range(45), 7, 7, 7]
-    assert index_of(entry(kept, cuttable=False)).find(other) is None
-    found = index_of(entry(kept, cuttable=True)).find(other)
+    assert index_of(entry(kept, trimmable=False)).find(other) is None
+    found = index_of(entry(kept, trimmable=True)).find(other)
     assert found is not None
     assert found.length == 45
     assert found.entry.token_ids[:45] == tuple(other[:45])
@@ -191,7 +191,7 @@ def test_other_suffix_takes_only_what_is_common() -> None:
 def test_exact_entry_wins_among_equals() -> None:
     """What needs no cut is taken before what does, in whatever order they came."""
     tokens = list(range(80))
-    long, short = entry(tokens, cuttable=True), entry(tokens[:70], cuttable=False)
+    long, short = entry(tokens, trimmable=True), entry(tokens[:70], trimmable=False)
     for order in ((long, short), (short, long)):
         assert index_of(*order).find([*tokens[:70], 1, 2]) == Match(short, 70)
         # Of a prompt of 71 tokens the cuttable entry can serve no more than 70 either.
@@ -201,7 +201,7 @@ def test_exact_entry_wins_among_equals() -> None:
 def test_equal_hash_is_not_equal_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all hashes are one, other tokens still do not match, and what is shorter but true does."""
     monkeypatch.setattr(index, "_link", lambda digest, block: digest + b"x")
-    liar, honest = entry([9] * 96, cuttable=False), entry([1] * 40, cuttable=True)
+    liar, honest = entry([9] * 96, trimmable=False), entry([1] * 40, trimmable=True)
     tested = index_of(liar, honest)
     assert tested.find([1] * 96 + [2]) == Match(honest, 40)
     assert tested.find([2] * 96) is None
@@ -209,15 +209,15 @@ def test_equal_hash_is_not_equal_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_add_refuses_what_could_not_be_restored() -> None:
     """No tokens, a parent that is gone, and one that is not a shorter prefix are errors and leave nothing behind."""
-    root = entry([1, 2, 3], cuttable=True)
+    root = entry([1, 2, 3], trimmable=True)
     tested = index_of(root)
-    gone, unlike = entry([1, 2], cuttable=True), entry([1, 2, 3], cuttable=True, parent=root)
+    gone, unlike = entry([1, 2], trimmable=True), entry([1, 2, 3], trimmable=True, parent=root)
     with pytest.raises(ValueError, match="no tokens"):
-        tested.add(entry([], cuttable=True))
+        tested.add(entry([], trimmable=True))
     with pytest.raises(ValueError, match="is not kept"):
-        tested.add(entry([1, 2, 4], cuttable=True, parent=gone))
+        tested.add(entry([1, 2, 4], trimmable=True, parent=gone))
     with pytest.raises(ValueError, match="no prefix"):
-        tested.add(entry([1, 2, 4, 5], cuttable=True, parent=root))
+        tested.add(entry([1, 2, 4, 5], trimmable=True, parent=root))
     with pytest.raises(ValueError, match="no prefix"):
         tested.add(Entry("other name", unlike.token_ids, root, True))
     assert len(tested) == 1
@@ -226,11 +226,11 @@ def test_add_refuses_what_could_not_be_restored() -> None:
 
 def test_second_add_keeps_the_first() -> None:
     """An entry saved again stays where it is, with what builds on it."""
-    root = entry([1], cuttable=False)
-    first = entry([1, 2], cuttable=False, parent=root)
-    child = entry([1, 2, 3], cuttable=False, parent=first)
+    root = entry([1], trimmable=False)
+    first = entry([1, 2], trimmable=False, parent=root)
+    child = entry([1, 2, 3], trimmable=False, parent=first)
     tested = index_of(root, first, child)
-    tested.add(entry([1, 2], cuttable=False))
+    tested.add(entry([1, 2], trimmable=False))
     assert tested.get(first.snapshot_id) is first
     assert [one.snapshot_id for one in tested.remove(root.snapshot_id)] == [
         one.snapshot_id for one in (root, first, child)
@@ -241,21 +241,21 @@ def test_second_add_keeps_the_first() -> None:
 
 def test_deepest_ancestor() -> None:
     """The longest that is not longer, itself included; None above them all."""
-    a = entry(range(10), cuttable=True)
-    b = entry(range(20), cuttable=True, parent=a)
-    c = entry(range(30), cuttable=True, parent=b)
+    a = entry(range(10), trimmable=True)
+    b = entry(range(20), trimmable=True, parent=a)
+    c = entry(range(30), trimmable=True, parent=b)
     assert [deepest_ancestor(c, length) for length in (31, 30, 29, 20, 19, 10, 9, 0)] == [c, c, b, b, a, a, None, None]
 
 
-@pytest.mark.parametrize("cuttable", [True, False])
-def test_memory_grows_with_the_tokens_not_with_the_turns(cuttable: bool) -> None:
+@pytest.mark.parametrize("trimmable", [True, False])
+def test_memory_grows_with_the_tokens_not_with_the_turns(trimmable: bool) -> None:
     """What turns have in common is listed once, and what fits only whole is listed at its end alone."""
     tested = PrefixIndex()
     tokens: tuple[int, ...] = ()
     last: Entry | None = None
     for turn in range(100):
         tokens += tuple(range(turn, turn + BLOCK_TOKENS))
-        last = entry(tokens, cuttable=cuttable, parent=last)
+        last = entry(tokens, trimmable=trimmable, parent=last)
         tested.add(last)
     assert sum(len(listed) for listed in tested._listed.values()) <= 201
     found = tested.find([*tokens, 5])
@@ -263,17 +263,17 @@ def test_memory_grows_with_the_tokens_not_with_the_turns(cuttable: bool) -> None
     assert found.entry is last
 
 
-@pytest.mark.parametrize("cuttable", [True, False])
-def test_long_prompts_and_many_entries_stay_cheap(cuttable: bool) -> None:
+@pytest.mark.parametrize("trimmable", [True, False])
+def test_long_prompts_and_many_entries_stay_cheap(trimmable: bool) -> None:
     """100,000 tokens against branches of a long document and thousands of short entries: far below a second."""
     rng = random.Random(3)
     document = tuple(rng.randrange(150_000) for _ in range(100_000))
     tested = PrefixIndex()
     for turn in range(40):
-        tested.add(entry([*document[:99_990], 1, 2, turn], cuttable=cuttable))
+        tested.add(entry([*document[:99_990], 1, 2, turn], trimmable=trimmable))
     for _ in range(4000):
-        tested.add(entry([*document[:40], *(rng.randrange(150_000) for _ in range(8))], cuttable=cuttable))
-    tested.add(entry(document[:90_000], cuttable=cuttable))
+        tested.add(entry([*document[:40], *(rng.randrange(150_000) for _ in range(8))], trimmable=trimmable))
+    tested.add(entry(document[:90_000], trimmable=trimmable))
 
     prompt = list(document)
     started = time.perf_counter()
@@ -281,5 +281,5 @@ def test_long_prompts_and_many_entries_stay_cheap(cuttable: bool) -> None:
     seconds = time.perf_counter() - started
 
     assert found is not None
-    assert found.length == (99_990 if cuttable else 90_000)
+    assert found.length == (99_990 if trimmable else 90_000)
     assert seconds < 0.3

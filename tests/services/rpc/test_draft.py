@@ -86,7 +86,7 @@ async def test_a_refused_snapshot_is_raised(restoring: bool, port: FakeDraft, dr
 async def test_large_tensors_both_ways(port: FakeDraft, draft: RemoteDraft) -> None:
     """Features, embedding rows and hidden rows of several MiB arrive unchanged."""
     hidden = tensor(5, CHUNK_BYTES // 2, fill=3)
-    port.guesses = hidden
+    port.draft_tokens = hidden
     piece, embed = tensor(9, CHUNK_BYTES // 4, dtype="float32"), tensor(2, CHUNK_BYTES, fill=2)
     session = await draft.open(OPEN)
     await session.feature_slice(FeatureSlice(0, piece))
@@ -100,14 +100,14 @@ async def test_large_tensors_both_ways(port: FakeDraft, draft: RemoteDraft) -> N
 
 async def test_no_guesses_are_an_answer_too(port: FakeDraft, draft: RemoteDraft) -> None:
     """An empty list of guesses comes back as one."""
-    port.guesses = ()
+    port.draft_tokens = ()
     session = await draft.open(OPEN)
     assert await session.propose(Propose(0, 0, 0, 0)) == ()
     await session.close()
 
 
-@pytest.mark.parametrize("guesses", [(1,), tensor(1, 8)])
-async def test_a_refusal_is_the_status(guesses: object, port: FakeDraft, draft: RemoteDraft) -> None:
+@pytest.mark.parametrize("draft_tokens", [(1,), tensor(1, 8)])
+async def test_a_refusal_is_the_status(draft_tokens: object, port: FakeDraft, draft: RemoteDraft) -> None:
     """What the draft refuses is raised by propose() with the draft's place; so is whatever is asked afterwards."""
     session = await draft.open(OPEN)
     port.fault = FailedPrecondition("features end at 3", reason="OUT_OF_STEP", field="position")

@@ -28,9 +28,9 @@ from services.errors import (
 )
 from services.messages.inference_types import (
     AnswerEvent,
-    Ask,
     Conversation,
     Delta,
+    GenerateRequest,
     Message,
     SamplingWishes,
     Started,
@@ -86,15 +86,15 @@ async def all_of(events: AsyncIterator[AnswerEvent]) -> list[AnswerEvent]:
 @pytest.mark.parametrize(
     "ask",
     [
-        Ask(""),
-        Ask("Ünïcode\n", FULL, Stopping(0, ("a", ""), (0, 7), True), speculate=False, model="m"),
-        Ask((0, 5, 2**32 - 1), SamplingWishes(temperature=0.7, seed=0)),
-        Ask(()),
-        Ask(TALK, FULL, Stopping(2**32 - 1), logprobs=0, grammar=Grammar(GrammarKind.JSON_OBJECT)),
-        Ask("x", logprobs=20, grammar=Grammar(GrammarKind.JSON_SCHEMA, "{}")),
+        GenerateRequest(""),
+        GenerateRequest("Ünïcode\n", FULL, Stopping(0, ("a", ""), (0, 7), True), speculate=False, model="m"),
+        GenerateRequest((0, 5, 2**32 - 1), SamplingWishes(temperature=0.7, seed=0)),
+        GenerateRequest(()),
+        GenerateRequest(TALK, FULL, Stopping(2**32 - 1), logprobs=0, grammar=Grammar(GrammarKind.JSON_OBJECT)),
+        GenerateRequest("x", logprobs=20, grammar=Grammar(GrammarKind.JSON_SCHEMA, "{}")),
     ],
 )
-async def test_what_is_asked_arrives(ask: Ask, port: FakeInference, remote: RemoteInference) -> None:
+async def test_what_is_asked_arrives(ask: GenerateRequest, port: FakeInference, remote: RemoteInference) -> None:
     """Text, ids and chats with everything around them reach the port as they were, also what is absent or zero."""
     assert await all_of(remote.answer(ask, "mine")) == [Started("mine", 7), *ANSWER]
     assert port.asked == [(ask, "mine")]
@@ -109,7 +109,7 @@ async def test_who_names_nothing_gets_a_name(port: FakeInference, remote: Remote
     """Each request without a name gets its own, told first."""
     names = set()
     for _ in range(3):
-        started, *_ = await all_of(remote.answer(Ask("x")))
+        started, *_ = await all_of(remote.answer(GenerateRequest("x")))
         assert isinstance(started, Started)
         names.add(started.request_id)
     assert len(names) == 3
@@ -193,12 +193,12 @@ async def test_errors_before_and_after_the_first_word(port: FakeInference, remot
     """What the port raises is the stream's status, with its reason and the request's name; deltas before it arrive."""
     port.refusal = InvalidArgument("temperature is -1", reason="BAD", field="temperature")
     with pytest.raises(InvalidArgument, match="temperature is -1") as raised:
-        await all_of(remote.answer(Ask("x"), "r1"))
+        await all_of(remote.answer(GenerateRequest("x"), "r1"))
     assert raised.value.reason == "BAD"
     assert raised.value.where == {"field": "temperature", "request_id": "r1", "address": "here"}
 
     port.refusal, port.fault = None, Unavailable("stage 1 is gone", reason="WORKER_DIED", stage=1)
-    events = remote.answer(Ask("x"), "r1")
+    events = remote.answer(GenerateRequest("x"), "r1")
     assert [await anext(events) for _ in ANSWER] == [Started("r1", 7), *ANSWER[:-1]]
     with pytest.raises(Unavailable, match="stage 1 is gone") as late:
         await anext(events)
@@ -206,7 +206,7 @@ async def test_errors_before_and_after_the_first_word(port: FakeInference, remot
 
     port.fault = ValueError("the secret of the house")
     with pytest.raises(InternalError) as internal:
-        await all_of(remote.answer(Ask("x")))
+        await all_of(remote.answer(GenerateRequest("x")))
     assert "secret" not in internal.value.message
     assert (port.open, port.closed) == (0, 2)
 
@@ -230,7 +230,7 @@ async def test_a_full_queue_says_when_to_come_again(port: FakeInference, channel
 async def held(port: FakeInference, remote: RemoteInference, name: str) -> AsyncIterator[asyncio.Task[list[Any]]]:
     """An answer that waits in the middle."""
     port.hold = asyncio.Event()
-    task = asyncio.ensure_future(all_of(remote.answer(Ask("x"), name)))
+    task = asyncio.ensure_future(all_of(remote.answer(GenerateRequest("x"), name)))
     await until(lambda: port.open > 0)
     yield task
     await asyncio.wait([task])
@@ -249,7 +249,7 @@ async def test_abort_ends_an_answer(port: FakeInference, remote: RemoteInference
         await remote.abort("a")
     assert unknown.value.reason == "REQUEST_NOT_FOUND"
     port.hold = None
-    assert len(await all_of(remote.answer(Ask("x"), "a"))) == 5
+    assert len(await all_of(remote.answer(GenerateRequest("x"), "a"))) == 5
 
 
 async def test_abort_reaches_an_answer_that_nobody_reads(port: FakeInference, channel: grpc.aio.Channel) -> None:
@@ -270,7 +270,7 @@ async def test_two_of_one_name(port: FakeInference, remote: RemoteInference) -> 
     """The second is refused while the first runs, which does not notice."""
     async with held(port, remote, "a") as task:
         with pytest.raises(AlreadyExists, match="runs already") as raised:
-            await all_of(remote.answer(Ask("x"), "a"))
+            await all_of(remote.answer(GenerateRequest("x"), "a"))
         assert raised.value.where["field"] == "x-request-id"
         assert port.hold is not None
         port.hold.set()
@@ -280,7 +280,7 @@ async def test_two_of_one_name(port: FakeInference, remote: RemoteInference) -> 
 async def test_a_deadline_ends_an_answer(port: FakeInference, remote: RemoteInference) -> None:
     port.hold = asyncio.Event()
     with pytest.raises(DeadlineExceeded):
-        await all_of(remote.answer(Ask("x"), timeout_s=0.2))
+        await all_of(remote.answer(GenerateRequest("x"), timeout_s=0.2))
     await until(lambda: port.closed == 1)
     assert port.open == 0
 
@@ -331,4 +331,4 @@ async def test_senseless_requests(method: str, valid: Any, port: FakeInference, 
     assert method == "Abort" or seen["OK"] > 1, seen
     assert port.open == 0
     remote = RemoteInference(channel, "here")
-    assert len(await all_of(remote.answer(replace(Ask("x"), model=None)))) == 5
+    assert len(await all_of(remote.answer(replace(GenerateRequest("x"), model=None)))) == 5

@@ -20,9 +20,9 @@ from shard_worker.cache.prefix_state import (
     WholeView,
     copy_in,
     copy_out,
-    cuttable,
     rows_of,
     tensors_of,
+    trimmable,
 )
 
 TOTAL = 40
@@ -139,10 +139,10 @@ def test_announced_tensors_are_those_that_are_copied() -> None:
 
 def test_only_rows_that_all_stay_can_be_cut() -> None:
     """State and windows bind a snapshot to its length; rows and logits don't."""
-    assert cuttable(CUTTABLE)
-    assert cuttable(())
-    assert not cuttable((ROWS, STATE))
-    assert not cuttable((ROWS, WINDOW))
+    assert trimmable(CUTTABLE)
+    assert trimmable(())
+    assert not trimmable((ROWS, STATE))
+    assert not trimmable((ROWS, WINDOW))
 
 
 # --- views

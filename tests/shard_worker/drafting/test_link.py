@@ -7,7 +7,7 @@ import torch
 
 from services.errors import FailedPrecondition
 from shard_worker.device.dtypes import from_wire
-from shard_worker.drafting.engine import DraftEngine, check_guess
+from shard_worker.drafting.engine import DraftEngine, check_draft_request
 from shard_worker.drafting.link import slices_to_wire
 from shard_worker.model.features import Features
 from tests.shard_worker.tiny import Tiny, load_draft
@@ -43,10 +43,10 @@ def test_a_context_grows_without_gaps_and_guesses_start_at_its_end(tiny: Tiny) -
             engine.append(state, Features(total=torch.zeros(2, 64)), start)
     for position in (3, 5):
         with pytest.raises(FailedPrecondition, match=f"propose is for position {position}"):
-            check_guess(draft, state, position, 3)
+            check_draft_request(draft, state, position, 3)
     for tokens in (0, 8):
         with pytest.raises(FailedPrecondition, match="this draft guesses 1 to 7"):
-            check_guess(draft, state, 4, tokens)
-    check_guess(draft, state, 4, 7)
+            check_draft_request(draft, state, 4, tokens)
+    check_draft_request(draft, state, 4, 7)
 
     assert state.length == 4

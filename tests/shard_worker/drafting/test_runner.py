@@ -53,7 +53,7 @@ def test_a_block_is_that_of_plain_torch(tiny: Tiny, name: str) -> None:
     draft, runner, embedding, head = make(tiny, name, **SHAPES[name])
     own, expected = draft.allocate(640), draft.allocate(640)
     features = torch.randn(600, 64, generator=torch.Generator().manual_seed(3)).to(draft.device.torch_device)
-    for count, guesses in ((1, 7), (240, 7), (5, 3), (8, 7), (8, 1), (250, 7), (3, 7)):
+    for count, draft_tokens in ((1, 7), (240, 7), (5, 3), (8, 7), (8, 1), (250, 7), (3, 7)):
         piece = Features(total=features[own.length : own.length + count])
         draft.append(expected, piece)
         if runner.takes(own, count):
@@ -61,8 +61,8 @@ def test_a_block_is_that_of_plain_torch(tiny: Tiny, name: str) -> None:
         else:
             draft.append(own, piece)
         rows = embedding[[17, draft.config.mask_token_id]]
-        logits = (draft.propose(expected, rows, guesses) @ head.T).float()
-        found = torch.tensor(runner.guess(own, rows, guesses), device=logits.device)
+        logits = (draft.propose(expected, rows, draft_tokens) @ head.T).float()
+        found = torch.tensor(runner.propose(own, rows, draft_tokens), device=logits.device)
         missed = logits.amax(-1) - logits.gather(1, found[:, None])[:, 0]
         assert (missed <= 0.05 * logits.std()).all(), (count, missed)
         assert_close(own, expected)
@@ -111,45 +111,47 @@ class Pair:
 
     def prefill(self, tokens: list[int]) -> None:
         features = Features()
-        self.run(tokens, features, deferred=False)
+        self.run(tokens, features, uncommitted=False)
         self.draft.append(self.context, features)
 
-    def run(self, tokens: Sequence[int], features: Features | None, *, deferred: bool) -> StepOutput:
+    def run(self, tokens: Sequence[int], features: Features | None, *, uncommitted: bool) -> StepOutput:
         hidden = None
         if self.front is not None:
-            hidden = self.front.step(self.front_state, tokens, features, deferred=deferred).hidden
-        return self.stage.step(self.state, tokens, features, deferred=deferred, hidden=hidden)
+            hidden = self.front.step(self.front_state, tokens, features, uncommitted=uncommitted).hidden
+        return self.stage.step(self.state, tokens, features, uncommitted=uncommitted, hidden=hidden)
 
     def commit_front(self) -> None:
         if self.front is not None:
             self.front.commit(self.front_state, self.state.length)
 
-    def issue(self, tokens: list[int], guesses: int) -> tuple[list[int], tuple[int, ...]]:
+    def issue(self, tokens: list[int], draft_tokens: int) -> tuple[list[int], tuple[int, ...]]:
         """A step and its block together: tokens produced and guesses for the next one."""
-        features, deferred = Features(), len(tokens) > 1
-        output = self.run(tokens, features, deferred=deferred)
-        assert output.likeliest is not None
+        features, uncommitted = Features(), len(tokens) > 1
+        output = self.run(tokens, features, uncommitted=uncommitted)
+        assert output.argmax is not None
         assert features.total is not None
         assert self.ahead.takes(len(tokens))
-        produced = self.ahead.issue(self.state.caches[0], output.likeliest, features.total, guesses, deferred=deferred)
-        if deferred:
+        produced = self.ahead.issue(
+            self.state.caches[0], output.argmax, features.total, draft_tokens, uncommitted=uncommitted
+        )
+        if uncommitted:
             self.state.length, self.state.pending = self.state.length + len(produced), 0
             self.commit_front()
         assert self.ahead.issued
-        return produced, self.ahead.guesses()
+        return produced, self.ahead.draft_tokens()
 
-    def one_after_the_other(self, tokens: list[int], guesses: int) -> tuple[list[int], tuple[int, ...]]:
+    def one_after_the_other(self, tokens: list[int], draft_tokens: int) -> tuple[list[int], tuple[int, ...]]:
         """The same with the host deciding."""
-        features, deferred = Features(), len(tokens) > 1
-        output = self.run(tokens, features, deferred=deferred)
-        assert output.likeliest is not None
-        produced = accept(tokens[1:], output.likeliest.tolist(), self.stops)
-        if deferred:
+        features, uncommitted = Features(), len(tokens) > 1
+        output = self.run(tokens, features, uncommitted=uncommitted)
+        assert output.argmax is not None
+        produced = accept(tokens[1:], output.argmax.tolist(), self.stops)
+        if uncommitted:
             self.stage.commit(self.state, self.state.length + len(produced))
             self.commit_front()
         self.runner.append(self.context, self.draft.mix(features.rows(len(produced))))
         rows = self.embedding[[produced[-1], self.draft.config.mask_token_id]]
-        return produced, self.runner.guess(self.context, rows, guesses)
+        return produced, self.runner.propose(self.context, rows, draft_tokens)
 
 
 @pytest.mark.parametrize("cut", [None, 1])
@@ -163,8 +165,8 @@ def test_a_block_issued_ahead_is_the_same(tiny: Tiny, name: str, cut: int | None
     for pair in (here, there):
         pair.prefill(prompt[:-1])
     tokens, counts = [prompt[-1]], set()
-    for right, guesses in ((0, 7), (7, 7), (3, 7), (7, 3), (1, 7), (5, 7), (0, 1), (7, 7), (7, 7)):
-        own, expected = here.issue(tokens, guesses), there.one_after_the_other(tokens, guesses)
+    for right, draft_tokens in ((0, 7), (7, 7), (3, 7), (7, 3), (1, 7), (5, 7), (0, 1), (7, 7), (7, 7)):
+        own, expected = here.issue(tokens, draft_tokens), there.one_after_the_other(tokens, draft_tokens)
         assert own == expected
         assert here.state.length == there.state.length == here.context.length == there.context.length
         counts.add(len(own[0]))
@@ -179,9 +181,9 @@ def foreseen(pair: Pair, known: int, count: int) -> list[int]:
     found: list[int] = []
     length = pair.state.length
     for _ in range(count):
-        output = pair.run((known, *found, 0), None, deferred=True)
-        assert output.likeliest is not None
-        found.append(int(output.likeliest[len(found)]))
+        output = pair.run((known, *found, 0), None, uncommitted=True)
+        assert output.argmax is not None
+        found.append(int(output.argmax[len(found)]))
         pair.state.pending = 0
         if pair.front is not None:
             pair.front_state.pending = 0

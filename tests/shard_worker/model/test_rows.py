@@ -28,7 +28,7 @@ def config(tiny: Tiny) -> ModelConfig:
 def rows_at(config: ModelConfig, base: int, count: int) -> Rows:
     like = torch.empty(0)
     frequencies = inverse_frequencies(config.rotary_dim, config.rope_theta, like.device)
-    return make_rows(config, KINDS, frequencies, like, base, count, deferred=False)
+    return make_rows(config, KINDS, frequencies, like, base, count, uncommitted=False)
 
 
 @pytest.mark.parametrize(("base", "count"), [(0, 1), (0, 9), (3, 4), (5, 1), (6, 1), (20, 1), (20, 5)])

@@ -131,8 +131,8 @@ REFUSED: list[tuple[dict[str, Any], type[FlashsplitError], str]] = [
     ({"max_rows": 10_000}, InvalidArgument, "max_rows"),
     ({"block_rows": 0}, InvalidArgument, "block_rows"),
     ({"block_rows": 65}, InvalidArgument, "block_rows"),
-    ({"exact_rows": 15}, InvalidArgument, "exact_rows"),
-    ({"exact_rows": 65}, InvalidArgument, "exact_rows"),
+    ({"batch_invariant_rows": 15}, InvalidArgument, "exact_rows"),
+    ({"batch_invariant_rows": 65}, InvalidArgument, "exact_rows"),
     ({"stop_token_ids": frozenset({3, 256})}, InvalidArgument, "stop_token_ids"),
     ({"sampling": Sampling(logit_bias={256: 1.0})}, InvalidArgument, "logit_bias"),
 ]
@@ -251,7 +251,7 @@ def test_only_a_draft_of_this_target_is_made_ready_with_it(
     class Runner:
         """Stands for the kernels, which a CPU has not."""
 
-        def prepare(self, rows: int, *, deferred: bool, featured: bool) -> None:
+        def prepare(self, rows: int, *, uncommitted: bool, featured: bool) -> None:
             made.append(rows)
 
     part = loaded.part if same else replace(loaded.part, model_path="/another")

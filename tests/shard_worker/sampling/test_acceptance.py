@@ -24,10 +24,10 @@ def test_an_always_wrong_draft_gives_the_targets_own_token() -> None:
 def test_right_then_wrong_ends_with_the_targets_token_there(wrong: int) -> None:
     """A draft that is right up to any index yields exactly so many guesses and the target's token in its place."""
     chosen = [10, 11, 12, 13, 14, 15, 16, 17]
-    guesses = chosen[:7]
-    guesses[wrong] = 50
+    draft_tokens = chosen[:7]
+    draft_tokens[wrong] = 50
 
-    assert accept(guesses, chosen, NO_STOP) == chosen[: wrong + 1]
+    assert accept(draft_tokens, chosen, NO_STOP) == chosen[: wrong + 1]
 
 
 def test_a_guess_that_is_right_again_later_does_not_count() -> None:
@@ -41,7 +41,7 @@ def test_without_guesses_there_is_one_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("guesses", "chosen", "produced"),
+    ("draft_tokens", "chosen", "produced"),
     [
         pytest.param([1, STOP, 3], [1, STOP, 3, 4], [1, STOP], id="accepted guess"),
         pytest.param([1, 2], [1, 2, STOP], [1, 2, STOP], id="bonus"),
@@ -52,21 +52,21 @@ def test_without_guesses_there_is_one_token() -> None:
         pytest.param([], [STOP], [STOP], id="no guesses"),
     ],
 )
-def test_nothing_follows_a_stop_token(guesses: list[int], chosen: list[int], produced: list[int]) -> None:
+def test_nothing_follows_a_stop_token(draft_tokens: list[int], chosen: list[int], produced: list[int]) -> None:
     """The first stop token that the target chooses ends the step, wherever it stands; a mere guess doesn't."""
-    assert accept(guesses, chosen, frozenset({STOP})) == produced
+    assert accept(draft_tokens, chosen, frozenset({STOP})) == produced
 
 
 def test_any_stop_token_of_several_counts() -> None:
     """Requests may have several stop tokens, and the mask token may be one of them or an ordinary token."""
-    guesses, chosen = [1, MASK, 3], [1, MASK, 3, 4]
+    draft_tokens, chosen = [1, MASK, 3], [1, MASK, 3, 4]
 
-    assert accept(guesses, chosen, frozenset({STOP, MASK})) == [1, MASK]
-    assert accept(guesses, chosen, frozenset({STOP})) == [1, MASK, 3, 4]
+    assert accept(draft_tokens, chosen, frozenset({STOP, MASK})) == [1, MASK]
+    assert accept(draft_tokens, chosen, frozenset({STOP})) == [1, MASK, 3, 4]
 
 
 def test_so_many_rows_count_as_tokens_are_produced() -> None:
     """The known row and every accepted guess but the last token, whose row is the next step's first."""
     for right in range(5):
-        guesses = [0, 1, 2, 3][:right] + [77] * (4 - right)
-        assert len(accept(guesses, [0, 1, 2, 3, 4], NO_STOP)) == right + 1
+        draft_tokens = [0, 1, 2, 3][:right] + [77] * (4 - right)
+        assert len(accept(draft_tokens, [0, 1, 2, 3, 4], NO_STOP)) == right + 1

@@ -143,11 +143,18 @@ def test_asking_commits_nothing(compiler: GrammarCompiler) -> None:
 def test_rows_behind_wrong_guesses_and_ends_are_left_out(compiler: GrammarCompiler) -> None:
     """They cannot count; the rows before are what they would be alone, and nothing is committed by asking."""
     grammar = state(compiler, Grammar(REGEX, "[0-9]{2,3}"))
-    for guesses, rows in (((21, 22), 3), ((68, 22), 1), ((21, 68), 2), ((21, EOS), 2), ((21, 22, 23), 3), ((EOS,), 1)):
-        masks = grammar.allowed([20, *guesses], 0, 1 + len(guesses))
+    for draft_tokens, rows in (
+        ((21, 22), 3),
+        ((68, 22), 1),
+        ((21, 68), 2),
+        ((21, EOS), 2),
+        ((21, 22, 23), 3),
+        ((EOS,), 1),
+    ):
+        masks = grammar.allowed([20, *draft_tokens], 0, 1 + len(draft_tokens))
         assert masks.shape == (rows, VOCAB)
         alone = state(compiler, Grammar(REGEX, "[0-9]{2,3}"))
-        for position, token in enumerate([20, *guesses][:rows]):
+        for position, token in enumerate([20, *draft_tokens][:rows]):
             alone.observe([token], position)
             assert legal(masks[position]) == now(alone, position + 1)
     assert 20 in now(grammar, 0)
@@ -177,8 +184,8 @@ def test_random_schemas_random_tokens_random_guesses(
         at = 0
         while at < len(output) - 1:
             right = rng.randrange(8)
-            guesses = [*output[at + 1 : at + 1 + right], *rng.choices(range(VOCAB), k=rng.randrange(4))]
-            rows = [legal(mask) for mask in guessed.allowed([output[at], *guesses], at, 1 + len(guesses))]
+            draft_tokens = [*output[at + 1 : at + 1 + right], *rng.choices(range(VOCAB), k=rng.randrange(4))]
+            rows = [legal(mask) for mask in guessed.allowed([output[at], *draft_tokens], at, 1 + len(draft_tokens))]
             true = min(right + 1, len(rows), len(masks) - at - 1)
             assert rows[:true] == masks[at + 1 : at + 1 + true]
             accepted = rng.randint(1, min(right + 1, len(output) - 1 - at))

@@ -102,9 +102,9 @@ def draw_with_guesses(
     for seed in range(len(truth)):
         groups[script(seed, truth[seed])].append(seed)
     begun: list[tuple[int, ...]] = [()] * len(truth)
-    for guesses, seeds in groups.items():
-        rows = (PROMPT[-1], *guesses)
-        known = [(*PROMPT, *guesses[:count]) for count in range(len(rows))]
+    for draft_tokens, seeds in groups.items():
+        rows = (PROMPT[-1], *draft_tokens)
+        known = [(*PROMPT, *draft_tokens[:count]) for count in range(len(rows))]
         logits = torch.cat([next_logits(prefix) for prefix in known])
         adjusted = sampler_after(sampling, PROMPT).adjusted(logits, rows, len(PROMPT) - 1)
         weights = probabilities(adjusted, sampling).repeat(len(seeds), 1)
@@ -112,7 +112,7 @@ def draw_with_guesses(
         chosen = draw(weights, numbers)
         for index, seed in enumerate(seeds):
             own = chosen[index * len(rows) : (index + 1) * len(rows)]
-            begun[seed] = tuple(accept(guesses, own, frozenset()))
+            begun[seed] = tuple(accept(draft_tokens, own, frozenset()))
     mean = sum(map(len, begun)) / len(begun)
     return continue_plainly(sampling, next_logits, [tokens[:DEPTH] for tokens in begun]), mean
 
@@ -168,13 +168,13 @@ def test_guesses_change_no_token(
 @pytest.mark.parametrize("name", ["plain", "top-k", "penalties", "everything"])
 def test_guessing_the_likeliest_tokens_keeps_the_law(tiny: Tiny, next_logits: NextLogits, name: str) -> None:
     """A draft that proposes the target's own argmax, as a good one does, leaves the enumerated law as it is."""
-    likeliest: list[int] = []
+    argmax: list[int] = []
     for _ in range(2):
-        likeliest.append(int(next_logits((*PROMPT, *likeliest)).argmax()))
+        argmax.append(int(next_logits((*PROMPT, *argmax)).argmax()))
 
     sampling = request(SETTINGS[name])
     truth = plain(next_logits, name)
-    speculated, mean = draw_with_guesses(sampling, next_logits, truth, lambda _seed, _truth: tuple(likeliest))
+    speculated, mean = draw_with_guesses(sampling, next_logits, truth, lambda _seed, _truth: tuple(argmax))
 
     joint = joint_law(tiny, name)
     observed = law.empirical(speculated, VOCAB, DEPTH)

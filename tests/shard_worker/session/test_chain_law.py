@@ -51,7 +51,7 @@ async def test_first_three_tokens_follow_the_enumerated_law(
         sampling = Sampling(**{name: getattr(asked, name) for name in asked.__slots__} | {"seed": seed})
         async with chain.session(sampling=sampling, prompt_length=len(PROMPT), max_length=16, max_rows=8) as client:
             if drafted:
-                answer = await client.speculate(PROMPT, DEPTH, guesses=3)
+                answer = await client.speculate(PROMPT, DEPTH, draft_tokens=3)
                 accepted += sum(len(tokens) - 1 for tokens in answer.verified)
                 samples.append(answer.tokens[:DEPTH])
             else:

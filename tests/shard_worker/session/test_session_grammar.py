@@ -103,11 +103,11 @@ def demo() -> Iterator[Callable[[tuple[int, ...]], Chain]]:
 async def answer(client: Client, prompt: list[int], propose: int, most: int = MOST) -> list[int]:
     """Tokens up to a stop token."""
     await client.prefill(prompt[:-1])
-    commit, guesses = await client.step(StepKind.DECODE, prompt[-1:], propose)
+    commit, draft_tokens = await client.step(StepKind.DECODE, prompt[-1:], propose)
     tokens = list(commit.token_ids)
     while tokens[-1] not in STOPS and len(tokens) < most:
-        kind = StepKind.VERIFY if guesses else StepKind.DECODE
-        commit, guesses = await client.step(kind, [tokens[-1], *guesses], propose)
+        kind = StepKind.VERIFY if draft_tokens else StepKind.DECODE
+        commit, draft_tokens = await client.step(kind, [tokens[-1], *draft_tokens], propose)
         tokens += commit.token_ids
     return tokens[:most]
 
@@ -281,18 +281,18 @@ def test_the_law_is_the_models_renormalised_step_by_step(tiny: Tiny, tmp_path: P
         sampler.observe(PROMPT[:-1], 0)
         tokens: tuple[int, ...] = ()
         while not tokens or tokens[-1] != END:
-            known, guesses = (*PROMPT, *tokens), script(tokens)
-            logits = torch.cat([next_logits((*known, *guesses[:row])) for row in range(len(guesses) + 1)])
-            chosen = sampler.choose(logits, (known[-1], *guesses), len(known) - 1)
-            produced = accept(guesses, chosen, stops)
-            sampler.observe((known[-1], *guesses)[: len(produced)], len(known) - 1)
+            known, draft_tokens = (*PROMPT, *tokens), script(tokens)
+            logits = torch.cat([next_logits((*known, *draft_tokens[:row])) for row in range(len(draft_tokens) + 1)])
+            chosen = sampler.choose(logits, (known[-1], *draft_tokens), len(known) - 1)
+            produced = accept(draft_tokens, chosen, stops)
+            sampler.observe((known[-1], *draft_tokens)[: len(produced)], len(known) - 1)
             tokens += tuple(produced)
         return tokens
 
     plain = [drawn(seed, lambda _: ()) for seed in range(SEEDS)]
-    for index, guesses in enumerate([(A, B, END), (AB, END, A), (B, B, B), (C, A), (A, AB), (END, A)]):
+    for index, draft_tokens in enumerate([(A, B, END), (AB, END, A), (B, B, B), (C, A), (A, AB), (END, A)]):
         for seed in range(index, 150, 3):
-            assert drawn(seed, lambda tokens, guesses=guesses: guesses[len(tokens) :]) == plain[seed]  # type: ignore[misc]
+            assert drawn(seed, lambda tokens, draft_tokens=draft_tokens: draft_tokens[len(tokens) :]) == plain[seed]  # type: ignore[misc]
 
     model = tiny.model("vocab-5")
     expected: dict[tuple[int, ...], float] = {}

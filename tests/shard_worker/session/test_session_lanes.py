@@ -248,7 +248,7 @@ async def test_a_step_that_was_let_go_is_the_next_one(
                 return
             if known:
                 assert forward.activation is not None
-                rows = StepRows(forward.base_position, forward.token_ids, deferred=False, featured=False)
+                rows = StepRows(forward.base_position, forward.token_ids, uncommitted=False, featured=False)
                 work._let_go_known(rows, memoryview(forward.activation.data))
             else:
                 other.begun(forward, True)

@@ -25,14 +25,14 @@ async def run(
 ) -> tuple[list[int], list[TokenLogprobs]]:
     """The next tokens and what is told of each, plainly or by verifying the draft's guesses."""
     if resume:
-        commit, guesses = await client.resume(propose)
+        commit, draft_tokens = await client.resume(propose)
     else:
         await client.prefill(prompt[:-1])
-        commit, guesses = await client.step(StepKind.DECODE, prompt[-1:], propose)
+        commit, draft_tokens = await client.step(StepKind.DECODE, prompt[-1:], propose)
     tokens, told = list(commit.token_ids), list(commit.logprobs)
     while len(tokens) < COUNT:
-        kind = StepKind.VERIFY if guesses else StepKind.DECODE
-        commit, guesses = await client.step(kind, [tokens[-1], *guesses], propose)
+        kind = StepKind.VERIFY if draft_tokens else StepKind.DECODE
+        commit, draft_tokens = await client.step(kind, [tokens[-1], *draft_tokens], propose)
         assert len(commit.logprobs) == len(commit.token_ids)
         tokens += commit.token_ids
         told += commit.logprobs

@@ -38,12 +38,12 @@ async def go_on(client: Client, prompt: Sequence[int], drafted: bool, *, window:
         if client.length <= first:
             await client.step(PREFILL, prompt[first:last])
     propose = BLOCK - 1 if drafted else 0
-    commit, guesses = await client.step(DECODE, prompt[client.length :], propose)
-    tokens, proposals = list(commit.token_ids), [guesses]
+    commit, draft_tokens = await client.step(DECODE, prompt[client.length :], propose)
+    tokens, proposals = list(commit.token_ids), [draft_tokens]
     for _ in range(3):
-        commit, guesses = await client.step(VERIFY, [tokens[-1], *(guesses or (1, 2, 3))], propose)
+        commit, draft_tokens = await client.step(VERIFY, [tokens[-1], *(draft_tokens or (1, 2, 3))], propose)
         tokens += commit.token_ids
-        proposals.append(guesses)
+        proposals.append(draft_tokens)
     return tokens, proposals, await memory_of(client, window=window)
 
 
@@ -123,7 +123,7 @@ async def test_any_draft_goes_on_as_well(
     made = chain(name, cuts, draft, place=place, transport=transport)
     async with made.session() as client:
         truth = await go_on(client, prompt, True, window=window)
-    assert any(len(set(guesses)) > 1 for guesses in truth[1])
+    assert any(len(set(draft_tokens)) > 1 for draft_tokens in truth[1])
 
     async with made.session() as client:
         memories = await save_along(client, prompt, window=window)
@@ -222,12 +222,12 @@ async def test_a_prompt_that_is_the_prefix_goes_on_at_once(
     made = chain(name, cuts, drafted)
 
     async def blocks(client: Client, first: tuple[Any, tuple[int, ...]]) -> tuple[list[int], list[tuple[int, ...]]]:
-        commit, guesses = first
-        tokens, proposals = list(commit.token_ids), [guesses]
+        commit, draft_tokens = first
+        tokens, proposals = list(commit.token_ids), [draft_tokens]
         while len(tokens) < 12:
-            commit, guesses = await client.step(VERIFY, [tokens[-1], *(guesses or (3, 9))], propose)
+            commit, draft_tokens = await client.step(VERIFY, [tokens[-1], *(draft_tokens or (3, 9))], propose)
             tokens += commit.token_ids
-            proposals.append(guesses)
+            proposals.append(draft_tokens)
         return tokens, proposals
 
     async with made.session(**limits) as client:
@@ -240,10 +240,10 @@ async def test_a_prompt_that_is_the_prefix_goes_on_at_once(
         await client.save("whole")
     async with made.session(**limits) as client:
         await client.restore("whole", prompt)
-        commit, guesses = await client.resume(propose)
+        commit, draft_tokens = await client.resume(propose)
         assert (commit.step, commit.length, len(commit.token_ids)) == (0, 30, 1)
         assert len(commit.timings) == len(cuts) + 1
-        assert await blocks(client, (commit, guesses)) == truth
+        assert await blocks(client, (commit, draft_tokens)) == truth
 
 
 @pytest.mark.parametrize(
@@ -296,12 +296,12 @@ async def test_a_resumed_session_can_be_kept_again(chain: MakeChain) -> None:
     for snapshot_id in "abc":
         async with made.session() as client:
             await client.restore(snapshot_id, prompt)
-            commit, guesses = await client.resume(BLOCK - 1)
-            assert (commit.token_ids, guesses) == (truth[0].token_ids, truth[1])
+            commit, draft_tokens = await client.resume(BLOCK - 1)
+            assert (commit.token_ids, draft_tokens) == (truth[0].token_ids, truth[1])
     async with made.session() as client:
         await client.restore("d", [*prompt, *truth[0].token_ids])
-        commit, guesses = await client.resume(BLOCK - 1)
-        assert (commit.token_ids, guesses) == (after[0].token_ids, after[1])
+        commit, draft_tokens = await client.resume(BLOCK - 1)
+        assert (commit.token_ids, draft_tokens) == (after[0].token_ids, after[1])
 
 
 async def test_a_stop_token_may_come_first(chain: MakeChain) -> None:
@@ -340,7 +340,7 @@ async def test_attention_alone_can_be_cut_anywhere(
     for role in made.roles:
         described = role.describe()
         assert described is not None
-        assert described.state_cuttable
+        assert described.state_trimmable
 
 
 async def test_a_cut_prefix_has_no_logits(tiny: Tiny, chain: MakeChain) -> None:
@@ -377,7 +377,7 @@ async def test_state_and_windows_cannot_be_cut(chain: MakeChain, name: str, draf
         assert caught.value.reason == "SNAPSHOT_LENGTH"
         await client.session.close()
     whole = [role.describe() for role in (made.roles[0], made.draft_role) if role is not None]
-    assert not all(described.state_cuttable for described in whole if described is not None)
+    assert not all(described.state_trimmable for described in whole if described is not None)
 
 
 # --- when a prefix is kept
@@ -390,12 +390,12 @@ async def test_a_prefix_kept_behind_a_verify_holds_what_counts(
 ) -> None:
     """Kept right behind a block that counted in part, it is what a session over the counted tokens alone remembers."""
     prompt, truth = tiny.clear_prompt(name, 30, 20)
-    guesses = [*truth[1 : 1 + accepted], *[(truth[i + 1] + 1) % 250 for i in range(accepted, 5)]]
+    draft_tokens = [*truth[1 : 1 + accepted], *[(truth[i + 1] + 1) % 250 for i in range(accepted, 5)]]
     made = chain(name, cuts, True)
     async with made.session() as client:
         await client.step(PREFILL, prompt[:29])
         await client.step(DECODE, prompt[29:])
-        commit, proposal = await client.step(VERIFY, [truth[0], *guesses], BLOCK - 1)
+        commit, proposal = await client.step(VERIFY, [truth[0], *draft_tokens], BLOCK - 1)
         assert commit.token_ids == tuple(truth[1 : accepted + 2])
         await client.save("behind")
         memory = await memory_of(client)
@@ -457,8 +457,8 @@ async def test_saves_and_guesses_take_turns(chain: MakeChain) -> None:
             assert isinstance(first, Proposal)
             if saving:
                 assert isinstance(await anext(client.events), SnapshotSaved)
-            _, guesses = await client.step(VERIFY, [token, *first.token_ids], BLOCK - 1)
-            proposals.append((first.token_ids, guesses))
+            _, draft_tokens = await client.step(VERIFY, [token, *first.token_ids], BLOCK - 1)
+            proposals.append((first.token_ids, draft_tokens))
     assert proposals[0] == proposals[1]
 
 

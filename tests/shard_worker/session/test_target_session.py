@@ -58,8 +58,8 @@ async def test_speculated_tokens_are_those_of_transformers(
 
 def right_until(truth: Sequence[int], produced: list[int], wrong: int) -> list[int]:
     """The true next guesses, made wrong from an index on."""
-    guesses = list(truth[len(produced) : len(produced) + BLOCK - 1])
-    return [token if i < wrong else (token + 1 + i) % 250 for i, token in enumerate(guesses)]
+    draft_tokens = list(truth[len(produced) : len(produced) + BLOCK - 1])
+    return [token if i < wrong else (token + 1 + i) % 250 for i, token in enumerate(draft_tokens)]
 
 
 @pytest.mark.parametrize(("name", "cuts"), SPLITS)
@@ -160,16 +160,16 @@ async def test_a_draft_of_its_own_worker_guesses_alike(
     assert answers[0].proposals == answers[1].proposals
 
 
-@pytest.mark.parametrize("guesses", range(1, BLOCK))
-async def test_blocks_of_every_size(tiny: Tiny, chain: MakeChain, guesses: int) -> None:
+@pytest.mark.parametrize("draft_tokens", range(1, BLOCK))
+async def test_blocks_of_every_size(tiny: Tiny, chain: MakeChain, draft_tokens: int) -> None:
     """Asking the draft for fewer guesses than its block holds gives shorter proposals and the same tokens."""
     prompt, expected = tiny.clear_prompt("qwen3_5", 12, 30)
 
     async with chain("qwen3_5", (3,), True).session() as client:
-        answer = await client.speculate(prompt, 30, guesses=guesses)
+        answer = await client.speculate(prompt, 30, draft_tokens=draft_tokens)
 
     assert answer.tokens == expected
-    assert {len(proposal) for proposal in answer.proposals} == {guesses}
+    assert {len(proposal) for proposal in answer.proposals} == {draft_tokens}
 
 
 SAMPLINGS = [

@@ -183,14 +183,14 @@ async def test_another_split_takes_a_prefix_up(
     async with there.session() as client:
         await client.restore("at 30", prompt)
         assert differing(await memory_of(client), memory) == []
-        commit, guesses = await client.resume(BLOCK - 1)
+        commit, draft_tokens = await client.resume(BLOCK - 1)
         assert list(commit.token_ids) == truth[:1]
-        again = await client.step(StepKind.VERIFY, [truth[0], *guesses], BLOCK - 1)
+        again = await client.step(StepKind.VERIFY, [truth[0], *draft_tokens], BLOCK - 1)
         assert list(again[0].token_ids) == truth[1 : 1 + len(again[0].token_ids)]
         assert await client.plain(again[0].token_ids[-1:], 3) == truth[client.length - 32 : client.length - 29]
     async with here.session() as client:
         await client.restore("at 30", prompt)
-        assert (await client.resume(BLOCK - 1))[1] == guesses
+        assert (await client.resume(BLOCK - 1))[1] == draft_tokens
 
 
 @pytest.mark.parametrize("draft", ["session", "sliding", "all-sliding"])

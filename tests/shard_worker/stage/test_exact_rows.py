@@ -75,7 +75,7 @@ def equal(own: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
 def test_verifies_are_plain_steps_to_the_bit(tiny: Tiny, name: str, dtype: str, kv_dtype: str | None) -> None:
     """Logits of all rows that count, and the state behind them, of every family in every element type."""
     stage = load_stage(tiny.path(name), dtype=dtype, kv_dtype=kv_dtype)
-    one, other = (Run([stage], exact_rows=ROWS) for _ in range(2))
+    one, other = (Run([stage], batch_invariant_rows=ROWS) for _ in range(2))
 
     assert torch.equal(plain(one), speculated(other))
 
@@ -93,7 +93,7 @@ def test_so_they_are_with_matrices_as_they_are(
     stage = load_stage(tiny.path(name), dtype=dtype)
     assert stage.head is not None
     assert not stage.head.weight.is_mkldnn
-    runs = [Run([stage], exact_rows=ROWS) for _ in range(2)]
+    runs = [Run([stage], batch_invariant_rows=ROWS) for _ in range(2)]
 
     assert torch.equal(plain(runs[0]), speculated(runs[1]))
     assert equal(*map(state, runs))
@@ -108,8 +108,8 @@ def test_so_they_are_over_several_stages_with_captures(
     fc = torch.randn(64, 128, generator=torch.Generator().manual_seed(7)) / 16
     capture = CaptureRequest((3, 1), fc if summed else None)
     stages = load_split(tiny.path(name), cuts, dtype="bfloat16", capture=capture)
-    unsplit = Run([load_stage(tiny.path(name), dtype="bfloat16")], exact_rows=ROWS)
-    runs = [Run(stages, exact_rows=ROWS) for _ in range(2)]
+    unsplit = Run([load_stage(tiny.path(name), dtype="bfloat16")], batch_invariant_rows=ROWS)
+    runs = [Run(stages, batch_invariant_rows=ROWS) for _ in range(2)]
     captured: list[list[Features]] = [[], []]
 
     expected = plain(unsplit)
@@ -132,7 +132,7 @@ def test_so_they_are_over_several_stages_with_captures(
 def test_so_they_are_on_a_gpu_without_kernels(tiny: Tiny, name: str, dtype: str) -> None:
     """Logits and state, where plain torch computes the steps there."""
     stage = load_stage(tiny.path(name), devices=best_devices()[0], dtype=dtype).without_kernels()
-    runs = [Run([stage], exact_rows=ROWS) for _ in range(2)]
+    runs = [Run([stage], batch_invariant_rows=ROWS) for _ in range(2)]
 
     assert torch.equal(plain(runs[0]), speculated(runs[1]))
 
@@ -151,7 +151,7 @@ def test_exact_steps_compute_what_others_do(tiny: Tiny) -> None:
     """In float32 they differ from fast ones by rounding alone."""
     for name in ("qwen3-sliding", "qwen3_5"):
         stage = load_stage(tiny.path(name))
-        exact, fast = speculated(Run([stage], exact_rows=ROWS)), speculated(Run([stage]))
+        exact, fast = speculated(Run([stage], batch_invariant_rows=ROWS)), speculated(Run([stage]))
         torch.testing.assert_close(exact, fast, rtol=0, atol=1e-4)
 
 

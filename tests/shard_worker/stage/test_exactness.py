@@ -34,7 +34,7 @@ class Uneven:
 
 
 def request(**changes: Any) -> Open:
-    return replace(Open("r", "f", 0, LayerRange(0, 1), (), 64, 32, 16, 3, exact_rows=16), **changes)
+    return replace(Open("r", "f", 0, LayerRange(0, 1), (), 64, 32, 16, 3, batch_invariant_rows=16), **changes)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -44,8 +44,8 @@ def test_a_stage_that_is_exact_passes(tiny: Tiny, name: str, dtype: str) -> None
     for stage in load_split(tiny.path(name), (2,), dtype=dtype):
         known: set[int] = set()
         for rows in (1, 16, 64):
-            asked = request(exact_rows=rows, block_rows=1)
-            assert allocate(asked, stage, known).exact_rows == rows
+            asked = request(batch_invariant_rows=rows, block_rows=1)
+            assert allocate(asked, stage, known).batch_invariant_rows == rows
         assert known == {1, 16, 64}
 
 
@@ -67,7 +67,7 @@ def test_a_stage_that_is_not_is_refused(tiny: Tiny) -> None:
 def test_blocks_must_fit(tiny: Tiny, rows: int) -> None:
     """Fewer rows than a block has, and more than a stage takes at once, are refused by name."""
     with pytest.raises(InvalidArgument, match=f"exact_rows is {rows}; it must be between block_rows, 16, and 64"):
-        allocate(request(exact_rows=rows), load_stage(tiny.path("qwen3")), set())
+        allocate(request(batch_invariant_rows=rows), load_stage(tiny.path("qwen3")), set())
 
 
 def test_kernels_take_no_notice(tiny: Tiny) -> None:
@@ -76,6 +76,6 @@ def test_kernels_take_no_notice(tiny: Tiny) -> None:
     by_kernels = replace(stage, runners=(cast(StepRunner, SimpleNamespace(graphs=False)),))
     known: set[int] = set()
 
-    assert allocate(request(), by_kernels, known).exact_rows is None
-    assert allocate(request(exact_rows=None), stage, known).exact_rows is None
+    assert allocate(request(), by_kernels, known).batch_invariant_rows is None
+    assert allocate(request(batch_invariant_rows=None), stage, known).batch_invariant_rows is None
     assert not known

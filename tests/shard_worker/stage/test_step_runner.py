@@ -72,15 +72,15 @@ class Session:
 
     @torch.inference_mode()
     def __call__(
-        self, token_ids: Sequence[int], features: Features | None = None, *, deferred: bool = False
+        self, token_ids: Sequence[int], features: Features | None = None, *, uncommitted: bool = False
     ) -> torch.Tensor:
         """Logits after each token, a copy."""
-        output = self.stage.step(self.state, tuple(token_ids), features, deferred=deferred)
+        output = self.stage.step(self.state, tuple(token_ids), features, uncommitted=uncommitted)
         head: Head | None = self.stage.head
         assert head is not None
         logits = head.logits(output.hidden) if output.logits is None else output.logits
-        if output.likeliest is not None:
-            assert torch.equal(output.likeliest, logits.argmax(-1))
+        if output.argmax is not None:
+            assert torch.equal(output.argmax, logits.argmax(-1))
         return logits.clone()
 
     @torch.inference_mode()
@@ -93,7 +93,7 @@ def steps(session: Session, tokens: list[int]) -> list[torch.Tensor]:
     rows = [session(tokens[:250])]
     at = 250
     for count, kept in ((1, 1), (1, 1), (8, 3), (16, 16), (1, 1), (5, 1), (16, 7), (1, 1)):
-        rows.append(session(tokens[at : at + count], deferred=count > 1))
+        rows.append(session(tokens[at : at + count], uncommitted=count > 1))
         if count > 1:
             session.commit(kept)
         at += kept
@@ -144,7 +144,7 @@ def test_a_row_is_the_same_alone_and_in_a_block(load: Load, name: str, way: dict
 
     rows, at = [], 245
     for count, kept in ((16, 16), (16, 5), (3, 2), (1, 1), (40, 16), (9, 1), (64, 13), (16, 16), (2, 2), (17, 8)):
-        logits = block(tokens[at : at + count], deferred=True)
+        logits = block(tokens[at : at + count], uncommitted=True)
         rows.append(logits[:kept])
         block.commit(kept)
         at += kept
@@ -163,7 +163,7 @@ def test_sessions_share_graphs_and_nothing_else(load: Load, name: str) -> None:
     for text in texts:
         session = Session(stage)
         alone.append(
-            [session(text[:20]), *(session([token]) for token in text[20:30]), session(text[30:41], deferred=True)]
+            [session(text[:20]), *(session([token]) for token in text[20:30]), session(text[30:41], uncommitted=True)]
         )
     sessions = [Session(stage), Session(stage)]
     together = [[session(text[:20])] for session, text in zip(sessions, texts, strict=True)]
@@ -171,7 +171,7 @@ def test_sessions_share_graphs_and_nothing_else(load: Load, name: str) -> None:
         for session, text, rows in zip(sessions, texts, together, strict=True):
             rows.append(session(text[step : step + 1]))
     for session, text, rows in zip(sessions, texts, together, strict=True):
-        rows.append(session(text[30:41], deferred=True))
+        rows.append(session(text[30:41], uncommitted=True))
 
     for one, other in zip(alone, together, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
@@ -190,7 +190,7 @@ def test_captures_are_those_of_plain_torch(load: Load, name: str, summed: bool) 
         gathered = [Features(), Features()]
         session(tokens[:20], Features())
         session(tokens[20:21], gathered[0])
-        session(tokens[21:32], gathered[1], deferred=True)
+        session(tokens[21:32], gathered[1], uncommitted=True)
         found.append(gathered)
 
     for own, expected in zip(*found, strict=True):
@@ -215,10 +215,10 @@ def test_a_later_stage_takes_hidden_rows(load: Load) -> None:
         states = [stage.allocate(100, 16) for stage in stages]
         rows = []
         with torch.inference_mode():
-            for tokens, deferred in ((ids(20), False), ([5], False), (ids(9, seed=4), True)):
+            for tokens, uncommitted in ((ids(20), False), ([5], False), (ids(9, seed=4), True)):
                 moving: torch.Tensor | None = None
                 for stage, state in zip(stages, states, strict=True):
-                    moving = stage.step(state, tokens, None, deferred=deferred, hidden=moving).hidden.clone()
+                    moving = stage.step(state, tokens, None, uncommitted=uncommitted, hidden=moving).hidden.clone()
                 assert moving is not None
                 rows.append(moving)
         answers.append(torch.cat(rows))
@@ -236,11 +236,11 @@ def in_turn(stage: Stage, *, standing: bool) -> list[torch.Tensor]:
     plan = [(0, 250, 250), *((at, 1, 1) for at in range(250, 262)), (262, 16, 5), (267, 16, 16), (283, 16, 1)]
     for turn, (at, count, kept) in enumerate(plan):
         for state in states:
-            deferred = count == 16
+            uncommitted = count == 16
             hidden = None if stage.embedding is not None else rows[at : at + count]
-            output = stage.step(state, tokens[at : at + count], None, deferred=deferred, hidden=hidden)
+            output = stage.step(state, tokens[at : at + count], None, uncommitted=uncommitted, hidden=hidden)
             made.append(output.hidden.cpu())
-            if deferred:
+            if uncommitted:
                 stage.commit(state, state.length + kept)
             if standing and turn:
                 # What comes next is the other session's, and now and then of another number of rows.
@@ -277,10 +277,10 @@ def decoded(stage: Stage, *, ahead: bool) -> list[torch.Tensor]:
     runner = stage.runners[0]
     assert runner is not None
     for one in (state, other):
-        stage.step(one, tokens[:250], None, deferred=False)
-        stage.step(one, tokens[250:251], None, deferred=False)
+        stage.step(one, tokens[:250], None, uncommitted=False)
+        stage.step(one, tokens[250:251], None, uncommitted=False)
     for turn, at in enumerate(range(251, 540)):
-        output = stage.step(state, tokens[at : at + 1], None, deferred=False)
+        output = stage.step(state, tokens[at : at + 1], None, uncommitted=False)
         if ahead:
             stage.stand_by(state, 1, running=True)
         assert output.on_host is not None
@@ -288,7 +288,7 @@ def decoded(stage: Stage, *, ahead: bool) -> list[torch.Tensor]:
         if ahead and turn % 5 != 4:
             stage.let_go(state, StepRows(at + 1, (tokens[at + 1],), False, False), None, certain=False)
         if ahead and turn % 7 == 6:
-            stage.step(other, tokens[turn : turn + 1], None, deferred=False)
+            stage.step(other, tokens[turn : turn + 1], None, uncommitted=False)
         if ahead and turn % 11 == 10:
             stage.stand_down()
     stage.stand_down()
@@ -315,8 +315,8 @@ def verified(stage: Stage, *, early: bool) -> list[torch.Tensor]:
     state, other = (stage.allocate(640, 16) for _ in range(2))
     runner = stage.runners[0]
     assert runner is not None
-    stage.step(state, tokens[:250], None, deferred=False, hidden=rows[:250])
-    stage.step(other, tokens[:250], None, deferred=False, hidden=rows[:250])
+    stage.step(state, tokens[:250], None, uncommitted=False, hidden=rows[:250])
+    stage.step(other, tokens[:250], None, uncommitted=False, hidden=rows[:250])
     for turn, kept in enumerate((16, 3, 1, 16, 9, 16, 2, 5)):
         at = state.length
         count = 16 if turn % 4 else 11
@@ -332,11 +332,11 @@ def verified(stage: Stage, *, early: bool) -> list[torch.Tensor]:
             if turn % 3 == 1:
                 first = other.length
                 between = rows[first : first + 16]
-                stage.step(other, tokens[first : first + 16], None, deferred=True, hidden=between)
+                stage.step(other, tokens[first : first + 16], None, uncommitted=True, hidden=between)
                 stage.commit(other, other.length + 1)
             elif turn % 3 == 2:
                 stage.stand_by(other, 16)
-        output = stage.step(state, block, None, deferred=True, hidden=hidden)
+        output = stage.step(state, block, None, uncommitted=True, hidden=hidden)
         # Waiting for the device itself would wait for what stands by.
         if runner._standing is None:
             made.append(output.hidden.cpu())
@@ -366,7 +366,7 @@ def told(stage: Stage, *, early: bool) -> list[torch.Tensor]:
     tokens, made = ids(400), []
     state, runner = stage.allocate(640, 16), stage.runners[0]
     assert runner is not None
-    stage.step(state, tokens[:250], None, deferred=False, hidden=rows[:250])
+    stage.step(state, tokens[:250], None, uncommitted=False, hidden=rows[:250])
     for turn, at in enumerate(range(250, 290)):
         hidden = rows[at : at + 1]
         asked = StepRows(at, (tokens[at],), False, False)
@@ -376,7 +376,7 @@ def told(stage: Stage, *, early: bool) -> list[torch.Tensor]:
             if turn % 3:
                 stage.let_go(state, asked, bytes_of(hidden), certain=turn % 4 != 3)
                 assert (runner._gone is not None) == (turn % 4 != 3 or not runner._recurrent)
-        output = stage.step(state, tokens[at : at + 1], None, deferred=False, hidden=hidden)
+        output = stage.step(state, tokens[at : at + 1], None, uncommitted=False, hidden=hidden)
         assert output.on_host is not None
         made.append(output.on_host.wait().clone())
     return [*made, *(view.read(0, state.length).cpu() for caches in state.caches for view in caches.views())]

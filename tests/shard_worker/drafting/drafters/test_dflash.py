@@ -81,8 +81,8 @@ def feed(draft: Draft, state: DraftState, joined: torch.Tensor, *, summed: bool 
 
 
 @torch.no_grad()
-def guess(draft: Draft, state: DraftState, guesses: int = BLOCK - 1) -> torch.Tensor:
-    return draft.propose(state, EMBEDDING[[KNOWN, draft.config.mask_token_id]], guesses)
+def propose(draft: Draft, state: DraftState, draft_tokens: int = BLOCK - 1) -> torch.Tensor:
+    return draft.propose(state, EMBEDDING[[KNOWN, draft.config.mask_token_id]], draft_tokens)
 
 
 def assert_dense(own: torch.Tensor, expected: DraftOutput) -> None:
@@ -101,7 +101,7 @@ def test_a_block_is_the_dense_formula(made: Made, name: str, length: int) -> Non
     if length:
         feed(draft, state, joined)
 
-    own = guess(draft, state)
+    own = propose(draft, state)
 
     assert_dense(own, dense.forward(joined, EMBEDDING, HEAD, KNOWN))
 
@@ -117,7 +117,7 @@ def test_a_context_may_come_in_pieces_and_as_a_sum(made: Made, name: str, pieces
     for piece in joined.split(list(pieces)):
         feed(draft, state, piece, summed=summed)
 
-    own = guess(draft, state)
+    own = propose(draft, state)
 
     assert state.length == 70
     assert_dense(own, dense.forward(joined, EMBEDDING, HEAD, KNOWN))
@@ -132,13 +132,13 @@ def test_blocks_along_a_growing_context(made: Made, name: str) -> None:
     feed(draft, state, joined[:3])
     grown = [1, 8, 2, 1, 5, 8, 1, 1, 3, 8, 8, 2, 1, 7, 1, 8, 8]
     blocks = [7, 7, 1, 7, 2, 3, 7, 6, 1, 7, 4, 7, 1, 2, 7, 5, 7]
-    for rows, guesses in zip(grown, blocks, strict=True):
-        expected = dense.forward(joined[: state.length], EMBEDDING, HEAD, KNOWN, rows=guesses + 1)
-        assert_dense(guess(draft, state, guesses), expected)
+    for rows, draft_tokens in zip(grown, blocks, strict=True):
+        expected = dense.forward(joined[: state.length], EMBEDDING, HEAD, KNOWN, rows=draft_tokens + 1)
+        assert_dense(propose(draft, state, draft_tokens), expected)
         feed(draft, state, joined[state.length : state.length + rows])
 
     assert state.length == 76
-    assert_dense(guess(draft, state), dense.forward(joined, EMBEDDING, HEAD, KNOWN))
+    assert_dense(propose(draft, state), dense.forward(joined, EMBEDDING, HEAD, KNOWN))
 
 
 @pytest.mark.parametrize("name", ["full", "sliding", "sliding-non-causal", "window-1"])
@@ -151,14 +151,14 @@ def test_a_proposal_leaves_the_context_as_it_was(made: Made, name: str, length: 
     for state in (touched, untouched):
         feed(draft, state, joined[:length])
 
-    first = guess(draft, touched)
-    assert torch.equal(guess(draft, touched), first)
-    for guesses in (7, 2, 5):
-        guess(draft, touched, guesses)
+    first = propose(draft, touched)
+    assert torch.equal(propose(draft, touched), first)
+    for draft_tokens in (7, 2, 5):
+        propose(draft, touched, draft_tokens)
     for state in (touched, untouched):
         feed(draft, state, joined[length:])
 
-    assert torch.equal(guess(draft, touched), guess(draft, untouched))
+    assert torch.equal(propose(draft, touched), propose(draft, untouched))
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -168,10 +168,10 @@ def test_blocks_over_whole_caches(tiny: Tiny, made: Made, name: str) -> None:
     draft = load_draft(tiny.draft("qwen3", name, **SHAPES[name]), device=AS_GPU)
     joined = context(draft, 45)
     state = draft.allocate(60)
-    for length, guesses in ((1, 7), (6, 3), (20, 7), (23, 1), (45, 7)):
+    for length, draft_tokens in ((1, 7), (6, 3), (20, 7), (23, 1), (45, 7)):
         feed(draft, state, joined[state.length : length])
-        expected = dense.forward(joined[:length], EMBEDDING, HEAD, KNOWN, rows=guesses + 1)
-        assert_dense(guess(draft, state, guesses), expected)
+        expected = dense.forward(joined[:length], EMBEDDING, HEAD, KNOWN, rows=draft_tokens + 1)
+        assert_dense(propose(draft, state, draft_tokens), expected)
 
 
 def test_sessions_do_not_share_their_context(made: Made) -> None:
@@ -182,10 +182,10 @@ def test_sessions_do_not_share_their_context(made: Made) -> None:
     for first in range(0, 30, 10):
         for state, own in zip(states, joined, strict=True):
             feed(draft, state, own[first : first + 10])
-            guess(draft, state)
+            propose(draft, state)
 
     for state, own in zip(states, joined, strict=True):
-        assert_dense(guess(draft, state), dense.forward(own, EMBEDDING, HEAD, KNOWN))
+        assert_dense(propose(draft, state), dense.forward(own, EMBEDDING, HEAD, KNOWN))
 
 
 def test_what_a_block_depends_on(made: Made) -> None:
@@ -198,7 +198,7 @@ def test_what_a_block_depends_on(made: Made) -> None:
     for variant in variants:
         state = draft.allocate(50)
         feed(draft, state, variant)
-        blocks.append(guess(draft, state, 3))
+        blocks.append(propose(draft, state, 3))
     with torch.no_grad():
         blocks.append(draft.propose(state, EMBEDDING[[KNOWN + 1, draft.config.mask_token_id]], 3))
 
@@ -224,7 +224,7 @@ def test_a_draft_may_run_in_another_dtype(tiny: Tiny) -> None:
     state = draft.allocate(50)
     feed(draft, state, joined)
 
-    assert_dense(guess(draft, state), dense.forward(joined, EMBEDDING, HEAD, KNOWN))
+    assert_dense(propose(draft, state), dense.forward(joined, EMBEDDING, HEAD, KNOWN))
     assert load_draft(path).dtype == torch.bfloat16
 
 
@@ -263,7 +263,7 @@ def test_other_spellings_and_copies_of_the_target_are_taken(tiny: Tiny, tmp_path
     for draft in (respelt, plain):
         state = draft.allocate(20)
         feed(draft, state, joined)
-        blocks.append(guess(draft, state))
+        blocks.append(propose(draft, state))
     assert torch.equal(*blocks)
     assert respelt.weight_bytes == plain.weight_bytes
 

@@ -103,7 +103,7 @@ def test_a_prefill_by_kernels_is_that_of_plain_torch(tiny: Tiny) -> None:
     for one, pieces in ((plain, (150,)), (kernels, (150,)), (kernels, (64, 1, 85))):
         state, rows, at = one.allocate(200, 1), [], 0
         for count in pieces:
-            rows.append(head.logits(one.run(state, one.embed(tokens[at : at + count]), None, deferred=False)))
+            rows.append(head.logits(one.run(state, one.embed(tokens[at : at + count]), None, uncommitted=False)))
             at += count
         found.append(torch.cat(rows).float())
 
