@@ -29,7 +29,7 @@ def test_a_wheel_has_all_of_them(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         found = set(archive.namelist())
     assert {"index.html", "app.js", "style.css"} <= set(FILES)
-    assert {f"coordinator/server/page/{name}" for name in FILES} <= found
+    assert {f"coordinator/api/http/page/{name}" for name in FILES} <= found
 
 
 def test_all_are_sent_under_the_same_policy(client: TestClient) -> None:
