@@ -211,7 +211,7 @@ class SessionWork:
             self._expect_activation(following, rows)
             self._expect(following, rows)
         elif self._alone:
-            self._stage.let_go(state, self._rows_of(following), None, certain=False)
+            self._stage.release(state, self._rows_of(following), None, certain=False)
             self._begun.append((following, self._thread.queue_step(self.decide, following)))
 
     def _compute(self, forward: Forward) -> tuple[StepOutput, Features]:
@@ -266,14 +266,14 @@ class SessionWork:
         check_activation(forward, self._stage)
         activation = None if forward.activation is None else memoryview(forward.activation.data)
         self._let_go_first = whole
-        self._stage.let_go(state, self._rows_of(forward), activation, certain=whole)
+        self._stage.release(state, self._rows_of(forward), activation, certain=whole)
 
     def _let_go_known(self, rows: StepRows, activation: memoryview | None, *, certain: bool = True) -> None:
         """The same of a step that was checked when it was expected."""
         state = self._state
         if state is not None and not state.pending and rows.base == state.length and not self._thread.busy:
             self._let_go_first = certain
-            self._stage.let_go(state, rows, activation, certain=certain)
+            self._stage.release(state, rows, activation, certain=certain)
 
     def _let_go_with(self, base: int, tokens: memoryview) -> None:
         """The same of a step that was known but for its token."""
@@ -370,8 +370,8 @@ class SessionWork:
         state = self._state
         if state is not None and self._expects and not self._thread.busy:
             # In this order: whatever becomes of the launch, nothing waits behind it for ever.
-            self._thread.expect_step(self._stage.stand_down)
-            self._stage.stand_by(state, rows, known=known, running=running)
+            self._thread.expect_step(self._stage.cancel)
+            self._stage.prelaunch(state, rows, known=known, running=running)
 
     def _rows_of(self, forward: Forward) -> StepRows:
         uncommitted, featured = forward.kind is StepKind.VERIFY, self._request.draft is not None

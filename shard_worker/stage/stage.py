@@ -131,7 +131,7 @@ class Stage:
         count = len(token_ids)
         runners = self._runners(count, uncommitted)
         if not runners:
-            self.stand_down()
+            self.cancel()
             rows = self.embed(token_ids) if hidden is None else to_device(hidden, self.device)
             return StepOutput(self.run(state, rows, features, uncommitted=uncommitted))
         output = None
@@ -175,27 +175,27 @@ class Stage:
         ]
         return runners if len(runners) == len(self.segments) else ()
 
-    def stand_by(self, state: StageState, rows: int, *, known: StepRows | None = None, running: bool = False) -> None:
+    def prelaunch(self, state: StageState, rows: int, *, known: StepRows | None = None, running: bool = False) -> None:
         """Between two steps alike, of up to so many rows: launch the next one now, where it can wait for its numbers.
 
-        Duties, `known` and `running` as of `StepRunner.stand_by`.
+        Duties, `known` and `running` as of `StepRunner.prelaunch`.
         """
         runner = self.runners[0] if len(self.runners) == 1 else None
         if runner is not None and not (state.pending and state.caches[0].recurrent is not None):
             length = state.length + state.pending + rows
-            runner.stand_by(state.caches[0], length, known=known, running=running)
+            runner.prelaunch(state.caches[0], length, known=known, running=running)
 
-    def let_go(self, state: StageState, rows: StepRows, activation: memoryview | None, *, certain: bool) -> None:
-        """Let a step of these rows that stands by begin before `step` is called for it, as `StepRunner.let_go` does."""
+    def release(self, state: StageState, rows: StepRows, activation: memoryview | None, *, certain: bool) -> None:
+        """Let a prelaunched step of these rows begin before `step` is called for it, as `StepRunner.release` does."""
         runner = self.runners[0] if len(self.runners) == 1 else None
         if runner is not None:
-            runner.let_go(rows, activation, state.caches[0], certain=certain)
+            runner.release(rows, activation, state.caches[0], certain=certain)
 
-    def stand_down(self) -> None:
-        """Before anything else is done with the device."""
+    def cancel(self) -> None:
+        """Cancel a prelaunched step: to be called before anything else is done with the device."""
         for runner in self.runners:
             if runner is not None:
-                runner.stand_down()
+                runner.cancel()
 
     @staticmethod
     def _count(state: StageState, rows: int, uncommitted: bool) -> None:

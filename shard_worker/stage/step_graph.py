@@ -45,9 +45,9 @@ class StepRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """A step that waits to be let go. caches: whose addresses it has been told. rows: those it has been told of, None
-    where they are not known yet."""
+class Prelaunched:
+    """A step that waits on the device to be released. caches: whose addresses it has been told. rows: those it has
+    been told of, None where they are not known yet."""
 
     variant: Variant
     caches: SegmentCaches
@@ -55,8 +55,8 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
-    """A step that stood by and was let go before `run` was called for it."""
+class Released:
+    """A prelaunched step that was released before `run` was called for it."""
 
     variant: Variant
     caches: SegmentCaches

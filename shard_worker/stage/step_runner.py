@@ -24,7 +24,7 @@ from shard_worker.model.kernel_support import can_run, head_sizes
 from shard_worker.model.layer_weights import DecoderWeights
 from shard_worker.stage.kernel_layers import kernel_layers
 from shard_worker.stage.segment import Segment
-from shard_worker.stage.step_graph import Captured, Gone, Standing, StepOutput, StepRows, Variant
+from shard_worker.stage.step_graph import Captured, Prelaunched, Released, StepOutput, StepRows, Variant
 
 ROW_COUNTS = (1, 16, 32, 64)
 """Rows that steps are made with; a step of another number leaves the last ones unused."""
@@ -50,8 +50,8 @@ class StepRunner:
         self._made: dict[Variant, Captured] = {}
         self._last: Variant | None = None
         self._gate = StreamGate.on(segment.device) if graphs else None
-        self._standing: Standing | None = None
-        self._gone: Gone | None = None
+        self._prelaunched: Prelaunched | None = None
+        self._released: Released | None = None
         self._filled: Callable[[], SegmentCaches | None] = lambda: None
         """Whose addresses the next step's numbers hold."""
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
@@ -86,10 +86,10 @@ class StepRunner:
         """
         rows = StepRows(base, tuple(token_ids), uncommitted, features is not None)
         variant = self._variant(rows)
-        gone, self._gone = self._gone, None
-        begun = gone is not None and gone.is_(variant, caches, rows)
+        released, self._released = self._released, None
+        begun = released is not None and released.is_(variant, caches, rows)
         # First of all: others wait meanwhile, and this is but a few stores.
-        passed = begun or self._let_go_with(variant, rows, hidden, caches)
+        passed = begun or self._release_with(variant, rows, hidden, caches)
         with self._segment.device.current():
             made = self._made[variant] if passed else self._start(variant, rows, hidden, caches)
             if not begun:
@@ -97,39 +97,39 @@ class StepRunner:
             self._last = variant
             return self._output(made, len(token_ids), features)
 
-    def let_go(self, rows: StepRows, activation: memoryview | None, caches: SegmentCaches, *, certain: bool) -> None:
-        """Let the step that stands by begin where it is that of these rows, before `run` is called for it.
+    def release(self, rows: StepRows, activation: memoryview | None, caches: SegmentCaches, *, certain: bool) -> None:
+        """Let the prelaunched step begin where it is that of these rows, before `run` is called for it.
 
         activation: bytes of the rows from elsewhere, where no embedding is here. certain: the next call of `run` is for
         this step; otherwise it may be for another one, and only what can be done again is done.
         """
-        standing = self._standing
-        if standing is None or standing.caches is not caches:
+        prelaunched = self._prelaunched
+        if prelaunched is None or prelaunched.caches is not caches:
             return
-        variant = standing.variant if standing.rows is rows else self._variant(rows)
+        variant = prelaunched.variant if prelaunched.rows is rows else self._variant(rows)
         if not certain and variant.uncommitted != self._recurrent:
             return
-        if self._let_go(variant, rows, activation, caches):
+        if self._release(variant, rows, activation, caches):
             with self._segment.device.current():
                 self._place.sent()
-            self._gone = Gone(variant, caches, rows)
+            self._released = Released(variant, caches, rows)
 
-    def _let_go_with(
+    def _release_with(
         self, variant: Variant, rows: StepRows, hidden: torch.Tensor | None, caches: SegmentCaches
     ) -> bool:
-        if self._standing is None or (hidden is not None and hidden.device.type != "cpu"):
+        if self._prelaunched is None or (hidden is not None and hidden.device.type != "cpu"):
             return False
-        return self._let_go(variant, rows, None if hidden is None else bytes_of(hidden), caches)
+        return self._release(variant, rows, None if hidden is None else bytes_of(hidden), caches)
 
-    def _let_go(self, variant: Variant, rows: StepRows, activation: memoryview | None, caches: SegmentCaches) -> bool:
-        """Tell the step that stands by what it does not know yet, where there is such a one."""
-        standing = self._standing
-        if standing is None or standing.variant != variant:
+    def _release(self, variant: Variant, rows: StepRows, activation: memoryview | None, caches: SegmentCaches) -> bool:
+        """Tell the prelaunched step what it does not know yet and let it begin; False where there is no such step."""
+        prelaunched = self._prelaunched
+        if prelaunched is None or prelaunched.variant != variant:
             return False
-        if standing.caches is not caches or (standing.rows is not rows and standing.rows != rows):
+        if prelaunched.caches is not caches or (prelaunched.rows is not rows and prelaunched.rows != rows):
             if not caches.has_room(rows.base + len(rows.token_ids)):
                 return False
-            if standing.caches is not caches:
+            if prelaunched.caches is not caches:
                 self._fill(caches)
             self._tell(rows)
         if activation is not None:
@@ -150,9 +150,9 @@ class StepRunner:
         self._incoming_bytes[: len(activation)] = activation
 
     def _start(self, variant: Variant, rows: StepRows, hidden: torch.Tensor | None, caches: SegmentCaches) -> Captured:
-        """A step for which none stands by."""
+        """Launch a step for which none was prelaunched."""
         count = len(rows.token_ids)
-        self.stand_down()
+        self.cancel()
         made = self._prepared(variant)
         caches.reserve(rows.base + count)
         self._fill(caches)
@@ -184,7 +184,7 @@ class StepRunner:
             OnHost(self._leaving[:count], self._place.done),
         )
 
-    def stand_by(
+    def prelaunch(
         self, caches: SegmentCaches, length: int, *, known: StepRows | None = None, running: bool = False
     ) -> None:
         """Launch a step like the last one now, which waits for its numbers: `run` then only tells them. For the time
@@ -192,10 +192,10 @@ class StepRunner:
 
         known: its rows, where they are that. running: the last one may not be done yet; then only for its own caches,
         where they have room, and for rows that are not known.
-        Until then the device must not be waited for, nor memory be asked for, except by `run` and `stand_down`.
+        Until then the device must not be waited for, nor memory be asked for, except by `run` and `cancel`.
         """
         variant = self._last
-        if self._gate is None or variant is None or self._standing is not None:
+        if self._gate is None or variant is None or self._prelaunched is not None:
             return
         if running and (self._filled() is not caches or not caches.has_room(length)):
             return
@@ -208,16 +208,17 @@ class StepRunner:
                 self._tell(known)
         with self._segment.device.current():
             self._gate.shut()
-            self._standing = Standing(variant, caches, known)
+            self._prelaunched = Prelaunched(variant, caches, known)
             if self._embedding is None:
                 self._hidden[: variant.rows].copy_(self._incoming[: variant.rows], non_blocking=True)
             graph = self._made[variant].graph
             assert graph is not None
             graph.replay()
 
-    def stand_down(self) -> None:
-        """Let a step that stands by pass without rows, which changes nothing, and wait for it: what it reads may go."""
-        if self._standing is not None:
+    def cancel(self) -> None:
+        """Let a prelaunched step run with no rows, which changes nothing, and wait for it, so that what it reads may be
+        freed."""
+        if self._prelaunched is not None:
             self._place.wait()
             self._place.move(0, 0)
             self._pass()
@@ -228,7 +229,7 @@ class StepRunner:
     def _pass(self) -> None:
         assert self._gate is not None
         self._gate.open()
-        self._standing = None
+        self._prelaunched = None
 
     @property
     def place(self) -> torch.Tensor:
@@ -242,8 +243,8 @@ class StepRunner:
         from shard_worker.model.kernels import deltanet
 
         assert self._layers.delta is not None
-        # Another session's step may stand by, and this asks for memory.
-        self.stand_down()
+        # Another session's step may be prelaunched, and this asks for memory.
+        self.cancel()
         with self._segment.device.current():
             count = rows
             if not isinstance(count, torch.Tensor):

@@ -236,7 +236,7 @@ async def test_a_step_that_was_let_go_is_the_next_one(
         work = stages_of(client)[1]._work
         compute, spoilt = work._compute, Lane(always)
 
-        def let_go(*_: Any, certain: bool) -> None:
+        def release(*_: Any, certain: bool) -> None:
             assert certain
             order.append("let go")
             work._thread.queue_step(order.append, "other")
@@ -258,7 +258,7 @@ async def test_a_step_that_was_let_go_is_the_next_one(
             order.append("step")
             return compute(forward)
 
-        monkeypatch.setattr(Stage, "let_go", let_go)
+        monkeypatch.setattr(Stage, "release", release)
         monkeypatch.setattr(work, "_compute", counted)
         spoilt.took, spoilt.failed = lambda step: work._thread.queue_step(on_the_thread, step), other.failed
         own.other = spoilt
@@ -284,7 +284,7 @@ async def test_a_stage_that_waits_is_told_what_to_expect(
     # Else it is not told when the other stage was faster.
     monkeypatch.setattr(DeviceThread, "busy", property(lambda _: False))
 
-    def stand_by(stage: Stage, state: StageState, rows: int, *, known: StepRows | None, **_: Any) -> None:
+    def prelaunch(stage: Stage, state: StageState, rows: int, *, known: StepRows | None, **_: Any) -> None:
         asked.append((stage.layers.first, rows))
         if stage.head is not None:
             assert known is not None
@@ -293,7 +293,7 @@ async def test_a_stage_that_waits_is_told_what_to_expect(
         else:
             assert known is None
 
-    monkeypatch.setattr(Stage, "stand_by", stand_by)
+    monkeypatch.setattr(Stage, "prelaunch", prelaunch)
     one = made("qwen3", (1,), drafted=drafted, carries=always)
     await run(one, drafted=drafted)
     assert {first for first, _ in asked} == {0, 1}

@@ -227,9 +227,11 @@ def test_a_later_stage_takes_hidden_rows(load: Load) -> None:
 
 
 @torch.inference_mode()
-def in_turn(stage: Stage, *, standing: bool) -> list[torch.Tensor]:
-    """What rows and blocks of two sessions in turn become, and what they leave; standing: launched ahead wherever that
-    goes, one in three let pass."""
+def in_turn(stage: Stage, *, prelaunched: bool) -> list[torch.Tensor]:
+    """Return what rows and blocks of two sessions in turn become, and what they leave.
+
+    prelaunched: steps are launched ahead wherever that goes, and one in three of them is cancelled.
+    """
     rows = torch.randn(300, stage.config.hidden_size, generator=torch.Generator().manual_seed(3)).to(DTYPE)
     tokens, made = ids(300), []
     states = [stage.allocate(640, 16) for _ in range(2)]
@@ -242,14 +244,14 @@ def in_turn(stage: Stage, *, standing: bool) -> list[torch.Tensor]:
             made.append(output.hidden.cpu())
             if uncommitted:
                 stage.commit(state, state.length + kept)
-            if standing and turn:
+            if prelaunched and turn:
                 # What comes next is the other session's, and now and then of another number of rows.
-                stage.stand_by(state, count)
+                stage.prelaunch(state, count)
                 assert stage.runners[0] is not None
-                assert stage.runners[0]._standing is not None
+                assert stage.runners[0]._prelaunched is not None
                 if turn % 3 == 0:
-                    stage.stand_down()
-    stage.stand_down()
+                    stage.cancel()
+    stage.cancel()
     for state in states:
         made += [view.read(0, state.length).cpu() for caches in state.caches for view in caches.views()]
     return made
@@ -257,12 +259,12 @@ def in_turn(stage: Stage, *, standing: bool) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5-ratio-3"])
 @pytest.mark.parametrize("part", [(0, 4), (2, 4)])
-def test_a_step_that_stood_by_is_the_same(load: Load, name: str, part: tuple[int, int]) -> None:
+def test_a_prelaunched_step_is_the_same(load: Load, name: str, part: tuple[int, int]) -> None:
     """Launched before its numbers were known: bit for bit what a step is, over a page's end, for the session it was
-    launched for and for another one; let pass, it leaves everything as it was."""
+    launched for and for another one; cancelled, it leaves everything as it was."""
     if not ON_GPU:
         pytest.skip("the CPU has no queue in which something could wait")
-    found, expected = (in_turn(load(name, part), standing=standing) for standing in (True, False))
+    found, expected = (in_turn(load(name, part), prelaunched=prelaunched) for prelaunched in (True, False))
 
     assert len(found) == len(expected)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
@@ -271,7 +273,7 @@ def test_a_step_that_stood_by_is_the_same(load: Load, name: str, part: tuple[int
 @torch.inference_mode()
 def decoded(stage: Stage, *, ahead: bool) -> list[torch.Tensor]:
     """The likeliest tokens of one session's single rows, over pages' ends, and what they leave; ahead: each is launched
-    while the one before runs, and let go before it is asked for, but for some where another session's step comes."""
+    while the one before runs, and released before it is asked for, but for some where another session's step comes."""
     tokens, found = ids(640), []
     state, other = (stage.allocate(640, 16) for _ in range(2))
     runner = stage.runners[0]
@@ -282,16 +284,16 @@ def decoded(stage: Stage, *, ahead: bool) -> list[torch.Tensor]:
     for turn, at in enumerate(range(251, 540)):
         output = stage.step(state, tokens[at : at + 1], None, uncommitted=False)
         if ahead:
-            stage.stand_by(state, 1, running=True)
+            stage.prelaunch(state, 1, running=True)
         assert output.on_host is not None
         found.append(output.on_host.wait().clone())
         if ahead and turn % 5 != 4:
-            stage.let_go(state, StepRows(at + 1, (tokens[at + 1],), False, False), None, certain=False)
+            stage.release(state, StepRows(at + 1, (tokens[at + 1],), False, False), None, certain=False)
         if ahead and turn % 7 == 6:
             stage.step(other, tokens[turn : turn + 1], None, uncommitted=False)
         if ahead and turn % 11 == 10:
-            stage.stand_down()
-    stage.stand_down()
+            stage.cancel()
+    stage.cancel()
     return [*found, *(view.read(0, state.length).cpu() for caches in state.caches for view in caches.views())]
 
 
@@ -308,7 +310,7 @@ def test_a_row_that_was_launched_ahead_is_the_same(load: Load, name: str) -> Non
 
 @torch.inference_mode()
 def verified(stage: Stage, *, early: bool) -> list[torch.Tensor]:
-    """What blocks of one session become, and what they leave; early: each is let go before its step is asked for, and
+    """What blocks of one session become, and what they leave; early: each is released before its step is asked for, and
     in one turn in three another session's step comes between."""
     rows = torch.randn(400, stage.config.hidden_size, generator=torch.Generator().manual_seed(3)).to(DTYPE)
     tokens, made = ids(400), []
@@ -326,29 +328,29 @@ def verified(stage: Stage, *, early: bool) -> list[torch.Tensor]:
             if turn:
                 # Sometimes it knows its rows, sometimes others.
                 known = (None, asked, replace(asked, token_ids=(*block[1:], 0)))[turn % 5 % 3]
-                stage.stand_by(state, count, known=known)
-            stage.let_go(state, asked, bytes_of(hidden), certain=turn % 3 == 0)
-            assert (runner._gone is not None) == bool(turn)
+                stage.prelaunch(state, count, known=known)
+            stage.release(state, asked, bytes_of(hidden), certain=turn % 3 == 0)
+            assert (runner._released is not None) == bool(turn)
             if turn % 3 == 1:
                 first = other.length
                 between = rows[first : first + 16]
                 stage.step(other, tokens[first : first + 16], None, uncommitted=True, hidden=between)
                 stage.commit(other, other.length + 1)
             elif turn % 3 == 2:
-                stage.stand_by(other, 16)
+                stage.prelaunch(other, 16)
         output = stage.step(state, block, None, uncommitted=True, hidden=hidden)
-        # Waiting for the device itself would wait for what stands by.
-        if runner._standing is None:
+        # Waiting for the device itself would wait for what is prelaunched.
+        if runner._prelaunched is None:
             made.append(output.hidden.cpu())
         elif output.on_host is not None:
             made.append(output.on_host.wait().clone())
-        stage.stand_down()
+        stage.cancel()
         stage.commit(state, state.length + min(kept, count))
     return [*made, *(view.read(0, state.length).cpu() for caches in state.caches for view in caches.views())]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5-ratio-3"])
-def test_a_step_that_was_let_go_early_is_the_same(load: Load, name: str) -> None:
+def test_a_step_that_was_released_early_is_the_same(load: Load, name: str) -> None:
     """Before it is asked for: bit for bit what it is else, and done again where another session's came between."""
     if not ON_GPU:
         pytest.skip("the CPU has no queue in which something could wait")
@@ -361,7 +363,7 @@ def test_a_step_that_was_let_go_early_is_the_same(load: Load, name: str) -> None
 @torch.inference_mode()
 def told(stage: Stage, *, early: bool) -> list[torch.Tensor]:
     """What single rows of one session become; early: they are known before they come, but for some that are others, and
-    are let go with their activation before their step is asked for."""
+    are released with their activation before their step is asked for."""
     rows = torch.randn(400, stage.config.hidden_size, generator=torch.Generator().manual_seed(3)).to(DTYPE)
     tokens, made = ids(400), []
     state, runner = stage.allocate(640, 16), stage.runners[0]
@@ -372,10 +374,10 @@ def told(stage: Stage, *, early: bool) -> list[torch.Tensor]:
         asked = StepRows(at, (tokens[at],), False, False)
         if early and turn:
             right = turn % 5 != 4
-            stage.stand_by(state, 1, known=asked if right else replace(asked, token_ids=(tokens[at] + 1,)))
+            stage.prelaunch(state, 1, known=asked if right else replace(asked, token_ids=(tokens[at] + 1,)))
             if turn % 3:
-                stage.let_go(state, asked, bytes_of(hidden), certain=turn % 4 != 3)
-                assert (runner._gone is not None) == (turn % 4 != 3 or not runner._recurrent)
+                stage.release(state, asked, bytes_of(hidden), certain=turn % 4 != 3)
+                assert (runner._released is not None) == (turn % 4 != 3 or not runner._recurrent)
         output = stage.step(state, tokens[at : at + 1], None, uncommitted=False, hidden=hidden)
         assert output.on_host is not None
         made.append(output.on_host.wait().clone())
