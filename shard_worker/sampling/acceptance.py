@@ -1,4 +1,4 @@
-"""Which tokens a step produces. Pure; the law of it all stands in `shard_worker.sampling.sampler`."""
+"""Which tokens a step produces. Why this keeps the sampling distribution stands in `shard_worker.sampling.sampler`."""
 
 from __future__ import annotations
 

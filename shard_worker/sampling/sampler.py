@@ -134,28 +134,30 @@ class Sampler:
 
 
 def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """The law of each row after temperature, top-k, top-p and min-p: float64 [n, vocab], not normalised."""
+    """Return each row's probabilities after temperature, top-k, top-p and min-p: float64 [n, vocab], not normalised."""
     logits = logits.double() / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         least = logits.topk(sampling.top_k).values[:, -1:]
         logits = logits.masked_fill(logits < least, float("-inf"))
-    law = logits.softmax(-1)
+    distribution = logits.softmax(-1)
     if sampling.top_p is not None and sampling.top_p < 1:
-        ordered, order = law.sort(descending=True, stable=True)
+        ordered, order = distribution.sort(descending=True, stable=True)
         # A token stays while the mass before it has not reached top_p; so the likeliest one always does.
         kept = ordered.cumsum(-1) - ordered < sampling.top_p
-        law = law * torch.zeros_like(kept).scatter_(-1, order, kept)
+        distribution = distribution * torch.zeros_like(kept).scatter_(-1, order, kept)
     if sampling.min_p is not None:
-        law = law * (law >= sampling.min_p * law.max(-1, keepdim=True).values)
-    return law
+        distribution = distribution * (distribution >= sampling.min_p * distribution.max(-1, keepdim=True).values)
+    return distribution
 
 
-def draw(law: torch.Tensor, numbers: Sequence[float]) -> list[int]:
-    """Inverse CDF in token order: for each row of an unnormalised law [n, vocab] and number in [0, 1), a token.
+def draw(distribution: torch.Tensor, numbers: Sequence[float]) -> list[int]:
+    """Draw one token a row by the inverse CDF in token order.
 
-    Raises InvalidArgument when a row is no law: the logits were not finite.
+    distribution: unnormalised probabilities [n, vocab]; numbers: n numbers in [0, 1).
+
+    Raises InvalidArgument when a row has no mass: the logits were not finite.
     """
-    cdf = law.cumsum(-1)
+    cdf = distribution.cumsum(-1)
     if not bool((cdf[:, -1] > 0).all()):
         raise InvalidArgument(
             "the logits are not finite: the activation that came in, the checkpoint or its element type is at fault",

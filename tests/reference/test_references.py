@@ -1,7 +1,7 @@
 """Checks of the references themselves, so that a disagreement points at the project.
 
 Checkpoints are compared with what transformers expects to load, recurrent states with the
-plain recurrence, and the sampling law with the logits processors of transformers.
+plain recurrence, and the sampling distribution with the logits processors of transformers.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers.generation as hf
 
-from tests.reference import checkpoints, law, storage, target
+from tests.reference import checkpoints, distribution, storage, target
 
 PROMPT = checkpoints.random_prompts(256, 1, seed=3, lengths=[12])[0]
 WRITERS: list[Any] = [checkpoints.write_qwen3, checkpoints.write_qwen3_5]
@@ -122,7 +122,7 @@ def test_recurrent_states_follow_the_recurrence(length: int, tmp_path: Path) -> 
     assert float(decay.max()) < 0.9999
 
 
-def test_law_equals_transformers_processors() -> None:
+def test_distribution_equals_transformers_processors() -> None:
     logits = torch.randn(8, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
     ids = torch.tensor([[1, 2, 2]])
     steps = [
@@ -137,32 +137,32 @@ def test_law_equals_transformers_processors() -> None:
     for processor, setting in steps:
         scores = processor(ids, scores)
         settings |= setting
-        own = law.next_law(logits, [1], [2, 2], law.Sampling(**settings))
+        own = distribution.next_token(logits, [1], [2, 2], distribution.Settings(**settings))
         np.testing.assert_allclose(own, scores.softmax(-1)[0].numpy(), atol=1e-12)
 
 
-def test_law_penalties_and_limits_by_hand() -> None:
-    settings = law.Sampling(presence_penalty=0.5, frequency_penalty=0.25, logit_bias={3: 2.0})
-    own = law.next_law([0.0] * 4, [0, 1], [1, 2, 2], settings)
-    np.testing.assert_allclose(own, law.softmax(np.array([0.0, -0.75, -1.0, 2.0])))
-    assert law.next_law([0.0, 3.0, 1.0], [], [], law.Sampling(temperature=0)).tolist() == [0, 1, 0]
-    assert law.next_law([0.0, 3.0, 1.0], [], [], law.Sampling(top_p=0.0)).tolist() == [0, 1, 0]
+def test_distribution_penalties_and_limits_by_hand() -> None:
+    settings = distribution.Settings(presence_penalty=0.5, frequency_penalty=0.25, logit_bias={3: 2.0})
+    own = distribution.next_token([0.0] * 4, [0, 1], [1, 2, 2], settings)
+    np.testing.assert_allclose(own, distribution.softmax(np.array([0.0, -0.75, -1.0, 2.0])))
+    for one_token in (distribution.Settings(temperature=0), distribution.Settings(top_p=0.0)):
+        assert distribution.next_token([0.0, 3.0, 1.0], [], [], one_token).tolist() == [0, 1, 0]
 
 
-def test_joint_law_sums_to_one_and_bounds_honest_samples(tmp_path: Path) -> None:
+def test_joint_distribution_sums_to_one_and_bounds_honest_samples(tmp_path: Path) -> None:
     path = checkpoints.write_qwen3(tmp_path / "m", vocab=5, layers=2, logit_scale=1.5)
     model = target.load(path)
-    settings = law.Sampling(temperature=0.9, top_k=4, frequency_penalty=0.5)
-    joint = law.joint_law(lambda ids: target.logits(model, ids)[-1], [1, 2, 3], 3, settings)
+    settings = distribution.Settings(temperature=0.9, top_k=4, frequency_penalty=0.5)
+    joint = distribution.joint(lambda ids: target.logits(model, ids)[-1], [1, 2, 3], 3, settings)
     assert joint.shape == (125,)
     assert abs(joint.sum() - 1) < 1e-12
     first = joint.reshape(5, 25).sum(1)
-    direct = law.next_law(target.logits(model, [1, 2, 3])[-1], [1, 2, 3], [], settings)
+    direct = distribution.next_token(target.logits(model, [1, 2, 3])[-1], [1, 2, 3], [], settings)
     np.testing.assert_allclose(first, direct, atol=1e-12)
     draws = 20_000
     cells = np.random.default_rng(1).choice(125, size=draws, p=joint)
     samples = np.stack(np.unravel_index(cells, (5, 5, 5)), axis=1).tolist()
-    distance = law.total_variation(law.empirical(samples, 5, 3), joint)
-    bound = law.sampling_bound(125, draws)
+    distance = distribution.total_variation(distribution.empirical(samples, 5, 3), joint)
+    bound = distribution.sampling_bound(125, draws)
     assert distance < bound < 0.06
-    assert law.total_variation(np.full(125, 1 / 125), joint) > bound
+    assert distribution.total_variation(np.full(125, 1 / 125), joint) > bound

@@ -391,8 +391,8 @@ async def test_activations_that_are_no_numbers(fill: bytes, temperature: float, 
     await session.close()
 
 
-async def test_nothing_is_drawn_from_what_is_no_law(engine: Engine, dial: Dial) -> None:
-    """An activation of NaNs gives no law to draw from: refused by name, not answered with a token of no vocabulary."""
+async def test_nothing_is_drawn_from_what_is_no_distribution(engine: Engine, dial: Dial) -> None:
+    """An activation of NaNs gives no distribution to draw from: it is refused by name, and no token is made up."""
     opening = replace(engine.to_second, sampling=Sampling(temperature=0.8, seed=5))
     session = await RemoteStage(await dial(engine.second), engine.second).open(opening)
     for step in STEPS[:2]:

@@ -1,7 +1,7 @@
-"""Sampling against the enumerated law, with and without guesses.
+"""Sampling against the enumerated distribution, with and without draft tokens.
 
-The logits are a tiny model's over five tokens, so the joint law of three tokens has 125 cells. Draws of one prefix are
-made together: for each seed they are what `Sampler.choose` returns, which a test of its own checks.
+The logits are a tiny model's over five tokens, so the joint distribution of three tokens has 125 cells. Draws of one
+prefix are made together: for each seed they are what `Sampler.choose` returns, which a test of its own checks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from services.errors import InvalidArgument
 from services.messages.steps import Sampling
 from shard_worker.sampling.acceptance import accept
 from shard_worker.sampling.sampler import Sampler, draw, probabilities, uniform
-from tests.reference import law, target
+from tests.reference import distribution, target
 from tests.shard_worker.tiny import Run, Tiny, load_stage
 
 VOCAB, DEPTH, SEEDS = 5, 3, 40_000
@@ -30,21 +30,21 @@ Script = Callable[[int, Sequence[int]], tuple[int, ...]]
 """A seed's number and its true tokens -> guesses after the prompt's last token."""
 
 SETTINGS = {
-    "plain": law.Sampling(),
-    "cold": law.Sampling(temperature=0.6),
-    "top-k": law.Sampling(temperature=1.3, top_k=3),
-    "top-p": law.Sampling(temperature=1.3, top_p=0.8),
-    "min-p": law.Sampling(temperature=1.3, min_p=0.2),
-    "penalties": law.Sampling(repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.7),
-    "negative penalties": law.Sampling(repetition_penalty=0.7, presence_penalty=-0.5, frequency_penalty=-0.3),
-    "bias": law.Sampling(logit_bias={0: 1.5, 3: -2.0}),
-    "everything": law.Sampling(0.9, 4, 0.95, 0.05, 1.2, 0.3, 0.2, {2: 0.7}),
+    "plain": distribution.Settings(),
+    "cold": distribution.Settings(temperature=0.6),
+    "top-k": distribution.Settings(temperature=1.3, top_k=3),
+    "top-p": distribution.Settings(temperature=1.3, top_p=0.8),
+    "min-p": distribution.Settings(temperature=1.3, min_p=0.2),
+    "penalties": distribution.Settings(repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.7),
+    "negative penalties": distribution.Settings(repetition_penalty=0.7, presence_penalty=-0.5, frequency_penalty=-0.3),
+    "bias": distribution.Settings(logit_bias={0: 1.5, 3: -2.0}),
+    "everything": distribution.Settings(0.9, 4, 0.95, 0.05, 1.2, 0.3, 0.2, {2: 0.7}),
 }
 
 
-def request(settings: law.Sampling, seed: int = 0) -> Sampling:
+def request(settings: distribution.Settings, seed: int = 0) -> Sampling:
     """The same settings as a request carries them: None switches a processor off."""
-    off = law.Sampling()
+    off = distribution.Settings()
     values = {
         name: getattr(settings, name)
         for name in ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -61,10 +61,10 @@ def next_logits(tiny: Tiny) -> NextLogits:
 
 
 @functools.cache
-def joint_law(tiny: Tiny, name: str) -> np.ndarray:
-    """The law of the first tokens, from transformers' logits."""
+def joint_distribution(tiny: Tiny, name: str) -> np.ndarray:
+    """The distribution of the first tokens, from transformers' logits."""
     model = tiny.model("vocab-5")
-    return law.joint_law(lambda ids: target.logits(model, ids)[-1], PROMPT, DEPTH, SETTINGS[name])
+    return distribution.joint(lambda ids: target.logits(model, ids)[-1], PROMPT, DEPTH, SETTINGS[name])
 
 
 def sampler_after(sampling: Sampling, prefix: tuple[int, ...]) -> Sampler:
@@ -123,13 +123,13 @@ def plain(next_logits: NextLogits, name: str) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_plain_draws_follow_the_enumerated_law(tiny: Tiny, next_logits: NextLogits, name: str) -> None:
-    """Over many seeds the first three tokens are distributed as the request's law says, and never outside of it."""
-    joint = joint_law(tiny, name)
-    observed = law.empirical(plain(next_logits, name), VOCAB, DEPTH)
+def test_plain_draws_follow_the_enumerated_distribution(tiny: Tiny, next_logits: NextLogits, name: str) -> None:
+    """Over many seeds the first three tokens follow the request's distribution and never fall outside of it."""
+    joint = joint_distribution(tiny, name)
+    observed = distribution.empirical(plain(next_logits, name), VOCAB, DEPTH)
 
     assert not observed[joint == 0].any()
-    assert law.total_variation(observed, joint) < law.sampling_bound(int((joint > 0).sum()), SEEDS)
+    assert distribution.total_variation(observed, joint) < distribution.sampling_bound(int((joint > 0).sum()), SEEDS)
 
 
 def wrong(_seed: int, truth: Sequence[int]) -> tuple[int, ...]:
@@ -166,8 +166,8 @@ def test_guesses_change_no_token(
 
 
 @pytest.mark.parametrize("name", ["plain", "top-k", "penalties", "everything"])
-def test_guessing_the_likeliest_tokens_keeps_the_law(tiny: Tiny, next_logits: NextLogits, name: str) -> None:
-    """A draft that proposes the target's own argmax, as a good one does, leaves the enumerated law as it is."""
+def test_proposing_the_argmax_keeps_the_distribution(tiny: Tiny, next_logits: NextLogits, name: str) -> None:
+    """A draft that proposes the target's own argmax, as a good one does, keeps the enumerated distribution."""
     argmax: list[int] = []
     for _ in range(2):
         argmax.append(int(next_logits((*PROMPT, *argmax)).argmax()))
@@ -176,10 +176,10 @@ def test_guessing_the_likeliest_tokens_keeps_the_law(tiny: Tiny, next_logits: Ne
     truth = plain(next_logits, name)
     speculated, mean = draw_with_guesses(sampling, next_logits, truth, lambda _seed, _truth: tuple(argmax))
 
-    joint = joint_law(tiny, name)
-    observed = law.empirical(speculated, VOCAB, DEPTH)
+    joint = joint_distribution(tiny, name)
+    observed = distribution.empirical(speculated, VOCAB, DEPTH)
     assert mean > 1.3
-    assert law.total_variation(observed, joint) < law.sampling_bound(int((joint > 0).sum()), SEEDS)
+    assert distribution.total_variation(observed, joint) < distribution.sampling_bound(int((joint > 0).sum()), SEEDS)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -205,8 +205,8 @@ def test_choose_draws_what_the_grouped_draws_are(next_logits: NextLogits, name: 
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("prompt_length", [0, 3, 4, 9])
-def test_the_law_of_every_row_includes_the_guesses_before_it(name: str, prompt_length: int) -> None:
-    """Row by row, bias, penalties and truncation give exactly the law of the prefix that ends with the row."""
+def test_the_distribution_of_every_row_includes_the_guesses_before_it(name: str, prompt_length: int) -> None:
+    """Row by row, bias, penalties and truncation give exactly the distribution of the prefix that ends with the row."""
     settings = SETTINGS[name]
     sampling = request(settings)
     history, rows = [1, 2, 2, 0, 3, 1], [2, 2, 4]
@@ -220,7 +220,7 @@ def test_the_law_of_every_row_includes_the_guesses_before_it(name: str, prompt_l
 
     for row in range(3):
         seen = [*history, *rows[: row + 1]]
-        expected = law.next_law(logits[row], seen[:prompt_length], seen[prompt_length:], settings)
+        expected = distribution.next_token(logits[row], seen[:prompt_length], seen[prompt_length:], settings)
         own = weights[row] / weights[row].sum()
         np.testing.assert_allclose(own.numpy(), expected, atol=1e-6)
 

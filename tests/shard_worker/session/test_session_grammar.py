@@ -1,4 +1,4 @@
-"""Sessions whose output a grammar describes: the demo pair over splits and drafts, and the law over five tokens."""
+"""Sessions whose output a grammar describes: the demo pair over splits and drafts, and exact odds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from services.messages.steps import Grammar, GrammarKind, Open, Sampling, StepKi
 from shard_worker.sampling.acceptance import accept
 from shard_worker.sampling.grammar_compiler import GrammarCompiler
 from shard_worker.sampling.sampler import Sampler
-from tests.reference import law, target
+from tests.reference import distribution, target
 from tests.shard_worker.chain import Chain, Client, MakeChain
 from tests.shard_worker.schemas import fits
 from tests.shard_worker.tiny import Run, Tiny, load_stage
@@ -243,16 +243,16 @@ async def test_a_checkpoint_without_tokenizer_is_told_of(chain: MakeChain) -> No
         assert len(await client.plain([1, 2, 3], 2)) == 2
 
 
-# --- the law
+# --- the distribution
 
 A, B, AB, C, END = range(5)
 TEXTS = {A: "a", B: "b", AB: "ab", C: "c"}
 PROMPT, SEEDS = (1, 2, 3), 2000
 
 
-def step_law(logits: torch.Tensor, text: str, temperature: float) -> np.ndarray:
+def step_distribution(logits: torch.Tensor, text: str, temperature: float) -> np.ndarray:
     """The model's probabilities of what may follow in `[ab]{2}`, made to sum to 1."""
-    weights = law.softmax(logits.double().numpy() / temperature)
+    weights = distribution.softmax(logits.double().numpy() / temperature)
     for token in range(5):
         longer = text + TEXTS.get(token, "")
         fitting = len(text) == 2 if token == END else len(longer) <= 2 and set(longer) <= {"a", "b"}
@@ -261,7 +261,7 @@ def step_law(logits: torch.Tensor, text: str, temperature: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_the_law_is_the_models_renormalised_step_by_step(tiny: Tiny, tmp_path: Path, temperature: float) -> None:
+def test_probabilities_are_the_models_renormalised_step_by_step(tiny: Tiny, tmp_path: Path, temperature: float) -> None:
     """Over all outputs of `[ab]{2}`: drawn plainly, and with guesses of every kind, which change no seed's answer."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": A, "b": B, "ab": AB, "c": C}, merges=[("a", "b")]))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -300,13 +300,13 @@ def test_the_law_is_the_models_renormalised_step_by_step(tiny: Tiny, tmp_path: P
         probability, text = 1.0, ""
         for place, token in enumerate((*output, END)):
             row = target.logits(model, [*PROMPT, *output[:place]])[-1]
-            probability *= step_law(row, text, temperature)[token]
+            probability *= step_distribution(row, text, temperature)[token]
             text += TEXTS.get(token, "")
         expected[(*output, END)] = probability
     assert sum(expected.values()) == pytest.approx(1)
     counts = Counter(plain)
     assert set(counts) <= set(expected)
     statistic = sum((counts[one] - SEEDS * p) ** 2 / (SEEDS * p) for one, p in expected.items())
-    # Four degrees of freedom: a right law stays below this in all but one of 100 000 runs; the seeds are fixed.
+    # Four degrees of freedom: an exact sampler stays below this in all but one of 100 000 runs; the seeds are fixed.
     assert statistic < 28.5, (counts, expected)
     assert min(expected.values()) * SEEDS > 5

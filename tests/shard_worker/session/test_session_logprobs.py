@@ -80,7 +80,7 @@ async def test_right_guesses_are_told_of_too(tiny: Tiny, chain: MakeChain, name:
 async def test_processors_are_not_counted_in(
     tiny: Tiny, chain: MakeChain, name: str, cuts: tuple[int, ...], propose: int
 ) -> None:
-    """Sampled with everything that changes the law: the numbers are the model's own, and no token's is impossible."""
+    """Whatever changes the sampling distribution, the numbers are the model's own, and none is impossible."""
     prompt, _ = tiny.clear_prompt(name, 12, COUNT)
     sampling = Sampling({3: 4.0}, 1.3, 0.5, 0.25, temperature=1.7, top_k=40, top_p=0.9, min_p=0.01, seed=11)
     async with chain(name, cuts, True).session(logprobs=20, sampling=sampling, prompt_length=len(prompt)) as client:

@@ -1,4 +1,4 @@
-"""The law of sampled answers over a whole chain: stages, draft and acceptance together, against the enumerated one."""
+"""Sampled answers of a whole chain (stages, draft and acceptance) follow the enumerated distribution."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 
 from services.messages.steps import Sampling
-from tests.reference import checkpoints, law, target
+from tests.reference import checkpoints, distribution, target
 from tests.shard_worker.chain import Chain
 
 VOCAB, DEPTH, DRAWS = 5, 3, 1000
 PROMPT = (1, 3, 0)
 SETTINGS = {
-    "temperature": (law.Sampling(temperature=1.3), Sampling(temperature=1.3)),
+    "temperature": (distribution.Settings(temperature=1.3), Sampling(temperature=1.3)),
     "all": (
-        law.Sampling(temperature=0.9, top_k=4, top_p=0.95, min_p=0.02, repetition_penalty=1.2, presence_penalty=0.3),
+        distribution.Settings(
+            temperature=0.9, top_k=4, top_p=0.95, min_p=0.02, repetition_penalty=1.2, presence_penalty=0.3
+        ),
         Sampling(temperature=0.9, top_k=4, top_p=0.95, min_p=0.02, repetition_penalty=1.2, presence_penalty=0.3),
     ),
 }
@@ -35,14 +37,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize(("cuts", "drafted"), [((), False), ((), True), ((1,), False), ((1,), True)])
-async def test_first_three_tokens_follow_the_enumerated_law(
+async def test_first_three_tokens_follow_the_enumerated_distribution(
     pair: tuple[Path, Path], cuts: tuple[int, ...], drafted: bool, setting: str
 ) -> None:
-    """One stage or two, with and without a draft: within sampling error of the joint law under transformers' logits."""
+    """One stage or two, with and without a draft: within sampling error of transformers' distribution."""
     model, draft = pair
     reference = target.load(model)
     enumerated, asked = SETTINGS[setting]
-    expected = law.joint_law(
+    expected = distribution.joint(
         lambda ids: target.logits(reference, ids)[-1].double().numpy(), list(PROMPT), DEPTH, enumerated
     )
     chain = Chain(model, cuts, draft=draft if drafted else None)
@@ -61,7 +63,7 @@ async def test_first_three_tokens_follow_the_enumerated_law(
     for depth in range(1, DEPTH + 1):
         # The first tokens alone have fewer cells, and so a sharper bound.
         marginal = expected.reshape(VOCAB**depth, -1).sum(1)
-        found = law.empirical([tokens[:depth] for tokens in samples], VOCAB, depth)
+        found = distribution.empirical([tokens[:depth] for tokens in samples], VOCAB, depth)
         cells = int(np.count_nonzero(marginal))
-        assert law.total_variation(found, marginal) < law.sampling_bound(cells, DRAWS), depth
+        assert distribution.total_variation(found, marginal) < distribution.sampling_bound(cells, DRAWS), depth
     assert not drafted or accepted > DRAWS / 20
