@@ -10,7 +10,7 @@ from collections.abc import Set as AbstractSet
 
 import torch
 
-from shard_worker.cache.caches import SegmentCaches
+from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.drafting.drafters.dflash import DraftState
 from shard_worker.drafting.runner import DraftRunner
 from shard_worker.model.kernels.accept import STOPS, accept

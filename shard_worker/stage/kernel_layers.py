@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from services.model.config import LayerKind
 from shard_worker.cache.attention_cache import PAGE_ROWS
-from shard_worker.cache.caches import slots_of
+from shard_worker.cache.segment_caches import slots_of
 from shard_worker.model.layer_weights import AttentionWeights
 from shard_worker.stage.segment import Segment
 

@@ -10,8 +10,8 @@ import torch
 from services.layers import LayerRange
 from services.model.config import ModelConfig
 from shard_worker.cache.attention_cache import PAGE_ROWS
-from shard_worker.cache.caches import SegmentCaches, state_groups
 from shard_worker.cache.prefix_state import TensorGroup
+from shard_worker.cache.segment_caches import SegmentCaches, state_groups
 from shard_worker.device.devices import Device
 from shard_worker.model.families import Family
 from shard_worker.model.features import Capture, Features

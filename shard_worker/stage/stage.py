@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from services.layers import LayerRange
 from services.messages.description import StepEngine
 from services.model.config import ModelConfig
-from shard_worker.cache.caches import SegmentCaches
 from shard_worker.cache.prefix_state import GroupKind, TensorGroup
+from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.device.dtypes import to_device
 from shard_worker.model.features import Features
 from shard_worker.model.head import Head

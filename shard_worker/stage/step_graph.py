@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shard_worker.cache.caches import SegmentCaches
+from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.device.dtypes import OnHost
 
 

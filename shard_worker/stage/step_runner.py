@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from services.model.config import LayerKind
 from shard_worker.cache.attention_cache import PAGE_ROWS
-from shard_worker.cache.caches import SegmentCaches
+from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.device.dtypes import OnHost, bytes_of
 from shard_worker.device.stream_gate import StreamGate
 from shard_worker.model.features import Features

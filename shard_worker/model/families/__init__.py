@@ -19,7 +19,7 @@ import torch
 
 from services.errors import InvalidArgument, Unimplemented
 from services.model.config import ModelConfig
-from shard_worker.cache.caches import SegmentCaches
+from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.model.rows import Rows
 
 TEXT_SUFFIX = "_text"

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from services.model.config import LinearAttentionConfig
-from shard_worker.cache.caches import RecurrentCache
+from shard_worker.cache.recurrent_cache import RecurrentCache
 from shard_worker.device.devices import product_precision
 from shard_worker.model.kernels.deltanet import Shape, gate, mix
 from shard_worker.model.kernels.place import STATE

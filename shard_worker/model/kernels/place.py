@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 
 from shard_worker.cache.attention_cache import AttentionCache
-from shard_worker.cache.caches import RecurrentCache
+from shard_worker.cache.recurrent_cache import RecurrentCache
 from shard_worker.device.dtypes import bytes_of
 
 BASE, ROWS = tl.constexpr(0), tl.constexpr(1)

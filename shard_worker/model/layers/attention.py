@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from services.model.config import LayerKind, ModelConfig
-from shard_worker.cache.caches import SegmentCaches
+from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.model.layer_weights import AttentionWeights
 from shard_worker.model.rows import Rows
 from shard_worker.ops.attention import attend, attend_each

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from services.model.config import ModelConfig
-from shard_worker.cache.caches import SegmentCaches
+from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.model.layer_weights import DecoderWeights, LinearAttentionWeights
 from shard_worker.model.layers import attention, linear_attention, mlp
 from shard_worker.model.rows import Rows

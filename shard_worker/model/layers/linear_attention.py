@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from services.model.config import LinearAttentionConfig, ModelConfig
-from shard_worker.cache.caches import SegmentCaches
+from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.model.layer_weights import LinearAttentionWeights
 from shard_worker.model.rows import Rows
 from shard_worker.ops import deltanet

@@ -14,7 +14,7 @@ from services.errors import DataLoss, InvalidArgument, NotFound, Unimplemented
 from services.layers import LayerRange
 from services.messages.description import FeatureTransport
 from shard_worker.cache.attention_cache import AttentionCache
-from shard_worker.cache.caches import RecurrentCache
+from shard_worker.cache.recurrent_cache import RecurrentCache
 from shard_worker.device.devices import parse_devices
 from shard_worker.drafting.drafters import drafter_of
 from shard_worker.stage.loader import CaptureRequest, StageLoader

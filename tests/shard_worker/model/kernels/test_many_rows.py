@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from services.model.config import LinearAttentionConfig
-from shard_worker.cache.caches import RecurrentCache
+from shard_worker.cache.recurrent_cache import RecurrentCache
 from shard_worker.model.layer_weights import LinearAttentionWeights
 from shard_worker.model.layers import linear_attention
 from shard_worker.model.rows import Rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shard_worker.cache.caches import SegmentCaches
+from shard_worker.cache.segment_caches import SegmentCaches
 from tests.reference import target
 from tests.shard_worker.model.families.family_runner import TOLERANCE
 from tests.shard_worker.tiny import Run, Tiny, ids, load_stage, unsplit
