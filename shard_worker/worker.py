@@ -19,7 +19,7 @@ import torch
 
 from services.errors import FailedPrecondition, InvalidArgument, Unimplemented
 from services.messages.description import FeatureTransport, HeadPlace, Role, WorkerDescription
-from services.messages.measure import DeviceSpeed, MeasureFor
+from services.messages.measure import DeviceSpeed, MeasureRequest
 from services.messages.snapshots import SnapshotOwner
 from services.messages.steps import Location
 from services.net.security import OPEN, Security
@@ -170,7 +170,7 @@ class Worker:
             log.info("load.finished")
             yield await self.describe()
 
-    async def measure(self, wanted: MeasureFor) -> tuple[DeviceSpeed, ...]:
+    async def measure(self, wanted: MeasureRequest) -> tuple[DeviceSpeed, ...]:
         async with self._loading:
             self._check_idle()
             config = read_config(self._config.model_path or wanted.model_path)

@@ -25,7 +25,7 @@ from services.messages.inference_types import (
     SamplingWishes,
     Stopping,
 )
-from services.messages.stage_frames import check_sampling
+from services.messages.session_frames import check_sampling
 from services.messages.steps import Grammar, Sampling
 from services.telemetry.trace_context import Trace, current_call
 

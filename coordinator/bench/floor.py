@@ -13,7 +13,7 @@ from typing import Any
 from coordinator.cluster.cluster import Cluster
 from coordinator.text.tokenizer import read_json_object
 from services.messages.description import TargetDescription
-from services.messages.measure import DeviceSpeed, MeasureFor
+from services.messages.measure import DeviceSpeed, MeasureRequest
 from services.messages.tensors import ITEM_BYTES
 
 STATE_BYTES = 4
@@ -43,7 +43,7 @@ class Floor:
         speeds = []
         for address, target in zip(cluster.addresses, targets, strict=True):
             worker = await cluster.worker(address)
-            speeds.append((await worker.measure(MeasureFor(str(model), target.dtype, target.weight_bytes)))[0])
+            speeds.append((await worker.measure(MeasureRequest(str(model), target.dtype, target.weight_bytes)))[0])
         token_bytes, state_bytes = _state(config, ITEM_BYTES[cluster.target.kv_dtype or cluster.target.dtype])
         return cls(
             speeds=tuple(speeds),

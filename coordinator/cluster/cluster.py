@@ -19,7 +19,7 @@ from services.errors import FlashsplitError, Unavailable
 from services.layers import LayerRange
 from services.messages.description import DraftDescription, Role, TargetDescription, WorkerDescription
 from services.messages.snapshots import SnapshotOwner
-from services.messages.steps import DraftRoute, Grammar, Hop, Open, Sampling
+from services.messages.steps import DraftRoute, Grammar, Hop, OpenSession, Sampling
 from services.processes.launch import DEFAULT_LAUNCH, Launch
 from services.processes.worker_process import WorkerProcess
 from services.rpc.peers import Peers
@@ -120,7 +120,7 @@ class Cluster:
         stages = self._plan.stages
         port = await self._peers.stage(self.addresses[0])
         return await port.open(
-            Open(
+            OpenSession(
                 request_id=request_id,
                 fingerprint=self.target.fingerprint,
                 stage=0,

@@ -17,7 +17,7 @@ from services.errors import FailedPrecondition, Unavailable
 from services.messages.description import DrafterDescription, Role, WorkerDescription
 from services.processes.launch import DEFAULT_LAUNCH, Launch
 from services.processes.worker_process import WorkerProcess
-from services.rpc.compress import Compress, Compressed
+from services.rpc.compress import Compressed, CompressRequest
 from services.rpc.peers import Peers
 from services.rpc.worker import LoadDrafter, LoadProgress
 
@@ -72,7 +72,7 @@ class DrafterWorker:
         drafter = await self.start()
         try:
             remote = await self._peers.compressor(await self._address())
-            return await remote.compress(Compress(request_id, drafter.fingerprint, token_ids, ratio))
+            return await remote.compress(CompressRequest(request_id, drafter.fingerprint, token_ids, ratio))
         except FailedPrecondition:
             # A remote worker that was started again holds nothing, or another one's drafter.
             self._drafter = None

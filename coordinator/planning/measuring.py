@@ -13,7 +13,7 @@ from coordinator.planning.planner import Load, choose_split
 from coordinator.planning.step_time import WorkerSpeed
 from services.errors import FlashsplitError
 from services.messages.description import Role
-from services.messages.measure import MeasureFor
+from services.messages.measure import MeasureRequest
 from services.processes.launch import Launch
 from services.processes.worker_process import WorkerProcess
 from services.rpc.peers import Peers
@@ -64,7 +64,7 @@ async def measure_workers(
     Raises Unavailable for a worker that doesn't answer, FailedPrecondition for one with open sessions.
     """
     target = models.target
-    wanted = MeasureFor(model_path, target.dtype, target.weight_bytes, stages=len(plan.stages))
+    wanted = MeasureRequest(model_path, target.dtype, target.weight_bytes, stages=len(plan.stages))
     known: dict[Place, WorkerSpeed] = {}
     places = places_of(plan)
     for place, address in zip(places, addresses, strict=True):

@@ -22,7 +22,7 @@ from services.messages.steps import (
     Event,
     Forward,
     Location,
-    Open,
+    OpenSession,
     SnapshotRestore,
     SnapshotSave,
     StageIdentity,
@@ -60,7 +60,7 @@ class HopProbe:
         tensor = WireTensor("int32", (rows, ROW_BYTES // 4), bytes(rows * ROW_BYTES))
         try:
             stage = await peers.stage(self._address)
-            opening = Open("probe", "", 0, _LAYERS, (), rows + 1, rows, 1, rows)
+            opening = OpenSession("probe", "", 0, _LAYERS, (), rows + 1, rows, 1, rows)
             session = await stage.open(opening)
             events = session.events()
             times = []
@@ -129,7 +129,7 @@ class _Stage:
     def __init__(self, address: str) -> None:
         self._identity = StageIdentity(Location(0, "probe", "none", address), _LAYERS)
 
-    async def open(self, request: Open, above: StepLane | None = None) -> StageSession:
+    async def open(self, request: OpenSession, above: StepLane | None = None) -> StageSession:
         return _Session(self._identity)
 
 

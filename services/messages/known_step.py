@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from flashsplit.shard.v1 import shared_memory_pb2
-from services.messages import stage_frames as frames
+from services.messages import session_frames as frames
 from services.messages.steps import Forward
 
 _MARK_BYTES = 16

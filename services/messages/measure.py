@@ -15,7 +15,7 @@ ECHO_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class MeasureFor:
+class MeasureRequest:
     """What to measure for. resident_bytes: about how many bytes of weights each device would hold. stages: of how
     many it would be one, so that it rests between its steps while the others compute."""
 
@@ -53,7 +53,7 @@ class LinkSpeed:
     bytes_per_s: float
 
 
-def request_to_message(wanted: MeasureFor) -> pb.MeasureRequest:
+def request_to_message(wanted: MeasureRequest) -> pb.MeasureRequest:
     return pb.MeasureRequest(
         model_path=wanted.model_path,
         dtype=dtype_number(wanted.dtype),
@@ -62,12 +62,12 @@ def request_to_message(wanted: MeasureFor) -> pb.MeasureRequest:
     )
 
 
-def request_from_message(message: pb.MeasureRequest) -> MeasureFor:
+def request_from_message(message: pb.MeasureRequest) -> MeasureRequest:
     """Raises InvalidArgument without an element type that weights can have."""
     dtype = dtype_name(message.dtype)
     if dtype not in WEIGHT_DTYPES:
         raise InvalidArgument(f"dtype is {dtype or 'missing'}: name one of {', '.join(WEIGHT_DTYPES)}", field="dtype")
-    return MeasureFor(message.model_path, dtype, message.resident_bytes, max(message.stages, 1))
+    return MeasureRequest(message.model_path, dtype, message.resident_bytes, max(message.stages, 1))
 
 
 def speed_to_message(speed: DeviceSpeed) -> pb.DeviceSpeed:

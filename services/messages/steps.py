@@ -69,7 +69,7 @@ class DraftRoute:
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
+class OpenSession:
     """First frame of a session; see `stage.proto`. logprobs: how many alternatives beside each token, None for off.
     exact_rows: None for off."""
 

@@ -17,7 +17,7 @@ MAX_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Compress:
+class CompressRequest:
     """A prompt in the drafter's vocabulary, and the share of it to keep."""
 
     request_id: str
@@ -45,7 +45,7 @@ class Compressed:
 class CompressPort(Protocol):
     """A drafter, here or elsewhere."""
 
-    def compress(self, request: Compress) -> AsyncGenerator[CompressProgress | Compressed]:
+    def compress(self, request: CompressRequest) -> AsyncGenerator[CompressProgress | Compressed]:
         """Progress, and at the end what to keep; closing it ends the work.
 
         Raises FailedPrecondition when no or another drafter is loaded, InvalidArgument for tokens that it doesn't have.
@@ -68,7 +68,9 @@ class CompressServicer(pb_grpc.CompressServiceServicer):
                 raise InvalidArgument(
                     f"token_ids has {len(request.token_ids)} tokens; at most {MAX_TOKENS} are taken", field="token_ids"
                 )
-            wanted = Compress(request.request_id, request.fingerprint, tuple(request.token_ids), request.keep_ratio)
+            wanted = CompressRequest(
+                request.request_id, request.fingerprint, tuple(request.token_ids), request.keep_ratio
+            )
             async with aclosing(self._port.compress(wanted)) as events:
                 async for event in events:
                     await context.write(_event_to_message(event))
@@ -83,7 +85,7 @@ class RemoteCompressor:
 
     async def compress(
         self,
-        request: Compress,
+        request: CompressRequest,
         on_progress: Callable[[CompressProgress], None] = lambda progress: None,
         *,
         timeout_s: float | None = None,

@@ -20,7 +20,7 @@ from flashsplit.shard.v1 import (
     draft_service_pb2_grpc as pb_grpc,
 )
 from services.errors import CLOSED, InvalidArgument, Unavailable, answering, ending
-from services.messages import snapshot_frames, stage_frames
+from services.messages import session_frames
 from services.messages.steps import FeatureSlice, SnapshotPart, SnapshotRestore, SnapshotSave
 from services.messages.tensors import OutgoingTensors, WireTensor, incomplete
 from services.same_host.link import NO_LINKS, Sender, SharedLink, SharedLinks
@@ -33,7 +33,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["DraftService"].full_name
 
 
 @dataclass(frozen=True, slots=True)
-class DraftOpen:
+class OpenDraft:
     """First frame of a draft session."""
 
     request_id: str
@@ -56,7 +56,7 @@ class Propose:
     embed: WireTensor | None = None
 
 
-Guesses = tuple[int, ...] | WireTensor
+DraftAnswer = tuple[int, ...] | WireTensor
 """Guessed token ids, or hidden rows [guesses, hidden] that the caller must project."""
 
 
@@ -70,7 +70,7 @@ class DraftSession(Protocol):
     async def feature_slice(self, piece: FeatureSlice) -> None:
         """Take features of committed rows; positions must follow each other without gap."""
 
-    async def propose(self, request: Propose) -> Guesses:
+    async def propose(self, request: Propose) -> DraftAnswer:
         """Guess. Raises FailedPrecondition when the features end somewhere else than at `position`."""
 
     async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
@@ -86,7 +86,7 @@ class DraftSession(Protocol):
 class DraftPort(Protocol):
     """A draft, here or elsewhere."""
 
-    async def open(self, request: DraftOpen) -> DraftSession:
+    async def open(self, request: OpenDraft) -> DraftSession:
         """Begin a session. Raises FailedPrecondition when another draft is loaded."""
 
 
@@ -129,30 +129,28 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
                     message = request.feature_slice
                     tensor = incomplete(message.features, "features", session.max_tensor_bytes, self._links)
                     [features] = await read_tensors(stream, [tensor], self._links)
-                    piece = stage_frames.slice_from_message(message, features)
+                    piece = session_frames.slice_from_message(message, features)
                     await session.feature_slice(piece)
                 case "propose":
                     propose = await _propose_from_message(request.propose, session, stream, self._links)
                     for frame in _draft_tokens_to_messages(propose.step, await session.propose(propose)):
                         await stream.write(frame)
                 case "snapshot_save":
-                    part = await session.save_snapshot(snapshot_frames.save_from_message(request.snapshot_save))
-                    await stream.write(pb.RunDraftResponse(snapshot_part=snapshot_frames.part_to_message(part)))
+                    part = await session.save_snapshot(session_frames.save_from_message(request.snapshot_save))
+                    await stream.write(pb.RunDraftResponse(snapshot_part=session_frames.part_to_message(part)))
                 case "snapshot_restore":
-                    part = await session.restore_snapshot(
-                        snapshot_frames.restore_from_message(request.snapshot_restore)
-                    )
-                    await stream.write(pb.RunDraftResponse(snapshot_part=snapshot_frames.part_to_message(part)))
+                    part = await session.restore_snapshot(session_frames.restore_from_message(request.snapshot_restore))
+                    await stream.write(pb.RunDraftResponse(snapshot_part=session_frames.part_to_message(part)))
                 case other:
                     raise InvalidArgument(f"frame {other} is not expected here", field="frame")
 
 
-def _open_from_message(message: draft_pb2.DraftOpen) -> DraftOpen:
-    return DraftOpen(
-        stage_frames.check_request_id(message.request_id),
+def _open_from_message(message: draft_pb2.DraftOpen) -> OpenDraft:
+    return OpenDraft(
+        session_frames.check_request_id(message.request_id),
         message.fingerprint,
         message.max_length,
-        stage_frames.trace_from_message(message),
+        session_frames.trace_from_message(message),
     )
 
 
@@ -166,7 +164,7 @@ async def _propose_from_message(
     return Propose(message.step, message.position, message.token_id, message.tokens, embed)
 
 
-def _draft_tokens_to_messages(step: int, draft_tokens: Guesses) -> Iterator[pb.RunDraftResponse]:
+def _draft_tokens_to_messages(step: int, draft_tokens: DraftAnswer) -> Iterator[pb.RunDraftResponse]:
     response, tensors = pb.RunDraftResponse(), OutgoingTensors()
     response.proposed.step = step
     if isinstance(draft_tokens, WireTensor):
@@ -186,7 +184,7 @@ class RemoteDraft:
         self._stub = pb_grpc.DraftServiceStub(channel)
         self._address, self._link = address, link
 
-    async def open(self, request: DraftOpen) -> RemoteDraftSession:
+    async def open(self, request: OpenDraft) -> RemoteDraftSession:
         stream = ClientStream(self._stub.RunDraft(), address=self._address)
         message = draft_pb2.DraftOpen(
             request_id=request.request_id,
@@ -224,10 +222,10 @@ class RemoteDraftSession:
 
     async def feature_slice(self, piece: FeatureSlice) -> None:
         request, tensors = pb.RunDraftRequest(), OutgoingTensors(self._sender)
-        stage_frames.slice_to_message(piece, request.feature_slice, tensors)
+        session_frames.slice_to_message(piece, request.feature_slice, tensors)
         await self._send(request, tensors)
 
-    async def propose(self, request: Propose) -> Guesses:
+    async def propose(self, request: Propose) -> DraftAnswer:
         frame, tensors = pb.RunDraftRequest(), OutgoingTensors(self._sender)
         message = frame.propose
         message.step, message.position = request.step, request.position
@@ -243,14 +241,14 @@ class RemoteDraftSession:
         return hidden
 
     async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
-        message = snapshot_frames.save_to_message(save)
+        message = session_frames.save_to_message(save)
         await self._send(pb.RunDraftRequest(snapshot_save=message), OutgoingTensors())
-        return snapshot_frames.part_from_message((await self._answer("snapshot_part")).snapshot_part)
+        return session_frames.part_from_message((await self._answer("snapshot_part")).snapshot_part)
 
     async def restore_snapshot(self, restore: SnapshotRestore) -> SnapshotPart:
-        message = snapshot_frames.restore_to_message(restore)
+        message = session_frames.restore_to_message(restore)
         await self._send(pb.RunDraftRequest(snapshot_restore=message), OutgoingTensors())
-        return snapshot_frames.part_from_message((await self._answer("snapshot_part")).snapshot_part)
+        return session_frames.part_from_message((await self._answer("snapshot_part")).snapshot_part)
 
     async def close(self, why: str = CLOSED) -> None:
         await self._stream.close()

@@ -36,7 +36,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["SnapshotService"].full_name
 
 
 @dataclass(frozen=True, slots=True)
-class Imported:
+class SnapshotImported:
     """What an import left: bytes kept (0 when the name was kept already), and what was given up for it."""
 
     stored_bytes: int
@@ -49,7 +49,7 @@ class SnapshotImport(Protocol):
     async def write(self, chunk: SnapshotChunk) -> None:
         """Take the next bytes. Raises InvalidArgument for a gap, an overlap or an overrun."""
 
-    async def commit(self, trailer: SnapshotTrailer) -> Imported:
+    async def commit(self, trailer: SnapshotTrailer) -> SnapshotImported:
         """Keep it. Raises DataLoss when bytes are missing or don't match their digests."""
 
     def abort(self) -> None:
@@ -120,13 +120,13 @@ class SnapshotServicer(pb_grpc.SnapshotServiceServicer):
             return snapshot_pb2.SnapshotFreeResponse(freed_bytes=freed)
         raise AssertionError("answering() always ends the call")
 
-    async def _import(self, context: grpc.aio.ServicerContext) -> Imported:
+    async def _import(self, context: grpc.aio.ServicerContext) -> SnapshotImported:
         header = await self._read(context)
         if not isinstance(header, SnapshotHeader):
             raise InvalidArgument("the first frame of an import must be the header", field="frame")
         incoming = await self._port.import_snapshot(header)
         if incoming is None:
-            return Imported(0)
+            return SnapshotImported(0)
         try:
             wanted = snapshot_pb2.PrefixSnapshotImportResponse(wanted=snapshot_pb2.PrefixSnapshotWanted())
             await context.write(wanted)
@@ -179,7 +179,7 @@ class RemoteSnapshots:
             if self._link is not None:
                 self._link.end_transfer(request.transfer_id)
 
-    async def import_snapshot(self, frames: AsyncIterator[SnapshotFrame]) -> Imported:
+    async def import_snapshot(self, frames: AsyncIterator[SnapshotFrame]) -> SnapshotImported:
         """Send a whole snapshot; errors as the port's, and whatever reading `frames` raises.
 
         Raises DataLoss when `frames` ends without a trailer.
@@ -199,7 +199,7 @@ class RemoteSnapshots:
             if response is grpc.aio.EOF:
                 raise Unavailable(f"{self._address} ended an import without a word", address=self._address)
             imported = response.imported
-            return Imported(imported.stored_bytes, tuple(imported.evicted_ids))
+            return SnapshotImported(imported.stored_bytes, tuple(imported.evicted_ids))
         finally:
             stream.cancel()
             if sender is not None:

@@ -20,14 +20,14 @@ from flashsplit.shard.v1 import (
     stage_service_pb2_grpc as pb_grpc,
 )
 from services.errors import CLOSED, InvalidArgument, Unavailable, answering, ending
-from services.messages import snapshot_frames, stage_frames as frames
+from services.messages import session_frames as frames
 from services.messages.steps import (
     Commit,
     Event,
     Failure,
     FailureReason,
     Forward,
-    Open,
+    OpenSession,
     SnapshotRestore,
     SnapshotRestored,
     SnapshotSave,
@@ -90,7 +90,7 @@ class StageSession(Protocol):
 class StagePort(Protocol):
     """A stage, here or elsewhere."""
 
-    async def open(self, request: Open, above: StepLane | None = None) -> StageSession:
+    async def open(self, request: OpenSession, above: StepLane | None = None) -> StageSession:
         """Begin a session. above: where steps that follow by themselves may come from the stage before, and where it
         hears of the next ones.
 
@@ -150,10 +150,10 @@ class StageServicer(pb_grpc.StageServiceServicer):
                     tensors = await read_tensors(stream, incoming, self._links)
                     forward = frames.from_activation(message, tensors)
                 case "snapshot_save":
-                    await session.save_snapshot(snapshot_frames.save_from_message(request.snapshot_save))
+                    await session.save_snapshot(frames.save_from_message(request.snapshot_save))
                     continue
                 case "snapshot_restore":
-                    await session.restore_snapshot(snapshot_frames.restore_from_message(request.snapshot_restore))
+                    await session.restore_snapshot(frames.restore_from_message(request.snapshot_restore))
                     continue
                 case other:
                     raise InvalidArgument(f"frame {other} is not expected here", field="frame")
@@ -178,7 +178,9 @@ class RemoteStage:
         self._stub = pb_grpc.StageServiceStub(channel)
         self._address, self._link = address, link
 
-    async def open(self, request: Open, above: StepLane | None = None, *, steps: bool = False) -> RemoteStageSession:
+    async def open(
+        self, request: OpenSession, above: StepLane | None = None, *, steps: bool = False
+    ) -> RemoteStageSession:
         """As the port says; `above` is of no use here. steps: whether this process begins by itself what the stage
         tells it of, or passes it on."""
         stream = ClientStream(self._stub.RunStage(), stage=request.stage, address=self._address)
@@ -233,11 +235,11 @@ class RemoteStageSession:
 
     async def save_snapshot(self, save: SnapshotSave) -> None:
         """As `forward`: raises nothing."""
-        await self._stream.send(pb.RunStageRequest(snapshot_save=snapshot_frames.save_to_message(save)))
+        await self._stream.send(pb.RunStageRequest(snapshot_save=frames.save_to_message(save)))
 
     async def restore_snapshot(self, restore: SnapshotRestore) -> None:
         """As `forward`: raises nothing."""
-        await self._stream.send(pb.RunStageRequest(snapshot_restore=snapshot_frames.restore_to_message(restore)))
+        await self._stream.send(pb.RunStageRequest(snapshot_restore=frames.restore_to_message(restore)))
 
     async def events(self) -> AsyncIterator[Event]:
         """As the port says; raises the FlashsplitError that ended the stream, if one did."""

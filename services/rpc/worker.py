@@ -31,7 +31,7 @@ from services.messages.measure import (
     ECHO_BYTES,
     DeviceSpeed,
     LinkSpeed,
-    MeasureFor,
+    MeasureRequest,
     request_from_message,
     request_to_message,
     speed_from_message,
@@ -108,7 +108,7 @@ class WorkerPort(Protocol):
         another one, Unimplemented for a family, format or role that the worker lacks.
         """
 
-    async def measure(self, wanted: MeasureFor) -> tuple[DeviceSpeed, ...]:
+    async def measure(self, wanted: MeasureRequest) -> tuple[DeviceSpeed, ...]:
         """How fast each device is. Raises FailedPrecondition while sessions are open, and what `load` raises for a
         configuration that cannot be served."""
 
@@ -192,7 +192,7 @@ class RemoteWorker:
             raise Unavailable(f"{self._address} ended Load without a description", address=self._address)
         return worker
 
-    async def measure(self, wanted: MeasureFor) -> tuple[DeviceSpeed, ...]:
+    async def measure(self, wanted: MeasureRequest) -> tuple[DeviceSpeed, ...]:
         """As `WorkerPort.measure`."""
         with rpc_failures_as_errors(address=self._address):
             response = await self._stub.Measure(request_to_message(wanted), timeout=MEASURE_TIMEOUT_S)

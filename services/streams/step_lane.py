@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from flashsplit.shard.v1 import shared_memory_pb2, stage_service_pb2 as pb
 from services.errors import FlashsplitError, InvalidArgument
-from services.messages import stage_frames as frames
+from services.messages import session_frames as frames
 from services.messages.known_step import KnownStep, token_bytes
 from services.messages.steps import Forward
 from services.messages.tensors import IncomingTensor, WireTensor

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from services.layers import LayerRange
-from services.messages.measure import DeviceSpeed, MeasureFor
+from services.messages.measure import DeviceSpeed, MeasureRequest
 from services.messages.steps import Sampling
 from services.model.config import ModelConfig
 from shard_worker.device.devices import Device, describe
@@ -52,7 +52,7 @@ MOST_BYTES = {"cpu": 256 << 20, "gpu": 2 << 30}
 """Most weights that are read in turns: above that no cache helps any more."""
 
 
-def measure(device: Device, config: Mapping[str, Any], wanted: MeasureFor) -> DeviceSpeed:
+def measure(device: Device, config: Mapping[str, Any], wanted: MeasureRequest) -> DeviceSpeed:
     """Runs on the device's thread. Errors as in `family_of`, ResourceExhausted when not even this fits."""
     _, family, shape = family_of(config)
     described = describe(device)

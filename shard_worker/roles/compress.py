@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from services.errors import FailedPrecondition
 from services.messages.description import DrafterDescription
-from services.rpc.compress import Compress, Compressed, CompressProgress
+from services.rpc.compress import Compressed, CompressProgress, CompressRequest
 from services.rpc.worker import LoadDrafter
 from shard_worker.device.devices import Device
 from shard_worker.device.dtypes import dtype_to_name
@@ -53,7 +53,7 @@ class CompressRole:
             weight_bytes=drafter.weight_bytes,
         )
 
-    async def compress(self, request: Compress) -> AsyncGenerator[CompressProgress | Compressed]:
+    async def compress(self, request: CompressRequest) -> AsyncGenerator[CompressProgress | Compressed]:
         """As the port says."""
         loaded = self.loaded
         if loaded is None:

@@ -12,7 +12,7 @@ from services.messages.description import DraftDescription, FeatureTransport, He
 from services.messages.snapshots import SnapshotOwner
 from services.messages.steps import FeatureSlice, Location, SnapshotPart, SnapshotRestore, SnapshotSave
 from services.messages.tensors import WEIGHT_DTYPES, WireTensor
-from services.rpc.draft import DraftOpen, Guesses, Propose
+from services.rpc.draft import DraftAnswer, OpenDraft, Propose
 from services.rpc.worker import LoadDraft
 from shard_worker.cache.prefix_state import trimmable
 from shard_worker.device.devices import Device
@@ -121,7 +121,7 @@ class DraftRole:
             step_engine=self._step_engine(draft),
         )
 
-    async def open(self, request: DraftOpen) -> LocalDraftSession:
+    async def open(self, request: OpenDraft) -> LocalDraftSession:
         loaded = self.loaded
         if loaded is None:
             raise FailedPrecondition("no draft is loaded on this worker", reason="NOT_LOADED")
@@ -165,7 +165,7 @@ class LocalDraftSession:
         thread: DeviceThread,
         loaded: LoadedDraft,
         state: DraftState,
-        request: DraftOpen,
+        request: OpenDraft,
         location: Location,
     ) -> None:
         self._role, self._thread, self._loaded, self._state = role, thread, loaded, state
@@ -208,7 +208,7 @@ class LocalDraftSession:
             self._record.timed, self._loaded.engine.append, self._state, features, piece.start_position
         )
 
-    async def propose(self, request: Propose) -> Guesses:
+    async def propose(self, request: Propose) -> DraftAnswer:
         draft = self._loaded.draft
         self._record.steps += 1
         if request.position + request.tokens + 1 > self._max_length + draft.config.block_size:

@@ -13,9 +13,9 @@ import torch
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
 from services.messages.description import DraftDescription, FeatureTransport, HeadPlace, TargetDescription
 from services.messages.snapshots import SnapshotOwner
-from services.messages.steps import Location, Open, StageIdentity
+from services.messages.steps import Location, OpenSession, StageIdentity
 from services.model.config import ModelConfig
-from services.rpc.draft import DraftOpen
+from services.rpc.draft import OpenDraft
 from services.rpc.peers import Peers
 from services.rpc.stage import StageSession
 from services.rpc.worker import LoadDraft, LoadTarget
@@ -175,7 +175,7 @@ class TargetRole:
             kv_dtype=loaded.part.kv_dtype,
         )
 
-    async def open(self, request: Open, above: StepLane | None = None) -> StageSession:
+    async def open(self, request: OpenSession, above: StepLane | None = None) -> StageSession:
         location = self._location(request.stage)
         try:
             loaded = self._expected(request)
@@ -211,7 +211,7 @@ class TargetRole:
         return session if stage.embedding is None else FollowingSession(session, request)
 
     @staticmethod
-    async def _sampler(request: Open, loaded: LoadedStage) -> Sampler:
+    async def _sampler(request: OpenSession, loaded: LoadedStage) -> Sampler:
         stage, grammar = loaded.stage, None
         assert stage.head is not None
         device = stage.head.weight.device
@@ -219,7 +219,7 @@ class TargetRole:
             grammar = await asyncio.to_thread(loaded.grammars.compile, request.grammar, request, device)
         return Sampler(request.sampling, request.prompt_length, stage.config.vocab_size, device, grammar)
 
-    def _expected(self, request: Open) -> LoadedStage:
+    def _expected(self, request: OpenSession) -> LoadedStage:
         loaded = self.loaded
         if loaded is None:
             raise FailedPrecondition("no stage is loaded on this worker", reason="NOT_LOADED")
@@ -252,7 +252,7 @@ class TargetRole:
         return loaded
 
     @staticmethod
-    def _check_limits(request: Open, stage: Stage) -> None:
+    def _check_limits(request: OpenSession, stage: Stage) -> None:
         limits = {
             "max_length": stage.config.max_position,
             "max_rows": MAX_ROWS,
@@ -270,14 +270,14 @@ class TargetRole:
             if any(token >= vocabulary for token in tokens):
                 raise InvalidArgument(f"{field} has token {max(tokens)}; they must be below {vocabulary}", field=field)
 
-    async def _open_next(self, request: Open, *, steps: bool) -> StageSession:
+    async def _open_next(self, request: OpenSession, *, steps: bool) -> StageSession:
         hop = request.route[0]
         port = await self._peers.stage(hop.address)
         return await port.open(
             replace(request, stage=request.stage + 1, layers=hop.layers, route=request.route[1:]), steps=steps
         )
 
-    async def _open_draft(self, request: Open, loaded: LoadedStage) -> DraftLink:
+    async def _open_draft(self, request: OpenSession, loaded: LoadedStage) -> DraftLink:
         assert request.draft is not None
         assert loaded.stage.head is not None
         project, device = loaded.stage.head.project, loaded.stage.head.weight.device
@@ -298,7 +298,7 @@ class TargetRole:
         _check_captures(description, loaded.stage)
         port = await self._peers.draft(request.draft.address)
         session = await port.open(
-            DraftOpen(request.request_id, description.fingerprint, request.max_length, request.trace)
+            OpenDraft(request.request_id, description.fingerprint, request.max_length, request.trace)
         )
         return RemoteDraftLink(
             self._thread,
@@ -310,7 +310,7 @@ class TargetRole:
             project,
         )
 
-    async def _open_local_draft(self, request: Open, loaded: LoadedStage, held: LoadedDraft) -> LocalDraftLink:
+    async def _open_local_draft(self, request: OpenSession, loaded: LoadedStage, held: LoadedDraft) -> LocalDraftLink:
         engine = self._draft_engine(held, loaded)
         state = await self._thread.submit(engine.draft.allocate, request.max_length)
         location = self._location(None)
@@ -334,7 +334,7 @@ class TargetRole:
         return self._engine[2]
 
     @staticmethod
-    def _ahead(request: Open, loaded: LoadedStage, engine: DraftEngine, state: DraftState) -> Ahead | None:
+    def _ahead(request: OpenSession, loaded: LoadedStage, engine: DraftEngine, state: DraftState) -> Ahead | None:
         """Where a block can be issued together with the step before it: all of it by kernels on one device."""
         stage = loaded.stage
         embedding, runner = loaded.matrix, stage.runners[-1] if stage.runners else None

@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from services.errors import FailedPrecondition, InvalidArgument
 from services.messages.output_frames import check_grammar, grammar_field
-from services.messages.steps import Grammar, GrammarKind, Open
+from services.messages.steps import Grammar, GrammarKind, OpenSession
 from shard_worker.sampling.grammar import GrammarState
 
 MAX_REASON = 500
@@ -39,7 +39,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
 
-    def compile(self, grammar: Grammar, request: Open, device: torch.device) -> GrammarState:
+    def compile(self, grammar: Grammar, request: OpenSession, device: torch.device) -> GrammarState:
         """The state before the first output token of a session.
 
         Its end is one of the request's stop tokens, or, where it has none, the checkpoint's end-of-sequence token.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from services.messages.steps import Forward, Open, StepKind, TokenLogprobs
+from services.messages.steps import Forward, OpenSession, StepKind, TokenLogprobs
 from shard_worker.model.features import Features
 from shard_worker.sampling.acceptance import accept
 from shard_worker.sampling.last_row import LastRow
@@ -42,7 +42,7 @@ class Produced:
 class Verifier:
     """Of one session. ahead: where its draft sits beside and can be asked before the host knows the outcome."""
 
-    def __init__(self, stage: Stage, sampler: Sampler, request: Open, ahead: Ahead | None) -> None:
+    def __init__(self, stage: Stage, sampler: Sampler, request: OpenSession, ahead: Ahead | None) -> None:
         self._stage, self._sampler, self._request, self._ahead = stage, sampler, request, ahead
         self._batch_invariant_rows = stage.batch_invariant_rows(request.batch_invariant_rows)
         self.last = LastRow(stage.head, self._batch_invariant_rows)

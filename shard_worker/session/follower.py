@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from services.messages.steps import Forward, Open, StepKind
+from services.messages.steps import Forward, OpenSession, StepKind
 
 
-def is_followed(step: Forward, length: int, token_ids: tuple[int, ...], request: Open) -> bool:
+def is_followed(step: Forward, length: int, token_ids: tuple[int, ...], request: OpenSession) -> bool:
     """Whether a step with followers left has one. length: committed behind it; token_ids: what it produced."""
     return (
         bool(step.more and token_ids)
@@ -15,7 +15,7 @@ def is_followed(step: Forward, length: int, token_ids: tuple[int, ...], request:
 
 
 def follower(
-    step: Forward, length: int, token_ids: tuple[int, ...], draft_tokens: tuple[int, ...], request: Open
+    step: Forward, length: int, token_ids: tuple[int, ...], draft_tokens: tuple[int, ...], request: OpenSession
 ) -> Forward | None:
     """The step behind `step`, if there is one. guesses: for the tokens behind what it produced. Arguments else as in
     `is_followed`."""
@@ -31,7 +31,7 @@ def follower(
     )
 
 
-def likely_follower(step: Forward, request: Open) -> Forward | None:
+def likely_follower(step: Forward, request: OpenSession) -> Forward | None:
     """The step behind one whose rows all count, before its token is known: with one of no meaning in its place. None
     where there will be none whatever the token is."""
     length = step.base_position + len(step.token_ids)

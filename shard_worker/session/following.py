@@ -16,7 +16,7 @@ from services.messages.steps import (
     Event,
     Failure,
     Forward,
-    Open,
+    OpenSession,
     Proposal,
     SnapshotRestore,
     SnapshotSave,
@@ -33,7 +33,7 @@ MAX_MORE = 64
 class FollowingSession:
     """A `StageSession` around that of a first stage."""
 
-    def __init__(self, session: StageSession, request: Open) -> None:
+    def __init__(self, session: StageSession, request: OpenSession) -> None:
         self._session, self._request = session, request
         self.stages = session.stages
         self.max_tensor_bytes, self.max_feature_slices = session.max_tensor_bytes, session.max_feature_slices

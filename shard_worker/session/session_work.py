@@ -21,7 +21,7 @@ import torch
 
 from services.errors import FailedPrecondition, FlashsplitError, InternalError, InvalidArgument
 from services.messages.known_step import tokens_of
-from services.messages.steps import Forward, Open, StepKind
+from services.messages.steps import Forward, OpenSession, StepKind
 from services.messages.tensors import WireTensor
 from services.streams.step_lane import StepLane
 from shard_worker.cache.prefix_state import StateView
@@ -47,7 +47,7 @@ class SessionWork:
         thread: DeviceThread,
         stage: Stage,
         state: StageState,
-        request: Open,
+        request: OpenSession,
         verifier: Verifier | None,
         captures: Sequence[int | None],
         above: StepLane | None,

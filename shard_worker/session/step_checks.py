@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.errors import FailedPrecondition, InvalidArgument
-from services.messages.steps import Forward, Open, SnapshotRestore, SnapshotSave, StepKind
+from services.messages.steps import Forward, OpenSession, SnapshotRestore, SnapshotSave, StepKind
 from shard_worker.device.dtypes import dtype_to_name
 from shard_worker.stage.stage import Stage
 
 
-def check_rows(forward: Forward, length: int, request: Open, vocab_size: int) -> None:
+def check_rows(forward: Forward, length: int, request: OpenSession, vocab_size: int) -> None:
     """length: committed tokens. Raises FailedPrecondition for another position, InvalidArgument for rows that do not
     fit the session or the vocabulary."""
     rows = len(forward.token_ids)
@@ -94,7 +94,7 @@ def check_save(save: SnapshotSave, length: int) -> None:
         )
 
 
-def check_restore(restore: SnapshotRestore, request: Open, vocab_size: int) -> None:
+def check_restore(restore: SnapshotRestore, request: OpenSession, vocab_size: int) -> None:
     """Raises InvalidArgument for a length that the session does not hold, and for other tokens than so many."""
     if not 1 <= restore.length <= request.max_length:
         raise InvalidArgument(

@@ -15,7 +15,7 @@ import torch
 from services.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound
 from services.messages.snapshots import SnapshotChunk, SnapshotFrame, SnapshotHeader, SnapshotOwner, SnapshotTrailer
 from services.messages.tensors import CHUNK_BYTES
-from services.rpc.snapshots import Imported
+from services.rpc.snapshots import SnapshotImported
 from shard_worker.cache.prefix_state import GroupKind, TensorGroup, rows_of, tensors_of
 from shard_worker.snapshots.keeper import SnapshotKeeper
 from shard_worker.snapshots.store import Snapshot, SnapshotStore
@@ -187,7 +187,7 @@ class IncomingSnapshot:
             self._skip_empty()
         self._received = end
 
-    async def commit(self, trailer: SnapshotTrailer) -> Imported:
+    async def commit(self, trailer: SnapshotTrailer) -> SnapshotImported:
         header = self._header
         if not self._received == trailer.total_bytes == header.size_bytes:
             raise DataLoss(
@@ -219,7 +219,7 @@ class IncomingSnapshot:
             position=header.token_count,
             bytes=header.size_bytes,
         )
-        return Imported(header.size_bytes if added else 0, self._evicted)
+        return SnapshotImported(header.size_bytes if added else 0, self._evicted)
 
     def abort(self) -> None:
         if self._open:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 
 from services.errors import FailedPrecondition, InvalidArgument
-from services.messages.steps import Open
+from services.messages.steps import OpenSession
 from shard_worker.ops.deltanet import CHUNK_ROWS
 from shard_worker.stage.stage import Stage, StageState
 
 
-def allocate(request: Open, stage: Stage, known: set[int]) -> StageState:
+def allocate(request: OpenSession, stage: Stage, known: set[int]) -> StageState:
     """A session's memory. known: numbers of rows that were tried out on the stage; this one's is added.
 
     Raises InvalidArgument for a number that blocks don't fit in, FailedPrecondition as `check_exact`.

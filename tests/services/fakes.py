@@ -19,7 +19,7 @@ from services.messages.description import (
     TargetDescription,
     WorkerDescription,
 )
-from services.messages.measure import DeviceSpeed, MeasureFor
+from services.messages.measure import DeviceSpeed, MeasureRequest
 from services.messages.snapshots import (
     SnapshotChunk,
     SnapshotFrame,
@@ -35,7 +35,7 @@ from services.messages.steps import (
     Forward,
     Hop,
     Location,
-    Open,
+    OpenSession,
     Sampling,
     SnapshotPart,
     SnapshotRestore,
@@ -47,8 +47,8 @@ from services.messages.steps import (
     StepKind,
 )
 from services.messages.tensors import WireTensor
-from services.rpc.draft import DraftOpen, Guesses, Propose
-from services.rpc.snapshots import Imported
+from services.rpc.draft import DraftAnswer, OpenDraft, Propose
+from services.rpc.snapshots import SnapshotImported
 from services.rpc.worker import LoadDraft, LoadProgress, LoadTarget
 from services.streams.step_lane import StepLane
 
@@ -101,7 +101,7 @@ SPEEDS = (
     DeviceSpeed("cuda:1", 1, 0, 0.5, 0.25, {"full_attention": 3e-5, "linear_attention": 4e-5}, 0.0, 5e-6),
 )
 
-OPEN = Open(
+OPEN = OpenSession(
     request_id="request-1",
     fingerprint="f00d",
     stage=1,
@@ -168,7 +168,7 @@ class FakeStage:
         self.fault: BaseException | None = None
         self.answer = answer or FakeStageSession.commit
 
-    async def open(self, request: Open, above: StepLane | None = None) -> FakeStageSession:
+    async def open(self, request: OpenSession, above: StepLane | None = None) -> FakeStageSession:
         if self.fault is not None:
             raise self.fault
         self.sessions.append(FakeStageSession(self, request, above))
@@ -186,7 +186,7 @@ class FakeStageSession:
     max_feature_slices = 16
     step_lane = None
 
-    def __init__(self, port: FakeStage, request: Open, above: StepLane | None = None) -> None:
+    def __init__(self, port: FakeStage, request: OpenSession, above: StepLane | None = None) -> None:
         self.port, self.request, self.above = port, request, above
         self.forwards: list[Forward] = []
         self.saves: list[SnapshotSave] = []
@@ -226,9 +226,9 @@ class FakeDraft:
     def __init__(self) -> None:
         self.sessions: list[FakeDraftSession] = []
         self.fault: BaseException | None = None
-        self.draft_tokens: Guesses | None = None
+        self.draft_tokens: DraftAnswer | None = None
 
-    async def open(self, request: DraftOpen) -> FakeDraftSession:
+    async def open(self, request: OpenDraft) -> FakeDraftSession:
         if self.fault is not None:
             raise self.fault
         self.sessions.append(FakeDraftSession(self, request))
@@ -243,7 +243,7 @@ class FakeDraftSession:
     host, device = "beta", "hip:0"
     max_tensor_bytes = 64 << 20
 
-    def __init__(self, port: FakeDraft, request: DraftOpen) -> None:
+    def __init__(self, port: FakeDraft, request: OpenDraft) -> None:
         self.port, self.request = port, request
         self.slices: list[FeatureSlice] = []
         self.proposes: list[Propose] = []
@@ -255,7 +255,7 @@ class FakeDraftSession:
             raise self.port.fault
         self.slices.append(piece)
 
-    async def propose(self, request: Propose) -> Guesses:
+    async def propose(self, request: Propose) -> DraftAnswer:
         if self.port.fault is not None:
             raise self.port.fault
         self.proposes.append(request)
@@ -285,7 +285,7 @@ class FakeWorker:
         self.description = description
         self.fault: BaseException | None = None
         self.loaded: list[LoadTarget | LoadDraft] = []
-        self.measured: list[MeasureFor] = []
+        self.measured: list[MeasureRequest] = []
         self.echoed: list[int] = []
         self.hold: asyncio.Event | None = None
         self.loading = 0
@@ -295,7 +295,7 @@ class FakeWorker:
             raise self.fault
         return self.description
 
-    async def measure(self, wanted: MeasureFor) -> tuple[DeviceSpeed, ...]:
+    async def measure(self, wanted: MeasureRequest) -> tuple[DeviceSpeed, ...]:
         if self.fault is not None:
             raise self.fault
         self.measured.append(wanted)
@@ -410,13 +410,13 @@ class FakeImport:
         self.received += len(chunk.data)
         self.frames.append(chunk)
 
-    async def commit(self, trailer: SnapshotTrailer) -> Imported:
+    async def commit(self, trailer: SnapshotTrailer) -> SnapshotImported:
         header = self.frames[0]
         if not self.received == trailer.total_bytes == header.size_bytes:
             raise DataLoss("bytes are missing")
         self.port.kept[header.owner, header.snapshot_id] = [*self.frames, trailer]
         self.committed = True
-        return Imported(self.received, ("old", "older"))
+        return SnapshotImported(self.received, ("old", "older"))
 
     def abort(self) -> None:
         self.aborted += 1

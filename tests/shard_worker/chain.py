@@ -24,7 +24,7 @@ from services.messages.steps import (
     Forward,
     Hop,
     Location,
-    Open,
+    OpenSession,
     Proposal,
     SnapshotRestore,
     SnapshotRestored,
@@ -117,7 +117,7 @@ class Directory:
     async def stage(self, address: str) -> Any:
         return SimpleNamespace(open=functools.partial(self._open, self.stages[address]))
 
-    async def _open(self, role: TargetRole, request: Open, *, steps: bool = False) -> StageSession:
+    async def _open(self, role: TargetRole, request: OpenSession, *, steps: bool = False) -> StageSession:
         if not steps or self._carries is None:
             return await role.open(request)
         # What goes down may be refused; what is told up the chain always arrives.
@@ -241,13 +241,13 @@ class Chain:
         assert loaded is not None
         return loaded.fingerprint
 
-    def request(self, stage: int = 0, **changes: Any) -> Open:
+    def request(self, stage: int = 0, **changes: Any) -> OpenSession:
         """A session from a stage on."""
         route = tuple(Hop(f"stage:{i}", self.ranges[i]) for i in range(stage + 1, len(self.ranges)))
         route_to_draft = None
         if self.draft_role is not None:
             route_to_draft = DraftRoute(None if self.place is HeadPlace.SHARED else DRAFT_ADDRESS)
-        request = Open(
+        request = OpenSession(
             request_id="test",
             fingerprint=self.fingerprint,
             stage=stage,

@@ -14,8 +14,8 @@ from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
 from services.layers import LayerRange
 from services.messages.description import FeatureTransport, HeadPlace, Role, WorkerDescription
 from services.messages.snapshots import SnapshotHeader, SnapshotOwner
-from services.messages.steps import DraftRoute, Open, SnapshotSave, StepKind
-from services.rpc.draft import DraftOpen
+from services.messages.steps import DraftRoute, OpenSession, SnapshotSave, StepKind
+from services.rpc.draft import OpenDraft
 from services.rpc.worker import FeatureCapture, LoadDraft, LoadProgress, LoadTarget
 from shard_worker.device.devices import parse_devices
 from shard_worker.snapshots.transfer import SnapshotTransfer
@@ -83,7 +83,7 @@ async def test_nothing_is_replaced_under_open_sessions(worker: Worker, tiny: Tin
     _, described = await load(worker, part)
     assert described.draft is not None
     assert worker._draft is not None
-    session = await worker._draft.open(DraftOpen("test", described.draft.fingerprint, 10))
+    session = await worker._draft.open(OpenDraft("test", described.draft.fingerprint, 10))
 
     with pytest.raises(FailedPrecondition, match="1 sessions are open") as caught:
         await load(worker, draft_part(tiny, HeadPlace.LOADED))
@@ -165,7 +165,9 @@ async def opened(worker: Worker) -> Client:
     described = await worker.describe()
     assert described.target is not None
     assert worker._target is not None
-    request = Open("test", described.target.fingerprint, 0, LayerRange(0, 4), (), 100, 50, 8, 0, draft=DraftRoute())
+    request = OpenSession(
+        "test", described.target.fingerprint, 0, LayerRange(0, 4), (), 100, 50, 8, 0, draft=DraftRoute()
+    )
     client = Client(await worker._target.open(request))
     await client.step(StepKind.PREFILL, ids(10))
     return client

@@ -24,7 +24,7 @@ from coordinator.engine import generation
 from coordinator.text.model_files import ModelFiles, read_model_files
 from coordinator.text.prompt import Prompt, chat_prompt, text_prompt
 from services.errors import InvalidArgument
-from services.messages.stage_frames import check_sampling
+from services.messages.session_frames import check_sampling
 from services.messages.steps import Sampling
 
 _EPILOG = """Examples:

@@ -12,8 +12,8 @@ import pytest
 from flashsplit.shard.v1 import draft_service_pb2 as draft_pb, stage_service_pb2 as stage_pb
 from services.layers import LayerRange
 from services.messages.snapshots import SnapshotHeader
-from services.messages.steps import Commit, DraftRoute, Forward, Open, SnapshotSaved
-from services.rpc.draft import DraftOpen, DraftServicer, Propose, RemoteDraft
+from services.messages.steps import Commit, DraftRoute, Forward, OpenSession, SnapshotSaved
+from services.rpc.draft import DraftServicer, OpenDraft, Propose, RemoteDraft
 from services.rpc.snapshots import RemoteSnapshots, SnapshotServicer
 from services.rpc.stage import RemoteStage, StageServicer
 from services.rpc.worker import RemoteWorker, WorkerServicer
@@ -48,7 +48,7 @@ from tests.services.fuzz.fuzzing import (
 )
 from tests.services.fuzz.random_messages import RandomStreams
 
-OPEN = Open("r", "f00d", 0, LayerRange(0, 2), (), 512, 128, 16, 3, draft=DraftRoute())
+OPEN = OpenSession("r", "f00d", 0, LayerRange(0, 2), (), 512, 128, 16, 3, draft=DraftRoute())
 
 
 @pytest.mark.parametrize("tensors", [False, True])
@@ -87,7 +87,7 @@ async def test_draft_frames_on_a_fake(serve: Serve, dial: Dial) -> None:
     await batter(channel, RUN_DRAFT, streams, restored_draft_frames("f", 16), 100)
     await until(lambda: all(session.closed for session in port.sessions))
     assert {session.closed for session in port.sessions} == {1}
-    session = await RemoteDraft(channel, server.address).open(DraftOpen("r", "f", 1))
+    session = await RemoteDraft(channel, server.address).open(OpenDraft("r", "f", 1))
     assert await session.propose(Propose(0, 0, 0, 3)) == (1, 2, 3)
     await session.close()
 

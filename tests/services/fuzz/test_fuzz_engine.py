@@ -25,7 +25,7 @@ from services.messages.steps import (
     Forward,
     Hop,
     Location,
-    Open,
+    OpenSession,
     Proposal,
     Sampling,
     SnapshotRestore,
@@ -35,7 +35,7 @@ from services.messages.steps import (
     StepKind,
 )
 from services.net.server import Server
-from services.rpc.draft import DraftOpen, DraftServicer, RemoteDraft
+from services.rpc.draft import DraftServicer, OpenDraft, RemoteDraft
 from services.rpc.peers import Peers
 from services.rpc.snapshots import RemoteSnapshots, SnapshotServicer
 from services.rpc.stage import RemoteStage, StageServicer
@@ -71,12 +71,12 @@ class Engine:
     second: str
     draft: str
     roles: tuple[Any, ...]
-    opening: Open
+    opening: OpenSession
     draft_fingerprint: str
     stores: tuple[Any, ...]
 
     @property
-    def to_second(self) -> Open:
+    def to_second(self) -> OpenSession:
         [hop] = self.opening.route
         return replace(self.opening, stage=1, layers=hop.layers, route=())
 
@@ -137,7 +137,7 @@ async def engine(checkpoints: tuple[str, str], tmp_path: Path) -> AsyncIterator[
         await server.start()
     route = (Hop(addresses[1], LayerRange(2, 4)),)
     fingerprint = first.describe().fingerprint
-    opening = Open("r", fingerprint, 0, LayerRange(0, 2), route, 256, 32, 8, 3, draft=DraftRoute())
+    opening = OpenSession("r", fingerprint, 0, LayerRange(0, 2), route, 256, 32, 8, 3, draft=DraftRoute())
     yield Engine(*addresses, (first, second, apart), opening, apart.describe().fingerprint, stores)
     await peers.close()
     for server in servers:
@@ -277,7 +277,7 @@ async def test_draft_frames_on_a_draft(engine: Engine, dial: Dial) -> None:
     await batter(channel, RUN_DRAFT, streams, restored_draft_frames(engine.draft_fingerprint, HIDDEN), 100)
     await no_sessions(engine)
     await no_reservations(engine)
-    session = await RemoteDraft(channel, engine.draft).open(DraftOpen("r", engine.draft_fingerprint, 64))
+    session = await RemoteDraft(channel, engine.draft).open(OpenDraft("r", engine.draft_fingerprint, 64))
     for index in range(2):
         await session.feature_slice(FeatureSlice(0, tensor(3, HIDDEN, dtype="int32"), index))
     await session.close()
@@ -300,7 +300,7 @@ async def keep(engine: Engine, dial: Dial) -> None:
 async def keep_draft(engine: Engine, dial: Dial) -> None:
     """Keep the draft's part of the first of them, in the worker of its own."""
     session = await RemoteDraft(await dial(engine.draft), engine.draft).open(
-        DraftOpen("r", engine.draft_fingerprint, 64)
+        OpenDraft("r", engine.draft_fingerprint, 64)
     )
     for index in range(2):
         await session.feature_slice(FeatureSlice(0, tensor(3, HIDDEN, dtype="float32"), index))
@@ -348,7 +348,7 @@ async def test_a_draft_session_of_any_length(engine: Engine, dial: Dial) -> None
     draft = RemoteDraft(await dial(engine.draft), engine.draft)
     for length in (0, 2**31 - 1, 2**32 - 1):
         with pytest.raises((InvalidArgument, ResourceExhausted)):
-            await draft.open(DraftOpen("r", engine.draft_fingerprint, length))
+            await draft.open(OpenDraft("r", engine.draft_fingerprint, length))
     assert not engine.roles[-1].open_sessions
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.errors import InvalidArgument
-from services.messages import stage_frames
+from services.messages import session_frames
 from services.messages.known_step import KnownStep, token_bytes, tokens_of
 from services.messages.steps import Forward, StepKind
 from services.messages.tensors import WireTensor
@@ -21,7 +21,7 @@ STEP = Forward(300, 70_000, (1, 151_000), StepKind.VERIFY, 15, more=40)
 
 
 def packet(forward: Forward, dtype: str = "bfloat16", shape: tuple[int, ...] = (2, 24)) -> bytes:
-    [message] = stage_frames.forward_to_messages(replace(forward, activation=filled(dtype, shape)))
+    [message] = session_frames.forward_to_messages(replace(forward, activation=filled(dtype, shape)))
     return message.SerializeToString()
 
 
@@ -47,7 +47,7 @@ def test_or_with_its_tokens_where_it_has_no_activation(tokens: tuple[int, ...]) 
     sent = replace(STEP, token_ids=tokens)
     one = KnownStep.of(replace(STEP, token_ids=(-1,) * len(tokens)))
     assert one is not None
-    [message] = stage_frames.forward_to_messages(sent)
+    [message] = session_frames.forward_to_messages(sent)
     text = message.SerializeToString()
     assert b"".join((one.before, token_bytes(tokens), one.behind)) == text
     data = one.read(memoryview(text))
@@ -55,7 +55,7 @@ def test_or_with_its_tokens_where_it_has_no_activation(tokens: tuple[int, ...]) 
     assert tokens_of(data) == tokens
     assert one.whole(data) == sent
     for other in (replace(sent, token_ids=(*tokens, 1)), replace(sent, step=301), replace(sent, more=0)):
-        [message] = stage_frames.forward_to_messages(other)
+        [message] = session_frames.forward_to_messages(other)
         assert one.read(memoryview(message.SerializeToString())) is None
 
 
@@ -106,13 +106,13 @@ def test_none_is_expected_that_could_not_be_found() -> None:
 async def test_a_step_that_was_expected_is_recognised(chain: LaneChain, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without being parsed, once, and its activation is heard of first; another one is parsed as ever."""
     parsed: list[Forward] = []
-    from_activation = stage_frames.from_activation
+    from_activation = session_frames.from_activation
 
     def parse(*args: Any) -> Forward:
         parsed.append(from_activation(*args))
         return parsed[-1]
 
-    monkeypatch.setattr(stage_frames, "from_activation", parse)
+    monkeypatch.setattr(session_frames, "from_activation", parse)
     rows = [WireTensor("float16", (2, 40), os.urandom(160)) for _ in range(3)]
     sent = [Forward(7 + n, 19 + n, (3, 400), StepKind.VERIFY, 5, one, more=9) for n, one in enumerate(rows)]
     lane, came = chain.below.lanes[1], list[bytes]()

@@ -9,7 +9,7 @@ import pytest
 from flashsplit.shard.v1 import stage_pb2, stage_service_pb2 as pb
 from services.errors import InvalidArgument
 from services.messages.output_frames import MAX_GRAMMAR_BYTES, check_grammar
-from services.messages.stage_frames import event_from_message, event_to_message, open_from_message, open_to_message
+from services.messages.session_frames import event_from_message, event_to_message, open_from_message, open_to_message
 from services.messages.steps import Commit, Grammar, GrammarKind, TokenLogprobs
 from tests.services.fakes import OPEN
 

@@ -18,7 +18,7 @@ from services.net.channel import connect
 from services.net.cluster_token import VARIABLE, read_token
 from services.net.security import Security
 from services.net.server import Server
-from services.rpc.draft import DraftOpen, DraftServicer
+from services.rpc.draft import DraftServicer, OpenDraft
 from services.rpc.peers import Peers
 from services.rpc.snapshots import SnapshotServicer
 from services.rpc.stage import StageServicer
@@ -78,7 +78,7 @@ async def test_the_right_token_opens_every_service(kind: str, listen: Listen, tm
         await session.forward(prefill())
         assert await anext(session.events()) == commit(prefill())
         await session.close()
-        await (await (await peers.draft(address)).open(DraftOpen("r", "f", 9))).close()
+        await (await (await peers.draft(address)).open(OpenDraft("r", "f", 9))).close()
         snapshots = await peers.snapshots(address)
         frames = snapshots.export_snapshot(SnapshotOwner.STAGE, "one")
         assert await anext(frames) == HEADER
@@ -104,7 +104,7 @@ async def test_any_other_call_is_refused(
         (await peers.worker(address)).describe(),
         (await peers.worker(address)).load(part),
         (await peers.stage(address)).open(STAGE_OPEN),
-        (await peers.draft(address)).open(DraftOpen("r", "f", 9)),
+        (await peers.draft(address)).open(OpenDraft("r", "f", 9)),
         anext((await peers.snapshots(address)).export_snapshot(SnapshotOwner.STAGE, "one")),
         (await peers.snapshots(address)).free_snapshots(["x"]),
     ):

@@ -29,7 +29,7 @@ from services.net.channel import CLIENT_OPTIONS, connect
 from services.net.security import OPEN, Security, load_security
 from services.net.server import Server
 from services.net.tls import TlsFiles, load_credentials
-from services.rpc.draft import DraftOpen, DraftServicer
+from services.rpc.draft import DraftServicer, OpenDraft
 from services.rpc.peers import Peers
 from services.rpc.snapshots import SnapshotServicer
 from services.rpc.stage import StageServicer
@@ -118,7 +118,7 @@ async def test_every_service_runs_between_certificates_of_one_authority(
         await session.forward(prefill())
         assert await anext(session.events()) == commit(prefill())
         await session.close()
-        guessing = await (await peers.draft(address)).open(DraftOpen("r", "f", 9))
+        guessing = await (await peers.draft(address)).open(OpenDraft("r", "f", 9))
         await guessing.close()
         frames = (await peers.snapshots(address)).export_snapshot(SnapshotOwner.STAGE, "one")
         assert await anext(frames) == HEADER

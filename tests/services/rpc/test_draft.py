@@ -15,14 +15,14 @@ from flashsplit.shard.v1 import draft_pb2, draft_service_pb2 as pb, draft_servic
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, NotFound, Unavailable
 from services.messages.steps import FeatureSlice, SnapshotRestore, SnapshotSave
 from services.messages.tensors import CHUNK_BYTES, WireTensor
-from services.rpc.draft import DraftOpen, DraftServicer, Propose, RemoteDraft, RemoteDraftSession
+from services.rpc.draft import DraftServicer, OpenDraft, Propose, RemoteDraft, RemoteDraftSession
 from services.streams.client_stream import ClientStream
 from services.telemetry.trace_context import Trace
 from tests.services.conftest import Dial, Serve
 from tests.services.fakes import PARTS, FakeDraft, FakeDraftSession, same_bytes, tensor, until
 
 ROOT = Path(__file__).parents[3]
-OPEN = DraftOpen("request-1", "beef", 512, Trace("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"))
+OPEN = OpenDraft("request-1", "beef", 512, Trace("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"))
 
 
 @pytest.fixture
@@ -198,10 +198,10 @@ async def test_a_client_process_that_vanishes(port: FakeDraft, serve: Serve) -> 
     code = (
         "import asyncio\n"
         "from services.net.channel import connect\n"
-        "from services.rpc.draft import DraftOpen, RemoteDraft\n"
+        "from services.rpc.draft import OpenDraft, RemoteDraft\n"
         "async def main():\n"
         f"    channel = await connect({server.address!r}, timeout_s=5)\n"
-        "    session = await RemoteDraft(channel, 'a').open(DraftOpen('r', 'f', 1))\n"
+        "    session = await RemoteDraft(channel, 'a').open(OpenDraft('r', 'f', 1))\n"
         "    print('open', flush=True)\n"
         "    await asyncio.sleep(60)\n"
         "asyncio.run(main())\n"

@@ -16,7 +16,7 @@ from services.messages.description import WorkerDescription
 from services.messages.snapshots import SnapshotOwner
 from services.net.server import Server
 from services.rpc import peers as peers_module
-from services.rpc.draft import DraftOpen, DraftServicer
+from services.rpc.draft import DraftServicer, OpenDraft
 from services.rpc.peers import Peers
 from services.rpc.snapshots import SnapshotServicer
 from services.rpc.stage import StageServicer
@@ -72,7 +72,7 @@ async def test_all_services_share_a_channel(serve: Serve, peers: Peers, connecti
     session = await (await peers.stage(address)).open(OPEN)
     await session.forward(prefill())
     assert await anext(session.events()) == commit(prefill())
-    guessing = await (await peers.draft(address)).open(DraftOpen("r", "f", 9))
+    guessing = await (await peers.draft(address)).open(OpenDraft("r", "f", 9))
     await asyncio.gather(session.close(), guessing.close())
     assert connections == [address]
 

@@ -31,7 +31,7 @@ from services.messages.snapshots import (
     frame_to_message,
 )
 from services.messages.tensors import CHUNK_BYTES
-from services.rpc.snapshots import SERVICE, Imported, RemoteSnapshots, SnapshotServicer
+from services.rpc.snapshots import SERVICE, RemoteSnapshots, SnapshotImported, SnapshotServicer
 from services.streams.client_stream import ClientStream
 from tests.services.conftest import Dial, Serve
 from tests.services.fakes import HEADER, FakeSnapshots, frames_of, until
@@ -91,7 +91,7 @@ async def test_a_snapshot_goes_in_and_out(
     source = Source(frames)
     async with asyncio.timeout(10):
         imported = await snapshots.import_snapshot(source.frames)
-        assert imported == Imported(frames[0].size_bytes, ("old", "older"))
+        assert imported == SnapshotImported(frames[0].size_bytes, ("old", "older"))
         assert port.kept == {(STAGE, "one"): frames}
         assert await all_of(snapshots.export_snapshot(STAGE, "one")) == frames
     assert len(frames) > 5
@@ -112,7 +112,7 @@ async def test_a_name_that_is_kept_takes_no_bytes(port: FakeSnapshots, snapshots
     """An import of a kept name is answered after its header: no further frame is even asked for."""
     port.kept[STAGE, "one"] = SMALL
     source = Source(LARGE)
-    assert await snapshots.import_snapshot(source.frames) == Imported(0)
+    assert await snapshots.import_snapshot(source.frames) == SnapshotImported(0)
     assert source.taken == 1
     assert port.kept == {(STAGE, "one"): SMALL}
 

@@ -23,7 +23,7 @@ from services.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from services.messages.stage_frames import open_to_message
+from services.messages.session_frames import open_to_message
 from services.messages.steps import (
     Commit,
     Event,

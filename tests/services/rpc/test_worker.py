@@ -12,7 +12,7 @@ from flashsplit.shard.v1 import measure_pb2, model_pb2, worker_service_pb2 as pb
 from services.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable, rpc_failures_as_errors
 from services.layers import LayerRange
 from services.messages.description import PROTOCOL_MAJOR, FeatureTransport, HeadPlace, worker_to_message
-from services.messages.measure import ECHO_BYTES, MeasureFor, speed_from_message
+from services.messages.measure import ECHO_BYTES, MeasureRequest, speed_from_message
 from services.rpc.link_speed import PIECES, ROUND_TRIPS
 from services.rpc.worker import FeatureCapture, LoadDraft, LoadProgress, LoadTarget, RemoteWorker, WorkerServicer
 from tests.services.conftest import Dial, Serve
@@ -179,7 +179,7 @@ async def test_an_empty_answer_is_no_worker(serve: Serve, dial: Dial, monkeypatc
 
 async def test_measure(port: FakeWorker, worker: RemoteWorker) -> None:
     """The question arrives field by field, every device's figures come back."""
-    wanted = MeasureFor("/models/t", "bfloat16", 1 << 40)
+    wanted = MeasureRequest("/models/t", "bfloat16", 1 << 40)
 
     assert await worker.measure(wanted) == SPEEDS
     assert port.measured == [wanted]
@@ -188,7 +188,7 @@ async def test_measure(port: FakeWorker, worker: RemoteWorker) -> None:
 async def test_a_refused_measure(port: FakeWorker, worker: RemoteWorker) -> None:
     """A worker that is busy says so, to both calls, with its address."""
     port.fault = FailedPrecondition("2 sessions are open", reason="SESSIONS_OPEN")
-    for call in (worker.measure(MeasureFor("", "float32", 0)), worker.measure_link(64)):
+    for call in (worker.measure(MeasureRequest("", "float32", 0)), worker.measure_link(64)):
         with pytest.raises(FailedPrecondition, match="2 sessions are open") as raised:
             await call
         assert (raised.value.reason, raised.value.where["address"]) == ("SESSIONS_OPEN", "here")

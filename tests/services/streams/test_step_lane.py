@@ -14,7 +14,7 @@ import pytest
 
 from flashsplit.shard.v1 import stage_pb2, stage_service_pb2 as pb
 from services.errors import InvalidArgument
-from services.messages import stage_frames
+from services.messages import session_frames
 from services.messages.steps import Forward
 from services.rpc.shared_memory import SharedMemoryServicer, open_link
 from services.same_host.link import PIECE_BYTES, RING_BYTES, SEGMENT_BYTES, SharedLinks
@@ -97,10 +97,10 @@ async def test_without_features_nothing_is_waited_for(chain: LaneChain) -> None:
 @pytest.mark.parametrize("begun", [False, True])
 async def test_features_of_another_step_are_refused(chain: LaneChain, begun: bool) -> None:
     if begun:
-        [message] = stage_frames.forward_to_messages(step(100, 60, number=3), features=False)
+        [message] = session_frames.forward_to_messages(step(100, 60, number=3), features=False)
         assert chain.above.send_raw(message.SerializeToString())
         await until(lambda: len(chain.below.begun) == 1)
-    [message] = stage_frames.features_to_messages(step(100, 60, number=4))
+    [message] = session_frames.features_to_messages(step(100, 60, number=4))
     assert chain.above.send_raw(message.SerializeToString())
     assert "features of step 4 came without it" in (await chain.refusal()).message
 
@@ -173,7 +173,7 @@ async def test_a_closed_lane_gives_its_room_back(chain: LaneChain) -> None:
 
 def packet(forward: Forward) -> pb.RunStageRequest:
     """Whole, without shared memory."""
-    [frame] = stage_frames.forward_to_messages(forward)
+    [frame] = session_frames.forward_to_messages(forward)
     return frame
 
 

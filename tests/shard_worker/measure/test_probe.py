@@ -9,8 +9,8 @@ import torch
 
 from services.errors import FailedPrecondition, NotFound, Unimplemented
 from services.messages.description import FeatureTransport, HeadPlace, Role
-from services.messages.measure import MeasureFor
-from services.rpc.draft import DraftOpen
+from services.messages.measure import MeasureRequest
+from services.rpc.draft import OpenDraft
 from services.rpc.worker import LoadDraft
 from shard_worker.device.devices import parse_devices
 from shard_worker.measure import probe
@@ -40,7 +40,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_kind_of_layer_is_measured(tiny: Tiny, name: str, kinds: set[str]) -> None:
     """Rates and times are above nothing, there is one cost for each kind that the model has, and it is soon done."""
     began = time.perf_counter()
-    speed = probe.measure(CPU, read_config(tiny.path(name)), MeasureFor("", "bfloat16", 1 << 20))
+    speed = probe.measure(CPU, read_config(tiny.path(name)), MeasureRequest("", "bfloat16", 1 << 20))
 
     assert time.perf_counter() - began < 5
     assert set(speed.layer_s) == kinds
@@ -56,13 +56,13 @@ def test_an_unknown_family_is_refused(tiny: Tiny) -> None:
     config = {**read_config(tiny.path("qwen3")), "model_type": "other"}
 
     with pytest.raises(Unimplemented, match="model_type 'other'"):
-        probe.measure(CPU, config, MeasureFor("", "float32", 1))
+        probe.measure(CPU, config, MeasureRequest("", "float32", 1))
 
 
 async def test_a_worker_measures_each_device_unless_sessions_are_open(tiny: Tiny) -> None:
     """One figure a device; with a session open both calls are refused, after its end they work again."""
     worker = Worker(WorkerConfig(parse_devices("cpu+cpu"), (Role.TARGET, Role.DRAFT), threads=1))
-    wanted = MeasureFor(str(tiny.path("qwen3")), "float32", 1 << 20)
+    wanted = MeasureRequest(str(tiny.path("qwen3")), "float32", 1 << 20)
     assert [speed.name for speed in await worker.measure(wanted)] == ["cpu", "cpu"]
     assert await worker.echo(b"12345") == 5
 
@@ -73,7 +73,7 @@ async def test_a_worker_measures_each_device_unless_sessions_are_open(tiny: Tiny
     draft = (await worker.describe()).draft
     assert draft is not None
     assert worker._draft is not None
-    session = await worker._draft.open(DraftOpen("test", draft.fingerprint, 10))
+    session = await worker._draft.open(OpenDraft("test", draft.fingerprint, 10))
     for call in (worker.measure(wanted), worker.echo(b"")):
         with pytest.raises(FailedPrecondition, match="1 sessions are open") as caught:
             await call
@@ -82,7 +82,7 @@ async def test_a_worker_measures_each_device_unless_sessions_are_open(tiny: Tiny
 
     assert len(await worker.measure(wanted)) == 2
     with pytest.raises(NotFound, match="/elsewhere"):
-        await worker.measure(MeasureFor("/elsewhere", "float32", 1))
+        await worker.measure(MeasureRequest("/elsewhere", "float32", 1))
     await worker.close()
 
 
@@ -90,5 +90,5 @@ async def test_the_workers_own_model_wins(tiny: Tiny) -> None:
     """--model of the worker's command line replaces the path that a coordinator names."""
     worker = Worker(WorkerConfig(parse_devices("cpu"), (Role.TARGET,), model_path=str(tiny.path("qwen3")), threads=1))
 
-    assert len(await worker.measure(MeasureFor("/elsewhere", "float32", 1))) == 1
+    assert len(await worker.measure(MeasureRequest("/elsewhere", "float32", 1))) == 1
     await worker.close()

@@ -10,7 +10,7 @@ import pytest
 
 from services.errors import FailedPrecondition, InvalidArgument, Unimplemented
 from services.messages.description import DrafterDescription, Role
-from services.rpc.compress import Compress, Compressed, CompressProgress, RemoteCompressor
+from services.rpc.compress import Compressed, CompressProgress, CompressRequest, RemoteCompressor
 from services.rpc.worker import LoadDrafter
 from shard_worker.device.devices import parse_devices
 from shard_worker.pflash.drafter import load_drafter
@@ -56,7 +56,7 @@ async def test_what_is_kept(length: int, ratio: float, worker: Worker, remote: R
     token_ids = tuple(checkpoints.random_prompts(256, 1, 1, [length])[0])
     progress: list[CompressProgress] = []
 
-    found = await remote.compress(Compress("r", drafter.fingerprint, token_ids, ratio), progress.append)
+    found = await remote.compress(CompressRequest("r", drafter.fingerprint, token_ids, ratio), progress.append)
 
     if length < 9:
         assert found == Compressed(((0, length),), 0)
@@ -73,13 +73,13 @@ async def test_what_is_kept(length: int, ratio: float, worker: Worker, remote: R
 
 async def test_refusals(worker: Worker, remote: RemoteCompressor, folder: Path) -> None:
     with pytest.raises(FailedPrecondition, match="no drafter is loaded"):
-        await remote.compress(Compress("r", "", (1,) * 20, 0.5))
+        await remote.compress(CompressRequest("r", "", (1,) * 20, 0.5))
     drafter = await loaded(worker, folder)
     with pytest.raises(FailedPrecondition, match="holds drafter"):
-        await remote.compress(Compress("r", "other", (1,) * 20, 0.5))
+        await remote.compress(CompressRequest("r", "other", (1,) * 20, 0.5))
     for token_ids in ((), (256,) * 20):
         with pytest.raises(InvalidArgument, match="token_ids"):
-            await remote.compress(Compress("r", drafter.fingerprint, token_ids, 0.5))
+            await remote.compress(CompressRequest("r", drafter.fingerprint, token_ids, 0.5))
     bare = Worker(WorkerConfig(parse_devices("cpu"), (Role.DRAFT,), threads=1))
     with pytest.raises(Unimplemented, match="--roles compress"):
         [event async for event in bare.load(LoadDrafter(str(folder)))]
@@ -89,7 +89,7 @@ async def test_refusals(worker: Worker, remote: RemoteCompressor, folder: Path) 
 async def test_a_client_that_goes_ends_the_work(worker: Worker, remote: RemoteCompressor, folder: Path) -> None:
     """Also: nothing else is loaded meanwhile, and the next client is served."""
     drafter = await loaded(worker, folder)
-    request = Compress("r", drafter.fingerprint, tuple(range(256)) * 40, 0.5)
+    request = CompressRequest("r", drafter.fingerprint, tuple(range(256)) * 40, 0.5)
     started = asyncio.Event()
     task = asyncio.ensure_future(remote.compress(request, lambda _: started.set()))
     await started.wait()
@@ -99,4 +99,4 @@ async def test_a_client_that_goes_ends_the_work(worker: Worker, remote: RemoteCo
     async with asyncio.timeout(10):
         while (await worker.describe()).open_sessions:
             await asyncio.sleep(0.01)
-    await remote.compress(Compress("r", drafter.fingerprint, (1,) * 40, 0.5))
+    await remote.compress(CompressRequest("r", drafter.fingerprint, (1,) * 40, 0.5))

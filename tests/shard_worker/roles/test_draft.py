@@ -12,7 +12,7 @@ from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
 from services.messages.description import FeatureTransport, HeadPlace
 from services.messages.steps import FeatureSlice, Location, SnapshotRestore, SnapshotSave
 from services.messages.tensors import WireTensor
-from services.rpc.draft import DraftOpen, Propose
+from services.rpc.draft import OpenDraft, Propose
 from services.rpc.worker import LoadDraft
 from shard_worker.device.devices import parse_devices
 from shard_worker.device.dtypes import from_wire, to_wire
@@ -58,7 +58,7 @@ def make_role(tiny: Tiny) -> Iterator[MakeRole]:
 async def opened(role: DraftRole, max_length: int = 40) -> LocalDraftSession:
     described = role.describe()
     assert described is not None
-    return await role.open(DraftOpen("test", described.fingerprint, max_length))
+    return await role.open(OpenDraft("test", described.fingerprint, max_length))
 
 
 def joined(rows: int) -> torch.Tensor:
@@ -139,7 +139,7 @@ async def test_nothing_is_served_before_a_load() -> None:
 
     assert role.describe() is None
     with pytest.raises(FailedPrecondition, match="no draft is loaded"):
-        await role.open(DraftOpen("test", "0", 10))
+        await role.open(OpenDraft("test", "0", 10))
     thread.shutdown()
 
 
@@ -169,11 +169,11 @@ async def test_a_session_for_another_draft_is_refused(make_role: MakeRole) -> No
     assert described is not None
 
     with pytest.raises(FailedPrecondition) as caught:
-        await role.open(DraftOpen("test", "0" * 32, 10))
+        await role.open(OpenDraft("test", "0" * 32, 10))
     assert caught.value.reason == "FINGERPRINT_MISMATCH"
     for length in (0, (1 << 20) + 1, 1 << 32):
         with pytest.raises(InvalidArgument, match=f"max_length is {length}; it must be between 1 and 1048576"):
-            await role.open(DraftOpen("test", described.fingerprint, length))
+            await role.open(OpenDraft("test", described.fingerprint, length))
     assert role.open_sessions == 0
 
 

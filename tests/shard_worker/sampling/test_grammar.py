@@ -13,7 +13,7 @@ import torch
 
 from services.errors import FailedPrecondition, InvalidArgument
 from services.layers import LayerRange
-from services.messages.steps import Grammar, GrammarKind, Open
+from services.messages.steps import Grammar, GrammarKind, OpenSession
 from shard_worker.sampling.grammar import GrammarState
 from shard_worker.sampling.grammar_compiler import GrammarCompiler
 from tests.shard_worker.schemas import fits, random_schema
@@ -38,7 +38,7 @@ def tokenizer() -> tokenizers.Tokenizer:
 
 def state(compiler: GrammarCompiler, grammar: Grammar, stops: frozenset[int] = STOPS, prompt: int = 0) -> GrammarState:
     """At the beginning of the output."""
-    request = Open("r", "f", 0, LayerRange(0, 1), (), 8, 8, 8, prompt, stop_token_ids=stops, grammar=grammar)
+    request = OpenSession("r", "f", 0, LayerRange(0, 1), (), 8, 8, 8, prompt, stop_token_ids=stops, grammar=grammar)
     return compiler.compile(grammar, request, CPU)
 
 

@@ -18,11 +18,11 @@ from services.messages.steps import (
     FeatureSlice,
     Forward,
     Location,
-    Open,
+    OpenSession,
     StageIdentity,
     StepKind,
 )
-from services.rpc.draft import DraftOpen
+from services.rpc.draft import OpenDraft
 from shard_worker.roles.draft import DraftRole
 from tests.shard_worker.chain import BLOCK, DRAFT_ADDRESS, Chain, Client, MakeChain
 from tests.shard_worker.tiny import Tiny
@@ -54,7 +54,7 @@ class ScriptedStage:
     async def close(self) -> None:
         self.closed += 1
 
-    async def open(self, _: Open) -> ScriptedStage:
+    async def open(self, _: OpenSession) -> ScriptedStage:
         return self
 
 
@@ -154,7 +154,7 @@ class FlakyDraft:
         self.error: FlashsplitError | None = None
         self.failed = 0
 
-    async def open(self, request: DraftOpen) -> Any:
+    async def open(self, request: OpenDraft) -> Any:
         session: Any = await self._role.open(request)
         take = session.feature_slice
 

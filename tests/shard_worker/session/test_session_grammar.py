@@ -18,7 +18,7 @@ import torch
 
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
 from services.layers import LayerRange
-from services.messages.steps import Grammar, GrammarKind, Open, Sampling, StepKind
+from services.messages.steps import Grammar, GrammarKind, OpenSession, Sampling, StepKind
 from shard_worker.sampling.acceptance import accept
 from shard_worker.sampling.grammar_compiler import GrammarCompiler
 from shard_worker.sampling.sampler import Sampler
@@ -270,7 +270,9 @@ def test_probabilities_are_the_models_renormalised_step_by_step(tiny: Tiny, tmp_
     backend.save(str(tmp_path / "tokenizer.json"))
     compiler = GrammarCompiler(tmp_path, {"eos_token_id": END}, 5)
     grammar, stops = Grammar(REGEX, "[ab]{2}"), frozenset({END})
-    opening = Open("r", "f", 0, LayerRange(0, 1), (), 8, 8, 8, len(PROMPT), stop_token_ids=stops, grammar=grammar)
+    opening = OpenSession(
+        "r", "f", 0, LayerRange(0, 1), (), 8, 8, 8, len(PROMPT), stop_token_ids=stops, grammar=grammar
+    )
     stage = load_stage(tiny.path("vocab-5"))
     next_logits = functools.cache(lambda prefix: Run([stage])(prefix)[-1:])
 

@@ -25,7 +25,7 @@ from services.messages.steps import (
 )
 from services.net.channel import connect
 from services.net.server import Server
-from services.rpc.draft import DraftOpen, DraftServicer, RemoteDraft
+from services.rpc.draft import DraftServicer, OpenDraft, RemoteDraft
 from services.rpc.stage import RemoteStage, StageServicer
 from tests.shard_worker.chain import BLOCK, BUDGET, DRAFT_ADDRESS, Chain, Client, MakeChain
 from tests.shard_worker.session.held_back import unanswered
@@ -289,7 +289,7 @@ class FlakyDraft:
         self._port, self.describe = port, port.describe
         self.error: FlashsplitError | None = None
 
-    async def open(self, request: DraftOpen) -> Any:
+    async def open(self, request: OpenDraft) -> Any:
         session: Any = await self._port.open(request)
         save = session.save_snapshot
 

@@ -28,7 +28,7 @@ from services.messages.steps import StepKind
 from services.messages.tensors import CHUNK_BYTES
 from services.net.channel import connect
 from services.net.server import Server
-from services.rpc.snapshots import Imported, RemoteSnapshots, SnapshotServicer
+from services.rpc.snapshots import RemoteSnapshots, SnapshotImported, SnapshotServicer
 from shard_worker.snapshots.transfer import IncomingSnapshot, SnapshotTransfer
 from tests.shard_worker.chain import BLOCK, BUDGET, Chain, MakeChain
 from tests.shard_worker.session.session_memory import Memory, differing, memory_of
@@ -130,7 +130,7 @@ async def exported(chain: Chain, name: str, first_token: int = 0, parent_id: str
     return parts
 
 
-async def into(transfer: SnapshotTransfer, frames: Sequence[SnapshotFrame]) -> Imported | None:
+async def into(transfer: SnapshotTransfer, frames: Sequence[SnapshotFrame]) -> SnapshotImported | None:
     """Import as the servicer does."""
     [header, *chunks, trailer] = frames
     assert isinstance(header, SnapshotHeader)
@@ -154,7 +154,7 @@ async def imported(parts: Parts, chain: Chain, **changes: Any) -> None:
         places.append((chain.draft_kept.transfer, None))
     for transfer, index in places:
         frames = parts.frames(chain, index, **changes)
-        assert await into(transfer, frames) == Imported(frames[0].size_bytes)
+        assert await into(transfer, frames) == SnapshotImported(frames[0].size_bytes)
 
 
 # --- from one split into another
@@ -463,7 +463,7 @@ async def test_headers_that_do_not_fit_are_refused(
         assert words in caught.value.message
         assert (kept.store.held_bytes, len(kept.store)) == (held, 1)
     kept.store.budget_bytes = BUDGET
-    assert await into(kept.transfer, whole) == Imported(whole[0].size_bytes)
+    assert await into(kept.transfer, whole) == SnapshotImported(whole[0].size_bytes)
 
 
 @pytest.mark.parametrize("building", [False, True])
@@ -482,7 +482,7 @@ async def test_an_import_beyond_the_budget_is_refused(
     assert caught.value.reason == "SNAPSHOT_BUDGET"
     assert (kept.store.held_bytes, len(kept.store)) == (held, 1)
     kept.store.budget_bytes += 1
-    assert await into(kept.transfer, frames) == Imported(frames[0].size_bytes, () if building else ("at 7",))
+    assert await into(kept.transfer, frames) == SnapshotImported(frames[0].size_bytes, () if building else ("at 7",))
 
 
 def spoiled_streams(frames: list[SnapshotFrame]) -> list[tuple[list[SnapshotFrame], type[FlashsplitError], str, str]]:
@@ -556,7 +556,7 @@ async def test_bytes_that_do_not_match_are_refused(
         assert words in caught.value.message
         assert (kept.store.held_bytes, len(kept.store)) == (held, 1)
         assert kept.store.find(STAGE, "at 7") is before
-    assert await into(kept.transfer, rest) == Imported(rest[0].size_bytes)
+    assert await into(kept.transfer, rest) == SnapshotImported(rest[0].size_bytes)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -576,7 +576,7 @@ async def test_chunks_and_tensors_of_any_cut_and_order(chain: MakeChain, seed: i
         data = b"".join(bytes(frame.data) for frame in whole if isinstance(frame, SnapshotChunk))
         cuts = sorted(rng.sample(range(1, len(data)), rng.choice([0, 1, 3, 50])))
         chunks = [SnapshotChunk(first, data[first:last]) for first, last in pairwise((0, *cuts, len(data)))]
-        assert await into(kept.transfer, [whole[0], *chunks, whole[-1]]) == Imported(len(data))
+        assert await into(kept.transfer, [whole[0], *chunks, whole[-1]]) == SnapshotImported(len(data))
     async with there.session() as client:
         await client.restore("at 30", prompt)
         assert differing(await memory_of(client), memory) == []
@@ -608,8 +608,8 @@ async def test_one_name_imported_by_two_at_once(
     first, second = [await begun(kept.transfer, rest) for _ in range(2)]
     assert kept.store.held_bytes == held + 2 * size
 
-    assert await second.commit(trailer) == Imported(size)
-    assert await first.commit(trailer) == Imported(0)
+    assert await second.commit(trailer) == SnapshotImported(size)
+    assert await first.commit(trailer) == SnapshotImported(0)
     for incoming in (first, second):
         incoming.abort()
         incoming.abort()
@@ -659,7 +659,7 @@ async def test_an_import_that_its_model_did_not_outlive(
         incoming.abort()
         assert (kept.store.held_bytes, len(kept.store)) == (0, 0)
         await saved(there, ids(30), (7,))
-    assert await into(kept.transfer, rest) == Imported(rest[0].size_bytes)
+    assert await into(kept.transfer, rest) == SnapshotImported(rest[0].size_bytes)
 
 
 async def test_memory_that_cannot_be_had_gives_the_room_back(

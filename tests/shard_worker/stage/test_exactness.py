@@ -11,7 +11,7 @@ import torch
 
 from services.errors import FailedPrecondition, InvalidArgument
 from services.layers import LayerRange
-from services.messages.steps import Open
+from services.messages.steps import OpenSession
 from shard_worker.model.families import Family
 from shard_worker.stage.exactness import allocate, check_exact
 from shard_worker.stage.step_runner import StepRunner
@@ -33,8 +33,8 @@ class Uneven:
         return hidden
 
 
-def request(**changes: Any) -> Open:
-    return replace(Open("r", "f", 0, LayerRange(0, 1), (), 64, 32, 16, 3, batch_invariant_rows=16), **changes)
+def request(**changes: Any) -> OpenSession:
+    return replace(OpenSession("r", "f", 0, LayerRange(0, 1), (), 64, 32, 16, 3, batch_invariant_rows=16), **changes)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

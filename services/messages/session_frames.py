@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from flashsplit.shard.v1 import draft_pb2, failure_pb2, stage_pb2, stage_service_pb2 as pb
+from flashsplit.shard.v1 import draft_pb2, failure_pb2, snapshot_pb2, stage_pb2, stage_service_pb2 as pb
 from services.addresses import parse_address
 from services.errors import InvalidArgument
-from services.messages import output_frames, snapshot_frames
+from services.messages import output_frames
 from services.messages.description import range_from_message, range_to_message
-from services.messages.locations import location_from_message, location_to_message
+from services.messages.snapshots import check_id
 from services.messages.steps import (
     Commit,
     DraftRoute,
@@ -23,10 +23,14 @@ from services.messages.steps import (
     FeatureSlice,
     Forward,
     Hop,
-    Open,
+    Location,
+    OpenSession,
     Proposal,
     Sampling,
+    SnapshotPart,
+    SnapshotRestore,
     SnapshotRestored,
+    SnapshotSave,
     SnapshotSaved,
     StageIdentity,
     StageTiming,
@@ -59,7 +63,7 @@ _REASONS: Mapping[int, FailureReason] = {number: reason for reason, number in _R
 # --- open
 
 
-def open_to_message(request: Open) -> stage_pb2.Open:
+def open_to_message(request: OpenSession) -> stage_pb2.Open:
     message = stage_pb2.Open(
         request_id=request.request_id,
         fingerprint=request.fingerprint,
@@ -86,7 +90,7 @@ def open_to_message(request: Open) -> stage_pb2.Open:
     return message
 
 
-def open_from_message(message: stage_pb2.Open) -> Open:
+def open_from_message(message: stage_pb2.Open) -> OpenSession:
     """Raises InvalidArgument for names, places, ranges, addresses, sampling numbers and grammars that make no sense."""
     if message.stage + len(message.route) >= MAX_STAGES:
         raise InvalidArgument(
@@ -99,7 +103,7 @@ def open_from_message(message: stage_pb2.Open) -> Open:
         draft = DraftRoute(None if here else parse_address(message.draft.address, "draft.address"))
     logprobs = message.logprobs if message.HasField("logprobs") else None
     output_frames.check_logprobs(logprobs)
-    return Open(
+    return OpenSession(
         request_id=check_request_id(message.request_id),
         fingerprint=message.fingerprint,
         stage=message.stage,
@@ -355,9 +359,9 @@ def event_to_message(event: Event) -> pb.RunStageResponse:
         proposal.followed = event.followed
         return pb.RunStageResponse(proposal=proposal)
     if isinstance(event, SnapshotSaved):
-        return pb.RunStageResponse(snapshot_saved=snapshot_frames.saved_to_message(event))
+        return pb.RunStageResponse(snapshot_saved=saved_to_message(event))
     if isinstance(event, SnapshotRestored):
-        return pb.RunStageResponse(snapshot_restored=snapshot_frames.restored_to_message(event))
+        return pb.RunStageResponse(snapshot_restored=restored_to_message(event))
     failure = failure_pb2.Failure(
         reason=_REASON_NUMBERS[event.reason],
         message=event.message,
@@ -383,9 +387,9 @@ def event_from_message(message: pb.RunStageResponse) -> Event:
             proposal = message.proposal
             return Proposal(proposal.step, tuple(proposal.token_ids), proposal.elapsed_ns, proposal.followed)
         case "snapshot_saved":
-            return snapshot_frames.saved_from_message(message.snapshot_saved)
+            return saved_from_message(message.snapshot_saved)
         case "snapshot_restored":
-            return snapshot_frames.restored_from_message(message.snapshot_restored)
+            return restored_from_message(message.snapshot_restored)
         case "failure":
             failure = message.failure
             return Failure(
@@ -396,3 +400,95 @@ def event_from_message(message: pb.RunStageResponse) -> Event:
             )
         case other:
             raise InvalidArgument(f"answer {other} is not expected here", field="frame")
+
+
+# --- snapshots
+
+
+def save_to_message(save: SnapshotSave) -> snapshot_pb2.SnapshotSave:
+    return snapshot_pb2.SnapshotSave(snapshot_id=save.snapshot_id, length=save.length, parent_id=save.parent_id)
+
+
+def save_from_message(message: snapshot_pb2.SnapshotSave) -> SnapshotSave:
+    """Raises InvalidArgument for names that are none."""
+    return SnapshotSave(
+        snapshot_id=check_id(message.snapshot_id),
+        length=message.length,
+        parent_id=check_id(message.parent_id, "parent_id") if message.HasField("parent_id") else None,
+    )
+
+
+def restore_to_message(restore: SnapshotRestore) -> snapshot_pb2.SnapshotRestore:
+    return snapshot_pb2.SnapshotRestore(
+        snapshot_id=restore.snapshot_id, length=restore.length, token_ids=restore.token_ids
+    )
+
+
+def restore_from_message(message: snapshot_pb2.SnapshotRestore) -> SnapshotRestore:
+    """Raises InvalidArgument for a name that is none and for tokens that are not `length` many."""
+    if len(message.token_ids) != message.length:
+        raise InvalidArgument(
+            f"token_ids has {len(message.token_ids)} tokens where length is {message.length}", field="token_ids"
+        )
+    return SnapshotRestore(check_id(message.snapshot_id), message.length, tuple(message.token_ids))
+
+
+def part_to_message(part: SnapshotPart) -> snapshot_pb2.SnapshotPart:
+    return snapshot_pb2.SnapshotPart(
+        location=location_to_message(part.location),
+        size_bytes=part.size_bytes,
+        elapsed_ns=part.elapsed_ns,
+        evicted_ids=part.evicted_ids,
+        refusal=part.refusal,
+    )
+
+
+def part_from_message(message: snapshot_pb2.SnapshotPart) -> SnapshotPart:
+    return SnapshotPart(
+        location=location_from_message(message.location),
+        size_bytes=message.size_bytes,
+        elapsed_ns=message.elapsed_ns,
+        evicted_ids=tuple(message.evicted_ids),
+        refusal=message.refusal,
+    )
+
+
+def saved_to_message(saved: SnapshotSaved) -> snapshot_pb2.SnapshotSaved:
+    parts = [part_to_message(part) for part in saved.parts]
+    return snapshot_pb2.SnapshotSaved(snapshot_id=saved.snapshot_id, length=saved.length, parts=parts)
+
+
+def saved_from_message(message: snapshot_pb2.SnapshotSaved) -> SnapshotSaved:
+    parts = tuple(part_from_message(part) for part in message.parts)
+    return SnapshotSaved(message.snapshot_id, message.length, parts)
+
+
+def restored_to_message(restored: SnapshotRestored) -> snapshot_pb2.SnapshotRestored:
+    parts = [part_to_message(part) for part in restored.parts]
+    return snapshot_pb2.SnapshotRestored(snapshot_id=restored.snapshot_id, length=restored.length, parts=parts)
+
+
+def restored_from_message(message: snapshot_pb2.SnapshotRestored) -> SnapshotRestored:
+    parts = tuple(part_from_message(part) for part in message.parts)
+    return SnapshotRestored(message.snapshot_id, message.length, parts)
+
+
+# --- places
+
+
+def location_to_message(location: Location) -> failure_pb2.Location:
+    return failure_pb2.Location(
+        stage=location.stage,
+        host=location.host,
+        device=location.device,
+        address=location.address,
+    )
+
+
+def location_from_message(message: failure_pb2.Location) -> Location:
+    return Location(
+        stage=message.stage if message.HasField("stage") else None,
+        host=message.host,
+        device=message.device,
+        address=message.address,
+    )

@@ -6,8 +6,9 @@ import pytest
 
 from flashsplit.shard.v1 import failure_pb2, snapshot_pb2 as pb
 from services.errors import InvalidArgument
-from services.messages.locations import location_from_message, location_to_message
-from services.messages.snapshot_frames import (
+from services.messages.session_frames import (
+    location_from_message,
+    location_to_message,
     part_from_message,
     part_to_message,
     restore_from_message,

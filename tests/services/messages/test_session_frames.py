@@ -10,7 +10,7 @@ import pytest
 from flashsplit.shard.v1 import draft_pb2, failure_pb2, stage_pb2, stage_service_pb2 as pb
 from services.errors import InvalidArgument
 from services.layers import LayerRange
-from services.messages.stage_frames import (
+from services.messages.session_frames import (
     event_from_message,
     event_to_message,
     forward_to_messages,
@@ -32,7 +32,7 @@ from services.messages.steps import (
     FeatureSlice,
     Forward,
     Location,
-    Open,
+    OpenSession,
     Proposal,
     Sampling,
     SnapshotRestored,
@@ -58,7 +58,7 @@ HERE = Location(2, "alpha", "cuda:0", "h:1")
         replace(OPEN, trace=Trace("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", sampled=True)),
     ],
 )
-def test_open_round_trip(request_: Open) -> None:
+def test_open_round_trip(request_: OpenSession) -> None:
     """Every field of Open survives the wire; absent and zero stay different."""
     raw = open_to_message(request_).SerializeToString()
     assert open_from_message(stage_pb2.Open.FromString(raw)) == request_
