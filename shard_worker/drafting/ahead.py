@@ -11,8 +11,7 @@ from collections.abc import Set as AbstractSet
 import torch
 
 from shard_worker.cache.segment_caches import SegmentCaches
-from shard_worker.drafting.drafters.dflash import DraftState
-from shard_worker.drafting.runner import DraftRunner
+from shard_worker.drafting.drafters import DraftRunner, DraftState
 from shard_worker.model.kernels.accept import STOPS, accept
 from shard_worker.stage.step_runner import ROW_COUNTS, StepRunner
 

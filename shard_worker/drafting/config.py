@@ -22,7 +22,7 @@ _REFUSED = {
 
 
 @dataclass(frozen=True, slots=True)
-class DraftConfig:
+class DFlashConfig:
     """A DFlash draft. capture_layers: 0-based target blocks, taken at their output, in the order of `fc`'s columns.
 
     causal: per layer; a causal layer's block rows do not see later ones. window: tokens, for sliding layers.
@@ -51,7 +51,7 @@ class DraftConfig:
         return len(self.layer_kinds)
 
 
-def read_draft_config(raw: Mapping[str, Any]) -> DraftConfig:
+def read_draft_config(raw: Mapping[str, Any]) -> DFlashConfig:
     """Raises Unimplemented, by name, for draft formats that are not DFlash, InvalidArgument for keys out of range."""
     _refuse_other_formats(raw)
     decoder = raw.get("transformer_layer_config")
@@ -68,7 +68,7 @@ def read_draft_config(raw: Mapping[str, Any]) -> DraftConfig:
         kinds = reader.layer_kinds(full, {LayerKind.FULL, LayerKind.SLIDING})
     heads = reader.integer("num_attention_heads")
     window_key = "swa_window_size" if reader.has("swa_window_size") else "sliding_window"
-    config = DraftConfig(
+    config = DFlashConfig(
         hidden_size=reader.integer("hidden_size"),
         mlp_size=reader.integer("intermediate_size"),
         vocab_size=reader.integer("vocab_size"),

@@ -8,19 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from services.errors import FailedPrecondition
-from shard_worker.drafting.drafters.dflash import Draft, DraftState
+from shard_worker.drafting.drafters import Draft, DraftRunner, DraftState
 from shard_worker.drafting.embedding_rows import EmbeddingRows
 from shard_worker.model.features import Features
-from shard_worker.model.kernel_support import can_run
 from shard_worker.ops.linear import linear
-
-if TYPE_CHECKING:
-    from shard_worker.drafting.runner import DraftRunner
 
 Projection = Callable[[torch.Tensor], torch.Tensor]
 """Normed hidden rows [n, hidden] -> logits [n, vocab]."""
@@ -81,16 +76,9 @@ def make_engine(draft: Draft, embedding: EmbeddingRows, head: torch.Tensor, *, g
     def project(hidden: torch.Tensor) -> torch.Tensor:
         return linear(hidden.to(head.dtype), head)
 
-    if head.dtype != draft.dtype or not by_kernels(draft):
+    if head.dtype != draft.dtype or not draft.has_kernels:
         return DraftEngine(draft, embedding, project)
-    from shard_worker.drafting.runner import DraftRunner
-
-    return DraftEngine(draft, embedding, project, DraftRunner(draft, head, graphs=graphs))
-
-
-def by_kernels(draft: Draft) -> bool:
-    """Whether this draft can guess by kernels."""
-    return can_run(draft.device, [draft.config.head_dim])
+    return DraftEngine(draft, embedding, project, draft.make_runner(head, graphs=graphs))
 
 
 def check_start(state: DraftState, start: int) -> None:

@@ -17,7 +17,7 @@ from services.messages.tensors import WireTensor
 from services.rpc.draft import DraftSession, Propose
 from shard_worker.device.dtypes import Leaving, from_wire, to_wire
 from shard_worker.device.executor import DeviceThread
-from shard_worker.drafting.drafters.dflash import DraftState
+from shard_worker.drafting.drafters import DraftState
 from shard_worker.drafting.embedding_rows import EmbeddingRows
 from shard_worker.drafting.engine import DraftEngine, DraftRequest, Projection
 from shard_worker.model.features import Features

@@ -12,7 +12,7 @@ import torch
 
 from shard_worker.cache.attention_cache import PAGE_ROWS
 from shard_worker.device.devices import Device
-from shard_worker.drafting.drafters.dflash import Draft, DraftState
+from shard_worker.drafting.drafters.dflash import DFlashDraft, DFlashState
 from shard_worker.model.kernels import decoder
 from shard_worker.model.kernels.attention import rope_table
 from shard_worker.model.kernels.heads import Heads, HeadShape
@@ -22,10 +22,10 @@ from shard_worker.model.layer_weights import AttentionWeights
 from shard_worker.stage.step_runner import ROW_COUNTS
 
 
-class DraftRunner:
+class DFlashRunner:
     """Of one draft and the lm_head [vocab, hidden] that it shares or has. One session's call at a time."""
 
-    def __init__(self, draft: Draft, head: torch.Tensor, *, graphs: bool) -> None:
+    def __init__(self, draft: DFlashDraft, head: torch.Tensor, *, graphs: bool) -> None:
         config, device = draft.config, draft.device.torch_device
         self._draft, self._head, self.graphs = draft, head, graphs
         self.rows = next(rows for rows in ROW_COUNTS if rows >= config.block_size)
@@ -51,7 +51,7 @@ class DraftRunner:
         """Where the embedding of the block's known token belongs, [hidden]."""
         return self._block[0]
 
-    def takes(self, state: DraftState, rows: int) -> bool:
+    def takes(self, state: DFlashState, rows: int) -> bool:
         """Whether features of so many rows, and a block behind them, can be had here."""
         return rows <= self.rows and state.length + rows + self.rows <= self._draft.config.max_position
 
@@ -66,15 +66,15 @@ class DraftRunner:
             self._appended = self._captured(self._append)
             self._proposed = self._captured(self._propose)
 
-    def append(self, state: DraftState, mixed: torch.Tensor) -> None:
-        """Take features of the n committed rows that follow the context: `Draft.mix` of them, [n, hidden]."""
+    def append(self, state: DFlashState, mixed: torch.Tensor) -> None:
+        """Take features of the n committed rows that follow the context: `DFlashDraft.mix` of them, [n, hidden]."""
         with self._draft.device.current():
             self.place_rows(state, len(mixed))
             self.launch_append(mixed)
         state.length += len(mixed)
 
-    def propose(self, state: DraftState, embedded: torch.Tensor, draft_tokens: int) -> tuple[int, ...]:
-        """The draft's likeliest tokens behind the context. embedded: as in `Draft.propose`."""
+    def propose(self, state: DFlashState, embedded: torch.Tensor, draft_tokens: int) -> tuple[int, ...]:
+        """The draft's likeliest tokens behind the context. embedded: as in `DFlashDraft.propose`."""
         with self._draft.device.current():
             if not self._masked:
                 self.prepare(embedded[1])
@@ -84,11 +84,11 @@ class DraftRunner:
 
     # --- the pieces, for a caller that completes the places itself
 
-    def place_rows(self, state: DraftState, rows: int) -> None:
+    def place_rows(self, state: DFlashState, rows: int) -> None:
         """Send where rows behind the context go."""
         self._fill(self.appending, state, state.length, rows)
 
-    def place_block(self, state: DraftState, draft_tokens: int, *, behind: int = 0) -> None:
+    def place_block(self, state: DFlashState, draft_tokens: int, *, behind: int = 0) -> None:
         """Send where a block goes; `behind`: rows that may yet count before it."""
         self._fill(self.proposing, state, state.length, draft_tokens + 1, behind)
 
@@ -106,7 +106,7 @@ class DraftRunner:
         self._proposed()
         return self._draft_tokens
 
-    def _fill(self, place: Place, state: DraftState, base: int, rows: int, behind: int = 0) -> None:
+    def _fill(self, place: Place, state: DFlashState, base: int, rows: int, behind: int = 0) -> None:
         for copy, kind in enumerate(self._kinds):
             cache = state.caches[kind]
             cache.reserve(base + behind + rows)
@@ -148,7 +148,7 @@ class DraftRunner:
         torch.argmax(logits, -1, out=self._draft_tokens)
 
 
-def _layers(draft: Draft) -> decoder.Layers:
+def _layers(draft: DFlashDraft) -> decoder.Layers:
     config = draft.config
     heads = {}
     for kind, causal in zip(config.layer_kinds, config.causal, strict=True):

@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 
 from shard_worker.device.dtypes import dtype_from_name
-from shard_worker.drafting.config import read_draft_config
-from shard_worker.drafting.drafters.dflash import expected_shapes
+from shard_worker.drafting.drafters import drafter_of_config
 from shard_worker.model.families import family_of
 from shard_worker.weights.checkpoint import Checkpoint, read_config
 
@@ -33,14 +32,17 @@ def open_checkpoint(directory: str | Path, field: str = "--model") -> Checkpoint
 
 
 class RandomCheckpoint(Checkpoint):
-    """A target or a DFlash draft made of noise, wherever it is asked for."""
+    """A target or a draft made of noise, wherever it is asked for."""
 
     def __init__(self, directory: str | Path, field: str = "--model") -> None:
         """Raises InvalidArgument and Unimplemented as reading the configuration does."""
         self.directory = Path(directory)
         self.config = read_config(directory, field)
         self._dtype = dtype_from_name(str(self.config.get("torch_dtype", "bfloat16")), "torch_dtype")
-        self._shapes = _draft_shapes(self.config) if "dflash_config" in self.config else _target_shapes(self.config)
+        kind = drafter_of_config(self.config)
+        self._shapes = (
+            _target_shapes(self.config) if kind is None else kind.expected_shapes(kind.read_config(self.config))
+        )
         self._generators: dict[torch.device, torch.Generator] = {}
 
     @property
@@ -93,7 +95,3 @@ def _target_shapes(raw: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
         shapes["lm_head.weight"] = matrix
     shapes["model.norm.weight"] = (config.hidden_size,)
     return shapes
-
-
-def _draft_shapes(raw: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
-    return expected_shapes(read_draft_config(raw))

@@ -18,10 +18,9 @@ from shard_worker.cache.prefix_state import trimmable
 from shard_worker.device.devices import Device
 from shard_worker.device.dtypes import dtype_to_name, from_wire, to_wire
 from shard_worker.device.executor import DeviceThread
-from shard_worker.drafting.drafters import drafter_of
-from shard_worker.drafting.drafters.dflash import Draft, DraftState
+from shard_worker.drafting.drafters import Draft, DraftState, drafter_of
 from shard_worker.drafting.embedding_rows import matrix_name, rows_of_checkpoint
-from shard_worker.drafting.engine import DraftEngine, DraftRequest, by_kernels, check_start, make_engine
+from shard_worker.drafting.engine import DraftEngine, DraftRequest, check_start, make_engine
 from shard_worker.drafting.link import restore_draft, save_draft
 from shard_worker.measure.random_checkpoint import open_checkpoint
 from shard_worker.model.features import Features
@@ -77,7 +76,7 @@ class DraftRole:
         return sum(session.held_bytes for session in self.sessions)
 
     def load(self, part: LoadDraft, on_progress: Callable[[int, int], None]) -> None:
-        """Load a draft; runs on the device thread. Errors as in `drafters.dflash.load`."""
+        """Load a draft; runs on the device thread. Errors as in `DraftKind.load`."""
         self.loaded = None
         checkpoint = open_checkpoint(part.draft_path, "--draft")
         draft = drafter_of(checkpoint).load(checkpoint, self._device, part.dtype, on_progress)
@@ -139,7 +138,7 @@ class DraftRole:
         return LocalDraftSession(self, self._thread, loaded, state, request, self._location(None))
 
     def _step_engine(self, draft: Draft) -> StepEngine:
-        if not by_kernels(draft):
+        if not draft.has_kernels:
             return StepEngine.TORCH
         return StepEngine.GRAPHS if self.graphs else StepEngine.KERNELS
 

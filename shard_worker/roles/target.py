@@ -24,9 +24,7 @@ from shard_worker.cache.prefix_state import trimmable
 from shard_worker.device.devices import Device
 from shard_worker.device.dtypes import dtype_to_name
 from shard_worker.device.executor import DeviceThread
-from shard_worker.drafting.config import DraftConfig
-from shard_worker.drafting.drafters import drafter_of
-from shard_worker.drafting.drafters.dflash import Draft, DraftState
+from shard_worker.drafting.drafters import Draft, DraftConfig, DraftState, drafter_of
 from shard_worker.drafting.embedding_rows import EmbeddingRows, copied_embedding, resident_embedding, rows_of_stage
 from shard_worker.drafting.engine import DraftEngine, make_engine
 from shard_worker.drafting.link import DraftLink, LocalDraftLink, RemoteDraftLink

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from services.layers import LayerRange
 from shard_worker.device.devices import Device, parse_devices
 from shard_worker.drafting.drafters import drafter_of
-from shard_worker.drafting.drafters.dflash import Draft
+from shard_worker.drafting.drafters.dflash import DFlashDraft
 from shard_worker.model.features import Features
 from shard_worker.stage.loader import CaptureRequest, StageLoader
 from shard_worker.stage.stage import Stage, StageState
@@ -131,9 +131,11 @@ def load_split(path: Path, cuts: Sequence[int], **options: Any) -> list[Stage]:
     return [load_stage(path, pair, **options) for pair in zip(bounds, bounds[1:], strict=False)]
 
 
-def load_draft(path: Path, dtype: str | None = None, device: Device | None = None) -> Draft:
+def load_draft(path: Path, dtype: str | None = None, device: Device | None = None) -> DFlashDraft:
     checkpoint = Checkpoint(path, "--draft")
-    return drafter_of(checkpoint).load(checkpoint, device or parse_devices("cpu")[0], dtype, ignore_progress)
+    draft = drafter_of(checkpoint).load(checkpoint, device or parse_devices("cpu")[0], dtype, ignore_progress)
+    assert isinstance(draft, DFlashDraft)
+    return draft
 
 
 class Run:

@@ -1,29 +1,223 @@
-"""Draft kinds, one file each, found by name. A drafter module has `load(checkpoint, device, dtype) -> Draft`."""
+"""Draft kinds, one module each, found by name: what a kind must offer to be served is written down here.
+
+A new kind is one new module in this package. A checkpoint is of the kind whose name stands in its `architectures` or
+`speculators_model_type`, or has a `<name>_config` in its config.json. The protocols know no kind and no family of
+targets; nothing outside a kind's own module (and its kernels' runner) names its classes.
+"""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
 
 from services.errors import Unimplemented
+from shard_worker.cache.prefix_state import StateView, TensorGroup
+from shard_worker.device.devices import Device
+from shard_worker.model.features import Features
 from shard_worker.weights.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from shard_worker.model.kernels.place import Place
+
+
+class DraftConfig(Protocol):
+    """What the target's stages and the coordinator need to know of a draft's config.json."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Extent of a feature row and of an embedding row; the target's own."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids; the target's own."""
+
+    @property
+    def max_position(self) -> int:
+        """Longest context, in tokens, that the draft was made for."""
+
+    @property
+    def block_size(self) -> int:
+        """Rows of a block: the known token and the most draft tokens of one proposal."""
+
+    @property
+    def mask_token_id(self) -> int:
+        """The token whose embedding stands where a draft token is asked for."""
+
+    @property
+    def capture_layers(self) -> tuple[int, ...]:
+        """The 0-based target blocks whose output the draft reads, in the order of the columns of `fc`."""
+
+    @property
+    def num_target_layers(self) -> int:
+        """Number of blocks of the target that the draft was made for."""
+
+
+class DraftState(Protocol):
+    """One session's context on a draft's device."""
+
+    length: int
+    """Tokens whose features the draft has taken."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that the context takes by now."""
+
+    def views(self) -> Sequence[StateView]:
+        """One view for each group of `Draft.state_groups`, in that order."""
+
+
+class DraftRunner(Protocol):
+    """A draft's kernels on a GPU, for one lm_head. One session's call at a time.
+
+    `append` and `propose` are complete steps. A caller that completes the step parameters on the device uses the other
+    methods: it fills `appending` and `proposing`, puts the known token's embedding into `known_row`, and launches.
+    """
+
+    @property
+    def device(self) -> Device:
+        """Where it computes."""
+
+    @property
+    def appending(self) -> Place:
+        """Step parameters of taking features."""
+
+    @property
+    def proposing(self) -> Place:
+        """Step parameters of a proposal."""
+
+    @property
+    def known_row(self) -> torch.Tensor:
+        """Where the embedding of the block's known token belongs, [hidden]."""
+
+    def takes(self, state: Any, rows: int) -> bool:
+        """Say whether features of `rows` rows, and a block behind them, can be computed by these kernels."""
+
+    def prepare(self, mask_row: torch.Tensor) -> None:
+        """Compile and capture everything. mask_row: the mask token's embedding, [hidden]."""
+
+    def append(self, state: Any, mixed: torch.Tensor) -> None:
+        """Take the features of the n committed rows that follow the context: `Draft.mix` of them, [n, hidden]."""
+
+    def propose(self, state: Any, embedded: torch.Tensor, draft_tokens: int) -> tuple[int, ...]:
+        """Return the most probable draft tokens behind the context. embedded: as in `Draft.propose`."""
+
+    def place_rows(self, state: Any, rows: int) -> None:
+        """Send to the device where the next rows of the context go."""
+
+    def place_block(self, state: Any, draft_tokens: int, *, behind: int = 0) -> None:
+        """Send to the device where a block goes. behind: rows that may yet count before it."""
+
+    def launch_append(self, mixed: torch.Tensor) -> None:
+        """Queue taking the rows that `appending` names, of `mixed` [n, hidden] in any element type."""
+
+    def launch_block(self) -> torch.Tensor:
+        """Queue a proposal: int64 [rows], of which row 1 and those behind it are the draft tokens."""
+
+
+class Draft(Protocol):
+    """A loaded draft. Its states are what its own `allocate` returns, and no other draft's."""
+
+    @property
+    def config(self) -> DraftConfig:
+        """Its shape and what it reads of the target."""
+
+    @property
+    def device(self) -> Device:
+        """Where its weights and its sessions' states are."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The element type that it computes in."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The checkpoint's identity, which both ends of a session must name alike."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory that its weights take."""
+
+    def allocate(self, max_length: int) -> DraftState:
+        """Return the empty state of a session of up to `max_length` tokens."""
+
+    def state_groups(self) -> tuple[TensorGroup, ...]:
+        """Say what a snapshot of a prefix holds of this draft."""
+
+    def mix(self, features: Features) -> torch.Tensor:
+        """Return the sum of n rows' features behind `fc`, [n, hidden], on the draft's device and in its dtype."""
+
+    def append(self, state: Any, features: Features) -> None:
+        """Take the features of the n committed rows that follow the context."""
+
+    def propose(self, state: Any, embedded: torch.Tensor, draft_tokens: int) -> torch.Tensor:
+        """Return the hidden rows of the draft tokens after the context, normed for lm_head: [draft_tokens, hidden].
+
+        embedded: the target's embedding rows of the known token, at position `state.length`, and of the mask token,
+        [2, hidden]. The state is left as it was.
+        """
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether `make_runner` can be called: the kind has kernels, and they run this draft on its device."""
+
+    def make_runner(self, head: torch.Tensor, *, graphs: bool) -> DraftRunner:
+        """Return a runner for an lm_head [vocab, hidden] of the draft's device and dtype. graphs: as CUDA graphs."""
+
+
+class DraftKind(Protocol):
+    """The functions of a module of this package."""
+
+    def read_config(self, raw: Mapping[str, Any]) -> DraftConfig:
+        """Read a config.json. Raises InvalidArgument for values out of range, Unimplemented for what is not served."""
+
+    def expected_shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
+        """Return the name and shape of every tensor that a checkpoint with this config (of `read_config`) has."""
+
+    def read_fc(self, checkpoint: Checkpoint) -> tuple[DraftConfig, torch.Tensor]:
+        """Read what a target stage needs: the config, and `fc` [hidden, N * hidden] over N captured blocks."""
+
+    def load(
+        self,
+        checkpoint: Checkpoint,
+        device: Device,
+        dtype: str | None,
+        on_progress: Callable[[int, int], None],
+    ) -> Draft:
+        """Load a draft. dtype: None keeps the checkpoint's own. on_progress: called with bytes read and bytes in all.
+
+        Raises InvalidArgument for missing, unknown or mis-shaped tensors, and what `read_config` raises.
+        """
 
 
 def known_drafters() -> list[str]:
+    """Return the names of the draft kinds, sorted."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
-def drafter_of(checkpoint: Checkpoint) -> Any:
-    """The module for a draft checkpoint. Raises Unimplemented, listing the known kinds, for another kind."""
-    config = checkpoint.config
-    marks = [*(config.get("architectures") or []), str(config.get("speculators_model_type") or "")]
-    text = " ".join(marks).lower()
+def drafter_of_config(config: Mapping[str, Any]) -> DraftKind | None:
+    """Return the draft kind that a config.json is of, None where it is of none."""
+    text = " ".join(_marks(config)).lower()
     for name in known_drafters():
         if name in text or f"{name}_config" in config:
-            return importlib.import_module(f"{__name__}.{name}")
-    raise Unimplemented(
-        f"{checkpoint.directory} is not a draft of a known kind (architectures: {', '.join(marks) or 'none'}); "
-        f"known kinds: {', '.join(known_drafters())}",
-        field="--draft",
-    )
+            return cast(DraftKind, importlib.import_module(f"{__name__}.{name}"))
+    return None
+
+
+def drafter_of(checkpoint: Checkpoint) -> DraftKind:
+    """Return the draft kind of a checkpoint. Raises Unimplemented, listing the known kinds, for another kind."""
+    kind = drafter_of_config(checkpoint.config)
+    if kind is None:
+        raise Unimplemented(
+            f"{checkpoint.directory} is not a draft of a known kind (architectures: "
+            f"{', '.join(_marks(checkpoint.config)) or 'none'}); known kinds: {', '.join(known_drafters())}",
+            field="--draft",
+        )
+    return kind
+
+
+def _marks(config: Mapping[str, Any]) -> list[str]:
+    return [*(config.get("architectures") or []), str(config.get("speculators_model_type") or "")]

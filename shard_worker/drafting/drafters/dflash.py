@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,8 +20,9 @@ from shard_worker.cache.attention_cache import PAGE_ROWS, AttentionCache, Attent
 from shard_worker.cache.prefix_state import GroupKind, StateView, TensorGroup
 from shard_worker.device.devices import Device
 from shard_worker.device.dtypes import dtype_from_name
-from shard_worker.drafting.config import DraftConfig, read_draft_config
+from shard_worker.drafting.config import DFlashConfig, read_draft_config
 from shard_worker.model.features import Features
+from shard_worker.model.kernel_support import can_run
 from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights, MlpWeights
 from shard_worker.model.layers.mlp import run as run_mlp
 from shard_worker.ops.attention import attend, grouped_mask, visibility
@@ -28,6 +30,9 @@ from shard_worker.ops.linear import linear, packed
 from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import apply_rope, inverse_frequencies, rope_table
 from shard_worker.weights.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from shard_worker.drafting.runner import DFlashRunner
 
 _ALIASES = (
     (re.compile(r"^midlayer\."), "layers.0."),
@@ -38,8 +43,11 @@ _ALIASES = (
 _IGNORED = re.compile(r"^(embed_tokens\.weight|lm_head\.weight|t2d|verifier_.*|.*rotary_emb\.inv_freq)$")
 
 
+read_config = read_draft_config
+
+
 @dataclass(slots=True)
-class DraftState:
+class DFlashState:
     """One session's context: keys and values of all layers of a kind in one cache, and each layer's place in its own.
 
     Sliding layers' positions wrap around in window + block slots: enough that a block never overwrites what one of its
@@ -55,7 +63,7 @@ class DraftState:
         return sum(cache.size_bytes for cache in self.caches.values())
 
     def views(self) -> list[StateView]:
-        """In the order of `Draft.state_groups`."""
+        """In the order of `DFlashDraft.state_groups`."""
         return [
             AttentionView(self.caches[kind], slice(slot, slot + 1), which)
             for kind, slot in self.layers
@@ -64,10 +72,10 @@ class DraftState:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class DFlashDraft:
     """A loaded draft."""
 
-    config: DraftConfig
+    config: DFlashConfig
     device: Device
     dtype: torch.dtype
     fingerprint: str
@@ -80,7 +88,7 @@ class Draft:
     """The rows of each layer's qkv that make keys and values, which alone the context needs."""
     frequencies: torch.Tensor
 
-    def allocate(self, max_length: int) -> DraftState:
+    def allocate(self, max_length: int) -> DFlashState:
         """Memory for one session of up to `max_length` tokens."""
         config, block = self.config, self.config.block_size
         like = torch.empty(0, dtype=self.dtype, device=self.device.torch_device)
@@ -97,7 +105,7 @@ class Draft:
                 PAGE_ROWS if self.device.is_gpu else None,
                 None if ring is None or ring > max_length + block else ring,
             )
-        return DraftState(caches, tuple(zip(kinds, self.slots, strict=True)))
+        return DFlashState(caches, tuple(zip(kinds, self.slots, strict=True)))
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -143,7 +151,7 @@ class Draft:
         """The context vector of each of n rows, [n, hidden]: `hidden_norm(fc(features))`."""
         return rms_norm(self.mix(features), self.hidden_norm, self.config.norm_eps)
 
-    def append(self, state: DraftState, features: Features) -> None:
+    def append(self, state: DFlashState, features: Features) -> None:
         """Take features of the n committed rows that follow the context."""
         context = self.combine(features)
         count, config = len(context), self.config
@@ -162,7 +170,7 @@ class Draft:
             cache.store(slot, state.length + first, keys[first:], projected[first:, 1])
         state.length += count
 
-    def propose(self, state: DraftState, embedded: torch.Tensor, draft_tokens: int) -> torch.Tensor:
+    def propose(self, state: DFlashState, embedded: torch.Tensor, draft_tokens: int) -> torch.Tensor:
         """Hidden rows of the guesses after the context, normed for the target's lm_head: [guesses, hidden].
 
         embedded: target embedding rows of the known token, at position `state.length`, and of the mask token,
@@ -193,6 +201,16 @@ class Draft:
             hidden = hidden + run_mlp(weights.mlp, normed)
         return rms_norm(hidden[1:], self.norm, config.norm_eps)
 
+    @property
+    def has_kernels(self) -> bool:
+        return can_run(self.device, [self.config.head_dim])
+
+    def make_runner(self, head: torch.Tensor, *, graphs: bool) -> DFlashRunner:
+        # Triton is there where kernels can run.
+        from shard_worker.drafting.runner import DFlashRunner
+
+        return DFlashRunner(self, head, graphs=graphs)
+
     def _mask(
         self, kind: LayerKind, causal: bool, positions: torch.Tensor, end: int, span: int, slots: int
     ) -> torch.Tensor | None:
@@ -211,9 +229,9 @@ def load(
     device: Device,
     dtype: str | None,
     on_progress: Callable[[int, int], None],
-) -> Draft:
+) -> DFlashDraft:
     """Raises InvalidArgument for missing, unknown or mis-shaped tensors, Unimplemented for other draft formats."""
-    config = read_draft_config(checkpoint.config)
+    config = read_config(checkpoint.config)
     names = _names(checkpoint, config)
     total = sum(checkpoint.size_bytes(name) for name in names.values())
     wanted = checkpoint.dtype(names["fc.weight"]) if dtype is None else dtype_from_name(dtype)
@@ -259,7 +277,7 @@ def load(
 
     heads_of = (("q", config.heads), ("k", config.kv_heads))
     layers, context = zip(*[pack(index, kind) for index, kind in enumerate(config.layer_kinds)], strict=True)
-    return Draft(
+    return DFlashDraft(
         config=config,
         device=device,
         dtype=wanted,
@@ -275,13 +293,13 @@ def load(
     )
 
 
-def read_fc(checkpoint: Checkpoint) -> tuple[DraftConfig, torch.Tensor]:
+def read_fc(checkpoint: Checkpoint) -> tuple[DFlashConfig, torch.Tensor]:
     """What a target stage needs of a draft: its configuration and `fc` [hidden, N * hidden], over the mapped file."""
-    config = read_draft_config(checkpoint.config)
+    config = read_config(checkpoint.config)
     return config, checkpoint.tensor(_names(checkpoint, config)["fc.weight"])
 
 
-def _names(checkpoint: Checkpoint, config: DraftConfig) -> dict[str, str]:
+def _names(checkpoint: Checkpoint, config: DFlashConfig) -> dict[str, str]:
     """Canonical name -> name in the checkpoint, every tensor checked."""
     names: dict[str, str] = {}
     for stored in checkpoint.names:
@@ -315,7 +333,7 @@ def _names(checkpoint: Checkpoint, config: DraftConfig) -> dict[str, str]:
     return names
 
 
-def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+def expected_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
     hidden, mlp = config.hidden_size, config.mlp_size
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {

@@ -8,7 +8,7 @@ import pytest
 
 from services.errors import FlashsplitError, InvalidArgument, Unimplemented
 from services.model.config import LayerKind
-from shard_worker.drafting.config import DraftConfig, default_capture_layers, read_draft_config
+from shard_worker.drafting.config import DFlashConfig, default_capture_layers, read_draft_config
 
 FULL, SLIDING = LayerKind.FULL, LayerKind.SLIDING
 DECODER: dict[str, Any] = {
@@ -55,7 +55,7 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def read(base: dict[str, Any], **changes: Any) -> DraftConfig:
+def read(base: dict[str, Any], **changes: Any) -> DFlashConfig:
     return read_draft_config(merged(base, changes))
 
 

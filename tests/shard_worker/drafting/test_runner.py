@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from shard_worker.drafting.drafters.dflash import Draft, DraftState, read_fc
+from shard_worker.drafting.drafters.dflash import DFlashDraft, DFlashState, read_fc
 from shard_worker.model.features import Features
 from shard_worker.sampling.acceptance import accept
 from shard_worker.stage.loader import CaptureRequest
@@ -21,7 +21,7 @@ from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device
 from tests.shard_worker.tiny import Tiny, ids, load_draft, load_stage
 
 if TYPE_CHECKING:
-    from shard_worker.drafting.runner import DraftRunner
+    from shard_worker.drafting.runner import DFlashRunner
 
 pytestmark = pytest.mark.gpu
 
@@ -36,14 +36,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 NAME = str(DTYPE).removeprefix("torch.")
 
 
-def make(tiny: Tiny, name: str, **options: Any) -> tuple[Draft, DraftRunner, torch.Tensor, torch.Tensor]:
+def make(tiny: Tiny, name: str, **options: Any) -> tuple[DFlashDraft, DFlashRunner, torch.Tensor, torch.Tensor]:
     """A draft, its runner, and an embedding and a head of the target's."""
-    from shard_worker.drafting.runner import DraftRunner
+    from shard_worker.drafting.runner import DFlashRunner
 
     draft = load_draft(tiny.draft("qwen3", f"kernels-{name}", **options), NAME, device())
     generator = torch.Generator().manual_seed(1)
     embedding, head = (torch.randn(256, 64, generator=generator).to(draft.device.torch_device, DTYPE) for _ in range(2))
-    return draft, DraftRunner(draft, head, graphs=ON_GPU), embedding, head
+    return draft, DFlashRunner(draft, head, graphs=ON_GPU), embedding, head
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -68,7 +68,7 @@ def test_a_block_is_that_of_plain_torch(tiny: Tiny, name: str) -> None:
         assert_close(own, expected)
 
 
-def assert_close(own: DraftState, expected: DraftState) -> None:
+def assert_close(own: DFlashState, expected: DFlashState) -> None:
     """The same context, but for rounding."""
     assert own.length == expected.length
     first = max(0, own.length - 10)
@@ -84,7 +84,7 @@ class Pair:
 
     def __init__(self, tiny: Tiny, name: str, stops: frozenset[int], cut: int | None) -> None:
         from shard_worker.drafting.ahead import Ahead
-        from shard_worker.drafting.runner import DraftRunner
+        from shard_worker.drafting.runner import DFlashRunner
 
         path = tiny.draft(name, "kernels-ahead", target_layer_ids=(2, 0))
         _, fc = read_fc(Checkpoint(path, "--draft"))
@@ -103,7 +103,7 @@ class Pair:
         [segment] = stage.segments
         self.step = StepRunner(segment, stage.embedding, stage.head, graphs=ON_GPU)
         self.stage: Stage = replace(stage, runners=(self.step,))
-        self.runner = DraftRunner(self.draft, stage.head.weight, graphs=ON_GPU)
+        self.runner = DFlashRunner(self.draft, stage.head.weight, graphs=ON_GPU)
         self.runner.prepare(self.embedding[self.draft.config.mask_token_id])
         self.state, self.context = self.stage.allocate(400, 8), self.draft.allocate(400)
         self.stops = stops

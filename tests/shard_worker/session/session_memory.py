@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shard_worker.drafting.drafters.dflash import DraftState
+from shard_worker.drafting.drafters.dflash import DFlashState
 from shard_worker.drafting.link import LocalDraftLink
 from shard_worker.session.following import FollowingSession
 from shard_worker.session.target_session import TargetSession
@@ -24,7 +24,7 @@ def stages_of(client: Client) -> list[TargetSession]:
     return sessions
 
 
-def draft_of(client: Client) -> DraftState | None:
+def draft_of(client: Client) -> DFlashState | None:
     """The session's draft, beside the last stage or in a worker of its own."""
     link = stages_of(client)[-1]._draft
     if link is None:

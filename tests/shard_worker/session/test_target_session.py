@@ -12,7 +12,7 @@ import torch
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
 from services.messages.description import FeatureTransport, HeadPlace
 from services.messages.steps import Sampling, StepKind
-from shard_worker.drafting.drafters.dflash import DraftState
+from shard_worker.drafting.drafters.dflash import DFlashState
 from shard_worker.stage.stage import StageState
 from tests.reference import target
 from tests.reference.dense_draft import DenseDraft
@@ -333,7 +333,7 @@ async def test_a_request_leaves_nothing_behind(tiny: Tiny, chain: MakeChain) -> 
 def states() -> list[object]:
     """All session memory that anything still holds."""
     gc.collect()
-    return [thing for thing in gc.get_objects() if type(thing) in (StageState, DraftState)]
+    return [thing for thing in gc.get_objects() if type(thing) in (StageState, DFlashState)]
 
 
 @pytest.mark.parametrize("finish", ["closed", "failed", "refused"])

@@ -11,7 +11,7 @@ import torch
 
 from services.errors import FlashsplitError, InvalidArgument, Unimplemented
 from shard_worker.drafting.drafters import drafter_of
-from shard_worker.drafting.drafters.dflash import Draft, DraftState, read_fc
+from shard_worker.drafting.drafters.dflash import DFlashDraft, DFlashState, read_fc
 from shard_worker.model.features import Features
 from shard_worker.ops.linear import linear
 from shard_worker.weights.checkpoint import Checkpoint
@@ -42,15 +42,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     "short-rope": {"max_positions": 16},
 }
 CLOSE = {"rtol": 0.0, "atol": 3e-5}
-Made = Callable[[str], tuple[Draft, DenseDraft]]
+Made = Callable[[str], tuple[DFlashDraft, DenseDraft]]
 
 
 @pytest.fixture(scope="module")
 def made(tiny: Tiny) -> Made:
     """A draft and its dense restatement, by the name of its shape."""
-    kept: dict[str, tuple[Draft, DenseDraft]] = {}
+    kept: dict[str, tuple[DFlashDraft, DenseDraft]] = {}
 
-    def make(name: str) -> tuple[Draft, DenseDraft]:
+    def make(name: str) -> tuple[DFlashDraft, DenseDraft]:
         if name not in kept:
             path = tiny.draft("qwen3", name, **SHAPES[name])
             kept[name] = load_draft(path), DenseDraft(path)
@@ -66,13 +66,13 @@ def random(*shape: int, seed: int) -> torch.Tensor:
 EMBEDDING, HEAD = random(256, HIDDEN, seed=1), random(256, HIDDEN, seed=2) / 4
 
 
-def context(draft: Draft, length: int) -> torch.Tensor:
+def context(draft: DFlashDraft, length: int) -> torch.Tensor:
     """Joined captures of `length` tokens."""
     return random(length, HIDDEN * len(draft.config.capture_layers), seed=3)
 
 
 @torch.no_grad()
-def feed(draft: Draft, state: DraftState, joined: torch.Tensor, *, summed: bool = False) -> None:
+def feed(draft: DFlashDraft, state: DFlashState, joined: torch.Tensor, *, summed: bool = False) -> None:
     """Append joined captures, as slices or as the sum that the stages make of them."""
     if summed:
         draft.append(state, Features(total=linear(joined, draft.fc)))
@@ -81,7 +81,7 @@ def feed(draft: Draft, state: DraftState, joined: torch.Tensor, *, summed: bool 
 
 
 @torch.no_grad()
-def propose(draft: Draft, state: DraftState, draft_tokens: int = BLOCK - 1) -> torch.Tensor:
+def propose(draft: DFlashDraft, state: DFlashState, draft_tokens: int = BLOCK - 1) -> torch.Tensor:
     return draft.propose(state, EMBEDDING[[KNOWN, draft.config.mask_token_id]], draft_tokens)
 
 
@@ -231,7 +231,7 @@ def test_a_draft_may_run_in_another_dtype(tiny: Tiny) -> None:
 # --- loading
 
 
-def loaded_after(tiny: Tiny, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Draft:
+def loaded_after(tiny: Tiny, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> DFlashDraft:
     """A draft whose tensors were changed."""
     path = tmp_path / "draft"
     source = tiny.draft("qwen3", "full")
