@@ -44,7 +44,7 @@ class RecurrentCache:
         """Of state, conv, keys, corrected and decays, and how many rows of a block there is room for."""
 
     @functools.cached_property
-    def place(self) -> torch.Tensor:
+    def step_parameters(self) -> torch.Tensor:
         """The addresses on the device, as kernels take them."""
         return torch.tensor([0, 0, 0, *self.addresses], device=self.state.device)
 

@@ -64,11 +64,11 @@ class Ahead:
         rows = len(argmax)
         made = next(count for count in ROW_COUNTS if count >= rows)
         draft, state = self._draft, self._state
-        draft.place_rows(state, rows)
-        draft.place_block(state, draft_tokens, behind=rows)
+        draft.send_append_parameters(state, rows)
+        draft.send_block_parameters(state, draft_tokens, behind=rows)
         outcome = self._outcome[: 1 + made]
         accept(
-            self._step.place,
+            self._step.parameters,
             argmax,
             self._stops,
             outcome,

@@ -1,7 +1,7 @@
 """A DFlash draft on a GPU by kernels, as two captured graphs: taking features of a step's rows, and guessing a block.
 
 As in `step_runner`, graphs know no session. A block may be issued before it is known on the host how many rows of the
-step before it count: the places of both graphs are then completed on the device.
+step before it count: the parameters of both graphs are then completed on the device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shard_worker.model.kernels import decoder
 from shard_worker.model.kernels.attention import rope_table
 from shard_worker.model.kernels.heads import Heads, HeadShape
 from shard_worker.model.kernels.matmul import begin, linear
-from shard_worker.model.kernels.place import Place
+from shard_worker.model.kernels.step_parameters import StepParameters
 from shard_worker.model.layer_weights import AttentionWeights
 from shard_worker.stage.step_runner import ROW_COUNTS
 
@@ -32,7 +32,7 @@ class DFlashRunner:
         """Rows that both graphs are made with."""
         self._kinds = tuple(dict.fromkeys(config.layer_kinds))
         pages = -(-config.max_position // PAGE_ROWS) + 1
-        self.appending, self.proposing = (Place(device, pages, len(self._kinds)) for _ in range(2))
+        self.appending, self.proposing = (StepParameters(device, pages, len(self._kinds)) for _ in range(2))
         made = {"dtype": draft.dtype, "device": device}
         self._context = torch.zeros((self.rows, config.hidden_size), **made)  # type: ignore[call-overload]
         self._block = torch.zeros((self.rows, config.hidden_size), **made)  # type: ignore[call-overload]
@@ -61,15 +61,15 @@ class DFlashRunner:
             self._block.copy_(mask_row.expand_as(self._block))
             self._masked = True
             scratch = self._draft.allocate(self.rows)
-            self.place_rows(scratch, self.rows)
-            self.place_block(scratch, self.rows - 1)
+            self.send_append_parameters(scratch, self.rows)
+            self.send_block_parameters(scratch, self.rows - 1)
             self._appended = self._captured(self._append)
             self._proposed = self._captured(self._propose)
 
     def append(self, state: DFlashState, mixed: torch.Tensor) -> None:
         """Take features of the n committed rows that follow the context: `DFlashDraft.mix` of them, [n, hidden]."""
         with self._draft.device.current():
-            self.place_rows(state, len(mixed))
+            self.send_append_parameters(state, len(mixed))
             self.launch_append(mixed)
         state.length += len(mixed)
 
@@ -79,21 +79,21 @@ class DFlashRunner:
             if not self._masked:
                 self.prepare(embedded[1])
             self.known_row.copy_(embedded[0])
-            self.place_block(state, draft_tokens)
+            self.send_block_parameters(state, draft_tokens)
             return tuple(self.launch_block()[1 : draft_tokens + 1].tolist())
 
-    # --- the pieces, for a caller that completes the places itself
+    # --- the pieces, for a caller that completes the parameters itself
 
-    def place_rows(self, state: DFlashState, rows: int) -> None:
+    def send_append_parameters(self, state: DFlashState, rows: int) -> None:
         """Send where rows behind the context go."""
         self._fill(self.appending, state, state.length, rows)
 
-    def place_block(self, state: DFlashState, draft_tokens: int, *, behind: int = 0) -> None:
+    def send_block_parameters(self, state: DFlashState, draft_tokens: int, *, behind: int = 0) -> None:
         """Send where a block goes; `behind`: rows that may yet count before it."""
         self._fill(self.proposing, state, state.length, draft_tokens + 1, behind)
 
     def launch_append(self, mixed: torch.Tensor) -> None:
-        """Queue taking the rows that the place says, of `mixed` [n, hidden] in any element type."""
+        """Queue taking as many rows as the parameters say, of `mixed` [n, hidden] in any element type."""
         self._context[: len(mixed)].copy_(mixed)
         if self._appended is None:
             self._appended = self._captured(self._append)
@@ -106,13 +106,13 @@ class DFlashRunner:
         self._proposed()
         return self._draft_tokens
 
-    def _fill(self, place: Place, state: DFlashState, base: int, rows: int, behind: int = 0) -> None:
+    def _fill(self, parameters: StepParameters, state: DFlashState, base: int, rows: int, behind: int = 0) -> None:
         for copy, kind in enumerate(self._kinds):
             cache = state.caches[kind]
             cache.reserve(base + behind + rows)
-            place.fill(base, rows, copy=copy, attention=cache)
-        place.send()
-        place.sent()
+            parameters.fill(base, rows, copy=copy, attention=cache)
+        parameters.send()
+        parameters.record_launch()
 
     def _captured(self, job: Callable[[], None]) -> Callable[[], None]:
         # Once in the open: a capture must not see kernels being compiled. All that it writes is written again.
@@ -129,7 +129,7 @@ class DFlashRunner:
         draft, layers = self._draft, self._layers
         config = draft.config
         context = begin(self._context, draft.hidden_norm, config.norm_eps)
-        places = dict(zip(self._kinds, self.appending.tensor.unbind(), strict=True))
+        parameters = dict(zip(self._kinds, self.appending.tensor.unbind(), strict=True))
         rope = rope_table(self.appending.tensor[0], self.rows, draft.frequencies, draft.dtype)
         queries = config.heads * config.head_dim
         for weights, slot in zip(layers.weights, layers.slots, strict=True):
@@ -137,12 +137,12 @@ class DFlashRunner:
             assert isinstance(mixer, AttentionWeights)
             bias = None if mixer.qkv_bias is None else mixer.qkv_bias[queries:]
             shape = _keys_alone(layers.heads[weights.kind])
-            heads = Heads(shape, mixer.qk_norm[config.heads :], *rope, places[weights.kind], slot)
+            heads = Heads(shape, mixer.qk_norm[config.heads :], *rope, parameters[weights.kind], slot)
             linear(context, mixer.qkv[queries:], bias=bias, heads=heads, eps=config.norm_eps)
 
     def _propose(self) -> None:
-        places = dict(zip(self._kinds, self.proposing.tensor.unbind(), strict=True))
-        result = decoder.run(self._layers, self._block, places, uncommitted=False, then=self._draft.norm)
+        parameters = dict(zip(self._kinds, self.proposing.tensor.unbind(), strict=True))
+        result = decoder.run(self._layers, self._block, parameters, uncommitted=False, then=self._draft.norm)
         assert result.normed is not None
         logits, _ = linear(result.normed, self._head)
         torch.argmax(logits, -1, out=self._draft_tokens)

@@ -34,12 +34,12 @@ class StepRunner:
     """Of one segment, with the embedding before it and the head behind it where they are on its device."""
 
     def __init__(self, segment: Segment, embedding: torch.Tensor | None, head: Head | None, *, graphs: bool) -> None:
-        from shard_worker.model.kernels.place import Place
+        from shard_worker.model.kernels.step_parameters import StepParameters
 
         self._segment, self._embedding, self._head, self._graphs = segment, embedding, head, graphs
         self._layers = kernel_layers(segment)
         device, config = segment.device.torch_device, segment.config
-        self._place = Place(device, -(-config.max_position // PAGE_ROWS) + 1)
+        self._parameters = StepParameters(device, -(-config.max_position // PAGE_ROWS) + 1)
         self._hidden = torch.zeros((ROW_COUNTS[-1], config.hidden_size), dtype=segment.dtype, device=device)
         # Page-locked, so that rows from another process are sent as part of a step.
         self._incoming = torch.zeros_like(self._hidden, device="cpu", pin_memory=device.type != "cpu")
@@ -93,7 +93,7 @@ class StepRunner:
         with self._segment.device.current():
             made = self._made[variant] if passed else self._start(variant, rows, hidden, caches)
             if not begun:
-                self._place.sent()
+                self._parameters.record_launch()
             self._last = variant
             return self._output(made, len(token_ids), features)
 
@@ -111,7 +111,7 @@ class StepRunner:
             return
         if self._release(variant, rows, activation, caches):
             with self._segment.device.current():
-                self._place.sent()
+                self._parameters.record_launch()
             self._released = Released(variant, caches, rows)
 
     def _release_with(
@@ -138,13 +138,13 @@ class StepRunner:
         return True
 
     def _fill(self, caches: SegmentCaches) -> None:
-        self._place.fill(0, 0, attention=caches.attention, recurrent=caches.recurrent)
+        self._parameters.fill(0, 0, attention=caches.attention, recurrent=caches.recurrent)
         self._filled = weakref.ref(caches)
 
     def _tell(self, rows: StepRows) -> None:
-        """Of a step whose caches are known, behind `Place.wait`."""
+        """Of a step whose caches are known, behind `StepParameters.wait`."""
         # The tokens in any case: what counts of a verify is decided by them.
-        self._place.move(rows.base, len(rows.token_ids), token_ids=rows.token_ids)
+        self._parameters.set_rows(rows.base, len(rows.token_ids), token_ids=rows.token_ids)
 
     def _bring(self, activation: memoryview) -> None:
         self._incoming_bytes[: len(activation)] = activation
@@ -181,7 +181,7 @@ class StepRunner:
             output.hidden[:count],
             None if output.logits is None else output.logits[:count],
             None if output.argmax is None else output.argmax[:count],
-            OnHost(self._leaving[:count], self._place.done),
+            OnHost(self._leaving[:count], self._parameters.done),
         )
 
     def prelaunch(
@@ -219,11 +219,11 @@ class StepRunner:
         """Let a prelaunched step run with no rows, which changes nothing, and wait for it, so that what it reads may be
         freed."""
         if self._prelaunched is not None:
-            self._place.wait()
-            self._place.move(0, 0)
+            self._parameters.wait()
+            self._parameters.set_rows(0, 0)
             self._pass()
             with self._segment.device.current():
-                self._place.sent()
+                self._parameters.record_launch()
             self._segment.device.synchronize()
 
     def _pass(self) -> None:
@@ -232,9 +232,9 @@ class StepRunner:
         self._prelaunched = None
 
     @property
-    def place(self) -> torch.Tensor:
+    def parameters(self) -> torch.Tensor:
         """The numbers of the last step, on the device."""
-        return self._place.tensor[0]
+        return self._parameters.tensor[0]
 
     def commit(self, caches: SegmentCaches, rows: int | torch.Tensor) -> None:
         """Let the first `rows` rows of the step in flight count; a tensor, int64 [1 or more], says it on the device."""
@@ -248,8 +248,8 @@ class StepRunner:
         with self._segment.device.current():
             count = rows
             if not isinstance(count, torch.Tensor):
-                count = torch.full((1,), count, dtype=torch.int64, device=self.place.device)
-            deltanet.commit(self._layers.delta, caches.recurrent.place, count, caches.recurrent.conv)
+                count = torch.full((1,), count, dtype=torch.int64, device=self.parameters.device)
+            deltanet.commit(self._layers.delta, caches.recurrent.step_parameters, count, caches.recurrent.conv)
 
     def _variant(self, rows: StepRows) -> Variant:
         return self._key(len(rows.token_ids), rows.uncommitted, rows.featured)
@@ -265,13 +265,13 @@ class StepRunner:
             if scratch.attention is not None:
                 scratch.attention.reserve(variant.rows)
             self._fill(scratch)
-            self._place.move(0, variant.rows)
+            self._parameters.set_rows(0, variant.rows)
             self._made[variant] = self._capture(variant)
         return self._made[variant]
 
     def _capture(self, variant: Variant) -> Captured:
         made = self._launch(variant)
-        self._place.sent()
+        self._parameters.record_launch()
         if not self._graphs:
             return made
         self._segment.device.synchronize()
@@ -285,26 +285,26 @@ class StepRunner:
         from shard_worker.model.kernels import decoder
         from shard_worker.model.kernels.deltanet import commit
         from shard_worker.model.kernels.matmul import linear
-        from shard_worker.model.kernels.place import FIRST_TOKEN, ROWS
+        from shard_worker.model.kernels.step_parameters import FIRST_TOKEN, ROWS
 
-        segment, place = self._segment, self.place
-        self._place.send()
+        segment, parameters = self._segment, self.parameters
+        self._parameters.send()
         hidden = self._hidden[: variant.rows]
         if self._embedding is not None:
             first = FIRST_TOKEN.value
-            hidden = F.embedding(place[first : first + variant.rows], self._embedding)
+            hidden = F.embedding(parameters[first : first + variant.rows], self._embedding)
         capture = segment.capture if variant.featured else None
         wanted = [] if capture is None else [layer - segment.layers.first for layer in capture.indices]
         result = decoder.run(
             self._layers,
             hidden,
-            dict.fromkeys(LayerKind, place),
+            dict.fromkeys(LayerKind, parameters),
             uncommitted=variant.uncommitted,
             then=None if self._head is None else self._head.norm,
             capture=wanted,
         )
         if self._layers.delta is not None and not variant.uncommitted:
-            commit(self._layers.delta, place, place[ROWS.value :], hidden, states=False)
+            commit(self._layers.delta, parameters, parameters[ROWS.value :], hidden, states=False)
         made = Captured(None, StepOutput(result.hidden))
         if capture is not None and capture.fc is not None:
             made.total = linear(torch.cat(result.captured, -1), capture.fc)[0].float()

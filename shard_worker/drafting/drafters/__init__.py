@@ -21,7 +21,7 @@ from shard_worker.model.features import Features
 from shard_worker.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from shard_worker.model.kernels.place import Place
+    from shard_worker.model.kernels.step_parameters import StepParameters
 
 
 class DraftConfig(Protocol):
@@ -82,11 +82,11 @@ class DraftRunner(Protocol):
         """Where it computes."""
 
     @property
-    def appending(self) -> Place:
+    def appending(self) -> StepParameters:
         """Step parameters of taking features."""
 
     @property
-    def proposing(self) -> Place:
+    def proposing(self) -> StepParameters:
         """Step parameters of a proposal."""
 
     @property
@@ -105,10 +105,10 @@ class DraftRunner(Protocol):
     def propose(self, state: Any, embedded: torch.Tensor, draft_tokens: int) -> tuple[int, ...]:
         """Return the most probable draft tokens behind the context. embedded: as in `Draft.propose`."""
 
-    def place_rows(self, state: Any, rows: int) -> None:
+    def send_append_parameters(self, state: Any, rows: int) -> None:
         """Send to the device where the next rows of the context go."""
 
-    def place_block(self, state: Any, draft_tokens: int, *, behind: int = 0) -> None:
+    def send_block_parameters(self, state: Any, draft_tokens: int, *, behind: int = 0) -> None:
         """Send to the device where a block goes. behind: rows that may yet count before it."""
 
     def launch_append(self, mixed: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shard_worker.model.kernels.place import BASE, FIRST_TOKEN, ROWS, Place
+from shard_worker.model.kernels.step_parameters import BASE, FIRST_TOKEN, ROWS, StepParameters
 
 STOPS = 8
 """Stop tokens that there is room for."""
@@ -18,21 +18,21 @@ STOPS = 8
 
 @triton.jit(do_not_specialize=["stride", "hidden"])
 def _accept(
-    place, argmax, stops, outcome, appending, proposing, stride, embedding, known_row, hidden,
+    parameters, argmax, stops, outcome, appending, proposing, stride, embedding, known_row, hidden,
     MADE: tl.constexpr, COPIES: tl.constexpr, STOPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     ms = tl.arange(0, MADE)
-    rows = tl.load(place + ROWS)
+    rows = tl.load(parameters + ROWS)
     chosen = tl.load(argmax + ms, mask=ms < rows, other=0)
     goes_on = ms + 1 < rows
-    goes_on = goes_on & (chosen == tl.load(place + FIRST_TOKEN + 1 + ms, mask=goes_on, other=-1))
+    goes_on = goes_on & (chosen == tl.load(parameters + FIRST_TOKEN + 1 + ms, mask=goes_on, other=-1))
     for stop in tl.static_range(STOPS):
         goes_on = goes_on & (chosen != tl.load(stops + stop))
     last = tl.min(tl.where(goes_on, MADE, ms), 0)
     count = (last + 1).to(tl.int64)
     tl.store(outcome, count)
     tl.store(outcome + 1 + ms, chosen)
-    after = tl.load(place + BASE) + count
+    after = tl.load(parameters + BASE) + count
     for copy in tl.static_range(COPIES):
         tl.store(appending + copy * stride + ROWS, count)
         tl.store(proposing + copy * stride + BASE, after)
@@ -43,22 +43,24 @@ def _accept(
 
 
 def accept(
-    place: torch.Tensor,
+    parameters: torch.Tensor,
     argmax: torch.Tensor,
     stops: torch.Tensor,
     outcome: torch.Tensor,
-    appending: Place,
-    proposing: Place,
+    appending: StepParameters,
+    proposing: StepParameters,
     embedding: torch.Tensor,
     known_row: torch.Tensor,
 ) -> None:
-    """place: of the verify. likeliest: int64, at least as many as it has rows. stops: int64 [STOPS], -1 for none.
+    """Decide on the device which rows of a verify count, and complete the parameters of the draft's next step.
 
-    outcome: int64 [1 + rows made], gets how many rows count, and the tokens. The draft's places get how many rows are
-    appended and where its block begins, and known_row [hidden] the embedding of the token that the block follows.
+    parameters: of the verify. argmax: int64, at least one token for each row of the verify. stops: int64 [STOPS], -1
+    where there is none. outcome: int64 [1 + rows], gets how many rows count, and behind that the tokens. `appending`
+    gets how many rows the draft appends, `proposing` where its block begins, and known_row [hidden] the embedding of
+    the token that the block follows.
     """
     _accept[(1,)](
-        place, argmax, stops, outcome, appending.tensor, proposing.tensor, appending.tensor.shape[1],
+        parameters, argmax, stops, outcome, appending.tensor, proposing.tensor, appending.tensor.shape[1],
         embedding, known_row, embedding.shape[1], MADE=len(outcome) - 1, COPIES=len(appending.tensor),
         STOPS=STOPS, BLOCK=1024, num_warps=4,
     )  # fmt: skip

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from shard_worker.device.devices import product_precision
 from shard_worker.model.kernels.heads import HeadShape
-from shard_worker.model.kernels.place import BASE, FIRST_PAGE, ROWS
+from shard_worker.model.kernels.step_parameters import BASE, FIRST_PAGE, ROWS
 
 _TILE_ROWS = 32
 """Of queries, at most. More would be another matrix instruction, whose sums may differ in the last bit."""
@@ -48,7 +48,7 @@ def _chunk_start(chunk):
 
 @triton.jit(do_not_specialize=["slot"])
 def _attend(
-    projected, place, sums, tops, slot, scale,
+    projected, parameters, sums, tops, slot, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr,
     ROWS_MADE: tl.constexpr, CHUNKS: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr, FLOAT8: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
@@ -66,7 +66,7 @@ def _attend(
     ds, ts = tl.arange(0, DIM), tl.arange(0, TILE)
     ms = part * BLOCK + tl.arange(0, BLOCK)
     row, head = ms // group, kv * group + ms % group
-    base, rows = tl.load(place + BASE).to(tl.int32), tl.load(place + ROWS).to(tl.int32)
+    base, rows = tl.load(parameters + BASE).to(tl.int32), tl.load(parameters + ROWS).to(tl.int32)
     q_at = projected + row[:, None] * STRIDE + head[:, None] * DIM + ds[None, :]
     q = tl.load(q_at, mask=(row < ROWS_MADE)[:, None], other=0.0)
     live = row < rows
@@ -85,7 +85,7 @@ def _attend(
         for start in range(first, last, TILE):
             position = start + ts
             at_slot = start % RING if RING > 0 else start
-            page = tl.load(place + FIRST_PAGE + at_slot // PAGE).to(tl.pointer_type(stored))
+            page = tl.load(parameters + FIRST_PAGE + at_slot // PAGE).to(tl.pointer_type(stored))
             page += (slot.to(tl.int64) * 2 * KV_HEADS + kv) * (PAGE * DIM) + at_slot % PAGE * DIM
             key_at = tl.multiple_of(page + ts[:, None] * DIM + ds[None, :], (16, 16))
             value_at = tl.multiple_of(key_at + KV_HEADS * PAGE * DIM, (16, 16))
@@ -120,7 +120,7 @@ def _attend(
 
 @triton.jit
 def _combine(
-    projected, place, sums, tops, out,
+    projected, parameters, sums, tops, out,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr, ROWS_MADE: tl.constexpr,
     CHUNKS: tl.constexpr, MOST: tl.constexpr, TURN: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
@@ -130,7 +130,7 @@ def _combine(
     line = (head // group * CHUNKS).to(tl.int64) * (group * ROWS_MADE) + row * group + head % group
     ds, ts, every = tl.arange(0, DIM), tl.arange(0, TURN), tl.arange(0, MOST)
     # What the first chunks have is asked for before it is known how many there are.
-    end = tl.load(place + BASE) + tl.load(place + ROWS)
+    end = tl.load(parameters + BASE) + tl.load(parameters + ROWS)
     tops_at = tops + (line + every * (group * ROWS_MADE)) * 2
     every_top = tl.load(tops_at, mask=every < CHUNKS, other=0.0)
     every_weight = tl.load(tops_at + 1, mask=every < CHUNKS, other=0.0)
@@ -158,11 +158,11 @@ def _combine(
 
 
 @triton.jit
-def _rope(place, frequencies, cos, sin, HALF: tl.constexpr, BLOCK: tl.constexpr):
+def _rope(parameters, frequencies, cos, sin, HALF: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     js = tl.arange(0, BLOCK)
     inside = js < HALF
-    angles = (tl.load(place + BASE) + row).to(tl.float32) * tl.load(frequencies + js, mask=inside, other=0.0)
+    angles = (tl.load(parameters + BASE) + row).to(tl.float32) * tl.load(frequencies + js, mask=inside, other=0.0)
     c, s = tl.cos(angles), tl.sin(angles)
     at = row * 2 * HALF + js
     kind = cos.dtype.element_ty
@@ -173,27 +173,27 @@ def _rope(place, frequencies, cos, sin, HALF: tl.constexpr, BLOCK: tl.constexpr)
 
 
 def rope_table(
-    place: torch.Tensor, rows: int, frequencies: torch.Tensor, dtype: torch.dtype
+    parameters: torch.Tensor, rows: int, frequencies: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `ops.rope.rope_table` for `rows` rows from the place's position on: two [rows, rotary_dim] tensors."""
+    """Return `ops.rope.rope_table` for so many rows from the step's position on: two [rows, rotary_dim] tensors."""
     half = len(frequencies)
-    cos = torch.empty((rows, 2 * half), dtype=dtype, device=place.device)
+    cos = torch.empty((rows, 2 * half), dtype=dtype, device=parameters.device)
     sin = torch.empty_like(cos)
-    _rope[(rows,)](place, frequencies, cos, sin, HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1)
+    _rope[(rows,)](parameters, frequencies, cos, sin, HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1)
     return cos, sin
 
 
 def attend(
     shape: HeadShape,
     projected: torch.Tensor,
-    place: torch.Tensor,
+    parameters: torch.Tensor,
     slot: int,
     longest: int,
 ) -> torch.Tensor:
-    """What rows of queries (and gates) [n, shape.stride] see in the session's pages, [n, heads * dim].
+    """Return what rows of queries (and gates) [n, shape.stride] see in the session's pages, [n, heads * dim].
 
-    Their own keys and values are there already. slot: the layer's place in a page. longest: positions that any session
-    may have.
+    The rows' own keys and values are in the pages already. slot: the layer's index in a page. longest: positions that
+    any session may have.
     """
     rows = len(projected)
     total = shape.group * rows
@@ -207,14 +207,14 @@ def attend(
     programs = min(chunks, max(1, _PROGRAMS // (shape.kv_heads * parts)))
     common = {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "DIM": shape.dim, "STRIDE": shape.stride}
     _attend[(shape.kv_heads, programs, parts)](
-        projected, place, sums, tops, slot, shape.dim**-0.5,
+        projected, parameters, sums, tops, slot, shape.dim**-0.5,
         **common, ROWS_MADE=rows, CHUNKS=chunks, PAGE=shape.page, RING=shape.ring,
         WINDOW=shape.window, CAUSAL=shape.causal, FLOAT8=shape.float8, BLOCK=block,
         TILE=tile_of(shape.dim, projected.dtype.itemsize), PRECISION=product_precision(projected),
         num_warps=4, num_stages=2,
     )  # fmt: skip
     _combine[(rows, shape.heads)](
-        projected, place, sums, tops, out, **common, ROWS_MADE=rows, CHUNKS=chunks,
+        projected, parameters, sums, tops, out, **common, ROWS_MADE=rows, CHUNKS=chunks,
         MOST=triton.next_power_of_2(chunks), TURN=16, GATED=shape.gated, num_warps=2,
     )  # fmt: skip
     return out

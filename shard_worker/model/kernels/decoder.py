@@ -1,4 +1,4 @@
-"""Decoder layers with kernels: what `layers.decoder` does, for a few rows at a place that is data on the device.
+"""Decoder layers with kernels: what `layers.decoder` does, for a few rows whose position is data on the device.
 
 Six launches a layer with attention, seven one with a recurrent mixer. Every product also does what lies between it and
 the next one.
@@ -46,24 +46,25 @@ class Result:
 def run(
     layers: Layers,
     hidden: torch.Tensor,
-    places: dict[LayerKind, torch.Tensor],
+    parameters: dict[LayerKind, torch.Tensor],
     *,
     uncommitted: bool,
     then: torch.Tensor | None = None,
     capture: Collection[int] = (),
 ) -> Result:
-    """Rows [n, hidden] through all layers.
+    """Take rows [n, hidden] through all layers.
 
-    places: by kind of layer, a `Place`'s tensor. deferred: recurrent layers record their rows and do not advance.
-    then: float32 [hidden], of the norm behind the last layer. capture: layers, by their place in the order.
+    parameters: by kind of layer, a row of `StepParameters.tensor`. uncommitted: recurrent layers record the rows and do
+    not advance. then: float32 [hidden], the weight of the norm behind the last layer. capture: indices into
+    `layers.weights` of the layers whose output is wanted.
     """
     captured = []
-    rope = rope_table(next(iter(places.values())), len(hidden), layers.frequencies, hidden.dtype)
+    rope = rope_table(next(iter(parameters.values())), len(hidden), layers.frequencies, hidden.dtype)
     norms = [*(weights.input_norm for weights in layers.weights[1:]), then]
     normed: Normed | None = begin(hidden, layers.weights[0].input_norm, layers.eps)
     for index, (weights, slot) in enumerate(zip(layers.weights, layers.slots, strict=True)):
         assert normed is not None
-        mixed = _mix(layers, weights, slot, normed, rope, places[weights.kind], uncommitted)
+        mixed = _mix(layers, weights, slot, normed, rope, parameters[weights.kind], uncommitted)
         bias = weights.mixer.out_bias if isinstance(weights.mixer, AttentionWeights) else None
         hidden, normed = linear(
             mixed, weights.mixer.out, bias=bias, residual=hidden, norm=weights.post_norm, eps=layers.eps
@@ -82,15 +83,15 @@ def _mix(
     slot: int,
     normed: Normed,
     rope: tuple[torch.Tensor, torch.Tensor],
-    place: torch.Tensor,
+    parameters: torch.Tensor,
     uncommitted: bool,
 ) -> torch.Tensor:
     mixer = weights.mixer
     if isinstance(mixer, AttentionWeights):
         shape = layers.heads[weights.kind]
-        heads = Heads(shape, mixer.qk_norm, *rope, place, slot)
+        heads = Heads(shape, mixer.qk_norm, *rope, parameters, slot)
         queries, _ = linear(normed, mixer.qkv, bias=mixer.qkv_bias, heads=heads, eps=layers.eps)
-        return attend(shape, queries, place, slot, layers.longest)
+        return attend(shape, queries, parameters, slot, layers.longest)
     assert layers.delta is not None
     projected, _ = linear(normed, mixer.projection)
     return deltanet.run(
@@ -100,7 +101,7 @@ def _mix(
         mixer.decay_rate,
         mixer.dt_bias,
         mixer.norm,
-        place,
+        parameters,
         slot,
         layers.eps,
         uncommitted=uncommitted,

@@ -14,7 +14,7 @@ from services.model.config import LinearAttentionConfig
 from shard_worker.cache.recurrent_cache import RecurrentCache
 from shard_worker.device.devices import product_precision
 from shard_worker.model.kernels.deltanet import Shape, gate, mix
-from shard_worker.model.kernels.place import STATE
+from shard_worker.model.kernels.step_parameters import STATE
 from shard_worker.model.layer_weights import LinearAttentionWeights
 
 CHUNK = 64
@@ -81,7 +81,7 @@ def _chunks(
 
 @triton.jit(do_not_specialize=["slot"])
 def _walk(
-    mixed, corrected, projected_keys, scores, running, place, out, slot, rows, padded,
+    mixed, corrected, projected_keys, scores, running, parameters, out, slot, rows, padded,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     VALUES: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -91,7 +91,7 @@ def _walk(
     key_head = head // (VALUE_HEADS // KEY_HEADS)
     cs, ks, vs = tl.arange(0, CHUNK), tl.arange(0, KEY_DIM), part * VALUES + tl.arange(0, VALUES)
     line = slot.to(tl.int64) * VALUE_HEADS + head
-    states = tl.load(place + STATE).to(tl.pointer_type(tl.float32)) + line * (KEY_DIM * VALUE_DIM)
+    states = tl.load(parameters + STATE).to(tl.pointer_type(tl.float32)) + line * (KEY_DIM * VALUE_DIM)
     state_at = tl.multiple_of(states + ks[:, None] * VALUE_DIM + vs[None, :], (16, 16))
     state = tl.load(state_at)
     first = head.to(tl.int64) * padded
@@ -136,9 +136,9 @@ def run_layer(
         len(cache.state),
     )
     rows, device = len(projected), projected.device
-    # The place that the cache itself gives says that there are no rows, so that none are recorded.
+    # The cache's own parameters say that there are no rows, so that none are recorded.
     mixed, gates = mix(
-        shape, projected, weights.taps, weights.decay_rate, weights.dt_bias, cache.place, slot, logs=True
+        shape, projected, weights.taps, weights.decay_rate, weights.dt_bias, cache.step_parameters, slot, logs=True
     )
     chunks = triton.cdiv(rows, CHUNK)
     padded, heads = chunks * CHUNK, shape.value_heads
@@ -162,7 +162,7 @@ def run_layer(
     )  # fmt: skip
     values = min(_VALUES, shape.value_dim)
     _walk[(heads, shape.value_dim // values)](
-        mixed, corrected, keys, scores, running, cache.place, out, slot, rows, padded, **common, VALUES=values,
-        num_warps=4, num_stages=2,
+        mixed, corrected, keys, scores, running, cache.step_parameters, out, slot, rows, padded, **common,
+        VALUES=values, num_warps=4, num_stages=2,
     )  # fmt: skip
     return gate(shape, out, projected, weights.norm, eps)

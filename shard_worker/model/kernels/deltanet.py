@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shard_worker.model.kernels.place import CORRECTED, DECAYS, INPUTS, KEYS, ROOM, ROWS, STATE
+from shard_worker.model.kernels.step_parameters import CORRECTED, DECAYS, INPUTS, KEYS, ROOM, ROWS, STATE
 
 _VALUES = 16
 """Columns of a head's state that one warp holds."""
@@ -42,13 +42,13 @@ class Shape:
 
 @triton.jit(do_not_specialize=["slot"])
 def _mix(
-    projected, taps, decay_rate, dt_bias, place, mixed, gates, slot,
+    projected, taps, decay_rate, dt_bias, parameters, mixed, gates, slot,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     TAPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, LOGS: tl.constexpr,
 ):  # fmt: skip
     """One row and head: convolution, SiLU and, for queries and keys, the L2 norm. For values also decay and beta.
 
-    LOGS: the decay's logarithm in its place.
+    LOGS: store the decay's logarithm instead of the decay.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
@@ -60,8 +60,8 @@ def _mix(
     inside = ds < dim
     cs = first + ds
     factors = tl.load(taps + cs, mask=inside, other=0.0)
-    rows, room = tl.load(place + ROWS), tl.load(place + ROOM)
-    memory = tl.load(place + INPUTS).to(tl.pointer_type(kind)) + slot * (TAPS - 1 + room) * channels
+    rows, room = tl.load(parameters + ROWS), tl.load(parameters + ROOM)
+    memory = tl.load(parameters + INPUTS).to(tl.pointer_type(kind)) + slot * (TAPS - 1 + room) * channels
     total = tl.zeros((BLOCK,), tl.float32)
     for tap in tl.static_range(TAPS):
         if tap > 0:
@@ -92,23 +92,23 @@ def _mix(
 
 @triton.jit(do_not_specialize=["slot"])
 def _recur(
-    mixed, gates, place, out, slot,
+    mixed, gates, parameters, out, slot,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    VALUES: tl.constexpr, DEFERRED: tl.constexpr,
+    VALUES: tl.constexpr, UNCOMMITTED: tl.constexpr,
 ):  # fmt: skip
     """The recurrence of VALUES columns of a head's state over all rows; out: float32 [rows, VALUE_HEADS, VALUE_DIM]."""
     head, part = tl.program_id(0), tl.program_id(1)
     channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     ks, vs = tl.arange(0, KEY_DIM), part * VALUES + tl.arange(0, VALUES)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
-    rows, room = tl.load(place + ROWS).to(tl.int32), tl.load(place + ROOM)
+    rows, room = tl.load(parameters + ROWS).to(tl.int32), tl.load(parameters + ROOM)
     line = slot.to(tl.int64) * VALUE_HEADS + head
-    states = tl.load(place + STATE).to(tl.pointer_type(tl.float32)) + line * (KEY_DIM * VALUE_DIM)
+    states = tl.load(parameters + STATE).to(tl.pointer_type(tl.float32)) + line * (KEY_DIM * VALUE_DIM)
     state_at = tl.multiple_of(states + ks[:, None] * VALUE_DIM + vs[None, :], (16, 16))
     state = tl.load(state_at)
-    keys = tl.load(place + KEYS).to(tl.pointer_type(tl.float32)) + line * room * KEY_DIM
-    corrected = tl.load(place + CORRECTED).to(tl.pointer_type(tl.float32)) + line * room * VALUE_DIM
-    decays = tl.load(place + DECAYS).to(tl.pointer_type(tl.float32)) + line * room
+    keys = tl.load(parameters + KEYS).to(tl.pointer_type(tl.float32)) + line * room * KEY_DIM
+    corrected = tl.load(parameters + CORRECTED).to(tl.pointer_type(tl.float32)) + line * room * VALUE_DIM
+    decays = tl.load(parameters + DECAYS).to(tl.pointer_type(tl.float32)) + line * room
     q_at = mixed + key_head * KEY_DIM + ks
     v_at = mixed + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + vs
     g_at = gates + head
@@ -132,13 +132,13 @@ def _recur(
             tl.broadcast_to(k[:, None], state.shape), tl.broadcast_to(u[None, :], state.shape), state * decay
         )
         tl.store(out + (row * VALUE_HEADS + head) * VALUE_DIM + vs, o)
-        if DEFERRED:
+        if UNCOMMITTED:
             tl.store(corrected + row * VALUE_DIM + vs, u)
             if part == 0:
                 tl.store(keys + row * KEY_DIM + ks, k)
                 tl.store(decays + row, decay)
         q, k, v, decay, beta = next_q, next_k, next_v, next_decay, next_beta
-    if not DEFERRED:
+    if not UNCOMMITTED:
         tl.store(state_at, state)
 
 
@@ -160,19 +160,19 @@ def _gate(
 
 @triton.jit
 def _commit_states(
-    place, count,
+    parameters, count,
     VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """Advance LINES lines of one layer's head's state by the first count[0] recorded rows."""
     line, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ks, vs = part * LINES + tl.arange(0, LINES), tl.arange(0, VALUE_DIM)
-    rows, room = tl.load(count).to(tl.int32), tl.load(place + ROOM)
-    states = tl.load(place + STATE).to(tl.pointer_type(tl.float32)) + line * (KEY_DIM * VALUE_DIM)
+    rows, room = tl.load(count).to(tl.int32), tl.load(parameters + ROOM)
+    states = tl.load(parameters + STATE).to(tl.pointer_type(tl.float32)) + line * (KEY_DIM * VALUE_DIM)
     state_at = tl.multiple_of(states + ks[:, None] * VALUE_DIM + vs[None, :], (16, 16))
     state = tl.load(state_at)
-    keys = tl.load(place + KEYS).to(tl.pointer_type(tl.float32)) + line * room * KEY_DIM
-    corrected = tl.load(place + CORRECTED).to(tl.pointer_type(tl.float32)) + line * room * VALUE_DIM
-    decays = tl.load(place + DECAYS).to(tl.pointer_type(tl.float32)) + line * room
+    keys = tl.load(parameters + KEYS).to(tl.pointer_type(tl.float32)) + line * room * KEY_DIM
+    corrected = tl.load(parameters + CORRECTED).to(tl.pointer_type(tl.float32)) + line * room * VALUE_DIM
+    decays = tl.load(parameters + DECAYS).to(tl.pointer_type(tl.float32)) + line * room
     for row in range(rows):
         decay = tl.load(decays + row)
         k, u = tl.load(keys + row * KEY_DIM + ks), tl.load(corrected + row * VALUE_DIM + vs)
@@ -185,7 +185,7 @@ def _commit_states(
 
 @triton.jit
 def _commit_inputs(
-    place, count, kind_like,
+    parameters, count, kind_like,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Make the last TAPS - 1 inputs of the first count[0] rows those that the next convolution begins with."""
@@ -193,8 +193,8 @@ def _commit_inputs(
     kind = kind_like.dtype.element_ty
     cs = block * BLOCK + tl.arange(0, BLOCK)
     inside = cs < CHANNELS
-    rows, room = tl.load(count), tl.load(place + ROOM)
-    memory = tl.load(place + INPUTS).to(tl.pointer_type(kind)) + layer * (TAPS - 1 + room) * CHANNELS
+    rows, room = tl.load(count), tl.load(parameters + ROOM)
+    memory = tl.load(parameters + INPUTS).to(tl.pointer_type(kind)) + layer * (TAPS - 1 + room) * CHANNELS
     # Row by row upwards: a column belongs to one thread, and what is written was read before.
     for row in tl.static_range(TAPS - 1):
         later = tl.load(tl.multiple_of(memory + (rows + row) * CHANNELS + cs, 16), mask=inside)
@@ -208,27 +208,26 @@ def run(
     decay_rate: torch.Tensor,
     dt_bias: torch.Tensor,
     norm: torch.Tensor,
-    place: torch.Tensor,
+    parameters: torch.Tensor,
     slot: int,
     eps: float,
     *,
     uncommitted: bool,
 ) -> torch.Tensor:
-    """Rows of a fused projection [n, shape.width] -> [n, value_heads * value_dim], ready for the output projection.
+    """Return [n, value_heads * value_dim], ready for the output projection, for rows of a fused one [n, shape.width].
 
-    place: int64; at 1 how many rows count; from 3 on the addresses of the session's states, convolution inputs, and
-    records of keys, corrected values and decays, each for all layers; at 8 the rows that there is room for.
-    slot: the layer's place in them.
+    parameters: a row of `StepParameters.tensor`, or `RecurrentCache.step_parameters`. slot: the layer's index in the
+    session's memory. uncommitted: the rows are recorded and the state stays; else it advances by all of them.
     """
     rows, device = len(projected), projected.device
-    mixed, gates = mix(shape, projected, taps, decay_rate, dt_bias, place, slot)
+    mixed, gates = mix(shape, projected, taps, decay_rate, dt_bias, parameters, slot)
     out = torch.empty((rows, shape.value_heads, shape.value_dim), dtype=torch.float32, device=device)
     heads = {"KEY_HEADS": shape.key_heads, "VALUE_HEADS": shape.value_heads}
     dims = {"KEY_DIM": shape.key_dim, "VALUE_DIM": shape.value_dim}
     values = min(_VALUES, shape.value_dim)
     _recur[(shape.value_heads, shape.value_dim // values)](
-        mixed, gates, place, out, slot, **heads, **dims, VALUES=values,
-        DEFERRED=uncommitted, num_warps=1,
+        mixed, gates, parameters, out, slot, **heads, **dims, VALUES=values,
+        UNCOMMITTED=uncommitted, num_warps=1,
     )  # fmt: skip
     return gate(shape, out, projected, norm, eps)
 
@@ -239,7 +238,7 @@ def mix(
     taps: torch.Tensor,
     decay_rate: torch.Tensor,
     dt_bias: torch.Tensor,
-    place: torch.Tensor,
+    parameters: torch.Tensor,
     slot: int,
     *,
     logs: bool = False,
@@ -250,7 +249,7 @@ def mix(
     mixed = torch.empty((rows, shape.channels), dtype=torch.float32, device=device)
     gates = torch.empty((rows, 2, shape.value_heads), dtype=torch.float32, device=device)
     _mix[(rows, 2 * shape.key_heads + shape.value_heads)](
-        projected, taps, decay_rate, dt_bias, place, mixed, gates, slot,
+        projected, taps, decay_rate, dt_bias, parameters, mixed, gates, slot,
         KEY_HEADS=shape.key_heads, VALUE_HEADS=shape.value_heads, KEY_DIM=shape.key_dim, VALUE_DIM=shape.value_dim,
         TAPS=shape.taps, WIDTH=shape.width, BLOCK=max(shape.key_dim, shape.value_dim), LOGS=logs, num_warps=1,
     )  # fmt: skip
@@ -268,7 +267,9 @@ def gate(shape: Shape, out: torch.Tensor, projected: torch.Tensor, norm: torch.T
     return gated
 
 
-def commit(shape: Shape, place: torch.Tensor, count: torch.Tensor, like: torch.Tensor, *, states: bool = True) -> None:
+def commit(
+    shape: Shape, parameters: torch.Tensor, count: torch.Tensor, like: torch.Tensor, *, states: bool = True
+) -> None:
     """Advance all layers by the first count[0] rows of the step before; without `states`, the inputs alone.
 
     like: any tensor of the convolution inputs' type.
@@ -276,10 +277,10 @@ def commit(shape: Shape, place: torch.Tensor, count: torch.Tensor, like: torch.T
     if states:
         lines = min(32, shape.key_dim)
         _commit_states[(shape.layers * shape.value_heads, shape.key_dim // lines)](
-            place, count, VALUE_HEADS=shape.value_heads, KEY_DIM=shape.key_dim, VALUE_DIM=shape.value_dim,
+            parameters, count, VALUE_HEADS=shape.value_heads, KEY_DIM=shape.key_dim, VALUE_DIM=shape.value_dim,
             LINES=lines, num_warps=4,
         )  # fmt: skip
     _commit_inputs[(shape.layers, triton.cdiv(shape.channels, 1024))](
-        place, count, like, CHANNELS=shape.channels, TAPS=shape.taps, BLOCK=1024,
+        parameters, count, like, CHANNELS=shape.channels, TAPS=shape.taps, BLOCK=1024,
         num_warps=4,
     )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shard_worker.model.kernels.place import BASE, FIRST_PAGE, ROWS
+from shard_worker.model.kernels.step_parameters import BASE, FIRST_PAGE, ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +41,19 @@ class HeadShape:
 @dataclass(frozen=True, slots=True)
 class Heads:
     """What a projection needs to finish its heads. norms: float32 [heads + kv_heads, dim]; cos, sin: from `rope_table`;
-    slot: the layer's place in a page."""
+    slot: the layer's index in a page."""
 
     shape: HeadShape
     norms: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
-    place: torch.Tensor
+    parameters: torch.Tensor
     slot: int
 
 
 @triton.jit
 def finish_heads(
-    acc, out, norms, cos, sin, place, slot, eps, block, ms, rows,
+    acc, out, norms, cos, sin, parameters, slot, eps, block, ms, rows,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, STRIDE: tl.constexpr,
     PAGE: tl.constexpr, RING: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
@@ -78,10 +78,10 @@ def finish_heads(
         head = tl.where(block < HEADS, block, block - 2 * KV_HEADS)
         tl.store(out + ms[:, None] * STRIDE + head * DIM + ds[None, :], result, mask=(ms < rows)[:, None])
     else:
-        position = tl.load(place + BASE) + ms
+        position = tl.load(parameters + BASE) + ms
         at_slot = position % RING if RING > 0 else position
-        counted = ms < tl.load(place + ROWS)
-        pages = tl.load(place + FIRST_PAGE + at_slot // PAGE, mask=counted, other=0).to(tl.pointer_type(kept))
+        counted = ms < tl.load(parameters + ROWS)
+        pages = tl.load(parameters + FIRST_PAGE + at_slot // PAGE, mask=counted, other=0).to(tl.pointer_type(kept))
         # Values come KV_HEADS behind the keys, in the projection as in a page.
         run = slot.to(tl.int64) * 2 * KV_HEADS + block - HEADS
         lines = pages + run * (PAGE * DIM) + at_slot % PAGE * DIM

@@ -59,8 +59,8 @@ def _factor(squares, ms, rows, depth, eps, PARTS: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def _finish(
-    acc, other, out, squares, bias, residual, norm, scaled, totals, cos, sin, place, slot, block, ms, ns, rows, width,
-    depth, eps, next_eps,
+    acc, other, out, squares, bias, residual, norm, scaled, totals, cos, sin, parameters, slot, block, ms, ns, rows,
+    width, depth, eps, next_eps,
     NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, PAIRED: tl.constexpr,
     THEN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
     STRIDE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, FLOAT8: tl.constexpr,
@@ -83,7 +83,7 @@ def _finish(
         acc = acc.to(kind).to(tl.float32) + tl.load(residual + at, mask=kept, other=0.0).to(tl.float32)
     if DIM > 0:
         finish_heads(
-            acc, out, norm, cos, sin, place, slot, next_eps, block, ms, rows, HEADS, KV_HEADS, DIM, ROTARY, STRIDE,
+            acc, out, norm, cos, sin, parameters, slot, next_eps, block, ms, rows, HEADS, KV_HEADS, DIM, ROTARY, STRIDE,
             PAGE, RING, FLOAT8,
         )  # fmt: skip
     else:
@@ -97,7 +97,7 @@ def _finish(
 
 @triton.jit(do_not_specialize=["rows", "slot"])
 def _product(
-    x, weight, out, squares, bias, residual, norm, scaled, totals, cos, sin, place, slot, partial, arrived,
+    x, weight, out, squares, bias, residual, norm, scaled, totals, cos, sin, parameters, slot, partial, arrived,
     rows, width, depth, eps, next_eps,
     BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr, SPLIT: tl.constexpr,
     TILES: tl.constexpr, STAGES: tl.constexpr, EVEN_WIDTH: tl.constexpr, EVEN_DEPTH: tl.constexpr,
@@ -147,9 +147,9 @@ def _product(
 
     if SPLIT == 1:
         _finish(
-            acc, other, out, squares, bias, residual, norm, scaled, totals, cos, sin, place, slot, block, ms, ns, rows,
-            width, depth, eps, next_eps, NORMED, NORM_BLOCK, BIASED, ADDED, PAIRED, THEN, HEADS, KV_HEADS, DIM, ROTARY,
-            STRIDE, PAGE, RING, FLOAT8,
+            acc, other, out, squares, bias, residual, norm, scaled, totals, cos, sin, parameters, slot, block, ms, ns,
+            rows, width, depth, eps, next_eps, NORMED, NORM_BLOCK, BIASED, ADDED, PAIRED, THEN, HEADS, KV_HEADS, DIM,
+            ROTARY, STRIDE, PAGE, RING, FLOAT8,
         )  # fmt: skip
     else:
         size: tl.constexpr = BLOCK_ROWS * BLOCK_WIDTH
@@ -170,8 +170,8 @@ def _product(
                     other += tl.load(parts + turn * step + size + inner, cache_modifier=".cg")
             tl.store(arrived + tile, 0)
             _finish(
-                acc, other, out, squares, bias, residual, norm, scaled, totals, cos, sin, place, slot, block, ms, ns,
-                rows, width, depth, eps, next_eps, NORMED, NORM_BLOCK, BIASED, ADDED, PAIRED, THEN, HEADS, KV_HEADS,
+                acc, other, out, squares, bias, residual, norm, scaled, totals, cos, sin, parameters, slot, block, ms,
+                ns, rows, width, depth, eps, next_eps, NORMED, NORM_BLOCK, BIASED, ADDED, PAIRED, THEN, HEADS, KV_HEADS,
                 DIM, ROTARY, STRIDE, PAGE, RING, FLOAT8,
             )  # fmt: skip
 
@@ -188,7 +188,7 @@ def linear(
     heads: Heads | None = None,
     config: Config | None = None,
 ) -> tuple[torch.Tensor, Normed | None]:
-    """x [n, depth] times weight [width, depth] transposed, n up to place.MAX_ROWS.
+    """x [n, depth] times weight [width, depth] transposed, n up to step_parameters.MAX_ROWS.
 
     bias: [width]. residual: [n, width], added at the end. paired: weight is [2 * width, depth], and the result is
     silu(first half) * second half. norm: float32 [width], of the RMSNorm that the result goes through next. heads: the
@@ -216,7 +216,7 @@ def linear(
         source, weight, out, x.squares if isinstance(x, Normed) else None, bias, residual,
         norm if heads is None else heads.norms,
         following.scaled if following else None, following.squares if following else None,
-        heads.cos if heads else None, heads.sin if heads else None, heads.place if heads else None,
+        heads.cos if heads else None, heads.sin if heads else None, heads.parameters if heads else None,
         heads.slot if heads else 0, partial, _arrived(source.device),
         rows, width, depth, x.eps if isinstance(x, Normed) else 0.0, eps,
         BLOCK_ROWS=_TILE_ROWS, BLOCK_WIDTH=config.width, BLOCK_DEPTH=config.depth, SPLIT=config.split, TILES=tiles,

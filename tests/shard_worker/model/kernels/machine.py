@@ -17,12 +17,12 @@ def device() -> Device:
     return parse_devices(best_devices()[0])[0] if ON_GPU else AS_GPU
 
 
-def place_of(cache: AttentionCache, base: int, rows: int) -> torch.Tensor:
+def parameters_of(cache: AttentionCache, base: int, rows: int) -> torch.Tensor:
     """Where so many rows stand in a cache, on the device."""
-    from shard_worker.model.kernels.place import Place
+    from shard_worker.model.kernels.step_parameters import StepParameters
 
-    place = Place(device().torch_device, len(cache.addresses))
-    place.fill(base, rows, attention=cache)
-    place.send()
-    place.sent()
-    return place.tensor[0]
+    parameters = StepParameters(device().torch_device, len(cache.addresses))
+    parameters.fill(base, rows, attention=cache)
+    parameters.send()
+    parameters.record_launch()
+    return parameters.tensor[0]

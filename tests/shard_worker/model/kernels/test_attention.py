@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shard_worker.cache.attention_cache import PAGE_ROWS, AttentionCache
-from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device, place_of
+from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device, parameters_of
 
 pytestmark = pytest.mark.gpu
 
@@ -43,9 +43,10 @@ def test_a_row_attends_alone_as_in_a_block(dim: int, dtype: torch.dtype) -> None
     cache.store(SLOT, 0, keys, values)
     shape = HeadShape(KV_HEADS * GROUP, KV_HEADS, dim, dim, PAGE_ROWS)
     queries = random(ROWS, shape.stride)
-    together = attend(shape, queries, place_of(cache, BASE, ROWS), SLOT, CAPACITY)
+    together = attend(shape, queries, parameters_of(cache, BASE, ROWS), SLOT, CAPACITY)
     alone = [
-        attend(shape, queries[row : row + 1], place_of(cache, BASE + row, 1), SLOT, CAPACITY) for row in range(ROWS)
+        attend(shape, queries[row : row + 1], parameters_of(cache, BASE + row, 1), SLOT, CAPACITY)
+        for row in range(ROWS)
     ]
 
     expected = dense(queries.view(ROWS, -1, dim), keys, values)

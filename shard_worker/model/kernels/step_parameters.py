@@ -1,6 +1,7 @@
-"""Where a step's rows stand and where its session's memory lies, as numbers on the device.
+"""The numbers of a step that kernels read on the device: where its rows stand and where its session's memory lies.
 
-A captured launch reads them there, so that one graph serves all sessions. Filled on the host, sent in one copy.
+A captured launch reads them there, so that one graph serves all sessions. They are filled in on the host and sent in
+one copy.
 """
 
 from __future__ import annotations
@@ -15,23 +16,24 @@ from shard_worker.cache.recurrent_cache import RecurrentCache
 from shard_worker.device.dtypes import bytes_of
 
 BASE, ROWS = tl.constexpr(0), tl.constexpr(1)
-"""The first row's position; how many rows there are in truth."""
+"""Indices of the first row's position, and of the number of rows that the step really has."""
 
 STATE, INPUTS, KEYS, CORRECTED, DECAYS, ROOM = (tl.constexpr(index) for index in range(3, 9))
-"""Of recurrent layers: addresses of the states, the convolution's inputs, and the records of rows that may be rolled
-back; how many of those there is room for."""
+"""Indices of what recurrent layers need: the addresses of the states, of the convolution's inputs and of the records of
+rows that may be rolled back, and for how many such rows there is room."""
 
 FIRST_TOKEN, MAX_ROWS = tl.constexpr(16), 64
-"""From here on the rows' tokens."""
+"""The index of the first row's token; the others follow. The most rows that a step can have."""
 
 FIRST_PAGE = tl.constexpr(16 + MAX_ROWS)
-"""From here on the addresses of the session's pages."""
+"""The index of the address of the session's first page; the others follow."""
 
 
-class Place:
-    """int64 [copies, FIRST_PAGE + pages] on a device, `tensor`, and its page-locked twin on the host.
+class StepParameters:
+    """The parameters of a step: `tensor`, int64 [copies, FIRST_PAGE + pages] on a device, and its page-locked twin on
+    the host.
 
-    Several copies are of one step for layers with caches of their own.
+    Several copies describe one step for layers with caches of their own.
     """
 
     def __init__(self, device: torch.device, pages: int, copies: int = 1) -> None:
@@ -42,7 +44,7 @@ class Place:
         # A store is all that lies between a number and a device that waits for it.
         self._words = bytes_of(self._host).cast("q")
         self.done = torch.cuda.Event() if device.type != "cpu" else None
-        """Recorded behind the last launch."""
+        """Recorded behind the last launch that read them; None on a CPU."""
 
     def fill(
         self,
@@ -54,10 +56,10 @@ class Place:
         attention: AttentionCache | None = None,
         recurrent: RecurrentCache | None = None,
     ) -> None:
-        """Everything about a step. token_ids: of the rows, or none where activations come."""
+        """Wait for the last launch, then set everything about a step: its rows, as `set_rows` does, and its caches."""
         # What was sent last must have left before it is overwritten.
         self.wait()
-        self.move(base, rows, copy=copy, token_ids=token_ids)
+        self.set_rows(base, rows, copy=copy, token_ids=token_ids)
         numbers = self._numbers[copy]
         if recurrent is not None:
             numbers[STATE.value : ROOM.value + 1] = recurrent.addresses
@@ -65,23 +67,26 @@ class Place:
             first = FIRST_PAGE.value
             numbers[first : first + len(attention.addresses)] = attention.addresses
 
-    def move(self, base: int, rows: int, *, copy: int = 0, token_ids: Sequence[int] = ()) -> None:
-        """Where a step stands, for the session that was filled in, behind `wait`. Arguments as of `fill`."""
+    def set_rows(self, base: int, rows: int, *, copy: int = 0, token_ids: Sequence[int] = ()) -> None:
+        """Set where the step's rows stand, for the session whose caches were filled in; to be called behind `wait`.
+
+        token_ids: of the rows, or none where activations come.
+        """
         words, at = self._words, copy * self._host.shape[1]
         words[at], words[at + 1] = base, rows
         for word, token in enumerate(token_ids, at + FIRST_TOKEN.value):
             words[word] = token
 
     def send(self) -> None:
-        """Queue the copy to the device; in a captured graph this is its first node."""
+        """Queue the copy to the device; in a captured graph this is the first node."""
         self.tensor.copy_(self._host, non_blocking=True)
 
-    def sent(self) -> None:
-        """To be called behind every launch that sends."""
+    def record_launch(self) -> None:
+        """Note that a launch was queued that sends them: `wait` waits for it."""
         if self.done is not None:
             self.done.record()
 
     def wait(self) -> None:
-        """Until the last launch is done."""
+        """Wait until the last launch is done."""
         if self.done is not None:
             self.done.synchronize()
