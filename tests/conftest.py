@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import structlog
+
+from services.telemetry.logs import configure_logs
 
 REAL = ("tests/e2e/", "tests/deploy/")
 
@@ -23,3 +29,13 @@ def log_settings() -> Iterator[None]:
     """A command that runs within a test sets up the log for its process; the next test must not notice."""
     yield
     structlog.reset_defaults()
+
+
+@pytest.fixture
+def json_events(log_settings: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[dict[str, Any]]]:
+    """Log as a server does, in JSON; a call returns all events so far as a program reads them, one a line."""
+    output = io.StringIO()
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", output)
+        configure_logs("info", "json")
+    return lambda: [json.loads(line) for line in output.getvalue().splitlines()]

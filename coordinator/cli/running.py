@@ -12,6 +12,7 @@ from typing import Any
 from coordinator.cli.console import print_error
 from services import event_loop
 from services.errors import FlashsplitError
+from services.processes.worker_process import WorkerFailed
 
 EXIT_ERROR, EXIT_USAGE = 1, 2
 
@@ -23,7 +24,8 @@ def run(main: Coroutine[Any, Any, None]) -> None:
     try:
         event_loop.run(_until_told(main))
     except FlashsplitError as error:
-        print_error(error.message)
+        lines = error.log_lines if isinstance(error, WorkerFailed) else ()
+        print_error("\n  ".join([error.message + "; its last log lines:" * bool(lines), *lines]))
         sys.exit(EXIT_USAGE if error.code_name == "INVALID_ARGUMENT" else EXIT_ERROR)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

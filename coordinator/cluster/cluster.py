@@ -21,7 +21,7 @@ from services.messages.description import DraftDescription, Role, TargetDescript
 from services.messages.snapshots import SnapshotOwner
 from services.messages.steps import DraftRoute, Grammar, Hop, OpenSession, Sampling
 from services.processes.launch import DEFAULT_LAUNCH, Launch
-from services.processes.worker_process import WorkerProcess
+from services.processes.worker_process import WorkerFailed, WorkerProcess
 from services.rpc.peers import Peers
 from services.rpc.snapshots import RemoteSnapshots
 from services.rpc.stage import StageSession
@@ -70,7 +70,7 @@ class Cluster:
         self._peers = Peers(security=launch.security, transport=launch.transport)
         self._loader = Loader(self._peers, checkpoints, reporter or LoadReporter())
         self._processes: dict[int, WorkerProcess] = {}
-        self._watchers: dict[int, asyncio.Task[str]] = {}
+        self._watchers: dict[int, asyncio.Task[WorkerFailed]] = {}
         self.addresses: tuple[str, ...] = ()
         self.workers: tuple[WorkerDescription, ...] = ()
         self.draft_worker: WorkerDescription | None = None
@@ -199,7 +199,7 @@ class Cluster:
             watcher = self._watchers.get(index)
             if watcher is None or watcher.done():
                 if watcher is not None:
-                    self._deaths[index] = watcher.result()
+                    self._deaths[index] = watcher.result().message
                 await self._processes.pop(index).stop()
                 self._watchers.pop(index, None)
         await self._start()
@@ -214,7 +214,7 @@ class Cluster:
         """How a local worker ended that is not back yet, the draft's own behind the stages'; None for all others."""
         watcher = self._watchers.get(index)
         if watcher is not None and watcher.done() and not watcher.cancelled():
-            return watcher.result()
+            return watcher.result().message
         return self._deaths.get(index)
 
     def snapshot_places(self, *, with_draft: bool) -> tuple[SnapshotPlace, ...]:
@@ -246,7 +246,9 @@ class Cluster:
         for index, task in self._watchers.items():
             if not task.done():
                 continue
-            return Unavailable(f"{self._who(index)}: {task.result()}", reason="WORKER_DIED").located(**error.where)
+            death = task.result()
+            message = f"{self._who(index)}: {death.message}"
+            return WorkerFailed(message, death.log_lines, reason="WORKER_DIED", **error.where)
         if error.code_name == "INTERNAL":
             for process in self._processes.values():
                 raised = process.last_exception()

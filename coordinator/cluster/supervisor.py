@@ -1,29 +1,46 @@
-"""Keeps a cluster whole while a server runs: a worker that is lost is started or called again until it is back.
+"""Keeps a cluster whole while a server runs: a lost worker is started or called again until it is back.
 
 Requests that ran on a lost stage have failed by then, and none is taken meanwhile (`Cluster.alive`); without the
-draft's own worker they go on plainly.
+draft's own worker requests go on, one token a step. It owns one task and knows nothing of what the workers hold.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Protocol
 
 import structlog
 
-from coordinator.cluster.cluster import Cluster
 from services.errors import FlashsplitError
+from services.processes.worker_process import failure_fields
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+"""Before the first attempt to restore a cluster, and at most: after each failed attempt the pause is doubled."""
 
 log = structlog.get_logger()
 
 
+class Restorable(Protocol):
+    """What the supervisor needs of a cluster."""
+
+    async def lost(self) -> FlashsplitError:
+        """Wait until a worker is lost, and return the error that says which one and how."""
+
+    async def restore(self) -> None:
+        """Bring back the lost workers. Raises FlashsplitError when that fails; then it can be tried again."""
+
+
 @contextlib.asynccontextmanager
-async def supervised(cluster: Cluster) -> AsyncIterator[None]:
-    """Watch over a started cluster within the context; what is lost and what is back stands in the log."""
-    task = asyncio.ensure_future(_keep(cluster))
+async def supervised(
+    cluster: Restorable, *, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
+) -> AsyncIterator[None]:
+    """Watch over a started cluster within the context; what is lost and what is back stands in the log.
+
+    sleep: waits for so many seconds.
+    """
+    task = asyncio.ensure_future(_keep(cluster, sleep))
     try:
         yield
     finally:
@@ -31,21 +48,20 @@ async def supervised(cluster: Cluster) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _keep(cluster: Cluster) -> None:
+async def _keep(cluster: Restorable, sleep: Callable[[float], Awaitable[object]]) -> None:
     while True:
-        error = await cluster.lost()
-        log.error("cluster.lost", why=error.message)
-        await _restore(cluster)
+        log.error("cluster.lost", **failure_fields(await cluster.lost()))
+        await _restore(cluster, sleep)
         log.warning("cluster.restored")
 
 
-async def _restore(cluster: Cluster) -> None:
+async def _restore(cluster: Restorable, sleep: Callable[[float], Awaitable[object]]) -> None:
     pause_s = FIRST_PAUSE_S
     while True:
         # At once would find a worker whose socket is already closed and whose process isn't gone yet.
-        await asyncio.sleep(pause_s)
+        await sleep(pause_s)
         try:
             return await cluster.restore()
         except FlashsplitError as error:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-            log.warning("cluster.restore_failed", why=error.message, again_in_s=pause_s)
+            log.warning("cluster.restore_failed", **failure_fields(error), again_in_s=pause_s)

@@ -19,6 +19,7 @@ from coordinator.compression.settings import CompressionSettings
 from coordinator.text.tokenizer import Tokenizer
 from services.errors import FlashsplitError
 from services.messages.inference_types import CompressionMode
+from services.processes.worker_process import failure_fields
 from services.rpc.compress import MAX_TOKENS
 
 REMEMBERED = 64
@@ -82,7 +83,7 @@ class Compressor:
         try:
             kept = await self._choose(request_id, reading, ratio)
         except FlashsplitError as error:
-            log.warning("compress.failed", request_id=request_id, reason=error.reason, error=error.message)
+            log.warning("compress.failed", request_id=request_id, reason=error.reason, **failure_fields(error))
             return Shortened(None, f"not compressed: {error.message}")
         shorter = reading.cut(kept)
         elapsed_ms = (time.monotonic() - started) * 1e3

@@ -16,7 +16,7 @@ from coordinator.cluster.placement import Place
 from services.errors import FailedPrecondition, Unavailable
 from services.messages.description import DrafterDescription, Role, WorkerDescription
 from services.processes.launch import DEFAULT_LAUNCH, Launch
-from services.processes.worker_process import WorkerProcess
+from services.processes.worker_process import WorkerFailed, WorkerProcess
 from services.rpc.compress import Compressed, CompressRequest
 from services.rpc.peers import Peers
 from services.rpc.worker import LoadDrafter, LoadProgress
@@ -42,7 +42,7 @@ class DrafterWorker:
         self._launch, self._on_progress = replace(launch, prefix_cache_bytes=0), on_progress
         self._peers = Peers(security=launch.security, transport=launch.transport)
         self._process: WorkerProcess | None = None
-        self._dead: asyncio.Task[str] | None = None
+        self._dead: asyncio.Task[WorkerFailed] | None = None
         self._starting = asyncio.Lock()
         self._drafter: DrafterDescription | None = None
         self.known: WorkerDescription | None = None
@@ -57,7 +57,7 @@ class DrafterWorker:
     def death(self) -> str | None:
         """How it ended, if it did."""
         dead = self._dead
-        return dead.result() if dead is not None and dead.done() and not dead.cancelled() else None
+        return dead.result().message if dead is not None and dead.done() and not dead.cancelled() else None
 
     async def start(self) -> DrafterDescription:
         """Its drafter, loaded; what runs already is left as it is. Raises what starting, calling and loading raise."""
@@ -82,7 +82,8 @@ class DrafterWorker:
             if self._dead is not None:
                 await asyncio.wait([self._dead], timeout=0.5)
                 if self._dead.done():
-                    raise Unavailable(self._dead.result(), reason="WORKER_DIED") from error
+                    death = self._dead.result()
+                    raise WorkerFailed(death.message, death.log_lines, reason="WORKER_DIED") from error
             raise
 
     async def close(self) -> None:

@@ -99,7 +99,7 @@ class Workers:
     async def _ask(self, member: Member) -> Member:
         last = replace(member, said=self._heard.get(member.name, member.said))
         if member.error is not None:
-            return replace(last, error=_first_line(member.error))
+            return replace(last, error=member.error)
         try:
             async with asyncio.timeout(ANSWER_S):
                 said = await (await self._peers.worker(member.address)).describe()
@@ -108,9 +108,4 @@ class Workers:
         except TimeoutError:
             return replace(last, error=f"the worker at {member.address} did not answer within {ANSWER_S:g} s")
         except FlashsplitError as error:
-            return replace(last, error=_first_line(error.message))
-
-
-def _first_line(text: str) -> str:
-    """Without a dead worker's log lines."""
-    return text.partition("\n")[0].removesuffix("; its last log lines:")
+            return replace(last, error=error.message.partition("\n")[0])

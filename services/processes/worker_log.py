@@ -1,6 +1,6 @@
-"""A child worker's log file: carried line by line into this process's own log, its end kept for an obituary.
+"""A local worker's log file: its lines are relayed into this process's own log, and the last of them are remembered.
 
-A file and no pipe: a worker must never wait for its parent to read.
+The worker writes to a file and not to a pipe, because it must never wait for its parent to read.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from typing import IO, Any
 
 import structlog
 
-TAIL_LINES = 8
+LAST_LINES = 8
+"""How many of a worker's last lines are remembered."""
+
 PERIOD_S = 0.25
+"""How often the file is looked at."""
+
 MAX_BYTES = 4 << 20
-"""From here on the file begins anew, once all of it has been carried over."""
+"""From this size on the file is emptied, once all of it has been relayed."""
 
 REFUSAL = "flashsplit-worker: "
 """How a worker begins the sentence in which it refuses its own command line."""
@@ -29,70 +33,76 @@ log = structlog.get_logger()
 
 
 class WorkerLog:
-    """worker: how lines name it, e.g. "cpu (process 17)"."""
+    """The log file of one worker. The attribute `worker` is what relayed lines call it, e.g. "cpu (process 17)"."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._offset, self._rest = path, 0, b""
-        self._lines: deque[str] = deque(maxlen=TAIL_LINES)
+        self._path, self._offset, self._partial_line = path, 0, b""
+        self._lines: deque[str] = deque(maxlen=LAST_LINES)
         self._exception: str | None = None
         self.worker = ""
 
     def open(self) -> IO[bytes]:
-        """For the child to write to; it appends, so that the file may be cut meanwhile."""
+        """Open the file for the worker to write to; it appends, so that the file may be emptied meanwhile."""
         return self._path.open("ab")
 
     async def follow(self) -> None:
-        """Carry lines over until cancelled."""
+        """Relay new lines until cancelled."""
         while True:
-            self.carry()
+            self.relay()
             await asyncio.sleep(PERIOD_S)
 
-    def carry(self) -> None:
-        """Whatever is new."""
+    def relay(self) -> None:
+        """Relay the lines that were written since the last call."""
         with contextlib.suppress(OSError), self._path.open("rb") as file:
             file.seek(self._offset)
-            new = file.read()
-            self._offset += len(new)
-            *lines, self._rest = (self._rest + new).split(b"\n")
+            data = file.read()
+            self._offset += len(data)
+            *lines, self._partial_line = (self._partial_line + data).split(b"\n")
             for line in lines:
-                self._tell(line.decode(errors="replace"))
+                self._relay_line(line.decode(errors="replace"))
             if self._offset > MAX_BYTES and self._offset == self._path.stat().st_size:
-                with self._path.open("r+b") as cut:
-                    cut.truncate(0)
+                with self._path.open("r+b") as full:
+                    full.truncate(0)
                 self._offset = 0
 
     def text(self) -> str:
-        """All that the file holds."""
+        """Return all that the file holds."""
         with contextlib.suppress(OSError):
             return self._path.read_text(errors="replace")
         return ""
 
-    def tail(self) -> str:
-        """The last lines, as the end of a sentence; empty without any."""
-        self.carry()
-        lines = [*self._lines, self._rest.decode(errors="replace")]
-        shown = [line for line in lines if line.strip()][-TAIL_LINES:]
-        return "; its last log lines:\n  " + "\n  ".join(shown) if shown else ""
+    def last_lines(self) -> tuple[str, ...]:
+        """Return the worker's last lines as it wrote them, oldest first, without blank ones."""
+        self.relay()
+        lines = [*self._lines, self._partial_line.decode(errors="replace")]
+        return tuple([line for line in lines if line.strip()][-LAST_LINES:])
 
     def last_exception(self) -> str | None:
-        """The last unexpected exception that the worker logged, e.g. "ValueError: …"."""
-        self.carry()
+        """Return the last unexpected exception that the worker logged, e.g. "ValueError: …"."""
+        self.relay()
         return self._exception
 
-    def _tell(self, line: str) -> None:
+    def _relay_line(self, line: str) -> None:
         self._lines.append(line)
-        try:
-            fields: dict[str, Any] = json.loads(line)
-            level, event = fields["level"], fields["event"]
-        except (ValueError, KeyError, TypeError):
-            # Of a library, or the interpreter itself. A refusal becomes this process's own error.
+        fields = parse_line(line)
+        if isinstance(fields, str):
+            # Written by a library or the interpreter itself. A refusal becomes this process's own error.
             if line.strip() and not line.startswith(REFUSAL):
-                # Where it matters, it is the end of an obituary as well.
                 log.info("worker.said", worker=self.worker, text=line)
             return
         with contextlib.suppress(KeyError, TypeError, IndexError):
             raised = fields["exception"][-1]
             self._exception = f"{raised['exc_type']}: {raised['exc_value']}"
             fields["raised"] = self._exception
-        kept = {name: value for name, value in fields.items() if name not in _OWN_FIELDS}
-        getattr(log, level if level in _LEVELS else "warning")(event, **kept | {"worker": self.worker})
+        level, event = fields["level"], fields["event"]
+        others = {name: value for name, value in fields.items() if name not in _OWN_FIELDS}
+        getattr(log, level if level in _LEVELS else "warning")(event, **others | {"worker": self.worker})
+
+
+def parse_line(line: str) -> dict[str, Any] | str:
+    """Return the fields of a log event, or the line itself where it is none (a library's or the interpreter's)."""
+    with contextlib.suppress(ValueError, RecursionError):
+        fields = json.loads(line)
+        if isinstance(fields, dict) and isinstance(fields.get("level"), str) and isinstance(fields.get("event"), str):
+            return fields
+    return line

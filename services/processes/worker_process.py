@@ -1,7 +1,7 @@
 """One local worker as a child process: spawned, awaited, watched and stopped by one class.
 
-Owns the process, its scratch directory (socket and log) and the pipe that ends the child when this process is gone,
-however it went. Knows nothing of models.
+It owns the process, its scratch directory (socket and log) and the pipe that ends the child when this process is gone,
+in whatever way. It knows nothing of models.
 """
 
 from __future__ import annotations
@@ -13,14 +13,41 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from services.errors import FailedPrecondition, Unavailable
+from services.errors import FailedPrecondition, FlashsplitError, Unavailable
 from services.processes.launch import DEFAULT_COMMAND, DEFAULT_LAUNCH, Launch
 from services.processes.scratch import Scratch
-from services.processes.worker_log import REFUSAL, WorkerLog
+from services.processes.worker_log import REFUSAL, WorkerLog, parse_line
 
 READY_TIMEOUT_S = 120.0
+"""How long a worker may take from its start until it listens."""
+
 STOP_GRACE_S = 2.0
+"""How long a worker may take to end by itself before it is killed."""
+
+
+class WorkerFailed(Unavailable):
+    """A local worker ended, or never listened. log_lines: the last lines of its log as it wrote them, oldest first.
+
+    The lines are for operators, so they are no part of the message, which clients see too.
+    """
+
+    def __init__(
+        self, message: str, log_lines: Sequence[str] = (), *, reason: str | None = None, **where: object
+    ) -> None:
+        super().__init__(message, reason=reason, **where)
+        self.log_lines = tuple(log_lines)
+
+
+def failure_fields(error: FlashsplitError) -> dict[str, Any]:
+    """Return the fields with which a log event describes an error.
+
+    why: its sentence. last_lines: for a worker that failed, the last lines of its log, each an event's fields or, where
+    it was no event, its text.
+    """
+    lines = error.log_lines if isinstance(error, WorkerFailed) else ()
+    return {"why": error.message, **({"last_lines": [parse_line(line) for line in lines]} if lines else {})}
 
 
 class WorkerProcess:
@@ -37,15 +64,19 @@ class WorkerProcess:
 
     @property
     def address(self) -> str:
-        """The worker's Unix socket."""
+        """The address of the worker's Unix socket, `unix:PATH`."""
         return f"unix:{self._directory / 'worker.sock'}"
 
     @property
     def process_id(self) -> int | None:
+        """The child's process id; None before it is started."""
         return self._process.pid if self._process is not None else None
 
     async def start(self) -> None:
-        """Spawn, and return when the worker listens. Raises Unavailable, with its last log lines, when it doesn't."""
+        """Spawn the worker, and return when it listens.
+
+        Raises FailedPrecondition when it refuses its command line, WorkerFailed when it ends or doesn't listen in time.
+        """
         self._scratch = Scratch()
         self._log = WorkerLog(self._directory / "worker.log")
         child_end, self._lifeline = os.pipe()
@@ -70,18 +101,18 @@ class WorkerProcess:
             os.close(child_end)
         self._log.worker = f"{self.device} (process {self.process_id})"
         self._following = asyncio.ensure_future(self._log.follow())
-        await self._listening()
+        await self._wait_until_listening()
 
-    async def died(self) -> str:
-        """Wait for the process to end unasked; the sentence that says how."""
+    async def died(self) -> WorkerFailed:
+        """Wait for the process to end without having been stopped, and return the error that says how it ended."""
         assert self._process is not None
         code = await self._process.wait()
         while self._stopping:
             await asyncio.sleep(3600)
-        return self._obituary(code)
+        return self._death(code)
 
     def last_exception(self) -> str | None:
-        """The last unexpected exception in the worker's log, e.g. "ValueError: …"."""
+        """Return the last unexpected exception in the worker's log, e.g. "ValueError: …"."""
         return self._log.last_exception()
 
     async def stop(self) -> None:
@@ -104,7 +135,7 @@ class WorkerProcess:
         if self._following is not None:
             self._following.cancel()
             self._following = None
-            self._log.carry()
+            self._log.relay()
         if self._scratch is not None:
             self._scratch.remove()
             self._scratch = None
@@ -114,7 +145,7 @@ class WorkerProcess:
         assert self._scratch is not None, "start() comes first"
         return self._scratch.path
 
-    async def _listening(self) -> None:
+    async def _wait_until_listening(self) -> None:
         assert self._process is not None
         socket = self._directory / "worker.sock"
         try:
@@ -124,8 +155,9 @@ class WorkerProcess:
                         self._raise_early_exit(self._process.returncode)
                     await asyncio.sleep(0.02)
         except TimeoutError:
-            raise Unavailable(
-                f"the worker for {self.device} did not listen within {READY_TIMEOUT_S:g} s{self._log.tail()}",
+            raise WorkerFailed(
+                f"the worker for {self.device} did not listen within {READY_TIMEOUT_S:g} s",
+                self._log.last_lines(),
                 device=self.device,
             ) from None
 
@@ -134,16 +166,20 @@ class WorkerProcess:
         if code == 2 and text.startswith(REFUSAL):
             # The worker refused its own command line and said why in one sentence.
             raise FailedPrecondition(text.removeprefix(REFUSAL), device=self.device)
-        raise Unavailable(self._obituary(code), device=self.device)
+        raise self._death(code)
 
-    def _obituary(self, code: int) -> str:
+    def _death(self, code: int) -> WorkerFailed:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        return f"the worker for {self.device} (process {self.process_id}) {how}{self._log.tail()}"
+        return WorkerFailed(
+            f"the worker for {self.device} (process {self.process_id}) {how}",
+            self._log.last_lines(),
+            device=self.device,
+        )
 
 
 def list_devices(command: Sequence[str] = DEFAULT_COMMAND) -> list[str]:
-    """The GPUs that a local worker could use, or ["cpu"]. Raises Unavailable when the worker program fails."""
-    done = subprocess.run([*command, "--list-devices"], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise Unavailable(f"{' '.join(command)} --list-devices failed: {done.stderr.strip()}")
-    return done.stdout.split()
+    """Return the GPUs that a local worker could use, or ["cpu"]. Raises Unavailable when the worker program fails."""
+    result = subprocess.run([*command, "--list-devices"], capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise Unavailable(f"{' '.join(command)} --list-devices failed: {result.stderr.strip()}")
+    return result.stdout.split()

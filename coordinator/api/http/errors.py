@@ -74,8 +74,8 @@ def to_http(error: BaseException) -> HttpError:
     retry = error.where.get("retry_after_s")
     return HttpError(
         status,
-        # Behind the first line stand a dead worker's log lines, which are for operators.
-        error.message.partition("\n")[0].removesuffix("; its last log lines:"),
+        # A library's words may go on behind the first line: those are for operators.
+        error.message.partition("\n")[0],
         openai_type,
         anthropic_type,
         code=_CODES.get(error.reason),

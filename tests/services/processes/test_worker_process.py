@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import structlog
 
 from services.errors import FailedPrecondition, Unavailable
 from services.processes.launch import Launch
-from services.processes.worker_process import WorkerProcess, list_devices
+from services.processes.worker_process import WorkerFailed, WorkerProcess, failure_fields, list_devices
 
 
 def shell(script: str) -> Launch:
@@ -46,11 +49,11 @@ async def test_death_is_told_with_signal_and_device() -> None:
     assert process.process_id is not None
     os.kill(process.process_id, signal.SIGKILL)
 
-    sentence = await asyncio.wait_for(process.died(), 5)
+    death = await asyncio.wait_for(process.died(), 5)
     await process.stop()
 
-    assert "cpu" in sentence
-    assert "SIGKILL" in sentence
+    assert "cpu" in death.message
+    assert "SIGKILL" in death.message
 
 
 async def test_worker_that_refuses_its_device_says_why() -> None:
@@ -63,14 +66,32 @@ async def test_worker_that_refuses_its_device_says_why() -> None:
         await process.stop()
 
 
-async def test_program_that_is_no_worker_is_reported_with_its_last_words() -> None:
-    """A command that exits at once is told with its exit code and output."""
-    process = WorkerProcess("cpu", ["target"], shell("echo wrong program; exit 3"))
+async def test_program_that_is_no_worker_is_reported_with_its_last_lines() -> None:
+    """A command that exits at once is told with its exit code; its output stands beside the sentence, not in it."""
+    process = WorkerProcess("cpu", ["target"], shell("echo wrong program; echo try another; exit 3"))
     try:
-        with pytest.raises(Unavailable, match="(?s)exited with code 3.*wrong program"):
+        with pytest.raises(WorkerFailed, match="exited with code 3$") as caught:
             await process.start()
     finally:
         await process.stop()
+    assert caught.value.log_lines == ("wrong program", "try another")
+
+
+def test_a_failure_in_the_log_as_a_program_reads_it(json_events: Callable[[], list[dict[str, Any]]]) -> None:
+    """A dead worker's last lines are a list in a field of their own: events as objects, not as JSON in a string."""
+    lines = ['{"level": "error", "event": "call.failed", "why": "no \\"room\\""}', "Killed"]
+
+    structlog.get_logger().error("cluster.lost", **failure_fields(WorkerFailed("the worker was killed", lines)))
+
+    [event] = json_events()
+    assert event["why"] == "the worker was killed"
+    assert event["last_lines"] == [{"level": "error", "event": "call.failed", "why": 'no "room"'}, "Killed"]
+
+
+def test_other_failures_in_the_log_have_no_lines() -> None:
+    """What no worker process wrote lines for is described by its sentence alone."""
+    assert failure_fields(Unavailable("gone")) == {"why": "gone"}
+    assert failure_fields(WorkerFailed("silent")) == {"why": "silent"}
 
 
 async def test_last_exception_is_read_from_the_log() -> None:
