@@ -11,7 +11,7 @@ import click
 
 from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.loading import LoadReporter
-from coordinator.cluster.placement import Place, parse_place
+from coordinator.cluster.placement import WorkerPlace, parse_place
 from coordinator.compression.compressor import Compressor
 from coordinator.compression.drafter_worker import DrafterWorker
 from coordinator.compression.settings import CompressionSettings, parse_keep
@@ -95,7 +95,7 @@ class CompressionOptions:
         )
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[WorkerPlace, ...]:
         """Of its own."""
         return () if self.prefill_device is None else (parse_place(self.prefill_device, "--prefill-device"),)
 

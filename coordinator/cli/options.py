@@ -12,7 +12,7 @@ import click
 from coordinator.cli.store_options import StoreOptions, store_options
 from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.loading import Checkpoints, LoadReporter
-from coordinator.cluster.placement import Place, Plan, make_plan
+from coordinator.cluster.placement import Plan, WorkerPlace, make_plan
 from coordinator.planning.draft_size import read_draft_size
 from coordinator.planning.measuring import SplitChooser
 from coordinator.planning.memory import Models
@@ -224,7 +224,7 @@ class PlacementOptions:
         reporter: LoadReporter,
         *,
         prefix_cache_bytes: int | None = None,
-        beside: Sequence[Place] = (),
+        beside: Sequence[WorkerPlace] = (),
     ) -> Cluster:
         """A cluster that is not started yet. beside: where further workers will be started as these are.
 
@@ -266,7 +266,7 @@ class PlacementOptions:
     def transport(self) -> FeatureTransport:
         return FeatureTransport(self.features or FeatureTransport.SUM)
 
-    def plan(self, num_layers: int, *, has_draft: bool, beside: Sequence[Place] = ()) -> Plan:
+    def plan(self, num_layers: int, *, has_draft: bool, beside: Sequence[WorkerPlace] = ()) -> Plan:
         """Raises InvalidArgument for options that contradict each other or have no effect."""
         plan = make_plan(
             target_devices=self.target_devices,

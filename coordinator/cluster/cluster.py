@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from coordinator.cluster.agreement import check_fit, check_same_model
 from coordinator.cluster.loading import Checkpoints, Loader, LoadReporter, named
-from coordinator.cluster.placement import Place, Plan, threads_each
+from coordinator.cluster.placement import Plan, WorkerPlace, threads_each
 from services.errors import FlashsplitError, Unavailable
 from services.layers import LayerRange
 from services.messages.description import DraftDescription, Role, TargetDescription, WorkerDescription
@@ -155,7 +155,7 @@ class Cluster:
         return any(place is not None and place.devices is not None for place in places)
 
     @property
-    def first_place(self) -> Place:
+    def first_place(self) -> WorkerPlace:
         """Where the first stage is."""
         return self._plan.stages[0].place
 
@@ -295,7 +295,7 @@ class Cluster:
             assert self.draft_worker.draft is not None
             check_fit(self.draft_worker.draft, self.target)
 
-    async def _start_worker(self, index: int, place: Place, launch: Launch) -> str:
+    async def _start_worker(self, index: int, place: WorkerPlace, launch: Launch) -> str:
         """Its address; what runs already is left as it is."""
         if place.address is not None:
             if self._wait_s:

@@ -30,7 +30,7 @@ _DEVICE = re.compile(r"^(cpu|best|(cuda|hip):\d{1,3})$")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WorkerPlace:
     """Where a worker is: a device expression to start one on, or the address of a running one."""
 
     devices: str | None
@@ -44,7 +44,7 @@ class Place:
 class StagePlan:
     """One stage: its worker and its layers."""
 
-    place: Place
+    place: WorkerPlace
     layers: LayerRange
 
 
@@ -56,7 +56,7 @@ class Plan:
     """
 
     stages: tuple[StagePlan, ...]
-    draft: Place | None
+    draft: WorkerPlace | None
     has_draft: bool
     auto: bool = False
 
@@ -103,7 +103,7 @@ def make_plan(
     return Plan(stages, _draft_place(draft_device, places[-1], has_draft=has_draft), has_draft, auto)
 
 
-def _draft_place(text: str | None, last: Place, *, has_draft: bool) -> Place | None:
+def _draft_place(text: str | None, last: WorkerPlace, *, has_draft: bool) -> WorkerPlace | None:
     """None: beside the last stage, or no draft."""
     field = "--draft-device"
     if text is None:
@@ -118,7 +118,7 @@ def _draft_place(text: str | None, last: Place, *, has_draft: bool) -> Place | N
     return None if place.address is not None and place.address == last.address else place
 
 
-def parse_places(text: str) -> tuple[Place, ...]:
+def parse_places(text: str) -> tuple[WorkerPlace, ...]:
     """A comma starts a new worker. Raises InvalidArgument for a GPU named twice or an entry that is neither form."""
     places = tuple(parse_place(entry.strip(), "--target-devices") for entry in text.split(","))
     gpus = [name for place in places for name in (place.devices or "").split("+") if ":" in name]
@@ -129,7 +129,7 @@ def parse_places(text: str) -> tuple[Place, ...]:
     return places
 
 
-def parse_place(text: str, field: str) -> Place:
+def parse_place(text: str, field: str) -> WorkerPlace:
     """One worker. Raises InvalidArgument naming the field for an entry that is neither form."""
     names = text.split("+")
     if all(_DEVICE.match(name) for name in names):
@@ -140,9 +140,9 @@ def parse_place(text: str, field: str) -> Place:
                 "which starts a worker each",
                 field=field,
             )
-        return Place(text, None)
+        return WorkerPlace(text, None)
     try:
-        return Place(None, parse_address(text, field))
+        return WorkerPlace(None, parse_address(text, field))
     except InvalidArgument:
         raise InvalidArgument(
             f"{field} {text!r} is neither a device (cpu, cuda:N, hip:N, several of one vendor joined by +) nor the "
@@ -225,7 +225,7 @@ def split_layers(num_layers: int, weights: Sequence[float]) -> list[LayerRange]:
     return ranges
 
 
-def threads_each(places: Sequence[Place]) -> int | None:
+def threads_each(places: Sequence[WorkerPlace]) -> int | None:
     """CPU threads for each local worker: they share this host's cores, of which those with GPUs keep some awake, and a
     layer waits for the slowest of its threads. None, torch's default, for a single worker and where no CPU computes."""
     local = [place.devices for place in places if place.devices is not None]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import structlog
 
-from coordinator.cluster.placement import Place
+from coordinator.cluster.placement import WorkerPlace
 from services.errors import FailedPrecondition, Unavailable
 from services.messages.description import DrafterDescription, Role, WorkerDescription
 from services.processes.launch import DEFAULT_LAUNCH, Launch
@@ -31,7 +31,7 @@ class DrafterWorker:
 
     def __init__(
         self,
-        place: Place,
+        place: WorkerPlace,
         drafter: Path,
         *,
         dtype: str | None = None,

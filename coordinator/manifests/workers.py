@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from coordinator.cluster.placement import Place, parse_place
+from coordinator.cluster.placement import WorkerPlace, parse_place
 from coordinator.config.cluster_file import WorkerEntry
 from coordinator.config.file_fields import read_fields
 from coordinator.manifests.pods import WorkerPod
@@ -101,7 +101,7 @@ def has_token(file: ServeFile) -> bool:
     return "cluster-token-file" in file.flags or (certificates is not None and certificates.token_file is not None)
 
 
-def _device(at: Place, pod: WorkerPod, name: str) -> str:
+def _device(at: WorkerPlace, pod: WorkerPod, name: str) -> str:
     """As the pod sees them, devices begin at 0."""
     if pod.device is not None:
         field = f"{name}.kubernetes.device"

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
-from coordinator.cluster.placement import Place, Plan, threads_each
+from coordinator.cluster.placement import Plan, WorkerPlace, threads_each
 from coordinator.planning.memory import Models
 from coordinator.planning.planner import Load, choose_split
 from coordinator.planning.step_time import WorkerSpeed
@@ -25,13 +25,13 @@ AUTO_LENGTH, AUTO_SESSIONS = 8192, 1
 """What must fit where a command does not say it: one session, of this length or the model's own."""
 
 
-def places_of(plan: Plan) -> list[Place]:
+def places_of(plan: Plan) -> list[WorkerPlace]:
     """Of the stages in order, then of the draft's own worker."""
     return [*(stage.place for stage in plan.stages), *([plan.draft] if plan.draft is not None else [])]
 
 
 @contextlib.asynccontextmanager
-async def workers_at(places: Sequence[Place], launch: Launch) -> AsyncIterator[tuple[str, ...]]:
+async def workers_at(places: Sequence[WorkerPlace], launch: Launch) -> AsyncIterator[tuple[str, ...]]:
     """Addresses of these workers; the local ones, one for equal places, run as they would in a cluster."""
     launch = replace(launch, threads=launch.threads or threads_each(list(places)), prefix_cache_bytes=0)
     processes = {
@@ -65,7 +65,7 @@ async def measure_workers(
     """
     target = models.target
     wanted = MeasureRequest(model_path, target.dtype, target.weight_bytes, stages=len(plan.stages))
-    known: dict[Place, WorkerSpeed] = {}
+    known: dict[WorkerPlace, WorkerSpeed] = {}
     places = places_of(plan)
     for place, address in zip(places, addresses, strict=True):
         if place in known:

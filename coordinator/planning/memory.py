@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.cluster.placement import Place, Plan
+from coordinator.cluster.placement import Plan, WorkerPlace
 from coordinator.planning.draft_size import DraftSize
 from coordinator.planning.model_size import ModelSize
 from services.errors import InvalidArgument
@@ -41,7 +41,7 @@ class Share:
     captures: int = 0
 
 
-def device_names(place: Place) -> tuple[str, ...]:
+def device_names(place: WorkerPlace) -> tuple[str, ...]:
     """The devices of a worker that is to be started; of a running one only it knows them."""
     return tuple((place.devices or str(place)).split("+"))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.cluster.placement import Place
+from coordinator.cluster.placement import WorkerPlace
 from coordinator.planning.memory import spread
 from coordinator.planning.model_size import ModelSize
 from services.layers import LayerRange
@@ -28,7 +28,7 @@ SESSION_S = 0.00025
 class WorkerSpeed:
     """One worker, measured. host: where its devices are; held_bytes: weights that it gives up for new ones."""
 
-    place: Place
+    place: WorkerPlace
     host: str
     devices: tuple[DeviceSpeed, ...]
     link: LinkSpeed

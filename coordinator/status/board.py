@@ -71,20 +71,20 @@ class Board:
             edges=self._edges(),
         )
 
-    def _worker(self, member: Member) -> report.Worker:
+    def _worker(self, member: Member) -> report.WorkerStatus:
         said, index, rolling = member.said, member.stage, self.figures.rolling
         target = said.target if index is not None else None
         recent, seconds = rolling.last(LOAD_S)
         computed_ns = recent.computed_ns[index] if index is not None else 0
         if member.draft:
             computed_ns += recent.draft_ns
-        return report.Worker(
+        return report.WorkerStatus(
             name=member.name,
             address=member.address,
             host=said.host,
             device=said.device,
             devices=[
-                report.Device(
+                report.DeviceStatus(
                     name=device.name,
                     product=device.product,
                     total_bytes=device.total_bytes,
@@ -94,7 +94,7 @@ class Board:
             ],
             process_id=said.process_id,
             error=member.error,
-            layers=None if target is None else report.Layers(first=target.layers.first, last=target.layers.last),
+            layers=None if target is None else report.LayerBounds(first=target.layers.first, last=target.layers.last),
             draft=member.draft,
             memory=report.Memory(
                 weight_bytes=member.weight_bytes,
@@ -110,7 +110,7 @@ class Board:
             ),
         )
 
-    def _edges(self) -> list[report.Edge]:
+    def _edges(self) -> list[report.EdgeStatus]:
         """Down the chain, and to the draft where it has a worker of its own."""
         cluster, rolling = self._engine.cluster, self.figures.rolling
         (recent, seconds), (minute, _) = rolling.last(LOAD_S), rolling.last(KEPT_S)
@@ -119,7 +119,7 @@ class Board:
         if cluster.draft_address is not None:
             ends.append("draft")
         return [
-            report.Edge(
+            report.EdgeStatus(
                 source=source,
                 to=to,
                 bytes_per_s=round(recent.sent_bytes[index] / seconds, 1),

@@ -21,8 +21,8 @@ MAX_UNREAD = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """A decode step as those who watch see it: rows sent, rows kept, and how long it took with the next guesses."""
+class WatchedStep:
+    """A decode step as those who watch see it: rows sent, rows kept, and how long it took, drafting included."""
 
     request_id: str
     rows: int
@@ -56,7 +56,7 @@ class Figures:
         self.rolling = Rolling(len(engine.cluster.workers), 1 if draft is None else draft.block_size, clock)
         self.totals = Totals()
         self._clock, self._began = clock, clock()
-        self._feeds: list[deque[Block]] = []
+        self._feeds: list[deque[WatchedStep]] = []
         engine.step_listeners.append(self._step)
         engine.listeners.append(self._finished)
 
@@ -65,9 +65,9 @@ class Figures:
         return self._clock() - self._began
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[deque[Block]]:
+    def watched(self) -> Iterator[deque[WatchedStep]]:
         """Blocks as they come, at the right end; take them from the left."""
-        feed: deque[Block] = deque(maxlen=MAX_UNREAD)
+        feed: deque[WatchedStep] = deque(maxlen=MAX_UNREAD)
         self._feeds.append(feed)
         try:
             yield feed
@@ -79,7 +79,7 @@ class Figures:
         self.rolling.add(step)
         if step.kind is not StepKind.PREFILL:
             for feed in self._feeds:
-                feed.append(Block(step.request_id, step.rows, step.kept, step.elapsed_ns / 1e6))
+                feed.append(WatchedStep(step.request_id, step.rows, step.kept, step.elapsed_ns / 1e6))
 
     def _finished(self, finished: Finished) -> None:
         totals = self.totals

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pydantic import BaseModel
 
 
-class Device(BaseModel):
+class DeviceStatus(BaseModel):
     """Sizes are 0 where the system doesn't say."""
 
     name: str
@@ -17,7 +17,7 @@ class Device(BaseModel):
     free_bytes: int
 
 
-class Layers(BaseModel):
+class LayerBounds(BaseModel):
     first: int
     last: int
 
@@ -47,7 +47,7 @@ class Versions(BaseModel):
     python: str
 
 
-class Worker(BaseModel):
+class WorkerStatus(BaseModel):
     """One worker. error: why it could not be asked now; then the rest is what it said last.
 
     name: "stage 0", "draft" or "prefill drafter". layers: of the target. draft: whether the draft is here. load: share
@@ -58,10 +58,10 @@ class Worker(BaseModel):
     address: str
     host: str
     device: str
-    devices: list[Device]
+    devices: list[DeviceStatus]
     process_id: int
     error: str | None
-    layers: Layers | None
+    layers: LayerBounds | None
     draft: bool
     memory: Memory
     sessions: int
@@ -70,7 +70,7 @@ class Worker(BaseModel):
     versions: Versions
 
 
-class Edge(BaseModel):
+class EdgeStatus(BaseModel):
     """A connection down the chain, and what tensors and token ids travelled on it.
 
     step_ms: what a decode step of the last minute spent there, both ways, on average; null where none ran, and for the
@@ -148,5 +148,5 @@ class Status(BaseModel):
     tokens: Tokens
     acceptance: Acceptance
     cache: Cache
-    workers: list[Worker]
-    edges: list[Edge]
+    workers: list[WorkerStatus]
+    edges: list[EdgeStatus]

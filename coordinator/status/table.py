@@ -10,7 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.status.report import Cache, Edge, Shares, Status, Worker
+from coordinator.status.report import Cache, EdgeStatus, Shares, Status, WorkerStatus
 from services.sizes import format_age, format_size
 
 BAR = 20
@@ -19,7 +19,7 @@ BAR = 20
 _SHARES = (("drafting", "█", "green"), ("computing", "█", "blue"), ("wire", "▒", "yellow"), ("waiting", "░", "dim"))
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 
-Cell = Callable[[Worker, Edge | None], str | Text]
+Cell = Callable[[WorkerStatus, EdgeStatus | None], str | Text]
 
 
 def picture(status: Status, console: Console, url: str = "") -> RenderableType:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cluster.placement import Place
+from coordinator.cluster.placement import WorkerPlace
 from coordinator.compression.bridge import question_of
 from coordinator.compression.compressor import Compressor
 from coordinator.compression.drafter_worker import DrafterWorker
@@ -38,7 +38,7 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def worker(drafter: Path) -> AsyncIterator[DrafterWorker]:
-    made = DrafterWorker(Place("cpu", None), drafter, dtype="float32", launch=Launch(threads=1))
+    made = DrafterWorker(WorkerPlace("cpu", None), drafter, dtype="float32", launch=Launch(threads=1))
     yield made
     await made.close()
     await made.close()
@@ -109,7 +109,7 @@ async def test_a_lost_drafter_loses_no_request(worker: DrafterWorker, tokenizer:
 
 
 async def test_a_drafter_that_cannot_be_loaded(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    worker = DrafterWorker(Place("cpu", None), tmp_path, launch=Launch(threads=1))
+    worker = DrafterWorker(WorkerPlace("cpu", None), tmp_path, launch=Launch(threads=1))
     try:
         failed = await Compressor(worker, tokenizer, ALWAYS).shorten("a", TEXT, 5000, ALWAYS)
         assert failed.text is None

@@ -16,9 +16,9 @@ import structlog
 
 from coordinator.prefix.disk.entries import (
     DiskEntry,
+    EntryUsage,
     Scan,
     UnreadableEntry,
-    Usage,
     disk_entry,
     read_entry,
     read_usage,
@@ -134,7 +134,7 @@ class DiskCatalog:
             if stamp is None:
                 return None, written
             if written:
-                entry: DiskEntry | UnreadableEntry | None = disk_entry(manifest, len(data), stamp, Usage())
+                entry: DiskEntry | UnreadableEntry | None = disk_entry(manifest, len(data), stamp, EntryUsage())
             else:
                 entry = await in_thread(read_entry, self._store, key, stamp)
             if entry is not None:

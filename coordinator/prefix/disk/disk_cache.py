@@ -13,7 +13,7 @@ from dataclasses import replace
 import structlog
 
 from coordinator.prefix.disk.catalog import DiskCatalog, Evicted
-from coordinator.prefix.disk.entries import DiskEntry, Usage, read_usage
+from coordinator.prefix.disk.entries import DiskEntry, EntryUsage, read_usage
 from coordinator.prefix.disk.incoming_part import PartSource
 from coordinator.prefix.disk.outgoing_part import stored_frames
 from coordinator.prefix.disk.threads import in_thread
@@ -173,9 +173,9 @@ class DiskCache:
         return await self._writer.save(lineage, tuple(token_ids), first_token, parent_id, parts)
 
 
-def _note_use(store: Store, key: EntryKey, hits: int, now: float) -> Usage:
+def _note_use(store: Store, key: EntryKey, hits: int, now: float) -> EntryUsage:
     """Two processes that do this at once may lose one's hit: no harm."""
     before = read_usage(store, key)
-    usage = Usage(before.hits + hits, max(before.last_used, round(now, 3)))
+    usage = EntryUsage(before.hits + hits, max(before.last_used, round(now, 3)))
     store.write_usage(key, usage.to_json())
     return usage

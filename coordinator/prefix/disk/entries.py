@@ -20,7 +20,7 @@ from services.errors import FlashsplitError, NotFound
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class EntryUsage:
     """hits: how often it was restored. last_used: seconds since 1970, when it or what builds on it was; 0: never."""
 
     hits: int = 0
@@ -45,7 +45,7 @@ class DiskEntry:
     parts: tuple[Part, ...] = field(repr=False)
     size_bytes: int
     stamp: str
-    usage: Usage = Usage()
+    usage: EntryUsage = EntryUsage()
 
     @property
     def key(self) -> EntryKey:
@@ -151,7 +151,7 @@ def read_entry(store: Store, key: EntryKey, stamp: str) -> DiskEntry | Unreadabl
     return disk_entry(manifest, len(data), stamp, read_usage(store, key))
 
 
-def disk_entry(manifest: Manifest, manifest_bytes: int, stamp: str, usage: Usage) -> DiskEntry:
+def disk_entry(manifest: Manifest, manifest_bytes: int, stamp: str, usage: EntryUsage) -> DiskEntry:
     """The entry behind a manifest. manifest_bytes: size of its file."""
     return DiskEntry(
         lineage=manifest.lineage,
@@ -169,16 +169,16 @@ def disk_entry(manifest: Manifest, manifest_bytes: int, stamp: str, usage: Usage
     )
 
 
-def read_usage(store: Store, key: EntryKey) -> Usage:
+def read_usage(store: Store, key: EntryKey) -> EntryUsage:
     """How an entry was used; one whose record is missing or unreadable counts as never used."""
     try:
         data = store.read_usage(key)
         value = json.loads(data) if data is not None else {}
         hits, last_used = value.get("hits", 0), value.get("last_used", 0.0)
     except (FlashsplitError, ValueError, AttributeError, RecursionError):
-        return Usage()
+        return EntryUsage()
     sane = type(hits) is int and hits >= 0 and type(last_used) in (int, float) and math.isfinite(last_used)
-    return Usage(hits, float(last_used)) if sane else Usage()
+    return EntryUsage(hits, float(last_used)) if sane else EntryUsage()
 
 
 def _unreadable(store: Store, key: EntryKey, stamp: str, fault: Fault, why: str) -> UnreadableEntry:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from services.errors import FlashsplitError
 
 
-class Fields:
+class JsonFields:
     """One object. Every method raises `error` naming the field, its value and what is accepted."""
 
     def __init__(self, value: object, where: str, error: type[FlashsplitError]) -> None:
@@ -63,11 +63,11 @@ class Fields:
             raise self._wrong(name, value, f"a number in [{least:g}, {most:g}]")
         return float(value)  # type: ignore[arg-type]
 
-    def objects(self, name: str, least: int, most: int) -> list[Fields]:
+    def objects(self, name: str, least: int, most: int) -> list[JsonFields]:
         value = self._take(name)
         if not isinstance(value, list) or not least <= len(value) <= most:
             raise self._wrong(name, value, f"a list of {least} to {most} objects")
-        return [Fields(one, f"{self._where}.{name}[{index}]", self._error) for index, one in enumerate(value)]
+        return [JsonFields(one, f"{self._where}.{name}[{index}]", self._error) for index, one in enumerate(value)]
 
     def has(self, name: str) -> bool:
         """Whether the field is there, for those that may be left out."""

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 
 from coordinator.prefix import lineage as lineages
-from coordinator.prefix.disk.json_fields import Fields
+from coordinator.prefix.disk.json_fields import JsonFields
 from coordinator.prefix.disk.parts import (
     MAX_LAYERS,
     MAX_NAME,
@@ -93,7 +93,7 @@ def manifest_from_json(data: bytes) -> Manifest:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ManifestError(f"the manifest is not JSON: {error}") from error
-    fields = Fields(value, "manifest", ManifestError)
+    fields = JsonFields(value, "manifest", ManifestError)
     for name, known in (("version", VERSION), ("lineage_version", lineages.VERSION)):
         version = fields.integer(name, 0, 2**31)
         if version != known:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from coordinator.prefix.disk.json_fields import Fields
+from coordinator.prefix.disk.json_fields import JsonFields
 from coordinator.prefix.disk.safetensors_file import PlacedTensor, place
 from services.errors import DataLoss
 from services.layers import LayerRange
@@ -165,7 +165,7 @@ def part_to_json(part: Part) -> dict[str, Any]:
     }
 
 
-def part_from_json(fields: Fields) -> Part:
+def part_from_json(fields: JsonFields) -> Part:
     """Raises ManifestError."""
     layers = fields.optional_integers("layers", 0, MAX_LAYERS)
     if layers is not None and (len(layers) != 2 or layers[0] >= layers[1]):
@@ -181,7 +181,7 @@ def part_from_json(fields: Fields) -> Part:
     return part
 
 
-def _tensor_from_json(fields: Fields) -> StoredTensor:
+def _tensor_from_json(fields: JsonFields) -> StoredTensor:
     shape = tuple(fields.integers("shape", 0, 2**48))
     if len(shape) > MAX_RANK:
         raise ManifestError(f"shape has {len(shape)} extents, more than {MAX_RANK}", field="shape")

@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.cluster.agreement import check_same_model
 from coordinator.cluster.loading import Checkpoints, Loader, LoadReporter
-from coordinator.cluster.placement import Place, StagePlan
+from coordinator.cluster.placement import StagePlan, WorkerPlace
 from services.errors import FailedPrecondition
 from services.layers import LayerRange
 from services.messages.description import WorkerDescription
@@ -45,7 +45,7 @@ class Told:
 async def load(told: Told, kv_dtype: str | None) -> WorkerDescription:
     checkpoints = Checkpoints(Path("/models/t"), None, "bfloat16", kv_dtype=kv_dtype)
     loader = Loader(cast(Peers, told), checkpoints, LoadReporter())
-    return await loader.stage(0, StagePlan(Place(None, "a:1"), LayerRange(0, 3)), "a:1")
+    return await loader.stage(0, StagePlan(WorkerPlace(None, "a:1"), LayerRange(0, 3)), "a:1")
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FLOAT8])

@@ -14,8 +14,8 @@ from coordinator.cluster import placement
 from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.loading import Checkpoints
 from coordinator.cluster.placement import (
-    Place,
     Plan,
+    WorkerPlace,
     make_plan,
     parse_places,
     parse_weights,
@@ -68,19 +68,19 @@ def test_entries_are_devices_joined_devices_or_addresses() -> None:
     stages = plan(target_devices="cuda:0,hip:0+hip:1,10.0.0.7:7001,unix:/run/w.sock,cpu,cpu").stages
 
     assert [stage.place for stage in stages] == [
-        Place("cuda:0", None),
-        Place("hip:0+hip:1", None),
-        Place(None, "10.0.0.7:7001"),
-        Place(None, "unix:/run/w.sock"),
-        Place("cpu", None),
-        Place("cpu", None),
+        WorkerPlace("cuda:0", None),
+        WorkerPlace("hip:0+hip:1", None),
+        WorkerPlace(None, "10.0.0.7:7001"),
+        WorkerPlace(None, "unix:/run/w.sock"),
+        WorkerPlace("cpu", None),
+        WorkerPlace("cpu", None),
     ]
 
 
 def test_draft_is_beside_the_last_stage_unless_named() -> None:
     """--draft-device puts the draft in a worker of its own; naming the last stage's address changes nothing."""
     assert plan(has_draft=True).draft is None
-    assert plan(has_draft=True, draft_device="cpu").draft == Place("cpu", None)
+    assert plan(has_draft=True, draft_device="cpu").draft == WorkerPlace("cpu", None)
     assert plan(has_draft=True, target_devices="cpu,h:1", draft_device="h:1").draft is None
 
 
@@ -193,15 +193,17 @@ def test_options_without_effect_are_refused(given: dict[str, object], has_draft:
 def test_options_with_effect_are_taken() -> None:
     """The same options where they change something."""
     assert options(features="slices").plan(12, has_draft=True).has_draft
-    assert options(draft_head="projected", draft_device="cpu").plan(12, has_draft=True).draft == Place("cpu", None)
+    assert options(draft_head="projected", draft_device="cpu").plan(12, has_draft=True).draft == WorkerPlace(
+        "cpu", None
+    )
     assert len(options(threads=2, target_devices="h:1,cpu").plan(12, has_draft=False).stages) == 2
     made = options(threads=2, target_devices="h:1", draft_device="cpu", draft_head="loaded").plan(12, has_draft=True)
-    assert made.draft == Place("cpu", None)
+    assert made.draft == WorkerPlace("cpu", None)
     options(tls_cert="a.pem", target_devices="cpu,h:1").plan(12, has_draft=False)
     program = (f"hip={sys.executable}",)
     options(worker_command=program, target_devices="cpu,hip:0").plan(12, has_draft=False)
     options(worker_command=program, target_devices="cpu", draft_device="hip:0").plan(12, has_draft=True)
-    options(worker_command=program, target_devices="cpu").plan(12, has_draft=False, beside=[Place("hip:0", None)])
+    options(worker_command=program, target_devices="cpu").plan(12, has_draft=False, beside=[WorkerPlace("hip:0", None)])
 
 
 def test_a_budget_needs_local_workers() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cluster.placement import Place
+from coordinator.cluster.placement import WorkerPlace
 from coordinator.planning.step_time import WorkerSpeed
 from services.messages.measure import DeviceSpeed, LinkSpeed
 from tests.reference import checkpoints
@@ -43,4 +43,4 @@ def speed(name: str, *, free: int = 1 << 40, read: float = 1e9) -> DeviceSpeed:
 def worker(name: str = "cpu", *, host: str = "a", hop: float = 1e-3, held: int = 0, **figures: float) -> WorkerSpeed:
     """One worker with the devices that its name joins by +."""
     devices = tuple(speed(device, **figures) for device in name.split("+"))  # type: ignore[arg-type]
-    return WorkerSpeed(Place(name, None), host, devices, LinkSpeed(hop, 1e9), held)
+    return WorkerSpeed(WorkerPlace(name, None), host, devices, LinkSpeed(hop, 1e9), held)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cluster.placement import Place, Plan, StagePlan, make_plan
+from coordinator.cluster.placement import Plan, StagePlan, WorkerPlace, make_plan
 from coordinator.planning.draft_size import read_draft_size
 from coordinator.planning.memory import Models, draft_share, plan_shares
 from coordinator.planning.model_size import read_model_size
@@ -38,7 +38,7 @@ def models(pairs: dict[str, tuple[Path, Path]]) -> Models:
     return Models(target, read_draft_size(pairs["qwen3_5"][1], target, None))
 
 
-def planned(workers: list[WorkerSpeed], layers: int = 8, *, draft: Place | None = None) -> Plan:
+def planned(workers: list[WorkerSpeed], layers: int = 8, *, draft: WorkerPlace | None = None) -> Plan:
     made = make_plan(
         target_devices="cpu," * (len(workers) - 1) + "cpu",
         layer_split=None,
@@ -133,7 +133,7 @@ def test_what_does_not_fit_says_what_is_missing(models: Models) -> None:
 
 def test_a_draft_elsewhere_takes_its_own_memory(models: Models) -> None:
     """With its own worker in the stage's memory both must fit; in another one only the stage."""
-    draft = Place("cuda:1", None)
+    draft = WorkerPlace("cuda:1", None)
     stage = worker("cuda:0", free=1 << 30)
     needed = taken_bytes(models, draft_share(models), LOAD)
     plan = planned([stage], draft=draft)

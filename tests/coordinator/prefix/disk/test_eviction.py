@@ -10,7 +10,7 @@ import pytest
 import structlog
 
 from coordinator.prefix.disk.disk_cache import DiskCache, PartSource
-from coordinator.prefix.disk.entries import DiskEntry, Fault, UnreadableEntry, Usage
+from coordinator.prefix.disk.entries import DiskEntry, EntryUsage, Fault, UnreadableEntry
 from coordinator.prefix.disk.entry_tree import DiskIndex
 from coordinator.prefix.disk.eviction import VictimQueue, worth
 from coordinator.prefix.lineage import Lineage, as_bytes
@@ -49,7 +49,7 @@ def entry(
         parts=(),
         size_bytes=size,
         stamp="1",
-        usage=Usage(hits, NOW - idle_s) if hits else Usage(),
+        usage=EntryUsage(hits, NOW - idle_s) if hits else EntryUsage(),
     )
 
 
