@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard proto/flashsplit/*/v1/*.proto)
 GENERATE := -m grpc_tools.protoc -I proto --python_out=proto --pyi_out=proto --grpc_python_out=proto
 
-.PHONY: demo serve test lint proto bench clean
+.PHONY: demo serve test lint docs proto bench clean
 
 demo: $(VENV)/.run
 	$(BIN)/flashsplit demo --model deploy/demo/target --draft deploy/demo/draft
@@ -24,6 +24,10 @@ lint: $(VENV)/.lint proto
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/buf lint proto
+
+# The pages of docs/ as a site in site/; --strict ends it at a link that leads nowhere.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file .mkdocs.yml
 
 # The stubs are committed; this writes them anew. Files of messages alone need no service stubs.
 proto: $(VENV)/.lint
@@ -48,10 +52,14 @@ $(VENV)/.lint: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --editable '.[worker,test,lint]'
 	@touch $@
 
+$(VENV)/.docs: $(VENV)/.run
+	$(BIN)/python -m pip install --quiet --editable '.[worker,docs]'
+	@touch $@
+
 bench: $(VENV)/.run
 	$(BIN)/python deploy/demo/prompts.py --out $(VENV)/prompts.json
 	$(BIN)/flashsplit bench generate --model deploy/demo/target --draft deploy/demo/draft \
 		--prompts $(VENV)/prompts.json --dtype float32
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache

@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.cli.commands.serve import serve
 
-README = Path(__file__).parents[3] / "README.md"
+PAGE = Path(__file__).parents[3] / "docs" / "serving.md"
 CLUSTER = """
 model: {model}
 draft: {model}
@@ -146,9 +146,9 @@ def test_refusals(tmp_path: Path, text: str, words: str) -> None:
     assert words in caught.value.message.replace("\n", " "), caught.value.message
 
 
-def test_the_readmes_cluster(tmp_path: Path) -> None:
+def test_the_cluster_of_the_serving_page(tmp_path: Path) -> None:
     """As it stands there, but for the checkpoints' place."""
-    text, _ = re.findall(r"```yaml\n(model: .*?)```", README.read_text(), re.DOTALL)
+    [text] = re.findall(r"```yaml\n(model: .*?)```", PAGE.read_text(), re.DOTALL)
     given = parse(tmp_path, re.sub(r"/models/\S+", str(tmp_path), text))
 
     assert given["target_devices"] == "cuda:0,hip:0,nas.example:7001"

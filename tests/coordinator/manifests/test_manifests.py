@@ -233,9 +233,9 @@ def test_it_says_what_to_type_next(tmp_path: Path) -> None:
     assert "create secret generic cluster-token" in token.output
 
 
-def test_the_readmes_cluster_file_is_one(tmp_path: Path) -> None:
+def test_the_cluster_file_of_the_deploying_page_is_one(tmp_path: Path) -> None:
     """As it stands there, but for a component that lies elsewhere."""
-    [_, text] = re.findall(r"```yaml\n(model: .*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    [text] = re.findall(r"```yaml\n(model: .*?)```", (ROOT / "docs" / "deploying.md").read_text(), re.DOTALL)
     file = yaml.safe_load(text)
     del file["kubernetes"]["components"]
 

@@ -1,6 +1,6 @@
-"""Takes the pictures of the README: the page in light, dark and on a phone, the chat and the status in a terminal.
+"""Takes the pictures of the pages: the page in light, dark and on a phone, the chat and the status in a terminal.
 
-    pip install -e '.[worker,test]' pyte && PYTHONPATH=. python deploy/screenshots/take.py
+    pip install -e '.[worker,test]' pyte && PYTHONPATH=. python docs/take_pictures.py
 
 Needs Debian's chromium and chromium-driver. Starts the demo pair over two workers and asks it what the pictures show.
 """
@@ -28,7 +28,7 @@ from tests.e2e.browser import Browser, browser
 from tests.e2e.conftest import ROOT, until
 from tests.e2e.server import PAIR, serving
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent / "pictures"
 QUESTIONS = ("What is 17 * 4?", "Write a Python function that reverses a string.", "Calculate 4729 + 3485.")
 COLOURS = {
     "default": "#d7dbea", "black": "#5b6078", "red": "#ff8f8f", "green": "#5eead4", "brown": "#fbbf24",
@@ -160,7 +160,7 @@ def take_terminal(page: Browser, terminal: Terminal, name: str) -> None:
 
 
 def save(picture: bytes, name: str) -> None:
-    (HERE / name).write_bytes(picture)
+    (FOLDER / name).write_bytes(picture)
     print(f"{name}: {len(picture) // 1024} KiB")
 
 
