@@ -6,7 +6,8 @@ import secrets
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from services.messages.steps import Grammar, Sampling, TokenLogprobs
+from services.messages.sampling import SamplingParams
+from services.messages.steps import Grammar, TokenLogprobs
 from services.telemetry.trace_context import Trace
 
 
@@ -26,7 +27,7 @@ class Request:
     request_id: str
     prompt_ids: tuple[int, ...]
     max_tokens: int
-    sampling: Sampling = Sampling()
+    sampling: SamplingParams = SamplingParams()
     stop_token_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
     speculate: bool = True

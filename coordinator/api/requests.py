@@ -17,20 +17,12 @@ from coordinator.engine.engine import Engine
 from coordinator.text.chat_template import RESERVED_VARIABLES
 from coordinator.text.prompt import Prompt, chat_prompt, text_prompt
 from services.errors import InvalidArgument, NotFound
-from services.messages.inference_types import (
-    CompressionMode,
-    CompressionWish,
-    Conversation,
-    Message,
-    SamplingWishes,
-    Stopping,
-)
-from services.messages.session_frames import check_sampling
-from services.messages.steps import Grammar, Sampling
+from services.messages.inference_types import CompressionMode, CompressionWish, Conversation, Message, Stopping
+from services.messages.sampling import SamplingParams
+from services.messages.steps import Grammar
 from services.telemetry.trace_context import Trace, current_call
 
 MAX_STOPS = 64
-MAX_TEMPERATURE = 100.0
 DEFAULT_MAX_TOKENS = 2048
 """Of an answer whose request names no limit; memory is taken for all of it."""
 
@@ -43,37 +35,10 @@ def check_model(engine: Engine, model: str | None) -> None:
         )
 
 
-def make_sampling(wishes: SamplingWishes) -> Sampling:
-    """Raises InvalidArgument for numbers that cannot be used. A request without a seed gets a random one."""
-    # OpenAI's default is 1; greedy has to be asked for.
-    temperature = 1.0 if wishes.temperature is None else wishes.temperature
-    # A comparison with NaN is left to check_sampling.
-    if temperature > MAX_TEMPERATURE:
-        raise InvalidArgument(
-            f"temperature is {temperature}; it must be from 0 to {MAX_TEMPERATURE:g}", field="temperature"
-        )
-    foreign = [token for token in wishes.logit_bias if not 0 <= token < 2**31]
-    if foreign:
-        raise InvalidArgument(f"logit_bias has the key {foreign[0]}; keys are token ids", field="logit_bias")
-    sampling = Sampling(
-        logit_bias=wishes.logit_bias,
-        repetition_penalty=wishes.repetition_penalty,
-        presence_penalty=wishes.presence_penalty or None,
-        frequency_penalty=wishes.frequency_penalty or None,
-        temperature=temperature,
-        top_k=wishes.top_k or None,
-        top_p=None if wishes.top_p == 1 else wishes.top_p,
-        min_p=wishes.min_p or None,
-        seed=secrets.randbits(64) if wishes.seed is None else wishes.seed % 2**64,
-    )
-    check_sampling(sampling)
-    return sampling
-
-
 def make_request(
     engine: Engine,
     prompt: Prompt,
-    sampling: SamplingWishes,
+    sampling: SamplingParams,
     stopping: Stopping,
     *,
     speculate: bool = True,
@@ -109,7 +74,7 @@ def make_request(
         prompt_ids=prompt.token_ids,
         boundaries=prompt.boundaries,
         max_tokens=min(room, DEFAULT_MAX_TOKENS) if stopping.max_tokens is None else stopping.max_tokens,
-        sampling=make_sampling(sampling),
+        sampling=sampling.completed(),
         stop_token_ids=own | frozenset(stopping.stop_token_ids),
         stop_strings=tuple(stop for stop in stopping.stop if stop),
         speculate=speculate,

@@ -27,8 +27,9 @@ from coordinator.prefix.policy import chunks
 from coordinator.prefix.stores import open_store
 from coordinator.text.model_files import ModelFiles, read_model_files
 from services.errors import InternalError, InvalidArgument
+from services.messages.sampling import SamplingParams
 from services.messages.snapshots import SnapshotFrame, SnapshotHeader
-from services.messages.steps import Commit, Event, Failure, Forward, Sampling, SnapshotRestore, SnapshotSave, StepKind
+from services.messages.steps import Commit, Event, Failure, Forward, SnapshotRestore, SnapshotSave, StepKind
 from services.rpc.stage import StageSession
 from services.sizes import parse_size
 
@@ -180,7 +181,7 @@ class Bench:
             max_rows=max(self._chunk, block),
             block_rows=block,
             prompt_length=len(ids),
-            sampling=Sampling(),
+            sampling=SamplingParams(),
             stop_token_ids=frozenset(),
             speculate=self._with_draft,
         )

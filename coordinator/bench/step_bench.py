@@ -17,7 +17,8 @@ from coordinator.bench.step_client import CHUNK, Client
 from coordinator.cluster.cluster import Cluster
 from coordinator.engine.generation import MORE_STEPS
 from services.errors import InvalidArgument
-from services.messages.steps import Sampling, StepKind
+from services.messages.sampling import SamplingParams
+from services.messages.steps import StepKind
 
 KINDS = ("decode", "verify", "draft", "cycle", "prefill")
 DRAFTING = frozenset(("draft", "cycle"))
@@ -154,7 +155,7 @@ class Bench:
             max_rows=CHUNK,
             block_rows=self._rows(kind),
             prompt_length=self._sizes.prefill_tokens if kind == "prefill" else self._sizes.context,
-            sampling=Sampling(),
+            sampling=SamplingParams(),
             stop_token_ids=frozenset(),
             speculate=kind in DRAFTING,
         )

@@ -18,8 +18,9 @@ from coordinator.cluster.placement import Plan, WorkerPlace, threads_each
 from services.errors import FlashsplitError, Unavailable
 from services.layers import LayerRange
 from services.messages.description import DraftDescription, Role, TargetDescription, WorkerDescription
+from services.messages.sampling import SamplingParams
 from services.messages.snapshots import SnapshotOwner
-from services.messages.steps import DraftRoute, Grammar, Hop, OpenSession, Sampling
+from services.messages.steps import DraftRoute, Grammar, Hop, OpenSession
 from services.processes.launch import DEFAULT_LAUNCH, Launch
 from services.processes.worker_process import WorkerFailed, WorkerProcess
 from services.rpc.peers import Peers
@@ -109,7 +110,7 @@ class Cluster:
         max_rows: int,
         block_rows: int,
         prompt_length: int,
-        sampling: Sampling,
+        sampling: SamplingParams,
         stop_token_ids: frozenset[int],
         speculate: bool,
         logprobs: int | None = None,

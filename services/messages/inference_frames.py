@@ -22,7 +22,6 @@ from services.messages.inference_types import (
     GenerateRequest,
     Message,
     Model,
-    SamplingWishes,
     ServerInfo,
     ServerLoad,
     SpeculationFigures,
@@ -32,6 +31,7 @@ from services.messages.inference_types import (
     Timings,
     Usage,
 )
+from services.messages.sampling import sampling_from_message, sampling_to_message
 
 MAX_NESTING = 32
 """Levels of lists and objects within a chat template's switch."""
@@ -58,16 +58,6 @@ _FINISH_REASONS = {number: reason for reason, number in _FINISH_NUMBERS.items()}
 _SOURCES = {number: source for source, number in _SOURCE_NUMBERS.items()}
 
 _SWITCHES = "conversation.chat_template_kwargs"
-_SAMPLING_NUMBERS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-)
 
 
 # --- asking
@@ -88,10 +78,7 @@ def ask_from_message(request: pb.GenerateRequest | pb.ChatRequest) -> GenerateRe
     output_frames.check_logprobs(logprobs)
     return GenerateRequest(
         prompt,
-        SamplingWishes(
-            **{name: given(request.sampling, name) for name in _SAMPLING_NUMBERS},
-            logit_bias=dict(request.sampling.logit_bias),
-        ),
+        sampling_from_message(request.sampling),
         Stopping(
             given(stopping, "max_tokens"), tuple(stopping.stop), tuple(stopping.stop_token_ids), stopping.ignore_eos
         ),
@@ -109,7 +96,7 @@ def ask_from_message(request: pb.GenerateRequest | pb.ChatRequest) -> GenerateRe
 def ask_to_message(ask: GenerateRequest) -> pb.GenerateRequest | pb.ChatRequest:
     """A ChatRequest for a conversation, else a GenerateRequest."""
     common: dict[str, Any] = {
-        "sampling": generation_pb2.Sampling(**asdict(ask.sampling)),
+        "sampling": sampling_to_message(ask.sampling, generation_pb2.Sampling),
         "stopping": generation_pb2.Stopping(**asdict(ask.stopping)),
         "speculate": ask.speculate,
         "model": ask.model,

@@ -10,22 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from services.messages.sampling import SamplingParams
 from services.messages.steps import Grammar, TokenLogprobs
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingWishes:
-    """How tokens shall be chosen; None: not said. top_k 0, top_p 1, min_p 0 and penalties of 0 are off."""
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +66,7 @@ class GenerateRequest:
     None for off. grammar None: the answer may be anything."""
 
     prompt: str | tuple[int, ...] | Conversation
-    sampling: SamplingWishes = SamplingWishes()
+    sampling: SamplingParams = SamplingParams()
     stopping: Stopping = Stopping()
     speculate: bool = True
     model: str | None = None

@@ -5,7 +5,6 @@ Remote values are checked here as far as this is possible without knowing the mo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from flashsplit.shard.v1 import draft_pb2, failure_pb2, snapshot_pb2, stage_pb2, stage_service_pb2 as pb
@@ -13,6 +12,7 @@ from services.addresses import parse_address
 from services.errors import InvalidArgument
 from services.messages import output_frames
 from services.messages.description import range_from_message, range_to_message
+from services.messages.sampling import check_sampling, sampling_from_message, sampling_to_message
 from services.messages.snapshots import check_id
 from services.messages.steps import (
     Commit,
@@ -26,7 +26,6 @@ from services.messages.steps import (
     Location,
     OpenSession,
     Proposal,
-    Sampling,
     SnapshotPart,
     SnapshotRestore,
     SnapshotRestored,
@@ -42,8 +41,6 @@ from services.telemetry.trace_context import Trace, parse_traceparent
 
 MAX_STAGES = 1024
 MAX_REQUEST_ID = 256
-MAX_ADDED_TO_LOGITS = 1e6
-"""Largest bias, and largest penalty for each occurrence: far above any logit, far below where float32 ends."""
 
 _KIND_NUMBERS = {
     StepKind.PREFILL: stage_pb2.STEP_KIND_PREFILL,
@@ -74,7 +71,7 @@ def open_to_message(request: OpenSession) -> stage_pb2.Open:
         max_rows=request.max_rows,
         block_rows=request.block_rows,
         prompt_length=request.prompt_length,
-        sampling=_sampling_to_message(request.sampling),
+        sampling=sampling_to_message(request.sampling, stage_pb2.Sampling),
         stop_token_ids=sorted(request.stop_token_ids),
         traceparent=request.trace.traceparent if request.trace is not None else None,
         exact_rows=request.batch_invariant_rows,
@@ -103,6 +100,8 @@ def open_from_message(message: stage_pb2.Open) -> OpenSession:
         draft = DraftRoute(None if here else parse_address(message.draft.address, "draft.address"))
     logprobs = message.logprobs if message.HasField("logprobs") else None
     output_frames.check_logprobs(logprobs)
+    sampling = sampling_from_message(message.sampling)
+    check_sampling(sampling)
     return OpenSession(
         request_id=check_request_id(message.request_id),
         fingerprint=message.fingerprint,
@@ -115,7 +114,7 @@ def open_from_message(message: stage_pb2.Open) -> OpenSession:
         max_rows=message.max_rows,
         block_rows=message.block_rows,
         prompt_length=message.prompt_length,
-        sampling=_sampling_from_message(message.sampling),
+        sampling=sampling,
         stop_token_ids=frozenset(message.stop_token_ids),
         draft=draft,
         logprobs=logprobs,
@@ -147,59 +146,6 @@ def trace_from_message(message: stage_pb2.Open | draft_pb2.DraftOpen) -> Trace |
             field="traceparent",
         )
     return trace
-
-
-def _sampling_to_message(sampling: Sampling) -> stage_pb2.Sampling:
-    return stage_pb2.Sampling(
-        logit_bias=sampling.logit_bias,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-    )
-
-
-def _sampling_from_message(message: stage_pb2.Sampling) -> Sampling:
-    def number(name: str) -> float | None:
-        return getattr(message, name) if message.HasField(name) else None
-
-    sampling = Sampling(
-        logit_bias=dict(message.logit_bias),
-        repetition_penalty=number("repetition_penalty"),
-        presence_penalty=number("presence_penalty"),
-        frequency_penalty=number("frequency_penalty"),
-        temperature=message.temperature,
-        top_k=message.top_k if message.HasField("top_k") else None,
-        top_p=number("top_p"),
-        min_p=number("min_p"),
-        seed=message.seed,
-    )
-    check_sampling(sampling)
-    return sampling
-
-
-def check_sampling(sampling: Sampling) -> None:
-    """Raises InvalidArgument naming the field, its value and what would be accepted."""
-
-    def need(name: str, value: float | None, holds: bool, accepted: str) -> None:
-        if value is not None and not (math.isfinite(value) and holds):
-            raise InvalidArgument(f"{name} is {value}; it must be {accepted}", field=name)
-
-    s, most = sampling, MAX_ADDED_TO_LOGITS
-    need("temperature", s.temperature, s.temperature >= 0, "at least 0")
-    need("top_k", s.top_k, s.top_k is None or s.top_k >= 1, "at least 1")
-    need("top_p", s.top_p, s.top_p is None or 0 < s.top_p <= 1, "above 0 and at most 1")
-    need("min_p", s.min_p, s.min_p is None or 0 <= s.min_p <= 1, "between 0 and 1")
-    penalty = s.repetition_penalty
-    need("repetition_penalty", penalty, penalty is None or 1e-3 <= penalty <= 1e3, "from 0.001 to 1000")
-    added = {"presence_penalty": s.presence_penalty, "frequency_penalty": s.frequency_penalty}
-    added |= {f"logit_bias[{token}]": bias for token, bias in s.logit_bias.items()}
-    for name, value in added.items():
-        need(name, value, value is None or abs(value) <= most, f"from {-most:g} to {most:g}")
 
 
 # --- forward

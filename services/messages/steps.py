@@ -5,35 +5,16 @@ Positions and lengths count tokens; layer ranges and row ranges are half-open. M
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from services.layers import LayerRange
+from services.messages.sampling import SamplingParams
 from services.messages.tensors import WireTensor
 from services.telemetry.trace_context import Trace
 
 TOKEN_BYTES = 4
 """Of a token's id on the wire."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How tokens are chosen; None switches a processor off. The processors run in field order.
-
-    temperature 0 is greedy. `seed` keys counter-based random numbers: the number for a position depends on seed and
-    position alone, so split, draft and block length cannot change a seeded answer.
-    """
-
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int = 0
 
 
 class GrammarKind(StrEnum):
@@ -82,7 +63,7 @@ class OpenSession:
     max_rows: int
     block_rows: int
     prompt_length: int
-    sampling: Sampling = Sampling()
+    sampling: SamplingParams = SamplingParams()
     stop_token_ids: frozenset[int] = frozenset()
     draft: DraftRoute | None = None
     logprobs: int | None = None

@@ -19,7 +19,7 @@ import torch
 
 from services.layers import LayerRange
 from services.messages.measure import DeviceSpeed, MeasureRequest
-from services.messages.steps import Sampling
+from services.messages.sampling import SamplingParams
 from services.model.config import ModelConfig
 from shard_worker.device.devices import Device, describe
 from shard_worker.device.dtypes import dtype_from_name
@@ -136,7 +136,7 @@ class _Probe:
         device, vocabulary = self.device.torch_device, self.shape.vocab_size
         head = Head(torch.ones(NARROW, device=device), packed(self._full(NARROW, NARROW)), 1e-6)
         hidden, logits = self._full(1, NARROW), self._full(1, vocabulary)
-        sampler = Sampler(Sampling(), 1, vocabulary, device)
+        sampler = Sampler(SamplingParams(), 1, vocabulary, device)
 
         def choose() -> None:
             head.logits(hidden)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from services.errors import InvalidArgument
-from services.messages.steps import Sampling
+from services.messages.sampling import SamplingParams
 from shard_worker.sampling.grammar import GrammarState
 
 
@@ -28,7 +28,7 @@ class Sampler:
 
     def __init__(
         self,
-        sampling: Sampling,
+        sampling: SamplingParams,
         prompt_length: int,
         vocab_size: int,
         device: torch.device,
@@ -53,7 +53,8 @@ class Sampler:
     @property
     def is_greedy(self) -> bool:
         """Whether the tokens are the logits' argmax, as they are."""
-        return self._sampling.temperature == 0 and self._bias is None and self._counts is None and self._grammar is None
+        processed = self._bias is not None or self._counts is not None or self._grammar is not None
+        return not self._sampling.temperature and not processed
 
     def observe(self, token_ids: Sequence[int], first_position: int) -> None:
         """Count committed tokens. Raises InvalidArgument for one that the grammar doesn't allow."""
@@ -88,9 +89,9 @@ class Sampler:
         if self._grammar is not None:
             allowed = self._grammar.allowed(token_ids, first_position, len(logits))
             logits = logits[: len(allowed)].masked_fill(~allowed, float("-inf"))
-        if self._sampling.temperature == 0:
+        if not self._sampling.temperature:
             return logits.argmax(-1).tolist()
-        numbers = [uniform(self._sampling.seed, first_drawn + row) for row in range(len(logits))]
+        numbers = [uniform(self._sampling.seed or 0, first_drawn + row) for row in range(len(logits))]
         return draw(probabilities(logits, self._sampling), numbers)
 
     def adjusted(self, logits: torch.Tensor, token_ids: Sequence[int], first_position: int) -> torch.Tensor:
@@ -133,8 +134,9 @@ class Sampler:
         return logits
 
 
-def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def probabilities(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     """Return each row's probabilities after temperature, top-k, top-p and min-p: float64 [n, vocab], not normalised."""
+    assert sampling.temperature, "where nothing is drawn there is no distribution"
     logits = logits.double() / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         least = logits.topk(sampling.top_k).values[:, -1:]

@@ -22,7 +22,7 @@ from coordinator.cluster.placement import make_plan
 from coordinator.engine.generation import generate
 from coordinator.text.model_files import read_model_files
 from coordinator.text.prompt import chat_prompt
-from services.messages.steps import Sampling
+from services.messages.sampling import SamplingParams
 from services.processes.launch import Launch
 from services.telemetry.logs import configure_logs
 from shard_worker.stage.stage import Stage
@@ -32,7 +32,7 @@ from tests.shard_worker.tiny import Run, load_stage
 DEMO = ROOT / "deploy" / "demo"
 ROWS = 16
 COUNTS = ("positions", "differing", "flipped")
-GREEDY, SEEDED = Sampling(), Sampling(temperature=1.0, seed=7)
+GREEDY, SEEDED = SamplingParams(), SamplingParams(temperature=1.0, seed=7)
 
 
 def prompts(chats: int, code: int) -> list[tuple[int, ...]]:
@@ -54,7 +54,7 @@ async def answers(
     *,
     speculate: bool,
     exact: bool,
-    sampling: Sampling = GREEDY,
+    sampling: SamplingParams = GREEDY,
 ) -> list[Answer]:
     """To all prompts, one after the other, of the demo pair in its own bfloat16, on workers of one thread each."""
     plan = make_plan(target_devices=devices, layer_split=None, draft_device=None, num_layers=12, has_draft=True)

@@ -17,13 +17,13 @@ from coordinator.prefix.cache import PrefixCache, lineage_of
 from coordinator.prefix.disk.disk_cache import DiskCache
 from coordinator.prefix.policy import KeepPolicy
 from coordinator.prefix.stores import open_store
-from services.messages.steps import Sampling
+from services.messages.sampling import SamplingParams
 from services.processes.launch import Launch
 from tests.e2e.conftest import Pair
 
 TOKENS = 40
 POLICY = KeepPolicy(min_tokens=8, checkpoint_tokens=24)
-GREEDY = Sampling()
+GREEDY = SamplingParams()
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Client:
         self,
         prompt: tuple[int, ...],
         *,
-        sampling: Sampling = GREEDY,
+        sampling: SamplingParams = GREEDY,
         speculate: bool = True,
         cached: bool = True,
         boundaries: tuple[int, ...] = (),

@@ -22,9 +22,9 @@ from services.messages.inference_types import (
     Finished,
     GenerateRequest,
     Message,
-    SamplingWishes,
     Stopping,
 )
+from services.messages.sampling import SamplingParams
 from services.net.channel import connect
 from services.rpc.inference import RemoteInference
 from tests.e2e.conftest import generate, refusal
@@ -62,7 +62,7 @@ def ask(client: openai.OpenAI, messages: list[Any] = CHAT, **fields: Any) -> dic
 async def over_grpc(server: Server, wish: CompressionWish) -> tuple[str, Finished]:
     channel = await connect(server.grpc, timeout_s=5)
     messages = tuple(Message(message["role"], message["content"]) for message in CHAT)
-    wanted = GenerateRequest(Conversation(messages), SamplingWishes(temperature=0), Stopping(8), compression=wish)
+    wanted = GenerateRequest(Conversation(messages), SamplingParams(temperature=0), Stopping(8), compression=wish)
     events = [event async for event in RemoteInference(channel, server.grpc).answer(wanted)]
     await channel.close()
     assert isinstance(events[-1], Finished)

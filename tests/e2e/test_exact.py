@@ -14,12 +14,12 @@ from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.loading import Checkpoints
 from coordinator.cluster.placement import make_plan
 from coordinator.engine.generation import generate
-from services.messages.steps import Sampling
+from services.messages.sampling import SamplingParams
 from tests.e2e.conftest import Pair, Worker, flashsplit
 from tests.e2e.exact_runs import DEMO, GREEDY, SEEDED, answers, prompts, same
 
 
-async def told(pair: Pair, devices: str, sampling: Sampling, *, exact: bool) -> list[Answer]:
+async def told(pair: Pair, devices: str, sampling: SamplingParams, *, exact: bool) -> list[Answer]:
     """A plain and a speculated answer, with the log-probability of every token."""
     plan = make_plan(
         target_devices=devices, layer_split=None, draft_device=None, num_layers=pair.layers, has_draft=True
@@ -38,7 +38,7 @@ def test_log_probabilities_are_the_same_to_the_bit(
 ) -> None:
     """Over one worker and over two, drawn by a seed with penalties; without the option they are close at best."""
     one, two = (start_worker().address for _ in range(2))
-    sampling = Sampling(temperature=0.8, top_p=0.95, seed=3, repetition_penalty=1.2, frequency_penalty=0.1)
+    sampling = SamplingParams(temperature=0.8, top_p=0.95, seed=3, repetition_penalty=1.2, frequency_penalty=0.1)
     runs = []
     for devices in (one, f"{one},{two}"):
         runs += asyncio.run(told(pairs[family], devices, sampling, exact=True))
@@ -78,7 +78,7 @@ def test_the_option_holds_beside_kept_prefixes() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_twenty_prompts_of_the_demo_pair(sampling: Sampling) -> None:
+def test_twenty_prompts_of_the_demo_pair(sampling: SamplingParams) -> None:
     """20 prompts of 200 tokens each in bfloat16, plain and speculated, over one worker and over two: one answer."""
     asked = prompts(12, 8)
 

@@ -21,16 +21,8 @@ from grpc_status import rpc_status
 
 from flashsplit.inference.v1 import inference_pb2 as pb, inference_pb2_grpc as pb_grpc
 from services.errors import Cancelled, DeadlineExceeded, FlashsplitError, InvalidArgument, NotFound
-from services.messages.inference_types import (
-    Conversation,
-    Delta,
-    Finished,
-    GenerateRequest,
-    Message,
-    SamplingWishes,
-    Started,
-    Stopping,
-)
+from services.messages.inference_types import Conversation, Delta, Finished, GenerateRequest, Message, Started, Stopping
+from services.messages.sampling import SamplingParams
 from services.messages.steps import Grammar, GrammarKind
 from services.net.channel import connect
 from services.rpc.inference import SERVICE, RemoteInference
@@ -42,8 +34,8 @@ from tests.services.fuzz.random_messages import RandomMessages
 KEY = "the-key-of-this-test"
 TALK = Conversation((Message("user", "Calculate 4729 + 3485."),))
 TEXT = "def mean(values):\n"
-WARM = SamplingWishes(temperature=0.9, top_p=0.95, seed=11)
-LONG = GenerateRequest("x", SamplingWishes(temperature=0), Stopping(2000, ignore_eos=True), speculate=False)
+WARM = SamplingParams(temperature=0.9, top_p=0.95, seed=11)
+LONG = GenerateRequest("x", SamplingParams(temperature=0), Stopping(2000, ignore_eos=True), speculate=False)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +97,7 @@ async def test_chat_is_the_command_line_and_http(server: Server, client: RemoteI
     said = await asyncio.to_thread(
         generate, *PAIR, "--target-devices", "cpu", "--threads", "1", "--chat", "--prompt", TALK.messages[0].content
     )
-    ask = GenerateRequest(TALK, SamplingWishes(temperature=0))
+    ask = GenerateRequest(TALK, SamplingParams(temperature=0))
     started, tokens, text, finished = await whole(client, ask, request_id="mine")
     assert (started.request_id, started.prompt_tokens) == ("mine", said["stats"]["prompt_tokens"])
     assert (list(tokens), text, finished.finish_reason) == (said["token_ids"], said["text"], said["finish_reason"])
@@ -143,14 +135,14 @@ async def test_generate_is_http_from_text_and_from_ids(server: Server, client: R
 
 async def test_stopping(client: RemoteInference) -> None:
     """Limits, strings and tokens end an answer where they say."""
-    greedy = SamplingWishes(temperature=0)
+    greedy = SamplingParams(temperature=0)
     _, tokens, text, finished = await whole(client, GenerateRequest(TEXT, greedy, Stopping(12, ignore_eos=True)))
     assert (len(tokens), finished.finish_reason) == (12, "length")
     _, _, cut, ending = await whole(client, GenerateRequest(TEXT, greedy, Stopping(12, stop=(text[5:8],))))
     assert (cut, ending.finish_reason) == (text[: text.index(text[5:8])], "stop")
     _, until, _, _ = await whole(client, GenerateRequest(TEXT, greedy, Stopping(12, stop_token_ids=(tokens[3],))))
     assert until == tokens[: tokens.index(tokens[3]) + 1]
-    await whole(client, GenerateRequest(TEXT, SamplingWishes(logit_bias={tokens[0]: 100.0}), Stopping(1)))
+    await whole(client, GenerateRequest(TEXT, SamplingParams(logit_bias={tokens[0]: 100.0}), Stopping(1)))
 
 
 async def test_grammar_and_logprobs(client: RemoteInference) -> None:
@@ -238,13 +230,13 @@ async def test_who_has_no_key_gets_nothing_but_health(channel: grpc.aio.Channel)
 @pytest.mark.parametrize(
     ("ask", "field"),
     [
-        (GenerateRequest(TEXT, SamplingWishes(temperature=-1.0)), "temperature"),
-        (GenerateRequest(TEXT, SamplingWishes(temperature=float("nan"))), "temperature"),
-        (GenerateRequest(TEXT, SamplingWishes(temperature=1e300)), "temperature"),
-        (GenerateRequest(TEXT, SamplingWishes(top_p=1.5)), "top_p"),
-        (GenerateRequest(TEXT, SamplingWishes(min_p=-0.1)), "min_p"),
-        (GenerateRequest(TEXT, SamplingWishes(repetition_penalty=0.0)), "repetition_penalty"),
-        (GenerateRequest(TEXT, SamplingWishes(logit_bias={2**32 - 1: 1.0})), "logit_bias"),
+        (GenerateRequest(TEXT, SamplingParams(temperature=-1.0)), "temperature"),
+        (GenerateRequest(TEXT, SamplingParams(temperature=float("nan"))), "temperature"),
+        (GenerateRequest(TEXT, SamplingParams(temperature=1e300)), "temperature"),
+        (GenerateRequest(TEXT, SamplingParams(top_p=1.5)), "top_p"),
+        (GenerateRequest(TEXT, SamplingParams(min_p=-0.1)), "min_p"),
+        (GenerateRequest(TEXT, SamplingParams(repetition_penalty=0.0)), "repetition_penalty"),
+        (GenerateRequest(TEXT, SamplingParams(logit_bias={2**32 - 1: 1.0})), "logit_bias"),
         (GenerateRequest(TEXT, stopping=Stopping(0)), "max_tokens"),
         (GenerateRequest(TEXT, stopping=Stopping(2**32 - 1)), "max_tokens"),
         (GenerateRequest(TEXT, stopping=Stopping(stop=("x",) * 65)), "stop"),
@@ -352,7 +344,7 @@ async def test_a_full_queue_and_a_drain(tmp_path: Any) -> None:
     with serving(tmp_path, *arguments, "--max-concurrent-requests", 1, "--max-waiting-requests", 0) as server:
         channel = await connect(server.grpc, timeout_s=5)
         client, stub = RemoteInference(channel, "it"), pb_grpc.InferenceServiceStub(channel)
-        events = client.answer(GenerateRequest("x", SamplingWishes(temperature=0), Stopping(150, ignore_eos=True)))
+        events = client.answer(GenerateRequest("x", SamplingParams(temperature=0), Stopping(150, ignore_eos=True)))
         await anext(events)
         with pytest.raises(grpc.aio.AioRpcError) as full:
             await stub.Generate(pb.GenerateRequest(text="x")).read()

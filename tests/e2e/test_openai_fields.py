@@ -9,7 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from services.messages.inference_types import Conversation, Delta, GenerateRequest, Message, SamplingWishes, Stopping
+from services.messages.inference_types import Conversation, Delta, GenerateRequest, Message, Stopping
+from services.messages.sampling import SamplingParams
 from services.net.channel import connect
 from services.rpc.inference import RemoteInference
 from tests.e2e.conftest import generate
@@ -69,7 +70,7 @@ async def test_one_seed_through_every_door(client: openai.OpenAI, server: Server
     talk = Conversation((Message("user", STORY[0]["content"]),))
     grpc_client = RemoteInference(channel, "the server")
     events = [
-        event async for event in grpc_client.answer(GenerateRequest(talk, SamplingWishes(**sampling), Stopping(40)))
+        event async for event in grpc_client.answer(GenerateRequest(talk, SamplingParams(**sampling), Stopping(40)))
     ]
     ids = [token for event in events if isinstance(event, Delta) for token in event.token_ids]
     texts = [await grpc_client.detokenize((token,)) for token in ids]

@@ -16,7 +16,7 @@ from coordinator.cluster.loading import Checkpoints
 from coordinator.cluster.placement import make_plan
 from coordinator.engine.generation import generate
 from services.errors import InvalidArgument
-from services.messages.steps import Sampling
+from services.messages.sampling import SamplingParams
 from services.processes.launch import Launch
 from tests.e2e.conftest import Pair
 from tests.reference import checkpoints
@@ -37,11 +37,11 @@ SAMPLING: Mapping[str, list[dict[str, Any]]] = {
 REQUEST: Mapping[str, list[dict[str, Any]]] = {
     "prompt_ids": [{"prompt_ids": PROMPT[:1]}, {"prompt_ids": PROMPT * 3}],
     "max_tokens": [{"max_tokens": 1}, {"max_tokens": 60}],
-    "stop_token_ids": [{"stop_token_ids": frozenset(range(0, 256, 9)), "sampling": Sampling(**HOT)}],
-    "speculate": [{"speculate": False}, {"speculate": False, "sampling": Sampling(**HOT)}],
+    "stop_token_ids": [{"stop_token_ids": frozenset(range(0, 256, 9)), "sampling": SamplingParams(**HOT)}],
+    "speculate": [{"speculate": False}, {"speculate": False, "sampling": SamplingParams(**HOT)}],
     "prefill_chunk": [{"prefill_chunk": 1}, {"prefill_chunk": 7}, {"prefill_chunk": 4096}],
     "boundaries": [{"boundaries": (5, 20)}],
-    "logprobs": [{"logprobs": 0}, {"logprobs": 20, "sampling": Sampling(**HOT)}],
+    "logprobs": [{"logprobs": 0}, {"logprobs": 20, "sampling": SamplingParams(**HOT)}],
 }
 ELSEWHERE = {
     "request_id", "trace", "unique_id", "chat", "compression",
@@ -53,11 +53,11 @@ ELSEWHERE = {
 def walks() -> list[dict[str, Any]]:
     """Arguments of requests, one for each value of each option, and the plainest one."""
     requests = [change for changes in REQUEST.values() for change in changes]
-    return [{}, *requests, *({"sampling": Sampling(**wish)} for wishes in SAMPLING.values() for wish in wishes)]
+    return [{}, *requests, *({"sampling": SamplingParams(**wish)} for wishes in SAMPLING.values() for wish in wishes)]
 
 
 def test_none_is_left_out() -> None:
-    assert {field.name for field in fields(Sampling)} == set(SAMPLING)
+    assert {field.name for field in fields(SamplingParams)} == set(SAMPLING)
     assert {field.name for field in fields(Request)} == set(REQUEST) | ELSEWHERE
 
 

@@ -15,7 +15,7 @@ from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.loading import Checkpoints
 from coordinator.cluster.placement import make_plan
 from services.messages.description import FeatureTransport
-from services.messages.steps import Sampling
+from services.messages.sampling import SamplingParams
 from services.processes.launch import Launch
 from tests.e2e.conftest import Pair, Worker, alive, children, flashsplit, generate, interrupt, until
 
@@ -87,7 +87,7 @@ async def test_auto_asks_local_and_running_workers(pairs: dict[str, Pair], start
             max_rows=8,
             block_rows=1,
             prompt_length=2,
-            sampling=Sampling(),
+            sampling=SamplingParams(),
             stop_token_ids=frozenset(),
             speculate=False,
         )

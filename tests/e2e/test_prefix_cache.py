@@ -10,13 +10,13 @@ import pytest
 
 from coordinator.text.model_files import read_model_files
 from coordinator.text.prompt import chat_prompt
-from services.messages.steps import Sampling
+from services.messages.sampling import SamplingParams
 from tests.e2e.conftest import ROOT, Pair, Worker
 from tests.e2e.prefix_client import GREEDY, TOKENS, Client, client
 from tests.reference import checkpoints
 
 DEMO = ROOT / "deploy" / "demo"
-SEEDED = Sampling(temperature=1.2, top_p=0.95, repetition_penalty=1.1, frequency_penalty=0.2, seed=11)
+SEEDED = SamplingParams(temperature=1.2, top_p=0.95, repetition_penalty=1.1, frequency_penalty=0.2, seed=11)
 
 
 PLACEMENTS = [("cpu", None, None), ("cpu,cpu", "0.3,0.7", None), ("cpu,cpu,cpu", None, "cpu")]

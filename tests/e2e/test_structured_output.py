@@ -17,7 +17,8 @@ from coordinator.engine.generation import generate as complete
 from coordinator.text.model_files import read_model_files
 from coordinator.text.prompt import chat_prompt
 from services.errors import InvalidArgument
-from services.messages.steps import Grammar, GrammarKind, Sampling
+from services.messages.sampling import SamplingParams
+from services.messages.steps import Grammar, GrammarKind
 from tests.e2e.conftest import ROOT
 from tests.shard_worker.schemas import fits
 
@@ -41,7 +42,7 @@ def test_grammar_and_logprobs_over_two_processes() -> None:
         "s",
         prompt,
         80,
-        sampling=Sampling(temperature=1.0, seed=3),
+        sampling=SamplingParams(temperature=1.0, seed=3),
         stop_token_ids=files.stop_token_ids,
         logprobs=2,
         grammar=Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)),

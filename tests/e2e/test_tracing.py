@@ -14,7 +14,8 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from services.messages.inference_types import GenerateRequest, SamplingWishes, Stopping
+from services.messages.inference_types import GenerateRequest, Stopping
+from services.messages.sampling import SamplingParams
 from services.net.channel import connect
 from services.rpc.inference import RemoteInference
 from tests.e2e.conftest import Worker, until
@@ -41,7 +42,7 @@ async def ask_over_grpc(server: Server, request_id: str, traceparent: str) -> No
     channel = await connect(server.grpc, timeout_s=5)
     try:
         client = RemoteInference(channel, server.grpc)
-        ask = GenerateRequest("Once upon a time", SamplingWishes(temperature=0), Stopping(12))
+        ask = GenerateRequest("Once upon a time", SamplingParams(temperature=0), Stopping(12))
         async for _ in client.answer(ask, request_id, traceparent=traceparent):
             pass
     finally:

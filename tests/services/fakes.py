@@ -20,6 +20,7 @@ from services.messages.description import (
     WorkerDescription,
 )
 from services.messages.measure import DeviceSpeed, MeasureRequest
+from services.messages.sampling import SamplingParams
 from services.messages.snapshots import (
     SnapshotChunk,
     SnapshotFrame,
@@ -36,7 +37,6 @@ from services.messages.steps import (
     Hop,
     Location,
     OpenSession,
-    Sampling,
     SnapshotPart,
     SnapshotRestore,
     SnapshotRestored,
@@ -111,7 +111,7 @@ OPEN = OpenSession(
     max_rows=128,
     block_rows=16,
     prompt_length=100,
-    sampling=Sampling(
+    sampling=SamplingParams(
         logit_bias={7: -1.5, 200: 2.0},
         repetition_penalty=1.25,
         presence_penalty=-0.5,

@@ -13,7 +13,7 @@ from coordinator.api.requests import Chat, check_model, compressed_text, plain_p
 from coordinator.engine.engine import Engine
 from coordinator.text.prompt import Prompt
 from services.errors import InvalidArgument
-from services.messages.inference_types import CompressionWish, SamplingWishes, Stopping
+from services.messages.inference_types import CompressionWish, Stopping
 
 __all__ = [
     "Chat",
@@ -36,7 +36,7 @@ def make_request(
     return requests.make_request(
         engine,
         prompt,
-        _wishes(fields),
+        fields.sampling_params(),
         stopping,
         speculate=fields.speculate,
         prompt_field="messages" if chat else "prompt",
@@ -49,29 +49,9 @@ def compression_wish(fields: SamplingFields) -> CompressionWish:
     return CompressionWish(fields.prefill_compression, fields.prefill_keep_ratio)
 
 
-def _wishes(fields: SamplingFields) -> SamplingWishes:
-    bias = {}
-    for key, value in (fields.logit_bias or {}).items():
-        if not key.isascii() or not key.isdigit() or len(key) > 10 or int(key) >= 2**31:
-            raise InvalidArgument(f"logit_bias has the key {key[:80]!r}; keys are token ids", field="logit_bias")
-        bias[int(key)] = value
-    return SamplingWishes(
-        temperature=fields.temperature,
-        # -1 is off as well.
-        top_k=None if fields.top_k is None else max(fields.top_k, 0),
-        top_p=fields.top_p,
-        min_p=fields.min_p,
-        repetition_penalty=fields.repetition_penalty,
-        presence_penalty=fields.presence_penalty,
-        frequency_penalty=fields.frequency_penalty,
-        seed=fields.seed,
-        logit_bias=bias,
-    )
-
-
 def choices_of(request: Request, count: int, before: int = 0) -> list[Request]:
     """One request for each choice: its own id and seed, the first as it stands. before: choices of other prompts."""
-    seed = request.sampling.seed
+    seed = request.sampling.seed or 0
     return [
         replace(
             request,

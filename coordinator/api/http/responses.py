@@ -57,6 +57,7 @@ def routes(engine: Engine) -> APIRouter:
 
 def _head(engine: Engine, body: ResponsesRequest, talk: Conversation) -> dict[str, Any]:
     """The reply before anything was said: who answers, and what was asked for."""
+    sampling = body.sampling_params()
     given = body.text.model_dump(by_alias=True, exclude_none=True) if body.text is not None else {}
     return {
         "id": f"resp_{talk.request.request_id}",
@@ -73,11 +74,11 @@ def _head(engine: Engine, body: ResponsesRequest, talk: Conversation) -> dict[st
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
         "store": False,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": 1.0 if sampling.temperature is None else sampling.temperature,
         "text": {"format": {"type": "text"}, **given},
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
         "tools": [{"parameters": None, "strict": None, **tool.model_dump()} for tool in body.tools or []],
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
         "usage": None,
     }
 

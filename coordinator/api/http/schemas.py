@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from services.errors import InvalidArgument
 from services.messages.inference_types import CompressionMode
+from services.messages.sampling import PARAMETERS, SamplingParams
 
 MAX_CHOICES = 16
 MAX_PROMPTS = 1024
@@ -18,17 +21,22 @@ class Open(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
 
-class SamplingFields(Open):
-    """How tokens are chosen, under the names of OpenAI and of vLLM."""
+if TYPE_CHECKING:
+    _SamplingNumbers = Open
+else:
+    _SamplingNumbers = create_model(
+        "_SamplingNumbers",
+        __base__=Open,
+        **{entry.name: (entry.kind | None, Field(None, **entry.http.bounds())) for entry in PARAMETERS},
+    )
 
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    presence_penalty: float | None = Field(None, ge=-1000, le=1000)
-    frequency_penalty: float | None = Field(None, ge=-1000, le=1000)
-    repetition_penalty: float | None = Field(None, ge=1e-3, le=1e3)
+
+class SamplingFields(_SamplingNumbers):
+    """How tokens are chosen and where an answer ends, under the names of OpenAI and of vLLM.
+
+    The numbers among the sampling parameters are fields too, as `services.messages.sampling` defines them.
+    """
+
     logit_bias: dict[str, float] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -36,6 +44,17 @@ class SamplingFields(Open):
     speculate: bool = True
     prefill_compression: CompressionMode | None = None
     prefill_keep_ratio: float | None = None
+
+    def sampling_params(self) -> SamplingParams:
+        """Return what the client gave. Raises InvalidArgument for a key of logit_bias that is no token id."""
+        bias = {}
+        for key, value in (self.logit_bias or {}).items():
+            if not key.isascii() or not key.isdigit() or len(key) > 10 or int(key) >= 2**31:
+                raise InvalidArgument(f"logit_bias has the key {key[:80]!r}; keys are token ids", field="logit_bias")
+            bias[int(key)] = value
+        sampling = SamplingParams(bias, **{entry.name: getattr(self, entry.name) for entry in PARAMETERS})
+        # -1 switches top-k off as well as 0.
+        return replace(sampling, top_k=0) if sampling.top_k == -1 else sampling
 
 
 class StreamOptions(Open):

@@ -12,13 +12,15 @@ from coordinator.cli.console import LoadBars
 from coordinator.cli.http_client import ServerOptions, server_options
 from coordinator.cli.options import PlacementOptions, PrefixOptions, model_options, placement_options, prefix_options
 from coordinator.cli.running import run
+from coordinator.cli.sampling_options import sampling_options
 from coordinator.cli.store_options import chosen_store
 from coordinator.cli.terminal.chat import Chat
 from coordinator.cli.terminal.history import history_path
-from coordinator.cli.terminal.speakers import LocalSpeaker, RemoteSpeaker, Speaker, Wishes
+from coordinator.cli.terminal.speakers import AnswerOptions, LocalSpeaker, RemoteSpeaker, Speaker
 from coordinator.engine.engine import Engine
 from coordinator.text.model_files import read_model_files
 from services.errors import InvalidArgument
+from services.messages.sampling import SamplingParams
 
 _EPILOG = """Examples:
 
@@ -41,14 +43,10 @@ _BOTH = ("model", "system", "temperature", "top_p", "max_tokens", "seed", "no_sp
 @placement_options
 @prefix_options
 @click.option("--system", metavar="TEXT", help="A system message.")
-@click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="0 is greedy.")
-@click.option(
-    "--top-p", type=click.FloatRange(0, 1, min_open=True), help="Keep the smallest set of tokens with this mass."
-)
+@sampling_options("temperature", "top_p", "seed", as_clients=True)
 @click.option(
     "--max-tokens", type=click.IntRange(1), help="Most tokens of an answer.  [default: as servers have it, 2048]"
 )
-@click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="Same seed, same answers.  [default: random]")
 @click.option("--no-speculation", is_flag=True, help="Plain decode, even with a draft loaded.")
 @click.option("--no-history", is_flag=True, help="Don't remember questions in the state directory.")
 @click.pass_context
@@ -63,10 +61,8 @@ def chat(
     model: Path | None,
     draft: Path | None,
     system: str | None,
-    temperature: float,
-    top_p: float | None,
+    sampling: SamplingParams,
     max_tokens: int | None,
-    seed: int | None,
     no_speculation: bool,
     no_history: bool,
     prefix_cache: bool,
@@ -82,7 +78,7 @@ def chat(
     With --url, or nothing, a running server answers: flashsplit's, or any other with OpenAI's API. With --model, this
     command starts workers of its own, as flashsplit generate does with the same options, and ends them with the chat.
     """
-    wishes = Wishes(temperature, top_p, max_tokens, seed, speculate=not no_speculation)
+    answers = AnswerOptions(sampling, max_tokens, speculate=not no_speculation)
 
     async def main() -> None:
         check_choice(context, model)
@@ -98,7 +94,7 @@ def chat(
                 options = PlacementOptions(**placement)  # type: ignore[arg-type]
                 engine = await start_engine(stack, model, draft, options, keeping)
                 speaker = LocalSpeaker(engine)
-            await Chat(speaker, wishes, system, None if no_history else history_path()).run()
+            await Chat(speaker, answers, system, None if no_history else history_path()).run()
 
     run(main())
 

@@ -17,6 +17,7 @@ from coordinator.cli.compression_options import CompressionOptions, compression_
 from coordinator.cli.console import LoadBars, console
 from coordinator.cli.options import PlacementOptions, PrefixOptions, model_options, placement_options, prefix_options
 from coordinator.cli.running import run
+from coordinator.cli.sampling_options import sampling_options
 from coordinator.cli.store_options import chosen_store
 from coordinator.compression.compressor import Compressor
 from coordinator.compression.prompts import shorten_chat, shorten_text
@@ -24,8 +25,7 @@ from coordinator.engine import generation
 from coordinator.text.model_files import ModelFiles, read_model_files
 from coordinator.text.prompt import Prompt, chat_prompt, text_prompt
 from services.errors import InvalidArgument
-from services.messages.session_frames import check_sampling
-from services.messages.steps import Sampling
+from services.messages.sampling import SamplingParams, check_sampling
 
 _EPILOG = """Examples:
 
@@ -62,18 +62,7 @@ _EPILOG = """Examples:
 @click.option("--chat", is_flag=True, help="Put the prompt into the checkpoint's chat template as a user message.")
 @click.option("--system", metavar="TEXT", help="With --chat: a system message.")
 @click.option("--max-tokens", type=click.IntRange(1), default=256, show_default=True, help="Most tokens to produce.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-k", type=int, help="Keep the K likeliest tokens.")
-@click.option("--top-p", type=float, help="Keep the smallest set of tokens with this mass.")
-@click.option("--min-p", type=float, help="Drop tokens below this share of the likeliest one's probability.")
-@click.option("--repetition-penalty", type=float, help="Divide logits of tokens seen; above 1 discourages them.")
-@click.option("--presence-penalty", type=float, help="Lower the logits of tokens in the output by this much.")
-@click.option("--frequency-penalty", type=float, help="Lower them by this much for each time they came.")
-@click.option(
-    "--seed",
-    type=click.IntRange(0, 2**64 - 1),
-    help="Same seed, same answer, whatever the split or the draft.  [default: random]",
-)
+@sampling_options()
 @click.option("--stop", "stops", multiple=True, metavar="STR", help="End before this text; may be given several times.")
 @click.option("--no-speculation", is_flag=True, help="Plain decode, even with a draft loaded.")
 @click.option("--ignore-eos", is_flag=True, help="Don't end at the model's end-of-sequence tokens.")
@@ -93,14 +82,7 @@ def generate(
     chat: bool,
     system: str | None,
     max_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None,
-    repetition_penalty: float | None,
-    presence_penalty: float | None,
-    frequency_penalty: float | None,
-    seed: int | None,
+    sampling: SamplingParams,
     stops: tuple[str, ...],
     no_speculation: bool,
     ignore_eos: bool,
@@ -132,17 +114,8 @@ def generate(
             prefill_drafter, prefill_compression, prefill_threshold, prefill_keep_ratio, prefill_device
         )
         files = read_model_files(model)
-        sampling = Sampling(
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seed=secrets.randbits(64) if seed is None else seed,
-        )
-        check_sampling(sampling)
+        seeded = sampling.seeded()
+        check_sampling(seeded)
         asked = read_prompts(files, prompts, prompt_files, prompt_ids, chat=chat, system=system)
         keeping = PrefixOptions(prefix_cache, prefix_cache_bytes, store, kv_cache_budget, kv_cache_min_tokens)
 
@@ -174,7 +147,7 @@ def generate(
                     boundaries=prompt.boundaries,
                     compression=prompt.compression,
                     max_tokens=max_tokens,
-                    sampling=sampling,
+                    sampling=seeded,
                     stop_token_ids=frozenset() if ignore_eos else files.stop_token_ids,
                     stop_strings=stops,
                     speculate=not no_speculation,

@@ -25,7 +25,7 @@ from coordinator.cli.console import console as stderr, print_error
 from coordinator.cli.terminal.figures_line import figures_line
 from coordinator.cli.terminal.history import open_history
 from coordinator.cli.terminal.live_text import LiveText
-from coordinator.cli.terminal.speakers import Ended, Message, Speaker, Wishes
+from coordinator.cli.terminal.speakers import AnswerOptions, Ended, Message, Speaker
 from services.errors import FlashsplitError
 
 _COMMANDS = {
@@ -39,8 +39,8 @@ _COMMANDS = {
 class Chat:
     """A conversation with a speaker. history: where questions are remembered, None for nowhere."""
 
-    def __init__(self, speaker: Speaker, wishes: Wishes, system: str | None, history: Path | None) -> None:
-        self._speaker, self._wishes, self._system, self._history = speaker, wishes, system, history
+    def __init__(self, speaker: Speaker, options: AnswerOptions, system: str | None, history: Path | None) -> None:
+        self._speaker, self._options, self._system, self._history = speaker, options, system, history
         self._messages: list[Message] = []
         self._console = Console(highlight=False)
 
@@ -132,7 +132,7 @@ class Chat:
     async def _show(self, said: list[str]) -> None:
         """Draw the answer as it comes; what was said is put into the list."""
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
-        answer = self._speaker.answer([*system, *self._messages], self._wishes)
+        answer = self._speaker.answer([*system, *self._messages], self._options)
         ended: Ended | None = None
         async with contextlib.aclosing(answer) as pieces:
             with contextlib.ExitStack() as drawn:

@@ -15,27 +15,28 @@ from coordinator.api.http.usage import timings_of
 from coordinator.cli.http_client import Server
 from coordinator.engine.engine import Engine
 from coordinator.text.parsers.events import ContentDelta, Event, ReasoningDelta
+from services.messages.sampling import SamplingParams
 
 Message = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """How to answer; None leaves it to who answers. temperature 0 is greedy."""
+class AnswerOptions:
+    """How to answer. What sampling and max_tokens don't say is left to who answers. speculate: a draft may be used."""
 
-    temperature: float = 0.0
-    top_p: float | None = None
+    sampling: SamplingParams = SamplingParams(temperature=0.0)
     max_tokens: int | None = None
-    seed: int | None = None
     speculate: bool = True
 
     def body(self, messages: Sequence[Message]) -> dict[str, Any]:
-        """As /v1/chat/completions takes them."""
-        given = {"top_p": self.top_p, "max_tokens": self.max_tokens, "seed": self.seed}
-        wanted = {name: value for name, value in given.items() if value is not None}
+        """Return the body for /v1/chat/completions."""
+        given: dict[str, Any] = self.sampling.numbers()
+        if self.max_tokens is not None:
+            given["max_tokens"] = self.max_tokens
         # Only where it is wished for: servers of others may not know it.
-        wanted |= {} if self.speculate else {"speculate": False}
-        return {"messages": list(messages), "temperature": self.temperature, **wanted}
+        if not self.speculate:
+            given["speculate"] = False
+        return {"messages": list(messages), **given}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Speaker(Protocol):
     name: str
     place: str
 
-    def answer(self, messages: Sequence[Message], wishes: Wishes) -> AsyncGenerator[Said | Ended]:
+    def answer(self, messages: Sequence[Message], options: AnswerOptions) -> AsyncGenerator[Said | Ended]:
         """Pieces and at last the end. Closing it stops the answer. Raises FlashsplitError."""
 
     @property
@@ -77,10 +78,10 @@ class RemoteSpeaker:
     def __init__(self, server: Server, model: str) -> None:
         self._server, self.name, self.place = server, model, server.url
 
-    async def answer(self, messages: Sequence[Message], wishes: Wishes) -> AsyncGenerator[Said | Ended]:
+    async def answer(self, messages: Sequence[Message], options: AnswerOptions) -> AsyncGenerator[Said | Ended]:
         body = {
             "model": self.name,
-            **wishes.body(messages),
+            **options.body(messages),
             "stream": True,
             "stream_options": {"include_usage": True},
         }
@@ -113,8 +114,8 @@ class LocalSpeaker:
         """Without its workers there is nothing left."""
         return not self._engine.ready
 
-    async def answer(self, messages: Sequence[Message], wishes: Wishes) -> AsyncGenerator[Said | Ended]:
-        body = ChatRequest.model_validate(wishes.body(messages))
+    async def answer(self, messages: Sequence[Message], options: AnswerOptions) -> AsyncGenerator[Said | Ended]:
+        body = ChatRequest.model_validate(options.body(messages))
         talk = await converse(self._engine, body, body.messages, ToolUse([]), max_tokens=body.max_tokens)
         parser = talk.parser()
         async with contextlib.aclosing(answers_to(self._engine, talk)) as events:

@@ -17,6 +17,7 @@ from flashsplit.shard.v1 import draft_service_pb2 as draft_pb, stage_service_pb2
 from services.errors import InvalidArgument, NotFound, ResourceExhausted
 from services.layers import LayerRange
 from services.messages.description import FeatureTransport, HeadPlace, Role
+from services.messages.sampling import SamplingParams
 from services.messages.snapshots import SnapshotOwner
 from services.messages.steps import (
     Commit,
@@ -27,7 +28,6 @@ from services.messages.steps import (
     Location,
     OpenSession,
     Proposal,
-    Sampling,
     SnapshotRestore,
     SnapshotRestored,
     SnapshotSave,
@@ -230,9 +230,9 @@ def hints(engine: Engine) -> dict[str, Sequence[Any]]:
 
 
 SAMPLINGS = [
-    Sampling(),
-    Sampling({3: 5.0}, 1.2, 0.5, -0.5, 0.8, 20, 0.9, 0.05, 7),
-    Sampling({3: 1e6, 4: -1e6}, 1e-3, 1e6, -1e6, 1e-40, 64, 1e-30, 1.0, 2**64 - 1),
+    SamplingParams(),
+    SamplingParams({3: 5.0}, 1.2, 0.5, -0.5, 0.8, 20, 0.9, 0.05, 7),
+    SamplingParams({3: 1e6, 4: -1e6}, 1e-3, 1e6, -1e6, 1e-40, 64, 1e-30, 1.0, 2**64 - 1),
 ]
 
 
@@ -376,7 +376,7 @@ NAN, HUGE, ZERO = b"\xff", b"\x7f", b"\x00"
 @pytest.mark.parametrize(("fill", "temperature"), [(NAN, 0.0), (HUGE, 0.0), (HUGE, 0.8), (ZERO, 0.0), (ZERO, 0.8)])
 async def test_activations_that_are_no_numbers(fill: bytes, temperature: float, engine: Engine, dial: Dial) -> None:
     """Whatever comes as an activation, tokens stay within the vocabulary, and neither stage nor draft fails on them."""
-    opening = replace(engine.to_second, sampling=Sampling(temperature=temperature, seed=5))
+    opening = replace(engine.to_second, sampling=SamplingParams(temperature=temperature, seed=5))
     session = await RemoteStage(await dial(engine.second), engine.second).open(opening)
     events = session.events()
     for step in STEPS[:2]:
@@ -393,7 +393,7 @@ async def test_activations_that_are_no_numbers(fill: bytes, temperature: float, 
 
 async def test_nothing_is_drawn_from_what_is_no_distribution(engine: Engine, dial: Dial) -> None:
     """An activation of NaNs gives no distribution to draw from: it is refused by name, and no token is made up."""
-    opening = replace(engine.to_second, sampling=Sampling(temperature=0.8, seed=5))
+    opening = replace(engine.to_second, sampling=SamplingParams(temperature=0.8, seed=5))
     session = await RemoteStage(await dial(engine.second), engine.second).open(opening)
     for step in STEPS[:2]:
         spoiled = with_tensors(step, HIDDEN, 1)

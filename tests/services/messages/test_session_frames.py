@@ -10,6 +10,7 @@ import pytest
 from flashsplit.shard.v1 import draft_pb2, failure_pb2, stage_pb2, stage_service_pb2 as pb
 from services.errors import InvalidArgument
 from services.layers import LayerRange
+from services.messages.sampling import SamplingParams
 from services.messages.session_frames import (
     event_from_message,
     event_to_message,
@@ -34,7 +35,6 @@ from services.messages.steps import (
     Location,
     OpenSession,
     Proposal,
-    Sampling,
     SnapshotRestored,
     SnapshotSaved,
     StageIdentity,
@@ -53,7 +53,7 @@ HERE = Location(2, "alpha", "cuda:0", "h:1")
         OPEN,
         replace(OPEN, draft=DraftRoute()),
         replace(OPEN, draft=DraftRoute("h:7")),
-        replace(OPEN, route=(), sampling=Sampling(), stop_token_ids=frozenset()),
+        replace(OPEN, route=(), sampling=SamplingParams(), stop_token_ids=frozenset()),
         replace(OPEN, stage=0, max_length=2**32 - 1, request_id="ü" * 100),
         replace(OPEN, trace=Trace("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", sampled=True)),
     ],
@@ -66,7 +66,7 @@ def test_open_round_trip(request_: OpenSession) -> None:
 
 def test_zero_penalties_are_not_absent() -> None:
     """A processor set to 0 is not one that is switched off."""
-    sampling = Sampling(presence_penalty=0.0, frequency_penalty=0.0, min_p=0.0)
+    sampling = SamplingParams(presence_penalty=0.0, frequency_penalty=0.0, min_p=0.0)
     message = open_to_message(replace(OPEN, sampling=sampling))
     assert open_from_message(message).sampling == sampling
 
@@ -95,7 +95,7 @@ def test_zero_penalties_are_not_absent() -> None:
 )
 def test_senseless_sampling_is_refused(fields: dict[str, Any], text: str) -> None:
     """Each number is refused with its name, its value and what would be accepted."""
-    message = open_to_message(replace(OPEN, sampling=Sampling(**fields)))
+    message = open_to_message(replace(OPEN, sampling=SamplingParams(**fields)))
     with pytest.raises(InvalidArgument) as refused:
         open_from_message(message)
     assert refused.value.message.startswith(text)

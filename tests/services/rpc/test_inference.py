@@ -32,10 +32,10 @@ from services.messages.inference_types import (
     Delta,
     GenerateRequest,
     Message,
-    SamplingWishes,
     Started,
     Stopping,
 )
+from services.messages.sampling import SamplingParams
 from services.messages.steps import Grammar, GrammarKind
 from services.rpc.inference import SERVICE, InferenceServicer, RemoteInference
 from tests.services.conftest import Dial, Serve
@@ -53,7 +53,7 @@ TALK = Conversation(
     tools="[]",
     variables={"enable_thinking": False, "budget": 100, "share": 0.5, "none": None, "deep": {"list": [1, "x", {}]}},
 )
-FULL = SamplingWishes(0.0, 0, 0.9, 0.0, 1.1, -0.5, 2.0, 2**64 - 1, {3: -1.5, 2**32 - 1: 0.0})
+FULL = SamplingParams({3: -1.5, 2**32 - 1: 0.0}, 1.1, -0.5, 2.0, 0.0, 0, 0.9, 0.0, 2**64 - 1)
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ async def all_of(events: AsyncIterator[AnswerEvent]) -> list[AnswerEvent]:
     [
         GenerateRequest(""),
         GenerateRequest("Ünïcode\n", FULL, Stopping(0, ("a", ""), (0, 7), True), speculate=False, model="m"),
-        GenerateRequest((0, 5, 2**32 - 1), SamplingWishes(temperature=0.7, seed=0)),
+        GenerateRequest((0, 5, 2**32 - 1), SamplingParams(temperature=0.7, seed=0)),
         GenerateRequest(()),
         GenerateRequest(TALK, FULL, Stopping(2**32 - 1), logprobs=0, grammar=Grammar(GrammarKind.JSON_OBJECT)),
         GenerateRequest("x", logprobs=20, grammar=Grammar(GrammarKind.JSON_SCHEMA, "{}")),

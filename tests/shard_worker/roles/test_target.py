@@ -13,7 +13,8 @@ import pytest
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, NotFound
 from services.layers import LayerRange
 from services.messages.description import FeatureTransport, HeadPlace
-from services.messages.steps import DraftRoute, Hop, Location, Sampling
+from services.messages.sampling import SamplingParams
+from services.messages.steps import DraftRoute, Hop, Location
 from services.rpc.peers import Peers
 from services.rpc.worker import FeatureCapture, LoadDraft, LoadTarget
 from shard_worker.device.devices import parse_devices
@@ -134,7 +135,7 @@ REFUSED: list[tuple[dict[str, Any], type[FlashsplitError], str]] = [
     ({"batch_invariant_rows": 15}, InvalidArgument, "exact_rows"),
     ({"batch_invariant_rows": 65}, InvalidArgument, "exact_rows"),
     ({"stop_token_ids": frozenset({3, 256})}, InvalidArgument, "stop_token_ids"),
-    ({"sampling": Sampling(logit_bias={256: 1.0})}, InvalidArgument, "logit_bias"),
+    ({"sampling": SamplingParams(logit_bias={256: 1.0})}, InvalidArgument, "logit_bias"),
 ]
 
 

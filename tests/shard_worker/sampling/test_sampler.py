@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from services.errors import InvalidArgument
-from services.messages.steps import Sampling
+from services.messages.sampling import SamplingParams
 from shard_worker.sampling.acceptance import accept
 from shard_worker.sampling.sampler import Sampler, draw, probabilities, uniform
 from tests.reference import distribution, target
@@ -42,7 +42,7 @@ SETTINGS = {
 }
 
 
-def request(settings: distribution.Settings, seed: int = 0) -> Sampling:
+def request(settings: distribution.Settings, seed: int = 0) -> SamplingParams:
     """The same settings as a request carries them: None switches a processor off."""
     off = distribution.Settings()
     values = {
@@ -50,7 +50,7 @@ def request(settings: distribution.Settings, seed: int = 0) -> Sampling:
         for name in ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
         if getattr(settings, name) != getattr(off, name)
     }
-    return Sampling(logit_bias=settings.logit_bias, temperature=settings.temperature, seed=seed, **values)
+    return SamplingParams(logit_bias=settings.logit_bias, temperature=settings.temperature, seed=seed, **values)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def joint_distribution(tiny: Tiny, name: str) -> np.ndarray:
     return distribution.joint(lambda ids: target.logits(model, ids)[-1], PROMPT, DEPTH, SETTINGS[name])
 
 
-def sampler_after(sampling: Sampling, prefix: tuple[int, ...]) -> Sampler:
+def sampler_after(sampling: SamplingParams, prefix: tuple[int, ...]) -> Sampler:
     """A sampler that has seen all of a prefix but its last token."""
     sampler = Sampler(sampling, len(PROMPT), VOCAB, CPU)
     sampler.observe(prefix[:-1], 0)
@@ -75,7 +75,7 @@ def sampler_after(sampling: Sampling, prefix: tuple[int, ...]) -> Sampler:
 
 
 def continue_plainly(
-    sampling: Sampling, next_logits: NextLogits, begun: list[tuple[int, ...]]
+    sampling: SamplingParams, next_logits: NextLogits, begun: list[tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
     """Draw for every seed, one step a token, until each has DEPTH tokens; `begun` holds what each has already."""
     drawn = list(begun)
@@ -95,7 +95,7 @@ def continue_plainly(
 
 
 def draw_with_guesses(
-    sampling: Sampling, next_logits: NextLogits, truth: list[tuple[int, ...]], script: Script
+    sampling: SamplingParams, next_logits: NextLogits, truth: list[tuple[int, ...]], script: Script
 ) -> tuple[list[tuple[int, ...]], float]:
     """One verify of the script's guesses for every seed, then plain steps; and the mean number of tokens a verify."""
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -227,7 +227,7 @@ def test_the_distribution_of_every_row_includes_the_guesses_before_it(name: str,
 
 def test_only_the_last_row_of_a_longer_step_is_chosen_from() -> None:
     """A step of several rows whose last one alone has logits counts the others as history."""
-    sampling = Sampling(frequency_penalty=1.0, presence_penalty=0.5)
+    sampling = SamplingParams(frequency_penalty=1.0, presence_penalty=0.5)
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
     whole = Sampler(sampling, 2, VOCAB, CPU)
     parts = Sampler(sampling, 2, VOCAB, CPU)
@@ -240,12 +240,12 @@ def test_greedy_is_the_argmax_after_bias_and_penalties() -> None:
     """Temperature 0 takes the best adjusted logit, the first of equal ones, and no random number."""
     logits = torch.tensor([[0.0, 3.0, 2.9, 1.0, 3.0]])
 
-    assert Sampler(Sampling(), 1, VOCAB, CPU).choose(logits, [0], 0) == [1]
-    assert Sampler(Sampling(logit_bias={2: 0.2}), 1, VOCAB, CPU).choose(logits, [0], 0) == [2]
-    penalised = Sampler(Sampling(presence_penalty=0.05, repetition_penalty=1.5), 0, VOCAB, CPU)
+    assert Sampler(SamplingParams(), 1, VOCAB, CPU).choose(logits, [0], 0) == [1]
+    assert Sampler(SamplingParams(logit_bias={2: 0.2}), 1, VOCAB, CPU).choose(logits, [0], 0) == [2]
+    penalised = Sampler(SamplingParams(presence_penalty=0.05, repetition_penalty=1.5), 0, VOCAB, CPU)
     penalised.observe([1], 0)
     assert penalised.choose(logits, [4], 1) == [2]
-    assert [Sampler(Sampling(seed=seed), 1, VOCAB, CPU).choose(logits, [0], 0) for seed in range(9)] == [[1]] * 9
+    assert [Sampler(SamplingParams(seed=seed), 1, VOCAB, CPU).choose(logits, [0], 0) for seed in range(9)] == [[1]] * 9
 
 
 def test_a_seed_names_one_stream() -> None:
@@ -282,18 +282,18 @@ def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, 0.5, 1.5], [0.0, bad, 2.0, 0.5, 1.5]])
 
     with pytest.raises(InvalidArgument, match="not finite"):
-        draw(probabilities(logits, Sampling(temperature=1.0, top_p=0.9)), [0.5, 0.5])
+        draw(probabilities(logits, SamplingParams(temperature=1.0, top_p=0.9)), [0.5, 0.5])
 
 
 def test_processors_never_leave_nothing() -> None:
     """However strict, top-p and min-p keep the likeliest token and top-k keeps those that tie with the k-th."""
     logits = torch.tensor([[1.0, 2.0, 0.0, 2.0, -1.0]])
 
-    for sampling in (Sampling(temperature=1.0, top_p=1e-9), Sampling(temperature=1.0, min_p=1.0)):
+    for sampling in (SamplingParams(temperature=1.0, top_p=1e-9), SamplingParams(temperature=1.0, min_p=1.0)):
         assert (probabilities(logits, sampling) > 0).sum() in (1, 2)
-    tied = probabilities(logits, Sampling(temperature=1.0, top_k=1))
+    tied = probabilities(logits, SamplingParams(temperature=1.0, top_k=1))
     assert tied.nonzero()[:, 1].tolist() == [1, 3]
-    beyond = probabilities(logits, Sampling(temperature=1.0, top_k=50))
+    beyond = probabilities(logits, SamplingParams(temperature=1.0, top_k=50))
     assert (beyond > 0).all()
 
 

@@ -7,19 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.messages.steps import Sampling
+from services.messages.sampling import SamplingParams
 from tests.reference import checkpoints, distribution, target
 from tests.shard_worker.chain import Chain
 
 VOCAB, DEPTH, DRAWS = 5, 3, 1000
 PROMPT = (1, 3, 0)
 SETTINGS = {
-    "temperature": (distribution.Settings(temperature=1.3), Sampling(temperature=1.3)),
+    "temperature": (distribution.Settings(temperature=1.3), SamplingParams(temperature=1.3)),
     "all": (
         distribution.Settings(
             temperature=0.9, top_k=4, top_p=0.95, min_p=0.02, repetition_penalty=1.2, presence_penalty=0.3
         ),
-        Sampling(temperature=0.9, top_k=4, top_p=0.95, min_p=0.02, repetition_penalty=1.2, presence_penalty=0.3),
+        SamplingParams(temperature=0.9, top_k=4, top_p=0.95, min_p=0.02, repetition_penalty=1.2, presence_penalty=0.3),
     ),
 }
 
@@ -50,7 +50,7 @@ async def test_first_three_tokens_follow_the_enumerated_distribution(
     chain = Chain(model, cuts, draft=draft if drafted else None)
     samples, accepted = [], 0
     for seed in range(DRAWS):
-        sampling = Sampling(**{name: getattr(asked, name) for name in asked.__slots__} | {"seed": seed})
+        sampling = SamplingParams(**{name: getattr(asked, name) for name in asked.__slots__} | {"seed": seed})
         async with chain.session(sampling=sampling, prompt_length=len(PROMPT), max_length=16, max_rows=8) as client:
             if drafted:
                 answer = await client.speculate(PROMPT, DEPTH, draft_tokens=3)

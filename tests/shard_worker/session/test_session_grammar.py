@@ -18,7 +18,8 @@ import torch
 
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
 from services.layers import LayerRange
-from services.messages.steps import Grammar, GrammarKind, OpenSession, Sampling, StepKind
+from services.messages.sampling import SamplingParams
+from services.messages.steps import Grammar, GrammarKind, OpenSession, StepKind
 from shard_worker.sampling.acceptance import accept
 from shard_worker.sampling.grammar_compiler import GrammarCompiler
 from shard_worker.sampling.sampler import Sampler
@@ -125,7 +126,7 @@ async def test_outputs_conform_and_are_the_same_everywhere(
             prompt_length=len(prompt),
             stop_token_ids=STOPS,
             grammar=GRAMMARS[name],
-            sampling=Sampling(temperature=temperature, seed=5),
+            sampling=SamplingParams(temperature=temperature, seed=5),
         ) as client:
             found.add(tuple(await answer(client, prompt, propose)))
     [tokens] = found
@@ -142,7 +143,7 @@ async def test_any_object_parses_and_wrong_guesses_change_nothing(
         "prompt_length": len(prompt),
         "stop_token_ids": STOPS,
         "grammar": Grammar(OBJECT),
-        "sampling": Sampling(temperature=1.0, seed=5),
+        "sampling": SamplingParams(temperature=1.0, seed=5),
         "draft": None,
     }
     async with demo((5,)).session(**settings) as client:
@@ -278,7 +279,7 @@ def test_probabilities_are_the_models_renormalised_step_by_step(tiny: Tiny, tmp_
 
     def drawn(seed: int, script: Callable[[tuple[int, ...]], tuple[int, ...]]) -> tuple[int, ...]:
         state = compiler.compile(grammar, opening, torch.device("cpu"))
-        sampling = Sampling(temperature=temperature, seed=seed)
+        sampling = SamplingParams(temperature=temperature, seed=seed)
         sampler = Sampler(sampling, len(PROMPT), 5, torch.device("cpu"), state)
         sampler.observe(PROMPT[:-1], 0)
         tokens: tuple[int, ...] = ()

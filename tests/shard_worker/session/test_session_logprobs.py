@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from services.errors import InvalidArgument
-from services.messages.steps import Sampling, StepKind, TokenLogprobs
+from services.messages.sampling import SamplingParams
+from services.messages.steps import StepKind, TokenLogprobs
 from shard_worker.sampling.logprobs import token_logprobs
 from tests.reference import target
 from tests.shard_worker.chain import BLOCK, Client, MakeChain
@@ -82,7 +83,7 @@ async def test_processors_are_not_counted_in(
 ) -> None:
     """Whatever changes the sampling distribution, the numbers are the model's own, and none is impossible."""
     prompt, _ = tiny.clear_prompt(name, 12, COUNT)
-    sampling = Sampling({3: 4.0}, 1.3, 0.5, 0.25, temperature=1.7, top_k=40, top_p=0.9, min_p=0.01, seed=11)
+    sampling = SamplingParams({3: 4.0}, 1.3, 0.5, 0.25, temperature=1.7, top_k=40, top_p=0.9, min_p=0.01, seed=11)
     async with chain(name, cuts, True).session(logprobs=20, sampling=sampling, prompt_length=len(prompt)) as client:
         tokens, told = await run(client, prompt, propose=propose)
     check(tiny, name, prompt, tokens, told)

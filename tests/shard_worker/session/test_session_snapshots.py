@@ -10,7 +10,8 @@ import pytest
 
 from services.errors import FailedPrecondition
 from services.messages.description import FeatureTransport, HeadPlace
-from services.messages.steps import Forward, Proposal, Sampling, SnapshotSave, SnapshotSaved, StepKind
+from services.messages.sampling import SamplingParams
+from services.messages.steps import Forward, Proposal, SnapshotSave, SnapshotSaved, StepKind
 from tests.shard_worker.chain import BLOCK, Client, MakeChain
 from tests.shard_worker.session.session_memory import Memory, differing, distance, memory_of
 from tests.shard_worker.tiny import Tiny, ids
@@ -200,11 +201,11 @@ async def test_sessions_restored_side_by_side_share_nothing(chain: MakeChain) ->
 
 
 SAMPLINGS = [
-    Sampling(),
-    Sampling(temperature=0.9, seed=5),
-    Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=2**64 - 1),
-    Sampling(temperature=1.0, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.4, seed=6),
-    Sampling(repetition_penalty=1e3, logit_bias={3: 2.0, 9: -5.0}),
+    SamplingParams(),
+    SamplingParams(temperature=0.9, seed=5),
+    SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=2**64 - 1),
+    SamplingParams(temperature=1.0, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.4, seed=6),
+    SamplingParams(repetition_penalty=1e3, logit_bias={3: 2.0, 9: -5.0}),
 ]
 
 
@@ -212,7 +213,7 @@ SAMPLINGS = [
 @pytest.mark.parametrize(("name", "cuts"), [("qwen3", ()), ("qwen3_5", (3,)), ("qwen3_5", (2, 5))])
 @pytest.mark.parametrize("drafted", [False, True])
 async def test_a_prompt_that_is_the_prefix_goes_on_at_once(
-    chain: MakeChain, name: str, cuts: tuple[int, ...], drafted: bool, sampling: Sampling
+    chain: MakeChain, name: str, cuts: tuple[int, ...], drafted: bool, sampling: SamplingParams
 ) -> None:
     """Without a row to compute, the first token and all behind it are those of a session that computed the prompt."""
     # Tokens repeat, so that penalties on the prompt show.
@@ -269,7 +270,7 @@ async def test_penalties_count_the_restored_prompt(
     async with made.session() as client:
         await client.step(PREFILL, prompt)
         await client.save("whole")
-    sampling = Sampling(logit_bias={favourite: 100.0}, **penalty)
+    sampling = SamplingParams(logit_bias={favourite: 100.0}, **penalty)
     async with made.session(sampling=sampling, prompt_length=prompt_length) as client:
         await client.restore("whole", prompt)
         [token] = (await client.resume())[0].token_ids

@@ -11,7 +11,8 @@ import torch
 
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
 from services.messages.description import FeatureTransport, HeadPlace
-from services.messages.steps import Sampling, StepKind
+from services.messages.sampling import SamplingParams
+from services.messages.steps import StepKind
 from shard_worker.drafting.drafters.dflash import DFlashState
 from shard_worker.stage.stage import StageState
 from tests.reference import target
@@ -173,9 +174,9 @@ async def test_blocks_of_every_size(tiny: Tiny, chain: MakeChain, draft_tokens: 
 
 
 SAMPLINGS = [
-    Sampling(temperature=1.0, seed=5),
-    Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=6),
-    Sampling(
+    SamplingParams(temperature=1.0, seed=5),
+    SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=6),
+    SamplingParams(
         temperature=0.9,
         repetition_penalty=1.2,
         presence_penalty=0.3,
@@ -183,13 +184,13 @@ SAMPLINGS = [
         logit_bias={3: 2.0, 9: -5.0},
         seed=2**64 - 1,
     ),
-    Sampling(repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={7: 1.0}),
+    SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={7: 1.0}),
 ]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("name", ["qwen3-sliding", "qwen3_5"])
-async def test_a_seed_gives_one_answer_however_it_is_run(chain: MakeChain, name: str, sampling: Sampling) -> None:
+async def test_a_seed_gives_one_answer_however_it_is_run(chain: MakeChain, name: str, sampling: SamplingParams) -> None:
     """Plain, split, drafted and with right and wrong guesses, a seeded answer with every processor is the same."""
     prompt = ids(15, seed=4)
     limits = {"sampling": sampling, "prompt_length": len(prompt)}
@@ -211,7 +212,11 @@ async def test_a_seed_gives_one_answer_however_it_is_run(chain: MakeChain, name:
 async def test_seeds_and_requests_differ(chain: MakeChain) -> None:
     """Another seed, and greedy decoding, give other tokens; the same seed gives the same ones again."""
     prompt, answers = ids(15, seed=4), []
-    for sampling in (Sampling(), Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, seed=2)):
+    for sampling in (
+        SamplingParams(),
+        SamplingParams(temperature=1.0, seed=1),
+        SamplingParams(temperature=1.0, seed=2),
+    ):
         for _ in range(2):
             async with chain("qwen3_5").session(sampling=sampling, prompt_length=15) as client:
                 answers.append(tuple(await client.plain(prompt, 12)))
