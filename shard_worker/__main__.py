@@ -257,11 +257,15 @@ def _parse_roles(text: str) -> tuple[Role, ...]:
 async def _serve(listen: str, devices: str, health_port: int, drain_s: float, **config: Any) -> None:
     """config: what `WorkerConfig` holds beside the devices."""
     _check_engine()
-    # torch takes seconds to import: --help and a wrong flag should not wait for it.
+    # torch takes seconds to import: --help and a wrong flag should not wait for it. Its objects live as long as the
+    # process: looking through them again and again while more of them are made would take a sixth of the start.
+    gc.disable()
     from shard_worker.device.devices import best_devices, parse_devices
     from shard_worker.snapshots.store import default_budget_bytes
     from shard_worker.worker import Worker, WorkerConfig
 
+    gc.freeze()
+    gc.enable()
     parsed = parse_devices("+".join(best_devices()) if devices == "best" else devices)
     if (graphs := config.pop("cuda_graphs")) is not None and not any(device.is_gpu for device in parsed):
         flag = "--cuda-graphs" if graphs else "--no-cuda-graphs"
