@@ -1,6 +1,7 @@
 """The entries of one store and the room they take, kept in step with other processes that use the same store.
 
-Owns the index, the budget and what must stay for now. Changes come one at a time; looking things up needs no waiting.
+It owns the index, the budget and the set of entries that must stay for now. Changes are made one at a time; looking
+entries up waits for nothing.
 """
 
 from __future__ import annotations
@@ -36,26 +37,30 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """What was removed to make room."""
+    """The entries that were removed to make room, and the bytes that they took."""
 
     snapshot_ids: tuple[str, ...] = ()
     freed_bytes: int = 0
 
 
 class DiskCatalog:
-    """budget_bytes: what all lineages of the store may take together. warn: log what is unreadable."""
+    """The entries of one store, within a budget.
+
+    budget_bytes: what all lineages of the store may take together. warn: log entries that are unreadable. The attribute
+    `index` holds the entries as they were when the store was last looked at.
+    """
 
     def __init__(self, store: Store, budget_bytes: int, *, warn: bool = True) -> None:
         self._store, self.budget_bytes, self._warns = store, budget_bytes, warn
         self.index = DiskIndex()
         self._changing = asyncio.Lock()
-        self._coming: dict[EntryKey, int] = {}
-        self._kept: Counter[EntryKey] = Counter()
+        self._reserved: dict[EntryKey, int] = {}
+        self._protected: Counter[EntryKey] = Counter()
         self._refreshed_s = -float("inf")
         self._reachable = True
 
     async def load(self) -> None:
-        """Look at the whole store. Raises StoreError when it cannot be listed."""
+        """Read what the whole store holds. Raises StoreError when it cannot be listed."""
         async with self._changing:
             await self._scan(None)
 
@@ -74,37 +79,40 @@ class DiskCatalog:
                 self._reachable = True
 
     def unreachable(self, error: StoreError) -> None:
-        """Log that the store cannot be used, once until it can be again."""
+        """Log that the store cannot be used, but only once until it can be used again."""
         if self._reachable:
             log.warning("prefix.disk_unreachable", store=self._store.location, why=error.message)
         self._reachable = False
 
     @contextmanager
-    def keeping(self, keys: Collection[EntryKey]) -> Iterator[None]:
-        """These entries are not evicted inside."""
-        self._kept.update(keys)
+    def protecting(self, keys: Collection[EntryKey]) -> Iterator[None]:
+        """Keep these entries from being evicted within the block."""
+        self._protected.update(keys)
         try:
             yield
         finally:
-            self._kept -= Counter(keys)
+            self._protected -= Counter(keys)
 
     async def reserve(self, key: EntryKey, size_bytes: int) -> Evicted | None:
-        """Make room for an entry and hold it until `release`; None when there cannot be enough.
+        """Make room for an entry and hold it until `release`; return what was evicted, None when there is no room.
 
         Raises StoreError when the store cannot be listed.
         """
         async with self._changing:
             evicted = await self._make_room(size_bytes)
             if evicted is not None:
-                self._coming[key] = size_bytes
+                self._reserved[key] = size_bytes
             return evicted
 
     def release(self, key: EntryKey) -> None:
-        """Give up what `reserve` held."""
-        self._coming.pop(key, None)
+        """Give up the room that `reserve` held."""
+        self._reserved.pop(key, None)
 
     async def prune(self, budget_bytes: int | None = None) -> Evicted:
-        """Remove entries until the budget holds, or this one. A store that cannot be reached is logged, not raised."""
+        """Remove entries until they fit into this budget, by default the catalog's own; return what was evicted.
+
+        A store that cannot be reached is logged, not raised.
+        """
         async with self._changing:
             try:
                 return await self._make_room(0, budget_bytes) or Evicted()
@@ -113,18 +121,21 @@ class DiskCatalog:
                 return Evicted()
 
     async def prune_idle(self, since: float) -> Evicted:
-        """Remove entries not used since then (seconds since 1970), nor anything that builds on them."""
+        """Remove the entries that neither were used since then nor have one building on them that was.
+
+        since: seconds since 1970. Raises StoreError when the store cannot be listed.
+        """
         async with self._changing:
             await self._scan(None)
             queue = VictimQueue(
-                self.index, time.time(), protected=set(self._kept), among=lambda entry: entry.last_active < since
+                self.index, time.time(), protected=set(self._protected), among=lambda entry: entry.last_active < since
             )
             return await self._evict(queue, lambda: True)
 
     async def commit(self, writer: EntryWriter, manifest: Manifest, data: bytes) -> tuple[DiskEntry | None, bool]:
-        """Put an entry in its place: the entry that is there now, and whether it is this one.
+        """Put an entry in its place, and return the entry that is there now and whether it is this one.
 
-        Raises StoreError when it cannot be written.
+        data: the manifest as it is written. Raises StoreError when it cannot be written.
         """
         key = EntryKey(manifest.lineage.key, manifest.snapshot_id)
         async with self._changing:
@@ -142,31 +153,32 @@ class DiskCatalog:
             return (entry if isinstance(entry, DiskEntry) else None), written
 
     async def remove(self, key: EntryKey) -> bool:
-        """Remove one entry, not those that build on it; False when it wasn't there. Raises StoreError."""
+        """Remove one entry, not those that build on it; return False when it wasn't there. Raises StoreError."""
         async with self._changing:
             return await self._remove(key)
 
     async def _make_room(self, size_bytes: int, budget_bytes: int | None = None) -> Evicted | None:
         budget = self.budget_bytes if budget_bytes is None else budget_bytes
         await self._scan(None)
-        held = sum(entry.size_bytes for key in self._kept if (entry := self.index.get(key)) is not None)
-        # Said before anything is removed in vain.
-        if size_bytes and held + size_bytes + sum(self._coming.values()) > budget:
+        protected = sum(entry.size_bytes for key in self._protected if (entry := self.index.get(key)) is not None)
+        # Found out before anything is removed in vain.
+        if size_bytes and protected + size_bytes + sum(self._reserved.values()) > budget:
             return None
 
-        def short() -> bool:
-            return self.index.total_bytes + sum(self._coming.values()) + size_bytes > budget
+        def is_over_budget() -> bool:
+            return self.index.total_bytes + sum(self._reserved.values()) + size_bytes > budget
 
-        if not short():
+        if not is_over_budget():
             return Evicted()
-        evicted = await self._evict(VictimQueue(self.index, time.time(), protected=set(self._kept)), short)
-        return None if size_bytes and short() else evicted
+        queue = VictimQueue(self.index, time.time(), protected=set(self._protected))
+        evicted = await self._evict(queue, is_over_budget)
+        return None if size_bytes and is_over_budget() else evicted
 
-    async def _evict(self, queue: VictimQueue, wanted: Callable[[], bool]) -> Evicted:
-        """Remove entries in the queue's order for as long as more is wanted."""
-        gone: list[str] = []
-        freed = 0
-        while wanted() and (victim := queue.pop()) is not None:
+    async def _evict(self, queue: VictimQueue, goes_on: Callable[[], bool]) -> Evicted:
+        """Remove entries in the queue's order for as long as `goes_on` says so."""
+        evicted_ids: list[str] = []
+        freed_bytes = 0
+        while goes_on() and (victim := queue.pop()) is not None:
             if isinstance(victim, DiskEntry):
                 # Another process may have used it.
                 usage = await in_thread(read_usage, self._store, victim.key)
@@ -182,11 +194,11 @@ class DiskCatalog:
                 log.warning("prefix.disk_evict_failed", snapshot_id=victim.key.snapshot_id[:12], why=error.message)
                 continue
             if removed:
-                gone.append(victim.key.snapshot_id)
-                freed += victim.size_bytes
+                evicted_ids.append(victim.key.snapshot_id)
+                freed_bytes += victim.size_bytes
                 _log_evicted(victim)
             queue.removed(victim)
-        return Evicted(tuple(gone), freed)
+        return Evicted(tuple(evicted_ids), freed_bytes)
 
     async def _remove(self, key: EntryKey) -> bool:
         removed = await in_thread(self._store.remove, key)
@@ -194,19 +206,19 @@ class DiskCatalog:
         return removed
 
     async def _scan(self, lineages: Collection[str] | None) -> None:
-        """Bring the index up to date; None: for all lineages."""
+        """Bring the index up to date for these lineages, for all of them where there are none named."""
         known = self.index.stamps()
         if lineages is None:
-            found = await in_thread(scan_all, self._store, known)
+            changes = await in_thread(scan_all, self._store, known)
         else:
-            found = await in_thread(scan, self._store, lineages, known)
+            changes = await in_thread(scan, self._store, lineages, known)
         self._refreshed_s = time.monotonic()
-        self._warn(found)
-        self.index.apply(found)
+        self._warn(changes)
+        self.index.apply(changes)
 
-    def _warn(self, found: Scan) -> None:
-        """One line for each entry that turned out to be unreadable."""
-        for entry in found.found:
+    def _warn(self, changes: Scan) -> None:
+        """Log each entry that turned out to be unreadable."""
+        for entry in changes.entries:
             if self._warns and isinstance(entry, UnreadableEntry):
                 before = self.index.fault(entry.key)
                 if before is None or before.why != entry.why:

@@ -1,7 +1,7 @@
 """Prefix snapshots that outlive the process: in a store with a budget, found again by whoever serves the same model.
 
-What goes wrong with the store is a miss and a line in the log, never a request's failure, except at the start. Nothing
-of an entry can be seen before it is whole.
+Whatever goes wrong with the store is a miss and a line in the log, never a request's failure, except at the start.
+Nothing of an entry can be seen before it is whole.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ log = structlog.get_logger()
 class DiskCache:
     """One model's entries in a store. Call `start` first and `close` last.
 
-    lineages: whose entries are looked for and saved. num_layers: of the target. model_name: for people. budget_bytes:
-    for everything in the store, whatever model it is of. min_tokens: shorter prefixes are not saved.
+    lineages: those whose entries are looked for and saved. num_layers: how many layers the target has. model_name: what
+    people call the model. budget_bytes: what everything in the store may take, of whatever model. min_tokens: shorter
+    prefixes are not saved.
     """
 
     def __init__(
@@ -57,7 +58,10 @@ class DiskCache:
         )
 
     async def start(self) -> None:
-        """Raises StoreError naming the option when the store cannot be created, written or listed."""
+        """Open the store: sweep it, list it and make it fit its budget.
+
+        Raises StoreError naming the option when the store cannot be created, written or listed.
+        """
         await in_thread(self._store.check)
         swept = await in_thread(self._store.sweep)
         await self._catalog.load()
@@ -74,19 +78,19 @@ class DiskCache:
         )
 
     async def close(self) -> None:
-        """Save nothing more. Saves that have begun are their callers' to end."""
+        """Save nothing more. Callers wait for the saves that have begun."""
         self._writer.closed = True
 
     # --- finding
 
     async def refresh(self) -> None:
-        """Take note of what other processes did; cheap enough for every request. Never raises for the store's sake."""
+        """Take note of what other processes added and removed. Cheap enough for every request; never raises."""
         await self._catalog.refresh(self._lineages)
 
     def find(self, lineage: Lineage, token_ids: Sequence[int], *, whole: bool = False) -> DiskEntry | None:
-        """The longest entry whose tokens are the first of these, or all of them, and all of whose chain is there.
+        """Return the longest entry whose tokens are the first of these, or all, and all of whose chain is there.
 
-        whole: only one that is for all of these tokens.
+        whole: only an entry for all of these tokens counts.
         """
         entry = self._catalog.index.find(lineage, token_ids)
         if entry is None or entry.num_layers != self._num_layers or (whole and entry.token_count < len(token_ids)):
@@ -94,18 +98,18 @@ class DiskCache:
         return entry
 
     def has(self, snapshot_id: str) -> bool:
-        """Whether an entry is there with all that it builds on."""
+        """Tell whether an entry is there with all that it builds on."""
         keys = (EntryKey(lineage, snapshot_id) for lineage in self._lineages)
         return any((entry := self._catalog.index.get(key)) is not None and self.chain(entry) for key in keys)
 
     def chain(self, entry: DiskEntry) -> tuple[DiskEntry, ...]:
-        """What must be imported for an entry, in this order; the entry comes last. Empty when something is missing."""
+        """Return what must be imported for an entry, in this order, the entry last; empty when something is missing."""
         return self._catalog.index.chain(self._catalog.index.get(entry.key) or entry)
 
     def frames(
         self, entry: DiskEntry, owner: SnapshotOwner, layers: LayerRange | None, fingerprint: str
     ) -> AsyncGenerator[SnapshotFrame, None]:
-        """An import stream of one entry for a worker with these layers, however the entry was split when it was saved.
+        """Yield an import stream of one entry for a worker with these layers, however it was split when it was saved.
 
         Raises, while it is read:
             DataLoss: a file is missing, cut off, or its header is not what the manifest says. `discard` the entry.
@@ -136,10 +140,10 @@ class DiskCache:
         current = index.get(entry.key)
         if current is not None and current.stamp != entry.stamp:
             return
-        doomed = [entry.key, *index.descendants(entry.key)]
-        log.warning("prefix.disk_discarded", snapshot_id=entry.snapshot_id[:12], entries=len(doomed), why=why)
-        for key in reversed(doomed):
-            # Whatever the store says, it is not offered again.
+        keys = [entry.key, *index.descendants(entry.key)]
+        log.warning("prefix.disk_discarded", snapshot_id=entry.snapshot_id[:12], entries=len(keys), why=why)
+        for key in reversed(keys):
+            # Even where the store cannot remove it, it is not found again.
             index.remove(key)
             try:
                 await self._catalog.remove(key)
@@ -147,7 +151,7 @@ class DiskCache:
                 self._catalog.unreachable(error)
 
     async def prune(self) -> Evicted:
-        """Remove entries until the budget holds."""
+        """Remove entries until they fit into the budget; return what was evicted."""
         return await self._catalog.prune()
 
     # --- saving
@@ -160,21 +164,25 @@ class DiskCache:
         parent_id: str | None,
         parts: Sequence[PartSource],
     ) -> Saved:
-        """Write the state behind these tokens from the exports of all workers, whose streams are ended in any case.
+        """Write the state behind these tokens from the exports of all workers, and end the streams in any case.
 
-        Where the store fails, or has no room, the result says so.
+        first_token: the first of the tokens whose rows the exports hold. parent_id: the entry that holds the rows
+        before it, None where it is 0. Where the store fails or has no room, the result says so.
 
         Raises:
-            InvalidArgument: the exports contradict themselves, each other or what was asked for; the lineage is none of
-                this cache's. Whatever a stream raises is raised too. Nothing is left behind.
+            InvalidArgument: the exports contradict themselves, each other or what was asked for, or the lineage is not
+                one of this cache's. Whatever a stream raises is raised too. Nothing is left behind then.
         """
         if lineage.key not in self._lineages:
-            raise InvalidArgument(f"lineage {lineage.key} is none of this cache's", field="lineage")
+            raise InvalidArgument(f"lineage {lineage.key} is not one of this cache's", field="lineage")
         return await self._writer.save(lineage, tuple(token_ids), first_token, parent_id, parts)
 
 
 def _note_use(store: Store, key: EntryKey, hits: int, now: float) -> EntryUsage:
-    """Two processes that do this at once may lose one's hit: no harm."""
+    """Add hits to an entry's record of use, and return the record.
+
+    Two processes that do this at once may lose one's hit, which does no harm.
+    """
     before = read_usage(store, key)
     usage = EntryUsage(before.hits + hits, max(before.last_used, round(now, 3)))
     store.write_usage(key, usage.to_json())

@@ -1,6 +1,6 @@
-"""Entries of a store as the coordinator knows them: read, checked, and what makes one unreadable.
+"""Entries of a store as the coordinator knows them: how they are read and checked, and what makes one unreadable.
 
-All of it blocks. Holds no state; which entries there are is for `disk_index` to remember.
+All of it blocks. It holds no state; `entry_tree` remembers which entries there are.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from __future__ import annotations
 import array
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from coordinator.prefix.disk.manifest import ForeignManifest, Manifest, manifest_from_json
-from coordinator.prefix.disk.parts import ManifestError, Part
+from coordinator.prefix.disk.manifest import ForeignManifest, Manifest, ManifestError, Part, manifest_from_json
 from coordinator.prefix.lineage import Lineage, as_bytes
 from coordinator.prefix.stores import EntryKey, Store, StoreError
 from services.errors import FlashsplitError, NotFound
@@ -21,18 +20,27 @@ from services.errors import FlashsplitError, NotFound
 
 @dataclass(frozen=True, slots=True)
 class EntryUsage:
-    """hits: how often it was restored. last_used: seconds since 1970, when it or what builds on it was; 0: never."""
+    """How an entry was used.
+
+    hits: how often it was restored. last_used: when it, or an entry that builds on it, was restored last, in seconds
+    since 1970; 0 where that never was.
+    """
 
     hits: int = 0
     last_used: float = 0.0
 
     def to_json(self) -> bytes:
+        """Return the record as a store keeps it."""
         return json.dumps({"hits": self.hits, "last_used": self.last_used}).encode()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DiskEntry:
-    """A readable entry. tokens: as 32-bit numbers. size_bytes: of its files. stamp: the store's, for this version."""
+    """A readable entry; the fields that are not described here are its manifest's.
+
+    tokens: the token ids as little-endian 32-bit numbers. size_bytes: the size of all its files. stamp: the store's
+    stamp of this version of the entry.
+    """
 
     lineage: Lineage
     snapshot_id: str
@@ -49,28 +57,32 @@ class DiskEntry:
 
     @property
     def key(self) -> EntryKey:
+        """Where the entry lies."""
         return EntryKey(self.lineage.key, self.snapshot_id)
 
     @property
     def parent_key(self) -> EntryKey | None:
+        """Where the entry lies that this one builds on; None where it builds on none."""
         return None if self.parent_id is None else EntryKey(self.lineage.key, self.parent_id)
 
     @property
     def token_count(self) -> int:
+        """How many tokens the prefix has."""
         return len(self.tokens) // 4
 
     @property
     def token_ids(self) -> tuple[int, ...]:
+        """The tokens of the prefix."""
         return tuple(array.array("I", self.tokens))
 
     @property
     def tokens_gained(self) -> int:
-        """Tokens that it spares computing, beyond those of its parent."""
+        """How many tokens it spares computing beyond those of its parent."""
         return self.token_count - self.first_token
 
     @property
     def last_active(self) -> float:
-        """When it was written or last used, in seconds since 1970."""
+        """When it was written or last used, whichever is later, in seconds since 1970."""
         return max(self.created, self.usage.last_used)
 
 
@@ -79,14 +91,14 @@ class Fault(StrEnum):
 
     DAMAGED = "damaged"
     FOREIGN = "foreign"
-    """Of another release."""
+    """Another release wrote it."""
     UNREACHABLE = "unreachable"
     """Reading failed; the entry itself may be well."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnreadableEntry:
-    """An entry that is left alone until its place is needed."""
+    """An entry that cannot be read: it is left alone until its place is needed. why: what is wrong, a sentence."""
 
     key: EntryKey
     fault: Fault
@@ -97,38 +109,39 @@ class UnreadableEntry:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What a look at the store found beyond what was known. gone: keys that are no longer there."""
+    """What has changed in a store. entries: those that are new or replaced. removed: keys of those that are gone."""
 
-    found: tuple[DiskEntry | UnreadableEntry, ...]
-    gone: tuple[EntryKey, ...]
+    entries: tuple[DiskEntry | UnreadableEntry, ...]
+    removed: tuple[EntryKey, ...]
 
 
 def scan(store: Store, lineages: Iterable[str], known: Mapping[EntryKey, str]) -> Scan:
-    """Look at some lineages. known: the stamps of the entries in memory; those that still hold are not read again.
+    """Return what has changed in some lineages.
 
-    Raises StoreError when the store cannot be listed.
+    known: the stamps of the entries in memory; an entry whose stamp is the same is not read again. Raises StoreError
+    when the store cannot be listed.
     """
-    found: list[DiskEntry | UnreadableEntry] = []
-    gone: list[EntryKey] = []
+    entries: list[DiskEntry | UnreadableEntry] = []
+    removed: list[EntryKey] = []
     for lineage in lineages:
         stamps = {EntryKey(lineage, name): stamp for name, stamp in store.entries(lineage).items()}
-        gone += [key for key in known if key.lineage == lineage and key not in stamps]
+        removed += [key for key in known if key.lineage == lineage and key not in stamps]
         for key, stamp in stamps.items():
             if known.get(key) != stamp:
                 entry = read_entry(store, key, stamp)
                 if entry is not None:
-                    found.append(entry)
-    return Scan(tuple(found), tuple(gone))
+                    entries.append(entry)
+    return Scan(tuple(entries), tuple(removed))
 
 
 def scan_all(store: Store, known: Mapping[EntryKey, str]) -> Scan:
-    """Look at all lineages."""
+    """Return what has changed in all lineages, as `scan`."""
     lineages = {*store.lineages(), *(key.lineage for key in known)}
     return scan(store, sorted(lineages), known)
 
 
 def read_entry(store: Store, key: EntryKey, stamp: str) -> DiskEntry | UnreadableEntry | None:
-    """One entry, or what is wrong with it; None when it is gone by now."""
+    """Read one entry, or return what is wrong with it; None when it is gone by now."""
     try:
         data = store.read_manifest(key)
         manifest = manifest_from_json(data)
@@ -146,13 +159,13 @@ def read_entry(store: Store, key: EntryKey, stamp: str) -> DiskEntry | Unreadabl
     except ManifestError as error:
         return _unreadable(store, key, stamp, Fault.DAMAGED, error.message)
     except StoreError as error:
-        # An empty stamp never holds: it is tried again each time.
+        # No entry has an empty stamp, so this one is read again each time.
         return UnreadableEntry(key, Fault.UNREACHABLE, error.message, 0, "")
     return disk_entry(manifest, len(data), stamp, read_usage(store, key))
 
 
 def disk_entry(manifest: Manifest, manifest_bytes: int, stamp: str, usage: EntryUsage) -> DiskEntry:
-    """The entry behind a manifest. manifest_bytes: size of its file."""
+    """Return the entry that a manifest describes. manifest_bytes: the size of the manifest's file."""
     return DiskEntry(
         lineage=manifest.lineage,
         snapshot_id=manifest.snapshot_id,
@@ -170,15 +183,15 @@ def disk_entry(manifest: Manifest, manifest_bytes: int, stamp: str, usage: Entry
 
 
 def read_usage(store: Store, key: EntryKey) -> EntryUsage:
-    """How an entry was used; one whose record is missing or unreadable counts as never used."""
+    """Return how an entry was used; one whose record is missing or unreadable counts as never used."""
     try:
         data = store.read_usage(key)
         value = json.loads(data) if data is not None else {}
         hits, last_used = value.get("hits", 0), value.get("last_used", 0.0)
     except (FlashsplitError, ValueError, AttributeError, RecursionError):
         return EntryUsage()
-    sane = type(hits) is int and hits >= 0 and type(last_used) in (int, float) and math.isfinite(last_used)
-    return EntryUsage(hits, float(last_used)) if sane else EntryUsage()
+    is_valid = type(hits) is int and hits >= 0 and type(last_used) in (int, float) and math.isfinite(last_used)
+    return EntryUsage(hits, float(last_used)) if is_valid else EntryUsage()
 
 
 def _unreadable(store: Store, key: EntryKey, stamp: str, fault: Fault, why: str) -> UnreadableEntry:
@@ -187,8 +200,3 @@ def _unreadable(store: Store, key: EntryKey, stamp: str, fault: Fault, why: str)
     except FlashsplitError:
         size = 0
     return UnreadableEntry(key, fault, why, size, stamp)
-
-
-def known_stamps(entries: Collection[DiskEntry | UnreadableEntry]) -> dict[EntryKey, str]:
-    """What `scan` wants to know of the entries in memory."""
-    return {entry.key: entry.stamp for entry in entries}

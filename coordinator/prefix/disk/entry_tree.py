@@ -1,6 +1,6 @@
-"""Which entries a store has, in memory: found by their tokens, and as the tree that they form.
+"""Which entries a store has: an index in memory, by their tokens, and the tree that they form.
 
-An entry is usable when all that it builds on is there. Reads and writes nothing.
+An entry is usable when all that it builds on is there. The index reads and writes no store.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from coordinator.prefix.disk.entries import DiskEntry, Scan, UnreadableEntry, known_stamps
+from coordinator.prefix.disk.entries import DiskEntry, Scan, UnreadableEntry
 from coordinator.prefix.lineage import Lineage, as_bytes
 from coordinator.prefix.stores import EntryKey
 
 
 class DiskIndex:
-    """The entries of all lineages of one store. total_bytes: what their files take."""
+    """The entries of all lineages of one store. The attribute `total_bytes` is what their files take."""
 
     def __init__(self) -> None:
         self._entries: dict[EntryKey, DiskEntry] = {}
@@ -28,31 +28,35 @@ class DiskIndex:
         return len(self._entries)
 
     def entries(self) -> Iterator[DiskEntry]:
+        """Yield the readable entries."""
         return iter(self._entries.values())
 
     def unreadable(self) -> Iterator[UnreadableEntry]:
+        """Yield the entries that cannot be read."""
         return iter(self._unreadable.values())
 
     def get(self, key: EntryKey) -> DiskEntry | None:
+        """Return the readable entry of this key; None when there is none."""
         return self._entries.get(key)
 
     def fault(self, key: EntryKey) -> UnreadableEntry | None:
-        """What is wrong with an entry that cannot be read."""
+        """Return the entry of this key that cannot be read; None when there is none."""
         return self._unreadable.get(key)
 
     def stamps(self) -> dict[EntryKey, str]:
-        """The version of each entry that is known."""
-        return known_stamps([*self._entries.values(), *self._unreadable.values()])
+        """Return the stamp of each entry, readable or not."""
+        entries: list[DiskEntry | UnreadableEntry] = [*self._entries.values(), *self._unreadable.values()]
+        return {entry.key: entry.stamp for entry in entries}
 
-    def apply(self, found: Scan) -> None:
-        """Take over what a scan found."""
-        for key in found.gone:
+    def apply(self, changes: Scan) -> None:
+        """Add and remove what a scan says."""
+        for key in changes.removed:
             self.remove(key)
-        for entry in found.found:
+        for entry in changes.entries:
             self.add(entry)
 
     def add(self, entry: DiskEntry | UnreadableEntry) -> None:
-        """Take an entry in, instead of the one under its key."""
+        """Add an entry, in place of the one that has its key."""
         self.remove(entry.key)
         self.total_bytes += entry.size_bytes
         if isinstance(entry, UnreadableEntry):
@@ -64,7 +68,7 @@ class DiskIndex:
             self._children.setdefault(entry.parent_key, set()).add(entry.key)
 
     def remove(self, key: EntryKey) -> None:
-        """Forget one entry, not those that build on it."""
+        """Remove one entry, not those that build on it."""
         unreadable = self._unreadable.pop(key, None)
         if unreadable is not None:
             self.total_bytes -= unreadable.size_bytes
@@ -83,30 +87,33 @@ class DiskIndex:
                 del self._children[entry.parent_key]
 
     def find(self, lineage: Lineage, token_ids: Sequence[int]) -> DiskEntry | None:
-        """The longest usable entry whose tokens are all, or the first, of these."""
-        wanted = as_bytes(token_ids)
-        for entry in reversed(list(self._named(lineage, wanted))):
-            # The hash says where to look; only the tokens themselves say that it is the one.
-            if wanted.startswith(entry.tokens) and self.chain(entry):
+        """Return the longest usable entry whose tokens are all, or the first, of these; None when there is none."""
+        prompt = as_bytes(token_ids)
+        for entry in reversed(list(self._candidates(lineage, prompt))):
+            # The hash says where to look; only the tokens themselves say that it is the right entry.
+            if prompt.startswith(entry.tokens) and self.chain(entry):
                 return entry
         return None
 
-    def _named(self, lineage: Lineage, wanted: bytes) -> Iterator[DiskEntry]:
-        """Entries named like starts of these tokens, shortest first; each token is hashed once."""
+    def _candidates(self, lineage: Lineage, prompt: bytes) -> Iterator[DiskEntry]:
+        """Yield the entries whose snapshot id is that of a prefix of the prompt, shortest first.
+
+        Each token is hashed once, as ids of growing prefixes are digests of growing bytes.
+        """
         digest = hashlib.sha256(lineage.key.encode())
         hashed = 0
         for length in sorted(self._lengths.get(lineage.key, ())):
             end = 4 * length
-            if end > len(wanted):
+            if end > len(prompt):
                 return
-            digest.update(memoryview(wanted)[hashed:end])
+            digest.update(memoryview(prompt)[hashed:end])
             hashed = end
             entry = self._entries.get(EntryKey(lineage.key, digest.hexdigest()[:40]))
             if entry is not None:
                 yield entry
 
     def chain(self, entry: DiskEntry) -> tuple[DiskEntry, ...]:
-        """An entry and all that it builds on, from the one that begins at 0 on; empty when something is missing."""
+        """Return an entry and all that it builds on, that which begins at token 0 first; empty when one is missing."""
         nodes = [entry]
         while (key := nodes[-1].parent_key) is not None:
             node, parent = nodes[-1], self._entries.get(key)
@@ -116,12 +123,12 @@ class DiskIndex:
         return tuple(reversed(nodes))
 
     def children(self, key: EntryKey) -> tuple[EntryKey, ...]:
-        """The entries that name this one, there or not, as their parent."""
+        """Return the keys of the entries whose parent is the entry of this key, whether that is there or not."""
         return tuple(self._children.get(key, ()))
 
     def descendants(self, key: EntryKey) -> tuple[EntryKey, ...]:
-        """All entries that build on this one, each after its parent."""
-        found = list(self.children(key))
-        for one in found:
-            found += self.children(one)
-        return tuple(found)
+        """Return the keys of all entries that build on this one, each after its parent."""
+        keys = list(self.children(key))
+        for child in keys:
+            keys += self.children(child)
+        return tuple(keys)

@@ -1,6 +1,6 @@
 """Which entry goes when room is needed: the one whose bytes spare the least work, and nothing that others build on.
 
-Knows the entries and the clock; removes nothing itself.
+It knows the entries and the time, and removes nothing itself.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from coordinator.prefix.disk.entry_tree import DiskIndex
 from coordinator.prefix.stores import EntryKey
 
 SPARED_S = 60.0
-"""So long after its last use an entry stays while others can go: a restore may be reading it."""
+"""How long after its last use an entry stays while others can go: a restore may be reading it."""
 
 _HIT_DECAY_PER_S = 3.2e-5
+"""How fast hits lose their weight: they count half after six hours."""
+
 _TRIAL_S = 3600.0
+"""How fast an entry that was never hit loses the advance that it begins with."""
 
 _Rank = tuple[int, float, float, str]
 
 
 def worth(entry: DiskEntry, now: float) -> float:
-    """Tokens spared per byte, weighted by hits that fade within hours.
+    """Return the tokens that an entry spares per byte, weighted by its hits, which fade within hours.
 
     An entry that was never hit starts as if it had been hit once, and loses that advance within an hour or so: a full
     cache of old entries must not outlive every new one.
@@ -49,7 +52,7 @@ class VictimQueue:
         protected: Collection[EntryKey] = (),
         among: Callable[[DiskEntry], bool] | None = None,
     ) -> None:
-        """protected: never these. among: only those for which it is true."""
+        """now: seconds since 1970. protected: entries that must stay. among: says of an entry whether it may go."""
         self._index, self._now, self._protected, self._among = index, now, protected, among
         self._unreadable = [
             entry
@@ -62,7 +65,7 @@ class VictimQueue:
             self.push(entry)
 
     def pop(self) -> DiskEntry | UnreadableEntry | None:
-        """The next one, None when all that is left must stay."""
+        """Return the entry that should go next; None when all that are left must stay."""
         if self._unreadable:
             return self._unreadable.pop()
         while self._heap:
@@ -72,14 +75,14 @@ class VictimQueue:
         return None
 
     def push(self, entry: DiskEntry) -> None:
-        """Consider an entry, if it may go at all."""
+        """Put an entry into the queue, if it may go at all."""
         if entry.key in self._protected or self._index.children(entry.key):
             return
         if self._among is None or self._among(entry):
             heapq.heappush(self._heap, (self._rank(entry), entry.key))
 
     def removed(self, entry: DiskEntry | UnreadableEntry) -> None:
-        """It is out of the index: what it was built on may be next."""
+        """Take note that an entry is out of the index: the one that it was built on may go next."""
         if isinstance(entry, DiskEntry) and entry.parent_key is not None:
             parent = self._index.get(entry.parent_key)
             if parent is not None:
@@ -93,7 +96,7 @@ class VictimQueue:
         return 2, 0.0, entry.last_active, entry.snapshot_id
 
     def _is_complete(self, entry: DiskEntry) -> bool:
-        """Whether all that it builds on is there; every link is looked at once."""
+        """Tell whether all that an entry builds on is there; every link is looked at once."""
         walked: list[EntryKey] = []
         node = entry
         while (known := self._complete.get(node.key)) is None:

@@ -1,7 +1,7 @@
 """One part of a snapshot on its way from a worker's export into a store's file, checked frame by frame.
 
-Digests are taken over as the worker says them: whoever imports the part compares them, so that whatever happened to the
-bytes on the way is found. Holds one chunk at a time.
+The digests are the worker's own: whoever imports the part compares them, so that whatever happened to the bytes on the
+way is found. One chunk is in memory at a time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from coordinator.prefix.disk.parts import Part
+from coordinator.prefix.disk.manifest import Part
 from coordinator.prefix.disk.safetensors_file import SafetensorsWriter
 from coordinator.prefix.disk.threads import in_thread
 from coordinator.prefix.stores import EntryWriter
@@ -21,43 +21,43 @@ from services.messages.snapshots import SnapshotChunk, SnapshotFrame, SnapshotHe
 
 @dataclass(frozen=True, slots=True)
 class PartSource:
-    """One worker's export: header, chunks, trailer. layers: None for the draft's."""
+    """One worker's export. layers: the worker's; None for the draft's state. frames: header, chunks, trailer."""
 
     owner: SnapshotOwner
     layers: LayerRange | None
     frames: AsyncIterator[SnapshotFrame]
 
     async def header(self, snapshot_id: str, first_token: int, token_count: int) -> SnapshotHeader:
-        """The first frame. Raises InvalidArgument when it is none or announces something else."""
+        """Return the first frame. Raises InvalidArgument when it is no header or announces something else."""
         frame = await anext(self.frames, None)
         if not isinstance(frame, SnapshotHeader):
-            raise _wrong("frame", "the export begins", frame, "a header")
+            raise _unexpected("frame", "the export begins", frame, "a header")
         # Not the parent's name: the worker need not know which entry holds the rows before.
-        for name, wanted in (
+        for name, expected in (
             ("snapshot_id", snapshot_id),
             ("owner", self.owner),
             ("layers", self.layers),
             ("first_token", first_token),
             ("token_count", token_count),
         ):
-            found = getattr(frame, name)
-            if found != wanted:
+            value = getattr(frame, name)
+            if value != expected:
                 raise InvalidArgument(
-                    f"the export's header has {name} {found} where {wanted} was asked for", field=f"header.{name}"
+                    f"the export's header has {name} {value} where {expected} was asked for", field=f"header.{name}"
                 )
         return frame
 
     async def close(self) -> None:
-        """End the export, however far it has come."""
+        """End the export, wherever it is."""
         close = getattr(self.frames, "aclose", None)
         if close is not None:
-            # What it says at its end changes nothing any more.
+            # An error at its end changes nothing any more.
             with contextlib.suppress(FlashsplitError):
                 await close()
 
 
 async def write_part(source: PartSource, part: Part, writer: EntryWriter) -> Part:
-    """Write what follows the header into the part's file, and make it durable; the part with its digests.
+    """Write what follows the header into the part's file, make it durable, and return the part with its digests.
 
     Raises:
         InvalidArgument: chunks with gaps, too many or too few bytes, or a trailer that doesn't fit.
@@ -78,7 +78,7 @@ async def write_part(source: PartSource, part: Part, writer: EntryWriter) -> Par
                 )
             break
         if not isinstance(frame, SnapshotChunk):
-            raise _wrong("frame", f"{part.file}: after the header came", frame, "a chunk or the trailer")
+            raise _unexpected("frame", f"{part.file}: after the header came", frame, "a chunk or the trailer")
         size = len(frame.data)
         if frame.offset != received or received + size > total:
             raise InvalidArgument(
@@ -94,12 +94,12 @@ async def write_part(source: PartSource, part: Part, writer: EntryWriter) -> Par
         )
     extra = await anext(source.frames, None)
     if extra is not None:
-        raise _wrong("frame", f"{part.file}: after the trailer came", extra, "nothing")
+        raise _unexpected("frame", f"{part.file}: after the trailer came", extra, "nothing")
     file.finish()
     await in_thread(output.close)
     return part.with_digests(frame.tensor_sha256)
 
 
-def _wrong(field: str, where: str, frame: SnapshotFrame | None, expected: str) -> InvalidArgument:
-    came = "nothing" if frame is None else f"a {type(frame).__name__}"
-    return InvalidArgument(f"{where} {came} where {expected} was expected", field=field)
+def _unexpected(field: str, where: str, frame: SnapshotFrame | None, expected: str) -> InvalidArgument:
+    shown = "nothing" if frame is None else f"a {type(frame).__name__}"
+    return InvalidArgument(f"{where} {shown} where {expected} was expected", field=field)

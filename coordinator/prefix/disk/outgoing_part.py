@@ -1,6 +1,6 @@
 """A stored snapshot on its way to a worker: the tensors of any range of layers, from whichever files hold them.
 
-Bytes are read on threads, a little ahead of who takes them, and not looked at: the receiver compares the digests.
+The bytes are read on threads, a little ahead of whoever sends them, and not checked: the receiver compares the digests.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from coordinator.prefix.disk.entries import DiskEntry
-from coordinator.prefix.disk.parts import LOGITS, Part, StoredTensor
+from coordinator.prefix.disk.manifest import LOGITS, Part, StoredTensor
 from coordinator.prefix.disk.safetensors_file import read_placed
 from coordinator.prefix.disk.threads import in_thread
 from coordinator.prefix.stores import EntryKey, PartReader, Store
@@ -30,12 +30,13 @@ _READ_BYTES = 4 * CHUNK_BYTES
 _READS_AHEAD = 2
 
 _Choice = tuple[Part, tuple[StoredTensor, ...]]
+"""A file, and those of its tensors that are sent."""
 
 
 async def stored_frames(
     store: Store, entry: DiskEntry, owner: SnapshotOwner, layers: LayerRange | None, fingerprint: str
 ) -> AsyncGenerator[SnapshotFrame, None]:
-    """Header, chunks and trailer for one worker. layers: its own; None for the draft's.
+    """Yield header, chunks and trailer for one worker. layers: the worker's; None for the draft's state.
 
     Raises:
         DataLoss: a file is missing, cut off, or its header is not what the manifest says.
@@ -43,7 +44,7 @@ async def stored_frames(
         StoreError: the store cannot be read now.
     """
     chosen = _choose(entry, owner, layers, fingerprint)
-    tensors = [tensor for _, picked in chosen for tensor in picked]
+    tensors = [tensor for _, part_tensors in chosen for tensor in part_tensors]
     readers: list[PartReader] = []
     pending: deque[asyncio.Task[bytes]] = deque()
     try:
@@ -81,7 +82,7 @@ async def stored_frames(
 
 
 def check_file(reader: PartReader, part: Part) -> None:
-    """Raises DataLoss when a file's size or header is not what the manifest says."""
+    """Check a file's size and header. Raises DataLoss when they are not what the manifest says."""
     if reader.size_bytes != part.size_bytes:
         raise DataLoss(f"{part.file} has {reader.size_bytes} bytes, its manifest says {part.size_bytes}")
     placed = {tensor.name: tensor for tensor in read_placed(reader.read, reader.size_bytes)}
@@ -90,11 +91,11 @@ def check_file(reader: PartReader, part: Part) -> None:
 
 
 def _choose(entry: DiskEntry, owner: SnapshotOwner, layers: LayerRange | None, fingerprint: str) -> tuple[_Choice, ...]:
-    """The tensors that a worker needs, by file."""
+    """Return the tensors that a worker needs, by file."""
     chosen: list[_Choice] = []
     for part in entry.parts:
-        picked = tuple(tensor for tensor in part.tensors if _is_wanted(tensor, entry, owner, layers))
-        if part.owner is not owner or not picked:
+        tensors = tuple(tensor for tensor in part.tensors if _belongs_to(tensor, entry, owner, layers))
+        if part.owner is not owner or not tensors:
             continue
         if part.fingerprint != fingerprint:
             raise FailedPrecondition(
@@ -102,7 +103,7 @@ def _choose(entry: DiskEntry, owner: SnapshotOwner, layers: LayerRange | None, f
                 reason="FINGERPRINT_MISMATCH",
                 field="fingerprint",
             )
-        chosen.append((part, picked))
+        chosen.append((part, tensors))
     if not chosen or (layers is not None and layers.last > entry.num_layers):
         raise FailedPrecondition(
             f"prefix {entry.snapshot_id[:12]} on disk has nothing of the {owner} with layers {layers}", field="layers"
@@ -110,7 +111,7 @@ def _choose(entry: DiskEntry, owner: SnapshotOwner, layers: LayerRange | None, f
     return tuple(chosen)
 
 
-def _is_wanted(tensor: StoredTensor, entry: DiskEntry, owner: SnapshotOwner, layers: LayerRange | None) -> bool:
+def _belongs_to(tensor: StoredTensor, entry: DiskEntry, owner: SnapshotOwner, layers: LayerRange | None) -> bool:
     if owner is SnapshotOwner.DRAFT or layers is None:
         return True
     if tensor.name == LOGITS:
@@ -119,7 +120,10 @@ def _is_wanted(tensor: StoredTensor, entry: DiskEntry, owner: SnapshotOwner, lay
 
 
 def _runs(chosen: Sequence[_Choice]) -> Iterator[tuple[int, int, int]]:
-    """What to read, in order: (index of the file, offset, size), neighbours joined, cut to pieces."""
+    """Yield the reads to make, in order, as (index of the file, offset, size).
+
+    Tensors that lie side by side are read together, in pieces of bounded size.
+    """
     for index, (_, tensors) in enumerate(chosen):
         begin = end = tensors[0].offset
         for tensor in tensors:
@@ -143,7 +147,7 @@ async def _read(reader: PartReader, part: Part, offset: int, size_bytes: int) ->
 
 
 def _open(store: Store, key: EntryKey, parts: Sequence[Part], readers: list[PartReader]) -> None:
-    """Append the parts' files, each checked; what is in the list when this fails is the caller's to close too."""
+    """Open and check the parts' files, and append them to `readers`, which the caller closes even when this fails."""
     for part in parts:
         try:
             readers.append(store.open_part(key, part.file))

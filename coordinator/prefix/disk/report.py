@@ -1,4 +1,4 @@
-"""The entries of a store as people and programs want to see them: tables, and the same as JSON."""
+"""The entries of a store as tables for people, and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from rich.table import Table
 
 from coordinator.prefix.disk.entries import DiskEntry, UnreadableEntry
 from coordinator.prefix.disk.entry_tree import DiskIndex
-from coordinator.prefix.disk.parts import Part
+from coordinator.prefix.disk.manifest import Part
 from coordinator.prefix.lineage import Lineage
 from services.sizes import format_age, format_size
 
 ID_DIGITS = 12
-"""So much of a snapshot's name is shown in tables."""
+"""How many digits of a snapshot's id tables show."""
 
 _NUMBER = re.compile(r"\.[0-9]+\.")
 _SHOWN_TOKENS = 16
 
 
 def in_order(index: DiskIndex) -> list[DiskEntry]:
-    """All entries, lineages together, each after the one it builds on."""
+    """Return all readable entries, lineage by lineage, each after the one it builds on."""
     return sorted(index.entries(), key=lambda entry: (entry.model_name, entry.lineage.key, entry.tokens))
 
 
 def entry_json(index: DiskIndex, entry: DiskEntry) -> dict[str, Any]:
-    """One line of `ls`. Times in seconds since 1970, last_used null when it never was."""
+    """Return one line of `ls`. Times are in seconds since 1970; last_used is null where it never was used."""
     return {
         "snapshot_id": entry.snapshot_id,
         "lineage": entry.lineage.key,
@@ -49,6 +49,7 @@ def entry_json(index: DiskIndex, entry: DiskEntry) -> dict[str, Any]:
 
 
 def unreadable_json(entry: UnreadableEntry) -> dict[str, Any]:
+    """Return one line of `ls` for an entry that cannot be read."""
     return {
         "snapshot_id": entry.key.snapshot_id,
         "lineage": entry.key.lineage,
@@ -59,7 +60,7 @@ def unreadable_json(entry: UnreadableEntry) -> dict[str, Any]:
 
 
 def show_json(index: DiskIndex, entry: DiskEntry) -> dict[str, Any]:
-    """Everything about one entry."""
+    """Return everything about one entry, as `show` prints it."""
     return {
         **entry_json(index, entry),
         "model": entry.lineage.model,
@@ -94,7 +95,7 @@ def show_json(index: DiskIndex, entry: DiskEntry) -> dict[str, Any]:
 
 
 def entries_table(index: DiskIndex) -> Table:
-    """All entries, unreadable ones at the end."""
+    """Return a table of all entries, unreadable ones at the end."""
     now = time.time()
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("id", "model", "dtype", "draft"):
@@ -118,18 +119,20 @@ def entries_table(index: DiskIndex) -> Table:
             _ago(now, entry.usage.last_used) if entry.usage.last_used else "never",
             str(entry.usage.hits),
         )
-    for bad in index.unreadable():
-        table.add_row(bad.key.snapshot_id[:ID_DIGITS], f"[{bad.fault}]", "", "", "", format_size(bad.size_bytes))
+    for broken in index.unreadable():
+        table.add_row(
+            broken.key.snapshot_id[:ID_DIGITS], f"[{broken.fault}]", "", "", "", format_size(broken.size_bytes)
+        )
     return table
 
 
 def _types(lineage: Lineage) -> str:
-    """Of weights, and of keys and values where it is another: one word."""
+    """Return the element type of the weights, and behind a slash that of keys and values where it differs."""
     return lineage.dtype if lineage.kv_dtype is None else f"{lineage.dtype}/{lineage.kv_dtype}"
 
 
 def parts_table(entry: DiskEntry) -> Table:
-    """The files of one entry, tensors of like names and shapes together."""
+    """Return a table of the files of one entry, tensors that differ only in their layer on one line."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("file", "layers", "size", "tensors"):
         table.add_column(name, justify="right" if name == "size" else "left", overflow="fold")
@@ -140,7 +143,7 @@ def parts_table(entry: DiskEntry) -> Table:
 
 
 def entry_lines(index: DiskIndex, entry: DiskEntry) -> list[str]:
-    """What `show` says of one entry besides its files."""
+    """Return what `show` says of one entry besides its files."""
     now = time.time()
     lineage = entry.lineage
     tokens = entry.token_ids

@@ -1,7 +1,7 @@
 """The safetensors file format, written as bytes come and read in parts, so that a file is never in memory whole.
 
 Eight bytes say how long the header is, the header is JSON padded to a multiple of eight, then come the tensors without
-gaps. Knows nothing of snapshots and of where files lie.
+gaps (https://huggingface.co/docs/safetensors, "Format"). It knows nothing of snapshots and of where files lie.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """A tensor and where its first byte lies in the file."""
+    """A tensor as the header describes it. offset: where its first byte lies in the file."""
 
     name: str
     dtype: str
@@ -35,10 +35,12 @@ class PlacedTensor:
 
     @property
     def size_bytes(self) -> int:
+        """The size of its content."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     @property
     def end(self) -> int:
+        """Where the byte behind its last one lies in the file."""
         return self.offset + self.size_bytes
 
 
@@ -46,14 +48,14 @@ class Output(Protocol):
     """What a file is written to."""
 
     def write(self, data: bytes | bytearray | memoryview) -> object:
-        """Append all of it."""
+        """Append the data, all of it."""
 
 
 def place(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, tuple[PlacedTensor, ...]]:
-    """The file's first bytes, up to the first tensor's, and where the tensors (name, dtype, shape) lie, in that order.
+    """Return the file's bytes before the first tensor, and where the tensors lie.
 
-    Raises:
-        ValueError: a name comes twice or is the format's own.
+    tensors: (name, dtype, shape) in the order in which they are written. Raises ValueError when a name comes twice or
+    is the format's own.
     """
     names = {name for name, _, _ in tensors}
     if len(names) < len(tensors) or "__metadata__" in names:
@@ -78,7 +80,7 @@ class SafetensorsWriter:
     """Writes one file from front to back: the header at once, then the tensors' bytes in order, cut anywhere."""
 
     def __init__(self, output: Output, tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
-        """Raises ValueError for names that the format cannot hold."""
+        """Write the header. Raises ValueError for names that the format cannot hold."""
         first, self.placed = place(tensors)
         self._output = output
         self._missing = sum(tensor.size_bytes for tensor in self.placed)
@@ -92,15 +94,15 @@ class SafetensorsWriter:
         self._output.write(data)
 
     def finish(self) -> None:
-        """Raises ValueError when bytes are missing."""
+        """Check that the file is whole. Raises ValueError when bytes are missing."""
         if self._missing:
             raise ValueError(f"{self._missing} bytes are missing")
 
 
 def read_placed(read: Callable[[int, int], bytes], size_bytes: int) -> tuple[PlacedTensor, ...]:
-    """The tensors of a file, in order of their place.
+    """Return the tensors of a file, in the order in which they lie there.
 
-    read: the bytes at (offset, size_bytes), fewer at the end. size_bytes: of the file.
+    read: returns the bytes at (offset, size_bytes), fewer at the file's end. size_bytes: the size of the file.
 
     Raises:
         DataLoss: it is no safetensors file, is cut off or goes on behind its tensors, has gaps, or holds element types

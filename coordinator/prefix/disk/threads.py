@@ -1,4 +1,4 @@
-"""Blocking work off the event loop, for files that must not be closed or removed under a thread's hands."""
+"""Blocking work off the event loop, on files that must not be closed or removed while a thread uses them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call it on a thread. One who is cancelled meanwhile still waits until the thread is done with it."""
+    """Call a function on a thread and return its result. A caller that is cancelled waits until the thread is done."""
     work = asyncio.get_running_loop().run_in_executor(None, lambda: function(*args, **kwargs))
     try:
         return await asyncio.shield(work)
@@ -22,6 +22,6 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
             except asyncio.CancelledError:
                 continue
         if not work.cancelled():
-            # Asked for, so that nobody complains that it was not.
+            # Retrieved, because asyncio complains of exceptions that nobody retrieves.
             work.exception()
         raise

@@ -1,6 +1,6 @@
-"""Whether the bytes of an entry on disk are those that were saved: every file is read in full and hashed.
+"""Verifies that the bytes of an entry on disk are those that were saved: every file is read in full and hashed.
 
-A restore finds damage too, but only in what it restores; this looks at everything.
+A restore finds damage too, but only in what it restores; this reads everything.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from coordinator.prefix.disk.entries import DiskEntry
 from coordinator.prefix.disk.entry_tree import DiskIndex
+from coordinator.prefix.disk.manifest import Part
 from coordinator.prefix.disk.outgoing_part import check_file
-from coordinator.prefix.disk.parts import Part
 from coordinator.prefix.stores import PartReader, Store
 from services.errors import FlashsplitError
 
@@ -19,7 +19,7 @@ _READ_BYTES = 4 << 20
 
 
 def broken_chain(index: DiskIndex, entry: DiskEntry) -> str | None:
-    """What an entry misses of the ones it builds on, None when all are there."""
+    """Return what is missing of the entries that an entry builds on, as a sentence; None when all are there."""
     if index.chain(entry):
         return None
     node: DiskEntry | None = entry
@@ -32,7 +32,7 @@ def broken_chain(index: DiskIndex, entry: DiskEntry) -> str | None:
 
 
 def verify_part(store: Store, entry: DiskEntry, part: Part, advance: Callable[[int], None]) -> list[str]:
-    """What is wrong with one file, as sentences. advance: told about the bytes read."""
+    """Return what is wrong with one file, as sentences. advance: called with the number of bytes after each read."""
     try:
         reader = store.open_part(entry.key, part.file)
     except FlashsplitError as error:

@@ -1,6 +1,6 @@
-"""Saving: from the exports of all workers to one entry in the store, or to a reason why there is none.
+"""Saves the exports of all workers as one entry in the store, or says why there is none.
 
-Room is made before anything is written, so the budget holds at every moment. Knows nothing of finding.
+Room is made before anything is written, so the budget holds at every moment. Finding entries is the index's work.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import structlog
 from coordinator.prefix.disk.catalog import DiskCatalog
 from coordinator.prefix.disk.entries import DiskEntry, Fault
 from coordinator.prefix.disk.incoming_part import PartSource, write_part
-from coordinator.prefix.disk.manifest import Manifest, manifest_from_json
-from coordinator.prefix.disk.parts import ManifestError, planned_part
+from coordinator.prefix.disk.manifest import Manifest, ManifestError, manifest_from_json, planned_part
 from coordinator.prefix.disk.threads import in_thread
 from coordinator.prefix.lineage import Lineage
 from coordinator.prefix.stores import EntryKey, EntryWriter, Store, StoreError
@@ -32,10 +31,11 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What came of a save.
+    """The result of a save.
 
-    entry: what the store holds under this name now. written: whether this save put it there. size_bytes: what was
-    written, or would have been where that is known. refusal: why nothing was written; empty when the entry is there.
+    entry: what the store holds under this id now. written: whether this save put it there. size_bytes: what was
+    written, or would have been where that is known. evicted_ids: what was removed to make room. refusal: why nothing
+    was written; empty when the entry is there.
     """
 
     snapshot_id: str
@@ -48,7 +48,10 @@ class Saved:
 
 
 class DiskWriter:
-    """Writes into one catalog's store. model_name: for people. num_layers: of the target. closed: save nothing more."""
+    """Writes entries into one catalog's store; once its attribute `closed` is set, it saves nothing more.
+
+    model_name: what people call the model. num_layers: how many layers the target has.
+    """
 
     def __init__(
         self, store: Store, catalog: DiskCatalog, *, model_name: str, num_layers: int, min_tokens: int
@@ -66,7 +69,7 @@ class DiskWriter:
         parent_id: str | None,
         parts: Sequence[PartSource],
     ) -> Saved:
-        """See `DiskCache.save`."""
+        """Save an entry as `DiskCache.save` describes."""
         started = time.monotonic()
         snapshot_id = lineage.snapshot_id(token_ids)
         figures = {"snapshot_id": snapshot_id[:12], "tokens": len(token_ids)}
@@ -113,16 +116,16 @@ class DiskWriter:
         try:
             await self._catalog.refresh([lineage.key])
             index = self._catalog.index
-            there = index.get(key)
-            if there is not None and index.chain(there):
-                return Saved(snapshot_id, there, size_bytes=there.size_bytes)
+            known = index.get(key)
+            if known is not None and index.chain(known):
+                return Saved(snapshot_id, known, size_bytes=known.size_bytes)
             chain: tuple[DiskEntry, ...] = ()
             if parent_id is not None:
                 parent = index.get(EntryKey(lineage.key, parent_id))
                 chain = () if parent is None else index.chain(parent)
                 if not chain:
                     raise Refused(f"{parent_id[:12]}, which it builds on, is not in the store")
-            with self._catalog.keeping([*(node.key for node in chain), key]):
+            with self._catalog.protecting([*(node.key for node in chain), key]):
                 headers = await _together(*(part.header(snapshot_id, first_token, len(token_ids)) for part in parts))
                 plan = Manifest(
                     snapshot_id=snapshot_id,
@@ -142,7 +145,7 @@ class DiskWriter:
     async def _write(
         self, key: EntryKey, plan: Manifest, headers: Sequence[SnapshotHeader], sources: Sequence[PartSource]
     ) -> Saved:
-        """Everything once the headers are known. The plan lacks its parts."""
+        """Make room, write the parts and commit the entry. plan: the manifest without its parts."""
         size = await in_thread(_planned_bytes, plan, headers)
         budget = self._catalog.budget_bytes
         if size > budget:
@@ -151,10 +154,11 @@ class DiskWriter:
         evicted = await self._catalog.reserve(key, size)
         if evicted is None:
             raise Refused(f"what must stay leaves no {format_size(size)} of a budget of {format_size(budget)}", size)
-        begun: list[EntryWriter] = []
+        # A list, so that a writer that begins while this task is cancelled is ended too.
+        writers: list[EntryWriter] = []
         try:
-            await in_thread(lambda: begun.append(self._store.begin(key)))
-            writer = begun[0]
+            await in_thread(lambda: writers.append(self._store.begin(key)))
+            writer = writers[0]
             planned = [planned_part(header, writer.tag) for header in headers]
             written = await _together(
                 *(write_part(source, part, writer) for source, part in zip(sources, planned, strict=True))
@@ -168,8 +172,8 @@ class DiskWriter:
             entry, is_ours = await self._catalog.commit(writer, manifest, data)
         finally:
             self._catalog.release(key)
-            for one in begun:
-                await in_thread(one.abort)
+            for writer in writers:
+                await in_thread(writer.abort)
         # Others may have filled the room that was made.
         late = await self._catalog.prune()
         return Saved(
@@ -182,7 +186,10 @@ class DiskWriter:
         )
 
     async def _clear(self, key: EntryKey) -> None:
-        """Take away what has the entry's place and is of no use: damaged, another release's, or without its parent."""
+        """Remove what lies in the entry's place and is of no use: damaged, another release's, or without its parent.
+
+        Raises StoreError when it cannot be read at the moment, because it may be whole.
+        """
         fault = self._catalog.index.fault(key)
         if fault is not None and fault.fault is Fault.UNREACHABLE:
             raise StoreError(fault.why)
@@ -191,7 +198,7 @@ class DiskWriter:
 
 
 class Refused(Exception):
-    """Nothing is written, and nothing is wrong."""
+    """Nothing is written, although nothing is wrong. size_bytes: what would have been written, where that is known."""
 
     def __init__(self, why: str, size_bytes: int = 0) -> None:
         super().__init__(why)
@@ -199,9 +206,9 @@ class Refused(Exception):
 
 
 def _planned_bytes(plan: Manifest, headers: Sequence[SnapshotHeader]) -> int:
-    """What the entry's files will take, at most. Raises InvalidArgument for headers that make no entry."""
+    """Return what the entry's files will take at most. Raises InvalidArgument for headers that make no entry."""
     try:
-        # As long a name as any writer gives.
+        # The tag makes the names as long as any writer's are.
         full = replace(plan, parts=tuple(planned_part(header, "0" * 8) for header in headers))
         data = full.to_json()
         manifest_from_json(data)
@@ -211,10 +218,10 @@ def _planned_bytes(plan: Manifest, headers: Sequence[SnapshotHeader]) -> int:
 
 
 async def _together(*work: Coroutine[Any, Any, T]) -> list[T]:
-    """All results; when one fails, the others are ended first and its exception is raised."""
+    """Return all results; when one coroutine fails, the others are ended first and its exception is raised."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in work]
+            tasks = [group.create_task(coroutine) for coroutine in work]
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]

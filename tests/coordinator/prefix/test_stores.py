@@ -13,6 +13,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from coordinator.prefix import stores
 from coordinator.prefix.stores import EntryKey, Store, StoreError, check_part_name, open_store
 from coordinator.prefix.stores.directory import DirectoryStore
 from coordinator.prefix.stores.remote import RemoteStore
@@ -371,6 +372,27 @@ def test_schemes_that_cannot_be_written_are_refused(url: str) -> None:
     """By name, with those that can be."""
     with pytest.raises(InvalidArgument, match=r"--kv-cache-url .* known: .*\bgs\b.*\bs3\b.*\bsftp\b"):
         open_store(url)
+
+
+def test_a_new_kind_of_store_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file in the room that names a scheme is found by it, and stands among the known ones."""
+    (tmp_path / "tape.py").write_text(
+        "from pathlib import Path\n"
+        "from coordinator.prefix.stores.directory import DirectoryStore\n"
+        "SCHEMES = ('tape',)\n"
+        "def open_location(location, scheme, field):\n"
+        "    return DirectoryStore(Path(location.removeprefix('tape:/')), field)\n"
+    )
+    monkeypatch.setattr(stores, "__path__", [*stores.__path__, str(tmp_path)])
+    try:
+        store = open_store(f"tape:/{tmp_path}/cache")
+        store.check()
+        assert write(store)
+        assert store.location == f"{tmp_path}/cache"
+        with pytest.raises(InvalidArgument, match=r"known: .*\bfile\b.*\btape\b"):
+            open_store("nonsense://x")
+    finally:
+        sys.modules.pop("coordinator.prefix.stores.tape", None)
 
 
 @pytest.mark.parametrize("url", ["", "file://host/x", "file:///", "memory://"])

@@ -494,7 +494,7 @@ def _nothing_left(store: Store) -> None:
 
 def test_errors_are_the_projects_own() -> None:
     """What the store raises can be told from what a stream raises, and is a FlashsplitError."""
-    from coordinator.prefix.disk.parts import ManifestError
+    from coordinator.prefix.disk.manifest import ManifestError
     from coordinator.prefix.stores import StoreError
 
     assert issubclass(StoreError, FlashsplitError)

@@ -16,8 +16,7 @@ import structlog
 from coordinator.prefix.disk.disk_cache import DiskCache, DiskEntry
 from coordinator.prefix.disk.verify import verify_part
 from coordinator.prefix.stores import EntryKey, StoreError, open_store
-from coordinator.prefix.stores.directory import DirectoryStore
-from coordinator.prefix.stores.directory_files import DirectoryEntryWriter, DirectoryPartWriter
+from coordinator.prefix.stores.directory import DirectoryEntryWriter, DirectoryPartWriter, DirectoryStore
 from services.errors import DataLoss
 from services.layers import LayerRange
 from tests.coordinator.prefix.conftest import disk_cache

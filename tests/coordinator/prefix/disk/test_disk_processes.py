@@ -75,7 +75,7 @@ async def whole(store: DirectoryStore, budget_bytes: int = 1 << 30) -> list[Disk
     cache = disk_cache(store, budget_bytes=budget_bytes)
     await cache.start()
     assert leftovers(store) == []
-    found = scan_all(store, {}).found
+    found = scan_all(store, {}).entries
     for entry in found:
         assert isinstance(entry, DiskEntry), entry
         assert [one for part in entry.parts for one in verify_part(store, entry, part, lambda size: None)] == []

@@ -11,8 +11,15 @@ from typing import Any
 
 import pytest
 
-from coordinator.prefix.disk.manifest import VERSION, ForeignManifest, Manifest, manifest_from_json
-from coordinator.prefix.disk.parts import ManifestError, part_file, planned_part
+from coordinator.prefix.disk.manifest import (
+    VERSION,
+    ForeignManifest,
+    Manifest,
+    ManifestError,
+    manifest_from_json,
+    part_file,
+    planned_part,
+)
 from coordinator.prefix.lineage import Lineage
 from services.layers import LayerRange
 from services.messages.snapshots import SnapshotHeader
