@@ -35,7 +35,9 @@ from shard_worker.sampling.grammar_compiler import GrammarCompiler
 from shard_worker.sampling.sampler import Sampler
 from shard_worker.sampling.verifier import Verifier
 from shard_worker.session.following import FollowingSession
-from shard_worker.session.target_session import TargetSession
+from shard_worker.session.last_stage import LastStageSession
+from shard_worker.session.relay import RelaySession
+from shard_worker.session.session import SessionHost, TargetSession
 from shard_worker.session_record import SessionRecord
 from shard_worker.snapshots.keeper import SnapshotKeeper
 from shard_worker.snapshots.store import SnapshotStore
@@ -88,16 +90,16 @@ class TargetRole:
         self._location, self._draft_role, self._store = location, draft_role, store
         self.loaded: LoadedStage | None = None
         self._engine: tuple[Stage, Draft, DraftEngine] | None = None
-        self._sessions = set[TargetSession]()
+        self.sessions = set[TargetSession]()
 
     @property
     def open_sessions(self) -> int:
-        return len(self._sessions)
+        return len(self.sessions)
 
     @property
     def session_bytes(self) -> int:
         """What open sessions take by now, drafts beside the stage included."""
-        return sum(session.held_bytes for session in self._sessions)
+        return sum(session.held_bytes for session in self.sessions)
 
     def load(self, part: LoadTarget, on_progress: Callable[[int, int], None]) -> None:
         """Load a stage; runs on the device thread. Errors as in `StageLoader`."""
@@ -183,29 +185,16 @@ class TargetRole:
             state = await self._thread.submit(allocate, request, stage, loaded.exact)
         except FlashsplitError as error:
             raise error.located(stage=request.stage, host=location.host, device=location.device) from None
-        downstream: StageSession | None = None
-        draft: DraftLink | None = None
-        ahead: Ahead | None = None
-        if request.route:
+        host = SessionHost(self._thread, stage, loaded.keeper, StageIdentity(location, stage.layers), self.sessions)
+        session: TargetSession
+        if sampler is None:
             downstream = await self._open_next(request, steps=above is not None or stage.embedding is not None)
-        elif request.draft is not None:
-            draft = await self._open_draft(request, loaded)
+            session = RelaySession(host, request, state, above, downstream)
+        else:
+            draft = None if request.draft is None else await self._open_draft(request, loaded)
             ahead = draft.ahead if isinstance(draft, LocalDraftLink) else None
-        identity = StageIdentity(location, stage.layers)
-        session = TargetSession(
-            thread=self._thread,
-            stage=stage,
-            state=state,
-            request=request,
-            identity=identity,
-            downstream=downstream,
-            verifier=None if sampler is None else Verifier(stage, sampler, request, ahead),
-            draft=draft,
-            keeper=loaded.keeper,
-            above=above,
-            on_close=self._sessions.discard,
-        )
-        self._sessions.add(session)
+            verifier = Verifier(stage, sampler, request, ahead)
+            session = LastStageSession(host, request, state, above, verifier, draft)
         return session if stage.embedding is None else FollowingSession(session, request)
 
     @staticmethod

@@ -1,6 +1,6 @@
-"""What the last stage makes of a step: which tokens it produces, which of its rows count. Runs on the device thread.
+"""Deciding on the last stage what a step produces and how many of its rows count; runs on the device thread.
 
-Owns a session's sampler and the row that counts last. Knows nothing of the chain or of how answers travel.
+It owns a session's sampler and the last row that counts. It must not know the chain or how answers travel.
 """
 
 from __future__ import annotations
@@ -26,46 +26,65 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Produced:
-    """What the last stage made of a step: tokens, their log-probabilities where asked for, features of all rows.
+class ComputedStep:
+    """A step whose rows went through the stage.
 
-    counted: the stage has been told already which rows count.
+    output: what the stage made of them. features: those of this stage and the stages before it, for the draft.
+    started_ns: when computing began, by `time.monotonic_ns`.
+    """
+
+    forward: Forward
+    output: StepOutput
+    features: Features
+    started_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What a step produced on the last stage.
+
+    token_ids: the tokens, none after a prefill. logprobs: one for each of them where the request asked for them, else
+    none. features: those of all rows of the step. forward_ns: how long it took. committed: the stage has committed the
+    rows that count already.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     features: Features
     forward_ns: int
-    counted: bool
+    committed: bool
 
 
 class Verifier:
-    """Of one session. ahead: where its draft sits beside and can be asked before the host knows the outcome."""
+    """Decides the steps of one session.
+
+    last: the last row that counts, from which a step after a restored prefix begins.
+    """
 
     def __init__(self, stage: Stage, sampler: Sampler, request: OpenSession, ahead: Ahead | None) -> None:
+        """ahead: lets the draft begin before the host knows what the step produced; None where it cannot."""
         self._stage, self._sampler, self._request, self._ahead = stage, sampler, request, ahead
         self._batch_invariant_rows = stage.batch_invariant_rows(request.batch_invariant_rows)
         self.last = LastRow(stage.head, self._batch_invariant_rows)
 
     def observe(self, token_ids: Sequence[int]) -> None:
-        """A prefix was taken up. Raises InvalidArgument as `Sampler.observe` does."""
+        """Count the tokens of a prefix from which the session begins. Errors as in `Sampler.observe`."""
         self._sampler.observe(token_ids, 0)
 
     def decide(
         self,
-        forward: Forward,
+        step: ComputedStep,
         state: StageState,
-        output: StepOutput,
-        features: Features,
-        started_ns: int,
         meanwhile: Callable[[], None],
         then: Callable[[tuple[int, ...]], None],
-    ) -> Produced:
-        """After the step's forward, which began at `started_ns`. meanwhile: called where nothing but the likeliest
-        token is still needed of it, before that is waited for; then: with its tokens as soon as they are known.
+    ) -> StepOutcome:
+        """Decide what a step produces, and remember its last row that counts.
 
-        Errors as in `Sampler.choose`.
+        state: the session's memory. meanwhile: called, before the device is waited for, where nothing but the argmax is
+        still needed of it. then: called with the produced tokens as soon as they are known. Errors as in
+        `Sampler.choose`.
         """
+        forward, output, features = step.forward, step.output, step.features
         tokens, kind = forward.token_ids, forward.kind
         ahead = self._may_go_ahead(forward, output, features)
         produced: list[int] = []
@@ -82,29 +101,29 @@ class Verifier:
             )
         elif kind is not StepKind.PREFILL:
             if kind is StepKind.DECODE:
-                self._keep(output, len(tokens))
+                self._remember_last(output, len(tokens))
                 if output.on_host is not None and self._is_greedy:
                     meanwhile()
             produced, logprobs = self._choose(forward, output)
-        elapsed_ns = time.monotonic_ns() - started_ns
+        elapsed_ns = time.monotonic_ns() - step.started_ns
         then(tuple(produced))
-        counted = len(produced) if kind is StepKind.VERIFY else len(tokens)
+        committed_rows = len(produced) if kind is StepKind.VERIFY else len(tokens)
         if kind is not StepKind.RESUME:
-            self._sampler.observe(tokens[:counted], forward.base_position)
+            self._sampler.observe(tokens[:committed_rows], forward.base_position)
             if kind is not StepKind.DECODE or ahead is not None:
-                self._keep(output, counted)
+                self._remember_last(output, committed_rows)
         if ahead is not None and kind is StepKind.VERIFY:
-            state.length, state.pending = state.length + counted, 0
-        return Produced(tuple(produced), logprobs, features, elapsed_ns, ahead is not None)
+            state.length, state.pending = state.length + committed_rows, 0
+        return StepOutcome(tuple(produced), logprobs, features, elapsed_ns, ahead is not None)
 
     @property
     def _is_greedy(self) -> bool:
-        """Whether nothing else of the logits is wanted."""
+        """Whether nothing but the argmax of the logits is needed."""
         return self._sampler.is_greedy and self._request.logprobs is None
 
-    def _keep(self, output: StepOutput, counted: int) -> None:
+    def _remember_last(self, output: StepOutput, committed_rows: int) -> None:
         # A copy: a view would hold all rows of a prefill, and a step's are overwritten by the next.
-        self.last.hidden = output.hidden[counted - 1 : counted].clone()
+        self.last.hidden = output.hidden[committed_rows - 1 : committed_rows].clone()
 
     def _choose(self, forward: Forward, output: StepOutput) -> tuple[list[int], tuple[TokenLogprobs, ...]]:
         head, tokens, kind = self._stage.head, forward.token_ids, forward.kind
@@ -128,7 +147,7 @@ class Verifier:
         return produced, token_logprobs(logits[: len(produced)], produced, self._request.logprobs)
 
     def _may_go_ahead(self, forward: Forward, output: StepOutput, features: Features) -> Ahead | None:
-        """Where a block can be issued before the tokens are known: for the likeliest ones, of a step by kernels."""
+        """Return what lets the draft begin before the tokens are known: for greedy steps that kernels run."""
         ahead = self._ahead
         if (
             ahead is None

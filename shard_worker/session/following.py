@@ -1,13 +1,13 @@
 """Steps that follow each other without the coordinator: where it asked for more, the first stage goes on by itself.
 
-What lies between a step's answer and the next step is then the way up the chain alone. Knows steps and their answers,
-not what computes them.
+What lies between a step's answer and the next step is then the way up the chain alone. Which step follows another
+stands in `stage.proto`. This module knows steps and their answers, not what computes them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from services.errors import CLOSED, InvalidArgument
@@ -24,29 +24,77 @@ from services.messages.steps import (
 )
 from services.rpc.stage import StageSession
 from services.streams.step_lane import StepLane
-from shard_worker.session.follower import follower, is_followed
+from shard_worker.session.background import BackgroundTasks
 
 MAX_MORE = 64
 """Steps that may follow one frame."""
 
+UNKNOWN_TOKEN = -1
+"""Stands in a step for a token that is not known yet."""
+
+
+def is_followed(step: Forward, length: int, token_ids: tuple[int, ...], request: OpenSession) -> bool:
+    """Return whether another step follows this one by itself.
+
+    length: committed tokens behind it. token_ids: the tokens that it produced.
+    """
+    return (
+        bool(step.more and token_ids)
+        and token_ids[-1] not in request.stop_token_ids
+        and length + 1 + step.propose_tokens <= request.max_length
+    )
+
+
+def following_step(
+    step: Forward, length: int, token_ids: tuple[int, ...], draft_tokens: tuple[int, ...], request: OpenSession
+) -> Forward | None:
+    """Return the step that follows this one by itself, None where none does.
+
+    draft_tokens: what the draft proposed behind `token_ids`. The other arguments are as in `is_followed`.
+    """
+    if not is_followed(step, length, token_ids, request):
+        return None
+    return Forward(
+        step.step + 1,
+        length,
+        (token_ids[-1], *draft_tokens),
+        StepKind.VERIFY if draft_tokens else StepKind.DECODE,
+        step.propose_tokens,
+        more=step.more - 1,
+    )
+
+
+def probable_following_step(step: Forward, request: OpenSession) -> Forward | None:
+    """Return the step that follows a decode step, with UNKNOWN_TOKEN in the place of the token that this one will
+    produce; None where none follows, whatever the token is."""
+    length = step.base_position + len(step.token_ids)
+    return following_step(step, length, (UNKNOWN_TOKEN,), (), request)
+
 
 class FollowingSession:
-    """A `StageSession` around that of a first stage."""
+    """A `StageSession` around that of a first stage, which begins the steps that follow by themselves.
+
+    session: the session of the stage.
+    """
 
     def __init__(self, session: StageSession, request: OpenSession) -> None:
-        self._session, self._request = session, request
+        self.session, self._request = session, request
         self.stages = session.stages
         self.max_tensor_bytes, self.max_feature_slices = session.max_tensor_bytes, session.max_feature_slices
         self.step_lane: StepLane | None = None
-        # The step that runs, and its answer while its guesses are still to come.
+        # The step that runs, and its answer while the draft tokens for the next one are still to come.
         self._step: Forward | None = None
-        self._answered: Commit | None = None
+        self._answer: Commit | None = None
         self._one_at_a_time = asyncio.Lock()
-        self._told: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
-        self._tasks: set[asyncio.Task[None]] = set()
+        # What `events` yields; an exception is raised there, None ends it.
+        self._events: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
+        self._tasks = BackgroundTasks(self._events.put_nowait)
 
     async def forward(self, forward: Forward) -> None:
-        """As the port says; InvalidArgument for more followers than MAX_MORE, or behind a step without a token."""
+        """Take one step, as the port says.
+
+        Raises InvalidArgument for more following steps than MAX_MORE, or behind a step that produces no token.
+        """
         if forward.more > MAX_MORE or (forward.more and forward.kind is StepKind.PREFILL):
             raise InvalidArgument(
                 f"more is {forward.more} behind a {forward.kind}; up to {MAX_MORE} steps may follow one that produces "
@@ -56,75 +104,65 @@ class FollowingSession:
         async with self._one_at_a_time:
             if forward.more:
                 self._step = forward
-            await self._session.forward(forward)
+            await self.session.forward(forward)
 
     async def save_snapshot(self, save: SnapshotSave) -> None:
         async with self._one_at_a_time:
-            await self._session.save_snapshot(save)
+            await self.session.save_snapshot(save)
 
     async def restore_snapshot(self, restore: SnapshotRestore) -> None:
-        await self._session.restore_snapshot(restore)
+        await self.session.restore_snapshot(restore)
 
     async def events(self) -> AsyncIterator[Event]:
-        self._begin(self._listen())
-        while (told := await self._told.get()) is not None:
-            if isinstance(told, Exception):
-                raise told
-            yield told
+        self._tasks.begin(self._listen)
+        while (event := await self._events.get()) is not None:
+            if isinstance(event, Exception):
+                raise event
+            yield event
 
     async def close(self, why: str = CLOSED) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await self._session.close(why)
+        self._tasks.cancel()
+        await self.session.close(why)
 
     async def _listen(self) -> None:
-        async for event in self._session.events():
+        """Read the session's events, and begin each step that follows by itself."""
+        async for event in self.session.events():
             following = None
             if isinstance(event, Commit):
                 event, following = self._after_commit(event)
             elif isinstance(event, Proposal):
-                following = self._next(event.token_ids, followed=event.followed)
-            elif isinstance(event, Failure) and self._answered is not None:
-                # The guesses that the next step waits for will not come.
-                self._step = self._answered = None
+                following = self._next_step(event.token_ids, begun=event.followed)
+            elif isinstance(event, Failure) and self._answer is not None:
+                # The draft tokens that the next step waits for will not come.
+                self._step = self._answer = None
             # At once: nobody waits for the answer's way to the caller.
             if following is not None:
-                self._begin(self._follow(following))
-            self._told.put_nowait(event)
-        self._told.put_nowait(None)
+                self._tasks.begin(self._follow, following)
+            self._events.put_nowait(event)
+        self._events.put_nowait(None)
 
     def _after_commit(self, commit: Commit) -> tuple[Commit, Forward | None]:
+        """Return the answer as the caller gets it, and the step to begin now, if there is one."""
         step = self._step
         if step is None or commit.step != step.step:
             return commit, None
         if not is_followed(step, commit.length, commit.token_ids, self._request):
             self._step = None
             return commit, None
-        self._answered = replace(commit, more=step.more)
-        return self._answered, None if step.propose_tokens else self._next((), followed=commit.followed)
+        self._answer = replace(commit, more=step.more)
+        return self._answer, None if step.propose_tokens else self._next_step((), begun=commit.followed)
 
-    def _next(self, draft_tokens: tuple[int, ...], *, followed: bool) -> Forward | None:
-        """The step behind the one that was answered, if one is to be begun; followed: it has begun."""
-        step, commit = self._step, self._answered
-        self._answered = None
+    def _next_step(self, draft_tokens: tuple[int, ...], *, begun: bool) -> Forward | None:
+        """Go on to the step behind the one that was answered, if there is one. Returns it where it is to be begun from
+        here. begun: it has begun already, on its way through step lanes."""
+        step, commit = self._step, self._answer
+        self._answer = None
         if step is None or commit is None:
             return None
-        following = follower(step, commit.length, commit.token_ids, draft_tokens, self._request)
+        following = following_step(step, commit.length, commit.token_ids, draft_tokens, self._request)
         self._step = following if following is not None and following.more else None
-        return None if followed else following
+        return None if begun else following
 
     async def _follow(self, forward: Forward) -> None:
         async with self._one_at_a_time:
-            await self._session.forward(forward)
-
-    def _begin(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.ensure_future(self._guarded(work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _guarded(self, work: Coroutine[None, None, None]) -> None:
-        """What goes wrong ends the events, for whoever reads them."""
-        try:
-            await work
-        except Exception as error:
-            self._told.put_nowait(error)
+            await self.session.forward(forward)

@@ -68,6 +68,11 @@ class Stage:
         return self.segments[0].device.torch_device
 
     @property
+    def prelaunches(self) -> bool:
+        """Whether a step may gain from `prelaunch`: a CPU is there for others meanwhile."""
+        return self.device.type != "cpu"
+
+    @property
     def engine(self) -> StepEngine:
         """How steps of few rows run."""
         if not self.runners or any(runner is None for runner in self.runners):

@@ -88,6 +88,7 @@ class Lane:
 
     def expect(self, forward: Forward, came: Callable[[memoryview], None], *, features_follow: bool = False) -> None:
         self.expected.append(forward)
+        self.release_expected = came
 
     def prepare(self, forward: Forward) -> None:
         raise AssertionError("on the CPU a step is there at once")

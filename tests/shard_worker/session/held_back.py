@@ -1,4 +1,4 @@
-"""A step whose answer is held back, so that what may not come before it can be tried."""
+"""A step whose answer is held back, so that a test can try what must not come before it."""
 
 from __future__ import annotations
 
@@ -8,21 +8,27 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from services.messages.steps import Forward
-from shard_worker.session.target_session import TargetSession
+from shard_worker.session.session import TargetSession
 from tests.shard_worker.chain import Client
 from tests.shard_worker.session.session_memory import stages_of
 
 
 @asynccontextmanager
 async def unanswered(client: Client, frame: Forward) -> AsyncIterator[TargetSession]:
-    """Within, the first stage has passed a step on and the last one's device is busy with something else."""
+    """Send a frame over a chain whose last device is busy until the context ends.
+
+    Yields the session on the first stage, once the step waits at the last one.
+    """
     first, *_, last = stages_of(client)
-    release = threading.Event()
-    busy = last._thread.submit(release.wait)
+    release, began = threading.Event(), threading.Event()
+    thread = last.host.thread
+    busy = thread.submit(lambda: (began.set(), release.wait()))
+    await asyncio.to_thread(began.wait)
     sending = asyncio.ensure_future(client.send(frame))
     try:
-        while not first._unanswered:
-            await asyncio.sleep(0.001)
+        async with asyncio.timeout(20):
+            while not thread.busy:
+                await asyncio.sleep(0.001)
         yield first
     finally:
         release.set()

@@ -1,48 +1,51 @@
-"""What a session's stages and draft remember of its committed tokens, read straight from their memory."""
+"""What a session's stages and draft hold of its committed tokens, read straight from their memory."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from shard_worker.drafting.drafters.dflash import DFlashState
 from shard_worker.drafting.link import LocalDraftLink
 from shard_worker.session.following import FollowingSession
-from shard_worker.session.target_session import TargetSession
+from shard_worker.session.last_stage import LastStageSession
+from shard_worker.session.relay import RelaySession
+from shard_worker.session.session import TargetSession
 from tests.shard_worker.chain import Client
 
 Memory = dict[str, torch.Tensor]
 
 
 def stages_of(client: Client) -> list[TargetSession]:
-    """The sessions of a chain of this process, from the first stage on."""
-    first: Any = client.session
-    sessions: list[Any] = [first._session if isinstance(first, FollowingSession) else first]
-    while sessions[-1]._downstream is not None:
-        sessions.append(sessions[-1]._downstream)
+    """Return the sessions of a chain of this process, from the first stage on."""
+    session: Any = client.session
+    sessions = [cast(TargetSession, session.session if isinstance(session, FollowingSession) else session)]
+    while isinstance(sessions[-1], RelaySession):
+        sessions.append(cast(TargetSession, sessions[-1].downstream))
     return sessions
 
 
 def draft_of(client: Client) -> DFlashState | None:
-    """The session's draft, beside the last stage or in a worker of its own."""
-    link = stages_of(client)[-1]._draft
+    """Return the state of the session's draft, beside the last stage or in a worker of its own."""
+    last = stages_of(client)[-1]
+    assert isinstance(last, LastStageSession)
+    link: Any = last.draft
     if link is None:
         return None
     return link._state if isinstance(link, LocalDraftLink) else link._session._state
 
 
 async def memory_of(client: Client, *, window: int | None = None) -> Memory:
-    """Copies of all rows and states of the committed tokens, by layer.
+    """Return copies of all rows and states of the committed tokens, by layer.
 
-    window: tokens that sliding layers of the draft look back; their older rows are left out.
+    window: how many tokens sliding layers of the draft look back; their older rows are left out.
     """
     memory: Memory = {}
     for session in stages_of(client):
-        state, stage = session._work._state, session._stage
-        assert state is not None
-        # A verify is counted behind its answer.
-        await session._thread.submit(int)
+        state, stage = session.state, session.host.stage
+        # A verify is committed behind its answer.
+        await session.host.thread.submit(int)
         assert state.length == client.length
         for segment, caches in zip(stage.segments, state.caches, strict=True):
             for layer, slot in zip(range(segment.layers.first, segment.layers.last), caches.slots, strict=True):
@@ -69,12 +72,12 @@ async def memory_of(client: Client, *, window: int | None = None) -> Memory:
 
 
 def differing(one: Memory, other: Memory) -> list[str]:
-    """What is not the same in two sessions, bit for bit."""
+    """Return the names of what is not the same in two sessions, bit for bit."""
     assert set(one) == set(other)
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
 def distance(one: Memory, other: Memory) -> float:
-    """The largest difference of any number."""
+    """Return the largest difference of any number."""
     assert set(one) == set(other)
     return max(float((one[name] - other[name]).abs().max()) for name in one)

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
+from services.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from services.messages.steps import Commit, Forward, Proposal, SnapshotSave, StepKind
 from shard_worker.session.following import MAX_MORE
-from tests.shard_worker.chain import BLOCK, Client, MakeChain
+from shard_worker.stage.stage import StageState
+from tests.shard_worker.chain import BLOCK, Chain, Client, MakeChain
 from tests.shard_worker.session.session_memory import stages_of
-from tests.shard_worker.tiny import ids
+from tests.shard_worker.session.watched_stage import watch
+from tests.shard_worker.tiny import Tiny, ids
 
 CUTS = [(), (1,), (1, 3)]
 PROMPT = ids(20)
@@ -102,14 +104,12 @@ async def test_a_single_stage_goes_on_while_the_event_loop_is_busy(chain: MakeCh
         await client.prefill(PROMPT[:-1])
         [session] = stages_of(client)
         await client.send(client.frame(StepKind.DECODE, PROMPT[-1:], more=11))
-        assert session._work._state is not None
         deadline = time.monotonic() + 20
-        while session._work._state.length < len(PROMPT) + 11:
+        while session.state.length < len(PROMPT) + 11:
             assert time.monotonic() < deadline
             time.sleep(0.001)
-        assert session._length < session._work._state.length
         with pytest.raises(FailedPrecondition, match="steps still follow"):
-            await session.save_snapshot(SnapshotSave("a", session._length))
+            await session.save_snapshot(SnapshotSave("a", len(PROMPT)))
         commits = [await client.commit() for _ in range(12)]
         assert tokens_of(commits) == expected
 
@@ -126,14 +126,21 @@ async def test_what_cannot_follow_is_refused(chain: MakeChain) -> None:
                 await client.send(frame)
 
 
-async def test_an_error_of_a_following_step_ends_the_events(chain: MakeChain) -> None:
-    """A step that the coordinator did not send cannot fail at its sender: whoever reads hears of it."""
-    made = chain("qwen3", (1,))
-    async with made.session() as client:
-        await client.prefill(PROMPT[:-1])
-        await client.send(client.frame(StepKind.DECODE, PROMPT[-1:], more=20))
-        await client.commit()
-        inner: Any = client.session
-        inner._session._next_step += 1
-        with pytest.raises(FlashsplitError, match="step is"):
-            await read_on(client)
+async def test_an_error_of_a_following_step_ends_the_events(tiny: Tiny) -> None:
+    """A step that the coordinator did not send cannot fail at its sender: whoever reads the events hears of it."""
+
+    def fail(state: StageState) -> None:
+        if state.length == len(PROMPT) + 3:
+            raise ResourceExhausted("the device has no memory left")
+
+    own = Chain(tiny.path("qwen3"), (1,))
+    watch(own.roles[0], before_step=fail)
+    try:
+        async with own.session() as client:
+            await client.prefill(PROMPT[:-1])
+            await client.send(client.frame(StepKind.DECODE, PROMPT[-1:], more=20))
+            await client.commit()
+            with pytest.raises(ResourceExhausted, match="no memory left"):
+                await read_on(client)
+    finally:
+        own.shutdown()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,14 +14,13 @@ import torch
 
 from services.errors import FlashsplitError, ResourceExhausted
 from services.messages.steps import Failure, Forward, StepKind
-from shard_worker.device.executor import DeviceThread
-from shard_worker.session.session_work import SessionWork
-from shard_worker.stage.stage import Stage, StageState
+from shard_worker.stage.stage import StageState
 from shard_worker.stage.step_graph import StepRows
-from tests.shard_worker.chain import BLOCK, Chain, Client, Lane, MakeChain
+from tests.shard_worker.chain import BLOCK, Chain, Client, Lane
 from tests.shard_worker.session.session_memory import Memory, differing, memory_of, stages_of
 from tests.shard_worker.session.test_following import follow, tokens_of
-from tests.shard_worker.tiny import ids
+from tests.shard_worker.session.watched_stage import watch
+from tests.shard_worker.tiny import Tiny, ids
 
 PROMPT = ids(20)
 CUTS = [(1,), (1, 3)]
@@ -35,13 +35,13 @@ def never(_: Forward) -> bool:
 
 
 @pytest.fixture
-def made(chain: MakeChain) -> Iterator[Callable[..., Chain]]:
-    """A chain of its own, whose lanes carry what the test says."""
+def made(tiny: Tiny) -> Iterator[Callable[..., Chain]]:
+    """Makes chains whose lanes carry what the test says."""
     chains: list[Chain] = []
 
     def make(name: str, cuts: Sequence[int], *, drafted: bool, carries: Callable[[Forward], bool]) -> Chain:
-        draft = chain._tiny.draft(name, "session", target_layer_ids=(0, 1, 3)) if drafted else None
-        chains.append(Chain(chain._tiny.path(name), cuts, draft=draft, carries=carries))
+        draft = tiny.draft(name, "session", target_layer_ids=(0, 1, 3)) if drafted else None
+        chains.append(Chain(tiny.path(name), cuts, draft=draft, carries=carries))
         return chains[-1]
 
     yield make
@@ -175,7 +175,7 @@ async def test_what_does_not_fit_ends_the_session(made: Callable[..., Chain], wr
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "words"),
     [
         (ResourceExhausted("the device has no memory left"), "no memory left"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "no memory left"),
@@ -183,24 +183,21 @@ async def test_what_does_not_fit_ends_the_session(made: Callable[..., Chain], wr
     ],
 )
 @pytest.mark.parametrize("stage", [0, 1, 2])
-async def test_an_error_in_the_midst_is_told(
-    made: Callable[..., Chain], monkeypatch: pytest.MonkeyPatch, stage: int, error: Exception, said: str
+async def test_an_error_in_the_midst_reaches_the_reader(
+    made: Callable[..., Chain], stage: int, error: Exception, words: str
 ) -> None:
-    """In a step that nobody sent, whatever it is: whoever reads hears of it, and which stage it was."""
+    """Whatever goes wrong in a step that nobody sent, whoever reads the events hears of it, and of the stage."""
     one = made("qwen3", (1, 3), drafted=False, carries=always)
+
+    def fail(state: StageState) -> None:
+        if state.length == len(PROMPT) + 2:
+            raise error
+
+    watch(one.roles[stage], before_step=fail)
     async with one.session() as client:
         await client.prefill(PROMPT[:-1])
-        work = stages_of(client)[stage]._work
-        compute = work._compute
-
-        def fail(forward: Forward) -> Any:
-            if forward.step == 4:
-                raise error
-            return compute(forward)
-
-        monkeypatch.setattr(work, "_compute", fail)
         await client.send(client.frame(StepKind.DECODE, PROMPT[-1:], more=9))
-        with pytest.raises(FlashsplitError, match=said) as caught:
+        with pytest.raises(FlashsplitError, match=words) as caught:
             async with asyncio.timeout(20):
                 await until_failure(client)
         if stage == 0:
@@ -222,85 +219,83 @@ async def test_a_closed_session_is_left_alone(made: Callable[..., Chain]) -> Non
 
 
 @pytest.mark.parametrize("known", [False, True])
-async def test_a_step_that_was_let_go_is_the_next_one(
-    made: Callable[..., Chain], monkeypatch: pytest.MonkeyPatch, known: bool
-) -> None:
-    """Also where something else is asked for meanwhile: between the two a recurrent layer would forget the step, and
-    advance by it again."""
+async def test_a_released_step_is_the_next_one(made: Callable[..., Chain], known: bool) -> None:
+    """It is so even where something else is asked for meanwhile: between the release and the step a recurrent layer
+    would forget the step, and advance by it again."""
     one = made("qwen3_5", (1,), drafted=False, carries=always)
     expected, _ = await run(one, drafted=False)
     order: list[str] = []
+
+    def released(_: StepRows, certain: bool) -> None:
+        assert certain
+        order.append("release")
+        thread.queue_step(order.append, "other")
+
+    watch(one.roles[1], before_step=lambda _: order.append("step"), before_release=released)
     async with one.session() as client:
         await client.prefill(PROMPT[:-1])
+        order.clear()
         own, other = one.directory.lanes[-1]
-        work = stages_of(client)[1]._work
-        compute, spoilt = work._compute, Lane(always)
-
-        def release(*_: Any, certain: bool) -> None:
-            assert certain
-            order.append("let go")
-            work._thread.queue_step(order.append, "other")
+        thread = stages_of(client)[1].host.thread
+        detour = Lane(always)
 
         def on_the_thread(forward: Forward) -> None:
-            if work._thread.busy:
-                # Then it would not be let go.
-                work._thread.queue_step(on_the_thread, forward)
+            if thread.busy:
+                # Then it would not be released.
+                thread.queue_step(on_the_thread, forward)
                 return
             if known:
                 assert forward.activation is not None
-                rows = StepRows(forward.base_position, forward.token_ids, uncommitted=False, featured=False)
-                work._let_go_known(rows, memoryview(forward.activation.data))
+                other.release_expected(memoryview(forward.activation.data))
             else:
                 other.begun(forward, True)
             other.took(forward)
 
-        def counted(forward: Forward) -> Any:
-            order.append("step")
-            return compute(forward)
-
-        monkeypatch.setattr(Stage, "release", release)
-        monkeypatch.setattr(work, "_compute", counted)
-        spoilt.took, spoilt.failed = lambda step: work._thread.queue_step(on_the_thread, step), other.failed
-        own.other = spoilt
+        detour.took, detour.failed = lambda step: thread.queue_step(on_the_thread, step), other.failed
+        own.other = detour
         await client.send(client.frame(StepKind.DECODE, PROMPT[-1:], more=9))
         tokens = [(await client.commit()).token_ids[0] for _ in range(10)]
     assert tokens == expected[:10]
     # The frame's own step comes through the event loop.
     assert order[0] == "step"
-    steps = [at for at, what in enumerate(order) if what == "let go"]
-    assert steps
-    assert all(order[at + 1] == "step" for at in steps)
+    releases = [index for index, what in enumerate(order) if what == "release"]
+    assert releases
+    assert all(order[index + 1] == "step" for index in releases)
 
 
 @pytest.mark.parametrize("drafted", [False, True])
-async def test_a_stage_that_waits_is_told_what_to_expect(
-    made: Callable[..., Chain], monkeypatch: pytest.MonkeyPatch, drafted: bool
-) -> None:
-    """On a GPU, behind each step but a frame's last one: as many rows as before, the session's own state. The last
-    stage knows which, since it sends them to the first."""
+async def test_a_stage_on_a_gpu_prelaunches_the_expected_step(made: Callable[..., Chain], drafted: bool) -> None:
+    """Behind each step but a frame's last one, a step of as many rows is prelaunched for the session's own state. The
+    last stage knows its rows, since it sends them to the first.
+
+    Where the next step is there already nothing is prelaunched, so a run may have to be repeated.
+    """
     asked: list[tuple[int, int]] = []
-    told: list[StepRows | None] = []
-    monkeypatch.setattr(SessionWork, "_expects", property(lambda _: True))
-    # Else it is not told when the other stage was faster.
-    monkeypatch.setattr(DeviceThread, "busy", property(lambda _: False))
+    known_rows: list[StepRows] = []
 
-    def prelaunch(stage: Stage, state: StageState, rows: int, *, known: StepRows | None, **_: Any) -> None:
-        asked.append((stage.layers.first, rows))
-        if stage.head is not None:
-            assert known is not None
-            assert known.base == state.length
-            told.append(known)
-        else:
-            assert known is None
+    def on_first(_: StageState, rows: int, known: StepRows | None) -> None:
+        asked.append((0, rows))
+        assert known is None
 
-    monkeypatch.setattr(Stage, "prelaunch", prelaunch)
+    def on_last(state: StageState, rows: int, known: StepRows | None) -> None:
+        asked.append((1, rows))
+        assert known is not None
+        assert known.base == state.length
+        known_rows.append(known)
+
     one = made("qwen3", (1,), drafted=drafted, carries=always)
-    await run(one, drafted=drafted)
-    assert {first for first, _ in asked} == {0, 1}
+    for role, hook in zip(one.roles, (on_first, on_last), strict=True):
+        watch(role, before_prelaunch=hook, with_gpu=True)
+    runs = 0
+    deadline = time.monotonic() + 60
+    while {stage for stage, _ in asked} != {0, 1}:
+        assert time.monotonic() < deadline
+        await run(one, drafted=drafted)
+        runs += 1
     assert {rows for _, rows in asked} == ({BLOCK} if drafted else {1})
-    # A stage that counts a block of guesses when it hears of that stands by then, if it does not yet.
-    assert len(asked) <= (3 if drafted else 2) * 12
+    # A stage that hears how much of a verify counts prelaunches then, if it has not yet.
+    assert len(asked) <= runs * (3 if drafted else 2) * 12
     carried = [step for lane in one.directory.lanes for step in lane[1].carried]
     sent = [StepRows(step.base_position, step.token_ids, drafted, drafted) for step in carried]
-    assert told
-    assert [rows for rows in sent if rows in told] == told
+    assert known_rows
+    assert all(rows in sent for rows in known_rows)

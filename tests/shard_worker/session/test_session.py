@@ -291,8 +291,7 @@ async def test_what_is_captured_counts_on_its_way(tiny: Tiny, place: HeadPlace) 
     try:
         async with made.session() as client:
             commit, _ = await client.step(PREFILL, ids(20))
-            states = [session._work._state for session in stages_of(client)]
-            held = [state.size_bytes for state in states if state is not None]
+            held = [session.state.size_bytes for session in stages_of(client)]
             if place is HeadPlace.SHARED:
                 state = draft_of(client)
                 assert state is not None

@@ -1,18 +1,22 @@
-"""Whether what came in fits its session: a step's rows, positions and tensors, and a prefix to begin from."""
+"""Whether what comes in fits its session: a step's rows, positions and tensors, an answer, and a prefix."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from services.errors import FailedPrecondition, InvalidArgument
-from services.messages.steps import Forward, OpenSession, SnapshotRestore, SnapshotSave, StepKind
+from services.messages.steps import Commit, Forward, OpenSession, SnapshotRestore, SnapshotSave, StepKind
 from shard_worker.device.dtypes import dtype_to_name
 from shard_worker.stage.stage import Stage
 
 
 def check_rows(forward: Forward, length: int, request: OpenSession, vocab_size: int) -> None:
-    """length: committed tokens. Raises FailedPrecondition for another position, InvalidArgument for rows that do not
-    fit the session or the vocabulary."""
+    """Check the position, number and tokens of a step's rows.
+
+    length: committed tokens. Raises FailedPrecondition for another position than that, InvalidArgument for rows that do
+    not fit the session or the vocabulary.
+    """
     rows = len(forward.token_ids)
     if forward.base_position != length:
         raise FailedPrecondition(
@@ -43,8 +47,11 @@ def check_rows(forward: Forward, length: int, request: OpenSession, vocab_size: 
 
 
 def check_tensors(forward: Forward, stage: Stage, captures: Sequence[int | None]) -> None:
-    """captures: what must come with it, in order; None is the sum. Raises InvalidArgument for another shape, element
-    type, number of tensors or position."""
+    """Check the activation and the features that come with a step.
+
+    captures: the capture indices of the features, in order; None stands for their sum. Raises InvalidArgument for
+    another shape, element type, number of tensors or position.
+    """
     check_activation(forward, stage)
     if forward.activation is None:
         return
@@ -68,11 +75,14 @@ def check_tensors(forward: Forward, stage: Stage, captures: Sequence[int | None]
 
 
 def check_activation(forward: Forward, stage: Stage) -> None:
-    """Raises InvalidArgument where one is missing, or not wanted, and for another shape or element type."""
+    """Check a step's activation, which all stages but the first need.
+
+    Raises InvalidArgument where it is missing or not needed, and for another shape or element type.
+    """
     shape = (len(forward.token_ids), stage.config.hidden_size)
     if (forward.activation is None) != (stage.embedding is not None):
-        wanted = "token ids alone" if stage.embedding is not None else "an activation"
-        raise InvalidArgument(f"this stage takes {wanted}", field="activation")
+        accepted = "token ids alone" if stage.embedding is not None else "an activation"
+        raise InvalidArgument(f"this stage takes {accepted}", field="activation")
     if forward.activation is None:
         return
     dtype = dtype_to_name(stage.dtype)
@@ -85,7 +95,10 @@ def check_activation(forward: Forward, stage: Stage) -> None:
 
 
 def check_save(save: SnapshotSave, length: int) -> None:
-    """length: committed tokens. Raises FailedPrecondition for another one, and where there are none."""
+    """Check that a prefix to be kept ends where the session is.
+
+    length: committed tokens. Raises FailedPrecondition for another length, and where no token is committed.
+    """
     if save.length != length or not save.length:
         raise FailedPrecondition(
             f"length is {save.length}, {length} tokens are committed: a prefix is kept where the session is",
@@ -95,10 +108,57 @@ def check_save(save: SnapshotSave, length: int) -> None:
 
 
 def check_restore(restore: SnapshotRestore, request: OpenSession, vocab_size: int) -> None:
-    """Raises InvalidArgument for a length that the session does not hold, and for other tokens than so many."""
+    """Check the prefix from which a session is to begin.
+
+    Raises InvalidArgument for a length that the session does not hold, and for another number of tokens.
+    """
     if not 1 <= restore.length <= request.max_length:
         raise InvalidArgument(
             f"length is {restore.length}; the session holds 1 to {request.max_length} tokens", field="length"
         )
     if len(restore.token_ids) != restore.length or max(restore.token_ids) >= vocab_size:
         raise InvalidArgument(f"token_ids must be {restore.length} ids below {vocab_size}", field="token_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class PassedStep:
+    """A step that was passed on to the next stage and has not been answered.
+
+    base: the position of its first row. arrived_ns: when it came, by `time.monotonic_ns`. forward_ns: how long this
+    stage computed. size_bytes: what was passed on.
+    """
+
+    step: int
+    base: int
+    rows: int
+    kind: StepKind
+    arrived_ns: int
+    forward_ns: int
+    size_bytes: int
+
+    @classmethod
+    def of(cls, passed: Forward, arrived_ns: int, forward_ns: int) -> PassedStep:
+        """Return what is kept of a step. passed: the step as the next stage gets it."""
+        rows = len(passed.token_ids)
+        return cls(passed.step, passed.base_position, rows, passed.kind, arrived_ns, forward_ns, passed.size_bytes)
+
+
+def check_commit(commit: Commit, passed: PassedStep | None) -> PassedStep:
+    """Return the step that a commit from below answers.
+
+    passed: the step that has waited longest for its answer, None where none does. Raises FailedPrecondition where the
+    commit does not fit it.
+    """
+    verify = passed is not None and passed.kind is StepKind.VERIFY
+    if (
+        passed is None
+        or commit.step != passed.step
+        or not passed.base + min(passed.rows, 1) <= commit.length <= passed.base + passed.rows
+        or (not verify and commit.length != passed.base + passed.rows)
+    ):
+        waiting = "no step" if passed is None else f"step {passed.step} from {passed.base}"
+        raise FailedPrecondition(
+            f"commit of step {commit.step} to length {commit.length} came while {waiting} was waiting",
+            reason="OUT_OF_STEP",
+        )
+    return passed

@@ -1,0 +1,474 @@
+"""One request's session on one stage: what every stage of a chain does.
+
+`TargetSession` is the half on the event loop: it takes steps in order and refuses those that do not follow.
+`DeviceSession` is the half on the device thread, which owns the caches and computes. Where step lanes lead to the
+neighbouring stages, steps go from device thread to device thread, and the event loop only hears of them, by
+`DeviceEvent`s. What the last stage does stands in `last_stage`, what all others do in `relay`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+
+import structlog
+import torch
+
+from services.errors import CLOSED, FailedPrecondition, FlashsplitError, InternalError
+from services.messages.steps import (
+    Event,
+    Failure,
+    FailureReason,
+    Forward,
+    Location,
+    OpenSession,
+    SnapshotPart,
+    SnapshotRestore,
+    SnapshotSave,
+    StageIdentity,
+    StepKind,
+)
+from services.messages.tensors import WireTensor
+from services.streams.step_lane import StepLane
+from shard_worker.cache.prefix_state import StateView
+from shard_worker.device.dtypes import dtype_to_name, over_wire
+from shard_worker.device.executor import DeviceThread, device_error
+from shard_worker.model.features import Features
+from shard_worker.sampling.verifier import ComputedStep, StepOutcome
+from shard_worker.session.background import BackgroundTasks
+from shard_worker.session.checks import check_restore, check_rows, check_save, check_tensors
+from shard_worker.session.prelaunch import NextStep, Progress
+from shard_worker.session_record import SessionRecord
+from shard_worker.snapshots.keeper import SnapshotKeeper
+from shard_worker.stage.stage import Stage, StageState
+from shard_worker.stage.step_graph import StepOutput, StepRows
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHost:
+    """What a session uses of the worker on which it runs.
+
+    thread: the thread that owns the devices. keeper: keeps the prefixes of the stage's sessions. identity: how the
+    stage presents itself to the coordinator. sessions: the open sessions, to which each adds itself until it closes.
+    """
+
+    thread: DeviceThread
+    stage: Stage
+    keeper: SnapshotKeeper
+    identity: StageIdentity
+    sessions: set[TargetSession]
+
+
+# --- what the device thread tells the event loop
+
+
+@dataclass(frozen=True, slots=True)
+class StepPassedOn:
+    """A step came through a lane, was computed, and goes on to the next stage.
+
+    step: as the next stage gets it. arrived_ns: when it came, by `time.monotonic_ns`. forward_ns: how long it took.
+    """
+
+    step: Forward
+    arrived_ns: int
+    forward_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepNotSent:
+    """The lane did not take that step: the event loop has to send it to the next stage."""
+
+    step: Forward
+
+
+@dataclass(frozen=True, slots=True)
+class StepDecided:
+    """A step was computed on the last stage, which decided how many of its rows count and what it produced."""
+
+    step: Forward
+    arrived_ns: int
+    outcome: StepOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class SessionBroken:
+    """The session cannot go on."""
+
+    error: FlashsplitError
+
+
+DeviceEvent = StepPassedOn | StepNotSent | StepDecided | SessionBroken
+
+
+class DeviceEvents:
+    """Events on their way from the device thread to the event loop, where they are handled in their order."""
+
+    def __init__(self, handle: Callable[[DeviceEvent], None]) -> None:
+        """Must be called on the event loop. handle: called there with each event."""
+        self._handle = handle
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[DeviceEvent] = deque()
+
+    def put(self, event: DeviceEvent) -> None:
+        """Add an event; to be called on the device thread. The event loop sees it with the next `announce`."""
+        self._waiting.append(event)
+
+    def announce(self) -> None:
+        """Have the event loop handle all that waits; to be called on the device thread."""
+        # The loop may be over, and with it who would want to know.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self.handle_waiting)
+
+    def handle_waiting(self) -> None:
+        """Handle all that waits now; to be called on the event loop."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self._handle(self._waiting.popleft())
+
+
+# --- errors
+
+
+def reported(error: Exception, request_id: str) -> FlashsplitError:
+    """Return the error as the client may see it: an unknown one goes to the log, and becomes an InternalError."""
+    known = device_error(error)
+    if isinstance(known, FlashsplitError):
+        return known
+    log.error("session.step_failed", request_id=request_id, exc_info=error)
+    return InternalError("internal error: the log has the details")
+
+
+def failure_below(error: FlashsplitError, location: Location) -> Failure:
+    """Return what to tell up the chain about an error of the worker at `location`, or of the way to it."""
+    broken = error.code_name in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
+    reason = FailureReason.LINK_BROKEN if broken else FailureReason.STAGE_FAILED
+    return Failure(reason, f"{location}: {error.message}", location, error.code_name)
+
+
+# --- on the event loop
+
+
+class TargetSession(ABC):
+    """Implements `services.rpc.stage.StageSession` on this worker's devices; see there for its public methods."""
+
+    def __init__(
+        self, host: SessionHost, request: OpenSession, device: DeviceSession, below: tuple[StageIdentity, ...] = ()
+    ) -> None:
+        """device: the session's half on the device thread. below: the stages behind this one."""
+        self.host, self._request, self._device = host, request, device
+        self.stages = (host.identity, *below)
+        self.step_lane: StepLane | None = None
+        self.max_feature_slices = len(device.captures)
+        self.max_tensor_bytes = request.max_rows * host.stage.config.hidden_size * 4
+        self._record = SessionRecord(request.request_id, request.trace, self._location, host.identity.layers)
+        self._next_step = 0
+        self._length = 0
+        self._tasks = BackgroundTasks(self._fail)
+        # Steps go on, and answers go out, in their order.
+        self._in_order = asyncio.Lock()
+        self._closed = False
+        self._error: FlashsplitError | None = None
+        host.sessions.add(self)
+        device.listen(self.max_tensor_bytes, self.max_feature_slices)
+
+    async def forward(self, forward: Forward) -> None:
+        arrived_ns = time.monotonic_ns()
+        try:
+            if forward.step != self._next_step:
+                # The device thread may be ahead of what has been heard of it here.
+                await self.host.thread.submit(int)
+            await self._settle(self._tasks_allowed(forward))
+            self._check(forward)
+            await self._run(forward, arrived_ns)
+        except FlashsplitError as error:
+            raise self._located(error) from None
+
+    async def save_snapshot(self, save: SnapshotSave) -> None:
+        await self._settle()
+        self._check_save(save)
+        await self._save(save, self.host.keeper.save(save, self._device.views(), self._location))
+
+    async def restore_snapshot(self, restore: SnapshotRestore) -> None:
+        if self._next_step or self._length:
+            raise FailedPrecondition("restore comes before the first step", reason="OUT_OF_STEP", field="frame")
+        check_restore(restore, self._request, self.host.stage.config.vocab_size)
+        own = await self.host.keeper.restore(restore, self._device.views(), self._location)
+        self._device.state().length = self._length = restore.length
+        await self._restore(restore, own)
+
+    @abstractmethod
+    def events(self) -> AsyncIterator[Event]: ...
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that its caches take by now, those of a draft beside it included."""
+        return self._device.held_bytes
+
+    @property
+    def state(self) -> StageState:
+        """The session's memory on the stage. Raises FailedPrecondition once the session is closed."""
+        return self._device.state()
+
+    async def close(self, why: str = CLOSED) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._device.close()
+        self._tasks.cancel()
+        self.host.sessions.discard(self)
+        self._record.end(why, self._length)
+        await self._close_others(why)
+
+    # --- what differs between the last stage and the others
+
+    @abstractmethod
+    async def _run(self, forward: Forward, arrived_ns: int) -> None:
+        """Take a step that was checked."""
+
+    @abstractmethod
+    async def _save(self, save: SnapshotSave, own: asyncio.Future[SnapshotPart]) -> None:
+        """Keep the state below or beside this stage too. own: this stage's part of the snapshot."""
+
+    @abstractmethod
+    async def _restore(self, restore: SnapshotRestore, own: SnapshotPart) -> None:
+        """Restore the state below or beside this stage too. own: this stage's part of the snapshot."""
+
+    @abstractmethod
+    def _end_events(self) -> None:
+        """Let `events` end after an error, which it raises then."""
+
+    @abstractmethod
+    async def _close_others(self, why: str) -> None:
+        """Close what this session has opened below or beside the stage."""
+
+    def _tasks_allowed(self, _: Forward) -> int:
+        """How many background tasks may still run when this step is taken."""
+        return 0
+
+    @property
+    def _awaits_verify(self) -> bool:
+        """Whether a verify has not been answered yet, so that the next position is unknown."""
+        return False
+
+    # --- checks
+
+    def _check(self, forward: Forward) -> None:
+        if forward.step != self._next_step:
+            raise FailedPrecondition(
+                f"step is {forward.step}, expected {self._next_step}: a frame was lost or repeated",
+                reason="OUT_OF_STEP",
+                field="step",
+            )
+        self._check_answered()
+        stage = self.host.stage
+        check_rows(forward, self._length, self._request, stage.config.vocab_size)
+        if forward.kind is not StepKind.RESUME:
+            check_tensors(forward, stage, self._device.captures)
+
+    def _check_answered(self) -> None:
+        if self._awaits_verify:
+            raise FailedPrecondition("the last verify has not been answered yet", reason="OUT_OF_STEP", field="step")
+
+    def _check_save(self, save: SnapshotSave) -> None:
+        self._check_answered()
+        check_save(save, self._length)
+
+    # --- background work and errors
+
+    async def _settle(self, remaining: int = 0) -> None:
+        """Wait until no more than `remaining` background tasks run. Raises the error that ended the session."""
+        await self._tasks.settle(remaining)
+        if self._error is not None:
+            raise self._error
+
+    def _begin(self, work: Callable[..., Coroutine[None, None, None]], *args: object) -> None:
+        if not self._closed:
+            self._tasks.begin(work, *args)
+
+    def _fail(self, error: Exception) -> None:
+        """End the session with this error, unless another one or the client has ended it before."""
+        if self._closed or self._error is not None:
+            return
+        self._error = self._located(reported(error, self._request.request_id))
+        self._end_events()
+
+    @property
+    def _location(self) -> Location:
+        return self.host.identity.location
+
+    def _located(self, error: FlashsplitError) -> FlashsplitError:
+        location = self._location
+        return error.located(stage=location.stage, host=location.host, device=location.device)
+
+    def _count_step(self) -> None:
+        """Count a step that is taken, whatever will become of it."""
+        self._next_step += 1
+        self._record.steps += 1
+
+
+# --- on the device thread
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """The ways to the neighbouring stages past the event loop, where there are such.
+
+    above: to the stage before this one, or None. below: to the stage behind this one, or None.
+    """
+
+    above: StepLane | None
+    below: StepLane | None = None
+
+
+def incoming_captures(request: OpenSession, stage: Stage) -> list[int | None]:
+    """Return what comes with a step of what the stages before this one captured for the session's draft, in order: the
+    capture index of each slice, or None for the sum of all."""
+    if request.draft is None:
+        return []
+    indices = [index for index, layer in enumerate(stage.captures) if layer < stage.layers.first]
+    return [None] if indices and stage.summed else [*indices]
+
+
+class DeviceSession(ABC):
+    """The half of a session that runs on the device thread. It owns the session's caches until `close`.
+
+    It is created on the event loop. Methods run on the device thread, unless they say otherwise.
+    """
+
+    def __init__(
+        self, host: SessionHost, request: OpenSession, state: StageState, lanes: Lanes, events: DeviceEvents
+    ) -> None:
+        self._thread, self._stage, self._request = host.thread, host.stage, request
+        self._lanes, self.events = lanes, events
+        self._progress = Progress(state)
+        self._next = NextStep(host.thread, host.stage, request, self._progress)
+        self.captures: Sequence[int | None] = incoming_captures(request, host.stage)
+
+    # --- on the event loop
+
+    def listen(self, max_tensor_bytes: int, max_feature_slices: int) -> None:
+        """Take steps from the lane above from now on; to be called on the event loop, before the first step."""
+        if self._lanes.above is not None:
+            self._lanes.above.listen(
+                lambda step: self._take_from_lane(self._take_step, step),
+                self._break,
+                begun=functools.partial(self._guarded, self._next.release),
+                max_tensor_bytes=max_tensor_bytes,
+                max_feature_slices=max_feature_slices,
+            )
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that the caches take by now; 0 once the session is closed. On either thread."""
+        state = self._progress.state
+        return 0 if state is None else state.size_bytes
+
+    def state(self) -> StageState:
+        """Return the session's memory, on either thread. Raises FailedPrecondition once the session is closed."""
+        if self._progress.state is None:
+            raise FailedPrecondition("the session is closed", reason="CLOSED")
+        return self._progress.state
+
+    def views(self) -> list[StateView]:
+        """Return all that a prefix consists of on this stage, on either thread. Errors as in `state`."""
+        return [view for caches in self.state().caches for view in caches.views()]
+
+    def close(self) -> None:
+        """Forget the caches; to be called on the event loop. Safe to call twice."""
+        self._progress.state = None
+        for lane in (self._lanes.above, self._lanes.below):
+            if lane is not None:
+                # The thread may be over.
+                with contextlib.suppress(RuntimeError):
+                    self._thread.queue(lane.close)
+
+    # --- steps
+
+    @abstractmethod
+    def _take_step(self, forward: Forward, arrived_ns: int) -> None:
+        """Take a step that came through the lane above."""
+
+    def compute(self, forward: Forward) -> ComputedStep:
+        """Run the stage on a step's rows, on a GPU without waiting for it."""
+        started_ns = time.monotonic_ns()
+        state, features = self.state(), Features()
+        self._progress.step = forward.step
+        self._next.forget()
+        if forward.kind is StepKind.RESUME:
+            # Nothing to compute: the state is there, and the last stage has the logits.
+            output = StepOutput(torch.empty(0, self._stage.config.hidden_size, dtype=self._stage.dtype))
+            return ComputedStep(forward, output, features, started_ns)
+        hidden = None
+        if forward.activation is not None:
+            hidden = over_wire(forward.activation)
+            # They stay on the host until the step is launched, which may have been prelaunched on the device.
+            for piece in forward.features:
+                tensor = over_wire(piece.features)
+                if piece.capture_index is None:
+                    features.total = tensor
+                else:
+                    features.slices[piece.capture_index] = tensor
+        output = self._stage.step(
+            state,
+            forward.token_ids,
+            features if self._request.draft is not None else None,
+            uncommitted=forward.kind is StepKind.VERIFY,
+            hidden=hidden,
+        )
+        return ComputedStep(forward, output, features, started_ns)
+
+    def commit(self, step: int, length: int) -> None:
+        """Let the rows of a verify count up to `length` tokens, unless that has been done already."""
+        state = self._progress.state
+        if state is not None and state.pending and step == self._progress.step:
+            self._stage.commit(state, length)
+
+    def _check_next(self, forward: Forward) -> None:
+        """Raise FailedPrecondition or InvalidArgument where a step that came through a lane does not come next."""
+        state = self.state()
+        if forward.step != self._progress.step + 1 or state.pending:
+            raise FailedPrecondition(
+                f"step is {forward.step} behind step {self._progress.step}, "
+                f"of which {state.pending} rows are undecided",
+                reason="OUT_OF_STEP",
+                field="step",
+            )
+        check_rows(forward, state.length, self._request, self._stage.config.vocab_size)
+        check_tensors(forward, self._stage, self.captures)
+
+    # --- lanes
+
+    def _take_from_lane(self, job: Callable[[Forward, int], None], forward: Forward) -> None:
+        """Run `job` on a step that a lane brought, after what was submitted to the thread before."""
+        begun = self._next.take_released()
+        self._thread.step_now(self._guarded, job, forward, time.monotonic_ns(), begun=begun)
+
+    def _expect_activation(self, following: Forward, rows: StepRows) -> None:
+        """Tell the lane above that a step which was sent up will come down again with an activation, and behind that
+        with features where the session has a draft."""
+        if self._lanes.above is not None:
+            shape = (len(rows.token_ids), self._stage.config.hidden_size)
+            expected = replace(following, activation=WireTensor(dtype_to_name(self._stage.dtype), shape, b""))
+            follow = bool(self.captures)
+            release = functools.partial(self._guarded, self._next.release_known, rows, certain=not follow)
+            self._lanes.above.expect(expected, release, features_follow=follow)
+
+    def _guarded(self, job: Callable[..., None], *args: object, **options: object) -> None:
+        """Run a job; an error ends the session and is raised."""
+        try:
+            job(*args, **options)
+        except Exception as error:
+            self._break(reported(error, self._request.request_id))
+            raise
+
+    def _break(self, error: FlashsplitError) -> None:
+        self.events.put(SessionBroken(error))
+        self.events.announce()

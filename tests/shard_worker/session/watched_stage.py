@@ -1,0 +1,57 @@
+"""A stage that tells a test what a session asks of it, and fails where the test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from shard_worker.model.features import Features
+from shard_worker.roles.target import TargetRole
+from shard_worker.stage.stage import Stage, StageState
+from shard_worker.stage.step_graph import StepOutput, StepRows
+
+
+def do_nothing(*_: object) -> None:
+    """A hook that a test does not need."""
+
+
+@dataclass(frozen=True)
+class WatchedStage(Stage):
+    """A stage that calls hooks on the device thread, then does what every stage does.
+
+    before_step: called with the session's state before each step; what it raises is the step's error. before_release:
+    called with the rows that are released, and whether the step is certain. before_prelaunch: called with the state,
+    the number of rows and the rows where they are known. with_gpu: prelaunch as if the stage were on a GPU.
+    """
+
+    before_step: Callable[[StageState], None] = do_nothing
+    before_release: Callable[[StepRows, bool], None] = do_nothing
+    before_prelaunch: Callable[[StageState, int, StepRows | None], None] = do_nothing
+    with_gpu: bool = False
+
+    @property
+    def prelaunches(self) -> bool:
+        return self.with_gpu
+
+    def step(
+        self, state: StageState, token_ids: Sequence[int], features: Features | None, **options: Any
+    ) -> StepOutput:
+        self.before_step(state)
+        return super().step(state, token_ids, features, **options)
+
+    def release(self, state: StageState, rows: StepRows, activation: memoryview | None, *, certain: bool) -> None:
+        self.before_release(rows, certain)
+        super().release(state, rows, activation, certain=certain)
+
+    def prelaunch(self, state: StageState, rows: int, *, known: StepRows | None = None, running: bool = False) -> None:
+        self.before_prelaunch(state, rows, known)
+        super().prelaunch(state, rows, known=known, running=running)
+
+
+def watch(role: TargetRole, **hooks: Any) -> None:
+    """Let a role's sessions run on a WatchedStage from now on. hooks: its fields."""
+    loaded = role.loaded
+    assert loaded is not None
+    stage = {field.name: getattr(loaded.stage, field.name) for field in fields(Stage)}
+    role.loaded = replace(loaded, stage=WatchedStage(**stage, **hooks))
