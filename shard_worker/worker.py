@@ -22,6 +22,7 @@ from services.messages.description import FeatureTransport, HeadPlace, Role, Wor
 from services.messages.measure import DeviceSpeed, MeasureRequest
 from services.messages.snapshots import SnapshotOwner
 from services.messages.steps import Location
+from services.model.checkpoint_files import read_config
 from services.net.security import OPEN, Security
 from services.net.server import Registration
 from services.rpc.compress import CompressServicer
@@ -42,7 +43,6 @@ from shard_worker.roles.target import MAX_ROWS, TargetRole
 from shard_worker.snapshots.keeper import SnapshotKeeper
 from shard_worker.snapshots.store import SnapshotStore
 from shard_worker.snapshots.transfer import SnapshotTransfer
-from shard_worker.weights.checkpoint import read_config
 
 PROGRESS_INTERVAL_S = 0.1
 

@@ -5,19 +5,18 @@ From the workers' descriptions, the checkpoint's configuration, and a measuremen
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from coordinator.cluster.cluster import Cluster
-from coordinator.text.tokenizer import read_json_object
+from services.dtypes import ITEM_BYTES
 from services.messages.description import TargetDescription
 from services.messages.measure import DeviceSpeed, MeasureRequest
-from services.messages.tensors import ITEM_BYTES
-
-STATE_BYTES = 4
-"""Recurrent state is float32."""
+from services.model.cached_tensors import CacheDtype, Per
+from services.model.checkpoint_files import read_config
+from services.model.config import ModelConfig
+from services.model.families import read_model_config
+from services.model.layers import layer_caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +34,17 @@ class Floor:
     @classmethod
     async def of(cls, cluster: Cluster, model: Path) -> Floor:
         """Measures the devices. Errors as of `WorkerPort.measure`."""
-        config = text_config(model)
+        config = read_model_config(read_config(model))
         targets = [worker.target for worker in cluster.workers if worker.target is not None]
         item = ITEM_BYTES[cluster.target.dtype]
         head = targets[0].vocab_size * targets[0].hidden_size * item
-        stages = [_weights_read(target, head, bool(config.get("tie_word_embeddings"))) for target in targets]
+        stages = [_weights_read(target, head, config.tied_head) for target in targets]
         speeds = []
         for address, target in zip(cluster.addresses, targets, strict=True):
             worker = await cluster.worker(address)
             speeds.append((await worker.measure(MeasureRequest(str(model), target.dtype, target.weight_bytes)))[0])
-        token_bytes, state_bytes = _state(config, ITEM_BYTES[cluster.target.kv_dtype or cluster.target.dtype])
+        dtype = cluster.target.dtype
+        token_bytes, state_bytes = _state(config, dtype, cluster.target.kv_dtype or dtype)
         return cls(
             speeds=tuple(speeds),
             stage_bytes=tuple(stages),
@@ -73,33 +73,17 @@ class Floor:
         return 2 * self.matrix_elements * tokens / slowest * 1e3
 
 
-def text_config(model: Path) -> Mapping[str, Any]:
-    """The decoder's part of config.json."""
-    config = read_json_object(model / "config.json")
-    text = config.get("text_config")
-    return {**config, **text} if isinstance(text, Mapping) else config
-
-
 def _weights_read(target: TargetDescription, head: int, tied: bool) -> int:
     """Of an embedding that is not the head too, a step reads single rows."""
     first, last = target.layers.first == 0, target.layers.last == target.num_layers
     return target.weight_bytes - (head if first and not (tied and last) else 0)
 
 
-def _state(config: Mapping[str, Any], kv_item: int) -> tuple[int, int]:
+def _state(config: ModelConfig, dtype: str, kv_dtype: str) -> tuple[int, int]:
     """Bytes that a token leaves in all attention layers, and that a step moves of recurrent state."""
-    layers = config["num_hidden_layers"]
-    keys = config.get("num_key_value_heads", config["num_attention_heads"])
-    dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    kinds = config.get("layer_types")
-    if kinds is None:
-        interval = config.get("full_attention_interval", 4) if "linear_num_value_heads" in config else 1
-        linear = sum(1 for layer in range(layers) if (layer + 1) % interval)
-    else:
-        linear = sum(kind == "linear_attention" for kind in kinds)
-    state = 0
-    if linear:
-        heads, key = config["linear_num_value_heads"], config["linear_key_head_dim"]
-        # Read and written.
-        state = 2 * linear * heads * key * config["linear_value_head_dim"] * STATE_BYTES
-    return 2 * (layers - linear) * keys * dim * kv_item, state
+    cached = [tensor for layer in range(config.num_layers) for tensor in layer_caches(config, layer)]
+    sizes = [(tensor, tensor.size_bytes(dtype, kv_dtype)) for tensor in cached]
+    token = sum(size for tensor, size in sizes if tensor.per is Per.TOKEN)
+    # Read and written; the convolution's inputs beside it are few.
+    state = 2 * sum(size for tensor, size in sizes if tensor.per is Per.SESSION and tensor.dtype is CacheDtype.FLOAT32)
+    return token, state

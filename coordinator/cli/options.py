@@ -21,9 +21,9 @@ from coordinator.prefix.cache import PrefixCache, lineage_of
 from coordinator.prefix.disk.disk_cache import DiskCache
 from coordinator.text.model_files import ModelFiles
 from services.addresses import socket_path
+from services.dtypes import FLOAT8
 from services.errors import InvalidArgument
 from services.messages.description import FeatureTransport, HeadPlace
-from services.messages.tensors import FLOAT8
 from services.net.security import Security, load_security
 from services.processes.launch import Launch, parse_commands, vendor_of
 from services.rpc.payload_transport import PayloadTransport

@@ -18,7 +18,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from coordinator.text.tokenizer import TokenizerError, read_json_object, special_tokens
+from coordinator.text.tokenizer import TokenizerError, read_settings, special_tokens
 from services.errors import InvalidArgument
 
 # Loop rounds and macro calls that one rendering may take; a long chat takes some thousands.
@@ -76,7 +76,7 @@ class ChatTemplate:
                 templates = {"default": path.read_text(encoding="utf-8")}
             else:
                 path = directory / "tokenizer_config.json"
-                templates = _named_templates(read_json_object(path).get("chat_template"), path)
+                templates = _named_templates(read_settings(path).get("chat_template"), path)
             tokens = special_tokens(directory)
         except TokenizerError as error:
             raise TemplateError(str(error)) from error

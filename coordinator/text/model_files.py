@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.text.chat_template import ChatTemplate
-from coordinator.text.tokenizer import Tokenizer, read_json_object, stop_token_ids
-from services.errors import InvalidArgument, NotFound
+from coordinator.text.tokenizer import Tokenizer, stop_token_ids
+from services.errors import InvalidArgument
+from services.model.checkpoint_files import CONFIG, read_json_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +28,13 @@ class ModelFiles:
 
 def read_model_files(directory: Path) -> ModelFiles:
     """Raises NotFound and InvalidArgument naming the file and key, TokenizerError and TemplateError for theirs."""
-    if not (directory / "config.json").is_file():
-        raise NotFound(
-            f"--model {str(directory)!r} has no config.json: name a Hugging Face checkpoint directory",
-            field="--model",
-        )
-    config = read_json_object(directory / "config.json")
+    config = read_json_object(directory / CONFIG, "--model")
     text = config.get("text_config")
     decoder = text if isinstance(text, Mapping) else config
     layers = decoder.get("num_hidden_layers")
     if not isinstance(layers, int) or layers < 1:
         raise InvalidArgument(
-            f"{directory / 'config.json'}: num_hidden_layers is {layers!r}; it must be a whole number above 0",
+            f"{directory / CONFIG}: num_hidden_layers is {layers!r}; it must be a whole number above 0",
             field="num_hidden_layers",
         )
     tokenizer = Tokenizer.from_checkpoint(directory)

@@ -5,14 +5,14 @@ Reads only a checkpoint's text-side files. Knows nothing of chats, stop strings,
 the model that makes the ids.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import tokenizers
 
-from services.errors import InvalidArgument
+from services.errors import InvalidArgument, NotFound
+from services.model.checkpoint_files import read_json_object
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A stream re-decodes at most this many ids, then goes on from the last few. The few must hold any
@@ -187,7 +187,7 @@ def stop_token_ids(directory: Path, tokenizer: Tokenizer | None = None) -> tuple
     """
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        config = read_json_object(directory / name)
+        config = read_settings(directory / name)
         found += _eos_ids(config, str(directory / name))
         text_config = config.get("text_config")
         if isinstance(text_config, dict):
@@ -206,11 +206,11 @@ def special_tokens(directory: Path) -> dict[str, str]:
     Raises:
         TokenizerError: one of the checkpoint's tokenizer settings files is corrupt.
     """
-    config = read_json_object(directory / "tokenizer_config.json")
+    config = read_settings(directory / "tokenizer_config.json")
     sources = [config]
     if "added_tokens_decoder" not in config:
         # Checkpoints older than that field keep the tokens in a file of their own.
-        sources.insert(0, read_json_object(directory / "special_tokens_map.json"))
+        sources.insert(0, read_settings(directory / "special_tokens_map.json"))
     tokens: dict[str, str] = {}
     for source in sources:
         for name, value in source.items():
@@ -220,21 +220,18 @@ def special_tokens(directory: Path) -> dict[str, str]:
     return tokens
 
 
-def read_json_object(path: Path) -> dict[str, object]:
-    """Return the JSON object in a file, or an empty one when there is no such file.
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a settings file, or an empty one when there is no such file.
 
     Raises:
         TokenizerError: the file cannot be read, is not JSON or does not hold an object.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        return read_json_object(path)
+    except NotFound:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path}: not readable ({error}); expected a JSON object") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path}: holds a {type(value).__name__}; expected a JSON object")
-    return value
+    except InvalidArgument as error:
+        raise TokenizerError(error.message) from error
 
 
 def _eos_ids(config: dict[str, object], where: str) -> list[int]:

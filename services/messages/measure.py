@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flashsplit.shard.v1 import measure_pb2 as pb
+from services.dtypes import WEIGHT_DTYPES
 from services.errors import InvalidArgument
-from services.messages.tensors import WEIGHT_DTYPES, dtype_name, dtype_number
+from services.messages.tensors import dtype_name, dtype_number
 
 ECHO_BYTES = 1 << 20
 """Most bytes of one echo: larger payloads travel in pieces of this size anyway."""

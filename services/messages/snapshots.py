@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from flashsplit.shard.v1 import snapshot_pb2 as pb
+from services.dtypes import ITEM_BYTES
 from services.errors import InvalidArgument
 from services.layers import LayerRange
 from services.messages.description import range_from_message, range_to_message
-from services.messages.tensors import CHUNK_BYTES, ITEM_BYTES, MAX_RANK, dtype_name, dtype_number
+from services.messages.tensors import CHUNK_BYTES, MAX_RANK, dtype_name, dtype_number
 from services.same_host.link import NO_LINKS, Sender, SharedLinks
 
 MAX_ID_LENGTH = 128

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from flashsplit.shard.v1 import tensor_pb2
+from services.dtypes import FLOAT8, ITEM_BYTES
 from services.errors import InvalidArgument
 from services.same_host.link import NO_LINKS, PIECE_BYTES, PayloadReader, PayloadSender
 
@@ -19,12 +20,6 @@ CHUNK_BYTES = 1 << 20
 
 MAX_RANK = 4
 
-WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
-"""What weights and activations can be."""
-
-FLOAT8 = "float8_e4m3fn"
-"""What attention keys and values can be kept in, apart from the type of the weights."""
-
 _DTYPE_NUMBERS = {
     "float32": tensor_pb2.DTYPE_FLOAT32,
     "bfloat16": tensor_pb2.DTYPE_BFLOAT16,
@@ -32,7 +27,6 @@ _DTYPE_NUMBERS = {
     "int32": tensor_pb2.DTYPE_INT32,
     FLOAT8: tensor_pb2.DTYPE_FLOAT8_E4M3FN,
 }
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, FLOAT8: 1}
 _DTYPE_NAMES: Mapping[int, str] = {number: name for name, number in _DTYPE_NUMBERS.items()}
 
 

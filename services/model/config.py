@@ -1,4 +1,4 @@
-"""The shape of a target model, read from a checkpoint's config.json by its family."""
+"""The shape of a target, as its family reads it from a checkpoint's config.json, and typed reading of such files."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ class LayerKind(StrEnum):
     SLIDING = "sliding_attention"
     LINEAR = "linear_attention"
 
+    @property
+    def mixer(self) -> str:
+        """The sublayer that mixes tokens: a module of `services.model.layers` and of the worker's own `layers`."""
+        return "linear_attention" if self is LayerKind.LINEAR else "attention"
+
 
 @dataclass(frozen=True, slots=True)
 class LinearAttentionConfig:
-    """Gated DeltaNet: heads and their sizes, taps of the causal convolution."""
+    """The sizes of a Gated DeltaNet layer: its heads, and how many inputs its causal convolution spans (taps)."""
 
     key_heads: int
     value_heads: int
@@ -30,14 +35,17 @@ class LinearAttentionConfig:
 
     @property
     def key_dim(self) -> int:
+        """Elements of the keys of all heads, and of the queries."""
         return self.key_heads * self.key_head_dim
 
     @property
     def value_dim(self) -> int:
+        """Elements of the values of all heads."""
         return self.value_heads * self.value_head_dim
 
     @property
     def conv_channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.key_dim + self.value_dim
 
 
@@ -45,21 +53,36 @@ class LinearAttentionConfig:
 class ModelConfig:
     """A decoder-only target. Sizes count elements; positions and windows count tokens."""
 
+    family: str
+    """The name of its module in `services.model.families`."""
     hidden_size: int
     mlp_size: int
     vocab_size: int
     layer_kinds: tuple[LayerKind, ...]
+    """The kind of every layer, in order."""
     heads: int
     kv_heads: int
     head_dim: int
     rotary_dim: int
+    """The first elements of a head that RoPE rotates."""
     rope_theta: float
     norm_eps: float
     max_position: int
+    """The longest context that the model was made for."""
     tied_head: bool
+    """Whether lm_head is the embedding matrix."""
+    mlp: str = "swiglu"
+    """The feed-forward sublayer: a module of `services.model.layers` and of the worker's own `layers`."""
+    norm_offset: float = 0.0
+    """What is added to a stored RMSNorm weight: 1 where weights are stored centred on 0."""
     attention_bias: bool = False
+    """Whether the projections of attention layers have a bias."""
+    attention_gate: bool = False
+    """Whether attention's output is multiplied by a sigmoid gate, which the query projection also makes."""
     sliding_window: int | None = None
+    """How many positions a sliding layer's row sees, its own included."""
     linear: LinearAttentionConfig | None = None
+    """The sizes of linear layers, where there are any."""
 
     def __post_init__(self) -> None:
         """Raises InvalidArgument for numbers that contradict each other."""
@@ -79,11 +102,12 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
+        """How many layers there are."""
         return len(self.layer_kinds)
 
 
 def check_heads(heads: int, kv_heads: int, source: str = "config.json") -> None:
-    """Raises InvalidArgument when query heads don't spread evenly over key/value heads."""
+    """Check that query heads spread evenly over key/value heads. Raises InvalidArgument when they don't."""
     if heads % kv_heads:
         raise InvalidArgument(
             f"{source}: num_attention_heads is {heads}; it must be a multiple of num_key_value_heads, {kv_heads}",
@@ -92,18 +116,25 @@ def check_heads(heads: int, kv_heads: int, source: str = "config.json") -> None:
 
 
 class ConfigReader:
-    """Typed reading of a config.json, naming the key in every refusal."""
+    """Typed reading of a config.json. Every method raises InvalidArgument naming the key that holds something else.
+
+    A key that is missing or null counts as not given.
+    """
 
     def __init__(self, raw: Mapping[str, Any], source: str = "config.json") -> None:
+        """source: what errors call the file."""
         self._raw, self._source = raw, source
 
     def has(self, key: str) -> bool:
+        """Whether the key is given."""
         return self._raw.get(key) is not None
 
     def raw(self, key: str) -> Any:
+        """Return whatever the key holds, unchecked."""
         return self._raw.get(key)
 
     def integer(self, key: str, default: int | None = None, at_least: int = 1) -> int:
+        """Return a whole number. Without a default the key must be given."""
         value = self._raw.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
@@ -114,6 +145,7 @@ class ConfigReader:
         return value
 
     def number(self, key: str, default: float) -> float:
+        """Return a number above 0."""
         value = self._raw.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
@@ -121,6 +153,7 @@ class ConfigReader:
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
+        """Return true or false."""
         value = self._raw.get(key)
         value = default if value is None else value
         if not isinstance(value, bool):
@@ -128,7 +161,7 @@ class ConfigReader:
         return value
 
     def only(self, key: str, *served: object) -> None:
-        """Raises Unimplemented when the key is there and holds something else."""
+        """Check that a key, where it is given, holds one of the values served. Raises Unimplemented otherwise."""
         value = self._raw.get(key)
         if value is not None and value not in served:
             raise Unimplemented(
@@ -137,7 +170,7 @@ class ConfigReader:
             )
 
     def rope(self) -> Mapping[str, Any]:
-        """`rope_parameters`, or `rope_scaling` as it was called before; empty without either."""
+        """Return `rope_parameters`, or `rope_scaling` as it was called before; an empty mapping without either."""
         for key in ("rope_parameters", "rope_scaling"):
             nested = self._raw.get(key) or {}
             if not isinstance(nested, Mapping):
@@ -147,7 +180,10 @@ class ConfigReader:
         return {}
 
     def rope_theta(self, default: float) -> float:
-        """From `rope_parameters` or the top level. Raises Unimplemented for RoPE that is scaled or differs by layer."""
+        """Return RoPE's base from `rope_parameters` or the top level.
+
+        Raises Unimplemented for RoPE that is scaled or differs by layer.
+        """
         nested = self.rope()
         if any(isinstance(value, Mapping) for value in nested.values()):
             raise Unimplemented(
@@ -164,7 +200,11 @@ class ConfigReader:
         return merged.number("rope_theta", default)
 
     def layer_kinds(self, default: tuple[LayerKind, ...], known: set[LayerKind]) -> tuple[LayerKind, ...]:
-        """`layer_types` where given, checked against the number of layers and the kinds that the family has."""
+        """Return `layer_types` where given, else the default.
+
+        known: the kinds that the family has. Raises InvalidArgument unless `layer_types` names one of them for each
+        layer of the default.
+        """
         names = self._raw.get("layer_types")
         if names is None:
             return default

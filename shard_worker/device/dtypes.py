@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from services.dtypes import FLOAT8, WEIGHT_DTYPES
 from services.errors import InvalidArgument
-from services.messages.tensors import FLOAT8, WEIGHT_DTYPES, WireTensor
+from services.messages.tensors import WireTensor
 
 _BY_NAME = {
     "float32": torch.float32,

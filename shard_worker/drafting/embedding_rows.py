@@ -58,7 +58,7 @@ def rows_of_checkpoint(checkpoint: Checkpoint) -> EmbeddingRows:
 
 def matrix_name(checkpoint: Checkpoint, suffix: str) -> str:
     """Full name of the one tensor that ends so, outside vision and MTP parts."""
-    for name in sorted(checkpoint.names):
+    for name in sorted(checkpoint.headers):
         if name.endswith(suffix) and not name.startswith(("mtp.", "model.visual.", "visual.")):
             return name
     raise InvalidArgument(f"{checkpoint.directory} has no tensor named *{suffix}", field=suffix)

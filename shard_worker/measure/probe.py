@@ -21,10 +21,12 @@ from services.layers import LayerRange
 from services.messages.measure import DeviceSpeed, MeasureRequest
 from services.messages.sampling import SamplingParams
 from services.model.config import ModelConfig
+from services.model.families import read_model_config
+from services.model.layers import layer_shapes
 from shard_worker.device.devices import Device, describe
 from shard_worker.device.dtypes import dtype_from_name
-from shard_worker.model.families import Family, family_of
 from shard_worker.model.head import Head
+from shard_worker.model.layers import decoder
 from shard_worker.ops.linear import linear, packed
 from shard_worker.ops.rope import inverse_frequencies
 from shard_worker.sampling.sampler import Sampler
@@ -53,14 +55,14 @@ MOST_BYTES = {"cpu": 256 << 20, "gpu": 2 << 30}
 
 
 def measure(device: Device, config: Mapping[str, Any], wanted: MeasureRequest) -> DeviceSpeed:
-    """Runs on the device's thread. Errors as in `family_of`, ResourceExhausted when not even this fits."""
-    _, family, shape = family_of(config)
+    """Runs on the device's thread. Errors as in `read_model_config`, ResourceExhausted when not even this fits."""
+    shape = read_model_config(config)
     described = describe(device)
     most = MOST_BYTES["gpu" if device.is_gpu else "cpu"]
     if described.free_bytes:
         most = min(most, described.free_bytes // 4)
     rest_s = (min(wanted.stages, MOST_STAGES) - 1) * REST_S
-    probe = _Probe(device, family, shape, dtype_from_name(wanted.dtype), most, wanted.resident_bytes, rest_s)
+    probe = _Probe(device, shape, dtype_from_name(wanted.dtype), most, wanted.resident_bytes, rest_s)
     read_bytes_per_s, flops_per_s = probe.product_rates()
     layer_s, step_s = probe.layer_costs(read_bytes_per_s)
     speed = DeviceSpeed(
@@ -85,7 +87,6 @@ class _Probe:
     """What is measured, on which device. most_bytes: of weights at a time; rest_s: before each run."""
 
     device: Device
-    family: Family
     shape: ModelConfig
     dtype: torch.dtype
     most_bytes: int
@@ -119,7 +120,7 @@ class _Probe:
         costs, steps = {}, []
         for kind in dict.fromkeys(self.shape.layer_kinds):
             shape = replace(self.shape, layer_kinds=(kind,), vocab_size=NARROW)
-            many, size = MANY, _matrix_bytes(self.family, shape, self.dtype)
+            many, size = MANY, _matrix_bytes(shape, self.dtype)
             if self.device.is_gpu or MANY * size > self.most_bytes:
                 shape, size = replace(shape, hidden_size=NARROW, mlp_size=NARROW), 0
             else:
@@ -149,10 +150,9 @@ class _Probe:
         shape = replace(shape, layer_kinds=shape.layer_kinds * layers)
         weights = []
         for layer in range(layers):
-            tensors = {name: self._full(*extents) for name, extents in self.family.layer_shapes(shape, layer).items()}
-            weights.append(self.family.pack_layer(shape, layer, tensors))
+            tensors = {name: self._full(*extents) for name, extents in layer_shapes(shape, layer).items()}
+            weights.append(decoder.pack(shape, layer, tensors))
         segment = Segment(
-            family=self.family,
             config=shape,
             layers=LayerRange(0, layers),
             device=self.device,
@@ -199,7 +199,7 @@ def _products(x: torch.Tensor, weights: list[torch.Tensor]) -> Callable[[], None
     return run
 
 
-def _matrix_bytes(family: Family, shape: ModelConfig, dtype: torch.dtype) -> int:
+def _matrix_bytes(shape: ModelConfig, dtype: torch.dtype) -> int:
     """Of one layer's matrices."""
-    extents = family.layer_shapes(shape, 0).values()
+    extents = layer_shapes(shape, 0).values()
     return sum(math.prod(extent) for extent in extents if len(extent) > 1) * dtype.itemsize

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.model.config import LayerKind
+from services.model.config import LayerKind, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +58,8 @@ class DecoderWeights:
     mixer: AttentionWeights | LinearAttentionWeights
     post_norm: torch.Tensor
     mlp: MlpWeights
+
+
+def norm_factor(config: ModelConfig, stored: torch.Tensor) -> torch.Tensor:
+    """Return what an RMSNorm multiplies by, float32, from its stored weight: the family may store it less 1."""
+    return stored.float() + config.norm_offset if config.norm_offset else stored.float()

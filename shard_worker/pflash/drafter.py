@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from services.errors import InvalidArgument, Unimplemented
 from services.layers import LayerRange
 from services.model.config import LayerKind, ModelConfig
+from services.model.families import read_model_config
 from shard_worker.device.devices import Device
-from shard_worker.model.families import family_of
 from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights
-from shard_worker.model.layers import mlp
+from shard_worker.model.layers import swiglu
 from shard_worker.ops.linear import linear
 from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import apply_rope, rope_table
@@ -82,7 +82,7 @@ class Drafter:
         mixed = attend_causally(qk[:, :heads], qk[:, heads:], projected[:, heads + kv_heads :])
         hidden = hidden + linear(mixed, attention.out, attention.out_bias)
         parts = [
-            part + mlp.run(weights.mlp, rms_norm(part, weights.post_norm, config.norm_eps))
+            part + swiglu.run(weights.mlp, rms_norm(part, weights.post_norm, config.norm_eps))
             for part in torch.split(hidden, ROWS)
         ]
         return torch.cat(parts)
@@ -101,11 +101,11 @@ def attend_causally(
 
 def load_drafter(checkpoint: Checkpoint, device: Device, dtype: str | None, on_progress: Progress) -> Drafter:
     """Raises Unimplemented for another family or layers that see less than everything, and what `StageLoader` does."""
-    name, _, config = family_of(checkpoint.config)
-    if name != "qwen3" or set(config.layer_kinds) != {LayerKind.FULL}:
+    config = read_model_config(checkpoint.config)
+    if config.family != "qwen3" or set(config.layer_kinds) != {LayerKind.FULL}:
         raise Unimplemented(
-            f"{checkpoint.directory} is of model_type {name!r}; prompts are compressed by a Qwen3 without sliding "
-            "windows, like Qwen3-0.6B",
+            f"{checkpoint.directory} is of model_type {config.family!r}; prompts are compressed by a Qwen3 without "
+            "sliding windows, like Qwen3-0.6B",
             reason="UNKNOWN_FAMILY",
             field="--prefill-drafter",
         )

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from services.dtypes import WEIGHT_DTYPES
 from services.errors import CLOSED, FailedPrecondition, InvalidArgument
 from services.messages.description import DraftDescription, FeatureTransport, HeadPlace, StepEngine
 from services.messages.snapshots import SnapshotOwner
 from services.messages.steps import FeatureSlice, Location, SnapshotPart, SnapshotRestore, SnapshotSave
-from services.messages.tensors import WEIGHT_DTYPES, WireTensor
+from services.messages.tensors import WireTensor
 from services.rpc.draft import DraftAnswer, OpenDraft, Propose
 from services.rpc.worker import LoadDraft
 from shard_worker.cache.prefix_state import trimmable
@@ -143,7 +144,7 @@ class DraftRole:
         return StepEngine.GRAPHS if self.graphs else StepEngine.KERNELS
 
     def _load_head(self, target: Checkpoint, draft: Draft) -> torch.Tensor:
-        tied = "lm_head.weight" not in target.names
+        tied = "lm_head.weight" not in target.headers
         name = matrix_name(target, "embed_tokens.weight") if tied else "lm_head.weight"
         weight = target.tensor(name).to(self._device.torch_device, draft.dtype, copy=True)
         if weight.shape != (draft.config.vocab_size, draft.config.hidden_size):

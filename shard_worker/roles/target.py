@@ -15,6 +15,7 @@ from services.messages.description import DraftDescription, FeatureTransport, He
 from services.messages.snapshots import SnapshotOwner
 from services.messages.steps import Location, OpenSession, StageIdentity
 from services.model.config import ModelConfig
+from services.model.drafts import DraftConfig
 from services.rpc.draft import OpenDraft
 from services.rpc.peers import Peers
 from services.rpc.stage import StageSession
@@ -24,7 +25,7 @@ from shard_worker.cache.prefix_state import trimmable
 from shard_worker.device.devices import Device
 from shard_worker.device.dtypes import dtype_to_name
 from shard_worker.device.executor import DeviceThread
-from shard_worker.drafting.drafters import Draft, DraftConfig, DraftState, drafter_of
+from shard_worker.drafting.drafters import Draft, DraftState, drafter_of
 from shard_worker.drafting.embedding_rows import EmbeddingRows, copied_embedding, resident_embedding, rows_of_stage
 from shard_worker.drafting.engine import DraftEngine, make_engine
 from shard_worker.drafting.link import DraftLink, LocalDraftLink, RemoteDraftLink
@@ -110,7 +111,7 @@ class TargetRole:
         self.loaded = LoadedStage(
             part,
             stage,
-            loader.family_name,
+            stage.config.family,
             checkpoint.fingerprint,
             resident_embedding(stage),
             rows_of_stage(resident_embedding(stage), checkpoint),

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 
 import torch
 
 from services.errors import InvalidArgument
 from services.layers import LayerRange
+from services.model.families import read_model_config
+from services.model.target_tensors import TargetTensors, takes_model_dtype
 from shard_worker.device.devices import Device
 from shard_worker.device.dtypes import dtype_from_name, kv_dtype_from_name
-from shard_worker.model.families import Family, family_of
 from shard_worker.model.features import Capture, fc_columns
 from shard_worker.model.head import Head
 from shard_worker.model.kernel_support import can_prefill, can_run, check_float8, head_sizes
+from shard_worker.model.layer_weights import norm_factor
+from shard_worker.model.layers import decoder
 from shard_worker.ops.linear import packed
 from shard_worker.ops.rope import inverse_frequencies
 from shard_worker.stage.segment import Segment
@@ -24,9 +26,6 @@ from shard_worker.weights.checkpoint import Checkpoint
 
 Progress = Callable[[int, int], None]
 """Called with bytes loaded so far and bytes in all."""
-
-_PREFIXES = ("model.language_model.", "model.", "")
-_IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 
 
 class CaptureRequest:
@@ -47,19 +46,21 @@ class StageLoader:
         Raises InvalidArgument for layers that the model doesn't have and for missing, unknown or mis-shaped
         tensors, Unimplemented for an unknown family or a quantised checkpoint."""
         self._checkpoint, self._layers = checkpoint, layers
-        self.family_name, self._family, self.config = family_of(checkpoint.config)
+        self.config = read_model_config(checkpoint.config)
         if layers.last > self.config.num_layers:
             raise InvalidArgument(
                 f"layers {layers} do not exist: the model has {self.config.num_layers} layers",
                 field="layers",
             )
-        self._prefix = self._find_prefix()
-        self._tensors = {layer: self._check_layer(layer) for layer in range(layers.first, layers.last)}
-        self._embedding = self._prefix + "embed_tokens.weight"
-        self._head = self._embedding if self.config.tied_head else "lm_head.weight"
-        self._norm = self._prefix + "norm.weight"
-        self._check_ends()
-        self.dtype, self._kv_dtype = self._choose_dtype(dtype), kv_dtype_from_name(kv_dtype)
+        tensors = TargetTensors(self.config, checkpoint.headers, checkpoint.directory)
+        self._layer_names = {layer: tensors.layer(layer) for layer in range(layers.first, layers.last)}
+        if self.is_first:
+            tensors.check_first()
+        if self.is_last:
+            tensors.check_last()
+        self._tensors = tensors
+        self.dtype = dtype_from_name(tensors.dtype(layers.first) if dtype is None else dtype, "--dtype")
+        self._kv_dtype = kv_dtype_from_name(kv_dtype)
         self.total_bytes = sum(checkpoint.size_bytes(name) for name in self._all_names())
 
     @property
@@ -89,9 +90,8 @@ class StageLoader:
 
         def take(name: str, device: torch.device) -> torch.Tensor:
             nonlocal loaded, resident
-            # Vectors keep their stored precision: norms, decays and such are widened to float32 when packed.
-            matrix = len(self._checkpoint.shape(name)) > 1 or name.endswith("_proj.bias")
-            tensor = self._checkpoint.place(name, device, self.dtype if matrix else self._checkpoint.dtype(name))
+            cast = takes_model_dtype(name, self._checkpoint.shape(name))
+            tensor = self._checkpoint.place(name, device, self.dtype if cast else self._checkpoint.dtype(name))
             resident += tensor.nbytes
             loaded += self._checkpoint.size_bytes(name)
             on_progress(loaded, self.total_bytes)
@@ -102,17 +102,17 @@ class StageLoader:
         )
         embedding = head = None
         if self.is_first:
-            embedding = take(self._embedding, devices[0].torch_device)
+            embedding = take(self._tensors.embedding, devices[0].torch_device)
         if self.is_last:
             last = devices[-1].torch_device
             shared = embedding is not None and self.config.tied_head and embedding.device == last
-            weight = embedding if shared else take(self._head, last)
+            weight = embedding if shared else take(self._tensors.head, last)
             assert weight is not None
-            norm = self._family.norm_weight(take(self._norm, last))
+            norm = norm_factor(self.config, take(self._tensors.norm, last))
             head = Head(norm, packed(weight), self.config.norm_eps)
             if shared and head.weight is not weight:
                 # Not both in memory: rows are looked up in the mapped file.
-                embedding = self._checkpoint.tensor(self._embedding)
+                embedding = self._checkpoint.tensor(self._tensors.embedding)
         ends = len(segments) - 1
         return Stage(
             config=self.config,
@@ -137,13 +137,11 @@ class StageLoader:
         capture: CaptureRequest | None,
         take: Callable[[str, torch.device], torch.Tensor],
     ) -> Segment:
-        family: Family = self._family
         weights = []
         for layer in range(layers.first, layers.last):
-            named = {short: take(name, device.torch_device) for short, name in self._tensors[layer].items()}
-            weights.append(family.pack_layer(self.config, layer, named))
+            named = {short: take(name, device.torch_device) for short, name in self._layer_names[layer].items()}
+            weights.append(decoder.pack(self.config, layer, named))
         return Segment(
-            family=family,
             config=self.config,
             layers=layers,
             device=device,
@@ -168,68 +166,15 @@ class StageLoader:
             fc = packed(columns.to(device.torch_device, self.dtype))
         return Capture(indices, fc)
 
-    def _find_prefix(self) -> str:
-        for prefix in _PREFIXES:
-            if any(name.startswith(f"{prefix}layers.") for name in self._checkpoint.names):
-                return prefix
-        raise InvalidArgument(
-            f"{self._checkpoint.directory} has no tensor named model.layers.* or model.language_model.layers.*"
-        )
-
-    def _check_layer(self, layer: int) -> dict[str, str]:
-        """Short name -> full name of a layer's tensors."""
-        start = f"{self._prefix}layers.{layer}."
-        expected = self._family.layer_shapes(self.config, layer)
-        for short, shape in expected.items():
-            self._check(start + short, shape)
-        for name in self._checkpoint.names:
-            short = name.removeprefix(start)
-            if name.startswith(start) and short not in expected and not _IGNORED.search(name):
-                raise InvalidArgument(
-                    f"tensor {name} is not one that family {self.family_name} has: the checkpoint is "
-                    "quantised or of another family",
-                    field=name,
-                )
-        return {short: start + short for short in expected}
-
-    def _check_ends(self) -> None:
-        matrix = (self.config.vocab_size, self.config.hidden_size)
-        if self.is_first:
-            self._check(self._embedding, matrix)
-        if self.is_last:
-            self._check(self._head, matrix)
-            self._check(self._norm, (self.config.hidden_size,))
-
-    def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        if name not in self._checkpoint.names:
-            raise InvalidArgument(
-                f"tensor {name} is missing in {self._checkpoint.directory}",
-                reason="TENSOR_MISSING",
-                field=name,
-            )
-        self._checkpoint.dtype(name)
-        found = self._checkpoint.shape(name)
-        if found != shape:
-            raise InvalidArgument(
-                f"tensor {name} has shape {list(found)}, config.json asks for {list(shape)}",
-                reason="TENSOR_SHAPE",
-                field=name,
-            )
-
     def _all_names(self) -> list[str]:
-        names = [name for named in self._tensors.values() for name in named.values()]
+        names = [name for named in self._layer_names.values() for name in named.values()]
         if self.is_first:
-            names.append(self._embedding)
+            names.append(self._tensors.embedding)
         if self.is_last:
-            names.append(self._norm)
+            names.append(self._tensors.norm)
             if not (self.is_first and self.config.tied_head):
-                names.append(self._head)
+                names.append(self._tensors.head)
         return names
-
-    def _choose_dtype(self, wanted: str | None) -> torch.dtype:
-        if wanted is not None:
-            return dtype_from_name(wanted, "--dtype")
-        return self._checkpoint.dtype(self._tensors[self._layers.first]["mlp.gate_proj.weight"])
 
 
 def _spread(layers: LayerRange, devices: Sequence[Device]) -> list[tuple[LayerRange, Device]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -13,8 +12,9 @@ from shard_worker.cache.attention_cache import PAGE_ROWS
 from shard_worker.cache.prefix_state import TensorGroup
 from shard_worker.cache.segment_caches import SegmentCaches, state_groups
 from shard_worker.device.devices import Device
-from shard_worker.model.families import Family
 from shard_worker.model.features import Capture, Features
+from shard_worker.model.layer_weights import DecoderWeights
+from shard_worker.model.layers import decoder
 from shard_worker.model.rows import make_rows
 
 
@@ -22,11 +22,10 @@ from shard_worker.model.rows import make_rows
 class Segment:
     """Layers [first, last) on one device. frequencies: RoPE's, float32 on the device."""
 
-    family: Family
     config: ModelConfig
     layers: LayerRange
     device: Device
-    weights: tuple[Any, ...]
+    weights: tuple[DecoderWeights, ...]
     frequencies: torch.Tensor
     capture: Capture | None
     dtype: torch.dtype
@@ -82,7 +81,7 @@ class Segment:
         captured: list[torch.Tensor] = []
         for offset, weights in enumerate(self.weights):
             slot = caches.slots[offset]
-            hidden = self.family.run_layer(self.config, weights, slot, hidden, rows, caches)
+            hidden = decoder.run(self.config, weights, slot, hidden, rows, caches)
             if capture is not None and self.layers.first + offset in capture.indices:
                 captured.append(hidden)
         if capture is not None and features is not None:

@@ -20,7 +20,7 @@ from coordinator.cluster.loading import Checkpoints
 from coordinator.cluster.placement import make_plan
 from coordinator.engine.generation import generate
 from coordinator.planning.model_size import read_model_size
-from services.messages.tensors import FLOAT8
+from services.dtypes import FLOAT8
 from services.processes.launch import Launch
 from services.telemetry.logs import configure_logs
 from shard_worker.stage.stage import Stage

@@ -15,7 +15,7 @@ from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.loading import Checkpoints
 from coordinator.cluster.placement import make_plan
 from coordinator.engine.generation import generate as complete
-from services.messages.tensors import FLOAT8
+from services.dtypes import FLOAT8
 from services.processes.launch import Launch
 from tests.e2e.conftest import Pair, Worker, flashsplit, generate, refusal
 from tests.e2e.exact_runs import DEMO, prompts, same

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 from coordinator.bench.shapes import TARGETS, draft_config
-from shard_worker.drafting.config import read_draft_config
-from shard_worker.drafting.drafters.dflash import expected_shapes
-from shard_worker.model.families import family_of
+from services.model.drafts.dflash import read_config, tensor_shapes
+from services.model.families import read_model_config
+from services.model.target_tensors import target_shapes
 
 SHARD_BYTES = 4 << 30
 
@@ -26,21 +26,10 @@ SHARD_BYTES = 4 << 30
 def write(shape: str, directory: Path) -> None:
     """Write target and draft of a shape that `flashsplit bench step` knows."""
     target = TARGETS[shape]
-    _, family, config = family_of(target)
-    shapes = {
-        f"model.layers.{layer}.{name}": extents
-        for layer in range(config.num_layers)
-        for name, extents in family.layer_shapes(config, layer).items()
-    }
-    matrix = (config.vocab_size, config.hidden_size)
-    shapes["model.embed_tokens.weight"] = matrix
-    if not config.tied_head:
-        shapes["lm_head.weight"] = matrix
-    shapes["model.norm.weight"] = (config.hidden_size,)
-    _save(directory / "target", target, shapes)
+    _save(directory / "target", target, target_shapes(read_model_config(target)))
 
     draft = draft_config(shape)
-    _save(directory / "draft", draft, expected_shapes(read_draft_config(draft)))
+    _save(directory / "draft", draft, tensor_shapes(read_config(draft)))
 
 
 def _save(directory: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:

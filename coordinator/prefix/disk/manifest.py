@@ -16,10 +16,11 @@ from coordinator.prefix import lineage as lineages
 from coordinator.prefix.disk.json_fields import JsonFields
 from coordinator.prefix.disk.safetensors_file import PlacedTensor, place
 from coordinator.prefix.lineage import Lineage
+from services.dtypes import ITEM_BYTES
 from services.errors import DataLoss
 from services.layers import LayerRange
 from services.messages.snapshots import MAX_TENSORS, SHA256_BYTES, SnapshotHeader, SnapshotOwner
-from services.messages.tensors import ITEM_BYTES, MAX_RANK
+from services.messages.tensors import MAX_RANK
 
 VERSION = 1
 """The version of the manifest's form."""

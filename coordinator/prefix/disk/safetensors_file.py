@@ -12,16 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.dtypes import ITEM_BYTES
 from services.errors import DataLoss
-from services.messages.tensors import FLOAT8, ITEM_BYTES
+from services.model.safetensors_header import DTYPE_CODES, DTYPE_OF_CODE, LENGTH_BYTES, read_header
 
-MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
-
-_PREFIX_BYTES = 8
 _ALIGNMENT = 8
-_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int32": "I32", FLOAT8: "F8_E4M3"}
-_DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +59,16 @@ def place(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, t
     begin = 0
     for name, dtype, shape in tensors:
         end = begin + math.prod(shape) * ITEM_BYTES[dtype]
-        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    offset = _PREFIX_BYTES + len(text)
+    offset = LENGTH_BYTES + len(text)
     placed = []
     for name, dtype, shape in tensors:
         placed.append(PlacedTensor(name, dtype, shape, offset))
         offset = placed[-1].end
-    return len(text).to_bytes(_PREFIX_BYTES, "little") + text, tuple(placed)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text, tuple(placed)
 
 
 class SafetensorsWriter:
@@ -108,34 +103,18 @@ def read_placed(read: Callable[[int, int], bytes], size_bytes: int) -> tuple[Pla
         DataLoss: it is no safetensors file, is cut off or goes on behind its tensors, has gaps, or holds element types
             that no snapshot has.
     """
-    length = int.from_bytes(read(0, _PREFIX_BYTES), "little")
-    if size_bytes < _PREFIX_BYTES or not 2 <= length <= min(MAX_HEADER_BYTES, size_bytes - _PREFIX_BYTES):
-        raise DataLoss(f"a safetensors header of {length} bytes cannot be in a file of {size_bytes} bytes")
-    text = read(_PREFIX_BYTES, length)
-    try:
-        header = json.loads(text)
-        described = sorted(
-            (_described(name, value) for name, value in header.items() if name != "__metadata__"),
-            key=lambda found: (found[1], found[2]),
-        )
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DataLoss(f"the safetensors header is not readable: {error}") from error
-    start, position = _PREFIX_BYTES + length, 0
+    header = read_header(read, size_bytes)
+    unknown = sorted({entry.code for entry in header.tensors.values()} - DTYPE_OF_CODE.keys())
+    if unknown:
+        raise DataLoss(f"the safetensors header is not readable: element type {unknown[0]!r} is unknown")
+    position = 0
     placed = []
-    for tensor, begin, end in described:
-        if begin != position or end - begin != tensor.size_bytes:
-            raise DataLoss(f"tensor {tensor.name!r} lies at [{begin}, {end}) where [{position}, …) was expected")
-        placed.append(PlacedTensor(tensor.name, tensor.dtype, tensor.shape, start + begin))
-        position = end
-    if start + position != size_bytes:
-        raise DataLoss(f"the file has {size_bytes} bytes where its header says {start + position}")
+    for name, entry in sorted(header.tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        tensor = PlacedTensor(name, DTYPE_OF_CODE[entry.code], entry.shape, header.data_start + entry.begin)
+        if entry.begin != position or entry.end - entry.begin != tensor.size_bytes:
+            raise DataLoss(f"tensor {name!r} lies at [{entry.begin}, {entry.end}) where [{position}, …) was expected")
+        placed.append(tensor)
+        position = entry.end
+    if header.data_start + position != size_bytes:
+        raise DataLoss(f"the file has {size_bytes} bytes where its header says {header.data_start + position}")
     return tuple(placed)
-
-
-def _described(name: str, value: dict[str, object]) -> tuple[PlacedTensor, int, int]:
-    shape, offsets = value["shape"], value["data_offsets"]
-    if not isinstance(shape, list) or not all(type(extent) is int and extent >= 0 for extent in shape):
-        raise ValueError(f"shape of {name!r} is {shape!r}")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(offset) is int for offset in offsets):
-        raise ValueError(f"data_offsets of {name!r} is {offsets!r}")
-    return PlacedTensor(name, _DTYPES[str(value["dtype"])], tuple(shape), 0), offsets[0], offsets[1]

@@ -1,20 +1,19 @@
 """Draft kinds, one module each, found by name: what a kind must offer to be served is written down here.
 
-A new kind is one new module in this package. A checkpoint is of the kind whose name stands in its `architectures` or
-`speculators_model_type`, or has a `<name>_config` in its config.json. The protocols know no kind and no family of
-targets; nothing outside a kind's own module (and its kernels' runner) names its classes.
+A new kind is one new module in this package, and one of the same name in `services.model.drafts` that reads its
+config.json. The protocols know no kind and no family of targets; nothing outside a kind's own module (and its kernels'
+runner) names its classes.
 """
 
 from __future__ import annotations
 
 import importlib
-import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
-from services.errors import Unimplemented
+from services.model.drafts import DraftConfig, check_draft_kind
 from shard_worker.cache.prefix_state import StateView, TensorGroup
 from shard_worker.device.devices import Device
 from shard_worker.model.features import Features
@@ -22,38 +21,6 @@ from shard_worker.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from shard_worker.model.kernels.step_parameters import StepParameters
-
-
-class DraftConfig(Protocol):
-    """What the target's stages and the coordinator need to know of a draft's config.json."""
-
-    @property
-    def hidden_size(self) -> int:
-        """Extent of a feature row and of an embedding row; the target's own."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids; the target's own."""
-
-    @property
-    def max_position(self) -> int:
-        """Longest context, in tokens, that the draft was made for."""
-
-    @property
-    def block_size(self) -> int:
-        """Rows of a block: the known token and the most draft tokens of one proposal."""
-
-    @property
-    def mask_token_id(self) -> int:
-        """The token whose embedding stands where a draft token is asked for."""
-
-    @property
-    def capture_layers(self) -> tuple[int, ...]:
-        """The 0-based target blocks whose output the draft reads, in the order of the columns of `fc`."""
-
-    @property
-    def num_target_layers(self) -> int:
-        """Number of blocks of the target that the draft was made for."""
 
 
 class DraftState(Protocol):
@@ -171,12 +138,6 @@ class Draft(Protocol):
 class DraftKind(Protocol):
     """The functions of a module of this package."""
 
-    def read_config(self, raw: Mapping[str, Any]) -> DraftConfig:
-        """Read a config.json. Raises InvalidArgument for values out of range, Unimplemented for what is not served."""
-
-    def expected_shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
-        """Return the name and shape of every tensor that a checkpoint with this config (of `read_config`) has."""
-
     def read_fc(self, checkpoint: Checkpoint) -> tuple[DraftConfig, torch.Tensor]:
         """Read what a target stage needs: the config, and `fc` [hidden, N * hidden] over N captured blocks."""
 
@@ -189,35 +150,12 @@ class DraftKind(Protocol):
     ) -> Draft:
         """Load a draft. dtype: None keeps the checkpoint's own. on_progress: called with bytes read and bytes in all.
 
-        Raises InvalidArgument for missing, unknown or mis-shaped tensors, and what `read_config` raises.
+        Raises InvalidArgument for missing, unknown or mis-shaped tensors, and what reading its config.json
+        raises.
         """
-
-
-def known_drafters() -> list[str]:
-    """Return the names of the draft kinds, sorted."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
-
-
-def drafter_of_config(config: Mapping[str, Any]) -> DraftKind | None:
-    """Return the draft kind that a config.json is of, None where it is of none."""
-    text = " ".join(_marks(config)).lower()
-    for name in known_drafters():
-        if name in text or f"{name}_config" in config:
-            return cast(DraftKind, importlib.import_module(f"{__name__}.{name}"))
-    return None
 
 
 def drafter_of(checkpoint: Checkpoint) -> DraftKind:
     """Return the draft kind of a checkpoint. Raises Unimplemented, listing the known kinds, for another kind."""
-    kind = drafter_of_config(checkpoint.config)
-    if kind is None:
-        raise Unimplemented(
-            f"{checkpoint.directory} is not a draft of a known kind (architectures: "
-            f"{', '.join(_marks(checkpoint.config)) or 'none'}); known kinds: {', '.join(known_drafters())}",
-            field="--draft",
-        )
-    return kind
-
-
-def _marks(config: Mapping[str, Any]) -> list[str]:
-    return [*(config.get("architectures") or []), str(config.get("speculators_model_type") or "")]
+    name = check_draft_kind(checkpoint.config, checkpoint.directory)
+    return cast(DraftKind, importlib.import_module(f"{__name__}.{name}"))

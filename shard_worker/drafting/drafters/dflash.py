@@ -7,24 +7,22 @@ The context is projected once, when features arrive; a propose runs the block's 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from services.errors import InvalidArgument
 from services.model.config import LayerKind
+from services.model.drafts.dflash import DFlashConfig, find_tensors, read_config
 from shard_worker.cache.attention_cache import PAGE_ROWS, AttentionCache, AttentionView
 from shard_worker.cache.prefix_state import GroupKind, StateView, TensorGroup
 from shard_worker.device.devices import Device
 from shard_worker.device.dtypes import dtype_from_name
-from shard_worker.drafting.config import DFlashConfig, read_draft_config
 from shard_worker.model.features import Features
 from shard_worker.model.kernel_support import can_run
 from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights, MlpWeights
-from shard_worker.model.layers.mlp import run as run_mlp
+from shard_worker.model.layers.swiglu import run as run_mlp
 from shard_worker.ops.attention import attend, grouped_mask, visibility
 from shard_worker.ops.linear import linear, packed
 from shard_worker.ops.norm import rms_norm
@@ -33,17 +31,6 @@ from shard_worker.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from shard_worker.drafting.runner import DFlashRunner
-
-_ALIASES = (
-    (re.compile(r"^midlayer\."), "layers.0."),
-    (re.compile(r"^encoder\.fc\."), "fc."),
-    (re.compile(r"^encoder\.output_norm_enc\."), "hidden_norm."),
-)
-# Copies of the target's own tensors, which are shared instead, and maps that a full vocabulary doesn't need.
-_IGNORED = re.compile(r"^(embed_tokens\.weight|lm_head\.weight|t2d|verifier_.*|.*rotary_emb\.inv_freq)$")
-
-
-read_config = read_draft_config
 
 
 @dataclass(slots=True)
@@ -232,7 +219,7 @@ def load(
 ) -> DFlashDraft:
     """Raises InvalidArgument for missing, unknown or mis-shaped tensors, Unimplemented for other draft formats."""
     config = read_config(checkpoint.config)
-    names = _names(checkpoint, config)
+    names = find_tensors(config, checkpoint.headers, checkpoint.directory)
     total = sum(checkpoint.size_bytes(name) for name in names.values())
     wanted = checkpoint.dtype(names["fc.weight"]) if dtype is None else dtype_from_name(dtype)
     loaded = resident = 0
@@ -296,69 +283,4 @@ def load(
 def read_fc(checkpoint: Checkpoint) -> tuple[DFlashConfig, torch.Tensor]:
     """What a target stage needs of a draft: its configuration and `fc` [hidden, N * hidden], over the mapped file."""
     config = read_config(checkpoint.config)
-    return config, checkpoint.tensor(_names(checkpoint, config)["fc.weight"])
-
-
-def _names(checkpoint: Checkpoint, config: DFlashConfig) -> dict[str, str]:
-    """Canonical name -> name in the checkpoint, every tensor checked."""
-    names: dict[str, str] = {}
-    for stored in checkpoint.names:
-        name = stored
-        for pattern, plain in _ALIASES:
-            name = pattern.sub(plain, name)
-        if not _IGNORED.match(name):
-            names[name] = stored
-    expected = expected_shapes(config)
-    for name, shape in expected.items():
-        if name not in names:
-            raise InvalidArgument(
-                f"draft tensor {name} is missing in {checkpoint.directory}",
-                reason="TENSOR_MISSING",
-                field=name,
-            )
-        found = checkpoint.shape(names[name])
-        if found != shape:
-            raise InvalidArgument(
-                f"draft tensor {name} has shape {list(found)}, config.json asks for {list(shape)}",
-                reason="TENSOR_SHAPE",
-                field=name,
-            )
-    unknown = sorted(set(names) - set(expected))
-    if unknown:
-        raise InvalidArgument(
-            f"draft tensor {unknown[0]} is not one that a DFlash draft has ({len(unknown)} such tensors): "
-            "the checkpoint is of another draft format",
-            field=unknown[0],
-        )
-    return names
-
-
-def expected_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
-    hidden, mlp = config.hidden_size, config.mlp_size
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        # The draft reads the target's embedding rows, so both have one hidden size.
-        "fc.weight": (hidden, len(config.capture_layers) * hidden),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
-    }
-    for index in range(config.num_layers):
-        prefix = f"layers.{index}."
-        attention = f"{prefix}self_attn."
-        shapes |= {
-            f"{prefix}input_layernorm.weight": (hidden,),
-            f"{prefix}post_attention_layernorm.weight": (hidden,),
-            f"{prefix}mlp.gate_proj.weight": (mlp, hidden),
-            f"{prefix}mlp.up_proj.weight": (mlp, hidden),
-            f"{prefix}mlp.down_proj.weight": (hidden, mlp),
-            f"{attention}q_proj.weight": (queries, hidden),
-            f"{attention}k_proj.weight": (keys, hidden),
-            f"{attention}v_proj.weight": (keys, hidden),
-            f"{attention}o_proj.weight": (hidden, queries),
-            f"{attention}q_norm.weight": (config.head_dim,),
-            f"{attention}k_norm.weight": (config.head_dim,),
-        }
-        if config.attention_bias:
-            extents = {"q": queries, "k": keys, "v": keys, "o": hidden}
-            shapes |= {f"{attention}{part}_proj.bias": (size,) for part, size in extents.items()}
-    return shapes
+    return config, checkpoint.tensor(find_tensors(config, checkpoint.headers, checkpoint.directory)["fc.weight"])

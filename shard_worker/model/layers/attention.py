@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
 from services.model.config import LayerKind, ModelConfig
 from shard_worker.cache.segment_caches import SegmentCaches
-from shard_worker.model.layer_weights import AttentionWeights
+from shard_worker.model.layer_weights import AttentionWeights, norm_factor
 from shard_worker.model.rows import Rows
 from shard_worker.ops.attention import attend, attend_each
 from shard_worker.ops.linear import linear, packed
@@ -16,46 +16,20 @@ from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import apply_rope
 
 
-def shapes(config: ModelConfig, *, gated: bool) -> dict[str, tuple[int, ...]]:
-    """A gated q_proj has double width: for each head its query, then its gate."""
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    wide = queries * 2 if gated else queries
-    named = {
-        "self_attn.q_proj.weight": (wide, config.hidden_size),
-        "self_attn.k_proj.weight": (keys, config.hidden_size),
-        "self_attn.v_proj.weight": (keys, config.hidden_size),
-        "self_attn.o_proj.weight": (config.hidden_size, queries),
-        "self_attn.q_norm.weight": (config.head_dim,),
-        "self_attn.k_norm.weight": (config.head_dim,),
-    }
-    if config.attention_bias:
-        named |= {
-            "self_attn.q_proj.bias": (wide,),
-            "self_attn.k_proj.bias": (keys,),
-            "self_attn.v_proj.bias": (keys,),
-            "self_attn.o_proj.bias": (config.hidden_size,),
-        }
-    return named
+def pack(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> AttentionWeights:
+    """Return the weights with one projection for queries, keys, values and gates."""
 
-
-def pack(
-    config: ModelConfig,
-    tensors: Mapping[str, torch.Tensor],
-    norm_weight: Callable[[torch.Tensor], torch.Tensor],
-    *,
-    gated: bool,
-) -> AttentionWeights:
     def fuse(suffix: str) -> torch.Tensor | None:
         if f"self_attn.q_proj.{suffix}" not in tensors:
             return None
         q, k, v = (tensors[f"self_attn.{name}_proj.{suffix}"] for name in "qkv")
-        if not gated:
+        if not config.attention_gate:
             return torch.cat((q, k, v))
         pairs = q.view(config.heads, 2, config.head_dim, *q.shape[1:])
         return torch.cat((pairs[:, 0].flatten(0, 1), k, v, pairs[:, 1].flatten(0, 1)))
 
-    q_norm = norm_weight(tensors["self_attn.q_norm.weight"])
-    k_norm = norm_weight(tensors["self_attn.k_norm.weight"])
+    q_norm = norm_factor(config, tensors["self_attn.q_norm.weight"])
+    k_norm = norm_factor(config, tensors["self_attn.k_norm.weight"])
     qkv = fuse("weight")
     assert qkv is not None
     return AttentionWeights(
@@ -64,7 +38,7 @@ def pack(
         qk_norm=torch.cat((q_norm.expand(config.heads, -1), k_norm.expand(config.kv_heads, -1))).contiguous(),
         out=packed(tensors["self_attn.o_proj.weight"]),
         out_bias=tensors.get("self_attn.o_proj.bias"),
-        gated=gated,
+        gated=config.attention_gate,
     )
 
 

@@ -1,17 +1,60 @@
-"""A decoder layer as most families have it: norm, mixer, residual, norm, SwiGLU, residual."""
+"""A decoder layer as most families have it: norm, mixer, residual, norm, feed-forward part, residual."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, cast
 
 import torch
 
-from services.model.config import ModelConfig
+from services.model.config import LayerKind, ModelConfig
 from shard_worker.cache.segment_caches import SegmentCaches
-from shard_worker.model.layer_weights import DecoderWeights, LinearAttentionWeights
-from shard_worker.model.layers import attention, linear_attention, mlp
+from shard_worker.model.layer_weights import DecoderWeights, norm_factor
 from shard_worker.model.rows import Rows
 from shard_worker.ops.norm import rms_norm
+
+
+class Mixer(Protocol):
+    """What the module of a mixer offers: the part of a layer in which a row sees those before it."""
+
+    def pack(self, config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """Return its weights, fused and converted. tensors: the layer's, by the names of `layer_shapes`."""
+
+    def run(
+        self,
+        config: ModelConfig,
+        weights: Any,
+        kind: LayerKind,
+        slot: int,
+        x: torch.Tensor,
+        rows: Rows,
+        caches: SegmentCaches,
+    ) -> torch.Tensor:
+        """Return what the rows [n, hidden] of a step become, [n, hidden]. slot: the layer's place in its cache."""
+
+
+class FeedForward(Protocol):
+    """What the module of a feed-forward part offers: the part of a layer that takes each row by itself."""
+
+    def pack(self, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """Return its weights, fused and converted. tensors: the layer's, by the names of `layer_shapes`."""
+
+    def run(self, weights: Any, x: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
+        """Return what rows [n, hidden] become, [n, hidden]. rows: what they are, where they are a step's."""
+
+
+def pack(config: ModelConfig, layer: int, tensors: Mapping[str, torch.Tensor]) -> DecoderWeights:
+    """Return a layer's weights as `run` takes them. tensors: by the names of `layer_shapes`, on their device."""
+    kind = config.layer_kinds[layer]
+    return DecoderWeights(
+        kind=kind,
+        input_norm=norm_factor(config, tensors["input_layernorm.weight"]),
+        mixer=_mixer(kind.mixer).pack(config, tensors),
+        post_norm=norm_factor(config, tensors["post_attention_layernorm.weight"]),
+        mlp=_feed_forward(config.mlp).pack(tensors),
+    )
 
 
 def run(
@@ -22,16 +65,22 @@ def run(
     rows: Rows,
     caches: SegmentCaches,
 ) -> torch.Tensor:
-    """One layer on hidden [n, hidden_size]."""
+    """Run one layer on hidden [n, hidden_size]. slot: its place in the cache of its kind."""
     norm = _norm(rows)
     normed = norm(hidden, weights.input_norm, config.norm_eps)
-    if isinstance(weights.mixer, LinearAttentionWeights):
-        mixed = linear_attention.run(config, weights.mixer, slot, normed, rows, caches)
-    else:
-        mixed = attention.run(config, weights.mixer, weights.kind, slot, normed, rows, caches)
-    hidden = hidden + mixed
+    hidden = hidden + _mixer(weights.kind.mixer).run(config, weights.mixer, weights.kind, slot, normed, rows, caches)
     normed = norm(hidden, weights.post_norm, config.norm_eps)
-    return hidden + mlp.run(weights.mlp, normed, rows)
+    return hidden + _feed_forward(config.mlp).run(weights.mlp, normed, rows)
+
+
+@functools.cache
+def _mixer(name: str) -> Mixer:
+    return cast(Mixer, importlib.import_module(f"{__package__}.{name}"))
+
+
+@functools.cache
+def _feed_forward(name: str) -> FeedForward:
+    return cast(FeedForward, importlib.import_module(f"{__package__}.{name}"))
 
 
 def _norm(rows: Rows) -> Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]:

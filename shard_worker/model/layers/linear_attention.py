@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from services.model.config import LinearAttentionConfig, ModelConfig
+from services.model.config import LayerKind, LinearAttentionConfig, ModelConfig
+from services.model.layers.linear_attention import sizes
 from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.model.layer_weights import LinearAttentionWeights
 from shard_worker.model.rows import Rows
@@ -18,24 +19,9 @@ from shard_worker.ops.norm import rms_norm
 L2_EPS = 1e-6
 
 
-def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    shape = _shape(config)
-    hidden, heads = config.hidden_size, shape.value_heads
-    return {
-        "linear_attn.in_proj_qkv.weight": (shape.conv_channels, hidden),
-        "linear_attn.in_proj_z.weight": (shape.value_dim, hidden),
-        "linear_attn.in_proj_b.weight": (heads, hidden),
-        "linear_attn.in_proj_a.weight": (heads, hidden),
-        "linear_attn.conv1d.weight": (shape.conv_channels, 1, shape.conv_taps),
-        "linear_attn.A_log": (heads,),
-        "linear_attn.dt_bias": (heads,),
-        "linear_attn.norm.weight": (shape.value_head_dim,),
-        "linear_attn.out_proj.weight": (hidden, shape.value_dim),
-    }
-
-
 def pack(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> LinearAttentionWeights:
-    shape = _shape(config)
+    """Return the weights with one projection for queries, keys, values, gates, betas and decays."""
+    shape = sizes(config)
 
     def take(name: str) -> torch.Tensor:
         return tensors[f"linear_attn.{name}"]
@@ -57,18 +43,19 @@ def pack(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> LinearAtte
 def run(
     config: ModelConfig,
     weights: LinearAttentionWeights,
+    kind: LayerKind,
     slot: int,
     x: torch.Tensor,
     rows: Rows,
     caches: SegmentCaches,
 ) -> torch.Tensor:
     """x: [n, hidden] -> [n, hidden]. Deferred rows leave the state as it is and are recorded for a later commit."""
-    shape, cache = _shape(config), caches.recurrent
+    shape, cache = sizes(config), caches.recurrent
     assert cache is not None
     count, heads = x.shape[0], shape.value_heads
-    sizes = (shape.conv_channels, shape.value_dim, heads, heads)
+    widths = (shape.conv_channels, shape.value_dim, heads, heads)
     projected = linear(x, weights.projection, None, rows.batch_invariant_rows)
-    mix, z, b, a = projected.split_with_sizes(sizes, -1)
+    mix, z, b, a = projected.split_with_sizes(widths, -1)
     if rows.delta_kernels and not rows.uncommitted:
         from shard_worker.model.kernels import delta_prefill
 
@@ -110,8 +97,3 @@ def _heads(
         qk = qk[:, :, None].expand(-1, -1, share, -1).reshape(count, -1, dim)
     q, k = qk.transpose(0, 1).chunk(2)
     return q, k, v
-
-
-def _shape(config: ModelConfig) -> LinearAttentionConfig:
-    assert config.linear is not None
-    return config.linear

@@ -7,7 +7,7 @@ import torch
 
 from shard_worker.cache.segment_caches import SegmentCaches
 from tests.reference import target
-from tests.shard_worker.model.families.family_runner import TOLERANCE
+from tests.shard_worker.model.layers.family_runner import TOLERANCE
 from tests.shard_worker.tiny import Run, Tiny, ids, load_stage, unsplit
 
 NAMES = ("qwen3_5-ratio-2", "qwen3_5-ratio-3")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from services.model.config import LayerKind, ModelConfig
-from shard_worker.model.families import family_of
+from services.model.families import read_model_config
 from shard_worker.model.rows import Rows, make_rows
 from shard_worker.ops.rope import inverse_frequencies
 from tests.reference import storage
@@ -21,7 +21,7 @@ KINDS = frozenset({LayerKind.FULL, LayerKind.SLIDING})
 @pytest.fixture
 def config(tiny: Tiny) -> ModelConfig:
     """Full and sliding layers, two query heads to each key head."""
-    _, _, config = family_of(storage.read_config(tiny.path("qwen3-sliding")))
+    config = read_model_config(storage.read_config(tiny.path("qwen3-sliding")))
     return replace(config, sliding_window=WINDOW)
 
 

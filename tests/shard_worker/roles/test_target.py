@@ -66,7 +66,7 @@ def test_a_stage_describes_itself(chain: Chain, tiny: Tiny) -> None:
     assert (described.hidden_size, described.vocab_size, described.max_position) == (64, 256, 4096)
     assert (described.dtype, described.capture_layers) == ("float32", (6, 0))
     assert described.feature_transport is FeatureTransport.SUM
-    own = [name for name in checkpoint.names if any(name.startswith(f"model.layers.{i}.") for i in range(3, 8))]
+    own = [name for name in checkpoint.headers if any(name.startswith(f"model.layers.{i}.") for i in range(3, 8))]
     assert described.weight_bytes == sum(map(checkpoint.size_bytes, [*own, "model.norm.weight", "lm_head.weight"]))
 
 

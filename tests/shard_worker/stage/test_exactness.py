@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,25 +12,23 @@ import torch
 from services.errors import FailedPrecondition, InvalidArgument
 from services.layers import LayerRange
 from services.messages.steps import OpenSession
-from shard_worker.model.families import Family
 from shard_worker.stage.exactness import allocate, check_exact
+from shard_worker.stage.segment import Segment
 from shard_worker.stage.step_runner import StepRunner
 from tests.shard_worker.tiny import Tiny, load_split, load_stage
 
 
-class Uneven:
-    """A family whose layers round rows by where they stand, as a library with other loops for the last rows would."""
+class UnevenSegment(Segment):
+    """Rounds rows by where they stand, as a library with other loops for the last rows would."""
 
-    def __init__(self, family: Family) -> None:
-        self._family = family
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._family, name)
-
-    def run_layer(self, *args: Any) -> torch.Tensor:
-        hidden = self._family.run_layer(*args)
+    def run(self, *args: Any) -> torch.Tensor:
+        hidden = super().run(*args)
         hidden[12:, 0] *= 1 + 2**-7
         return hidden
+
+
+def uneven(segment: Segment) -> Segment:
+    return UnevenSegment(**{field.name: getattr(segment, field.name) for field in fields(segment)})
 
 
 def request(**changes: Any) -> OpenSession:
@@ -52,11 +50,11 @@ def test_a_stage_that_is_exact_passes(tiny: Tiny, name: str, dtype: str) -> None
 def test_a_stage_that_is_not_is_refused(tiny: Tiny) -> None:
     """Rows that come out differently in another place of a step are found, and what can be done is said."""
     stage = load_stage(tiny.path("qwen3_5"), dtype="bfloat16")
-    uneven = [replace(segment, family=cast(Family, Uneven(segment.family))) for segment in stage.segments]
+    segments = tuple(uneven(segment) for segment in stage.segments)
     known: set[int] = set()
 
     with pytest.raises(FailedPrecondition, match="16 rows .* on cpu, so --exact cannot be kept here") as caught:
-        allocate(request(), replace(stage, segments=tuple(uneven)), known)
+        allocate(request(), replace(stage, segments=segments), known)
 
     assert caught.value.reason == "NOT_EXACT"
     assert not known

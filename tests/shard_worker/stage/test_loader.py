@@ -16,7 +16,7 @@ from shard_worker.device.devices import parse_devices
 from shard_worker.stage.loader import StageLoader
 from shard_worker.weights.checkpoint import Checkpoint
 from tests.reference import storage, target
-from tests.shard_worker.model.families.family_runner import TOLERANCE
+from tests.shard_worker.model.layers.family_runner import TOLERANCE
 from tests.shard_worker.tiny import Run, Tiny, ids, load_stage, unsplit
 
 Tensors = dict[str, torch.Tensor]

@@ -8,7 +8,7 @@ import torch
 from shard_worker.model.features import Features
 from shard_worker.stage.loader import CaptureRequest
 from tests.reference import target
-from tests.shard_worker.model.families.family_runner import TOLERANCE
+from tests.shard_worker.model.layers.family_runner import TOLERANCE
 from tests.shard_worker.tiny import AS_GPU, Run, Tiny, ids, load_stage
 
 

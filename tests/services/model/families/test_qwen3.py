@@ -1,48 +1,53 @@
-"""Qwen3: the engine's math against transformers, and what its config may say."""
+"""Qwen3: what its config.json may say."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from services.errors import FlashsplitError, InvalidArgument, Unimplemented
 from services.model.config import LayerKind, ModelConfig
-from shard_worker.model.families import qwen3
-from tests.reference import storage
-from tests.shard_worker.model.families import family_runner
-from tests.shard_worker.tiny import QWEN3, Tiny
+from services.model.families import qwen3
 
 FULL, SLIDING = LayerKind.FULL, LayerKind.SLIDING
+RAW: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 256,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "layer_types": ["full_attention"] * 4,
+    "use_sliding_window": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
 
 
-@pytest.mark.parametrize("name", QWEN3)
-@pytest.mark.parametrize("check", [family_runner.check_steps, family_runner.check_commits, family_runner.check_chunks])
-def test_logits_are_those_of_transformers(tiny: Tiny, name: str, check: Callable[[Tiny, str], None]) -> None:
-    """Tied, untied, sliding and biased checkpoints give transformers' logits by every way of running them."""
-    check(tiny, name)
+def read(**changes: Any) -> ModelConfig:
+    """The shape that the config gives once some keys are changed; None removes a key."""
+    return qwen3.read_config({key: value for key, value in (RAW | changes).items() if value is not None})
 
 
-def read(tiny: Tiny, name: str = "qwen3", **changes: Any) -> ModelConfig:
-    """The shape that a checkpoint's config gives once some keys are changed; None removes a key."""
-    raw = storage.read_config(tiny.path(name)) | changes
-    return qwen3.read_config({key: value for key, value in raw.items() if value is not None})
-
-
-def test_sliding_layers_begin_at_max_window_layers(tiny: Tiny) -> None:
+def test_sliding_layers_begin_at_max_window_layers() -> None:
     """Without layer_types, the layers from max_window_layers on slide, and only where use_sliding_window says so."""
     changes = {"layer_types": None, "sliding_window": 6, "max_window_layers": 3}
 
-    assert read(tiny, use_sliding_window=True, **changes).layer_kinds == (FULL, FULL, FULL, SLIDING)
-    assert read(tiny, use_sliding_window=False, **changes).layer_kinds == (FULL,) * 4
-    assert read(tiny, use_sliding_window=False, **changes).sliding_window is None
+    assert read(use_sliding_window=True, **changes).layer_kinds == (FULL, FULL, FULL, SLIDING)
+    assert read(use_sliding_window=False, **changes).layer_kinds == (FULL,) * 4
+    assert read(use_sliding_window=False, **changes).sliding_window is None
 
 
-def test_theta_is_read_from_both_places(tiny: Tiny) -> None:
+def test_theta_is_read_from_both_places() -> None:
     """rope_theta counts at the top level and in rope_parameters."""
-    assert read(tiny, rope_parameters=None, rope_theta=7e5).rope_theta == 7e5
-    assert read(tiny, rope_parameters={"rope_type": "default", "rope_theta": 3e5}).rope_theta == 3e5
+    assert read(rope_parameters=None, rope_theta=7e5).rope_theta == 7e5
+    assert read(rope_parameters={"rope_type": "default", "rope_theta": 3e5}).rope_theta == 3e5
 
 
 @pytest.mark.parametrize(
@@ -68,10 +73,10 @@ def test_theta_is_read_from_both_places(tiny: Tiny) -> None:
     ],
 )
 def test_a_key_that_cannot_be_served_is_refused_by_name(
-    tiny: Tiny, changes: dict[str, Any], kind: type[FlashsplitError], field: str
+    changes: dict[str, Any], kind: type[FlashsplitError], field: str
 ) -> None:
     """A config that asks for other math, or contradicts itself, is refused and not served as something else."""
     with pytest.raises(kind) as caught:
-        read(tiny, **changes)
+        read(**changes)
 
     assert caught.value.where["field"] == field

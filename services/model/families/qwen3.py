@@ -1,19 +1,15 @@
-"""Qwen3 dense (`model_type: qwen3`): full or sliding attention with per-head q/k norms, SwiGLU."""
+"""Qwen3 dense (`model_type: qwen3`): full or sliding attention with per-head q/k norms, and SwiGLU."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from services.model.config import ConfigReader, LayerKind, ModelConfig
-from shard_worker.model.layer_weights import DecoderWeights
-from shard_worker.model.layers import attention, decoder, mlp
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Raises InvalidArgument or Unimplemented naming the key that cannot be served."""
+    """Read a config.json. Raises InvalidArgument or Unimplemented naming the key that cannot be served."""
     reader = ConfigReader(raw)
     reader.only("hidden_act", "silu")
     layers = reader.integer("num_hidden_layers")
@@ -25,6 +21,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     heads = reader.integer("num_attention_heads")
     head_dim = reader.integer("head_dim", 128)
     return ModelConfig(
+        family="qwen3",
         hidden_size=reader.integer("hidden_size"),
         mlp_size=reader.integer("intermediate_size"),
         vocab_size=reader.integer("vocab_size"),
@@ -40,29 +37,3 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         attention_bias=reader.flag("attention_bias", False),
         sliding_window=window,
     )
-
-
-def norm_weight(stored: torch.Tensor) -> torch.Tensor:
-    return stored.float()
-
-
-def layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    return {
-        "input_layernorm.weight": (config.hidden_size,),
-        "post_attention_layernorm.weight": (config.hidden_size,),
-        **attention.shapes(config, gated=False),
-        **mlp.shapes(config),
-    }
-
-
-def pack_layer(config: ModelConfig, layer: int, tensors: Mapping[str, torch.Tensor]) -> DecoderWeights:
-    return DecoderWeights(
-        kind=config.layer_kinds[layer],
-        input_norm=norm_weight(tensors["input_layernorm.weight"]),
-        mixer=attention.pack(config, tensors, norm_weight, gated=False),
-        post_norm=norm_weight(tensors["post_attention_layernorm.weight"]),
-        mlp=mlp.pack(tensors),
-    )
-
-
-run_layer = decoder.run

@@ -1,20 +1,16 @@
-"""Qwen3.5 and 3.6 dense, text part (`model_type: qwen3_5`): Gated DeltaNet and gated attention, (1 + w) norms."""
+"""Qwen3.5 and 3.6 dense, text part (`model_type: qwen3_5`): Gated DeltaNet and gated attention, and SwiGLU."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from services.errors import InvalidArgument
 from services.model.config import ConfigReader, LayerKind, LinearAttentionConfig, ModelConfig
-from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights, LinearAttentionWeights
-from shard_worker.model.layers import attention, decoder, linear_attention, mlp
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Raises InvalidArgument or Unimplemented naming the key that cannot be served."""
+    """Read a config.json. Raises InvalidArgument or Unimplemented naming the key that cannot be served."""
     reader = ConfigReader(raw)
     reader.only("hidden_act", "silu")
     reader.only("output_gate_type", "swish", "silu")
@@ -38,6 +34,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
             field="linear_num_value_heads",
         )
     return ModelConfig(
+        family="qwen3_5",
         hidden_size=reader.integer("hidden_size"),
         mlp_size=reader.integer("intermediate_size"),
         vocab_size=reader.integer("vocab_size"),
@@ -51,39 +48,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         max_position=reader.integer("max_position_embeddings", 32768),
         tied_head=reader.flag("tie_word_embeddings", False),
         attention_bias=reader.flag("attention_bias", False),
+        norm_offset=1.0,
+        attention_gate=True,
         linear=linear,
     )
-
-
-def norm_weight(stored: torch.Tensor) -> torch.Tensor:
-    """Stored weights are centred on 0."""
-    return stored.float() + 1.0
-
-
-def layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    recurrent = config.layer_kinds[layer] is LayerKind.LINEAR
-    mixer = linear_attention.shapes(config) if recurrent else attention.shapes(config, gated=True)
-    return {
-        "input_layernorm.weight": (config.hidden_size,),
-        "post_attention_layernorm.weight": (config.hidden_size,),
-        **mixer,
-        **mlp.shapes(config),
-    }
-
-
-def pack_layer(config: ModelConfig, layer: int, tensors: Mapping[str, torch.Tensor]) -> DecoderWeights:
-    mixer: AttentionWeights | LinearAttentionWeights
-    if config.layer_kinds[layer] is LayerKind.LINEAR:
-        mixer = linear_attention.pack(config, tensors)
-    else:
-        mixer = attention.pack(config, tensors, norm_weight, gated=True)
-    return DecoderWeights(
-        kind=config.layer_kinds[layer],
-        input_norm=norm_weight(tensors["input_layernorm.weight"]),
-        mixer=mixer,
-        post_norm=norm_weight(tensors["post_attention_layernorm.weight"]),
-        mlp=mlp.pack(tensors),
-    )
-
-
-run_layer = decoder.run

@@ -7,18 +7,9 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from services.model.config import ModelConfig
 from shard_worker.model.layer_weights import MlpWeights
 from shard_worker.model.rows import Rows
 from shard_worker.ops.linear import linear, packed
-
-
-def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    return {
-        "mlp.gate_proj.weight": (config.mlp_size, config.hidden_size),
-        "mlp.up_proj.weight": (config.mlp_size, config.hidden_size),
-        "mlp.down_proj.weight": (config.hidden_size, config.mlp_size),
-    }
 
 
 def pack(tensors: Mapping[str, torch.Tensor]) -> MlpWeights:

@@ -8,7 +8,7 @@ import pytest
 
 from services.errors import FlashsplitError, InvalidArgument, Unimplemented
 from services.model.config import LayerKind
-from shard_worker.drafting.config import DFlashConfig, default_capture_layers, read_draft_config
+from services.model.drafts.dflash import DFlashConfig, default_capture_layers, read_config
 
 FULL, SLIDING = LayerKind.FULL, LayerKind.SLIDING
 DECODER: dict[str, Any] = {
@@ -56,7 +56,7 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(base: dict[str, Any], **changes: Any) -> DFlashConfig:
-    return read_draft_config(merged(base, changes))
+    return read_config(merged(base, changes))
 
 
 def test_both_layouts_describe_one_draft() -> None:

@@ -1,4 +1,4 @@
-"""The shape of a DFlash draft, read from the key forms in which such checkpoints are published.
+"""A DFlash draft (arXiv 2602.06036) as its checkpoint describes it, in all key forms in which such are published.
 
 z-lab's files keep DFlash's own keys at the top level or under `dflash_config`; the speculators format nests the decoder
 under `transformer_layer_config` and counts captured layers from their input. What is read decides acceptance, not
@@ -7,11 +7,14 @@ correctness, so nothing is guessed silently.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from services.errors import InvalidArgument, Unimplemented
+from services.model.checkpoint_files import TensorHeader
 from services.model.config import ConfigReader, LayerKind, check_heads
 
 _REFUSED = {
@@ -19,14 +22,18 @@ _REFUSED = {
     "DSparkDraftModel": "DSpark",
     "DominoDraftModel": "Domino",
 }
+_ALIASES = (
+    (re.compile(r"^midlayer\."), "layers.0."),
+    (re.compile(r"^encoder\.fc\."), "fc."),
+    (re.compile(r"^encoder\.output_norm_enc\."), "hidden_norm."),
+)
+# Copies of the target's own tensors, which are shared instead, and maps that a full vocabulary doesn't need.
+_IGNORED = re.compile(r"^(embed_tokens\.weight|lm_head\.weight|t2d|verifier_.*|.*rotary_emb\.inv_freq)$")
 
 
 @dataclass(frozen=True, slots=True)
 class DFlashConfig:
-    """A DFlash draft. capture_layers: 0-based target blocks, taken at their output, in the order of `fc`'s columns.
-
-    causal: per layer; a causal layer's block rows do not see later ones. window: tokens, for sliding layers.
-    """
+    """A DFlash draft. Sizes count elements; positions and windows count tokens."""
 
     hidden_size: int
     mlp_size: int
@@ -40,19 +47,39 @@ class DFlashConfig:
     attention_bias: bool
     layer_kinds: tuple[LayerKind, ...]
     causal: tuple[bool, ...]
+    """By layer: whether a block's rows do not see later ones of the block."""
     window: int | None
+    """How far sliding layers look back, in tokens."""
     block_size: int
+    """Rows of a block: the known token and the most draft tokens of one proposal."""
     mask_token_id: int
     capture_layers: tuple[int, ...]
+    """The 0-based target blocks whose output is read, in the order of the columns of `fc`."""
     num_target_layers: int
 
     @property
     def num_layers(self) -> int:
+        """How many layers the draft has."""
         return len(self.layer_kinds)
 
+    def cached_elements(self, max_length: int) -> int:
+        """Return how many elements of keys and values a session of up to `max_length` tokens caches.
 
-def read_draft_config(raw: Mapping[str, Any]) -> DFlashConfig:
-    """Raises Unimplemented, by name, for draft formats that are not DFlash, InvalidArgument for keys out of range."""
+        A layer has room for all positions and a block behind them, a sliding one for its window and a block at most.
+        """
+        slots = max_length + self.block_size
+        positions = 0
+        for kind in self.layer_kinds:
+            window = self.window if kind is LayerKind.SLIDING else None
+            positions += slots if window is None else min(slots, window + self.block_size)
+        return 2 * self.kv_heads * self.head_dim * positions
+
+
+def read_config(raw: Mapping[str, Any]) -> DFlashConfig:
+    """Read a config.json.
+
+    Raises Unimplemented, by name, for draft formats that are not DFlash, InvalidArgument for keys out of range.
+    """
     _refuse_other_formats(raw)
     decoder = raw.get("transformer_layer_config")
     merged = {**raw, **(decoder if isinstance(decoder, Mapping) else {}), **_own_keys(raw)}
@@ -104,8 +131,73 @@ def read_draft_config(raw: Mapping[str, Any]) -> DFlashConfig:
     return config
 
 
+def tensor_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
+    """Return the name and shape of every tensor of a draft."""
+    hidden, mlp = config.hidden_size, config.mlp_size
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        # The draft reads the target's embedding rows, so both have one hidden size.
+        "fc.weight": (hidden, len(config.capture_layers) * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for index in range(config.num_layers):
+        prefix = f"layers.{index}."
+        attention = f"{prefix}self_attn."
+        shapes |= {
+            f"{prefix}input_layernorm.weight": (hidden,),
+            f"{prefix}post_attention_layernorm.weight": (hidden,),
+            f"{prefix}mlp.gate_proj.weight": (mlp, hidden),
+            f"{prefix}mlp.up_proj.weight": (mlp, hidden),
+            f"{prefix}mlp.down_proj.weight": (hidden, mlp),
+            f"{attention}q_proj.weight": (queries, hidden),
+            f"{attention}k_proj.weight": (keys, hidden),
+            f"{attention}v_proj.weight": (keys, hidden),
+            f"{attention}o_proj.weight": (hidden, queries),
+            f"{attention}q_norm.weight": (config.head_dim,),
+            f"{attention}k_norm.weight": (config.head_dim,),
+        }
+        if config.attention_bias:
+            extents = {"q": queries, "k": keys, "v": keys, "o": hidden}
+            shapes |= {f"{attention}{part}_proj.bias": (size,) for part, size in extents.items()}
+    return shapes
+
+
+def find_tensors(config: DFlashConfig, headers: Mapping[str, TensorHeader], directory: Path) -> dict[str, str]:
+    """Return the name in the checkpoint of every tensor of `tensor_shapes`. directory: named in errors.
+
+    Raises InvalidArgument for missing, unknown or mis-shaped tensors.
+    """
+    names: dict[str, str] = {}
+    for stored in headers:
+        name = stored
+        for pattern, plain in _ALIASES:
+            name = pattern.sub(plain, name)
+        if not _IGNORED.match(name):
+            names[name] = stored
+    shapes = tensor_shapes(config)
+    for name, shape in shapes.items():
+        if name not in names:
+            raise InvalidArgument(f"draft tensor {name} is missing in {directory}", reason="TENSOR_MISSING", field=name)
+        stored_shape = headers[names[name]].shape
+        if stored_shape != shape:
+            raise InvalidArgument(
+                f"draft tensor {name} has shape {list(stored_shape)}, config.json asks for {list(shape)}",
+                reason="TENSOR_SHAPE",
+                field=name,
+            )
+    unknown = sorted(set(names) - set(shapes))
+    if unknown:
+        raise InvalidArgument(
+            f"draft tensor {unknown[0]} is not one that a DFlash draft has ({len(unknown)} such tensors): "
+            "the checkpoint is of another draft format",
+            field=unknown[0],
+        )
+    return names
+
+
 def _own_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """DFlash's keys win over the decoder's; a top-level key wins over one in `dflash_config`."""
+    """Return DFlash's own keys, which win over the decoder's; a top-level key wins over one in `dflash_config`."""
     nested = raw.get("dflash_config")
     names = ("block_size", "mask_token_id", "num_target_layers", "vocab_size")
     top = {name: raw[name] for name in names if raw.get(name) is not None}
@@ -135,7 +227,7 @@ def _refuse_other_formats(raw: Mapping[str, Any]) -> None:
 
 
 def _causal(reader: ConfigReader, kinds: tuple[LayerKind, ...]) -> tuple[bool, ...]:
-    """Top level wins; without any flag a layer is causal exactly when it is sliding."""
+    """Read for each layer whether it is causal: without any flag, exactly when it is sliding."""
     if reader.has("sliding_window_non_causal"):
         kept = not reader.flag("sliding_window_non_causal", False)
         return tuple(kept and kind is LayerKind.SLIDING for kind in kinds)
@@ -173,7 +265,7 @@ def _capture_layers(reader: ConfigReader, draft_layers: int) -> tuple[int, ...]:
 
 
 def default_capture_layers(target_layers: int, draft_layers: int) -> tuple[int, ...]:
-    """The blocks that a draft without a list was trained on: evenly spread from 1 to the last but two."""
+    """Return the blocks that a draft without a list was trained on: evenly spread from 1 to the last but two."""
     if draft_layers == 1:
         return (target_layers // 2,)
     step = (target_layers - 4) / (draft_layers - 1)

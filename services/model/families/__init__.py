@@ -1,0 +1,61 @@
+"""Model families, one file each, named after Hugging Face's `model_type` and found by that name.
+
+A family module has one function, `read_config(raw) -> ModelConfig`, which reads the text part of a config.json and
+raises InvalidArgument or Unimplemented for what it cannot serve. Everything else about a family (its tensors, its
+caches, its math) follows from the layers that its ModelConfig names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+from services.errors import InvalidArgument, Unimplemented
+from services.model.config import ModelConfig
+
+TEXT_SUFFIX = "_text"
+"""What the `model_type` of a multimodal model's text part ends with."""
+
+
+class Family(Protocol):
+    """What a family module offers."""
+
+    def read_config(self, raw: Mapping[str, Any]) -> ModelConfig:
+        """Read the text part of a config.json."""
+
+
+def known_families() -> list[str]:
+    """Return the names of all families, sorted."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def read_model_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Read a target's config.json by its family.
+
+    Raises InvalidArgument without a model_type, Unimplemented for a quantised model and, listing the known families,
+    for one of an unknown family, and what the family's `read_config` raises.
+    """
+    name = raw.get("model_type")
+    if not isinstance(name, str):
+        raise InvalidArgument("config.json has no model_type", field="model_type")
+    name = name.removesuffix(TEXT_SUFFIX)
+    if name not in known_families():
+        raise Unimplemented(
+            f"model_type {raw['model_type']!r} is not supported; known families: {', '.join(known_families())}",
+            reason="UNKNOWN_FAMILY",
+            field="model_type",
+        )
+    nested = raw.get("text_config")
+    # Where a multimodal config says it only once, it says it outside.
+    outer = {key: raw[key] for key in ("tie_word_embeddings", "quantization_config") if key in raw}
+    text = {**outer, **nested} if isinstance(nested, Mapping) else raw
+    if text.get("quantization_config"):
+        raise Unimplemented(
+            "config.json: quantization_config marks a quantised checkpoint: use one with float32, bfloat16 or float16 "
+            "weights",
+            field="quantization_config",
+        )
+    family = cast(Family, importlib.import_module(f"{__name__}.{name}"))
+    return family.read_config(text)

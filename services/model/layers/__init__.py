@@ -1,0 +1,47 @@
+"""Sublayers without their math, one file each: the tensors that a checkpoint has for one, and what it caches.
+
+A sublayer is found by the name of its module, which `LayerKind.mixer` and `ModelConfig.mlp` give; its math is the
+worker's module of the same name. The functions here put the sublayers of a whole layer together.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Protocol, cast
+
+from services.model.cached_tensors import CachedTensor
+from services.model.config import ModelConfig
+
+Shapes = dict[str, tuple[int, ...]]
+"""The shape of every tensor by its name behind `layers.N.`, in the order in which they are loaded."""
+
+
+class Sublayer(Protocol):
+    """What a module of this package offers."""
+
+    def tensor_shapes(self, config: ModelConfig) -> Shapes:
+        """Return the tensors of one such sublayer."""
+
+    def cached_tensors(self, config: ModelConfig) -> tuple[CachedTensor, ...]:
+        """Return what a session keeps of one such sublayer."""
+
+
+def sublayer_of(name: str) -> Sublayer:
+    """Return the module of this name, which is one that a family's ModelConfig holds."""
+    return cast(Sublayer, importlib.import_module(f"{__name__}.{name}"))
+
+
+def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
+    """Return the tensors of a decoder layer: two norms, a mixer and a feed-forward part."""
+    return {
+        "input_layernorm.weight": (config.hidden_size,),
+        "post_attention_layernorm.weight": (config.hidden_size,),
+        **sublayer_of(config.layer_kinds[layer].mixer).tensor_shapes(config),
+        **sublayer_of(config.mlp).tensor_shapes(config),
+    }
+
+
+def layer_caches(config: ModelConfig, layer: int) -> tuple[CachedTensor, ...]:
+    """Return what a session keeps for a decoder layer."""
+    mixer, mlp = sublayer_of(config.layer_kinds[layer].mixer), sublayer_of(config.mlp)
+    return (*mixer.cached_tensors(config), *mlp.cached_tensors(config))

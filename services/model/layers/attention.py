@@ -1,0 +1,34 @@
+"""Grouped-query attention with per-head norms of queries and keys, full or over a sliding window."""
+
+from __future__ import annotations
+
+from services.model.cached_tensors import CachedTensor, CacheDtype, Per
+from services.model.config import ModelConfig
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the tensors. A gated q_proj has double width: for each head its query, then its gate."""
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    q_rows = queries * 2 if config.attention_gate else queries
+    shapes: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj.weight": (q_rows, config.hidden_size),
+        "self_attn.k_proj.weight": (keys, config.hidden_size),
+        "self_attn.v_proj.weight": (keys, config.hidden_size),
+        "self_attn.o_proj.weight": (config.hidden_size, queries),
+        "self_attn.q_norm.weight": (config.head_dim,),
+        "self_attn.k_norm.weight": (config.head_dim,),
+    }
+    if config.attention_bias:
+        shapes |= {
+            "self_attn.q_proj.bias": (q_rows,),
+            "self_attn.k_proj.bias": (keys,),
+            "self_attn.v_proj.bias": (keys,),
+            "self_attn.o_proj.bias": (config.hidden_size,),
+        }
+    return shapes
+
+
+def cached_tensors(config: ModelConfig) -> tuple[CachedTensor, ...]:
+    """Return the keys (after norm and RoPE) and values of every position."""
+    row = (config.kv_heads, config.head_dim)
+    return tuple(CachedTensor(name, row, Per.TOKEN, CacheDtype.KEYS_AND_VALUES) for name in ("k", "v"))

@@ -1,0 +1,123 @@
+"""The tensors of a target's checkpoint: which there must be, under which names, and how they are held once loaded.
+
+A worker loads a checkpoint by this, and the planner counts its bytes by the same.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from services.dtypes import ITEM_BYTES
+from services.errors import InvalidArgument
+from services.model.checkpoint_files import TensorHeader
+from services.model.config import ModelConfig
+from services.model.layers import Shapes, layer_shapes, sublayer_of
+
+PREFIXES = ("model.language_model.", "model.", "")
+"""What the names of the decoder's tensors may begin with."""
+
+HEAD = "lm_head.weight"
+
+_IGNORED = re.compile(r"rotary_emb\.inv_freq$")
+
+
+def takes_model_dtype(name: str, shape: tuple[int, ...]) -> bool:
+    """Say whether a tensor is loaded in the model's element type: matrices are, and the biases of projections.
+
+    All other vectors (norms, decays and such) keep their stored type until they are widened to float32.
+    """
+    return len(shape) > 1 or name.endswith("_proj.bias")
+
+
+def loaded_bytes(name: str, header: TensorHeader, dtype: str) -> int:
+    """Return the bytes that a stored tensor takes in a model of this element type.
+
+    Raises Unimplemented for a stored type that weights cannot have.
+    """
+    stored = header.dtype(name)
+    return math.prod(header.shape) * ITEM_BYTES[dtype if takes_model_dtype(name, header.shape) else stored]
+
+
+def target_shapes(config: ModelConfig) -> Shapes:
+    """Return all tensors of a target's checkpoint by their usual full names."""
+    matrix = (config.vocab_size, config.hidden_size)
+    return {
+        **{
+            f"model.layers.{layer}.{name}": shape
+            for layer in range(config.num_layers)
+            for name, shape in layer_shapes(config, layer).items()
+        },
+        "model.embed_tokens.weight": matrix,
+        **({} if config.tied_head else {HEAD: matrix}),
+        "model.norm.weight": (config.hidden_size,),
+    }
+
+
+class TargetTensors:
+    """The full names of a target's tensors in one checkpoint, each checked before its name is given out.
+
+    embedding, norm, head: names of the embedding, of the final norm and of lm_head, which may be the embedding;
+    `check_first` and `check_last` check them.
+    """
+
+    def __init__(self, config: ModelConfig, headers: Mapping[str, TensorHeader], directory: Path) -> None:
+        """directory: named in errors. Raises InvalidArgument for a checkpoint without any decoder layer."""
+        self._config, self._headers, self._directory = config, headers, directory
+        self._prefix = self._find_prefix()
+        self.embedding = self._prefix + "embed_tokens.weight"
+        self.norm = self._prefix + "norm.weight"
+        self.head = self.embedding if config.tied_head else HEAD
+
+    def layer(self, layer: int) -> dict[str, str]:
+        """Return the full names of a layer's tensors by those of `layer_shapes`.
+
+        Raises InvalidArgument for a missing, unknown or mis-shaped tensor, Unimplemented for an element type that is
+        not served.
+        """
+        start = f"{self._prefix}layers.{layer}."
+        shapes = layer_shapes(self._config, layer)
+        for name, shape in shapes.items():
+            self._check(start + name, shape)
+        for name in self._headers:
+            if name.startswith(start) and name.removeprefix(start) not in shapes and not _IGNORED.search(name):
+                raise InvalidArgument(
+                    f"tensor {name} is not one that family {self._config.family} has: the checkpoint is quantised or "
+                    "of another family",
+                    field=name,
+                )
+        return {name: start + name for name in shapes}
+
+    def check_first(self) -> None:
+        """Check what the first stage has beside its layers. Raises as `layer`."""
+        self._check(self.embedding, (self._config.vocab_size, self._config.hidden_size))
+
+    def check_last(self) -> None:
+        """Check what the last stage has beside its layers. Raises as `layer`."""
+        self._check(self.head, (self._config.vocab_size, self._config.hidden_size))
+        self._check(self.norm, (self._config.hidden_size,))
+
+    def dtype(self, layer: int) -> str:
+        """Return the element type of a layer's matrices as stored, which a model keeps unless told otherwise."""
+        name = f"{self._prefix}layers.{layer}.{next(iter(sublayer_of(self._config.mlp).tensor_shapes(self._config)))}"
+        return self._headers[name].dtype(name)
+
+    def _find_prefix(self) -> str:
+        for prefix in PREFIXES:
+            if any(name.startswith(f"{prefix}layers.") for name in self._headers):
+                return prefix
+        raise InvalidArgument(f"{self._directory} has no tensor named model.layers.* or model.language_model.layers.*")
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        header = self._headers.get(name)
+        if header is None:
+            raise InvalidArgument(f"tensor {name} is missing in {self._directory}", reason="TENSOR_MISSING", field=name)
+        header.dtype(name)
+        if header.shape != shape:
+            raise InvalidArgument(
+                f"tensor {name} has shape {list(header.shape)}, config.json asks for {list(shape)}",
+                reason="TENSOR_SHAPE",
+                field=name,
+            )

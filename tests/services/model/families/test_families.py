@@ -1,0 +1,55 @@
+"""Finding a family by its name, and what all families' configurations have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.errors import InvalidArgument, Unimplemented
+from services.model.families import known_families, read_model_config
+from tests.services.model.families import test_qwen3, test_qwen3_5
+
+RAW: dict[str, dict[str, Any]] = {"qwen3": test_qwen3.RAW, "qwen3_5": test_qwen3_5.RAW}
+NESTED: dict[str, Any] = {"model_type": "qwen3_5", "text_config": RAW["qwen3_5"], "vision_config": {"depth": 1}}
+
+
+def test_a_family_is_found_by_model_type() -> None:
+    """Text-only and multimodal configs of a family lead to one shape, which names the family."""
+    config = read_model_config(RAW["qwen3_5"])
+
+    assert config == read_model_config(NESTED)
+    assert config.family == "qwen3_5"
+
+
+def test_every_family_is_named_after_its_file() -> None:
+    """The name that a family gives itself is that under which it is found."""
+    assert sorted(RAW) == known_families()
+    for name, raw in RAW.items():
+        assert read_model_config(raw).family == name
+
+
+def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
+    """The refusal lists every family that there is."""
+    with pytest.raises(Unimplemented, match=r"'qwen4_exp'.*qwen3, qwen3_5"):
+        read_model_config(RAW["qwen3"] | {"model_type": "qwen4_exp"})
+    with pytest.raises(InvalidArgument, match="model_type"):
+        read_model_config({})
+
+
+def test_a_quantised_checkpoint_is_refused() -> None:
+    """quantization_config is refused in a plain config, and inside and outside of a nested one."""
+    mark = {"quantization_config": {"quant_method": "fp8"}}
+    inside = NESTED | {"text_config": NESTED["text_config"] | mark}
+
+    for raw in (RAW["qwen3"] | mark, NESTED | mark, inside):
+        with pytest.raises(Unimplemented, match="quantization_config"):
+            read_model_config(raw)
+
+
+def test_a_multimodal_config_may_tie_its_head_outside() -> None:
+    """tie_word_embeddings outside text_config counts where the text part doesn't say it."""
+    text = {key: value for key, value in NESTED["text_config"].items() if key != "tie_word_embeddings"}
+
+    for tied in (True, False):
+        assert read_model_config(NESTED | {"text_config": text, "tie_word_embeddings": tied}).tied_head is tied
