@@ -11,7 +11,7 @@ from services.errors import FlashsplitError, InvalidArgument, Unauthenticated
 
 
 class ApiKeys:
-    """Any of several keys opens the door. Only their digests are kept."""
+    """The keys of which a client has to show one. Only their digests are kept in memory."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key) for key in keys]
@@ -27,19 +27,19 @@ class ApiKeys:
         if not self._digests:
             return
         scheme, _, bearer = authorization.partition(" ")
-        given = bearer.strip() if scheme.lower() == "bearer" else x_api_key
-        digest = _digest(given)
-        # All are compared, each in constant time: how long it takes tells nothing.
+        key = bearer.strip() if scheme.lower() == "bearer" else x_api_key
+        digest = _digest(key)
+        # All digests are compared, each in constant time, so that the time taken tells nothing of the keys.
         if not sum(hmac.compare_digest(digest, known) for known in self._digests):
-            raise _refusal(given)
+            raise _refusal(key)
 
 
 def read_keys(keys: Iterable[str], file: Path | None) -> list[str]:
-    """Keys from the command line and from a file, one a line, # begins a comment.
+    """Return the keys of the command line and of a file with one key a line, in which # begins a comment.
 
-    Raises InvalidArgument for an unreadable or empty file.
+    Raises InvalidArgument for a file that cannot be read or holds no key.
     """
-    found = [key for key in keys if key]
+    collected = [key for key in keys if key]
     if file is not None:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
@@ -48,14 +48,14 @@ def read_keys(keys: Iterable[str], file: Path | None) -> list[str]:
         from_file = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
         if not from_file:
             raise InvalidArgument(f"--api-key-file {file} holds no key: write one a line", field="--api-key-file")
-        found += from_file
-    return found
+        collected += from_file
+    return collected
 
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def _refusal(given: str) -> FlashsplitError:
-    why = "the API key is not one of this server's" if given else "an API key is missing"
+def _refusal(key: str) -> FlashsplitError:
+    why = "the API key is not one of this server's" if key else "an API key is missing"
     return Unauthenticated(f"{why}: send it as Authorization: Bearer KEY or x-api-key", reason="INVALID_API_KEY")

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from services.errors import InvalidArgument
-from services.messages.inference_types import CompressionMode, CompressionWish
+from services.messages.inference_types import CompressionMode, CompressionParams
 
 RATIO_FLAG = "--prefill-keep-ratio"
 
@@ -36,7 +36,7 @@ class CompressionSettings:
     threshold: int = 32_000
     keep: KeepCurve = KeepCurve(((0, 0.05),))
 
-    def for_request(self, wish: CompressionWish) -> CompressionSettings:
+    def for_request(self, wish: CompressionParams) -> CompressionSettings:
         """With what one request asks for. Raises InvalidArgument for a ratio that is no number."""
         changed = self if wish.mode is None else replace(self, mode=wish.mode)
         if wish.keep_ratio is None:

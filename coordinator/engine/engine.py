@@ -40,7 +40,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedRequest:
     """A request that is over. answer: None when it ended otherwise; outcome: its finish reason, or why it ended."""
 
     request: Request
@@ -80,7 +80,7 @@ class Engine:
         self._turns = asyncio.Semaphore(max_running)
         self._running = self._waiting = 0
         self._draining = False
-        self.listeners: list[Callable[[Finished], None]] = []
+        self.listeners: list[Callable[[FinishedRequest], None]] = []
         self.step_listeners: list[Callable[[StepTaken], None]] = []
         self._idle = asyncio.Event()
         self._idle.set()
@@ -130,13 +130,13 @@ class Engine:
         finally:
             now = time.monotonic()
             span.end(generation.answer, outcome, [Phase("queue", arrived, begun), *generation.phases])
-            self._tell(Finished(request, generation.answer, outcome, begun - arrived, now - arrived))
+            self._tell(FinishedRequest(request, generation.answer, outcome, begun - arrived, now - arrived))
 
     def _step(self, step: StepTaken) -> None:
         for listener in self.step_listeners:
             listener(step)
 
-    def _tell(self, finished: Finished) -> None:
+    def _tell(self, finished: FinishedRequest) -> None:
         """One line in the log, and whoever counts."""
         stats = finished.answer.stats if finished.answer is not None else None
         figures = {} if stats is None else {

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from coordinator.engine.engine import Engine, Finished
+from coordinator.engine.engine import Engine, FinishedRequest
 from coordinator.engine.step_times import StepTaken
 from coordinator.status.rolling import Rolling
 from services.messages.steps import StepKind
@@ -81,7 +81,7 @@ class Figures:
             for feed in self._feeds:
                 feed.append(WatchedStep(step.request_id, step.rows, step.kept, step.elapsed_ns / 1e6))
 
-    def _finished(self, finished: Finished) -> None:
+    def _finished(self, finished: FinishedRequest) -> None:
         totals = self.totals
         totals.outcomes[finished.outcome] += 1
         if finished.answer is None:

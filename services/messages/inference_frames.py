@@ -1,4 +1,7 @@
-"""The clients' contract between dataclasses and messages, both ways. What can be wrong in itself is refused here."""
+"""Between the dataclasses of `inference_types` and the messages of `inference.v1`, both ways.
+
+What is wrong in itself, without knowing the model, is refused here.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from services.messages.inference_types import (
     AnswerEvent,
     CacheSource,
     CompressionMode,
-    CompressionWish,
+    CompressionParams,
     Conversation,
     Delta,
     DraftPlace,
@@ -34,7 +37,7 @@ from services.messages.inference_types import (
 from services.messages.sampling import sampling_from_message, sampling_to_message
 
 MAX_NESTING = 32
-"""Levels of lists and objects within a chat template's switch."""
+"""Most levels of lists and objects within a variable of a chat template."""
 
 T = TypeVar("T")
 
@@ -57,14 +60,14 @@ _COMPRESSIONS = {number: mode for mode, number in _COMPRESSION_NUMBERS.items()}
 _FINISH_REASONS = {number: reason for reason, number in _FINISH_NUMBERS.items()}
 _SOURCES = {number: source for source, number in _SOURCE_NUMBERS.items()}
 
-_SWITCHES = "conversation.chat_template_kwargs"
+_VARIABLES_FIELD = "conversation.chat_template_kwargs"
 
 
-# --- asking
+# --- requests
 
 
-def ask_from_message(request: pb.GenerateRequest | pb.ChatRequest) -> GenerateRequest:
-    """Raises InvalidArgument where there is no prompt, and for a grammar that is none."""
+def request_from_message(request: pb.GenerateRequest | pb.ChatRequest) -> GenerateRequest:
+    """Return what a client asks for. Raises InvalidArgument without a prompt, and for a grammar that is none."""
     prompt: str | tuple[int, ...] | Conversation
     if isinstance(request, pb.ChatRequest):
         prompt = conversation_from_message(request.conversation)
@@ -86,74 +89,74 @@ def ask_from_message(request: pb.GenerateRequest | pb.ChatRequest) -> GenerateRe
         model=given(request, "model"),
         logprobs=logprobs,
         grammar=output_frames.grammar_from_message(request.grammar) if request.HasField("grammar") else None,
-        # What a later version means by another number is left to the server.
-        compression=CompressionWish(
+        # A number of a later version is read as "unspecified".
+        compression=CompressionParams(
             _COMPRESSIONS.get(request.prefill_compression), given(request, "prefill_keep_ratio")
         ),
     )
 
 
-def ask_to_message(ask: GenerateRequest) -> pb.GenerateRequest | pb.ChatRequest:
-    """A ChatRequest for a conversation, else a GenerateRequest."""
+def request_to_message(request: GenerateRequest) -> pb.GenerateRequest | pb.ChatRequest:
+    """Return the message for a request: a ChatRequest for a conversation, else a GenerateRequest."""
     common: dict[str, Any] = {
-        "sampling": sampling_to_message(ask.sampling, generation_pb2.Sampling),
-        "stopping": generation_pb2.Stopping(**asdict(ask.stopping)),
-        "speculate": ask.speculate,
-        "model": ask.model,
-        "logprobs": ask.logprobs,
-        "prefill_compression": _COMPRESSION_NUMBERS[ask.compression.mode],
-        "prefill_keep_ratio": ask.compression.keep_ratio,
+        "sampling": sampling_to_message(request.sampling, generation_pb2.Sampling),
+        "stopping": generation_pb2.Stopping(**asdict(request.stopping)),
+        "speculate": request.speculate,
+        "model": request.model,
+        "logprobs": request.logprobs,
+        "prefill_compression": _COMPRESSION_NUMBERS[request.compression.mode],
+        "prefill_keep_ratio": request.compression.keep_ratio,
     }
-    if ask.grammar is not None:
+    if request.grammar is not None:
         common["grammar"] = generation_pb2.Grammar()
-        output_frames.grammar_to_message(ask.grammar, common["grammar"])
-    if isinstance(ask.prompt, Conversation):
-        return pb.ChatRequest(conversation=conversation_to_message(ask.prompt), **common)
-    if isinstance(ask.prompt, str):
-        return pb.GenerateRequest(text=ask.prompt, **common)
-    return pb.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=ask.prompt), **common)
+        output_frames.grammar_to_message(request.grammar, common["grammar"])
+    if isinstance(request.prompt, Conversation):
+        return pb.ChatRequest(conversation=conversation_to_message(request.prompt), **common)
+    if isinstance(request.prompt, str):
+        return pb.GenerateRequest(text=request.prompt, **common)
+    return pb.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=request.prompt), **common)
 
 
 def conversation_from_message(message: generation_pb2.Conversation) -> Conversation:
-    """Raises InvalidArgument where there is no message, and for switches that are no JSON."""
+    """Return a message's chat. Raises InvalidArgument where it is empty, and for variables that are no JSON."""
     if not message.messages:
         raise InvalidArgument("conversation has no messages: give at least one", field="conversation.messages")
     optional = ("content", "name", "tool_calls", "tool_call_id")
     return Conversation(
-        tuple(Message(one.role, **{name: given(one, name) for name in optional}) for one in message.messages),
+        tuple(Message(entry.role, **{name: given(entry, name) for name in optional}) for entry in message.messages),
         given(message, "tools"),
         {name: _plain(value, name) for name, value in message.chat_template_kwargs.fields.items()},
     )
 
 
 def conversation_to_message(conversation: Conversation) -> generation_pb2.Conversation:
-    """Raises InvalidArgument for variables that are no JSON."""
+    """Return the message for a chat. Raises InvalidArgument for variables that are no JSON."""
     message = generation_pb2.Conversation(tools=conversation.tools)
-    for one in conversation.messages:
-        message.messages.add(**asdict(one))
+    for entry in conversation.messages:
+        message.messages.add(**asdict(entry))
     try:
         message.chat_template_kwargs.update(conversation.variables)
     except ValueError as error:
-        raise InvalidArgument(f"chat_template_kwargs: {error}", field=_SWITCHES) from error
+        raise InvalidArgument(f"chat_template_kwargs: {error}", field=_VARIABLES_FIELD) from error
     return message
 
 
 def given(message: Any, name: str) -> Any:
-    """An optional field's value, None where it is absent."""
+    """Return an optional field's value, None where it is absent."""
     return getattr(message, name) if message.HasField(name) else None
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
     if depth > MAX_NESTING:
         raise InvalidArgument(
-            f"chat_template_kwargs.{where[:80]} is nested deeper than {MAX_NESTING} levels", field=_SWITCHES
+            f"chat_template_kwargs.{where[:80]} is nested deeper than {MAX_NESTING} levels", field=_VARIABLES_FIELD
         )
     match value.WhichOneof("kind"):
         case "number_value":
             number = value.number_value
             if not math.isfinite(number):
                 raise InvalidArgument(
-                    f"chat_template_kwargs.{where[:80]} is {number}, which is no JSON", field=_SWITCHES
+                    f"chat_template_kwargs.{where[:80]} is {number}, which is no JSON", field=_VARIABLES_FIELD
                 )
             # Struct has no whole numbers, and templates write 100.0 where 100 was meant.
             return int(number) if number.is_integer() else number
@@ -167,11 +170,11 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     return None
 
 
-# --- answering
+# --- answers
 
 
 def event_to_message(event: AnswerEvent, response: T) -> T:
-    """Fill a GenerateResponse or a ChatResponse."""
+    """Put an event into a GenerateResponse or a ChatResponse and return it."""
     message: Any = response
     match event:
         case Started():
@@ -194,7 +197,7 @@ def event_to_message(event: AnswerEvent, response: T) -> T:
 
 
 def event_from_message(response: pb.GenerateResponse | pb.ChatResponse) -> AnswerEvent | None:
-    """None for an event of a later version. Raises InvalidArgument for log-probabilities that are none."""
+    """Return a response's event, None for one of a later version. Raises InvalidArgument for bad log-probabilities."""
     match response.WhichOneof("event"):
         case "started":
             return Started(response.started.request_id, response.started.prompt_tokens)
@@ -239,10 +242,12 @@ def _finished(message: generation_pb2.Finished) -> Finished:
 
 
 def info_to_message(info: ServerInfo) -> server_pb2.ServerInfo:
+    """Return the message for what a server says of itself."""
     return server_pb2.ServerInfo(**asdict(info))
 
 
 def info_from_message(message: server_pb2.ServerInfo) -> ServerInfo:
+    """Return what a server says of itself."""
     draft = message.draft
     return ServerInfo(
         message.version,
@@ -255,8 +260,10 @@ def info_from_message(message: server_pb2.ServerInfo) -> ServerInfo:
 
 
 def model_from_message(message: server_pb2.Model) -> Model:
+    """Return a served model."""
     return Model(message.name, tuple(message.aliases), message.context_length, message.created)
 
 
 def load_from_message(message: server_pb2.Load) -> ServerLoad:
+    """Return how busy a server is."""
     return ServerLoad(message.running, message.waiting, message.max_running, message.max_waiting, message.draining)

@@ -1,6 +1,6 @@
-"""The words of the clients' contract as frozen dataclasses: what they may ask for, and what comes of it.
+"""The clients' contract as frozen dataclasses: what they may ask for, and what an answer consists of.
 
-The doors share them: `coordinator/api/requests.py` makes the engine's request of them, whatever protocol they came by.
+HTTP and gRPC share them: `coordinator/api/engine_requests.py` makes the engine's request of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from services.messages.steps import Grammar, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """Where an answer shall end. max_tokens None: not said."""
+    """Where an answer ends. max_tokens: the most tokens it may have, None where the client doesn't say."""
 
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
@@ -26,7 +26,7 @@ class Stopping:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a chat. tool_calls: JSON text of an array."""
+    """One message of a chat. tool_calls: the JSON text of an array of calls."""
 
     role: str
     content: str | None = None
@@ -37,7 +37,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A chat. tools: JSON text of an array. variables: the chat template's own."""
+    """A chat. tools: the JSON text of an array of tools. variables: switches of the chat template."""
 
     messages: tuple[Message, ...]
     tools: str | None = None
@@ -45,7 +45,7 @@ class Conversation:
 
 
 class CompressionMode(StrEnum):
-    """OFF: never; AUTO: long prompts, where it pays; ALWAYS: every prompt that may be."""
+    """Which prompts are compressed: none, long ones where it pays, or every one that may be."""
 
     OFF = "off"
     AUTO = "auto"
@@ -53,8 +53,11 @@ class CompressionMode(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class CompressionWish:
-    """Whether a prompt may be made shorter before it is read, and to what share of it; None: as the server does."""
+class CompressionParams:
+    """Whether a prompt may be compressed before the model reads it, and to what share of its tokens.
+
+    None leaves either to the server's settings.
+    """
 
     mode: CompressionMode | None = None
     keep_ratio: float | None = None
@@ -62,8 +65,11 @@ class CompressionWish:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """A request for an answer. model None: the one that is served. logprobs: how many alternatives beside each token,
-    None for off. grammar None: the answer may be anything."""
+    """A request for an answer.
+
+    model: None means the one that is served. logprobs: how many of the most probable tokens to report beside each
+    token with their log-probabilities, None for none at all. grammar: what the answer must be, None for anything.
+    """
 
     prompt: str | tuple[int, ...] | Conversation
     sampling: SamplingParams = SamplingParams()
@@ -72,7 +78,7 @@ class GenerateRequest:
     model: str | None = None
     logprobs: int | None = None
     grammar: Grammar | None = None
-    compression: CompressionWish = CompressionWish()
+    compression: CompressionParams = CompressionParams()
 
 
 class FinishReason(StrEnum):
@@ -83,7 +89,7 @@ class FinishReason(StrEnum):
 
 
 class CacheSource(StrEnum):
-    """Where a prompt's state was kept."""
+    """Where the state of a prompt's beginning was kept."""
 
     MEMORY = "memory"
     DISK = "disk"
@@ -91,7 +97,7 @@ class CacheSource(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The request's turn has come."""
+    """The first event of an answer: the request has left the queue."""
 
     request_id: str
     prompt_tokens: int
@@ -99,7 +105,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A part of an answer. logprobs: one for each token where they were asked for, else none."""
+    """A part of an answer. logprobs: one entry for each token where they were asked for, else none."""
 
     token_ids: tuple[int, ...]
     text: str = ""
@@ -108,8 +114,11 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a request. cached_tokens of the prompt's were taken up from cache_source. original_prompt_tokens: of
-    the prompt before it was compressed, None where it was not."""
+    """The tokens of a request and its answer.
+
+    cached_tokens: how many of the prompt's were not computed but restored from `cache_source`. original_prompt_tokens:
+    what the prompt had before it was compressed, None where it was not.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -120,7 +129,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Milliseconds; decoding begins with the first token."""
+    """How many milliseconds the parts of an answer took. Decoding begins with the first token."""
 
     prefill_ms: float = 0.0
     restore_ms: float = 0.0
@@ -132,7 +141,10 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationFigures:
-    """What the draft did. acceptance_length: mean tokens a verify produced, None when there was none."""
+    """What speculation did for an answer.
+
+    acceptance_length: the mean number of tokens that a verify step produced, None without such a step.
+    """
 
     steps: int = 0
     draft_tokens: int = 0
@@ -143,7 +155,7 @@ class SpeculationFigures:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The answer is over."""
+    """The last event of an answer."""
 
     finish_reason: FinishReason
     usage: Usage
@@ -156,7 +168,7 @@ AnswerEvent = Started | Delta | Finished
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What clients can ask for. created: seconds since 1970."""
+    """A model that clients can ask for. created: seconds since 1970."""
 
     name: str
     aliases: tuple[str, ...]
@@ -166,7 +178,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class StagePlace:
-    """Layers [first_layer, last_layer) and who runs them."""
+    """A stage: its worker, and the layers [first_layer, last_layer) that it runs."""
 
     address: str
     host: str
@@ -178,7 +190,7 @@ class StagePlace:
 
 @dataclass(frozen=True, slots=True)
 class DraftPlace:
-    """The draft and who runs it."""
+    """The draft and its worker. block_size: rows of one block."""
 
     address: str
     host: str
@@ -189,7 +201,7 @@ class DraftPlace:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """The server as it stands."""
+    """What a server says of itself: its model, where that runs, and whether it takes requests."""
 
     version: str
     model: Model
@@ -201,7 +213,7 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
-    """Requests of all doors, now and at most."""
+    """How many requests of all APIs run and wait, and how many may."""
 
     running: int
     waiting: int

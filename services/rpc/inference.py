@@ -1,4 +1,4 @@
-"""InferenceService: the port, the servicer and the remote client of the door for clients."""
+"""InferenceService, the gRPC API for clients: the port, the servicer and the remote client."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from services.errors import (
     rpc_failures_as_errors,
 )
 from services.messages.inference_frames import (
-    ask_from_message,
-    ask_to_message,
     conversation_from_message,
     conversation_to_message,
     event_from_message,
@@ -32,6 +30,8 @@ from services.messages.inference_frames import (
     info_to_message,
     load_from_message,
     model_from_message,
+    request_from_message,
+    request_to_message,
 )
 from services.messages.inference_types import AnswerEvent, Conversation, GenerateRequest, Model, ServerInfo, ServerLoad
 from services.rpc.running_calls import HEADER, RunningCalls, request_id_of, traceparents_of, within_deadline
@@ -41,52 +41,53 @@ from services.telemetry.trace_context import calling
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
 CALL_TIMEOUT_S = 30.0
-"""Of calls that a server answers at once."""
+"""Time limit of calls that a server answers at once."""
 
 log = structlog.get_logger()
 
 
 class InferencePort(Protocol):
-    """A served model, here or elsewhere. Each raises NotFound for the name of a model that it does not serve."""
+    """A served model, here or elsewhere. Methods raise NotFound for the name of a model that is not served."""
 
-    def answer(self, ask: GenerateRequest, request_id: str) -> AsyncGenerator[AnswerEvent]:
-        """Started, Deltas, Finished; closing it ends the work.
+    def answer(self, request: GenerateRequest, request_id: str) -> AsyncGenerator[AnswerEvent]:
+        """Answer with Started, Deltas and Finished; closing the generator ends the work.
 
         Raises InvalidArgument naming the field, ResourceExhausted when too many wait, Unavailable while draining.
         """
 
     async def models(self) -> tuple[Model, ...]:
-        """What is served."""
+        """Return the models that are served."""
 
     async def info(self) -> ServerInfo:
-        """The server as it stands."""
+        """Return what the server says of itself."""
 
     async def load(self) -> ServerLoad:
-        """How busy it is."""
+        """Return how busy the server is."""
 
     async def tokenize(
         self, prompt: str | Conversation, *, add_special_tokens: bool = True, model: str | None = None
     ) -> tuple[int, ...]:
-        """The prompt's tokens. Raises InvalidArgument when the model has no tokenizer or no chat template."""
+        """Return the prompt's tokens. Raises InvalidArgument when the model has no tokenizer or no chat template."""
 
     async def detokenize(
         self, token_ids: tuple[int, ...], *, skip_special_tokens: bool = False, model: str | None = None
     ) -> str:
-        """The tokens' text. Raises InvalidArgument when the model has no tokenizer."""
+        """Return the tokens' text. Raises InvalidArgument when the model has no tokenizer."""
 
 
 class InferenceServicer(pb_grpc.InferenceServiceServicer):
-    """Frames to port; knows which answers run under which name."""
+    """Serves a port over gRPC, and knows which answers run under which request id."""
 
     def __init__(self, port: InferencePort) -> None:
         self._port, self._running = port, RunningCalls()
 
     def register(self, server: grpc.aio.Server) -> str:
+        """Add the service to a server and return its name."""
         pb_grpc.add_InferenceServiceServicer_to_server(self, server)
         return SERVICE
 
     async def end_all(self) -> None:
-        """Tell all answers that run that the server stops."""
+        """End all answers that run with the error that the server is shutting down."""
         await self._running.end_all(Unavailable("the server is shutting down: ask another one", reason="DRAINING"))
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
@@ -151,13 +152,13 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         try:
             async with answering(context):
                 request_id = request_id_of(context)
-                # Now, so that no first write has it on board: one that is cut short could not be followed by a status.
+                # Sent apart from the first write: after a write with metadata that is cut short no status could follow.
                 await context.send_initial_metadata(())
                 try:
                     with calling(request_id, traceparents_of(context)) as call:
                         trace_id = call.trace.trace_id
                         async with self._running.named(request_id), within_deadline(context):
-                            events = self._port.answer(ask_from_message(request), request_id)
+                            events = self._port.answer(request_from_message(request), request_id)
                             async with contextlib.aclosing(events):
                                 async for event in events:
                                     await context.write(event_to_message(event, response()))
@@ -178,7 +179,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
 
 
 class RemoteInference:
-    """Port to frames: an `InferencePort` over a channel, and `abort` besides."""
+    """An `InferencePort` of a server elsewhere, over a channel; `abort` comes on top."""
 
     def __init__(self, channel: grpc.aio.Channel, address: str, *, api_key: str | None = None) -> None:
         self._stub = pb_grpc.InferenceServiceStub(channel)
@@ -187,18 +188,18 @@ class RemoteInference:
 
     async def answer(
         self,
-        ask: GenerateRequest,
+        request: GenerateRequest,
         request_id: str | None = None,
         *,
         timeout_s: float | None = None,
         traceparent: str | None = None,
     ) -> AsyncGenerator[AnswerEvent]:
-        """As the port says; request_id None leaves the name to the server, timeout_s bounds the whole answer."""
-        request = ask_to_message(ask)
-        method = self._stub.Chat if isinstance(request, pb.ChatRequest) else self._stub.Generate
+        """See `InferencePort`. request_id: None leaves the id to the server. timeout_s: limits the whole answer."""
+        message = request_to_message(request)
+        method = self._stub.Chat if isinstance(message, pb.ChatRequest) else self._stub.Generate
         headers = {HEADER: request_id, trace_context.HEADER: traceparent}
-        named = ((key, value) for key, value in headers.items() if value is not None)
-        call = method(request, timeout=timeout_s, metadata=(*self._metadata, *named))
+        given_headers = ((key, value) for key, value in headers.items() if value is not None)
+        call = method(message, timeout=timeout_s, metadata=(*self._metadata, *given_headers))
         try:
             with rpc_failures_as_errors(address=self._address):
                 async for response in call:
@@ -219,7 +220,7 @@ class RemoteInference:
         return load_from_message((await self._call(self._stub.GetLoad, pb.GetLoadRequest())).load)
 
     async def abort(self, request_id: str) -> None:
-        """End a request that waits or runs. Raises NotFound."""
+        """End a request that waits or runs. Raises NotFound where there is none of that id."""
         await self._call(self._stub.Abort, pb.AbortRequest(request_id=request_id))
 
     async def tokenize(

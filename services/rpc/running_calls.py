@@ -1,6 +1,6 @@
-"""Calls that run under a name that their clients know: no two alike at once, and each can be ended from outside.
+"""Calls that run under a request id that their clients know: no two have the same at once, each can be ended by it.
 
-Owns nothing but the names; a call's work is cancelled in its own task and cleans up as it does when its client goes.
+Owns nothing but the ids; a call's work is cancelled in its own task and cleans up as when its client goes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from services.errors import AlreadyExists, DeadlineExceeded, FlashsplitError, In
 from services.telemetry import trace_context
 
 HEADER = "x-request-id"
+"""The metadata in which clients give the id."""
 
-_NAME = re.compile(r"[!-~]{1,128}")
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
 @dataclass(slots=True)
@@ -37,7 +38,7 @@ class RunningCalls:
 
     @contextlib.asynccontextmanager
     async def named(self, request_id: str) -> AsyncIterator[None]:
-        """Run the block under a name. Raises AlreadyExists for one that runs, and what `end` was given."""
+        """Run the block under an id. Raises AlreadyExists for one in use, and the error that `end` was given."""
         if request_id in self._calls:
             raise AlreadyExists(
                 f"a request {request_id} runs already: give each its own {HEADER}, or none",
@@ -51,7 +52,7 @@ class RunningCalls:
         try:
             yield
         except asyncio.CancelledError:
-            # The client may have gone as well: then there is nobody to tell.
+            # Where the client has gone as well, there is nobody to send an error to.
             if call.ended_by is None or task.uncancel() > cancelling:
                 raise
             raise call.ended_by from None
@@ -60,7 +61,7 @@ class RunningCalls:
             call.over.set()
 
     async def end(self, request_id: str, error: FlashsplitError) -> None:
-        """End a call with an error; returns when nothing is left of it. Raises NotFound."""
+        """End a call with an error and wait until it is over. Raises NotFound where no call has this id."""
         call = self._calls.get(request_id)
         if call is None:
             raise NotFound(
@@ -72,30 +73,30 @@ class RunningCalls:
         await call.over.wait()
 
     async def end_all(self, error: FlashsplitError) -> None:
-        """End whatever runs."""
+        """End all calls with an error."""
         await asyncio.gather(*(self.end(request_id, error) for request_id in self._calls))
 
 
 def request_id_of(context: grpc.aio.ServicerContext) -> str:
-    """The name that the client gave, or a new one. Raises InvalidArgument for one that cannot stand in a log line."""
-    names = [value for key, value in context.invocation_metadata() or () if key == HEADER]
-    if not names:
+    """Return the id that the client gave, or a new one. Raises InvalidArgument for one that no log line could hold."""
+    values = [value for key, value in context.invocation_metadata() or () if key == HEADER]
+    if not values:
         return secrets.token_hex(12)
-    if len(names) > 1 or _NAME.fullmatch(str(names[0])) is None:
+    if len(values) > 1 or _REQUEST_ID.fullmatch(str(values[0])) is None:
         raise InvalidArgument(
             f"{HEADER} must be one name of 1 to 128 visible ASCII characters without blanks", field=HEADER
         )
-    return str(names[0])
+    return str(values[0])
 
 
 def traceparents_of(context: grpc.aio.ServicerContext) -> list[str]:
-    """What the client sent of W3C's header; whether it is one, `services.telemetry.trace_context` knows."""
+    """Return the values of W3C's traceparent header, unchecked; `services.telemetry.trace_context` parses them."""
     return [str(value) for key, value in context.invocation_metadata() or () if key == trace_context.HEADER]
 
 
 @contextlib.asynccontextmanager
 async def within_deadline(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-    """The block has the time that the client gave, on this host's clock. Raises DeadlineExceeded."""
+    """Give the block the time that the client allowed, by this host's clock. Raises DeadlineExceeded after it."""
     seconds = context.time_remaining()
     try:
         async with asyncio.timeout(seconds) as limit:

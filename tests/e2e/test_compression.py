@@ -16,7 +16,7 @@ import pytest
 
 from services.messages.inference_types import (
     CompressionMode,
-    CompressionWish,
+    CompressionParams,
     Conversation,
     Delta,
     Finished,
@@ -59,7 +59,7 @@ def ask(client: openai.OpenAI, messages: list[Any] = CHAT, **fields: Any) -> dic
     return client.chat.completions.create(model="demo", messages=messages, extra_body=extra, **fields).model_dump()
 
 
-async def over_grpc(server: Server, wish: CompressionWish) -> tuple[str, Finished]:
+async def over_grpc(server: Server, wish: CompressionParams) -> tuple[str, Finished]:
     channel = await connect(server.grpc, timeout_s=5)
     messages = tuple(Message(message["role"], message["content"]) for message in CHAT)
     wanted = GenerateRequest(Conversation(messages), SamplingParams(temperature=0), Stopping(8), compression=wish)
@@ -72,7 +72,7 @@ async def over_grpc(server: Server, wish: CompressionWish) -> tuple[str, Finishe
 def test_every_door_makes_it_as_short(server: Server, client: openai.OpenAI, drafter: Path) -> None:  # noqa: F811
     """HTTP, gRPC and the command line: one answer to one shorter prompt, whose figures they tell."""
     http = ask(client)
-    text, finished = asyncio.run(over_grpc(server, CompressionWish()))
+    text, finished = asyncio.run(over_grpc(server, CompressionParams()))
     line = generate(
         *(*PAIR, "--target-devices", "cpu", "--chat", "--system", "Be brief.", "--prompt", TEXT, "--max-tokens", 8),
         *("--prefill-drafter", drafter, *COMPRESSION),
@@ -94,7 +94,7 @@ def test_a_request_has_its_own_way(server: Server, client: openai.OpenAI) -> Non
     assert less["timings"]["original_prompt_n"] == whole["usage"]["prompt_tokens"]
     everything = ask(client, prefill_keep_ratio=7)
     assert everything["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
-    _, finished = asyncio.run(over_grpc(server, CompressionWish(CompressionMode.OFF)))
+    _, finished = asyncio.run(over_grpc(server, CompressionParams(CompressionMode.OFF)))
     assert finished.usage.original_prompt_tokens is None
     for field, value in (("prefill_compression", "sometimes"), ("prefill_keep_ratio", "much")):
         with pytest.raises(openai.BadRequestError) as refused:

@@ -60,8 +60,8 @@ class FakeInference:
         self.hold: asyncio.Event | None = None
         self.open = self.closed = 0
 
-    async def answer(self, ask: GenerateRequest, request_id: str) -> AsyncGenerator[AnswerEvent]:
-        self.asked.append((ask, request_id))
+    async def answer(self, request: GenerateRequest, request_id: str) -> AsyncGenerator[AnswerEvent]:
+        self.asked.append((request, request_id))
         if self.refusal is not None:
             raise self.refusal
         self.open += 1

@@ -1,4 +1,4 @@
-"""The engine as the inference service sees it: asks in, events out, and what the server tells of itself."""
+"""The engine as the inference service sees it: requests in, events out, and what the server reports of itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from collections.abc import AsyncGenerator
 from importlib import metadata
 
 from coordinator.answer import Answer
-from coordinator.api.requests import chat_of, check_model, compressed_text, make_request, plain_prompt, render, text_of
+from coordinator.api.engine_requests import (
+    check_model,
+    compressed_text,
+    make_request,
+    plain_prompt,
+    render,
+    template_chat,
+    text_of,
+)
 from coordinator.engine.engine import Engine
 from services.messages.inference_types import (
     AnswerEvent,
@@ -31,36 +39,36 @@ from services.messages.inference_types import (
 
 
 class EnginePort:
-    """An `InferencePort` over an engine of this process."""
+    """An `InferencePort` that answers with an engine of this process."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._began = engine, time.monotonic()
 
-    async def answer(self, ask: GenerateRequest, request_id: str) -> AsyncGenerator[AnswerEvent]:
-        """As the port says."""
+    async def answer(self, request: GenerateRequest, request_id: str) -> AsyncGenerator[AnswerEvent]:
+        """See `InferencePort`."""
         engine = self._engine
-        check_model(engine, ask.model)
+        check_model(engine, request.model)
         chat = None
-        if isinstance(ask.prompt, Conversation):
-            chat = chat_of(ask.prompt)
-            prompt = await render(engine, chat, ask.compression, structured=ask.grammar is not None)
+        if isinstance(request.prompt, Conversation):
+            chat = template_chat(request.prompt)
+            prompt = await render(engine, chat, request.compression, structured=request.grammar is not None)
         else:
-            prompt = await plain_prompt(engine, ask.prompt)
-            prompt = await compressed_text(engine, prompt, ask.compression, structured=ask.grammar is not None)
-        request = make_request(
+            prompt = await plain_prompt(engine, request.prompt)
+            prompt = await compressed_text(engine, prompt, request.compression, structured=request.grammar is not None)
+        prepared = make_request(
             engine,
             prompt,
-            ask.sampling,
-            ask.stopping,
-            speculate=ask.speculate,
-            logprobs=ask.logprobs,
-            grammar=ask.grammar,
+            request.sampling,
+            request.stopping,
+            speculate=request.speculate,
+            logprobs=request.logprobs,
+            grammar=request.grammar,
             request_id=request_id,
             prompt_field="prompt" if chat is None else "conversation",
             chat=chat is not None,
         )
-        async with engine.answering(request) as generation:
-            yield Started(request_id, len(request.prompt_ids))
+        async with engine.answering(prepared) as generation:
+            yield Started(request_id, len(prepared.prompt_ids))
             async with contextlib.aclosing(generation.pieces()) as pieces:
                 async for piece in pieces:
                     yield Delta(piece.token_ids, piece.text, piece.logprobs)
@@ -68,12 +76,12 @@ class EnginePort:
         yield _finished(generation.answer)
 
     async def models(self) -> tuple[Model, ...]:
-        """As the port says."""
+        """See `InferencePort`."""
         engine = self._engine
         return (Model(engine.name, engine.aliases, engine.max_model_len, engine.created),)
 
     async def info(self) -> ServerInfo:
-        """As the port says."""
+        """See `InferencePort`."""
         cluster = self._engine.cluster
         stages = []
         for address, worker in zip(cluster.addresses, cluster.workers, strict=True):
@@ -95,23 +103,23 @@ class EnginePort:
         )
 
     async def load(self) -> ServerLoad:
-        """As the port says."""
+        """See `InferencePort`."""
         load = self._engine.load
         return ServerLoad(load.running, load.waiting, load.max_running, load.max_waiting, load.draining)
 
     async def tokenize(
         self, prompt: str | Conversation, *, add_special_tokens: bool = True, model: str | None = None
     ) -> tuple[int, ...]:
-        """As the port says."""
+        """See `InferencePort`."""
         check_model(self._engine, model)
         if isinstance(prompt, Conversation):
-            return (await render(self._engine, chat_of(prompt))).token_ids
+            return (await render(self._engine, template_chat(prompt))).token_ids
         return (await plain_prompt(self._engine, prompt, add_special_tokens=add_special_tokens)).token_ids
 
     async def detokenize(
         self, token_ids: tuple[int, ...], *, skip_special_tokens: bool = False, model: str | None = None
     ) -> str:
-        """As the port says."""
+        """See `InferencePort`."""
         check_model(self._engine, model)
         return text_of(self._engine, token_ids, "token_ids", skip_special_tokens=skip_special_tokens)
 

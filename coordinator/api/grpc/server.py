@@ -1,4 +1,4 @@
-"""The gRPC door: the inference service over an engine, open from entering to leaving it, healthy while it answers."""
+"""The gRPC server for clients: the inference service over an engine, and its health."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from services.net.client_tls import ClientTls
 from services.rpc.inference import InferenceServicer
 
 HEALTH_PERIOD_S = 0.25
+"""Between two looks at whether the engine is ready."""
+
 GRACE_S = 2.0
-"""For last words to reach clients when the door closes."""
+"""How long answers and errors may take to reach their clients when the server stops."""
 
 
-class GrpcDoor:
-    """Use as `async with`; `address` is where it listens. Drain the engine before leaving."""
+class GrpcServer:
+    """Serves clients between entering and leaving an `async with`. The engine must be drained before it is left."""
 
     def __init__(self, engine: Engine, keys: ApiKeys, host: str, port: int, tls: ClientTls | None) -> None:
         self._engine = engine
@@ -29,18 +31,19 @@ class GrpcDoor:
 
     @property
     def address(self) -> str:
+        """The host and port on which the server listens."""
         return self._server.address
 
-    async def __aenter__(self) -> GrpcDoor:
-        """Raises Unavailable when the port is taken."""
+    async def __aenter__(self) -> GrpcServer:
+        """Start to listen. Raises Unavailable when the port is taken."""
         await self._server.start()
-        self._health = asyncio.ensure_future(self._tell_health())
+        self._health = asyncio.ensure_future(self._follow_health())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """What still runs is told that the server is shutting down; answers that are done reach their clients."""
+        """Stop: requests that still run fail as "shutting down", finished answers reach their clients first."""
         assert self._health is not None
         self._health.cancel()
         await asyncio.wait([self._health])
@@ -52,11 +55,11 @@ class GrpcDoor:
                     await self._servicer.end_all()
         await self._server.stop(GRACE_S)
 
-    async def _tell_health(self) -> None:
-        """Health follows the engine: NOT_SERVING while it drains and when a worker is lost."""
-        told = None
+    async def _follow_health(self) -> None:
+        """Keep the health service as the engine is: NOT_SERVING while it drains and after a worker was lost."""
+        serving = None
         while True:
-            if told is not self._engine.ready:
-                told = self._engine.ready
-                await self._server.set_serving(told)
+            if serving is not self._engine.ready:
+                serving = self._engine.ready
+                await self._server.set_serving(serving)
             await asyncio.sleep(HEALTH_PERIOD_S)

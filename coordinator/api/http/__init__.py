@@ -1,1 +1,4 @@
-"""The HTTP door: OpenAI's and Anthropic's APIs over the engine, and what operators ask for."""
+"""The HTTP APIs for clients: OpenAI's and Anthropic's over the engine, what operators ask for, and the page.
+
+It must not know gRPC, nor how the engine answers a request.
+"""

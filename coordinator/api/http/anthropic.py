@@ -1,4 +1,4 @@
-"""/v1/messages and /v1/messages/count_tokens: Anthropic's API over the same conversations."""
+"""/v1/messages and /v1/messages/count_tokens: Anthropic's API for chats."""
 
 from __future__ import annotations
 
@@ -12,12 +12,21 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from coordinator.answer import Answer
-from coordinator.api.http.conversation import Conversation, ToolUse, answers_to, converse
+from coordinator.api.engine_requests import check_model, render
+from coordinator.api.http.body_conversion import make_chat
+from coordinator.api.http.chat_exchange import ChatExchange, ToolUse, answer_exchange, prepare_exchange
 from coordinator.api.http.documented import ANSWER, ANTHROPIC_ERRORS
 from coordinator.api.http.json_bodies import JsonRoute
 from coordinator.api.http.replies import event_stream, unless_gone
-from coordinator.api.http.request_bodies import check_model, make_chat, render
-from coordinator.api.http.schemas import FunctionCall, FunctionDefinition, Message, Open, SamplingFields, Tool, ToolCall
+from coordinator.api.http.schemas import (
+    ChatMessage,
+    FunctionCall,
+    FunctionDefinition,
+    LenientModel,
+    SamplingFields,
+    Tool,
+    ToolCall,
+)
 from coordinator.api.http.usage import timings_of
 from coordinator.engine.engine import Engine
 from coordinator.text.parsers.events import (
@@ -31,7 +40,7 @@ from coordinator.text.parsers.events import (
 from services.errors import InvalidArgument
 
 
-class Block(Open):
+class Block(LenientModel):
     """A part of a message: text, thinking, tool_use or tool_result."""
 
     type: str
@@ -44,36 +53,36 @@ class Block(Open):
     content: str | list[Block] | None = None
 
 
-class Turn(Open):
+class AnthropicMessage(LenientModel):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
-class AnthropicTool(Open):
+class AnthropicTool(LenientModel):
     type: str | None = None
     name: str = Field(min_length=1, max_length=128)
     description: str | None = None
     input_schema: dict[str, Any] = Field(default_factory=dict)
 
 
-class ToolChoice(Open):
+class ToolChoice(LenientModel):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool = False
 
 
-class CountRequest(Open):
-    """/v1/messages/count_tokens."""
+class CountRequest(LenientModel):
+    """The body of /v1/messages/count_tokens."""
 
     model: str | None = None
-    messages: list[Turn] = Field(min_length=1)
+    messages: list[AnthropicMessage] = Field(min_length=1)
     system: str | list[Block] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
 
 
 class MessagesRequest(CountRequest, SamplingFields):
-    """/v1/messages."""
+    """The body of /v1/messages."""
 
     max_tokens: int = Field(ge=1)
     stop_sequences: list[str] | None = None
@@ -82,6 +91,7 @@ class MessagesRequest(CountRequest, SamplingFields):
 
 
 def routes(engine: Engine) -> APIRouter:
+    """Return the routes of this API."""
     router = APIRouter(tags=["Anthropic"], route_class=JsonRoute, responses=ANTHROPIC_ERRORS)
 
     @router.post("/v1/messages", response_model=None, responses=ANSWER)
@@ -89,9 +99,9 @@ def routes(engine: Engine) -> APIRouter:
         """A chat, answered by the model; `stream` gives named server-sent events."""
         check_model(engine, body.model)
         body.stop = body.stop_sequences
-        talk = await unless_gone(
+        exchange = await unless_gone(
             http,
-            converse(
+            prepare_exchange(
                 engine,
                 body,
                 make_messages(body),
@@ -101,14 +111,14 @@ def routes(engine: Engine) -> APIRouter:
             ),
         )
         head = {
-            "id": f"msg_{talk.request.request_id}",
+            "id": f"msg_{exchange.request.request_id}",
             "type": "message",
             "role": "assistant",
             "model": body.model or engine.name,
         }
         if body.stream:
-            return await event_stream(http.url.path, _stream(engine, talk, head))
-        return JSONResponse(await unless_gone(http, _whole(engine, talk, head)))
+            return await event_stream(http.url.path, _stream(engine, exchange, head))
+        return JSONResponse(await unless_gone(http, _whole(engine, exchange, head)))
 
     @router.post("/v1/messages/count_tokens", response_model=None)
     async def count_tokens(body: CountRequest) -> dict[str, int]:
@@ -120,20 +130,20 @@ def routes(engine: Engine) -> APIRouter:
     return router
 
 
-def make_messages(body: CountRequest) -> list[Message]:
-    """The conversation in the form that chat templates take."""
-    found = [Message(role="system", content=_text(body.system, "system"))] if body.system else []
+def make_messages(body: CountRequest) -> list[ChatMessage]:
+    """Return the conversation as the messages of a chat. Raises InvalidArgument naming the block at fault."""
+    messages = [ChatMessage(role="system", content=_text(body.system, "system"))] if body.system else []
     for index, turn in enumerate(body.messages):
         if isinstance(turn.content, str):
-            found.append(Message(role=turn.role, content=turn.content))
+            messages.append(ChatMessage(role=turn.role, content=turn.content))
         else:
-            found += _turn(turn.role, turn.content, f"messages.{index}.content")
-    return found
+            messages += _turn(turn.role, turn.content, f"messages.{index}.content")
+    return messages
 
 
-def _turn(role: str, blocks: Sequence[Block], field: str) -> list[Message]:
+def _turn(role: str, blocks: Sequence[Block], field: str) -> list[ChatMessage]:
     results = [
-        Message(role="tool", tool_call_id=block.tool_use_id, content=_text(block.content, field))
+        ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=_text(block.content, field))
         for block in blocks
         if block.type == "tool_result"
     ]
@@ -144,10 +154,10 @@ def _turn(role: str, blocks: Sequence[Block], field: str) -> list[Message]:
     ]
     thinking = "".join(block.thinking or "" for block in blocks if block.type == "thinking")
     others = [b for b in blocks if b.type not in ("tool_result", "tool_use", "thinking", "redacted_thinking")]
-    said = _text(others, field)
-    if not (said or calls or thinking) and results:
+    text = _text(others, field)
+    if not (text or calls or thinking) and results:
         return results
-    message = Message(role=role, content=said, tool_calls=calls or None, reasoning_content=thinking or None)
+    message = ChatMessage(role=role, content=text, tool_calls=calls or None, reasoning_content=thinking or None)
     return [*results, message]
 
 
@@ -196,7 +206,7 @@ def _usage(answer: Answer) -> dict[str, int]:
 
 
 def _stop(answer: Answer, called: bool) -> dict[str, Any]:
-    """Why the answer ended, as Anthropic names it."""
+    """Return why the answer ended, in Anthropic's words. called: whether it holds a tool call."""
     if answer.stop_string is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_string}
     if answer.finish_reason == "length":
@@ -204,20 +214,20 @@ def _stop(answer: Answer, called: bool) -> dict[str, Any]:
     return {"stop_reason": "tool_use" if called else "end_turn", "stop_sequence": None}
 
 
-async def _whole(engine: Engine, talk: Conversation, head: dict[str, Any]) -> dict[str, Any]:
+async def _whole(engine: Engine, exchange: ChatExchange, head: dict[str, Any]) -> dict[str, Any]:
     answer = None
-    async for came in answers_to(engine, talk):
-        if isinstance(came.what, Answer):
-            answer = came.what
+    async for part in answer_exchange(engine, exchange):
+        if isinstance(part.content, Answer):
+            answer = part.content
     assert answer is not None
-    parser = talk.parser()
-    content = _content(talk, [*parser.push(answer.text or ""), *parser.finish()])
+    parser = exchange.parser()
+    content = _content(exchange, [*parser.push(answer.text or ""), *parser.finish()])
     stop = _stop(answer, any(block["type"] == "tool_use" for block in content))
     return {**head, "content": content, **stop, "usage": _usage(answer), "timings": timings_of(answer)}
 
 
-def _content(talk: Conversation, events: Iterable[Event]) -> list[dict[str, Any]]:
-    """The blocks of a whole answer, in the order in which they came; of a call that was broken off only its text."""
+def _content(exchange: ChatExchange, events: Iterable[Event]) -> list[dict[str, Any]]:
+    """Return the blocks of a whole answer in their order; of a call that was broken off there is only its text."""
     blocks: list[dict[str, Any]] = []
     call, arguments = dict[str, Any](), list[str]()
     for event in events:
@@ -234,7 +244,7 @@ def _content(talk: Conversation, events: Iterable[Event]) -> list[dict[str, Any]
                 else:
                     blocks.append({"type": "thinking", "thinking": text, "signature": ""})
             case ToolCallStart(index, name):
-                call, arguments = {"type": "tool_use", "id": _call_id(talk, index), "name": name}, []
+                call, arguments = {"type": "tool_use", "id": _call_id(exchange, index), "name": name}, []
             case ToolCallArguments(_, text):
                 arguments.append(text)
             case ToolCallEnd():
@@ -243,37 +253,42 @@ def _content(talk: Conversation, events: Iterable[Event]) -> list[dict[str, Any]
 
 
 async def _stream(
-    engine: Engine, talk: Conversation, head: dict[str, Any]
+    engine: Engine, exchange: ChatExchange, head: dict[str, Any]
 ) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
     def event(kind: str, **fields: Any) -> tuple[str, dict[str, Any]]:
         return kind, {"type": kind, **fields}
 
     index, open_kind, called, begun = -1, "", False, False
-    parser = talk.parser()
-    async for came in answers_to(engine, talk):
+    parser = exchange.parser()
+    async for part in answer_exchange(engine, exchange):
         if not begun:
             begun = True
-            start = {"input_tokens": len(talk.request.prompt_ids), "output_tokens": 0}
+            start = {"input_tokens": len(exchange.request.prompt_ids), "output_tokens": 0}
             message = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": start}
             yield event("message_start", message=message)
             yield event("ping")
-        answer = came.what if isinstance(came.what, Answer) else None
-        for said in parser.finish() if isinstance(came.what, Answer) else parser.push(came.what.text):
+        answer = part.content if isinstance(part.content, Answer) else None
+        for parsed in parser.finish() if isinstance(part.content, Answer) else parser.push(part.content.text):
             kind, block, delta = "", dict[str, Any](), dict[str, Any]()
-            match said:
+            match parsed:
                 case ContentDelta():
                     kind, block = "text", {"type": "text", "text": ""}
-                    delta = {"type": "text_delta", "text": said.text}
-                    if open_kind != "text" and called and not said.text.strip():
+                    delta = {"type": "text_delta", "text": parsed.text}
+                    if open_kind != "text" and called and not parsed.text.strip():
                         continue
                 case ReasoningDelta():
                     kind, block = "thinking", {"type": "thinking", "thinking": "", "signature": ""}
-                    delta = {"type": "thinking_delta", "thinking": said.text}
+                    delta = {"type": "thinking_delta", "thinking": parsed.text}
                 case ToolCallStart():
-                    kind = f"call {said.index}"
-                    block = {"type": "tool_use", "id": _call_id(talk, said.index), "name": said.name, "input": {}}
+                    kind = f"call {parsed.index}"
+                    block = {
+                        "type": "tool_use",
+                        "id": _call_id(exchange, parsed.index),
+                        "name": parsed.name,
+                        "input": {},
+                    }
                 case ToolCallArguments():
-                    kind, delta = f"call {said.index}", {"type": "input_json_delta", "partial_json": said.text}
+                    kind, delta = f"call {parsed.index}", {"type": "input_json_delta", "partial_json": parsed.text}
                 case ToolCallEnd():
                     called = True
                     continue
@@ -293,5 +308,5 @@ async def _stream(
             yield event("message_stop")
 
 
-def _call_id(talk: Conversation, number: int) -> str:
-    return f"toolu_{talk.request.unique_id}{number:02d}"
+def _call_id(exchange: ChatExchange, number: int) -> str:
+    return f"toolu_{exchange.request.unique_id}{number:02d}"

@@ -1,4 +1,4 @@
-"""The application: routes, the key at the door, errors in the words of each API, limits on what is sent."""
+"""The HTTP application: its routes, the check of API keys, errors in each API's form, limits on bodies."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from coordinator.status.board import Board
 from services.telemetry.trace_context import Call, calling
 
 MAX_BODY_BYTES = 32 << 20
+"""Larger requests are refused."""
 
 OPEN_PATHS = frozenset({"/health", "/"})
-"""Answered without a key, as the page's own files are."""
+"""Paths that need no API key, as the page's own files don't."""
 
 POLLED = status_routes.PATH
-"""Who watches asks for it every second: in the log that would bury everything else."""
+"""A path that watchers ask for every second; its requests are logged for debugging only."""
 
 log = structlog.get_logger()
 
 
 def create_app(engine: Engine, keys: ApiKeys, board: Board, *, vllm_metrics: bool = False) -> FastAPI:
-    """The HTTP API over an engine, and the page that uses it."""
+    """Return the HTTP APIs over an engine, and the page that uses them."""
     app = FastAPI(
         title="flashsplit",
         version=metadata.version("flashsplit"),
@@ -49,12 +50,12 @@ def create_app(engine: Engine, keys: ApiKeys, board: Board, *, vllm_metrics: boo
     app.add_exception_handler(Exception, _failed)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
-    app.add_middleware(Door, keys=keys)
+    app.add_middleware(RequestMiddleware, keys=keys)
     return app
 
 
-class Door:
-    """Around every request: its id, the key, the size of its body, errors, one line in the log."""
+class RequestMiddleware:
+    """What happens around every request: its id, the API key, the limit of its body, errors, one line in the log."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app, self._keys = app, keys
@@ -104,7 +105,7 @@ class Door:
 
 
 class TooLarge(Exception):
-    """The body is beyond MAX_BODY_BYTES."""
+    """The body has more than MAX_BODY_BYTES."""
 
 
 def _limited(request: Request, receive: Receive) -> Receive:
@@ -156,5 +157,5 @@ def _respond(request: Request, error: BaseException) -> Response:
 
 
 def _clean(text: str) -> str:
-    """A client's own id, if it is one that can stand in a header and a log line."""
+    """Return a client's own id, or "" for one that cannot stand in a header and a log line."""
     return text if len(text) <= 128 and text.isascii() and text.isprintable() else ""

@@ -1,4 +1,4 @@
-"""/v1/chat/completions, streamed and whole."""
+"""/v1/chat/completions: OpenAI's API for chats, streamed and whole."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from coordinator.answer import Answer
-from coordinator.api.http.conversation import Conversation, ToolUse, answers_to, converse
+from coordinator.api.engine_requests import check_model
+from coordinator.api.http.chat_exchange import ChatExchange, ToolUse, answer_exchange, prepare_exchange
 from coordinator.api.http.documented import ANSWER, OPENAI_ERRORS
 from coordinator.api.http.json_bodies import JsonRoute
 from coordinator.api.http.logprobs import chat_logprobs
 from coordinator.api.http.replies import event_stream, unless_gone
-from coordinator.api.http.request_bodies import check_model
 from coordinator.api.http.schemas import ChatRequest
 from coordinator.api.http.usage import timings_of, usage_of
 from coordinator.engine.engine import Engine
@@ -33,6 +33,7 @@ from services.errors import InvalidArgument
 
 
 def routes(engine: Engine) -> APIRouter:
+    """Return the routes of this API."""
     router = APIRouter(tags=["OpenAI"], route_class=JsonRoute, responses=OPENAI_ERRORS)
 
     @router.post("/v1/chat/completions", response_model=None, responses=ANSWER)
@@ -41,9 +42,9 @@ def routes(engine: Engine) -> APIRouter:
         check_model(engine, body.model)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidArgument("top_logprobs needs logprobs: true", field="top_logprobs")
-        talk = await unless_gone(
+        exchange = await unless_gone(
             http,
-            converse(
+            prepare_exchange(
                 engine,
                 body,
                 body.messages,
@@ -55,20 +56,20 @@ def routes(engine: Engine) -> APIRouter:
             ),
         )
         head = {
-            "id": f"chatcmpl-{talk.request.request_id}",
+            "id": f"chatcmpl-{exchange.request.request_id}",
             "created": int(time.time()),
             "model": body.model or engine.name,
         }
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
-            return await event_stream(http.url.path, _stream(engine, talk, body.n, head, usage=usage))
-        return JSONResponse(await unless_gone(http, _whole(engine, talk, body.n, head)))
+            return await event_stream(http.url.path, _stream(engine, exchange, body.n, head, usage=usage))
+        return JSONResponse(await unless_gone(http, _whole(engine, exchange, body.n, head)))
 
     return router
 
 
 def tool_use(body: ChatRequest) -> ToolUse:
-    """What `tools` and `tool_choice` mean together. Raises InvalidArgument for a choice of another form."""
+    """Return what `tools` and `tool_choice` mean together. Raises InvalidArgument for a choice of another form."""
     choice, tools = body.tool_choice, body.tools or []
     parallel = (body.model_extra or {}).get("parallel_tool_calls") is not False
     if choice is None or choice == "auto":
@@ -88,107 +89,107 @@ def tool_use(body: ChatRequest) -> ToolUse:
 
 
 def finish_reason(answer: Answer, called: bool) -> str:
-    """As OpenAI names it."""
+    """Return why an answer ended, in OpenAI's words. called: whether it holds a tool call."""
     return "tool_calls" if called and answer.finish_reason == "stop" else answer.finish_reason
 
 
-def call_id(talk: Conversation, choice: int, index: int) -> str:
-    """The name of a call, unique among all requests."""
-    return f"call_{talk.request.unique_id}{choice:02d}{index:02d}"
+def call_id(exchange: ChatExchange, choice: int, index: int) -> str:
+    """Return the id of a tool call, which no other call of any request has."""
+    return f"call_{exchange.request.unique_id}{choice:02d}{index:02d}"
 
 
-async def _whole(engine: Engine, talk: Conversation, count: int, head: dict[str, Any]) -> dict[str, Any]:
+async def _whole(engine: Engine, exchange: ChatExchange, count: int, head: dict[str, Any]) -> dict[str, Any]:
     answers: dict[int, Answer] = {}
-    async for came in answers_to(engine, talk, count):
-        if isinstance(came.what, Answer):
-            answers[came.index] = came.what
+    async for part in answer_exchange(engine, exchange, count):
+        if isinstance(part.content, Answer):
+            answers[part.index] = part.content
     ordered = [answers[index] for index in range(count)]
     return {
         **head,
         "object": "chat.completion",
-        "choices": [_choice(engine, talk, index, answer) for index, answer in enumerate(ordered)],
+        "choices": [_choice(engine, exchange, index, answer) for index, answer in enumerate(ordered)],
         "usage": usage_of(ordered),
         "timings": timings_of(ordered[0]),
     }
 
 
-def _choice(engine: Engine, talk: Conversation, index: int, answer: Answer) -> dict[str, Any]:
-    parser = talk.parser()
-    said = collect([*parser.push(answer.text or ""), *parser.finish()])
-    message: dict[str, Any] = {"role": "assistant", "content": said.content}
-    if said.reasoning:
-        message["reasoning_content"] = said.reasoning
-    if said.tool_calls:
-        message["content"] = said.content.strip() or None
+def _choice(engine: Engine, exchange: ChatExchange, index: int, answer: Answer) -> dict[str, Any]:
+    parser = exchange.parser()
+    collected = collect([*parser.push(answer.text or ""), *parser.finish()])
+    message: dict[str, Any] = {"role": "assistant", "content": collected.content}
+    if collected.reasoning:
+        message["reasoning_content"] = collected.reasoning
+    if collected.tool_calls:
+        message["content"] = collected.content.strip() or None
         message["tool_calls"] = [
             {
-                "id": call_id(talk, index, number),
+                "id": call_id(exchange, index, number),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
-            for number, call in enumerate(said.tool_calls)
+            for number, call in enumerate(collected.tool_calls)
         ]
     return {
         "index": index,
         "message": message,
         "logprobs": chat_logprobs(engine.files.tokenizer, answer.token_ids, answer.logprobs or ()),
-        "finish_reason": finish_reason(answer, bool(said.tool_calls)),
+        "finish_reason": finish_reason(answer, bool(collected.tool_calls)),
     }
 
 
 async def _stream(
-    engine: Engine, talk: Conversation, count: int, head: dict[str, Any], *, usage: bool
+    engine: Engine, exchange: ChatExchange, count: int, head: dict[str, Any], *, usage: bool
 ) -> AsyncGenerator[dict[str, Any] | str]:
     def chunk(index: int, delta: dict[str, Any], reason: str | None = None, **more: Any) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": more.pop("logprobs", None), "finish_reason": reason}
-        return {**head, "object": "chat.completion.chunk", "choices": [choice], **untold, **more}
+        return {**head, "object": "chat.completion.chunk", "choices": [choice], **no_usage, **more}
 
-    # The last chunk tells it; the others say that it comes.
-    untold = {"usage": None} if usage else {}
+    # The last chunk has the usage; null in the others says that it will come.
+    no_usage = {"usage": None} if usage else {}
     answers: list[Answer] = []
-    parsers = [talk.parser() for _ in range(count)]
+    parsers = [exchange.parser() for _ in range(count)]
     begun: set[int] = set()
     called: set[int] = set()
 
     def deltas(index: int, events: Iterable[Event]) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        parts: list[dict[str, Any]] = []
         for event in events:
             match event:
                 case ContentDelta():
-                    found.append({"content": event.text})
+                    parts.append({"content": event.text})
                 case ReasoningDelta():
-                    found.append({"reasoning_content": event.text})
+                    parts.append({"reasoning_content": event.text})
                 case ToolCallStart():
                     call = {
                         "index": event.index,
-                        "id": call_id(talk, index, event.index),
+                        "id": call_id(exchange, index, event.index),
                         "type": "function",
                         "function": {"name": event.name, "arguments": ""},
                     }
-                    found.append({"tool_calls": [call]})
+                    parts.append({"tool_calls": [call]})
                 case ToolCallArguments():
                     piece = {"index": event.index, "function": {"arguments": event.text}}
-                    found.append({"tool_calls": [piece]})
+                    parts.append({"tool_calls": [piece]})
                 case ToolCallEnd():
                     called.add(index)
-        return found
+        return parts
 
-    async for came in answers_to(engine, talk, count):
-        index, what = came.index, came.what
+    async for part in answer_exchange(engine, exchange, count):
+        index, content = part.index, part.content
         if index not in begun:
             begun.add(index)
             yield chunk(index, {"role": "assistant", "content": ""})
-        if isinstance(what, Answer):
-            answers.append(what)
+        if isinstance(content, Answer):
+            answers.append(content)
             for delta in deltas(index, parsers[index].finish()):
                 yield chunk(index, delta)
-            yield chunk(index, {}, finish_reason(what, index in called), timings=timings_of(what))
+            yield chunk(index, {}, finish_reason(content, index in called), timings=timings_of(content))
             continue
-        found = deltas(index, parsers[index].push(what.text))
-        logprobs = chat_logprobs(engine.files.tokenizer, what.token_ids, what.logprobs)
-        if logprobs is not None and not found:
-            found = [{"content": ""}]
-        for delta in found:
+        changes = deltas(index, parsers[index].push(content.text))
+        logprobs = chat_logprobs(engine.files.tokenizer, content.token_ids, content.logprobs)
+        if logprobs is not None and not changes:
+            changes = [{"content": ""}]
+        for delta in changes:
             yield chunk(index, delta, logprobs=logprobs)
             logprobs = None
     if usage:

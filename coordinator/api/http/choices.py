@@ -1,4 +1,4 @@
-"""Several answers at once, as one stream of what comes: each piece with the number of its choice."""
+"""Answers several requests at once, as one stream of their pieces, each with the number of its choice."""
 
 from __future__ import annotations
 
@@ -12,55 +12,56 @@ from coordinator.engine.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
-class Came:
-    """A piece of choice `index`, or its finished answer."""
+class ChoicePart:
+    """A piece of the answer of choice `index`, or at its end the whole answer."""
 
     index: int
-    what: Piece | Answer
+    content: Piece | Answer
 
 
-async def answer_all(engine: Engine, requests: Sequence[Request]) -> AsyncGenerator[Came]:
-    """Answer all requests together. The first error ends them all and is raised; so does closing the generator.
+async def answer_all(engine: Engine, requests: Sequence[Request]) -> AsyncGenerator[ChoicePart]:
+    """Answer all requests together; the first error, or closing the generator, ends them all.
 
-    As many as the engine runs at once are begun at once, so that they don't fill its queue by themselves.
+    No more of them are begun at once than the engine runs at once, so that they don't fill its queue by themselves.
+    Raises the first error.
     """
     if len(requests) == 1:
-        async with contextlib.aclosing(_answer(engine, requests[0], 0)) as events:
-            async for event in events:
-                yield event
+        async with contextlib.aclosing(_answer(engine, requests[0], 0)) as parts:
+            async for part in parts:
+                yield part
         return
-    queue: asyncio.Queue[Came | BaseException | None] = asyncio.Queue()
+    queue: asyncio.Queue[ChoicePart | BaseException | None] = asyncio.Queue()
     turns = asyncio.Semaphore(engine.load.max_running)
 
     async def run(request: Request, index: int) -> None:
         try:
-            async with turns, contextlib.aclosing(_answer(engine, request, index)) as events:
-                async for event in events:
-                    queue.put_nowait(event)
+            async with turns, contextlib.aclosing(_answer(engine, request, index)) as parts:
+                async for part in parts:
+                    queue.put_nowait(part)
             queue.put_nowait(None)
         except Exception as error:
             queue.put_nowait(error)
 
     tasks = [asyncio.ensure_future(run(request, index)) for index, request in enumerate(requests)]
     try:
-        left = len(tasks)
-        while left:
-            came = await queue.get()
-            if isinstance(came, BaseException):
-                raise came
-            if came is None:
-                left -= 1
+        unfinished = len(tasks)
+        while unfinished:
+            received = await queue.get()
+            if isinstance(received, BaseException):
+                raise received
+            if received is None:
+                unfinished -= 1
             else:
-                yield came
+                yield received
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _answer(engine: Engine, request: Request, index: int) -> AsyncGenerator[Came]:
+async def _answer(engine: Engine, request: Request, index: int) -> AsyncGenerator[ChoicePart]:
     async with engine.answering(request) as generation, contextlib.aclosing(generation.pieces()) as pieces:
         async for piece in pieces:
-            yield Came(index, piece)
+            yield ChoicePart(index, piece)
         assert generation.answer is not None
-        yield Came(index, generation.answer)
+        yield ChoicePart(index, generation.answer)

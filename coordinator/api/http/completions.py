@@ -1,4 +1,4 @@
-"""/v1/completions: plain text or token ids in, text out."""
+"""/v1/completions: OpenAI's API for plain prompts, of text or of token ids."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from coordinator.answer import Answer, Request
+from coordinator.api.engine_requests import check_model
+from coordinator.api.http.body_conversion import choices_of, compression_params, make_request, plain_prompts
 from coordinator.api.http.choices import answer_all
 from coordinator.api.http.documented import ANSWER, OPENAI_ERRORS
 from coordinator.api.http.json_bodies import JsonRoute
 from coordinator.api.http.logprobs import completion_logprobs
 from coordinator.api.http.replies import event_stream, unless_gone
-from coordinator.api.http.request_bodies import check_model, choices_of, compression_wish, make_request, plain_prompts
 from coordinator.api.http.schemas import CompletionRequest
 from coordinator.api.http.usage import timings_of, usage_of
 from coordinator.engine.engine import Engine
 
 
 def routes(engine: Engine) -> APIRouter:
+    """Return the routes of this API."""
     router = APIRouter(tags=["OpenAI"], route_class=JsonRoute, responses=OPENAI_ERRORS)
 
     @router.post("/v1/completions", response_model=None, responses=ANSWER)
     async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
         """The continuation of one or more prompts."""
         check_model(engine, body.model)
-        prompts = await unless_gone(http, plain_prompts(engine, body.prompt, compression_wish(body)))
+        prompts = await unless_gone(http, plain_prompts(engine, body.prompt, compression_params(body)))
         requests = [
             choice
             for number, prompt in enumerate(prompts)
@@ -66,9 +68,9 @@ def _choice(index: int, text: str, finish_reason: str | None, logprobs: dict[str
 
 async def _whole(engine: Engine, requests: list[Request], head: dict[str, Any], echoes: list[str]) -> dict[str, Any]:
     answers: dict[int, Answer] = {}
-    async for came in answer_all(engine, requests):
-        if isinstance(came.what, Answer):
-            answers[came.index] = came.what
+    async for part in answer_all(engine, requests):
+        if isinstance(part.content, Answer):
+            answers[part.index] = part.content
     ordered = [answers[index] for index in range(len(requests))]
     choices = [
         _choice(
@@ -85,24 +87,24 @@ async def _whole(engine: Engine, requests: list[Request], head: dict[str, Any], 
 async def _stream(
     engine: Engine, requests: list[Request], head: dict[str, Any], echoes: list[str], *, usage: bool
 ) -> AsyncGenerator[dict[str, Any] | str]:
-    # The last chunk tells it; the others say that it comes.
+    # The last chunk has the usage; null in the others says that it will come.
     head = {**head, "usage": None} if usage else head
     answers: list[Answer] = []
-    unsaid = dict(enumerate(echoes))
+    unsent_echoes = dict(enumerate(echoes))
     offsets = [len(echo) for echo in echoes]
-    async for came in answer_all(engine, requests):
-        if isinstance(came.what, Answer):
-            answers.append(came.what)
-            choice = _choice(came.index, unsaid.pop(came.index, ""), came.what.finish_reason)
-            yield {**head, "choices": [choice], "timings": timings_of(came.what)}
+    async for part in answer_all(engine, requests):
+        if isinstance(part.content, Answer):
+            answers.append(part.content)
+            choice = _choice(part.index, unsent_echoes.pop(part.index, ""), part.content.finish_reason)
+            yield {**head, "choices": [choice], "timings": timings_of(part.content)}
             continue
-        text = unsaid.pop(came.index, "") + came.what.text
-        offset = offsets[came.index]
-        logprobs = completion_logprobs(engine.files.tokenizer, came.what.token_ids, came.what.logprobs, offset)
+        text = unsent_echoes.pop(part.index, "") + part.content.text
+        offset = offsets[part.index]
+        logprobs = completion_logprobs(engine.files.tokenizer, part.content.token_ids, part.content.logprobs, offset)
         if logprobs is not None:
-            offsets[came.index] += sum(map(len, logprobs["tokens"]))
+            offsets[part.index] += sum(map(len, logprobs["tokens"]))
         if text or logprobs is not None:
-            yield {**head, "choices": [_choice(came.index, text, None, logprobs)]}
+            yield {**head, "choices": [_choice(part.index, text, None, logprobs)]}
     if usage:
         yield {**head, "choices": [], "usage": usage_of(answers)}
     yield "[DONE]"

@@ -1,4 +1,4 @@
-"""What /openapi.json tells of replies besides their bodies: the errors of each API, and that answers may stream."""
+"""What /openapi.json says of replies besides their bodies: the errors of each API, and that answers may stream."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Responses = dict[int | str, dict[str, Any]]
 
 
 class OpenAIProblem(BaseModel):
-    """param: the field at fault."""
+    """What went wrong. param: the field at fault, None where there is none."""
 
     message: str
     type: str
@@ -20,26 +20,28 @@ class OpenAIProblem(BaseModel):
 
 
 class OpenAIError(BaseModel):
-    """As OpenAI's API tells what went wrong."""
+    """An error in the form of OpenAI's API."""
 
     error: OpenAIProblem
 
 
 class AnthropicProblem(BaseModel):
+    """What went wrong."""
+
     type: str
     message: str
 
 
 class AnthropicError(BaseModel):
-    """As Anthropic's API tells what went wrong."""
+    """An error in the form of Anthropic's API."""
 
     type: Literal["error"]
     error: AnthropicProblem
 
 
 def _errors(form: type[BaseModel], *statuses: int) -> Responses:
-    found: Responses = {status: {"model": form, "description": HTTPStatus(status).phrase} for status in statuses}
-    return {**found, "default": {"model": form, "description": "Anything else that went wrong."}}
+    known: Responses = {status: {"model": form, "description": HTTPStatus(status).phrase} for status in statuses}
+    return {**known, "default": {"model": form, "description": "Anything else that went wrong."}}
 
 
 _STREAM: dict[str, Any] = {"text/event-stream": {}}

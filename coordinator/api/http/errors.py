@@ -1,4 +1,4 @@
-"""The one table from exceptions to what HTTP clients expect: a status, and the error object of the API they speak."""
+"""How exceptions become HTTP errors: one table of statuses, and the error object of the API that a client speaks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CODES: Mapping[str, str] = {
     "INVALID_API_KEY": "invalid_api_key",
 }
 _NAMES: Mapping[str, Mapping[str, str]] = {
-    # What all APIs share calls its fields as chat completions do. By path: what this one calls them.
+    # The shared code names fields as chat completions do; here, by path, what another API calls them.
     "/v1/responses": {
         "messages": "input",
         "max_tokens": "max_output_tokens",
@@ -39,7 +39,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class HttpError:
-    """An error on its way out."""
+    """An error as an HTTP client gets it. code and param are those of OpenAI's error object."""
 
     status: int
     message: str
@@ -51,23 +51,26 @@ class HttpError:
 
     @property
     def headers(self) -> dict[str, str]:
+        """The reply's headers that belong to the error."""
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
     def openai(self) -> dict[str, Any]:
+        """Return the body in the form of OpenAI's API."""
         return {"error": {"message": self.message, "type": self.openai_type, "param": self.param, "code": self.code}}
 
     def anthropic(self) -> dict[str, Any]:
+        """Return the body in the form of Anthropic's API."""
         return {"type": "error", "error": {"type": self.anthropic_type, "message": self.message}}
 
     def body(self, path: str) -> dict[str, Any]:
-        """In the words of the API that a path belongs to."""
+        """Return the body in the form of the API that a path belongs to."""
         if path.startswith("/v1/messages"):
             return self.anthropic()
         return replace(self, param=_NAMES.get(path, {}).get(self.param or "", self.param)).openai()
 
 
 def to_http(error: BaseException) -> HttpError:
-    """What a client is told; an unexpected exception keeps its details to itself."""
+    """Return what a client is told of an exception; of an unexpected one it learns no details."""
     if not isinstance(error, FlashsplitError):
         return HttpError(500, "internal error: the log has the details", "server_error", "api_error")
     status, openai_type, anthropic_type = _STATUS.get(error.code_name, (500, "server_error", "api_error"))
@@ -85,13 +88,13 @@ def to_http(error: BaseException) -> HttpError:
 
 
 def invalid_body(error: RequestValidationError) -> HttpError:
-    """Names the first field that pydantic complains of, what came and what would be accepted."""
-    places = [(_field(one, error.body), one) for one in error.errors()]
-    # Of a field that may have several types each complains. The one that got furthest was meant.
-    first = [(field, one) for field, one in places if field[:1] == places[0][0][:1]]
-    found, chosen = max(first, key=lambda place: len(place[0]))
-    reasons = dict.fromkeys(one["msg"] for field, one in first if field == found)
-    path = ".".join(found)
+    """Return a refusal that names the first field that pydantic complains of, its value and what would be accepted."""
+    complaints = [(_field(complaint, error.body), complaint) for complaint in error.errors()]
+    # A field that may have several types gets a complaint for each. The one that got furthest was meant.
+    first = [(field, complaint) for field, complaint in complaints if field[:1] == complaints[0][0][:1]]
+    furthest, chosen = max(first, key=lambda pair: len(pair[0]))
+    reasons = dict.fromkeys(complaint["msg"] for field, complaint in first if field == furthest)
+    path = ".".join(furthest)
     return HttpError(
         400,
         f"{path or 'body'}: {'; '.join(reasons)} (given {repr(chosen.get('input'))[:80]})",
@@ -102,14 +105,14 @@ def invalid_body(error: RequestValidationError) -> HttpError:
 
 
 def _field(error: Mapping[str, Any], body: Any) -> list[str]:
-    """Where in the body it is: pydantic's path without the names of the types that it tried."""
+    """Return where in the body an error is: pydantic's path without the names of the types that it tried."""
     _, *path = error["loc"]
-    found, value = [], body
+    names, value = [], body
     for index, part in enumerate(path):
         inside = part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int)
         if inside and not (isinstance(value, list) and part >= len(value)):
             value = value[part]
         elif not (error["type"] == "missing" and index == len(path) - 1):
             continue
-        found.append(str(part))
-    return found
+        names.append(str(part))
+    return names

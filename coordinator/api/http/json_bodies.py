@@ -1,7 +1,7 @@
-"""Bodies of requests: JSON to the letter, and a refusal that says what is wrong with what isn't.
+"""Reads the bodies of requests: strict JSON, and a refusal that says what is wrong with anything else.
 
-Python's own reader lets through what JSON has no words for (NaN, infinity) and what UTF-8 cannot write (half of a
-surrogate pair): both would break replies that repeat them.
+Python's own reader lets through what JSON does not have (NaN, infinity) and what UTF-8 cannot write (half of a
+surrogate pair); both would break replies that repeat them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from services.errors import InvalidArgument
 
 
 class JsonRoute(APIRoute):
-    """A route that reads the body, where it takes one, before anything else looks at it."""
+    """A route whose body, where it has one, is read strictly before FastAPI looks at it."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """As FastAPI asks for it."""
+        """See `APIRoute`."""
         handler = super().get_route_handler()
         if self.body_field is None:
             return handler
@@ -37,7 +37,7 @@ class JsonRoute(APIRoute):
 
 
 class _JsonRequest(Request):
-    """A request whose body has been read."""
+    """A request whose body has been read already."""
 
     value: Any = None
 
@@ -46,7 +46,7 @@ class _JsonRequest(Request):
 
 
 def read_json(content_type: str, body: bytes) -> Any:
-    """Raises InvalidArgument for a body of another type, an empty one, and one that isn't JSON."""
+    """Return a body's value. Raises InvalidArgument for another content type, an empty body and one that isn't JSON."""
     header = Message()
     header["content-type"] = content_type
     kind = header.get_content_type() if content_type else "missing"

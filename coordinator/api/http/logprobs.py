@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's APIs show them."""
+"""Log-probabilities in the form of OpenAI's APIs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.messages.steps import TokenLogprobs
 def chat_logprobs(
     tokenizer: Tokenizer | None, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
 ) -> dict[str, Any] | None:
-    """`choices[].logprobs` of a chat; None where none were asked for."""
+    """Return `choices[].logprobs` of a chat, None where none were asked for."""
     if not logprobs:
         return None
     content = []
@@ -30,7 +30,7 @@ def chat_logprobs(
 def completion_logprobs(
     tokenizer: Tokenizer | None, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int = 0
 ) -> dict[str, Any] | None:
-    """`choices[].logprobs` of a completion. offset: characters before the first token."""
+    """Return `choices[].logprobs` of a completion. offset: characters of the choice's text before the first token."""
     if not logprobs:
         return None
     tokens = [_text(tokenizer, token_id) for token_id in token_ids]

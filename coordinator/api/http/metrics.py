@@ -1,4 +1,4 @@
-"""Prometheus metrics of the server; on request also under vLLM's names, which dashboards and schedulers know."""
+"""Prometheus metrics of the server, if asked for also under vLLM's names, which dashboards and schedulers know."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
 
-from coordinator.engine.engine import Engine, Finished
+from coordinator.engine.engine import Engine, FinishedRequest
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -31,7 +31,7 @@ _ALIASES = {
 
 
 class Metrics:
-    """Counts what the engine finishes."""
+    """The metrics of one engine, which grow with every request that it finishes."""
 
     def __init__(self, engine: Engine, *, vllm_names: bool = False) -> None:
         self._registry = CollectorRegistry()
@@ -55,8 +55,8 @@ class Metrics:
         self._cached = counter("cached_tokens", "Prompt tokens not computed, by where they were kept.", "source")
         self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._hits = counter("prefix_cache_hits", "Prompt tokens found there.")
-        self._draft = counter("draft_tokens", "Tokens that the draft guessed.")
-        self._accepted = counter("accepted_tokens", "Guesses that were accepted.")
+        self._draft = counter("draft_tokens", "Tokens that the draft proposed.")
+        self._accepted = counter("accepted_tokens", "Draft tokens that were accepted.")
         self._steps = counter("decode_steps", "Steps through all stages after the first token.")
         self._forward = counter("stage_forward_seconds", "Decode time that a stage computed.", "stage", "device")
         self._wire = counter("stage_wire_seconds", "Decode time between a stage and the one above.", "stage", "device")
@@ -68,7 +68,7 @@ class Metrics:
         self._length = histogram("acceptance_length", "Mean tokens a verify produced, by answer.", _LENGTHS)
         engine.listeners.append(self.observe)
 
-    def observe(self, finished: Finished) -> None:
+    def observe(self, finished: FinishedRequest) -> None:
         """Count one request."""
         model = self._model
         self._requests.labels(model, finished.outcome).inc()
@@ -97,7 +97,7 @@ class Metrics:
             self._wire.labels(model, str(index), stage.device).inc(stage.wire_ms / 1e3)
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, and again under vLLM's names where that is wanted."""
+        """Return all metrics, and those that vLLM has again under its names where that was asked for."""
         for metric in self._registry.collect():
             yield metric
             alias = _ALIASES.get(metric.name.removeprefix("flashsplit_"))
@@ -110,5 +110,5 @@ class Metrics:
                 yield renamed
 
     def text(self) -> bytes:
-        """What a scrape gets."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self)

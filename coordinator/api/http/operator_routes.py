@@ -1,4 +1,4 @@
-"""What operators and clients' tools ask: health, readiness, version, models, tokens."""
+"""The routes for operators and clients' tools: health, readiness, metrics, version, models, tokens."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from coordinator.api.engine_requests import check_model, text_of
+from coordinator.api.http.body_conversion import make_chat
 from coordinator.api.http.documented import BODY_ERRORS, METRICS, NOT_READY, QUERY_ERRORS
 from coordinator.api.http.json_bodies import JsonRoute
 from coordinator.api.http.metrics import CONTENT_TYPE, Metrics
-from coordinator.api.http.request_bodies import check_model, make_chat
 from coordinator.api.http.schemas import DetokenizeRequest, TokenizeRequest
-from coordinator.api.requests import text_of
 from coordinator.engine.engine import Engine
 from coordinator.text.prompt import text_prompt
 from services.errors import InvalidArgument, NotFound
 
 
 def routes(engine: Engine, metrics: Metrics) -> APIRouter:
+    """Return the routes for operators and clients' tools."""
     router = APIRouter(route_class=JsonRoute)
 
     @router.get("/health", tags=["Operations"], responses={**QUERY_ERRORS, **NOT_READY})
     async def health(ready: bool = False) -> JSONResponse:
-        """The process is there; with ready, what /ready says, for probes that have no key."""
+        """The process is there; with `ready`, the same as /ready, for probes that have no key."""
         well = engine.ready or not ready
         return JSONResponse({"status": "ok" if well else "not ready"}, 200 if well else 503)
 

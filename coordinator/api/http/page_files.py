@@ -1,4 +1,4 @@
-"""The web page: a few files of the package, sent to anybody. They hold no secret; what the page asks for needs a key.
+"""The web page: a few files of the package, sent to anybody. They hold no secret; the APIs that it calls need a key.
 
 Nothing on it comes from elsewhere and nothing can be put into it: its policy forbids other hosts and inline code.
 """
@@ -34,8 +34,9 @@ _METHODS = ["GET", "HEAD"]
 
 
 def routes(*, key_needed: bool) -> APIRouter:
+    """Return the routes of the page and its files. key_needed: whether the page has to ask for an API key."""
     router = APIRouter(include_in_schema=False)
-    # Only what is there now can be asked for, by its name alone.
+    # Only files that are there now can be asked for, by their names alone.
     files = {path.name: (path.read_bytes(), _TYPES[path.suffix]) for path in FOLDER.iterdir() if path.suffix in _TYPES}
 
     if key_needed:
@@ -58,7 +59,7 @@ def routes(*, key_needed: bool) -> APIRouter:
 
     @router.api_route(PREFIX + "{name}", methods=_METHODS)
     async def part(name: str) -> Response:
-        """What belongs to it."""
+        """A file that belongs to the page."""
         return reply(name)
 
     return router

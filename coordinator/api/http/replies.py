@@ -1,4 +1,4 @@
-"""Sending answers: as one object or as server-sent events, and stopping work when the client goes."""
+"""Sends answers as server-sent events, and stops work whose client has gone."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from coordinator.api.http.errors import to_http
 T = TypeVar("T")
 
 KEEP_ALIVE_S = 10
-"""Between comments that keep a connection open through a long prefill."""
+"""Between comments that keep a connection open during a long prefill."""
 
 log = structlog.get_logger()
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has disconnected before the answer was there."""
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The work's result; when the client disconnects first, the work is cancelled and ClientGone raised."""
+    """Return the work's result. When the client disconnects first, cancel the work and raise ClientGone."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
     try:
@@ -35,8 +35,8 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
             raise ClientGone
         return task.result()
     finally:
-        for one in (task, gone):
-            one.cancel()
+        task.cancel()
+        gone.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
@@ -48,9 +48,9 @@ async def _disconnected(request: Request) -> None:
 async def event_stream(
     path: str, events: AsyncGenerator[dict[str, Any] | str | tuple[str, dict[str, Any]]]
 ) -> EventSourceResponse:
-    """Events as they come: an object or a text as `data`, a pair as named event and data.
+    """Return a reply that streams events: an object or a text as `data`, a pair as a named event and its data.
 
-    What goes wrong before the first event is raised, so that it gets a status; later it becomes an event.
+    An error before the first event is raised, so that it gets a status; a later one becomes an event.
     """
     try:
         first = await anext(events)

@@ -1,4 +1,4 @@
-"""What clients send to /v1/responses, and the conversation that its input items make."""
+"""The body of /v1/responses, and the conversation that its input items stand for."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from coordinator.api.http.conversation import ToolUse
+from coordinator.api.http.chat_exchange import ToolUse
 from coordinator.api.http.schemas import (
+    ChatMessage,
     ContentPart,
     FunctionCall,
     FunctionDefinition,
-    Message,
-    Open,
+    LenientModel,
     ResponseFormat,
     SamplingFields,
     Tool,
@@ -25,8 +25,8 @@ from services.errors import InvalidArgument
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
-class Item(Open):
-    """One item of the input: a message (with or without a type), a call, its output, or reasoning."""
+class Item(LenientModel):
+    """One item of the input: a message (with or without a type), a function call, its output, or reasoning."""
 
     type: str | None = None
     role: str | None = None
@@ -38,8 +38,8 @@ class Item(Open):
     output: str | list[ContentPart] | None = None
 
 
-class FlatTool(Open):
-    """A function, without a `function` around it."""
+class FlatTool(LenientModel):
+    """A function that may be called; its fields are not inside a `function` object as those of chats are."""
 
     type: str
     name: str | None = Field(None, min_length=1, max_length=128)
@@ -47,18 +47,18 @@ class FlatTool(Open):
     parameters: dict[str, Any] | None = None
 
 
-class TextFormat(Open):
+class TextFormat(LenientModel):
     type: Literal["text", "json_object", "json_schema"]
     # `schema` itself is a method of pydantic's.
     json_schema: dict[str, Any] | None = Field(None, alias="schema")
 
 
-class TextOptions(Open):
+class TextOptions(LenientModel):
     format: TextFormat | None = None
 
 
 class ResponsesRequest(SamplingFields):
-    """/v1/responses."""
+    """The body of /v1/responses."""
 
     model: str | None = None
     input: str | list[Item]
@@ -78,7 +78,7 @@ class ResponsesRequest(SamplingFields):
 
 
 def refuse_stored(body: ResponsesRequest) -> None:
-    """Raises InvalidArgument for what would need replies, conversations or prompts to be kept here."""
+    """Raises InvalidArgument for fields that name stored replies, conversations or prompts: nothing is stored here."""
     for field in ("previous_response_id", "conversation", "prompt"):
         if getattr(body, field) is not None:
             raise InvalidArgument(
@@ -93,49 +93,49 @@ def refuse_stored(body: ResponsesRequest) -> None:
         )
 
 
-def make_messages(body: ResponsesRequest) -> list[Message]:
-    """The conversation in the form that chat templates take.
+def make_messages(body: ResponsesRequest) -> list[ChatMessage]:
+    """Return the conversation as the messages of a chat.
 
-    What the model said in one turn comes as several items and becomes one message, as templates expect it. System
-    messages at the beginning become one, as many templates accept only one.
+    The items that the model produced in one turn become one message, as templates expect it. System messages at the
+    beginning become one, as many templates accept only one. Raises InvalidArgument naming the item at fault.
     """
-    found = [Message(role="system", content=body.instructions)] if body.instructions else []
+    messages = [ChatMessage(role="system", content=body.instructions)] if body.instructions else []
     if isinstance(body.input, str):
-        return [*found, Message(role="user", content=body.input)]
+        return [*messages, ChatMessage(role="user", content=body.input)]
     if not body.input:
         raise InvalidArgument("input is an empty list: give a text or at least one item", field="input")
     for index, item in enumerate(body.input):
-        _add(found, item, f"input.{index}")
-    return found
+        _add(messages, item, f"input.{index}")
+    return messages
 
 
-def _add(found: list[Message], item: Item, field: str) -> None:
-    last = found[-1] if found else None
+def _add(messages: list[ChatMessage], item: Item, field: str) -> None:
+    last = messages[-1] if messages else None
     match item.type or "message":
         case "message":
             role = _role(item, field)
             text = _text(item.content, f"{field}.content")
-            if role == "system" and last is not None and len(found) == 1 and last.role == "system":
+            if role == "system" and last is not None and len(messages) == 1 and last.role == "system":
                 last.content = f"{last.content}\n\n{text}"
-            elif role == "assistant" and last is not None and _only_thought(last):
+            elif role == "assistant" and last is not None and _is_only_reasoning(last):
                 last.content = text
             else:
-                found.append(Message(role=role, content=text))
+                messages.append(ChatMessage(role=role, content=text))
         case "reasoning":
             text = _text(item.content, f"{field}.content") or _text(item.summary, f"{field}.summary")
             if text:
-                found.append(Message(role="assistant", reasoning_content=text))
+                messages.append(ChatMessage(role="assistant", reasoning_content=text))
         case "function_call":
             if not item.name:
                 raise InvalidArgument(f"{field}.name is missing: name the function called", field=f"{field}.name")
             call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=_arguments(item, field)))
             if last is None or last.role != "assistant":
-                last = Message(role="assistant")
-                found.append(last)
+                last = ChatMessage(role="assistant")
+                messages.append(last)
             last.tool_calls = [*(last.tool_calls or []), call]
         case "function_call_output":
             content = _text(item.output, f"{field}.output")
-            found.append(Message(role="tool", tool_call_id=item.call_id, content=content))
+            messages.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=content))
         case other:
             raise InvalidArgument(
                 f"{field}.type is {other!r}; it must be message, function_call, function_call_output or reasoning",
@@ -144,7 +144,7 @@ def _add(found: list[Message], item: Item, field: str) -> None:
 
 
 def _role(item: Item, field: str) -> str:
-    # Few templates know `developer`, and many pass over a role that they don't know without a word.
+    # Few templates know `developer`, and many leave out messages of a role that they don't know.
     role = "system" if item.role == "developer" else item.role
     if role not in ("system", "user", "assistant"):
         raise InvalidArgument(
@@ -153,7 +153,7 @@ def _role(item: Item, field: str) -> str:
     return role
 
 
-def _only_thought(message: Message) -> bool:
+def _is_only_reasoning(message: ChatMessage) -> bool:
     return message.role == "assistant" and message.content is None and not message.tool_calls
 
 
@@ -186,7 +186,7 @@ def _text(content: str | Sequence[ContentPart] | None, field: str) -> str:
 
 
 def tool_use(body: ResponsesRequest) -> ToolUse:
-    """What `tools` and `tool_choice` mean together. Raises InvalidArgument for what is no function."""
+    """Return what `tools` and `tool_choice` mean together. Raises InvalidArgument for a tool that is no function."""
     tools = []
     for index, tool in enumerate(body.tools or []):
         if tool.type != "function" or tool.name is None:
@@ -215,10 +215,13 @@ def tool_use(body: ResponsesRequest) -> ToolUse:
 
 
 def answer_format(body: ResponsesRequest) -> ResponseFormat | None:
-    """`text.format` as chat completions name it. Raises InvalidArgument for a json_schema without a schema."""
-    given = body.text.format if body.text is not None else None
-    if given is None:
+    """Return `text.format` in the form of chat completions.
+
+    Raises InvalidArgument for a json_schema without a schema.
+    """
+    wanted_format = body.text.format if body.text is not None else None
+    if wanted_format is None:
         return None
-    if given.type == "json_schema" and given.json_schema is None:
+    if wanted_format.type == "json_schema" and wanted_format.json_schema is None:
         raise InvalidArgument("text.format.schema is missing: give the JSON schema as an object", field="text.format")
-    return ResponseFormat(type=given.type, json_schema={"schema": given.json_schema})
+    return ResponseFormat(type=wanted_format.type, json_schema={"schema": wanted_format.json_schema})

@@ -1,4 +1,4 @@
-"""An answer as the output items of OpenAI's Responses API, and the events that tell how they grow.
+"""An answer as the output items of OpenAI's Responses API, and the events by which a stream shows them grow.
 
 Whole and streamed replies are made by the same code, so they hold the same items.
 """
@@ -16,17 +16,17 @@ from coordinator.text.parsers.events import (
     ToolCallStart,
 )
 
-Said = tuple[str, dict[str, Any]]
-"""A streamed event: its type and its fields but `type` and `sequence_number`."""
+StreamedEvent = tuple[str, dict[str, Any]]
+"""A streamed event: its type, and its fields except `type` and `sequence_number`."""
 
 _TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 class OutputItems:
-    """The items of one answer. `done` are those that are over; a call that was broken off is none of them.
+    """The output items of one answer. `done` are the complete ones; a call that was broken off is none of them.
 
-    A stream has shown a broken call before anybody could know. It is closed there as incomplete, and its text comes
+    A stream has begun to show such a call before that was known. It is closed there as incomplete, and its text comes
     again in a message.
     """
 
@@ -40,11 +40,11 @@ class OutputItems:
 
     @property
     def reasoning(self) -> str:
-        """All that was thought."""
+        """The text of all reasoning items."""
         return "".join(item["content"][0]["text"] for item in self.done if item["type"] == "reasoning")
 
-    def take(self, event: Event) -> list[Said]:
-        """The events that one piece of the answer makes."""
+    def add(self, event: Event) -> list[StreamedEvent]:
+        """Add one piece of the answer and return the events that show it."""
         match event:
             case ContentDelta(text):
                 return [*self._opened("message"), self._more("response.output_text.delta", text, logprobs=[])]
@@ -59,12 +59,12 @@ class OutputItems:
             case ToolCallEnd():
                 return self._close("completed")
 
-    def finish(self, status: str) -> list[Said]:
-        """Close the last item, completed or incomplete. An answer that says nothing is an empty message."""
+    def finish(self, status: str) -> list[StreamedEvent]:
+        """Close the last item with this status and return the events; an empty answer becomes an empty message."""
         opened = self._opened("message") if self._index < 0 else []
         return opened + self._close(status)
 
-    def _opened(self, kind: str) -> list[Said]:
+    def _opened(self, kind: str) -> list[StreamedEvent]:
         if self._kind == kind:
             return []
         closed = self._close("incomplete" if self._kind == "function_call" else "completed")
@@ -78,14 +78,14 @@ class OutputItems:
             events.append(("response.content_part.added", {**self._place(), "part": self._part()}))
         return events
 
-    def _more(self, event: str, text: str, **fields: Any) -> Said:
+    def _more(self, event: str, text: str, **fields: Any) -> StreamedEvent:
         self._text.append(text)
         return event, {**self._place(), "delta": text, **fields}
 
-    def _close(self, status: str) -> list[Said]:
+    def _close(self, status: str) -> list[StreamedEvent]:
         if not self._kind:
             return []
-        item, text, events = self._item(status), "".join(self._text), list[Said]()
+        item, text, events = self._item(status), "".join(self._text), list[StreamedEvent]()
         if self._kind == "message":
             events.append(("response.output_text.done", {**self._place(), "text": text, "logprobs": []}))
         elif self._kind == "reasoning":

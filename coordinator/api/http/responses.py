@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's Responses API over the same conversations. Nothing is stored between requests."""
+"""/v1/responses: OpenAI's Responses API. Nothing is stored between requests."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from coordinator.answer import Answer
-from coordinator.api.http.conversation import Conversation, answers_to, converse
+from coordinator.api.engine_requests import check_model
+from coordinator.api.http.chat_exchange import ChatExchange, answer_exchange, prepare_exchange
 from coordinator.api.http.documented import ANSWER, OPENAI_ERRORS
 from coordinator.api.http.errors import to_http
 from coordinator.api.http.json_bodies import JsonRoute
 from coordinator.api.http.replies import event_stream, unless_gone
-from coordinator.api.http.request_bodies import check_model
 from coordinator.api.http.response_input import ResponsesRequest, answer_format, make_messages, refuse_stored, tool_use
-from coordinator.api.http.response_items import OutputItems, Said
+from coordinator.api.http.response_items import OutputItems, StreamedEvent
 from coordinator.api.http.usage import timings_of
 from coordinator.engine.engine import Engine
 
@@ -27,6 +27,7 @@ log = structlog.get_logger()
 
 
 def routes(engine: Engine) -> APIRouter:
+    """Return the routes of this API."""
     router = APIRouter(tags=["OpenAI"], route_class=JsonRoute, responses=OPENAI_ERRORS)
 
     @router.post("/v1/responses", response_model=None, responses=ANSWER)
@@ -34,9 +35,9 @@ def routes(engine: Engine) -> APIRouter:
         """A conversation, answered by the model; `stream` gives named server-sent events."""
         check_model(engine, body.model)
         refuse_stored(body)
-        talk = await unless_gone(
+        exchange = await unless_gone(
             http,
-            converse(
+            prepare_exchange(
                 engine,
                 body,
                 make_messages(body),
@@ -47,20 +48,20 @@ def routes(engine: Engine) -> APIRouter:
                 format_field="text.format",
             ),
         )
-        head = _head(engine, body, talk)
+        head = _head(engine, body, exchange)
         if body.stream:
-            return await event_stream(http.url.path, _stream(engine, talk, head))
-        return JSONResponse(await unless_gone(http, _whole(engine, talk, head)))
+            return await event_stream(http.url.path, _stream(engine, exchange, head))
+        return JSONResponse(await unless_gone(http, _whole(engine, exchange, head)))
 
     return router
 
 
-def _head(engine: Engine, body: ResponsesRequest, talk: Conversation) -> dict[str, Any]:
-    """The reply before anything was said: who answers, and what was asked for."""
+def _head(engine: Engine, body: ResponsesRequest, exchange: ChatExchange) -> dict[str, Any]:
+    """Return the reply as it is before the answer: who answers, and what was asked for."""
     sampling = body.sampling_params()
-    given = body.text.model_dump(by_alias=True, exclude_none=True) if body.text is not None else {}
+    text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text is not None else {}
     return {
-        "id": f"resp_{talk.request.request_id}",
+        "id": f"resp_{exchange.request.request_id}",
         "object": "response",
         "created_at": int(time.time()),
         "status": "in_progress",
@@ -75,7 +76,7 @@ def _head(engine: Engine, body: ResponsesRequest, talk: Conversation) -> dict[st
         "previous_response_id": None,
         "store": False,
         "temperature": 1.0 if sampling.temperature is None else sampling.temperature,
-        "text": {"format": {"type": "text"}, **given},
+        "text": {"format": {"type": "text"}, **text},
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
         "tools": [{"parameters": None, "strict": None, **tool.model_dump()} for tool in body.tools or []],
         "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
@@ -90,7 +91,7 @@ def _status(answer: Answer) -> str:
 def _finished(engine: Engine, head: dict[str, Any], items: OutputItems, answer: Answer) -> dict[str, Any]:
     status, stats, tokenizer = _status(answer), answer.stats, engine.files.tokenizer
     thought = items.reasoning
-    # Which tokens were thinking is not kept; the text counts as the tokens that it would be written with.
+    # It is not recorded which tokens were thinking, so its text is tokenised again and counted.
     thinking = len(tokenizer.encode(thought, add_special_tokens=False)) if thought and tokenizer is not None else 0
     return {
         **head,
@@ -109,42 +110,42 @@ def _finished(engine: Engine, head: dict[str, Any], items: OutputItems, answer: 
     }
 
 
-async def _whole(engine: Engine, talk: Conversation, head: dict[str, Any]) -> dict[str, Any]:
+async def _whole(engine: Engine, exchange: ChatExchange, head: dict[str, Any]) -> dict[str, Any]:
     answer = None
-    async for came in answers_to(engine, talk):
-        if isinstance(came.what, Answer):
-            answer = came.what
+    async for part in answer_exchange(engine, exchange):
+        if isinstance(part.content, Answer):
+            answer = part.content
     assert answer is not None
-    parser, items = talk.parser(), OutputItems(talk.request.unique_id)
+    parser, items = exchange.parser(), OutputItems(exchange.request.unique_id)
     for event in [*parser.push(answer.text or ""), *parser.finish()]:
-        items.take(event)
+        items.add(event)
     items.finish(_status(answer))
     return _finished(engine, head, items, answer)
 
 
 async def _stream(
-    engine: Engine, talk: Conversation, head: dict[str, Any]
+    engine: Engine, exchange: ChatExchange, head: dict[str, Any]
 ) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
     number = -1
 
-    def numbered(said: Said) -> tuple[str, dict[str, Any]]:
+    def numbered(event: StreamedEvent) -> tuple[str, dict[str, Any]]:
         nonlocal number
         number += 1
-        return said[0], {"type": said[0], "sequence_number": number, **said[1]}
+        return event[0], {"type": event[0], "sequence_number": number, **event[1]}
 
-    parser, items = talk.parser(), OutputItems(talk.request.unique_id)
+    parser, items = exchange.parser(), OutputItems(exchange.request.unique_id)
     try:
-        async for came in answers_to(engine, talk):
+        async for part in answer_exchange(engine, exchange):
             if number < 0:
                 yield numbered(("response.created", {"response": head}))
                 yield numbered(("response.in_progress", {"response": head}))
-            answer = came.what if isinstance(came.what, Answer) else None
-            for event in parser.finish() if isinstance(came.what, Answer) else parser.push(came.what.text):
-                for said in items.take(event):
-                    yield numbered(said)
+            answer = part.content if isinstance(part.content, Answer) else None
+            for event in parser.finish() if isinstance(part.content, Answer) else parser.push(part.content.text):
+                for streamed in items.add(event):
+                    yield numbered(streamed)
             if answer is not None:
-                for said in items.finish(_status(answer)):
-                    yield numbered(said)
+                for streamed in items.finish(_status(answer)):
+                    yield numbered(streamed)
                 yield numbered((f"response.{_status(answer)}", {"response": _finished(engine, head, items, answer)}))
     except Exception as error:
         if number < 0:  # nothing was sent: it gets a status

@@ -1,4 +1,7 @@
-"""What clients may send, as pydantic models. What means nothing here is accepted and ignored; wrong types are not."""
+"""The bodies that clients may send to the HTTP APIs, as pydantic models.
+
+Unknown fields are accepted and ignored; wrong types and values are refused.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,24 @@ from services.messages.inference_types import CompressionMode
 from services.messages.sampling import PARAMETERS, SamplingParams
 
 MAX_CHOICES = 16
+"""Most answers to one prompt."""
+
 MAX_PROMPTS = 1024
+"""Most prompts of one completion."""
 
 
-class Open(BaseModel):
-    """Takes any further field, as clients send many (store, metadata, service_tier, user …)."""
+class LenientModel(BaseModel):
+    """A model that accepts any further field, as clients send many (store, metadata, service_tier, user …)."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
 
 if TYPE_CHECKING:
-    _SamplingNumbers = Open
+    _SamplingNumbers = LenientModel
 else:
     _SamplingNumbers = create_model(
         "_SamplingNumbers",
-        __base__=Open,
+        __base__=LenientModel,
         **{entry.name: (entry.kind | None, Field(None, **entry.http.bounds())) for entry in PARAMETERS},
     )
 
@@ -57,27 +63,27 @@ class SamplingFields(_SamplingNumbers):
         return replace(sampling, top_k=0) if sampling.top_k == -1 else sampling
 
 
-class StreamOptions(Open):
+class StreamOptions(LenientModel):
     include_usage: bool = False
 
 
-class ContentPart(Open):
+class ContentPart(LenientModel):
     type: str
     text: str | None = None
 
 
-class FunctionCall(Open):
+class FunctionCall(LenientModel):
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(Open):
+class ToolCall(LenientModel):
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class Message(Open):
+class ChatMessage(LenientModel):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
@@ -86,27 +92,27 @@ class Message(Open):
     reasoning_content: str | None = None
 
 
-class FunctionDefinition(Open):
+class FunctionDefinition(LenientModel):
     name: str = Field(min_length=1, max_length=128)
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
-class Tool(Open):
+class Tool(LenientModel):
     type: Literal["function"] = "function"
     function: FunctionDefinition
 
 
-class ResponseFormat(Open):
+class ResponseFormat(LenientModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
 
 
 class ChatRequest(SamplingFields):
-    """/v1/chat/completions."""
+    """The body of /v1/chat/completions."""
 
     model: str | None = None
-    messages: list[Message] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
@@ -121,7 +127,7 @@ class ChatRequest(SamplingFields):
 
 
 class CompletionRequest(SamplingFields):
-    """/v1/completions."""
+    """The body of /v1/completions."""
 
     model: str | None = None
     prompt: str | list[str] | list[int] | list[list[int]]
@@ -133,18 +139,18 @@ class CompletionRequest(SamplingFields):
     logprobs: int | None = Field(None, ge=0, le=20)
 
 
-class TokenizeRequest(Open):
-    """/tokenize: a text, or messages through the chat template."""
+class TokenizeRequest(LenientModel):
+    """The body of /tokenize: a text, or messages that go through the chat template."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: list[ChatMessage] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
 
-class DetokenizeRequest(Open):
-    """/detokenize."""
+class DetokenizeRequest(LenientModel):
+    """The body of /detokenize."""
 
     model: str | None = None
     tokens: list[int]

@@ -1,4 +1,4 @@
-"""The HTTP door: the application on a port, open from entering to leaving it."""
+"""The HTTP server for clients: the application on a port."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from services.errors import Unavailable
 from services.net.client_tls import ClientTls
 
 GRACE_S = 5
-"""For last bytes to reach clients when the door closes."""
+"""How long last bytes may take to reach their clients when the server stops."""
 
 MAX_HEADER_BYTES = 64 << 10
+"""Most bytes of a request's line and headers."""
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own signal handling: what a signal means is decided by who opens the door."""
+    """uvicorn without its own signal handling: the command that starts the server decides what a signal means."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-class HttpDoor:
-    """Use as `async with`; `url` is where it listens. Drain the engine before leaving."""
+class HttpServer:
+    """Serves clients between entering and leaving an `async with`. The engine must be drained before it is left."""
 
     def __init__(self, app: ASGIApp, host: str, port: int, tls: ClientTls | None) -> None:
         self._host, self._port, self._tls = host, port, tls
@@ -53,12 +54,13 @@ class HttpDoor:
 
     @property
     def url(self) -> str:
+        """Where the server listens."""
         host, port = self._server.servers[0].sockets[0].getsockname()[:2]
         scheme = "http" if self._tls is None else "https"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
-    async def __aenter__(self) -> HttpDoor:
-        """Raises Unavailable when the port cannot be had."""
+    async def __aenter__(self) -> HttpServer:
+        """Start to listen. Raises Unavailable when the port cannot be had."""
         self._serving = asyncio.ensure_future(self._serve())
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""/v1/status and /v1/events: how the server and its workers do, for the page and `flashsplit status`."""
+"""/v1/status and /v1/events: how the server and its workers are doing, for the page and `flashsplit status`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from coordinator.status.report import Status
 PATH = "/v1/status"
 
 INTERVAL_S = 0.1
-"""Between events: blocks that came meanwhile are told together."""
+"""Between two events; the blocks that were answered meanwhile go out together."""
 
 
 def routes(engine: Engine, board: Board) -> APIRouter:
+    """Return the routes of status and events."""
     router = APIRouter(route_class=JsonRoute, tags=["Operations"])
 
     @router.get(PATH, responses=QUERY_ERRORS)
@@ -44,11 +45,11 @@ def routes(engine: Engine, board: Board) -> APIRouter:
 
 async def _blocks(engine: Engine, board: Board) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
     with board.figures.watched() as feed:
-        # The first tells the client that it is connected.
+        # The first event tells the client that it is connected.
         yield "blocks", {"blocks": []}
         # A server that shuts down must not wait for those who only watch.
         while not engine.load.draining:
             await asyncio.sleep(INTERVAL_S)
             if feed:
-                came = [asdict(feed.popleft()) for _ in range(len(feed))]
-                yield "blocks", {"blocks": came}
+                blocks = [asdict(feed.popleft()) for _ in range(len(feed))]
+                yield "blocks", {"blocks": blocks}

@@ -1,4 +1,4 @@
-"""What an answer cost, in OpenAI's words, with our own figures beside them."""
+"""The usage figures of replies in the form of OpenAI's APIs, and flashsplit's own timings beside them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from coordinator.answer import Answer
 
 
 def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:
-    """All choices of one prompt together; the prompt counts once."""
+    """Return the usage of all choices of one prompt together; the prompt counts once."""
     first = answers[0].stats
     completion = sum(answer.stats.completion_tokens for answer in answers)
     return {
@@ -27,7 +27,7 @@ def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def timings_of(answer: Answer) -> dict[str, Any]:
-    """Times in milliseconds and what speculation did."""
+    """Return an answer's times in milliseconds, its cached tokens and what speculation did."""
     stats = answer.stats
     return {
         "prompt_n": stats.prompt_tokens - stats.cached_tokens,

@@ -13,9 +13,9 @@ import click
 import structlog
 
 from coordinator.api.api_keys import ApiKeys, read_keys
-from coordinator.api.grpc.server import GrpcDoor
+from coordinator.api.grpc.server import GrpcServer
 from coordinator.api.http.app import create_app
-from coordinator.api.http.server import HttpDoor
+from coordinator.api.http.server import HttpServer
 from coordinator.cli.compression_options import CompressionOptions, compression_options
 from coordinator.cli.console import LoadBars, console
 from coordinator.cli.options import PlacementOptions, PrefixOptions, model_options, placement_options, prefix_options
@@ -149,10 +149,10 @@ def serve(
             board = await stack.enter_async_context(Board(engine))
             app = create_app(engine, keys, board, vllm_metrics=metrics_compat == "vllm")
             told = _told_to_stop()
-            http_door = await stack.enter_async_context(HttpDoor(app, host, port, tls))
+            http_door = await stack.enter_async_context(HttpServer(app, host, port, tls))
             grpc_door = None
             if grpc:
-                grpc_door = await stack.enter_async_context(GrpcDoor(engine, keys, host, grpc_port, tls))
+                grpc_door = await stack.enter_async_context(GrpcServer(engine, keys, host, grpc_port, tls))
             _banner(engine, http_door, grpc_door, with_key=bool(keys))
             # While it drains nothing is restored: workers that are told to stop as well let running answers end.
             async with supervised(cluster):
@@ -203,7 +203,7 @@ async def _drain(engine: Engine, seconds: float) -> None:
         console.print(f"{engine.load.running} requests did not finish within {seconds:g} s")
 
 
-def _banner(engine: Engine, http_door: HttpDoor, grpc_door: GrpcDoor | None, *, with_key: bool) -> None:
+def _banner(engine: Engine, http_door: HttpServer, grpc_door: GrpcServer | None, *, with_key: bool) -> None:
     """Where everything is, and a line to try."""
     for index, worker in enumerate(engine.cluster.workers):
         target = worker.target

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from coordinator.answer import Answer
-from coordinator.api.http.conversation import ToolUse, answers_to, converse
+from coordinator.api.http.chat_exchange import ToolUse, answer_exchange, prepare_exchange
 from coordinator.api.http.schemas import ChatRequest
 from coordinator.api.http.usage import timings_of
 from coordinator.cli.http_client import Server
@@ -56,7 +56,7 @@ class Ended:
 
 
 class Speaker(Protocol):
-    """A model to talk to."""
+    """A model to exchange to."""
 
     name: str
     place: str
@@ -116,17 +116,17 @@ class LocalSpeaker:
 
     async def answer(self, messages: Sequence[Message], options: AnswerOptions) -> AsyncGenerator[Said | Ended]:
         body = ChatRequest.model_validate(options.body(messages))
-        talk = await converse(self._engine, body, body.messages, ToolUse([]), max_tokens=body.max_tokens)
-        parser = talk.parser()
-        async with contextlib.aclosing(answers_to(self._engine, talk)) as events:
-            async for came in events:
-                if not isinstance(came.what, Answer):
-                    for said in _said(parser.push(came.what.text)):
+        exchange = await prepare_exchange(self._engine, body, body.messages, ToolUse([]), max_tokens=body.max_tokens)
+        parser = exchange.parser()
+        async with contextlib.aclosing(answer_exchange(self._engine, exchange)) as events:
+            async for part in events:
+                if not isinstance(part.content, Answer):
+                    for said in _said(parser.push(part.content.text)):
                         yield said
                     continue
                 for said in _said(parser.finish()):
                     yield said
-                yield Ended(came.what.finish_reason, timings_of(came.what))
+                yield Ended(part.content.finish_reason, timings_of(part.content))
 
 
 def _said(events: Iterable[Event]) -> Iterable[Said]:

@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.compression.settings import CompressionSettings, KeepCurve, parse_keep
 from services.errors import InvalidArgument
-from services.messages.inference_types import CompressionMode, CompressionWish
+from services.messages.inference_types import CompressionMode, CompressionParams
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_what_is_no_ratio(text: str, words: str) -> None:
 
 def test_a_request_has_its_own_way() -> None:
     settings = CompressionSettings(CompressionMode.AUTO, 100, KeepCurve(((0, 0.1),)))
-    assert settings.for_request(CompressionWish()) == settings
-    asked = settings.for_request(CompressionWish(CompressionMode.ALWAYS, 7.0))
+    assert settings.for_request(CompressionParams()) == settings
+    asked = settings.for_request(CompressionParams(CompressionMode.ALWAYS, 7.0))
     assert (asked.mode, asked.threshold, asked.keep.ratio(5)) == (CompressionMode.ALWAYS, 100, 1.0)
     with pytest.raises(InvalidArgument):
-        settings.for_request(CompressionWish(None, float("nan")))
+        settings.for_request(CompressionParams(None, float("nan")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from coordinator.api.http.response_input import Item, ResponsesRequest, make_messages
-from coordinator.api.http.response_items import OutputItems, Said
+from coordinator.api.http.response_items import OutputItems, StreamedEvent
 from coordinator.text.parsers.events import (
     ContentDelta,
     Event,
@@ -16,17 +16,17 @@ from coordinator.text.parsers.events import (
 )
 
 
-def told(events: list[Event], status: str = "completed") -> tuple[OutputItems, list[Said]]:
-    items, said = OutputItems("r"), list[Said]()
+def items_and_events(events: list[Event], status: str = "completed") -> tuple[OutputItems, list[StreamedEvent]]:
+    items, streamed = OutputItems("r"), list[StreamedEvent]()
     for event in events:
-        said += items.take(event)
-    return items, said + items.finish(status)
+        streamed += items.add(event)
+    return items, streamed + items.finish(status)
 
 
-def shown(said: list[Said]) -> list[dict[str, Any]]:
+def shown(streamed: list[StreamedEvent]) -> list[dict[str, Any]]:
     """The items as a client puts them together that follows the stream."""
     built: dict[int, dict[str, Any]] = {}
-    for kind, fields in said:
+    for kind, fields in streamed:
         item = built.get(fields["output_index"], {})
         match kind.removeprefix("response."):
             case "output_item.added":
@@ -46,7 +46,7 @@ def shown(said: list[Said]) -> list[dict[str, Any]]:
 
 
 def test_all_kinds() -> None:
-    items, said = told(
+    items, streamed = items_and_events(
         [
             ReasoningDelta("I th"),
             ReasoningDelta("ink"),
@@ -63,7 +63,7 @@ def test_all_kinds() -> None:
         ]
     )
 
-    assert shown(said) == items.done
+    assert shown(streamed) == items.done
     types = [item["type"] for item in items.done]
     assert types == ["reasoning", "message", "function_call", "function_call", "message"]
     assert items.reasoning == "I think"
@@ -74,19 +74,19 @@ def test_all_kinds() -> None:
 
 def test_a_broken_call_is_text() -> None:
     """A stream closes it as incomplete; it is no item of the reply."""
-    items, said = told(
+    items, streamed = items_and_events(
         [ToolCallStart(0, "add"), ToolCallArguments(0, '{"a'), ContentDelta('<tool_call>{"name": "add"')], "incomplete"
     )
 
-    assert [item["status"] for item in shown(said)] == ["incomplete", "incomplete"]
+    assert [item["status"] for item in shown(streamed)] == ["incomplete", "incomplete"]
     assert [item["type"] for item in items.done] == ["message"]
-    assert not any(kind.endswith("arguments.done") for kind, _ in said)
+    assert not any(kind.endswith("arguments.done") for kind, _ in streamed)
 
 
 def test_an_empty_answer_is_an_empty_message() -> None:
-    items, said = told([])
+    items, streamed = items_and_events([])
 
-    assert shown(said) == items.done
+    assert shown(streamed) == items.done
     assert items.done[0]["content"][0]["text"] == ""
 
 

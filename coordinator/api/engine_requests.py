@@ -1,4 +1,4 @@
-"""From what a client wishes to the engine's request, whatever protocol it came by. Refusals name the field at fault."""
+"""Makes the engine's request of what a client asked for, over whatever protocol. Refusals name the field at fault."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from coordinator.engine.engine import Engine
 from coordinator.text.chat_template import RESERVED_VARIABLES
 from coordinator.text.prompt import Prompt, chat_prompt, text_prompt
 from services.errors import InvalidArgument, NotFound
-from services.messages.inference_types import CompressionMode, CompressionWish, Conversation, Message, Stopping
+from services.messages.inference_types import CompressionMode, CompressionParams, Conversation, Message, Stopping
 from services.messages.sampling import SamplingParams
 from services.messages.steps import Grammar
 from services.telemetry.trace_context import Trace, current_call
 
 MAX_STOPS = 64
+"""Most stop strings of one request."""
+
 DEFAULT_MAX_TOKENS = 2048
-"""Of an answer whose request names no limit; memory is taken for all of it."""
+"""Most tokens of an answer whose request gives no limit; memory is reserved for all of them."""
 
 
 def check_model(engine: Engine, model: str | None) -> None:
-    """Raises NotFound for the name of another model; none means this one."""
+    """Check which model a client asks for; None means the one that is served. Raises NotFound for another one."""
     if model is not None and not engine.serves(model):
         raise NotFound(
             f"model {model!r} is not served here: use {engine.name!r}", reason="MODEL_NOT_FOUND", field="model"
@@ -48,9 +50,11 @@ def make_request(
     prompt_field: str = "prompt",
     chat: bool = False,
 ) -> Request:
-    """The engine's request, under the name and in the trace of the call that is being answered.
+    """Return the engine's request, with the id and in the trace of the call that is being answered.
 
-    prompt_field: what the client calls its prompt. request_id None: the call's, or a new one outside of a call.
+    prompt_field: what the client calls its prompt. request_id: None takes the call's id, or a new one outside of a
+    call. Raises InvalidArgument naming the field for a prompt that leaves no room for an answer, too many stop strings,
+    stop tokens outside of the vocabulary, and sampling parameters as `SamplingParams.completed` does.
     """
     call = current_call()
     room = engine.max_model_len - len(prompt.token_ids)
@@ -87,20 +91,20 @@ def make_request(
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
-    """A conversation as the chat template takes it."""
+class TemplateChat:
+    """A conversation in the form that chat templates take. variables: the template's own switches."""
 
     messages: list[dict[str, object]]
     tools: list[dict[str, object]] | None
     variables: dict[str, Any]
 
 
-def chat_of(conversation: Conversation) -> Chat:
-    """Raises InvalidArgument for tools and tool calls that are no JSON of the right form."""
+def template_chat(conversation: Conversation) -> TemplateChat:
+    """Convert a conversation of the gRPC API. Raises InvalidArgument for tools and tool calls that are no such JSON."""
     tools = None
     if conversation.tools:
         tools = _objects(conversation.tools, "tools", "conversation.tools")
-    return Chat(
+    return TemplateChat(
         [_template_message(message, index) for index, message in enumerate(conversation.messages)],
         tools or None,
         dict(conversation.variables),
@@ -108,27 +112,25 @@ def chat_of(conversation: Conversation) -> Chat:
 
 
 async def render(
-    engine: Engine, chat: Chat, wish: CompressionWish | None = None, *, structured: bool = False
+    engine: Engine, chat: TemplateChat, compression: CompressionParams | None = None, *, structured: bool = False
 ) -> Prompt:
-    """The conversation as tokens; long ones take a while, so on a thread.
+    """Return the prompt that the chat template makes of a conversation; it is rendered and tokenised on a thread.
 
-    wish: it may be compressed, as the server is set or as the client wishes; None: it must not. structured: a grammar
-    binds the answer.
-
-    Raises InvalidArgument where the model has no template and for variables that mean something else to it,
-    TemplateError as the template does.
+    compression: how far the prompt may be compressed by this request and the server's settings; None forbids it.
+    structured: whether a grammar binds the answer. Raises InvalidArgument where the model has no chat template and for
+    variables whose names are taken, TemplateError where the template refuses the conversation.
     """
     if engine.files.chat_template is None or engine.files.tokenizer is None:
         raise InvalidArgument("this model has no chat template: send a plain prompt", field="messages")
-    taken = RESERVED_VARIABLES.intersection(chat.variables)
-    if taken:
+    reserved = RESERVED_VARIABLES.intersection(chat.variables)
+    if reserved:
         raise InvalidArgument(
-            f"chat_template_kwargs has {min(taken)}, which is set by the request itself: leave it out",
+            f"chat_template_kwargs has {min(reserved)}, which is set by the request itself: leave it out",
             field="chat_template_kwargs",
         )
     with naming("messages"):
         prompt = await asyncio.to_thread(chat_prompt, engine.files, chat.messages, tools=chat.tools, **chat.variables)
-    settings = _compression(engine, wish)
+    settings = _compression(engine, compression)
     if engine.compressor is None or settings is None:
         return prompt
     return await shorten_chat(
@@ -144,26 +146,28 @@ async def render(
     )
 
 
-async def compressed_text(engine: Engine, prompt: Prompt, wish: CompressionWish, *, structured: bool = False) -> Prompt:
-    """A plain prompt, shortened where it may and need be. As in `render`."""
-    settings = _compression(engine, wish)
+async def compressed_text(
+    engine: Engine, prompt: Prompt, compression: CompressionParams, *, structured: bool = False
+) -> Prompt:
+    """Return a plain prompt, compressed where that is allowed and worth it; the arguments are those of `render`."""
+    settings = _compression(engine, compression)
     if engine.compressor is None or settings is None:
         return prompt
     return await shorten_text(engine.compressor, settings, _call_id(), engine.files, prompt, structured=structured)
 
 
-def _compression(engine: Engine, wish: CompressionWish | None) -> CompressionSettings | None:
-    if wish is None:
+def _compression(engine: Engine, compression: CompressionParams | None) -> CompressionSettings | None:
+    if compression is None:
         return None
     if engine.compressor is None:
-        if wish.mode is CompressionMode.ALWAYS:
+        if compression.mode is CompressionMode.ALWAYS:
             raise InvalidArgument(
                 "prefill_compression is always, and this server has no model for it: start it with --prefill-drafter, "
                 "or leave it out",
                 field="prefill_compression",
             )
         return None
-    return engine.compressor.settings.for_request(wish)
+    return engine.compressor.settings.for_request(compression)
 
 
 def _call_id() -> str:
@@ -172,7 +176,7 @@ def _call_id() -> str:
 
 
 async def plain_prompt(engine: Engine, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> Prompt:
-    """A text or token ids. Raises InvalidArgument for a text where the model has no tokenizer."""
+    """Return a prompt of text or token ids. Raises InvalidArgument for a text where the model has no tokenizer."""
     if not isinstance(prompt, str):
         return Prompt(tuple(prompt))
     tokenizer = engine.files.tokenizer
@@ -185,8 +189,8 @@ async def plain_prompt(engine: Engine, prompt: str | Sequence[int], *, add_speci
 
 
 def text_of(engine: Engine, token_ids: Sequence[int], field: str, *, skip_special_tokens: bool = False) -> str:
-    """Tokens as text. Raises InvalidArgument, naming the client's field, where the model has no tokenizer and for what
-    are no tokens."""
+    """Return the text of tokens. Raises InvalidArgument, naming the client's field, where the model has no tokenizer
+    and for numbers that are no tokens."""
     tokenizer = engine.files.tokenizer
     if tokenizer is None:
         raise InvalidArgument("this model has no tokenizer", field=field)
@@ -196,7 +200,7 @@ def text_of(engine: Engine, token_ids: Sequence[int], field: str, *, skip_specia
 
 @contextlib.contextmanager
 def naming(field: str) -> Iterator[None]:
-    """What is refused in the block, and names no field itself, is this field's fault."""
+    """Give refusals in the block that name no field the name of this one."""
     try:
         yield
     except InvalidArgument as error:
@@ -204,7 +208,7 @@ def naming(field: str) -> Iterator[None]:
 
 
 def tool_call(identifier: str | None, name: str, arguments: str | Mapping[str, Any] | None, index: int) -> object:
-    """A call as templates take it: they write arguments themselves, so they take them as an object.
+    """Return a tool call in the form that chat templates take, with its arguments as an object.
 
     Raises InvalidArgument for arguments of message `index` that are no JSON object.
     """

@@ -1,4 +1,7 @@
-"""From an HTTP client's body to the engine's request; what all doors share stands in `coordinator.api.requests`."""
+"""Converts the bodies of HTTP requests into prompts, conversations and the engine's requests.
+
+What HTTP and gRPC share is in `coordinator.api.engine_requests`.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +10,22 @@ from dataclasses import replace
 from typing import Any
 
 from coordinator.answer import Request
-from coordinator.api import requests
-from coordinator.api.http.schemas import MAX_PROMPTS, Message, SamplingFields, Tool
-from coordinator.api.requests import Chat, check_model, compressed_text, plain_prompt, render, tool_call
+from coordinator.api import engine_requests
+from coordinator.api.engine_requests import TemplateChat, compressed_text, plain_prompt, tool_call
+from coordinator.api.http.schemas import MAX_PROMPTS, ChatMessage, SamplingFields, Tool
 from coordinator.engine.engine import Engine
 from coordinator.text.prompt import Prompt
 from services.errors import InvalidArgument
-from services.messages.inference_types import CompressionWish, Stopping
-
-__all__ = [
-    "Chat",
-    "check_model",
-    "choices_of",
-    "compression_wish",
-    "make_chat",
-    "make_request",
-    "plain_prompts",
-    "render",
-]
+from services.messages.inference_types import CompressionParams, Stopping
 
 
 def make_request(
     engine: Engine, fields: SamplingFields, prompt: Prompt, max_tokens: int | None, *, chat: bool = True
 ) -> Request:
-    """The engine's request. max_tokens None: what the context leaves, up to a default."""
+    """Return the engine's request. max_tokens: None takes what the context leaves, up to a default."""
     stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     stopping = Stopping(max_tokens, stops, tuple(fields.stop_token_ids or ()), fields.ignore_eos)
-    return requests.make_request(
+    return engine_requests.make_request(
         engine,
         prompt,
         fields.sampling_params(),
@@ -44,13 +36,16 @@ def make_request(
     )
 
 
-def compression_wish(fields: SamplingFields) -> CompressionWish:
-    """Whether and how far the client wants its prompt made shorter."""
-    return CompressionWish(fields.prefill_compression, fields.prefill_keep_ratio)
+def compression_params(fields: SamplingFields) -> CompressionParams:
+    """Return whether and how far the client wants its prompt compressed."""
+    return CompressionParams(fields.prefill_compression, fields.prefill_keep_ratio)
 
 
 def choices_of(request: Request, count: int, before: int = 0) -> list[Request]:
-    """One request for each choice: its own id and seed, the first as it stands. before: choices of other prompts."""
+    """Return one request for each choice, with an id and a seed of its own; the first is the request itself.
+
+    before: how many choices of other prompts come first in the same reply.
+    """
     seed = request.sampling.seed or 0
     return [
         replace(
@@ -62,9 +57,14 @@ def choices_of(request: Request, count: int, before: int = 0) -> list[Request]:
     ]
 
 
-def make_chat(messages: Sequence[Message], tools: Sequence[Tool] | None, variables: Mapping[str, Any] | None) -> Chat:
-    """Raises InvalidArgument for content that is not text and for tool calls whose arguments are no JSON object."""
-    return Chat(
+def make_chat(
+    messages: Sequence[ChatMessage], tools: Sequence[Tool] | None, variables: Mapping[str, Any] | None
+) -> TemplateChat:
+    """Return the conversation in the form that chat templates take.
+
+    Raises InvalidArgument for content that is not text and for tool calls whose arguments are no JSON object.
+    """
+    return TemplateChat(
         [_plain_message(message, index) for index, message in enumerate(messages)],
         [tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
         dict(variables or {}),
@@ -72,11 +72,13 @@ def make_chat(messages: Sequence[Message], tools: Sequence[Tool] | None, variabl
 
 
 async def plain_prompts(
-    engine: Engine, prompt: str | list[str] | list[int] | list[list[int]], wish: CompressionWish
+    engine: Engine, prompt: str | list[str] | list[int] | list[list[int]], compression: CompressionParams
 ) -> list[Prompt]:
-    """Each prompt of a completion, texts as short as `wish` has them. Raises InvalidArgument for an empty list and one
-    that is too long."""
-    return [await compressed_text(engine, found, wish) for found in await _prompts(engine, prompt)]
+    """Return each prompt of a completion, compressed as far as `compression` allows.
+
+    Raises InvalidArgument for an empty list and for one of more than MAX_PROMPTS.
+    """
+    return [await compressed_text(engine, plain, compression) for plain in await _prompts(engine, prompt)]
 
 
 async def _prompts(engine: Engine, prompt: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
@@ -88,10 +90,10 @@ async def _prompts(engine: Engine, prompt: str | list[str] | list[int] | list[li
         return [await plain_prompt(engine, [token for token in prompt if isinstance(token, int)])]
     if len(prompt) > MAX_PROMPTS:
         raise InvalidArgument(f"prompt has {len(prompt)} prompts; at most {MAX_PROMPTS} are taken", field="prompt")
-    return [await plain_prompt(engine, one) for one in prompt if not isinstance(one, int)]
+    return [await plain_prompt(engine, item) for item in prompt if not isinstance(item, int)]
 
 
-def _plain_message(message: Message, index: int) -> dict[str, object]:
+def _plain_message(message: ChatMessage, index: int) -> dict[str, object]:
     plain: dict[str, object] = message.model_dump(exclude_none=True, exclude={"content", "tool_calls"})
     if isinstance(message.content, list):
         for part in message.content:
