@@ -18,7 +18,7 @@ import structlog
 from services.addresses import is_loopback
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
 from services.event_loop import run
-from services.messages.description import Role
+from services.messages.description import ROLE_SUMMARIES, Role
 from services.net.security import load_security
 from services.net.server import Server
 from services.processes.lifeline import die_with
@@ -51,10 +51,10 @@ BROKEN_EXIT, BROKEN_S = 3, 0.5
 )
 @click.option(
     "--roles",
-    default="target,draft,compress",
+    default=",".join(Role),
     show_default=True,
-    help="What this worker offers, joined by commas: target (a stage of the model), draft (DFlash guesses), "
-    "compress (reading long prompts with a small model).",
+    help="What this worker offers, joined by commas: "
+    f"{', '.join(f'{role} ({summary})' for role, summary in ROLE_SUMMARIES.items())}.",
 )
 @click.option(
     "--model",
@@ -209,9 +209,11 @@ def main(
                 health_port,
                 drain_timeout,
                 roles=_parse_roles(roles),
-                model_path=model,
-                draft_path=draft,
-                drafter_path=prefill_drafter,
+                paths={
+                    name: path
+                    for name, path in (("model_path", model), ("draft_path", draft), ("drafter_path", prefill_drafter))
+                    if path
+                },
                 threads=threads,
                 cuda_graphs=cuda_graphs,
                 snapshot_budget_bytes=budget,

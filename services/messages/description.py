@@ -29,6 +29,14 @@ class Role(StrEnum):
     COMPRESS = "compress"
 
 
+ROLE_SUMMARIES = {
+    Role.TARGET: "a stage of the model",
+    Role.DRAFT: "the draft tokens of DFlash",
+    Role.COMPRESS: "reading long prompts with a small model",
+}
+"""What each role does, in a few words for --help."""
+
+
 class FeatureTransport(StrEnum):
     """How captured features reach the draft: summed after `fc`, or one slice a captured block."""
 
@@ -159,10 +167,10 @@ class WorkerDescription:
     flashsplit_version: str
     torch_version: str
     python_version: str
-    target: TargetDescription | None
-    draft: DraftDescription | None
-    open_sessions: int
-    max_tensor_bytes: int
+    target: TargetDescription | None = None
+    draft: DraftDescription | None = None
+    open_sessions: int = 0
+    max_tensor_bytes: int = 0
     snapshot_bytes: int = 0
     snapshot_budget_bytes: int = 0
     drafter: DrafterDescription | None = None

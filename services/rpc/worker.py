@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import grpc
 
@@ -16,6 +16,7 @@ from services.messages.description import (
     PROTOCOL_MINOR,
     FeatureTransport,
     HeadPlace,
+    Role,
     WorkerDescription,
     check_protocol,
     head_from_number,
@@ -58,6 +59,7 @@ class FeatureCapture:
 class LoadTarget:
     """A stage to load. dtype None keeps the checkpoint's own, kv_dtype None keys and values in the weights'."""
 
+    role: ClassVar = Role.TARGET
     model_path: str
     layers: LayerRange
     dtype: str | None = None
@@ -69,6 +71,7 @@ class LoadTarget:
 class LoadDraft:
     """A draft to load. `model_path` serves HeadPlace.LOADED and, for rows of the embedding, SHARED."""
 
+    role: ClassVar = Role.DRAFT
     draft_path: str
     model_path: str
     head_place: HeadPlace
@@ -80,6 +83,7 @@ class LoadDraft:
 class LoadDrafter:
     """A model to compress prompts with. dtype None keeps the checkpoint's own."""
 
+    role: ClassVar = Role.COMPRESS
     drafter_path: str
     dtype: str | None = None
 

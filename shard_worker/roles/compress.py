@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from services.errors import FailedPrecondition
 from services.messages.description import DrafterDescription
-from services.rpc.compress import Compressed, CompressProgress, CompressRequest
+from services.net.server import Registration
+from services.rpc.compress import Compressed, CompressProgress, CompressRequest, CompressServicer
 from services.rpc.worker import LoadDrafter
-from shard_worker.device.devices import Device
 from shard_worker.device.dtypes import dtype_to_name
-from shard_worker.device.executor import DeviceThread
 from shard_worker.pflash.drafter import Drafter, check_prompt, load_drafter
 from shard_worker.pflash.selection import MIN_TOKENS, kept_ranges, select_chunks
+from shard_worker.roles import RoleResources, WorkerRole
 from shard_worker.weights.checkpoint import Checkpoint
 
 
@@ -26,13 +26,27 @@ class LoadedDrafter:
     drafter: Drafter
 
 
-class CompressRole:
+class CompressRole(WorkerRole[LoadDrafter]):
     """Implements `services.rpc.compress.CompressPort`."""
 
-    def __init__(self, thread: DeviceThread, device: Device) -> None:
-        self._thread, self._device = thread, device
+    description_field = "drafter"
+
+    def __init__(self, resources: RoleResources) -> None:
+        super().__init__(resources)
+        self._thread, self._device = resources.thread, resources.devices[0]
         self.loaded: LoadedDrafter | None = None
-        self.open_sessions = 0
+        self._running = 0
+
+    @property
+    def part(self) -> LoadDrafter | None:
+        return None if self.loaded is None else self.loaded.part
+
+    @property
+    def open_sessions(self) -> int:
+        return self._running
+
+    def registrations(self) -> list[Registration]:
+        return [CompressServicer(self).register]
 
     def load(self, part: LoadDrafter, on_progress: Callable[[int, int], None]) -> None:
         """Runs on the device thread. Errors as in `load_drafter`."""
@@ -70,7 +84,7 @@ class CompressRole:
         if length < MIN_TOKENS:
             yield Compressed(((0, length),), 0)
             return
-        self.open_sessions += 1
+        self._running += 1
         try:
             forward_ns = 0
             steps = drafter.score(request.token_ids)
@@ -83,10 +97,15 @@ class CompressRole:
             chunks = select_chunks(step, request.token_ids, request.keep_ratio)
             yield Compressed(tuple(kept_ranges(chunks, length)), forward_ns)
         finally:
-            self.open_sessions -= 1
+            self._running -= 1
 
 
 def _timed(steps: Iterator[int | list[float]]) -> tuple[int | list[float], int]:
     """The next step of a score and its nanoseconds."""
     started_ns = time.monotonic_ns()
     return next(steps), time.monotonic_ns() - started_ns
+
+
+def make_role(resources: RoleResources) -> CompressRole:
+    """As `shard_worker.roles` says."""
+    return CompressRole(resources)

@@ -9,14 +9,14 @@ import torch
 
 from services.dtypes import WEIGHT_DTYPES
 from services.errors import CLOSED, FailedPrecondition, InvalidArgument
-from services.messages.description import DraftDescription, FeatureTransport, HeadPlace, StepEngine
+from services.messages.description import DraftDescription, FeatureTransport, HeadPlace, Role, StepEngine
 from services.messages.snapshots import SnapshotOwner
 from services.messages.steps import FeatureSlice, Location, SnapshotPart, SnapshotRestore, SnapshotSave
 from services.messages.tensors import WireTensor
-from services.rpc.draft import DraftAnswer, OpenDraft, Propose
+from services.net.server import Registration
+from services.rpc.draft import DraftAnswer, DraftServicer, OpenDraft, Propose
 from services.rpc.worker import LoadDraft
 from shard_worker.cache.prefix_state import trimmable
-from shard_worker.device.devices import Device
 from shard_worker.device.dtypes import dtype_to_name, from_wire, to_wire
 from shard_worker.device.executor import DeviceThread
 from shard_worker.drafting.drafters import Draft, DraftState, drafter_of
@@ -26,12 +26,11 @@ from shard_worker.drafting.link import restore_draft, save_draft
 from shard_worker.measure.random_checkpoint import open_checkpoint
 from shard_worker.model.features import Features
 from shard_worker.ops.linear import packed
+from shard_worker.roles import MAX_ROWS, RoleResources, WorkerRole
 from shard_worker.session_record import SessionRecord
 from shard_worker.snapshots.keeper import SnapshotKeeper
-from shard_worker.snapshots.store import SnapshotStore
 from shard_worker.weights.checkpoint import Checkpoint
 
-MAX_APPENDED_ROWS = 8192
 MAX_LENGTH = 1 << 20
 """Most tokens of a session: no target's context is longer."""
 
@@ -49,23 +48,38 @@ class LoadedDraft:
         return self.engine.draft
 
 
-class DraftRole:
+class DraftRole(WorkerRole[LoadDraft]):
     """Implements `services.rpc.draft.DraftPort`."""
 
-    def __init__(
-        self,
-        thread: DeviceThread,
-        device: Device,
-        location: Callable[[int | None], Location],
-        store: SnapshotStore,
-        *,
-        graphs: bool = True,
-    ) -> None:
-        """graphs: whether blocks may be guessed by CUDA graphs."""
-        self.graphs = graphs
-        self._thread, self._device, self._location, self._store = thread, device, location, store
+    description_field = "draft"
+    snapshot_owner = SnapshotOwner.DRAFT
+
+    def __init__(self, resources: RoleResources) -> None:
+        super().__init__(resources)
+        self._thread, self._location, self._store = resources.thread, resources.location, resources.store
+        # Beside a stage the draft sits where the head is: on the last device.
+        self._device = resources.devices[-1]
         self.loaded: LoadedDraft | None = None
         self.sessions = set[LocalDraftSession]()
+
+    @property
+    def part(self) -> LoadDraft | None:
+        return None if self.loaded is None else self.loaded.part
+
+    @property
+    def keeper(self) -> SnapshotKeeper | None:
+        return None if self.loaded is None else self.loaded.keeper
+
+    def registrations(self) -> list[Registration]:
+        return [DraftServicer(self, self.resources.links).register]
+
+    def localize(self, part: LoadDraft) -> LoadDraft:
+        if part.head_place is HeadPlace.SHARED and Role.TARGET not in self.resources.roles:
+            raise FailedPrecondition(
+                "this worker has no stage beside the draft: use head place loaded or projected",
+                field="head_place",
+            )
+        return super().localize(part)
 
     @property
     def open_sessions(self) -> int:
@@ -73,7 +87,6 @@ class DraftRole:
 
     @property
     def session_bytes(self) -> int:
-        """What open sessions take by now."""
         return sum(session.held_bytes for session in self.sessions)
 
     def load(self, part: LoadDraft, on_progress: Callable[[int, int], None]) -> None:
@@ -85,7 +98,7 @@ class DraftRole:
         if part.head_place is HeadPlace.LOADED:
             target = open_checkpoint(part.model_path)
             head = self._load_head(target, draft)
-            engine = make_engine(draft, rows_of_checkpoint(target), head, graphs=self.graphs)
+            engine = make_engine(draft, rows_of_checkpoint(target), head, graphs=self.resources.graphs)
             engine.prepare()
         keeper = SnapshotKeeper(
             self._store,
@@ -99,6 +112,11 @@ class DraftRole:
             self._store.generation(SnapshotOwner.DRAFT),
         )
         self.loaded = LoadedDraft(part, engine, keeper)
+
+    def prepare(self) -> None:
+        # Beside a stage, whose head it shares, the stage prepares both.
+        if (target := self.resources.roles.get(Role.TARGET)) is not None:
+            target.prepare()
 
     def describe(self) -> DraftDescription | None:
         if self.loaded is None:
@@ -141,7 +159,7 @@ class DraftRole:
     def _step_engine(self, draft: Draft) -> StepEngine:
         if not draft.has_kernels:
             return StepEngine.TORCH
-        return StepEngine.GRAPHS if self.graphs else StepEngine.KERNELS
+        return StepEngine.GRAPHS if self.resources.graphs else StepEngine.KERNELS
 
     def _load_head(self, target: Checkpoint, draft: Draft) -> torch.Tensor:
         tied = "lm_head.weight" not in target.headers
@@ -174,7 +192,7 @@ class LocalDraftSession:
         # Plain slices of one set of rows come one after the other; they count when all are there.
         self._gathered = Features()
         self.host, self.device = location.host, loaded.draft.device.name
-        self.max_tensor_bytes = MAX_APPENDED_ROWS * loaded.draft.config.hidden_size * 4
+        self.max_tensor_bytes = MAX_ROWS * loaded.draft.config.hidden_size * 4
         self._closed = False
         role.sessions.add(self)
 
@@ -264,9 +282,14 @@ class LocalDraftSession:
                 f"{field} has shape {list(tensor.shape)} of {tensor.dtype}; expected floats [rows, {hidden}]",
                 field=field,
             )
-        if not 1 <= tensor.shape[0] <= MAX_APPENDED_ROWS:
+        if not 1 <= tensor.shape[0] <= MAX_ROWS:
             raise InvalidArgument(
-                f"{field} has {tensor.shape[0]} rows; expected 1 to {MAX_APPENDED_ROWS}",
+                f"{field} has {tensor.shape[0]} rows; expected 1 to {MAX_ROWS}",
                 field=field,
             )
         return tensor.shape[0]
+
+
+def make_role(resources: RoleResources) -> DraftRole:
+    """As `shard_worker.roles` says."""
+    return DraftRole(resources)

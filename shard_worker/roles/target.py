@@ -11,26 +11,26 @@ import structlog
 import torch
 
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
-from services.messages.description import DraftDescription, FeatureTransport, HeadPlace, TargetDescription
+from services.messages.description import DraftDescription, FeatureTransport, HeadPlace, Role, TargetDescription
 from services.messages.snapshots import SnapshotOwner
-from services.messages.steps import Location, OpenSession, StageIdentity
+from services.messages.steps import OpenSession, StageIdentity
 from services.model.config import ModelConfig
 from services.model.drafts import DraftConfig
+from services.net.server import Registration
 from services.rpc.draft import OpenDraft
-from services.rpc.peers import Peers
-from services.rpc.stage import StageSession
+from services.rpc.stage import StageServicer, StageSession
 from services.rpc.worker import LoadDraft, LoadTarget
 from services.streams.step_lane import StepLane
 from shard_worker.cache.prefix_state import trimmable
 from shard_worker.device.devices import Device
 from shard_worker.device.dtypes import dtype_to_name
-from shard_worker.device.executor import DeviceThread
 from shard_worker.drafting.drafters import Draft, DraftState, drafter_of
 from shard_worker.drafting.embedding_rows import EmbeddingRows, copied_embedding, resident_embedding, rows_of_stage
 from shard_worker.drafting.engine import DraftEngine, make_engine
 from shard_worker.drafting.link import DraftLink, LocalDraftLink, RemoteDraftLink
 from shard_worker.measure.random_checkpoint import open_checkpoint
 from shard_worker.ops.deltanet import CHUNK_ROWS
+from shard_worker.roles import MAX_ROWS, RoleResources, WorkerRole
 from shard_worker.roles.draft import DraftRole, LoadedDraft
 from shard_worker.sampling.grammar_compiler import GrammarCompiler
 from shard_worker.sampling.sampler import Sampler
@@ -41,15 +41,12 @@ from shard_worker.session.relay import RelaySession
 from shard_worker.session.session import SessionHost, TargetSession
 from shard_worker.session_record import SessionRecord
 from shard_worker.snapshots.keeper import SnapshotKeeper
-from shard_worker.snapshots.store import SnapshotStore
 from shard_worker.stage.exactness import allocate
 from shard_worker.stage.loader import CaptureRequest, StageLoader
 from shard_worker.stage.stage import Stage
 
 if TYPE_CHECKING:
     from shard_worker.drafting.ahead import Ahead
-
-MAX_ROWS = 8192
 
 log = structlog.get_logger()
 
@@ -72,26 +69,44 @@ class LoadedStage:
     """Numbers of rows that exact steps were tried out with."""
 
 
-class TargetRole:
+class TargetRole(WorkerRole[LoadTarget]):
     """Implements `services.rpc.stage.StagePort`."""
 
-    def __init__(
-        self,
-        thread: DeviceThread,
-        devices: tuple[Device, ...],
-        peers: Peers,
-        location: Callable[[int | None], Location],
-        draft_role: DraftRole | None,
-        store: SnapshotStore,
-        *,
-        graphs: bool = True,
-    ) -> None:
-        """graphs: whether steps may run as CUDA graphs."""
-        self._thread, self._devices, self._peers, self._graphs = thread, devices, peers, graphs
-        self._location, self._draft_role, self._store = location, draft_role, store
+    description_field = "target"
+    snapshot_owner = SnapshotOwner.STAGE
+
+    def __init__(self, resources: RoleResources) -> None:
+        super().__init__(resources)
+        self._thread, self._devices, self._peers = resources.thread, resources.devices, resources.peers
+        self._location, self._store, self._graphs = resources.location, resources.store, resources.graphs
         self.loaded: LoadedStage | None = None
         self._engine: tuple[Stage, Draft, DraftEngine] | None = None
         self.sessions = set[TargetSession]()
+
+    @property
+    def part(self) -> LoadTarget | None:
+        return None if self.loaded is None else self.loaded.part
+
+    @property
+    def keeper(self) -> SnapshotKeeper | None:
+        return None if self.loaded is None else self.loaded.keeper
+
+    @property
+    def _draft_role(self) -> DraftRole | None:
+        """The draft beside this stage."""
+        role = self.resources.roles.get(Role.DRAFT)
+        return role if isinstance(role, DraftRole) else None
+
+    def registrations(self) -> list[Registration]:
+        return [StageServicer(self, self.resources.links).register]
+
+    def localize(self, part: LoadTarget) -> LoadTarget:
+        capture = part.capture
+        if capture is not None:
+            capture = replace(capture, draft_path=self.resources.paths.get("draft_path", capture.draft_path))
+            if capture.transport is FeatureTransport.SUM and not capture.draft_path:
+                raise InvalidArgument("draft_path is missing: give this worker --draft", field="--draft")
+        return super().localize(replace(part, capture=capture))
 
     @property
     def open_sessions(self) -> int:
@@ -384,3 +399,8 @@ def _check_captures(draft: DraftConfig | DraftDescription, stage: Stage) -> None
 def _shares(draft: LoadDraft, target: LoadTarget) -> bool:
     """Whether a draft shares the head of this target: one held from before may be another target's."""
     return draft.head_place is HeadPlace.SHARED and draft.model_path == target.model_path
+
+
+def make_role(resources: RoleResources) -> TargetRole:
+    """As `shard_worker.roles` says."""
+    return TargetRole(resources)

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
 from services.errors import FlashsplitError
 from services.layers import LayerRange
-from services.messages.description import FeatureTransport, HeadPlace
+from services.messages.description import FeatureTransport, HeadPlace, Role
 from services.messages.snapshots import SnapshotOwner
 from services.messages.steps import (
     Commit,
@@ -38,6 +38,7 @@ from services.rpc.worker import FeatureCapture, LoadDraft, LoadTarget
 from services.streams.step_lane import StepLane
 from shard_worker.device.devices import parse_devices
 from shard_worker.device.executor import DeviceThread
+from shard_worker.roles import RoleResources
 from shard_worker.roles.draft import DraftRole
 from shard_worker.roles.target import TargetRole
 from shard_worker.snapshots.keeper import SnapshotKeeper
@@ -153,6 +154,27 @@ class Kept:
         return {owner: role.loaded.keeper for owner, role in roles.items() if role is not None and role.loaded}
 
 
+def resources(
+    thread: DeviceThread,
+    devices: str = "cpu",
+    *,
+    host: str = "here",
+    address: str = "here:1",
+    store: SnapshotStore | None = None,
+    peers: object | None = None,
+    roles: Mapping[Role, Any] = MappingProxyType({}),
+) -> RoleResources:
+    """What a role gets of a worker of this process. peers: by default nobody else is there."""
+    return RoleResources(
+        thread=thread,
+        devices=parse_devices(devices),
+        peers=cast(Peers, Directory() if peers is None else peers),
+        location=lambda stage: Location(stage, host, "cpu", address),
+        store=SnapshotStore(1 << 20) if store is None else store,
+        roles=roles,
+    )
+
+
 class Chain:
     """Workers that hold a checkpoint cut into stages, and a draft: beside the last stage, or in a worker of its own.
 
@@ -182,16 +204,18 @@ class Chain:
         self.kept = [Kept(budget) for _ in self.ranges]
         self.draft_kept = self.kept[-1] if place is HeadPlace.SHARED else Kept(budget)
         capture = None
-        stage_devices = parse_devices(devices)
         last_thread = self._thread()
         if draft is not None:
             beside = place is HeadPlace.SHARED
             thread = last_thread if beside else self._thread()
             self.draft_role = DraftRole(
-                thread,
-                stage_devices[-1] if beside else parse_devices("cpu")[0],
-                lambda stage: Location(stage, "draft-host", "cpu", DRAFT_ADDRESS),
-                self.draft_kept.store,
+                resources(
+                    thread,
+                    devices if beside else "cpu",
+                    host="draft-host",
+                    address=DRAFT_ADDRESS,
+                    store=self.draft_kept.store,
+                )
             )
             self.draft_kept.draft = self.draft_role
             self.draft_role.load(LoadDraft(str(draft), str(path), place, transport, dtype), ignore_progress)
@@ -201,13 +225,17 @@ class Chain:
         self.roles: list[TargetRole] = []
         for index, held in enumerate(self.ranges):
             last = index == len(self.ranges) - 1
+            beside = last and place is HeadPlace.SHARED and self.draft_role is not None
             role = TargetRole(
-                last_thread if last else self._thread(),
-                stage_devices,
-                cast(Peers, self.directory),
-                lambda stage: Location(stage, f"host-{stage}", "cpu", f"stage:{stage}"),
-                self.draft_role if last and place is HeadPlace.SHARED else None,
-                self.kept[index].store,
+                resources(
+                    last_thread if last else self._thread(),
+                    devices,
+                    host=f"host-{index}",
+                    address=f"stage:{index}",
+                    store=self.kept[index].store,
+                    peers=self.directory,
+                    roles={Role.DRAFT: self.draft_role} if beside else {},
+                )
             )
             self.kept[index].stage = role
             role.load(LoadTarget(str(path), held, dtype, capture), ignore_progress)

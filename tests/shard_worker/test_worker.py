@@ -18,6 +18,8 @@ from services.messages.steps import DraftRoute, OpenSession, SnapshotSave, StepK
 from services.rpc.draft import OpenDraft
 from services.rpc.worker import FeatureCapture, LoadDraft, LoadProgress, LoadTarget
 from shard_worker.device.devices import parse_devices
+from shard_worker.roles.draft import DraftRole
+from shard_worker.roles.target import TargetRole
 from shard_worker.snapshots.transfer import SnapshotTransfer
 from shard_worker.worker import Worker, WorkerConfig
 from tests.shard_worker.chain import Client
@@ -82,8 +84,9 @@ async def test_nothing_is_replaced_under_open_sessions(worker: Worker, tiny: Tin
     part = draft_part(tiny, HeadPlace.PROJECTED)
     _, described = await load(worker, part)
     assert described.draft is not None
-    assert worker._draft is not None
-    session = await worker._draft.open(OpenDraft("test", described.draft.fingerprint, 10))
+    role = worker.roles[Role.DRAFT]
+    assert isinstance(role, DraftRole)
+    session = await role.open(OpenDraft("test", described.draft.fingerprint, 10))
 
     with pytest.raises(FailedPrecondition, match="1 sessions are open") as caught:
         await load(worker, draft_part(tiny, HeadPlace.LOADED))
@@ -125,7 +128,7 @@ async def test_a_role_that_is_not_offered_is_refused(
 async def test_the_workers_own_paths_win(tiny: Tiny) -> None:
     """--model and --draft of the command line replace what a coordinator on another host names."""
     paths = {"model_path": str(tiny.path("qwen3")), "draft_path": str(tiny.draft("qwen3", "plain"))}
-    worker = Worker(WorkerConfig(parse_devices("cpu"), BOTH, **paths))
+    worker = Worker(WorkerConfig(parse_devices("cpu"), BOTH, paths))
     capture = FeatureCapture("/elsewhere/draft", FeatureTransport.SUM)
 
     await load(worker, LoadDraft("/elsewhere/draft", "/elsewhere", HeadPlace.LOADED, FeatureTransport.SUM))
@@ -164,11 +167,12 @@ async def opened(worker: Worker) -> Client:
     """A session over the whole target and the draft beside it, with ten tokens."""
     described = await worker.describe()
     assert described.target is not None
-    assert worker._target is not None
+    role = worker.roles[Role.TARGET]
+    assert isinstance(role, TargetRole)
     request = OpenSession(
         "test", described.target.fingerprint, 0, LayerRange(0, 4), (), 100, 50, 8, 0, draft=DraftRoute()
     )
-    client = Client(await worker._target.open(request))
+    client = Client(await role.open(request))
     await client.step(StepKind.PREFILL, ids(10))
     return client
 

@@ -97,6 +97,7 @@ async def engine(checkpoints: tuple[str, str], tmp_path: Path) -> AsyncIterator[
     """The roles of three workers behind real servers. Addresses that nobody listens on are given up quickly."""
     from shard_worker.device.devices import parse_devices
     from shard_worker.device.executor import DeviceThread
+    from shard_worker.roles import RoleResources
     from shard_worker.roles.draft import DraftRole
     from shard_worker.roles.target import TargetRole
     from shard_worker.snapshots.store import SnapshotStore
@@ -111,10 +112,14 @@ async def engine(checkpoints: tuple[str, str], tmp_path: Path) -> AsyncIterator[
         return Location(stage, "here", "cpu", "")
 
     stores = tuple(SnapshotStore(BUDGET) for _ in threads)
-    beside = DraftRole(threads[1], devices[0], location, stores[1])
-    first = TargetRole(threads[0], devices, peers, location, None, stores[0])
-    second = TargetRole(threads[1], devices, peers, location, beside, stores[1])
-    apart = DraftRole(threads[2], devices[0], location, stores[2])
+    resources = [
+        RoleResources(thread, devices, peers, location, store, roles={})
+        for thread, store in zip(threads, stores, strict=True)
+    ]
+    beside = DraftRole(resources[1])
+    first = TargetRole(resources[0])
+    second = TargetRole(replace(resources[1], roles={Role.DRAFT: beside}))
+    apart = DraftRole(resources[2])
     capture = FeatureCapture(draft_path, FeatureTransport.SLICES)
     guesser = LoadDraft(draft_path, target_path, HeadPlace.SHARED, FeatureTransport.SLICES)
     for thread, role, part in [

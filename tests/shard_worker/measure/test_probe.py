@@ -15,6 +15,7 @@ from services.rpc.draft import OpenDraft
 from services.rpc.worker import LoadDraft
 from shard_worker.device.devices import parse_devices
 from shard_worker.measure import probe
+from shard_worker.roles.draft import DraftRole
 from shard_worker.worker import Worker, WorkerConfig
 from tests.shard_worker.tiny import Tiny
 
@@ -72,8 +73,9 @@ async def test_a_worker_measures_each_device_unless_sessions_are_open(tiny: Tiny
     assert [event async for event in worker.load(part)]
     draft = (await worker.describe()).draft
     assert draft is not None
-    assert worker._draft is not None
-    session = await worker._draft.open(OpenDraft("test", draft.fingerprint, 10))
+    role = worker.roles[Role.DRAFT]
+    assert isinstance(role, DraftRole)
+    session = await role.open(OpenDraft("test", draft.fingerprint, 10))
     for call in (worker.measure(wanted), worker.echo(b"")):
         with pytest.raises(FailedPrecondition, match="1 sessions are open") as caught:
             await call
@@ -88,7 +90,9 @@ async def test_a_worker_measures_each_device_unless_sessions_are_open(tiny: Tiny
 
 async def test_the_workers_own_model_wins(tiny: Tiny) -> None:
     """--model of the worker's command line replaces the path that a coordinator names."""
-    worker = Worker(WorkerConfig(parse_devices("cpu"), (Role.TARGET,), model_path=str(tiny.path("qwen3")), threads=1))
+    worker = Worker(
+        WorkerConfig(parse_devices("cpu"), (Role.TARGET,), paths={"model_path": str(tiny.path("qwen3"))}, threads=1)
+    )
 
     assert len(await worker.measure(MeasureRequest("/elsewhere", "float32", 1))) == 1
     await worker.close()

@@ -14,14 +14,13 @@ from services.messages.steps import FeatureSlice, Location, SnapshotRestore, Sna
 from services.messages.tensors import WireTensor
 from services.rpc.draft import OpenDraft, Propose
 from services.rpc.worker import LoadDraft
-from shard_worker.device.devices import parse_devices
 from shard_worker.device.dtypes import from_wire, to_wire
 from shard_worker.device.executor import DeviceThread
 from shard_worker.ops.linear import linear
 from shard_worker.roles.draft import DraftRole, LocalDraftSession
-from shard_worker.snapshots.store import SnapshotStore
 from tests.reference import checkpoints, storage, target
 from tests.reference.dense_draft import DenseDraft
+from tests.shard_worker.chain import resources
 from tests.shard_worker.tiny import Tiny, ignore_progress
 
 SUM, SLICES = FeatureTransport.SUM, FeatureTransport.SLICES
@@ -32,12 +31,7 @@ MakeRole = Callable[[HeadPlace, FeatureTransport], DraftRole]
 
 def new_role(thread: DeviceThread) -> DraftRole:
     """A role that holds nothing yet."""
-    return DraftRole(
-        thread,
-        parse_devices("cpu")[0],
-        lambda stage: Location(stage, "here", "cpu", "here:1"),
-        SnapshotStore(1 << 20),
-    )
+    return DraftRole(resources(thread))
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -14,16 +14,13 @@ from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
 from services.layers import LayerRange
 from services.messages.description import FeatureTransport, HeadPlace
 from services.messages.sampling import SamplingParams
-from services.messages.steps import DraftRoute, Hop, Location
-from services.rpc.peers import Peers
+from services.messages.steps import DraftRoute, Hop
 from services.rpc.worker import FeatureCapture, LoadDraft, LoadTarget
-from shard_worker.device.devices import parse_devices
 from shard_worker.device.executor import DeviceThread
 from shard_worker.roles.target import TargetRole
-from shard_worker.snapshots.store import SnapshotStore
 from shard_worker.weights.checkpoint import Checkpoint
 from tests.reference import checkpoints, storage
-from tests.shard_worker.chain import DRAFT_ADDRESS, Chain, Directory
+from tests.shard_worker.chain import DRAFT_ADDRESS, Chain, resources
 from tests.shard_worker.tiny import Tiny, ignore_progress
 
 
@@ -39,14 +36,7 @@ def chain(tiny: Tiny) -> Iterator[Chain]:
 def role() -> Iterator[TargetRole]:
     """A role that holds nothing yet."""
     thread = DeviceThread(1)
-    yield TargetRole(
-        thread,
-        parse_devices("cpu"),
-        cast(Peers, Directory()),
-        lambda stage: Location(stage, "here", "cpu", "here:1"),
-        None,
-        SnapshotStore(1 << 20),
-    )
+    yield TargetRole(resources(thread))
     thread.shutdown()
 
 
