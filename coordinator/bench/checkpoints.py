@@ -4,48 +4,60 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import click
 
 from coordinator.bench.shapes import TARGETS, write_shape
-from coordinator.cli.options import model_options
+from coordinator.cli.option_groups import Flag
+from coordinator.cli.options.model import OptionalModelOptions
 from services.errors import InvalidArgument
 
 
-def checkpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--shape, --model and --draft, which `checkpoints` takes."""
-    command = model_options(required=False)(command)
-    return click.option(
-        "--shape",
-        type=click.Choice(list(TARGETS)),
-        help="Instead of a checkpoint: a published shape with random weights, and its draft's where a figure needs it.",
-    )(command)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointOptions:
+    """Either a shape or a checkpoint with its draft."""
 
+    shape: Annotated[
+        str | None,
+        Flag(
+            "Instead of a checkpoint: a published shape with random weights, and its draft's where a figure needs it.",
+            type=click.Choice(list(TARGETS)),
+        ),
+    ] = None
+    checkpoint: OptionalModelOptions = OptionalModelOptions()
 
-@contextlib.contextmanager
-def checkpoints(
-    shape: str | None, model: Path | None, draft: Path | None, drafting: Sequence[str] = ()
-) -> Iterator[tuple[Path, Path | None]]:
-    """Directories of the target and the draft. drafting: what cannot be measured without a draft.
+    @property
+    def name(self) -> str:
+        """The shape, or the name of the checkpoint's directory."""
+        return self.shape or (self.checkpoint.model.name if self.checkpoint.model is not None else "")
 
-    A shape has a draft only for these: guesses of random weights are worth nothing. Raises InvalidArgument.
-    """
-    if (shape is None) == (model is None):
-        raise InvalidArgument("give --shape or --model, one of them", field="--shape")
-    if model is not None:
-        if drafting and draft is None:
+    @contextlib.contextmanager
+    def directories(self, drafting: Sequence[str] = ()) -> Iterator[tuple[Path, Path | None]]:
+        """Give the directories of the target and the draft, those of a shape until the context ends.
+
+        drafting: what is measured that needs a draft. A shape has a draft only for these: what a draft with random
+        weights proposes is worth nothing. Raises InvalidArgument for options that contradict each other or lack one.
+        """
+        model, draft = self.checkpoint.model, self.checkpoint.draft
+        if self.shape is None and model is not None:
+            if drafting and draft is None:
+                raise InvalidArgument(
+                    f"--draft is missing: name the checkpoint of one for {' and '.join(drafting)}, or measure other "
+                    "kinds",
+                    field="--draft",
+                )
+            yield model, draft
+        elif self.shape is None or model is not None:
+            raise InvalidArgument("give --shape or --model, one of them", field="--shape")
+        elif draft is not None:
             raise InvalidArgument(
-                f"--draft is missing: name the checkpoint of one for {' and '.join(drafting)}, or measure other kinds",
-                field="--draft",
+                "--draft has no effect with --shape, which has its own: leave it out", field="--draft"
             )
-        yield model, draft
-        return
-    if draft is not None:
-        raise InvalidArgument("--draft has no effect with --shape, which has its own: leave it out", field="--draft")
-    assert shape is not None
-    with tempfile.TemporaryDirectory(prefix="flashsplit-bench-") as directory:
-        target, drafted = write_shape(shape, Path(directory))
-        yield target, drafted if drafting else None
+        else:
+            with tempfile.TemporaryDirectory(prefix="flashsplit-bench-") as directory:
+                target, shape_draft = write_shape(self.shape, Path(directory))
+                yield target, shape_draft if drafting else None

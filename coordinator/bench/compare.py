@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.table import Table
 
-from coordinator.bench.report import Found, identity, measures, print_table
+from coordinator.bench.report import Row, empty_table, identity, measures, print_table
+from coordinator.bench.run_description import run_lines
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One measurement in both reports."""
+    """One measurement in both reports. what: was measured, in words; measure: the measurement's name."""
 
     what: str
     measure: str
@@ -25,7 +27,7 @@ class Pair:
 
     @property
     def ratio(self) -> float:
-        """Of the second to the first."""
+        """The ratio of the second measurement to the first; 0 where the first is 0."""
         return self.second / self.first if self.first else 0.0
 
 
@@ -39,28 +41,33 @@ def compare(first: Path, second: Path, as_json: bool) -> None:
     The ratio is that of the second to the first: below 1, times have become shorter. Rows that only one of them has are
     left out. Compare what was measured on one machine, best in turns.
     """
-    pairs = match(read(first), read(second))
+    reports = read(first), read(second)
+    pairs = match(*(report["rows"] for report in reports))
     if not pairs:
         raise click.UsageError(f"{first} and {second} have no row in common: give two reports of the same bench")
     if as_json:
         print(json.dumps([{**asdict(pair), "ratio": pair.ratio} for pair in pairs]))
-    else:
-        print_table(table(pairs))
+        return
+    for name, report in zip(("first", "second"), reports, strict=True):
+        for line in report["run"]:
+            print(f"{name}: {line}")
+    print_table(table(pairs))
 
 
-def read(path: Path) -> list[Found]:
-    """Rows of a report. Raises UsageError for what is none."""
+def read(path: Path) -> dict[str, Any]:
+    """Return a report's rows, and its run as lines for people. Raises UsageError for what is no report."""
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        if isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
-            return rows
+        report = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(report["rows"], list) and all(isinstance(row, dict) for row in report["rows"]):
+            # Reports of earlier versions don't say where their figures come from.
+            return {"rows": report["rows"], "run": run_lines(report["run"]) if "run" in report else []}
     except (ValueError, KeyError, TypeError):
         pass
     raise click.UsageError(f"{path} is no report of a bench: it must be what flashsplit bench … --json prints")
 
 
-def match(first: list[Found], second: list[Found]) -> list[Pair]:
-    """Rows of what is the same."""
+def match(first: list[Row], second: list[Row]) -> list[Pair]:
+    """Return the measurements of what stands in both reports."""
     known = {tuple(identity(row).items()): row for row in second}
     pairs = []
     for row in first:
@@ -74,12 +81,11 @@ def match(first: list[Found], second: list[Found]) -> list[Pair]:
 
 
 def table(pairs: list[Pair]) -> Table:
-    made = Table(box=None, pad_edge=False)
-    for heading in ("", "", "first", "second", "ratio"):
-        made.add_column(heading, justify="left" if not heading else "right")
+    """Return the measurements for people."""
+    figures = empty_table("", "", "first", "second", "ratio")
     before = None
     for pair in pairs:
-        made.add_row(
+        figures.add_row(
             pair.what if pair.what != before else "",
             pair.measure,
             f"{pair.first:.4g}",
@@ -87,4 +93,4 @@ def table(pairs: list[Pair]) -> Table:
             f"{pair.ratio:.3f}",
         )
         before = pair.what
-    return made
+    return figures

@@ -13,10 +13,11 @@ from rich.table import Table
 
 from coordinator.answer import Request
 from coordinator.bench.counts import counts_option
-from coordinator.bench.report import output_options, show
+from coordinator.bench.report import OutputOptions, empty_table
 from coordinator.cli.console import LoadBars, progress_bars
-from coordinator.cli.options import PlacementOptions, model_options, placement_options
-from coordinator.cli.running import run
+from coordinator.cli.option_groups import with_options
+from coordinator.cli.options.cluster import ClusterOptions
+from coordinator.cli.options.model import ModelOptions
 from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.placement import parse_place
 from coordinator.compression.drafter_worker import DrafterWorker
@@ -43,53 +44,44 @@ class Row:
 
 
 @click.command()
-@model_options(required=True)
-@placement_options
+@with_options
 @click.option("--prefill-drafter", required=True, type=click.Path(exists=True, file_okay=False, path_type=Path),
               metavar="DIR", help="The small Qwen3 that reads.")  # fmt: skip
 @click.option("--prefill-device", metavar="DEVICE|ADDRESS", help="Where it runs.  [default: beside the first stage]")
 @counts_option("--lengths", default="2048,8192,32768", help="Tokens of the prompts.")
 @click.option("--keep-ratio", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="Share that is kept.")
-@output_options
-def compress(
-    model: Path,
-    draft: Path | None,
+async def compress(
+    model: ModelOptions,
+    workers: ClusterOptions,
+    output: OutputOptions,
     prefill_drafter: Path,
     prefill_device: str | None,
     lengths: tuple[int, ...],
     keep_ratio: float,
-    as_json: bool,
-    plot: Path | None,
-    **placement: str | int | None,
 ) -> None:
     """How long compressing prompts takes, and what it saves.
 
     Prompts are random tokens of both models' vocabularies: their meaning is not tested, only time.
     """
-
-    async def main() -> None:
-        files = read_model_files(model)
-        options = PlacementOptions(**placement)  # type: ignore[arg-type]
-        async with contextlib.AsyncExitStack() as stack:
-            with LoadBars() as bars:
-                own = [] if prefill_device is None else [parse_place(prefill_device, "--prefill-device")]
-                cluster = options.cluster(files, draft, bars, prefix_cache_bytes=0, beside=own)
-                await stack.enter_async_context(cluster)
-                worker = DrafterWorker(
-                    next(iter(own), cluster.first_place),
-                    prefill_drafter.absolute(),
-                    dtype=options.dtype,
-                    launch=cluster.launch,
-                )
-                stack.push_async_callback(worker.close)
-                await worker.start()
-            rows = []
-            with progress_bars() as progress:
-                for count in progress.track(lengths, description="measuring"):
-                    rows.append(await measure(cluster, worker, count, keep_ratio))
-        show(rows, table(rows), as_json=as_json, plot=plot)
-
-    run(main())
+    files = read_model_files(model.model)
+    async with contextlib.AsyncExitStack() as stack:
+        with LoadBars() as bars:
+            own = [] if prefill_device is None else [parse_place(prefill_device, "--prefill-device")]
+            cluster = workers.cluster(files, model.draft, bars, prefix_cache_bytes=0, beside=own)
+            await stack.enter_async_context(cluster)
+            drafter = DrafterWorker(
+                next(iter(own), cluster.first_place),
+                prefill_drafter.absolute(),
+                dtype=workers.compute.dtype,
+                launch=cluster.launch,
+            )
+            stack.push_async_callback(drafter.close)
+            await drafter.start()
+        rows = []
+        with progress_bars() as progress:
+            for count in progress.track(lengths, description="measuring"):
+                rows.append(await measure(cluster, drafter, count, keep_ratio))
+    output.show(rows, table(rows), cluster.workers)
 
 
 async def measure(cluster: Cluster, worker: DrafterWorker, tokens: int, ratio: float) -> Row:
@@ -119,10 +111,11 @@ async def _prefill(cluster: Cluster, prompt: tuple[int, ...]) -> float:
 
 
 def table(rows: list[Row]) -> Table:
-    made = Table(box=None, pad_edge=False)
-    for heading in ("tokens", "kept", "compress ms", "prefill of the kept ms", "prefill of all ms", "times sooner"):
-        made.add_column(heading, justify="right")
+    """Return the figures for people."""
+    figures = empty_table(
+        "tokens", "kept", "compress ms", "prefill of the kept ms", "prefill of all ms", "times sooner"
+    )
     for row in rows:
         milliseconds = (f"{value:.0f}" for value in (row.compress_ms, row.kept_prefill_ms, row.prefill_ms))
-        made.add_row(str(row.tokens), str(row.kept), *milliseconds, f"{row.gain:.1f}")
-    return made
+        figures.add_row(str(row.tokens), str(row.kept), *milliseconds, f"{row.gain:.1f}")
+    return figures

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -13,15 +13,17 @@ from rich.table import Table
 
 from coordinator.answer import Answer, Request
 from coordinator.bench.counts import counts_option
-from coordinator.bench.report import output_options, show
+from coordinator.bench.report import OutputOptions, empty_table
 from coordinator.cli.console import LoadBars, progress_bars
-from coordinator.cli.options import PlacementOptions, model_options, placement_options
-from coordinator.cli.running import run
+from coordinator.cli.option_groups import with_options
+from coordinator.cli.options.cluster import ClusterOptions
+from coordinator.cli.options.model import ModelOptions
 from coordinator.cluster.cluster import Cluster
 from coordinator.engine.generation import generate as complete
 from coordinator.text.model_files import ModelFiles, read_model_files
 from coordinator.text.prompt import chat_prompt, text_prompt
 from services.errors import InvalidArgument
+from services.messages.description import WorkerDescription
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,7 @@ class Row:
 
 
 @click.command()
-@model_options(required=True)
-@placement_options
+@with_options
 @counts_option("--workers", default="1,2,3", help="Without --target-devices: numbers of CPU workers.")
 @click.option(
     "--prompts",
@@ -56,53 +57,46 @@ class Row:
 )
 @click.option("--limit", type=click.IntRange(1), default=8, show_default=True, help="Prompts of each kind.")
 @click.option("--max-tokens", type=click.IntRange(2), default=128, show_default=True, help="Tokens of each answer.")
-@output_options
-def generate(
-    model: Path,
-    draft: Path | None,
+async def generate(
+    model: ModelOptions,
+    cluster: ClusterOptions,
+    output: OutputOptions,
     workers: tuple[int, ...],
     prompts: Path,
     limit: int,
     max_tokens: int,
-    as_json: bool,
-    plot: Path | None,
-    **placement: str | int | None,
 ) -> None:
     """Decode speed, plain and with DFlash, for one or more placements.
 
     Every prompt is answered twice in a row, plainly and with DFlash, so that noise meets both alike.
     """
 
-    async def main() -> None:
-        if draft is None:
-            raise InvalidArgument(
-                "--draft is missing: bench generate compares DFlash with plain decode", field="--draft"
-            )
-        files = read_model_files(model)
-        kinds = read_prompts(files, prompts, limit)
-        given = placement["target_devices"]
-        placements = [str(given)] if given else [",".join(["cpu"] * count) for count in workers]
-        rows: list[Row] = []
-        for devices in placements:
-            options = PlacementOptions(**{**placement, "target_devices": devices})  # type: ignore[arg-type]
-            async with contextlib.AsyncExitStack() as stack:
-                with LoadBars() as bars:
-                    cluster = await stack.enter_async_context(options.cluster(files, draft, bars))
-                progress = stack.enter_context(progress_bars())
-                task = progress.add_task(f"answering over {devices}", total=sum(map(len, kinds.values())))
-                for kind, asked in kinds.items():
-                    pairs = []
-                    # Once unseen: first touches of memory and code belong to nobody's figures.
-                    await answer(cluster, files, asked[0], max_tokens, speculate=True)
-                    for prompt in asked:
-                        plain = await answer(cluster, files, prompt, max_tokens, speculate=False)
-                        dflash = await answer(cluster, files, prompt, max_tokens, speculate=True)
-                        pairs.append((plain, dflash))
-                        progress.advance(task)
-                    rows.append(summarise(devices, kind, pairs))
-        show(rows, table(rows), as_json=as_json, plot=plot)
-
-    run(main())
+    if model.draft is None:
+        raise InvalidArgument("--draft is missing: bench generate compares DFlash with plain decode", field="--draft")
+    files = read_model_files(model.model)
+    kinds = read_prompts(files, prompts, limit)
+    devices = cluster.placement.target_devices
+    rows: list[Row] = []
+    measured: dict[tuple[str, str], WorkerDescription] = {}
+    for entries in [devices] if devices else [",".join(["cpu"] * count) for count in workers]:
+        options = replace(cluster, placement=replace(cluster.placement, target_devices=entries))
+        async with contextlib.AsyncExitStack() as stack:
+            with LoadBars() as bars:
+                started = await stack.enter_async_context(options.cluster(files, model.draft, bars))
+            measured |= {(worker.host, worker.device): worker for worker in started.workers}
+            progress = stack.enter_context(progress_bars())
+            task = progress.add_task(f"answering over {entries}", total=sum(map(len, kinds.values())))
+            for kind, kind_prompts in kinds.items():
+                pairs = []
+                # Once unseen: first touches of memory and code belong to nobody's figures.
+                await answer(started, files, kind_prompts[0], max_tokens, speculate=True)
+                for prompt in kind_prompts:
+                    plain = await answer(started, files, prompt, max_tokens, speculate=False)
+                    dflash = await answer(started, files, prompt, max_tokens, speculate=True)
+                    pairs.append((plain, dflash))
+                    progress.advance(task)
+                rows.append(summarise(entries, kind, pairs))
+    output.show(rows, table(rows), list(measured.values()))
 
 
 def read_prompts(files: ModelFiles, path: Path, limit: int) -> dict[str, list[tuple[int, ...]]]:
@@ -175,13 +169,22 @@ def summarise(devices: str, kind: str, pairs: list[tuple[Answer, Answer]]) -> Ro
 
 
 def table(rows: list[Row]) -> Table:
-    made = Table(box=None, pad_edge=False)
-    headings = ("devices", "prompts", "plain tok/s", "DFlash tok/s", "ratio", "tokens a step", "plain step ms",
-                "verify ms", "draft ms", "hop ms", "same tokens")  # fmt: skip
-    for heading in headings:
-        made.add_column(heading, justify="right")
+    """Return the figures for people."""
+    figures = empty_table(
+        "devices",
+        "prompts",
+        "plain tok/s",
+        "DFlash tok/s",
+        "ratio",
+        "tokens a step",
+        "plain step ms",
+        "verify ms",
+        "draft ms",
+        "hop ms",
+        "same tokens",
+    )
     for row in rows:
-        made.add_row(
+        figures.add_row(
             row.devices,
             f"{row.prompts} {row.kind}",
             *(f"{value:.1f}" for value in (row.plain_tokens_per_s, row.dflash_tokens_per_s)),
@@ -189,4 +192,4 @@ def table(rows: list[Row]) -> Table:
             *(f"{value:.2f}" for value in (row.verify_forward_ms, row.draft_ms, row.hop_ms)),
             f"{row.identical}/{row.prompts}",
         )
-    return made
+    return figures

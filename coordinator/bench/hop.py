@@ -7,14 +7,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import click
 from rich.table import Table
 
-from coordinator.bench.report import output_options, show
+from coordinator.bench.report import OutputOptions, empty_table
 from coordinator.cli.console import progress_bars
-from coordinator.cli.running import run
+from coordinator.cli.option_groups import with_options
 from services.bench.hop_probe import MAX_BYTES, HopProbe
 from services.errors import InvalidArgument
 from services.messages.description import Role
@@ -40,9 +39,9 @@ class Row:
 
 
 @click.command()
+@with_options
 @click.option("--sizes", default=SIZES, show_default=True, metavar="SIZE[,SIZE…]", help="What a step carries.")
-@output_options
-def hop(sizes: str, as_json: bool, plot: Path | None) -> None:
+async def hop(output: OutputOptions, sizes: str) -> None:
     """What a step costs on its way between two processes of this host.
 
     A round trip each: the payload there, a few bytes back. Copy: the same bytes copied once in memory. Bare: a gRPC
@@ -50,24 +49,21 @@ def hop(sizes: str, as_json: bool, plot: Path | None) -> None:
     and shared.
     """
 
-    async def main() -> None:
-        wanted = [parse_size(text.strip(), "--sizes") for text in sizes.split(",")]
-        for size in wanted:
-            if not 0 < size <= MAX_BYTES:
-                raise InvalidArgument(f"--sizes: {size} bytes; sizes go from 1 to {MAX_BYTES}", field="--sizes")
-        process = WorkerProcess("cpu", [Role.TARGET], Launch(commands={"cpu": PROGRAM}))
-        try:
-            await process.start()
-            probe = HopProbe(process.address)
-            rows = []
-            with progress_bars() as progress:
-                for size in progress.track(wanted, description="measuring"):
-                    rows.append(await measure(probe, size))
-        finally:
-            await process.stop()
-        show(rows, table(rows), as_json=as_json, plot=plot)
-
-    run(main())
+    payloads = [parse_size(text.strip(), "--sizes") for text in sizes.split(",")]
+    for size in payloads:
+        if not 0 < size <= MAX_BYTES:
+            raise InvalidArgument(f"--sizes: {size} bytes; sizes go from 1 to {MAX_BYTES}", field="--sizes")
+    process = WorkerProcess("cpu", [Role.TARGET], Launch(commands={"cpu": PROGRAM}))
+    try:
+        await process.start()
+        probe = HopProbe(process.address)
+        rows = []
+        with progress_bars() as progress:
+            for size in progress.track(payloads, description="measuring"):
+                rows.append(await measure(probe, size))
+    finally:
+        await process.stop()
+    output.show(rows, table(rows))
 
 
 async def measure(probe: HopProbe, size: int) -> Row:
@@ -95,13 +91,13 @@ def copy_us(size: int) -> float:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """For people."""
-    made = Table(box=None, pad_edge=False)
-    for heading in ("bytes", "copy", "GB/s", "bare", "GB/s", "stream", "GB/s", "shared", "GB/s", "stream / shared"):
-        made.add_column(heading, justify="right")
+    """Return the figures for people."""
+    figures = empty_table(
+        "bytes", "copy", "GB/s", "bare", "GB/s", "stream", "GB/s", "shared", "GB/s", "stream / shared"
+    )
     for row in rows:
         cells = []
         for us in (row.copy_us, row.bare_us, row.stream_us, row.shared_us):
             cells += [f"{us:,.0f} µs", f"{row.size_bytes / us / 1e3:.2f}"]
-        made.add_row(f"{row.size_bytes:,}", *cells, f"{row.stream_us / row.shared_us:.1f}")
-    return made
+        figures.add_row(f"{row.size_bytes:,}", *cells, f"{row.stream_us / row.shared_us:.1f}")
+    return figures

@@ -1,76 +1,109 @@
-"""What a bench has found, as a table, as JSON and as a picture."""
+"""A bench's report, as a table, as JSON and as a picture, with the run that its figures come from."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-Command = TypeVar("Command", bound=Callable[..., Any])
-Found = Mapping[str, Any]
-"""A row: whole numbers and words say what was measured, fractions are the measurements."""
+from coordinator.bench.run_description import describe_run, run_lines
+from coordinator.cli.option_groups import Flag
+from services.messages.description import WorkerDescription
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Row = Mapping[str, Any]
+"""A row of a report: whole numbers and words say what was measured, fractions are the measurements."""
 
 FILE_WIDTH = 200
 
-_COUNTED = ("identical", "kept")
+_MEASURED_COUNTS = ("identical", "kept")
 """Whole numbers that are measurements all the same."""
 
 _UNITS = {"_ms": "milliseconds", "_us": "microseconds", "_per_s": "a second"}
 
 
-def output_options(command: Command) -> Command:
-    """--json and --plot, which `show` takes."""
-    options = (
-        click.option("--json", "as_json", is_flag=True, help="Print a JSON object instead of tables."),
-        click.option(
-            "--plot",
+def _check_plot(_: click.Context, __: click.Parameter, path: Path | None) -> Path | None:
+    """Raise BadParameter for a picture that could not be written, before anything is measured."""
+    if path is None:
+        return None
+    if path.suffix not in (".png", ".svg", ".pdf") or not path.absolute().parent.is_dir():
+        raise click.BadParameter(f"{path} must be a .png, .svg or .pdf in a directory that exists")
+    if find_spec("matplotlib") is None:
+        raise click.BadParameter("pictures need matplotlib: pip install 'flashsplit[plot]'")
+    return path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions:
+    """How a report is shown."""
+
+    as_json: Annotated[bool, Flag("Print a JSON object instead of tables.", "--json")] = False
+    plot: Annotated[
+        Path | None,
+        Flag(
+            "Draw it into this file as well: .png, .svg or .pdf.",
             type=click.Path(dir_okay=False, writable=True, path_type=Path),
             metavar="FILE",
             callback=_check_plot,
-            help="Draw it into this file as well: .png, .svg or .pdf.",
         ),
-    )
-    for option in options:
-        command = option(command)
-    return command
+    ] = None
+
+    def show(
+        self, rows: Sequence[DataclassInstance], table: Table, workers: Sequence[WorkerDescription] = (), **more: Any
+    ) -> None:
+        """Print a report: where its figures come from, and the figures.
+
+        rows: of one kind; table: the same for people; workers: those that were measured; more: what else the JSON
+        object holds.
+        """
+        found = [asdict(row) for row in rows]
+        run = asdict(describe_run(workers))
+        if self.plot is not None:
+            draw(found, self.plot)
+        if self.as_json:
+            print(json.dumps({"run": run, "rows": found, **more}))
+        else:
+            print("\n".join(run_lines(run)))
+            print_table(table)
 
 
-def show(rows: Sequence[Any], table: Table, *, as_json: bool, plot: Path | None, **more: Any) -> None:
-    """rows: dataclasses of one kind. more: what else the JSON object tells."""
-    found = [asdict(row) for row in rows]
-    if plot is not None:
-        draw(found, plot)
-    if as_json:
-        print(json.dumps({"rows": found, **more}))
-    else:
-        print_table(table)
+def empty_table(*headings: str) -> Table:
+    """Return a table for figures, whose columns are aligned right; those without a heading hold words."""
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading else "left")
+    return table
 
 
 def print_table(table: Table) -> None:
-    """All of it, also where the output is no terminal of some width."""
+    """Print the whole table, also where the output is no terminal and has no width."""
     Console(width=None if sys.stdout.isatty() else FILE_WIDTH).print(table)
 
 
-def identity(row: Found) -> dict[str, str]:
-    """What was measured."""
-    return {name: str(value) for name, value in row.items() if not isinstance(value, float) and name not in _COUNTED}
+def identity(row: Row) -> dict[str, str]:
+    """Return what was measured: the row's words and whole numbers."""
+    return {
+        name: str(value) for name, value in row.items() if not isinstance(value, float) and name not in _MEASURED_COUNTS
+    }
 
 
-def measures(row: Found) -> dict[str, float]:
-    """What came out."""
+def measures(row: Row) -> dict[str, float]:
+    """Return the row's measurements."""
     return {name: value for name, value in row.items() if isinstance(value, float)}
 
 
-def draw(rows: Sequence[Found], path: Path) -> None:
-    """Bars: a picture for each unit, a group for each row."""
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draw bars into a file: a picture for each unit, a group of bars for each row."""
     from matplotlib.figure import Figure
 
     names: dict[str, list[str]] = {}
@@ -89,14 +122,3 @@ def draw(rows: Sequence[Found], path: Path) -> None:
         axes.set_ylabel(unit)
         axes.legend(fontsize="small")
     figure.savefig(path)
-
-
-def _check_plot(_: click.Context, __: click.Parameter, path: Path | None) -> Path | None:
-    """Before anything is measured."""
-    if path is None:
-        return None
-    if path.suffix not in (".png", ".svg", ".pdf") or not path.absolute().parent.is_dir():
-        raise click.BadParameter(f"{path} must be a .png, .svg or .pdf in a directory that exists")
-    if find_spec("matplotlib") is None:
-        raise click.BadParameter("pictures need matplotlib: pip install 'flashsplit[plot]'")
-    return path

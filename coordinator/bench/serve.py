@@ -9,18 +9,17 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import click
 from rich.table import Table
 
 from coordinator.answer import Request
-from coordinator.bench.checkpoints import checkpoint_options, checkpoints
+from coordinator.bench.checkpoints import CheckpointOptions
 from coordinator.bench.counts import counts_option
-from coordinator.bench.report import output_options, show
+from coordinator.bench.report import OutputOptions, empty_table
 from coordinator.cli.console import LoadBars, progress_bars
-from coordinator.cli.options import PlacementOptions, placement_options
-from coordinator.cli.running import run
+from coordinator.cli.option_groups import with_options
+from coordinator.cli.options.cluster import ClusterOptions
 from coordinator.engine.engine import Engine
 from coordinator.engine.prefill_chunk import chunk_for
 from coordinator.text.model_files import read_model_files
@@ -53,8 +52,7 @@ class Fairness:
 
 
 @click.command()
-@checkpoint_options
-@placement_options
+@with_options
 @counts_option("--clients", default="1,2,4,8,16", help="Clients at once.")
 @click.option("--requests", type=click.IntRange(1), default=4, show_default=True, help="Requests of each client.")
 @click.option("--prompt-tokens", type=click.IntRange(1), default=32, show_default=True, help="Of each prompt, random.")
@@ -62,20 +60,16 @@ class Fairness:
 @click.option("--prefill-chunk", type=click.IntRange(1, 8192), metavar="N",
               help="Prompt tokens a step.  [default: as the server would]")  # fmt: skip
 @click.option("--plain", is_flag=True, help="Without speculation, even with a draft.")
-@output_options
-def serve(
-    shape: str | None,
-    model: Path | None,
-    draft: Path | None,
+async def serve(
+    checkpoint: CheckpointOptions,
+    workers: ClusterOptions,
+    output: OutputOptions,
     clients: tuple[int, ...],
     requests: int,
     prompt_tokens: int,
     max_tokens: int,
     prefill_chunk: int | None,
     plain: bool,
-    as_json: bool,
-    plot: Path | None,
-    **placement: str | int | None,
 ) -> None:
     """Tokens a second of all clients together, by their number.
 
@@ -83,31 +77,27 @@ def serve(
     short prompt waits for its first token while a prompt of eight chunks is being computed.
     """
 
-    async def main() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            target, drafted = stack.enter_context(checkpoints(shape, model, draft))
-            files = read_model_files(target)
-            with LoadBars() as bars:
-                options = PlacementOptions(**placement)  # type: ignore[arg-type]
-                cluster = await stack.enter_async_context(options.cluster(files, drafted, bars, prefix_cache_bytes=0))
-            engine = Engine(cluster, files, None, name="bench", max_running=max(clients), max_waiting=0)
-            chunk = prefill_chunk or chunk_for(engine.cluster.workers)
-            bench = Bench(engine, prompt_tokens, max_tokens, chunk, speculate=not plain)
-            rows: list[Row] = []
-            with progress_bars() as progress:
-                await bench.crowd(1, 1)
-                for number in progress.track(clients, description="measuring"):
-                    rows.append(await bench.crowd(number, requests, rows[0] if rows else None))
-                progress.add_task("a short prompt behind a long one", total=None)
-                fairness = await bench.fairness()
-        show(rows, table(rows), as_json=as_json, plot=plot, fairness=asdict(fairness))
-        if not as_json:
-            print(
-                f"short prompt: {fairness.alone_ms:.0f} ms alone, {fairness.behind_ms:.0f} ms behind a long one, "
-                f"{fairness.chunks:.1f} chunks of {fairness.chunk_ms:.0f} ms"
-            )
-
-    run(main())
+    async with contextlib.AsyncExitStack() as stack:
+        target, draft = stack.enter_context(checkpoint.directories())
+        files = read_model_files(target)
+        with LoadBars() as bars:
+            cluster = await stack.enter_async_context(workers.cluster(files, draft, bars, prefix_cache_bytes=0))
+        engine = Engine(cluster, files, None, name="bench", max_running=max(clients), max_waiting=0)
+        chunk = prefill_chunk or chunk_for(engine.cluster.workers)
+        bench = Bench(engine, prompt_tokens, max_tokens, chunk, speculate=not plain)
+        rows: list[Row] = []
+        with progress_bars() as progress:
+            await bench.crowd(1, 1)
+            for number in progress.track(clients, description="measuring"):
+                rows.append(await bench.crowd(number, requests, rows[0] if rows else None))
+            progress.add_task("a short prompt behind a long one", total=None)
+            fairness = await bench.fairness()
+    output.show(rows, table(rows), cluster.workers, fairness=asdict(fairness))
+    if not output.as_json:
+        print(
+            f"short prompt: {fairness.alone_ms:.0f} ms alone, {fairness.behind_ms:.0f} ms behind a long one, "
+            f"{fairness.chunks:.1f} chunks of {fairness.chunk_ms:.0f} ms"
+        )
 
 
 class Bench:
@@ -181,11 +171,12 @@ def _percentile(values: Sequence[float], share: float) -> float:
 
 
 def table(rows: list[Row]) -> Table:
-    made = Table(box=None, pad_edge=False)
-    for heading in ("clients", "requests", "tokens/s", "times one", "first token p50 ms", "p95 ms", "token p50 ms"):
-        made.add_column(heading, justify="right")
+    """Return the figures for people."""
+    figures = empty_table(
+        "clients", "requests", "tokens/s", "times one", "first token p50 ms", "p95 ms", "token p50 ms"
+    )
     for row in rows:
-        made.add_row(
+        figures.add_row(
             str(row.clients),
             str(row.requests),
             f"{row.tokens_per_s:.1f}",
@@ -193,4 +184,4 @@ def table(rows: list[Row]) -> Table:
             *(f"{value:.0f}" for value in (row.first_token_p50_ms, row.first_token_p95_ms)),
             f"{row.token_p50_ms:.1f}",
         )
-    return made
+    return figures

@@ -14,12 +14,12 @@ from typing import TypeVar
 import click
 from rich.table import Table
 
-from coordinator.bench.checkpoints import checkpoint_options, checkpoints
+from coordinator.bench.checkpoints import CheckpointOptions
 from coordinator.bench.counts import counts_option
-from coordinator.bench.report import output_options, show
+from coordinator.bench.report import OutputOptions, empty_table
 from coordinator.cli.console import LoadBars, progress_bars
-from coordinator.cli.options import PlacementOptions, placement_options
-from coordinator.cli.running import run
+from coordinator.cli.option_groups import with_options
+from coordinator.cli.options.cluster import ClusterOptions
 from coordinator.cluster.cluster import Cluster, SnapshotPlace
 from coordinator.prefix.cache import lineage_of
 from coordinator.prefix.disk.disk_cache import DiskCache, PartSource
@@ -61,8 +61,7 @@ class Row:
 
 
 @click.command()
-@checkpoint_options
-@placement_options
+@with_options
 @counts_option("--lengths", default="512,2048,8192", help="Tokens of the prefixes.", least=2)
 @click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Runs of everything but prefill.")
 @click.option("--prefill-chunk", type=click.IntRange(1, 8192), default=512, show_default=True, metavar="N",
@@ -71,19 +70,15 @@ class Row:
               help="Host memory for prefixes in each local worker.")  # fmt: skip
 @click.option("--kv-cache-dir", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
               help="Where the files go for a moment.  [default: the directory for temporary files]")  # fmt: skip
-@output_options
-def snapshot(
-    shape: str | None,
-    model: Path | None,
-    draft: Path | None,
+async def snapshot(
+    checkpoint: CheckpointOptions,
+    workers: ClusterOptions,
+    output: OutputOptions,
     lengths: tuple[int, ...],
     repeat: int,
     prefill_chunk: int,
     prefix_cache_bytes: str,
     kv_cache_dir: Path | None,
-    as_json: bool,
-    plot: Path | None,
-    **placement: str | int | None,
 ) -> None:
     """Computing a prefix, and the ways around it.
 
@@ -93,24 +88,20 @@ def snapshot(
     HOST:PORT in --target-devices to measure TCP.
     """
 
-    async def main() -> None:
-        budget = parse_size(prefix_cache_bytes, "--prefix-cache-bytes")
-        async with contextlib.AsyncExitStack() as stack:
-            target, drafted = stack.enter_context(checkpoints(shape, model, draft))
-            files = read_model_files(target)
-            with LoadBars() as bars:
-                options = PlacementOptions(**placement)  # type: ignore[arg-type]
-                cluster = options.cluster(files, drafted, bars, prefix_cache_bytes=budget)
-                await stack.enter_async_context(cluster)
-            rows = []
-            with progress_bars() as progress:
-                for tokens in progress.track(lengths, description="measuring"):
-                    with tempfile.TemporaryDirectory(prefix="flashsplit-bench-", dir=kv_cache_dir) as directory:
-                        bench = Bench(cluster, files, directory, prefill_chunk)
-                        rows.append(await bench.measure(tokens, repeat))
-        show(rows, table(rows), as_json=as_json, plot=plot)
-
-    run(main())
+    budget = parse_size(prefix_cache_bytes, "--prefix-cache-bytes")
+    async with contextlib.AsyncExitStack() as stack:
+        target, draft = stack.enter_context(checkpoint.directories())
+        files = read_model_files(target)
+        with LoadBars() as bars:
+            cluster = workers.cluster(files, draft, bars, prefix_cache_bytes=budget)
+            await stack.enter_async_context(cluster)
+        rows = []
+        with progress_bars() as progress:
+            for tokens in progress.track(lengths, description="measuring"):
+                with tempfile.TemporaryDirectory(prefix="flashsplit-bench-", dir=kv_cache_dir) as directory:
+                    bench = Bench(cluster, files, directory, prefill_chunk)
+                    rows.append(await bench.measure(tokens, repeat))
+    output.show(rows, table(rows), cluster.workers)
 
 
 class Bench:
@@ -279,12 +270,23 @@ def _copy_ms(size_bytes: int) -> float:
 
 
 def table(rows: list[Row]) -> Table:
-    made = Table(box=None, pad_edge=False)
-    for heading in ("tokens", "MB", "prefill ms", "memory save ms", "memory restore ms", "times faster", "disk save ms",
-                    "disk restore ms", "times faster", "export MB/s", "import MB/s", "copy MB/s"):  # fmt: skip
-        made.add_column(heading, justify="right")
+    """Return the figures for people."""
+    figures = empty_table(
+        "tokens",
+        "MB",
+        "prefill ms",
+        "memory save ms",
+        "memory restore ms",
+        "times faster",
+        "disk save ms",
+        "disk restore ms",
+        "times faster",
+        "export MB/s",
+        "import MB/s",
+        "copy MB/s",
+    )
     for row in rows:
-        made.add_row(
+        figures.add_row(
             str(row.tokens),
             f"{row.size_bytes / 1e6:.1f}",
             f"{row.prefill_ms:.0f}",
@@ -294,4 +296,4 @@ def table(rows: list[Row]) -> Table:
             f"{row.disk_gain:.0f}",
             *(f"{value:.0f}" for value in (row.export_mb_per_s, row.import_mb_per_s, row.copy_mb_per_s)),
         )
-    return made
+    return figures

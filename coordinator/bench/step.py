@@ -9,27 +9,25 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
 from rich.table import Table
 
-from coordinator.bench.checkpoints import checkpoint_options, checkpoints
+from coordinator.bench.checkpoints import CheckpointOptions
 from coordinator.bench.floor import Floor
-from coordinator.bench.report import output_options, show
+from coordinator.bench.report import OutputOptions, empty_table
 from coordinator.bench.step_bench import DRAFTING, KINDS, Bench, Row, Sizes, times_decode
 from coordinator.bench.step_client import CHUNK
 from coordinator.cli.console import LoadBars, progress_bars
-from coordinator.cli.options import PlacementOptions, placement_options
-from coordinator.cli.running import run
+from coordinator.cli.option_groups import with_options
+from coordinator.cli.options.cluster import ClusterOptions
 from coordinator.text.model_files import read_model_files
 
 
 @click.command()
 @click.argument("kinds", nargs=-1, type=click.Choice(KINDS))
-@checkpoint_options
-@placement_options
+@with_options
 @click.option("--rows", type=click.IntRange(2, 64), default=16, show_default=True,
               help="Rows of a verify; at most the draft's block where a draft guesses.")  # fmt: skip
 @click.option("--context", type=click.IntRange(1), default=1024, show_default=True, help="Tokens before the steps.")
@@ -38,20 +36,16 @@ from coordinator.text.model_files import read_model_files
     "--prefill-chunk", type=click.IntRange(1, CHUNK), default=1024, show_default=True, help="Of a prefill, at once."
 )
 @click.option("--steps", type=click.IntRange(1), default=64, show_default=True, help="Steps of each kind.")
-@output_options
-def step(
+async def step(
+    checkpoint: CheckpointOptions,
+    workers: ClusterOptions,
+    output: OutputOptions,
     kinds: tuple[str, ...],
-    shape: str | None,
-    model: Path | None,
-    draft: Path | None,
     rows: int,
     context: int,
     prefill_tokens: int,
     prefill_chunk: int,
     steps: int,
-    as_json: bool,
-    plot: Path | None,
-    **placement: str | int | None,
 ) -> None:
     """Steps of several kinds, one after the other, beside their floors; all kinds where none is named.
 
@@ -60,34 +54,36 @@ def step(
     ones at once. Tokens are random; times do not depend on them.
     """
 
-    async def main() -> None:
-        wanted = kinds or KINDS
-        with checkpoints(shape, model, draft, [kind for kind in wanted if kind in DRAFTING]) as (target, drafted):
-            options = PlacementOptions(**placement)  # type: ignore[arg-type]
-            async with contextlib.AsyncExitStack() as stack:
-                with LoadBars() as bars:
-                    cluster = options.cluster(read_model_files(target), drafted, bars, prefix_cache_bytes=0)
-                    await stack.enter_async_context(cluster)
-                progress = stack.enter_context(progress_bars())
-                bench = Bench(cluster, Sizes(rows, context, prefill_tokens, prefill_chunk, steps))
-                bench.check(wanted)
-                speeds = progress.add_task("measuring the devices", total=None)
-                floor = await Floor.of(cluster, target)
-                progress.remove_task(speeds)
-                found = []
-                for kind in wanted:
-                    task = progress.add_task(f"measuring {kind}", total=bench.ticks(kind))
-                    found.append(await bench.measure(kind, floor, partial(progress.advance, task)))
-                engines = [str(worker.target.step_engine) for worker in cluster.workers if worker.target is not None]
-                bandwidth = [speed.copy_bytes_per_s for speed in floor.speeds]
-        if not as_json:
-            rates = ", ".join(f"{rate / 1e12:.2f}" for rate in bandwidth)
-            print(f"{target.name if model else shape} by {', '.join(engines)}; copies at {rates} TB/s")
-        ratios = times_decode(found)
-        more = {"engines": engines, "copy_bytes_per_s": bandwidth, "times_decode": ratios}
-        show(found, table(found, ratios), as_json=as_json, plot=plot, **more)
-
-    run(main())
+    kinds = kinds or KINDS
+    with checkpoint.directories([kind for kind in kinds if kind in DRAFTING]) as (target, draft):
+        async with contextlib.AsyncExitStack() as stack:
+            with LoadBars() as bars:
+                cluster = workers.cluster(read_model_files(target), draft, bars, prefix_cache_bytes=0)
+                await stack.enter_async_context(cluster)
+            progress = stack.enter_context(progress_bars())
+            bench = Bench(cluster, Sizes(rows, context, prefill_tokens, prefill_chunk, steps))
+            bench.check(kinds)
+            speeds = progress.add_task("measuring the devices", total=None)
+            floor = await Floor.of(cluster, target)
+            progress.remove_task(speeds)
+            found = []
+            for kind in kinds:
+                task = progress.add_task(f"measuring {kind}", total=bench.ticks(kind))
+                found.append(await bench.measure(kind, floor, partial(progress.advance, task)))
+            engines = [str(worker.target.step_engine) for worker in cluster.workers if worker.target is not None]
+            bandwidth = [speed.copy_bytes_per_s for speed in floor.speeds]
+    if not output.as_json:
+        rates = ", ".join(f"{rate / 1e12:.2f}" for rate in bandwidth)
+        print(f"{checkpoint.name} by {', '.join(engines)}; copies at {rates} TB/s")
+    ratios = times_decode(found)
+    output.show(
+        found,
+        table(found, ratios),
+        cluster.workers,
+        engines=engines,
+        copy_bytes_per_s=bandwidth,
+        times_decode=ratios,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,22 +129,21 @@ SINGLES = {
 
 def single(kind: str) -> click.Command:
     """`flashsplit bench KIND`: `step` of that kind and those beside it, with the options that matter."""
-    made = SINGLES[kind]
+    choice = SINGLES[kind]
 
-    def measure(**given: Any) -> None:
-        click.get_current_context().invoke(step, kinds=(*made.beside, kind), **given)
+    def measure(**values: Any) -> None:
+        click.get_current_context().invoke(step, kinds=(*choice.beside, kind), **values)
 
-    parameters = [option for option in step.params if option.name not in made.without | {"kinds"}]
-    return click.Command(kind, callback=measure, params=parameters, help=made.help)
+    parameters = [option for option in step.params if option.name not in choice.without | {"kinds"}]
+    return click.Command(kind, callback=measure, params=parameters, help=choice.help)
 
 
 def table(rows: Sequence[Row], ratios: Mapping[str, float]) -> Table:
-    made = Table(box=None, pad_edge=False)
-    headings = ["step", "rows", "context", "ms", "in the stages ms", "floor ms", "of the floor"]
-    for heading in [*headings, "times decode"] if ratios else headings:
-        made.add_column(heading, justify="right")
+    """Return the figures for people. ratios: of a kind of step to a decode, where there are some."""
+    headings = ("step", "rows", "context", "ms", "in the stages ms", "floor ms", "of the floor")
+    figures = empty_table(*headings, *(["times decode"] if ratios else []))
     for row in rows:
         cells = [row.kind, str(row.rows), str(row.context), f"{row.ms:.3f}"]
         cells += [f"{row.computing_ms:.3f}" if row.computing_ms else "", f"{row.floor_ms:.3f}", f"{row.share:.0%}"]
-        made.add_row(*cells, *([f"{ratios[row.kind]:.2f}"] if row.kind in ratios else []))
-    return made
+        figures.add_row(*cells, *([f"{ratios[row.kind]:.2f}"] if row.kind in ratios else []))
+    return figures

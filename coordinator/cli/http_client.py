@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 import ssl
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
 
 import click
 import httpx2
 
+from coordinator.cli.option_groups import Flag
 from coordinator.status.report import Status
 from services.addresses import is_loopback
 from services.errors import FlashsplitError, InvalidArgument, Unauthenticated, Unavailable, error_named
@@ -23,37 +24,37 @@ from services.errors import FlashsplitError, InvalidArgument, Unauthenticated, U
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_S, ANSWER_S = 5.0, 15.0
 
-Command = Callable[..., Any]
-
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-_OPTIONS = (
-    click.option("--url", metavar="URL", envvar="FLASHSPLIT_URL",
-                 help=f"Where the server is; also FLASHSPLIT_URL.  [default: {DEFAULT_URL}]"),
-    click.option("--api-key", metavar="KEY", envvar="FLASHSPLIT_API_KEY",
-                 help="What the server asks for; better in FLASHSPLIT_API_KEY."),
-    click.option("--ssl-ca-certs", type=_FILE, metavar="FILE",
-                 help="Who must have signed the server's certificate.  [default: whom the system trusts]"),
-    click.option("--ssl-certfile", type=_FILE, metavar="FILE", help="This client's certificate, if one is asked for."),
-    click.option("--ssl-keyfile", type=_FILE, metavar="FILE", help="Its key."),
-)  # fmt: skip
 
 
-def server_options(command: Command) -> Command:
-    """--url, --api-key and --ssl-…"""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientOptions:
+    """Which running server a command talks with, and how the two know each other."""
 
-
-@dataclass(frozen=True, slots=True)
-class ServerOptions:
-    """Those options as given."""
-
-    url: str | None = None
-    api_key: str | None = None
-    ssl_ca_certs: Path | None = None
-    ssl_certfile: Path | None = None
-    ssl_keyfile: Path | None = None
+    url: Annotated[
+        str | None,
+        Flag(
+            f"Where the server is; also FLASHSPLIT_URL.  [default: {DEFAULT_URL}]",
+            metavar="URL",
+            envvar="FLASHSPLIT_URL",
+        ),
+    ] = None
+    api_key: Annotated[
+        str | None,
+        Flag("What the server asks for; better in FLASHSPLIT_API_KEY.", metavar="KEY", envvar="FLASHSPLIT_API_KEY"),
+    ] = None
+    ssl_ca_certs: Annotated[
+        Path | None,
+        Flag(
+            "Who must have signed the server's certificate.  [default: whom the system trusts]",
+            type=_FILE,
+            metavar="FILE",
+        ),
+    ] = None
+    ssl_certfile: Annotated[
+        Path | None, Flag("This client's certificate, if one is asked for.", type=_FILE, metavar="FILE")
+    ] = None
+    ssl_keyfile: Annotated[Path | None, Flag("Its key.", type=_FILE, metavar="FILE")] = None
 
     def connect(self) -> Server:
         """Not yet connected. Raises InvalidArgument for what is no URL and for files that cannot be used."""

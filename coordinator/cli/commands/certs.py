@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from coordinator.cli.certificate_authority import Authority, check_name, make_authority, read_authority
-from coordinator.cli.running import run
+from coordinator.cli.option_groups import with_options
 from services.errors import FlashsplitError, InvalidArgument
 
 COORDINATOR = "coordinator"
@@ -27,6 +27,7 @@ _EPILOG = """Examples:
 
 
 @click.command(epilog=_EPILOG)
+@with_options
 @click.option(
     "--out",
     required=True,
@@ -54,20 +55,17 @@ _EPILOG = """Examples:
     is_flag=True,
     help="Make everything anew, the authority too: older certificates are no longer trusted.",
 )
-def certs(out: Path, hosts: tuple[str, ...], days: int, force: bool) -> None:
+async def certs(out: Path, hosts: tuple[str, ...], days: int, force: bool) -> None:
     """Make certificates, so that coordinator and workers on several hosts can trust each other.
 
     Writes an authority (ca.pem, ca-key.pem), a pair for the coordinator and a pair for every host, all for their user
     alone, and prints which file goes where and the command lines that use them.
     """
 
-    async def main() -> None:
-        named = parse_hosts(hosts or ("localhost",))
-        directory = out.absolute()
-        made = make_certificates(directory, named, days, force=force)
-        click.echo("\n".join(instructions(directory, named, made)))
-
-    run(main())
+    named = parse_hosts(hosts or ("localhost",))
+    directory = out.absolute()
+    made = make_certificates(directory, named, days, force=force)
+    click.echo("\n".join(instructions(directory, named, made)))
 
 
 def parse_hosts(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:

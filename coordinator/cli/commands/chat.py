@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import click
 from click.core import ParameterSource
 
-from coordinator.cli.console import LoadBars
-from coordinator.cli.http_client import ServerOptions, server_options
-from coordinator.cli.options import PlacementOptions, PrefixOptions, model_options, placement_options, prefix_options
-from coordinator.cli.running import run
-from coordinator.cli.sampling_options import sampling_options
-from coordinator.cli.store_options import chosen_store
+from coordinator.cli.http_client import ClientOptions
+from coordinator.cli.option_groups import Flag, group_options, with_options
+from coordinator.cli.options.cluster import ClusterOptions
+from coordinator.cli.options.model import OptionalModelOptions
+from coordinator.cli.options.prefix import PrefixOptions
+from coordinator.cli.options.sampling import SamplingFlags
+from coordinator.cli.started_model import start_model
 from coordinator.cli.terminal.chat import Chat
 from coordinator.cli.terminal.history import history_path
-from coordinator.cli.terminal.speakers import AnswerOptions, LocalSpeaker, RemoteSpeaker, Speaker
+from coordinator.cli.terminal.speakers import AnswerSettings, LocalSpeaker, RemoteSpeaker, Speaker
 from coordinator.engine.engine import Engine
 from coordinator.text.model_files import read_model_files
 from services.errors import InvalidArgument
@@ -33,103 +36,85 @@ _EPILOG = """Examples:
 In the chat, /help lists what can be typed. Ctrl-C stops an answer, Ctrl-D ends the chat.
 """
 
-_EITHER = ("url", "api_key", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
-_BOTH = ("model", "system", "temperature", "top_p", "max_tokens", "seed", "no_speculation", "no_history")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationOptions:
+    """How the model is asked to answer, whoever answers."""
+
+    system: Annotated[str | None, Flag("A system message.", metavar="TEXT")] = None
+    sampling: Annotated[SamplingParams, SamplingFlags("temperature", "top_p", "seed", as_clients=True)]
+    max_tokens: Annotated[
+        int | None, Flag("Most tokens of an answer.  [default: as servers have it, 2048]", type=click.IntRange(1))
+    ] = None
+    no_speculation: Annotated[bool, Flag("Plain decode, even with a draft loaded.")] = False
+    no_history: Annotated[bool, Flag("Don't remember questions in the state directory.")] = False
+
+    def settings(self) -> AnswerSettings:
+        """Return how to answer, as speakers take it."""
+        return AnswerSettings(self.sampling, self.max_tokens, speculate=not self.no_speculation)
 
 
 @click.command(epilog=_EPILOG)
-@server_options
-@model_options(required=False)
-@placement_options
-@prefix_options
-@click.option("--system", metavar="TEXT", help="A system message.")
-@sampling_options("temperature", "top_p", "seed", as_clients=True)
-@click.option(
-    "--max-tokens", type=click.IntRange(1), help="Most tokens of an answer.  [default: as servers have it, 2048]"
-)
-@click.option("--no-speculation", is_flag=True, help="Plain decode, even with a draft loaded.")
-@click.option("--no-history", is_flag=True, help="Don't remember questions in the state directory.")
-@click.pass_context
-def chat(
-    context: click.Context,
-    /,
-    url: str | None,
-    api_key: str | None,
-    ssl_ca_certs: Path | None,
-    ssl_certfile: Path | None,
-    ssl_keyfile: Path | None,
-    model: Path | None,
-    draft: Path | None,
-    system: str | None,
-    sampling: SamplingParams,
-    max_tokens: int | None,
-    no_speculation: bool,
-    no_history: bool,
-    prefix_cache: bool,
-    prefix_cache_bytes: str | None,
-    kv_cache_dir: str | None,
-    kv_cache_url: str | None,
-    kv_cache_budget: str,
-    kv_cache_min_tokens: int,
-    **placement: str | int | None,
+@with_options
+async def chat(
+    client: ClientOptions,
+    model: OptionalModelOptions,
+    workers: ClusterOptions,
+    prefix: PrefixOptions,
+    conversation: ConversationOptions,
 ) -> None:
     """Talk with a model: Markdown as it comes, and what each answer took.
 
     With --url, or nothing, a running server answers: flashsplit's, or any other with OpenAI's API. With --model, this
     command starts workers of its own, as flashsplit generate does with the same options, and ends them with the chat.
     """
-    answers = AnswerOptions(sampling, max_tokens, speculate=not no_speculation)
-
-    async def main() -> None:
-        check_choice(context, model)
-        async with contextlib.AsyncExitStack() as stack:
-            speaker: Speaker
-            if model is None:
-                server = ServerOptions(url, api_key, ssl_ca_certs, ssl_certfile, ssl_keyfile).connect()
-                await stack.enter_async_context(server)
-                speaker = RemoteSpeaker(server, await server.model())
-            else:
-                store = chosen_store(kv_cache_dir, kv_cache_url)
-                keeping = PrefixOptions(prefix_cache, prefix_cache_bytes, store, kv_cache_budget, kv_cache_min_tokens)
-                options = PlacementOptions(**placement)  # type: ignore[arg-type]
-                engine = await start_engine(stack, model, draft, options, keeping)
-                speaker = LocalSpeaker(engine)
-            await Chat(speaker, answers, system, None if no_history else history_path()).run()
-
-    run(main())
+    check_choice(click.get_current_context(), model.model)
+    async with contextlib.AsyncExitStack() as stack:
+        speaker: Speaker
+        if model.model is None:
+            server = await stack.enter_async_context(client.connect())
+            speaker = RemoteSpeaker(server, await server.model())
+        else:
+            speaker = LocalSpeaker(await start_engine(stack, model.model, model.draft, workers, prefix))
+        history = None if conversation.no_history else history_path()
+        await Chat(speaker, conversation.settings(), conversation.system, history).run()
 
 
 def check_choice(context: click.Context, model: Path | None) -> None:
-    """Raises InvalidArgument for options of the other way to chat: they would have no effect."""
+    """Raise InvalidArgument for options of the other way to chat, where they have no effect."""
+    of_servers = {option.name for option in group_options(ClientOptions)}
+    of_both = {"model", *(option.name for option in group_options(ConversationOptions))}
     for parameter in context.command.params:
         name = parameter.name or ""
         # What the environment says of servers is not meant for this command alone.
-        if context.get_parameter_source(name) is not ParameterSource.COMMANDLINE or name in _BOTH:
+        if context.get_parameter_source(name) is not ParameterSource.COMMANDLINE or name in of_both:
             continue
         flag = parameter.opts[0]
-        if model is not None and name in _EITHER:
+        if model is not None and name in of_servers:
             raise InvalidArgument(
                 f"{flag} has no effect with --model, which starts workers of its own: leave out one of them", field=flag
             )
-        if model is None and name not in _EITHER:
+        if model is None and name not in of_servers:
             raise InvalidArgument(
                 f"{flag} has no effect without --model: a running server has its own; leave it out", field=flag
             )
 
 
 async def start_engine(
-    stack: contextlib.AsyncExitStack, model: Path, draft: Path | None, options: PlacementOptions, keeping: PrefixOptions
+    stack: contextlib.AsyncExitStack,
+    model: Path,
+    draft: Path | None,
+    workers: ClusterOptions,
+    prefix: PrefixOptions,
 ) -> Engine:
-    """Workers that end with the stack. Raises InvalidArgument for a checkpoint that cannot chat."""
+    """Start workers that end with the stack, and return an engine for one request at a time over them.
+
+    Raises InvalidArgument for a checkpoint that cannot chat.
+    """
     files = read_model_files(model)
     if files.chat_template is None or files.tokenizer is None:
         raise InvalidArgument(
             f"{model} has no chat template: use flashsplit generate with --prompt for it", field="--model"
         )
-    with LoadBars() as bars:
-        cluster = options.cluster(files, draft, bars, prefix_cache_bytes=keeping.worker_bytes)
-        await stack.enter_async_context(cluster)
-    cache = keeping.open(cluster, files)
-    if cache is not None:
-        await stack.enter_async_context(cache)
-    return Engine(cluster, files, cache, name=model.absolute().name, max_running=1, max_waiting=0)
+    started = await stack.enter_async_context(start_model(files, draft, workers, prefix))
+    return Engine(started.cluster, files, started.cache, name=model.absolute().name, max_running=1, max_waiting=0)

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import click
 
 from coordinator.answer import Answer, Piece, Request
-from coordinator.cli.compression_options import CompressionOptions, compression_options
-from coordinator.cli.console import LoadBars, console
-from coordinator.cli.options import PlacementOptions, PrefixOptions, model_options, placement_options, prefix_options
-from coordinator.cli.running import run
-from coordinator.cli.sampling_options import sampling_options
-from coordinator.cli.store_options import chosen_store
+from coordinator.cli.console import console
+from coordinator.cli.option_groups import Flag, with_options
+from coordinator.cli.options.cluster import ClusterOptions
+from coordinator.cli.options.compression import CompressionOptions
+from coordinator.cli.options.model import ModelOptions
+from coordinator.cli.options.prefix import PrefixOptions
+from coordinator.cli.options.sampling import SamplingFlags
+from coordinator.cli.started_model import start_model
 from coordinator.compression.compressor import Compressor
 from coordinator.compression.prompts import shorten_chat, shorten_text
 from coordinator.engine import generation
@@ -37,180 +39,153 @@ _EPILOG = """Examples:
 """
 
 
-@click.command(epilog=_EPILOG)
-@model_options(required=True)
-@placement_options
-@prefix_options
-@compression_options
-@click.option(
-    "--prompt",
-    "prompts",
-    multiple=True,
-    metavar="TEXT",
-    help="The prompt. Given several times, they are answered one after the other, and what they begin with in common "
-    "is computed once.",
-)
-@click.option(
-    "--prompt-file",
-    "prompt_files",
-    multiple=True,
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Read the prompt from a file; may be given several times.",
-)
-@click.option("--prompt-ids", metavar="ID[,ID…]", help="The prompt as token ids; needs no tokenizer.")
-@click.option("--chat", is_flag=True, help="Put the prompt into the checkpoint's chat template as a user message.")
-@click.option("--system", metavar="TEXT", help="With --chat: a system message.")
-@click.option("--max-tokens", type=click.IntRange(1), default=256, show_default=True, help="Most tokens to produce.")
-@sampling_options()
-@click.option("--stop", "stops", multiple=True, metavar="STR", help="End before this text; may be given several times.")
-@click.option("--no-speculation", is_flag=True, help="Plain decode, even with a draft loaded.")
-@click.option("--ignore-eos", is_flag=True, help="Don't end at the model's end-of-sequence tokens.")
-@click.option(
-    "--prefill-chunk",
-    type=click.IntRange(1, 8192),
-    metavar="N",
-    help="Prompt tokens a step.  [default: 512, between GPUs with room 1024]",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of streaming text.")
-def generate(
-    model: Path,
-    draft: Path | None,
-    prompts: tuple[str, ...],
-    prompt_files: tuple[Path, ...],
-    prompt_ids: str | None,
-    chat: bool,
-    system: str | None,
-    max_tokens: int,
-    sampling: SamplingParams,
-    stops: tuple[str, ...],
-    no_speculation: bool,
-    ignore_eos: bool,
-    prefill_chunk: int | None,
-    as_json: bool,
-    prefix_cache: bool,
-    prefix_cache_bytes: str | None,
-    kv_cache_dir: str | None,
-    kv_cache_url: str | None,
-    kv_cache_budget: str,
-    kv_cache_min_tokens: int,
-    prefill_drafter: Path | None,
-    prefill_compression: str | None,
-    prefill_threshold: int | None,
-    prefill_keep_ratio: str | None,
-    prefill_device: str | None,
-    **placement: str | int | None,
-) -> None:
-    """Answer one prompt with a model that is split over worker processes.
-
-    Text streams to stdout, figures go to stderr; --json prints one object with token_ids, text, finish_reason and
-    stats instead. With --draft, DFlash guesses blocks of tokens and the model verifies them: the answer is the same,
-    only sooner.
-    """
-
-    async def main() -> None:
-        store = chosen_store(kv_cache_dir, kv_cache_url)
-        shortening = CompressionOptions(
-            prefill_drafter, prefill_compression, prefill_threshold, prefill_keep_ratio, prefill_device
-        )
-        files = read_model_files(model)
-        seeded = sampling.seeded()
-        check_sampling(seeded)
-        asked = read_prompts(files, prompts, prompt_files, prompt_ids, chat=chat, system=system)
-        keeping = PrefixOptions(prefix_cache, prefix_cache_bytes, store, kv_cache_budget, kv_cache_min_tokens)
-
-        def show(piece: Piece) -> None:
-            if not as_json:
-                stream(piece.text if files.tokenizer is not None else ids_as_text(piece.token_ids))
-
-        async with contextlib.AsyncExitStack() as stack:
-            with LoadBars() as bars:
-                options = PlacementOptions(**placement)  # type: ignore[arg-type]
-                cluster = options.cluster(
-                    files, draft, bars, prefix_cache_bytes=keeping.worker_bytes, beside=shortening.places
-                )
-                keeping.check(cluster)
-                await stack.enter_async_context(cluster)
-                compressor = await shortening.open(cluster, bars, options.dtype)
-                if compressor is not None:
-                    stack.push_async_callback(compressor.close)
-            # A single prompt has nobody to leave its state to, unless that goes to disk.
-            cache = keeping.open(cluster, files) if len(asked) > 1 or store.given is not None else None
-            if cache is not None:
-                await stack.enter_async_context(cache)
-            for one in asked:
-                request_id = secrets.token_hex(8)
-                prompt = await one.shortened(compressor, request_id, files)
-                request = Request(
-                    request_id=request_id,
-                    prompt_ids=prompt.token_ids,
-                    boundaries=prompt.boundaries,
-                    compression=prompt.compression,
-                    max_tokens=max_tokens,
-                    sampling=seeded,
-                    stop_token_ids=frozenset() if ignore_eos else files.stop_token_ids,
-                    stop_strings=stops,
-                    speculate=not no_speculation,
-                    prefill_chunk=prefill_chunk,
-                )
-                answer = await generation.generate(cluster, request, files.tokenizer, show, cache)
-                if as_json:
-                    print(json.dumps(answer.as_json(), ensure_ascii=False), flush=True)
-                else:
-                    print()
-                    console.print(summary(answer), style="dim", soft_wrap=True, markup=False)
-            if cache is not None and cache.pending:
-                with console.status("writing prefixes to disk"):
-                    await cache.close()
-
-    run(main())
-
-
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PromptSource:
     """A prompt, and the messages that it was made of, if it was."""
 
     prompt: Prompt
     messages: tuple[Mapping[str, str], ...] = ()
 
-    async def shortened(self, compressor: Compressor | None, request_id: str, files: ModelFiles) -> Prompt:
-        """As it is computed."""
+    async def shorten(self, compressor: Compressor | None, request_id: str, files: ModelFiles) -> Prompt:
+        """Return the prompt that is computed: a shorter one where a compressor has found what can be left out."""
         if compressor is None:
             return self.prompt
         common = compressor, compressor.settings, request_id, files, self.prompt
         return await (shorten_chat(*common, self.messages) if self.messages else shorten_text(*common))
 
 
-def read_prompts(
-    files: ModelFiles,
-    prompts: tuple[str, ...],
-    prompt_files: tuple[Path, ...],
-    prompt_ids: str | None,
-    *,
-    chat: bool,
-    system: str | None,
-) -> list[Asked]:
-    """The prompts from whichever of the three options was given. Raises InvalidArgument for none or several of them."""
-    given = [option for option in (prompts, prompt_files, prompt_ids) if option]
-    if len(given) != 1:
-        raise InvalidArgument("give exactly one of --prompt, --prompt-file and --prompt-ids", field="--prompt")
-    if system is not None and not chat:
-        raise InvalidArgument("--system has no effect without --chat", field="--system")
-    if prompt_ids:
-        if chat:
-            raise InvalidArgument("--chat needs text: use --prompt or --prompt-file with it", field="--chat")
-        try:
-            return [Asked(Prompt(tuple(int(part) for part in prompt_ids.split(","))))]
-        except ValueError:
-            raise InvalidArgument(
-                f"--prompt-ids {prompt_ids!r} must be whole numbers joined by commas", field="--prompt-ids"
-            ) from None
-    texts = prompts or [_read_text(path) for path in prompt_files]
-    if not chat:
-        return [Asked(text_prompt(files, text)) for text in texts]
-    before = [{"role": "system", "content": system}] if system is not None else []
-    chats = [[*before, {"role": "user", "content": text}] for text in texts]
-    return [Asked(chat_prompt(files, messages), tuple(messages)) for messages in chats]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOptions:
+    """What is asked: texts, files of texts, or token ids."""
+
+    prompts: Annotated[
+        tuple[str, ...],
+        Flag(
+            "The prompt. Given several times, they are answered one after the other, and what they begin with in "
+            "common is computed once.",
+            "--prompt",
+            metavar="TEXT",
+        ),
+    ] = ()
+    prompt_files: Annotated[
+        tuple[Path, ...],
+        Flag(
+            "Read the prompt from a file; may be given several times.",
+            "--prompt-file",
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            metavar="FILE",
+        ),
+    ] = ()
+    prompt_ids: Annotated[str | None, Flag("The prompt as token ids; needs no tokenizer.", metavar="ID[,ID…]")] = None
+    chat: Annotated[bool, Flag("Put the prompt into the checkpoint's chat template as a user message.")] = False
+    system: Annotated[str | None, Flag("With --chat: a system message.", metavar="TEXT")] = None
+
+    def read(self, files: ModelFiles) -> list[PromptSource]:
+        """Return the prompts from whichever of the three options was given.
+
+        Raises InvalidArgument for none or several of them, and for what cannot be read.
+        """
+        sources = [option for option in (self.prompts, self.prompt_files, self.prompt_ids) if option]
+        if len(sources) != 1:
+            raise InvalidArgument("give exactly one of --prompt, --prompt-file and --prompt-ids", field="--prompt")
+        if self.system is not None and not self.chat:
+            raise InvalidArgument("--system has no effect without --chat", field="--system")
+        if self.prompt_ids:
+            if self.chat:
+                raise InvalidArgument("--chat needs text: use --prompt or --prompt-file with it", field="--chat")
+            try:
+                return [PromptSource(Prompt(tuple(int(part) for part in self.prompt_ids.split(","))))]
+            except ValueError:
+                raise InvalidArgument(
+                    f"--prompt-ids {self.prompt_ids!r} must be whole numbers joined by commas", field="--prompt-ids"
+                ) from None
+        texts = self.prompts or [_read_text(path) for path in self.prompt_files]
+        if not self.chat:
+            return [PromptSource(text_prompt(files, text)) for text in texts]
+        before = [{"role": "system", "content": self.system}] if self.system is not None else []
+        chats = [[*before, {"role": "user", "content": text}] for text in texts]
+        return [PromptSource(chat_prompt(files, messages), tuple(messages)) for messages in chats]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """How long an answer may become, what ends it, and how it is computed."""
+
+    max_tokens: Annotated[int, Flag("Most tokens to produce.", type=click.IntRange(1))] = 256
+    stops: Annotated[
+        tuple[str, ...], Flag("End before this text; may be given several times.", "--stop", metavar="STR")
+    ] = ()
+    no_speculation: Annotated[bool, Flag("Plain decode, even with a draft loaded.")] = False
+    ignore_eos: Annotated[bool, Flag("Don't end at the model's end-of-sequence tokens.")] = False
+    prefill_chunk: Annotated[
+        int | None,
+        Flag(
+            "Prompt tokens a step.  [default: 512, between GPUs with room 1024]",
+            type=click.IntRange(1, 8192),
+            metavar="N",
+        ),
+    ] = None
+
+    def request(self, request_id: str, prompt: Prompt, sampling: SamplingParams, files: ModelFiles) -> Request:
+        """Return the request for an answer to a prompt."""
+        return Request(
+            request_id=request_id,
+            prompt_ids=prompt.token_ids,
+            boundaries=prompt.boundaries,
+            compression=prompt.compression,
+            max_tokens=self.max_tokens,
+            sampling=sampling,
+            stop_token_ids=frozenset() if self.ignore_eos else files.stop_token_ids,
+            stop_strings=self.stops,
+            speculate=not self.no_speculation,
+            prefill_chunk=self.prefill_chunk,
+        )
+
+
+@click.command(epilog=_EPILOG)
+@with_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of streaming text.")
+async def generate(
+    model: ModelOptions,
+    workers: ClusterOptions,
+    prefix: PrefixOptions,
+    compression: CompressionOptions,
+    question: PromptOptions,
+    sampling: Annotated[SamplingParams, SamplingFlags()],
+    answering: AnswerOptions,
+    as_json: bool,
+) -> None:
+    """Answer one prompt with a model that is split over worker processes.
+
+    Text streams to stdout, figures go to stderr; --json prints one object with token_ids, text, finish_reason and
+    stats instead. With --draft, DFlash proposes blocks of tokens and the model verifies them: the answer is the same,
+    only sooner.
+    """
+    files = read_model_files(model.model)
+    seeded = sampling.seeded()
+    check_sampling(seeded)
+    sources = question.read(files)
+
+    def show(piece: Piece) -> None:
+        if not as_json:
+            stream(piece.text if files.tokenizer is not None else ids_as_text(piece.token_ids))
+
+    # A single prompt has nobody to leave its state to, unless that goes to disk.
+    keep = len(sources) > 1 or prefix.store.flag is not None
+    async with start_model(files, model.draft, workers, prefix, compression, keep_prefixes=keep) as started:
+        for source in sources:
+            request_id = secrets.token_hex(8)
+            prompt = await source.shorten(started.compressor, request_id, files)
+            request = answering.request(request_id, prompt, seeded, files)
+            answer = await generation.generate(started.cluster, request, files.tokenizer, show, started.cache)
+            if as_json:
+                print(json.dumps(answer.as_json(), ensure_ascii=False), flush=True)
+            else:
+                print()
+                console.print(summary(answer), style="dim", soft_wrap=True, markup=False)
+        if started.cache is not None and started.cache.pending:
+            with console.status("writing prefixes to disk"):
+                await started.cache.close()
 
 
 def _read_text(path: Path) -> str:
@@ -221,17 +196,18 @@ def _read_text(path: Path) -> str:
 
 
 def stream(text: str) -> None:
-    """Stream a piece of the answer."""
+    """Write a piece of the answer to stdout at once."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def ids_as_text(token_ids: tuple[int, ...]) -> str:
+    """Return token ids as text, for a checkpoint without a tokenizer."""
     return "".join(f"{token_id} " for token_id in token_ids)
 
 
 def summary(answer: Answer) -> str:
-    """One line of figures."""
+    """Return what an answer took, as one line."""
     stats = answer.stats
     parts = [
         f"{stats.completion_tokens} tokens ({answer.finish_reason})",

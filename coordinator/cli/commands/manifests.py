@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from coordinator.cli.commands.serve import serve
-from coordinator.cli.running import run
+from coordinator.cli.option_groups import with_options
 from coordinator.config.file_fields import read_fields
 from coordinator.manifests.overlay import overlay, write_overlay
 from coordinator.manifests.pods import ClusterPods
@@ -24,6 +24,7 @@ _EPILOG = """Examples:
 
 
 @click.command(epilog=_EPILOG)
+@with_options
 @click.option(
     "--config",
     required=True,
@@ -45,7 +46,7 @@ _EPILOG = """Examples:
     metavar="DIR",
     help="The objects that every cluster has alike; the overlay refers to them.",
 )
-def manifests(config: Path, out: Path | None, base: Path) -> None:
+async def manifests(config: Path, out: Path | None, base: Path) -> None:
     """Write a Kustomize overlay that runs a cluster file on Kubernetes.
 
     Each worker becomes a StatefulSet with a certificate of its own, the coordinator a Deployment. What the file says of
@@ -53,13 +54,10 @@ def manifests(config: Path, out: Path | None, base: Path) -> None:
     Secrets are mounted.
     """
 
-    async def main() -> None:
-        file = read_serve_file(config, serve.params)
-        directory = out or config.parent
-        write_overlay(directory, overlay(file, directory, base, config.parent))
-        click.echo("\n".join(instructions(file, directory)))
-
-    run(main())
+    file = read_serve_file(config, serve.params)
+    directory = out or config.parent
+    write_overlay(directory, overlay(file, directory, base, config.parent))
+    click.echo("\n".join(instructions(file, directory)))
 
 
 def instructions(file: ServeFile, directory: Path) -> list[str]:

@@ -8,14 +8,16 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
 from rich.console import Console
 
 from coordinator.cli.console import console
-from coordinator.cli.options import PlacementOptions, model_options, placement_options
-from coordinator.cli.running import run
+from coordinator.cli.option_groups import with_options
+from coordinator.cli.options.cluster import ClusterOptions, PlacementOptions
+from coordinator.cli.options.model import ModelOptions
 from coordinator.cluster.placement import AUTO, Plan
 from coordinator.planning.measuring import measure_workers, places_of, workers_at
 from coordinator.planning.memory import Models
@@ -49,8 +51,7 @@ it printed.
 
 
 @click.command(epilog=_EPILOG)
-@model_options(required=True)
-@placement_options
+@with_options
 @click.option("--max-model-len", metavar="N[,N…]",
               help="Tokens of prompt and answer together, for which the caches are shown.  [default: 4096, 32768 and "
               "131072 as far as the model goes, and the model's own]")  # fmt: skip
@@ -63,49 +64,44 @@ it printed.
               help="Choose the layers from such measurements: the same as --target-layer-split auto, and without "
               "--target-devices over all local devices.")  # fmt: skip
 @click.option("--json", "as_object", is_flag=True, help="Print one JSON object instead of tables and bars.")
-def plan(
-    model: Path,
-    draft: Path | None,
+async def plan(
+    model: ModelOptions,
+    workers: ClusterOptions,
     max_model_len: str | None,
     sessions: int,
     measure: bool,
     auto: bool,
     as_object: bool,
-    **placement: str | int | None,
 ) -> None:
     """Show a placement without loading anything: who holds which layers, the memory and traffic that takes, and why.
 
     With --measure also how fast it would decode, and what limits that; with --auto the fastest split that fits.
     """
 
-    async def main() -> None:
-        files = read_model_files(model)
-        if auto:
-            await _choose_automatically(placement)
-        options = PlacementOptions(**placement)  # type: ignore[arg-type]
-        drawn = options.plan(files.num_layers, has_draft=draft is not None)
-        models = options.models(model, draft)
-        lengths = parse_lengths(max_model_len, models.target.max_position)
-        report: Report
-        if not (measure or auto or drawn.auto):
-            local = _local_memory() if any(place.devices == "cpu" for place in places_of(drawn)) else None
-            report = make_report(models, drawn, lengths=lengths, sessions=sessions, local_memory=local)
-        else:
-            workers = await _measured(options, drawn, models, files.directory)
-            load = Load(max(lengths), sessions)
-            chosen = _chosen(models, drawn, workers, load) if auto or drawn.auto else drawn
-            notes = _advice(models, chosen, workers[: len(chosen.stages)], load)
-            report = make_report(models, chosen, lengths=lengths, sessions=sessions, workers=workers, notes=notes)
-        if as_object:
-            print(json.dumps(as_json(report)))
-        else:
-            show(report, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
-
-    run(main())
+    files = read_model_files(model.model)
+    if auto:
+        workers = replace(workers, placement=await _automatic(workers.placement))
+    drawn = workers.plan(files.num_layers, has_draft=model.draft is not None)
+    models = workers.models(model.model, model.draft)
+    lengths = parse_lengths(max_model_len, models.target.max_position)
+    report: Report
+    if not (measure or auto or drawn.auto):
+        local = _local_memory() if any(place.devices == "cpu" for place in places_of(drawn)) else None
+        report = make_report(models, drawn, lengths=lengths, sessions=sessions, local_memory=local)
+    else:
+        speeds = await _measure(workers, drawn, models, files.directory)
+        load = Load(max(lengths), sessions)
+        chosen = _choose(models, drawn, speeds, load) if auto or drawn.auto else drawn
+        notes = _advice(models, chosen, speeds[: len(chosen.stages)], load)
+        report = make_report(models, chosen, lengths=lengths, sessions=sessions, workers=speeds, notes=notes)
+    if as_object:
+        print(json.dumps(as_json(report)))
+    else:
+        show(report, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
 
 
 def parse_lengths(text: str | None, most: int) -> tuple[int, ...]:
-    """Context lengths in rising order. Raises InvalidArgument for what is none, or beyond the model's."""
+    """Return context lengths in tokens, rising. Raises InvalidArgument for what is none, or beyond the model's."""
     if text is None:
         return (*(length for length in USUAL_LENGTHS if length < most), most)
     field = "--max-model-len"
@@ -122,24 +118,25 @@ def parse_lengths(text: str | None, most: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-async def _choose_automatically(placement: dict[str, str | int | None]) -> None:
-    """What --auto stands for, in the words of the shared options. Raises InvalidArgument for a split of one's own."""
-    for option in ("target_layers", "target_layer_split"):
-        given = placement[option]
-        if given is not None and given != AUTO:
-            flag = f"--{option.replace('_', '-')}"
+async def _automatic(placement: PlacementOptions) -> PlacementOptions:
+    """Return the placement that --auto stands for. Raises InvalidArgument where the layers are named too."""
+    for flag, value in (
+        ("--target-layers", placement.target_layers),
+        ("--target-layer-split", placement.target_layer_split),
+    ):
+        if value is not None and value != AUTO:
             raise InvalidArgument(
-                f"--auto chooses the layers and {flag} {given!r} says them: give one of the two, or --measure to see "
+                f"--auto chooses the layers and {flag} {value!r} says them: give one of the two, or --measure to see "
                 "how fast yours is",
                 field="--auto",
             )
-    if placement["target_devices"] is None:
-        placement["target_devices"] = ",".join(await asyncio.to_thread(list_devices))
+    devices = placement.target_devices or ",".join(await asyncio.to_thread(list_devices))
     # One worker holds everything: there is nothing to choose, but still to measure.
-    placement["target_layer_split"] = AUTO if "," in str(placement["target_devices"]) else None
+    return replace(placement, target_devices=devices, target_layer_split=AUTO if "," in devices else None)
 
 
-async def _measured(options: PlacementOptions, drawn: Plan, models: Models, directory: Path) -> tuple[WorkerSpeed, ...]:
+async def _measure(options: ClusterOptions, drawn: Plan, models: Models, directory: Path) -> tuple[WorkerSpeed, ...]:
+    """Return how fast each worker of a plan is, in the plan's order, the draft's last. Local ones run only for this."""
     launch = options.launch()
     peers = Peers(security=launch.security, transport=launch.transport)
     async with contextlib.AsyncExitStack() as stack:
@@ -156,7 +153,8 @@ async def _measured(options: PlacementOptions, drawn: Plan, models: Models, dire
         )
 
 
-def _chosen(models: Models, drawn: Plan, workers: Sequence[WorkerSpeed], load: Load) -> Plan:
+def _choose(models: Models, drawn: Plan, workers: Sequence[WorkerSpeed], load: Load) -> Plan:
+    """Return the fastest split that fits. Raises FailedPrecondition where none does."""
     stages = len(drawn.stages)
     draft_worker = workers[stages] if drawn.draft is not None else None
     try:
@@ -168,6 +166,7 @@ def _chosen(models: Models, drawn: Plan, workers: Sequence[WorkerSpeed], load: L
 
 
 def _advice(models: Models, chosen: Plan, workers: Sequence[WorkerSpeed], load: Load) -> list[str]:
+    """Return what to know beside the figures: fewer workers that would be faster, if there are such."""
     faster = faster_subset(models, chosen, workers, load)
     if faster is None:
         return []
@@ -180,6 +179,6 @@ def _advice(models: Models, chosen: Plan, workers: Sequence[WorkerSpeed], load: 
 
 
 def _local_memory() -> tuple[int, int]:
-    """This host's total and free bytes."""
+    """Return this host's total and free memory in bytes."""
     page = os.sysconf("SC_PAGE_SIZE")
     return os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from pathlib import Path
 
 import click
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from coordinator.cli.http_client import Server, ServerOptions, server_options
-from coordinator.cli.running import EXIT_ERROR, run
+from coordinator.cli.http_client import ClientOptions, Server
+from coordinator.cli.option_groups import with_options
+from coordinator.cli.running import EXIT_ERROR
 from coordinator.status.report import Status
 from coordinator.status.table import picture
 from services.errors import Unavailable
@@ -29,28 +29,18 @@ Exit codes: 0 all is well, 1 no server answers or one of its workers doesn't, 2 
 
 
 @click.command(epilog=_EPILOG)
-@server_options
+@with_options
 @click.option("--watch", is_flag=True, help="Again and again, until Ctrl-C.")
 @click.option("--interval", type=click.FloatRange(0.2), default=1.0, show_default=True, metavar="SECONDS",
               help="With --watch: how long to wait in between.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print what the server says as one JSON object a line.")
-def status(
-    url: str | None,
-    api_key: str | None,
-    ssl_ca_certs: Path | None,
-    ssl_certfile: Path | None,
-    ssl_keyfile: Path | None,
-    watch: bool,
-    interval: float,
-    as_json: bool,
-) -> None:
+async def status(client: ClientOptions, watch: bool, interval: float, as_json: bool) -> None:
     """Show the workers behind a running server: what they hold, how busy they are, what the draft and the cache bring.
 
     Load is the share of the last seconds in which a worker computed. A step's time is that of the last minute's decode
     steps: what of it the worker computed and drafted, what messages between it and the one above took, and how long it
     waited for the others. A worker that doesn't answer is shown as such.
     """
-    options = ServerOptions(url, api_key, ssl_ca_certs, ssl_certfile, ssl_keyfile)
     # Where nobody looks at a terminal, tables are not squeezed to one's width.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
@@ -83,15 +73,12 @@ def status(
                 shown.update(frame(picture(last, console, server.url), trouble), refresh=True)
                 await asyncio.sleep(seconds)
 
-    async def main() -> None:
-        async with options.connect() as server:
-            if watch:
-                await (live(server, interval) if console.is_terminal and not as_json else again(server, interval))
-            said = await show(server)
-            if not said.ready or any(worker.error for worker in said.workers):
-                sys.exit(EXIT_ERROR)
-
-    run(main())
+    async with client.connect() as server:
+        if watch:
+            await (live(server, interval) if console.is_terminal and not as_json else again(server, interval))
+        said = await show(server)
+        if not said.ready or any(worker.error for worker in said.workers):
+            sys.exit(EXIT_ERROR)
 
 
 def frame(shown: RenderableType, trouble: str) -> RenderableType:

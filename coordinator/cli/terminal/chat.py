@@ -25,7 +25,7 @@ from coordinator.cli.console import console as stderr, print_error
 from coordinator.cli.terminal.figures_line import figures_line
 from coordinator.cli.terminal.history import open_history
 from coordinator.cli.terminal.live_text import LiveText
-from coordinator.cli.terminal.speakers import AnswerOptions, Ended, Message, Speaker
+from coordinator.cli.terminal.speakers import AnswerEnd, AnswerSettings, Message, Speaker
 from services.errors import FlashsplitError
 
 _COMMANDS = {
@@ -37,27 +37,31 @@ _COMMANDS = {
 
 
 class Chat:
-    """A conversation with a speaker. history: where questions are remembered, None for nowhere."""
+    """A conversation with a speaker.
 
-    def __init__(self, speaker: Speaker, options: AnswerOptions, system: str | None, history: Path | None) -> None:
-        self._speaker, self._options, self._system, self._history = speaker, options, system, history
+    system: the system message, None without one; history: the file in which questions are remembered, None for nowhere.
+    """
+
+    def __init__(self, speaker: Speaker, settings: AnswerSettings, system: str | None, history: Path | None) -> None:
+        self._speaker, self._settings, self._system, self._history = speaker, settings, system, history
         self._messages: list[Message] = []
         self._console = Console(highlight=False)
 
     async def run(self) -> None:
-        """Until the person leaves. Raises the FlashsplitError behind which there is nobody left to ask."""
-        typed = self._typed() if sys.stdin.isatty() else _piped()
-        async with contextlib.aclosing(typed):
-            async for text in typed:
+        """Talk until the person leaves. Raises the FlashsplitError after which there is nobody left to ask."""
+        questions = self._typed_lines() if sys.stdin.isatty() else _piped_lines()
+        async with contextlib.aclosing(questions):
+            async for text in questions:
                 if text.startswith("/"):
                     if not self._command(text):
                         return
                 elif text:
-                    await self._ask(text)
+                    await self._answer(text)
 
     # --- what is typed
 
-    async def _typed(self) -> AsyncGenerator[str]:
+    async def _typed_lines(self) -> AsyncGenerator[str]:
+        """Yield what a person types, until Ctrl-D."""
         history, trouble = open_history(self._history)
         session: PromptSession[str] = PromptSession(
             history=history,
@@ -66,9 +70,9 @@ class Chat:
             key_bindings=_bindings(),
             enable_history_search=True,
         )
-        self._say(f"{self._speaker.name} ({self._speaker.place}). /help lists commands, Ctrl-C stops an answer.")
+        self._tell(f"{self._speaker.name} ({self._speaker.place}). /help lists commands, Ctrl-C stops an answer.")
         if trouble is not None:
-            self._say(trouble)
+            self._tell(trouble)
         while True:
             try:
                 yield (await session.prompt_async(HTML("<ansicyan><b>› </b></ansicyan>"))).strip()
@@ -79,7 +83,7 @@ class Chat:
                 return
 
     def _command(self, text: str) -> bool:
-        """Whether the chat goes on."""
+        """Run a command that begins with a slash, and return whether the chat goes on."""
         name, _, rest = text.partition(" ")
         rest = rest.strip()
         match name:
@@ -87,30 +91,31 @@ class Chat:
                 return False
             case "/help":
                 for command, meaning in _COMMANDS.items():
-                    self._say(f"{command:14} {meaning}")
-                self._say("Alt-Enter starts a new line, the arrows bring back earlier questions.")
+                    self._tell(f"{command:14} {meaning}")
+                self._tell("Alt-Enter starts a new line, the arrows bring back earlier questions.")
             case "/clear":
                 self._messages.clear()
-                self._say("The conversation is forgotten.")
+                self._tell("The conversation is forgotten.")
             case "/system" if not rest:
-                self._say(self._system or "There is no system message.")
+                self._tell(self._system or "There is no system message.")
             case "/system":
                 self._system = None if rest == "-" else rest
-                self._say("The system message is set." if self._system else "The system message is gone.")
+                self._tell("The system message is set." if self._system else "The system message is gone.")
             case _:
-                self._say(f"{name} is no command; /help lists them.")
+                self._tell(f"{name} is no command; /help lists them.")
         return True
 
-    def _say(self, text: str) -> None:
-        """To the person, not part of the conversation."""
+    def _tell(self, text: str) -> None:
+        """Print a line for the person that is not part of the conversation."""
         stderr.print(text, style="dim", markup=False)
 
     # --- an answer
 
-    async def _ask(self, text: str) -> None:
+    async def _answer(self, text: str) -> None:
+        """Ask, show the answer and remember both. Raises FlashsplitError where nobody is left to ask."""
         self._messages.append({"role": "user", "content": text})
-        said: list[str] = []
-        with _interrupting(asyncio.ensure_future(self._show(said))) as answer:
+        texts: list[str] = []
+        with _interrupting(asyncio.ensure_future(self._show(texts))) as answer:
             try:
                 await answer
             except asyncio.CancelledError:
@@ -118,29 +123,29 @@ class Chat:
                 if current is not None and current.cancelling():
                     answer.cancel()
                     raise
-                self._say("stopped")
+                self._tell("stopped")
             except FlashsplitError as error:
                 if self._speaker.lost or not sys.stdin.isatty():
                     raise
                 print_error(error.message.partition("\n")[0])
         # What came is what the model goes on from; a question without an answer is forgotten.
-        if said:
-            self._messages.append({"role": "assistant", "content": "".join(said)})
+        if texts:
+            self._messages.append({"role": "assistant", "content": "".join(texts)})
         else:
             self._messages.pop()
 
-    async def _show(self, said: list[str]) -> None:
-        """Draw the answer as it comes; what was said is put into the list."""
+    async def _show(self, texts: list[str]) -> None:
+        """Draw the answer as it comes, and append its texts to the list: they stay there when this is cancelled."""
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
-        answer = self._speaker.answer([*system, *self._messages], self._options)
-        ended: Ended | None = None
+        answer = self._speaker.answer([*system, *self._messages], self._settings)
+        end: AnswerEnd | None = None
         async with contextlib.aclosing(answer) as pieces:
             with contextlib.ExitStack() as drawn:
                 reasoning: LiveText | None = None
                 content: LiveText | None = None
                 async for piece in pieces:
-                    if isinstance(piece, Ended):
-                        ended = piece
+                    if isinstance(piece, AnswerEnd):
+                        end = piece
                         continue
                     if piece.reasoning and content is None:
                         reasoning = reasoning or drawn.enter_context(LiveText.plain(self._console, "dim italic"))
@@ -149,15 +154,15 @@ class Chat:
                         if content is None:
                             drawn.close()
                             content = drawn.enter_context(LiveText.markdown(self._console))
-                        said.append(piece.text)
+                        texts.append(piece.text)
                         content.feed(piece.text)
-        if ended is not None and (line := figures_line(ended)):
-            self._say(f"{line}\n" if self._console.is_terminal else line)
+        if end is not None and (line := figures_line(end)):
+            self._tell(f"{line}\n" if self._console.is_terminal else line)
 
 
 @contextlib.contextmanager
 def _interrupting(answer: asyncio.Task[None]) -> Iterator[asyncio.Task[None]]:
-    """Ctrl-C ends the answer alone. Keys that are pressed meanwhile don't show up in it. Where nobody types neither."""
+    """Let Ctrl-C cancel the answer alone, and hide keys that are pressed meanwhile; do nothing where nobody types."""
     if not sys.stdin.isatty():
         yield answer
         return
@@ -173,6 +178,7 @@ def _interrupting(answer: asyncio.Task[None]) -> Iterator[asyncio.Task[None]]:
 
 @contextlib.contextmanager
 def _unseen_keys() -> Iterator[None]:
+    """Keep the terminal from showing keys that are pressed."""
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
     quiet = [*before]
@@ -185,6 +191,7 @@ def _unseen_keys() -> Iterator[None]:
 
 
 def _bindings() -> KeyBindings:
+    """Return the keys beyond the usual ones: Alt-Enter begins a new line."""
     bindings = KeyBindings()
 
     @bindings.add("escape", "enter")
@@ -194,8 +201,8 @@ def _bindings() -> KeyBindings:
     return bindings
 
 
-async def _piped() -> AsyncGenerator[str]:
-    """Lines of what is no terminal, be it a file or a pipe on which nothing comes for long."""
+async def _piped_lines() -> AsyncGenerator[str]:
+    """Yield the lines of an input that is no terminal, be it a file or a pipe that stays silent for long."""
     loop, lines = asyncio.get_running_loop(), asyncio.Queue[str]()
 
     def read() -> None:

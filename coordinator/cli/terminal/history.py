@@ -9,7 +9,7 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 
 
 def history_path() -> Path:
-    """In the user's state directory, as the XDG specification places it."""
+    """Return a file in the user's state directory, as the XDG base directory specification places it."""
     state = os.environ.get("XDG_STATE_HOME", "")
     # Relative paths in it are to be ignored, says the specification.
     root = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
@@ -17,7 +17,10 @@ def history_path() -> Path:
 
 
 def open_history(path: Path | None) -> tuple[History, str | None]:
-    """Questions of this and earlier chats, and why they are not kept, if they cannot be. None: they shall not be."""
+    """Return the questions of earlier chats, and why those of this one cannot be kept, None if they can.
+
+    path: None keeps them in memory alone.
+    """
     if path is None:
         return InMemoryHistory(), None
     try:

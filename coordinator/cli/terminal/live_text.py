@@ -16,13 +16,13 @@ from rich.segment import Segment
 from rich.text import Text
 
 Split = Callable[[str], Sequence[str]]
-"""A text as its blocks, of which the last may still grow."""
+"""Splits a text into its blocks, of which the last may still grow."""
 
 _PARSER = MarkdownIt().enable("table").enable("strikethrough")
 
 
 def markdown_blocks(text: str) -> list[str]:
-    """Paragraphs, lists, tables, code … at the top of a Markdown text, each with the empty lines behind it."""
+    """Return the paragraphs, lists, tables … at the top of a Markdown text, each with the empty lines behind it."""
     starts = sorted({token.map[0] for token in _PARSER.parse(text) if token.level == 0 and token.map is not None})
     lines = text.splitlines(keepends=True)
     bounds = [0, *starts[1:], len(lines)]
@@ -30,7 +30,7 @@ def markdown_blocks(text: str) -> list[str]:
 
 
 class _Heading(Heading):
-    """At the left, where the text begins."""
+    """A heading that stands at the left, where the text begins."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         self.text.justify = "left"
@@ -38,7 +38,7 @@ class _Heading(Heading):
 
 
 class _Markdown(Markdown):
-    """Models end lines where they mean it: they stay lines."""
+    """Markdown whose line ends stay line ends: models mean them."""
 
     elements = {**Markdown.elements, "heading_open": _Heading}
 
@@ -51,21 +51,22 @@ class _Markdown(Markdown):
 
 
 class LiveText:
-    """Use as `with`, then `feed`. Where the console is no terminal, text goes out as it comes."""
+    """Text that grows by `feed` while it is entered as a context. Without a terminal it goes out as it comes."""
 
     def __init__(self, console: Console, draw: Callable[[str], RenderableType], split: Split, gap: str = "") -> None:
-        """gap: what stands between blocks."""
+        """draw: what to print for a block; split: how a text falls into blocks; gap: what stands between them."""
         self._console, self._draw, self._split, self._gap = console, draw, split, gap
         self._tail, self._begun = "", False
         self._live: Live | None = None
 
     @classmethod
     def markdown(cls, console: Console) -> LiveText:
+        """Return a text that is drawn as Markdown."""
         return cls(console, _Markdown, markdown_blocks, gap="\n")
 
     @classmethod
     def plain(cls, console: Console, style: str) -> LiveText:
-        """Lines as they are."""
+        """Return a text whose lines are drawn as they are, in a style of rich."""
         return cls(console, lambda text: Text(text.rstrip("\n"), style=style), lambda text: text.splitlines(True))
 
     def __enter__(self) -> LiveText:
@@ -85,7 +86,7 @@ class LiveText:
         self._keep(self._split(self._tail))
 
     def feed(self, text: str) -> None:
-        """More of it."""
+        """Add to the text, and draw what has changed."""
         if self._live is None:
             self._begun = True
             self._console.file.write(text)
@@ -99,6 +100,7 @@ class LiveText:
         self._live.update(_Fitting(self._draw(self._tail), self._gap if self._begun else ""))
 
     def _keep(self, blocks: Sequence[str]) -> None:
+        """Print blocks that are whole, for good."""
         for block in blocks:
             if block.strip() or not self._gap:
                 self._console.print(self._gap if self._begun else "", end="")
@@ -107,7 +109,7 @@ class LiveText:
 
 
 class _Fitting:
-    """The last lines of something, as many as the terminal has room for."""
+    """The last lines of a drawing, as many as the terminal has room for."""
 
     def __init__(self, inner: RenderableType, gap: str) -> None:
         self._inner, self._gap = inner, gap

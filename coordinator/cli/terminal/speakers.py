@@ -21,7 +21,7 @@ Message = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerOptions:
+class AnswerSettings:
     """How to answer. What sampling and max_tokens don't say is left to who answers. speculate: a draft may be used."""
 
     sampling: SamplingParams = SamplingParams(temperature=0.0)
@@ -29,79 +29,84 @@ class AnswerOptions:
     speculate: bool = True
 
     def body(self, messages: Sequence[Message]) -> dict[str, Any]:
-        """Return the body for /v1/chat/completions."""
-        given: dict[str, Any] = self.sampling.numbers()
+        """Return the request body for `/v1/chat/completions`."""
+        fields: dict[str, Any] = self.sampling.numbers()
         if self.max_tokens is not None:
-            given["max_tokens"] = self.max_tokens
-        # Only where it is wished for: servers of others may not know it.
+            fields["max_tokens"] = self.max_tokens
+        # Only where it is asked for: other servers may not know the field.
         if not self.speculate:
-            given["speculate"] = False
-        return {"messages": list(messages), **given}
+            fields["speculate"] = False
+        return {"messages": list(messages), **fields}
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """A piece of an answer; reasoning is what the model thinks before it speaks."""
+class AnswerPart:
+    """A part of an answer's text; reasoning is what the model thinks before it answers."""
 
     text: str = ""
     reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """The answer is whole. timings: as a reply of /v1/chat/completions has them, as far as they are known."""
+class AnswerEnd:
+    """The end of an answer. timings: as a reply of `/v1/chat/completions` has them, as far as they are known."""
 
     finish_reason: str
     timings: dict[str, Any] = field(default_factory=dict)
 
 
 class Speaker(Protocol):
-    """A model to exchange to."""
+    """A model to talk to. name: the model's; place: where it runs, for people."""
 
     name: str
     place: str
 
-    def answer(self, messages: Sequence[Message], options: AnswerOptions) -> AsyncGenerator[Said | Ended]:
-        """Pieces and at last the end. Closing it stops the answer. Raises FlashsplitError."""
+    def answer(self, messages: Sequence[Message], settings: AnswerSettings) -> AsyncGenerator[AnswerPart | AnswerEnd]:
+        """Yield the parts of an answer and at last its end. Closing the generator stops the answer.
+
+        Raises FlashsplitError.
+        """
 
     @property
     def lost(self) -> bool:
-        """Whether no further question makes sense."""
+        """Whether there is nobody left to ask."""
 
 
 class RemoteSpeaker:
-    """A running server."""
+    """A model behind a running server, reached over HTTP."""
 
     lost = False
-    """One that is gone may come back."""
+    """A server that is gone may come back."""
 
     def __init__(self, server: Server, model: str) -> None:
         self._server, self.name, self.place = server, model, server.url
 
-    async def answer(self, messages: Sequence[Message], options: AnswerOptions) -> AsyncGenerator[Said | Ended]:
+    async def answer(
+        self, messages: Sequence[Message], settings: AnswerSettings
+    ) -> AsyncGenerator[AnswerPart | AnswerEnd]:
         body = {
             "model": self.name,
-            **options.body(messages),
+            **settings.body(messages),
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        began, first, reason, timings, tokens = time.monotonic(), 0.0, "", None, 0
+        started, first, reason, timings, tokens = time.monotonic(), 0.0, "", None, 0
         async with contextlib.aclosing(self._server.chat(body)) as chunks:
             async for chunk in chunks:
                 timings = chunk.get("timings") or timings
                 tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
                 for choice in chunk.get("choices", ()):
                     delta = choice.get("delta", {})
-                    said = Said(delta.get("content") or "", delta.get("reasoning_content") or "")
+                    part = AnswerPart(delta.get("content") or "", delta.get("reasoning_content") or "")
                     reason = choice.get("finish_reason") or reason
-                    if said != Said():
+                    if part != AnswerPart():
                         first = first or time.monotonic()
-                        yield said
-        yield Ended(reason, timings or _measured(tokens, began, first, time.monotonic()))
+                        yield part
+        yield AnswerEnd(reason, timings or _measured_timings(tokens, started, first, time.monotonic()))
 
 
 class LocalSpeaker:
-    """An engine of this process."""
+    """A model behind an engine of this process."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self.name = engine, engine.name
@@ -111,36 +116,42 @@ class LocalSpeaker:
 
     @property
     def lost(self) -> bool:
-        """Without its workers there is nothing left."""
+        """Whether the engine has lost its workers."""
         return not self._engine.ready
 
-    async def answer(self, messages: Sequence[Message], options: AnswerOptions) -> AsyncGenerator[Said | Ended]:
-        body = ChatRequest.model_validate(options.body(messages))
+    async def answer(
+        self, messages: Sequence[Message], settings: AnswerSettings
+    ) -> AsyncGenerator[AnswerPart | AnswerEnd]:
+        body = ChatRequest.model_validate(settings.body(messages))
         exchange = await prepare_exchange(self._engine, body, body.messages, ToolUse([]), max_tokens=body.max_tokens)
         parser = exchange.parser()
         async with contextlib.aclosing(answer_exchange(self._engine, exchange)) as events:
-            async for part in events:
-                if not isinstance(part.content, Answer):
-                    for said in _said(parser.push(part.content.text)):
-                        yield said
+            async for event in events:
+                if not isinstance(event.content, Answer):
+                    for part in _parts(parser.push(event.content.text)):
+                        yield part
                     continue
-                for said in _said(parser.finish()):
-                    yield said
-                yield Ended(part.content.finish_reason, timings_of(part.content))
+                for part in _parts(parser.finish()):
+                    yield part
+                yield AnswerEnd(event.content.finish_reason, timings_of(event.content))
 
 
-def _said(events: Iterable[Event]) -> Iterable[Said]:
+def _parts(events: Iterable[Event]) -> Iterable[AnswerPart]:
+    """Yield the text and the reasoning of what a parser has seen."""
     for event in events:
         match event:
             case ContentDelta():
-                yield Said(event.text)
+                yield AnswerPart(event.text)
             case ReasoningDelta():
-                yield Said(reasoning=event.text)
+                yield AnswerPart(reasoning=event.text)
 
 
-def _measured(tokens: int, began: float, first: float, end: float) -> dict[str, Any]:
-    """What a server of somebody else's doesn't tell, as far as it can be seen from here."""
+def _measured_timings(tokens: int, started: float, first: float, end: float) -> dict[str, Any]:
+    """Return what other servers than flashsplit's don't tell, as far as it can be seen from here.
+
+    started, first and end are readings of the monotonic clock in seconds: of the request, its first and its last token.
+    """
     if not tokens or not first:
         return {}
     rate = (tokens - 1) / (end - first) if end > first and tokens > 1 else None
-    return {"predicted_n": tokens, "predicted_per_second": rate, "prompt_ms": (first - began) * 1e3}
+    return {"predicted_n": tokens, "predicted_per_second": rate, "prompt_ms": (first - started) * 1e3}

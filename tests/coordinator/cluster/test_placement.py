@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
-from coordinator.cli.options import PlacementOptions, PrefixOptions
-from coordinator.cli.store_options import StoreOptions
 from coordinator.cluster import placement
-from coordinator.cluster.cluster import Cluster
-from coordinator.cluster.loading import Checkpoints
 from coordinator.cluster.placement import (
     Plan,
     WorkerPlace,
@@ -159,60 +154,6 @@ def test_auto_leaves_the_layers_open() -> None:
     assert made.auto
     assert bounds([stage.layers for stage in made.stages]) == [0, 4, 8, 12]
     assert not plan(target_devices="cpu,cpu,h:1", layer_split="1,1,1").auto
-
-
-def options(**given: object) -> PlacementOptions:
-    names = ("target_devices", "target_layer_split", "draft_device", "draft_head", "features", "dtype", "threads")
-    return PlacementOptions(**{**dict.fromkeys(names), **given})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("given", "has_draft", "words"),
-    [
-        ({"features": "sum"}, False, ["--features sum", "no effect without --draft"]),
-        ({"draft_head": "projected"}, True, ["--draft-head projected", "no effect", "--draft-device"]),
-        ({"draft_head": "loaded", "target_devices": "h:1", "draft_device": "h:1"}, True, ["--draft-head loaded"]),
-        ({"threads": 2, "target_devices": "h:1,g:1"}, False, ["--threads 2", "no effect", "flashsplit-worker"]),
-        ({"tls_cert": "a.pem", "target_devices": "cpu,unix:/a"}, False, ["--tls-cert a.pem", "no effect", "HOST:PORT"]),
-        ({"tls_server_name": "x"}, False, ["--tls-server-name x", "no effect"]),
-        (
-            {"worker_command": (f"hip={sys.executable}",), "target_devices": "cpu,h:1"},
-            False,
-            ["--worker-command hip=", "no effect", "--target-devices"],
-        ),
-    ],
-)
-def test_options_without_effect_are_refused(given: dict[str, object], has_draft: bool, words: list[str]) -> None:
-    """An option that would change nothing is an error that says what it needs."""
-    with pytest.raises(InvalidArgument) as caught:
-        options(**given).plan(12, has_draft=has_draft)
-
-    assert all(word in caught.value.message for word in words), caught.value.message
-
-
-def test_options_with_effect_are_taken() -> None:
-    """The same options where they change something."""
-    assert options(features="slices").plan(12, has_draft=True).has_draft
-    assert options(draft_head="projected", draft_device="cpu").plan(12, has_draft=True).draft == WorkerPlace(
-        "cpu", None
-    )
-    assert len(options(threads=2, target_devices="h:1,cpu").plan(12, has_draft=False).stages) == 2
-    made = options(threads=2, target_devices="h:1", draft_device="cpu", draft_head="loaded").plan(12, has_draft=True)
-    assert made.draft == WorkerPlace("cpu", None)
-    options(tls_cert="a.pem", target_devices="cpu,h:1").plan(12, has_draft=False)
-    program = (f"hip={sys.executable}",)
-    options(worker_command=program, target_devices="cpu,hip:0").plan(12, has_draft=False)
-    options(worker_command=program, target_devices="cpu", draft_device="hip:0").plan(12, has_draft=True)
-    options(worker_command=program, target_devices="cpu").plan(12, has_draft=False, beside=[WorkerPlace("hip:0", None)])
-
-
-def test_a_budget_needs_local_workers() -> None:
-    """--prefix-cache-bytes is for workers that are started here."""
-    keeping = PrefixOptions(True, "1GiB", StoreOptions(None, None), "4GiB", 512)
-    checkpoints = Checkpoints(Path("model"), None, None)
-    keeping.check(Cluster(plan(target_devices="h:1,cpu"), checkpoints))
-    with pytest.raises(InvalidArgument, match="--prefix-cache-bytes 1GiB has no effect.*flashsplit-worker"):
-        keeping.check(Cluster(plan(target_devices="h:1,g:1"), checkpoints))
 
 
 def test_weights_default_to_equal_shares() -> None:

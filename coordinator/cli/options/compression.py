@@ -1,14 +1,14 @@
-"""Options about making long prompts shorter, for the commands that answer prompts."""
+"""Whether long prompts are made shorter before they are computed, and by what."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import click
 
+from coordinator.cli.option_groups import Flag
 from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.loading import LoadReporter
 from coordinator.cluster.placement import WorkerPlace, parse_place
@@ -22,42 +22,54 @@ from services.messages.inference_types import CompressionMode
 DRAFTER_FLAG = "--prefill-drafter"
 DEFAULTS = CompressionSettings()
 
-_OPTIONS = (
-    click.option("--prefill-drafter", type=click.Path(path_type=Path), metavar="DIR",
-                 help="A small Qwen3, like Qwen3-0.6B, that reads long prompts first and says which parts of them the "
-                 "end asks for; only these are computed. The answer is then that to the shorter prompt."),
-    click.option("--prefill-compression", type=click.Choice([mode.value for mode in CompressionMode]),
-                 help="off, auto (long prompts, where it pays) or always.  [default: auto with --prefill-drafter]"),
-    click.option("--prefill-threshold", type=click.IntRange(1), metavar="N",
-                 help=f"Prompt tokens from which auto compresses.  [default: {DEFAULTS.threshold}]"),
-    click.option("--prefill-keep-ratio", metavar="RATIO",
-                 help="Share of the prompt to keep, or TOKENS:RATIO pairs like 8000:0.3,64000:0.05 with a line between "
-                 "them.  [default: 0.05]"),
-    click.option("--prefill-device", metavar="DEVICE|ADDRESS",
-                 help="Where the drafter runs: a worker of its own.  [default: beside the first stage]"),
-)  # fmt: skip
 
-
-def compression_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--prefill-…"""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompressionOptions:
-    """Those options as given."""
+    """The small model that reads long prompts, where it runs, and how much of them it keeps."""
 
-    prefill_drafter: Path | None
-    prefill_compression: str | None
-    prefill_threshold: int | None
-    prefill_keep_ratio: str | None
-    prefill_device: str | None
+    prefill_drafter: Annotated[
+        Path | None,
+        Flag(
+            "A small Qwen3, like Qwen3-0.6B, that reads long prompts first and says which parts of them the end asks "
+            "for; only these are computed. The answer is then that to the shorter prompt.",
+            metavar="DIR",
+        ),
+    ] = None
+    prefill_compression: Annotated[
+        str | None,
+        Flag(
+            "off, auto (long prompts, where it pays) or always.  [default: auto with --prefill-drafter]",
+            type=click.Choice([mode.value for mode in CompressionMode]),
+        ),
+    ] = None
+    prefill_threshold: Annotated[
+        int | None,
+        Flag(
+            f"Prompt tokens from which auto compresses.  [default: {DEFAULTS.threshold}]",
+            type=click.IntRange(1),
+            metavar="N",
+        ),
+    ] = None
+    prefill_keep_ratio: Annotated[
+        str | None,
+        Flag(
+            "Share of the prompt to keep, or TOKENS:RATIO pairs like 8000:0.3,64000:0.05 with a line between them.  "
+            "[default: 0.05]",
+            metavar="RATIO",
+        ),
+    ] = None
+    prefill_device: Annotated[
+        str | None,
+        Flag(
+            "Where the drafter runs: a worker of its own.  [default: beside the first stage]", metavar="DEVICE|ADDRESS"
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
-        """Raises InvalidArgument for options without effect and values that make no sense, NotFound for a checkpoint
-        without a tokenizer."""
+        """Raise InvalidArgument for options without effect and values that make no sense.
+
+        Raises NotFound for a checkpoint without a tokenizer.
+        """
         others = {
             "--prefill-compression": self.prefill_compression not in (None, "off"),
             "--prefill-threshold": self.prefill_threshold is not None,
@@ -65,8 +77,8 @@ class CompressionOptions:
             "--prefill-device": self.prefill_device is not None,
         }
         if self.prefill_drafter is None:
-            for flag, given in others.items():
-                if given:
+            for flag, is_set in others.items():
+                if is_set:
                     raise InvalidArgument(
                         f"{flag} has no effect without {DRAFTER_FLAG}: name a small Qwen3 checkpoint, or leave it out",
                         field=flag,
@@ -88,6 +100,7 @@ class CompressionOptions:
 
     @property
     def settings(self) -> CompressionSettings:
+        """When prompts are compressed, and how much of them is kept."""
         return CompressionSettings(
             DEFAULTS.mode if self.prefill_compression is None else CompressionMode(self.prefill_compression),
             self.prefill_threshold or DEFAULTS.threshold,
@@ -96,19 +109,20 @@ class CompressionOptions:
 
     @property
     def places(self) -> tuple[WorkerPlace, ...]:
-        """Of its own."""
+        """Where workers run that only read prompts: one place, or none."""
         return () if self.prefill_device is None else (parse_place(self.prefill_device, "--prefill-device"),)
 
     async def open(self, cluster: Cluster, reporter: LoadReporter, dtype: str | None) -> Compressor | None:
-        """A compressor with its drafter loaded, to be closed; None without one.
+        """Return a compressor whose drafter is loaded, which the caller closes; None without a drafter.
 
-        Raises what starting and loading a worker raises.
+        dtype: of the drafter's weights; None for the checkpoint's. Raises what starting and loading a worker raises.
         """
         if self.prefill_drafter is None:
             return None
         directory = self.prefill_drafter.absolute()
         tokenizer = Tokenizer.from_checkpoint(directory)
-        assert tokenizer is not None
+        if tokenizer is None:
+            raise NotFound(f"{DRAFTER_FLAG} {directory} has no tokenizer.json any more", field=DRAFTER_FLAG)
         place = next(iter(self.places), cluster.first_place)
         worker = DrafterWorker(
             place,

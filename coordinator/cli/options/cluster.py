@@ -1,0 +1,354 @@
+"""Who computes what: which workers hold the target and the draft, how they compute, and how they are reached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import click
+
+from coordinator.cli.option_groups import Flag
+from coordinator.cluster.cluster import Cluster
+from coordinator.cluster.loading import Checkpoints, LoadReporter
+from coordinator.cluster.placement import Plan, WorkerPlace, make_plan
+from coordinator.planning.draft_size import read_draft_size
+from coordinator.planning.measuring import SplitChooser
+from coordinator.planning.memory import Models
+from coordinator.planning.model_size import read_model_size
+from coordinator.text.model_files import ModelFiles
+from services.addresses import socket_path
+from services.dtypes import FLOAT8
+from services.errors import InvalidArgument
+from services.messages.description import FeatureTransport, HeadPlace
+from services.net.security import Security, load_security
+from services.processes.launch import Launch, parse_commands, vendor_of
+from services.rpc.payload_transport import PayloadTransport
+
+KV_DTYPES: Mapping[str, str | None] = {"auto": None, "fp8": FLOAT8}
+"""What `--kv-dtype` can be, and what workers are told for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementOptions:
+    """Which worker holds which layers of the target, and where the draft runs."""
+
+    target_devices: Annotated[
+        str | None,
+        Flag(
+            "Who runs the target, in layer order. A comma starts a new worker; + joins devices of one vendor in one "
+            "worker (cuda:0,hip:0+hip:1); an entry may be the address of a running flashsplit-worker (HOST:PORT or "
+            "unix:PATH). cpu may repeat, a GPU may not.  [default: one worker on all GPUs, or the CPU]",
+            metavar="ENTRY[,ENTRY…]",
+        ),
+    ] = None
+    target_layer_split: Annotated[
+        str | None,
+        Flag(
+            "Proportional share of the layers for each entry, like 0.3,0.7; or auto: measure the workers and take what "
+            "decodes fastest with room for a session of 8192 tokens (flashsplit plan --auto shows it first).  "
+            "[default: equal shares]",
+            metavar="WEIGHT[,WEIGHT…]",
+        ),
+    ] = None
+    target_layers: Annotated[
+        str | None,
+        Flag(
+            "The layers of each entry instead of a share, like 0:5,5:35,35:64: each begins where the one before ends.",
+            metavar="FIRST:BEHIND[,FIRST:BEHIND…]",
+        ),
+    ] = None
+    draft_device: Annotated[
+        str | None,
+        Flag(
+            "Put the draft in a worker of its own.  [default: beside the last stage]",
+            metavar="DEVICE|ADDRESS",
+        ),
+    ] = None
+    draft_head: Annotated[
+        str | None,
+        Flag(
+            "With --draft-device: the draft's worker loads the target's lm_head and reads its embedding, or it sends "
+            "hidden rows back to the last stage to be projected (for small cards).  [default: loaded]",
+            type=click.Choice([HeadPlace.LOADED.value, HeadPlace.PROJECTED.value]),
+        ),
+    ] = None
+    features: Annotated[
+        str | None,
+        Flag(
+            "With --draft: captured features travel summed through the draft's fc by each stage, or as plain slices.  "
+            "[default: sum]",
+            type=click.Choice([kind.value for kind in FeatureTransport]),
+        ),
+    ] = None
+
+    @property
+    def head_place(self) -> HeadPlace:
+        """Where the hidden rows of a draft in a worker of its own become tokens."""
+        return HeadPlace(self.draft_head or HeadPlace.LOADED)
+
+    @property
+    def transport(self) -> FeatureTransport:
+        """How captured features travel to the draft."""
+        return FeatureTransport(self.features or FeatureTransport.SUM)
+
+    def plan(self, num_layers: int, *, has_draft: bool) -> Plan:
+        """Return who holds which of so many layers.
+
+        Raises InvalidArgument for options that contradict each other or have no effect.
+        """
+        plan = make_plan(
+            target_devices=self.target_devices,
+            layer_split=self.target_layer_split,
+            target_layers=self.target_layers,
+            draft_device=self.draft_device,
+            num_layers=num_layers,
+            has_draft=has_draft,
+        )
+        if self.features is not None and not has_draft:
+            raise InvalidArgument(
+                f"--features {self.features} has no effect without --draft: name the draft checkpoint, or leave it out",
+                field="--features",
+            )
+        if self.draft_head is not None and plan.draft is None:
+            raise InvalidArgument(
+                f"--draft-head {self.draft_head} has no effect on a draft beside the last stage, which shares that "
+                "stage's lm_head: name another worker in --draft-device, or leave it out",
+                field="--draft-head",
+            )
+        return plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeOptions:
+    """In which number formats all workers compute, and whether a row's bits depend on its batch."""
+
+    dtype: Annotated[
+        str | None,
+        Flag(
+            "Element type of weights and activations.  [default: the checkpoint's]",
+            type=click.Choice(["float32", "bfloat16", "float16"]),
+        ),
+    ] = None
+    kv_dtype: Annotated[
+        str | None,
+        Flag(
+            "Element type of the target's attention keys and values: that of the weights (auto), or 8-bit floats (fp8: "
+            "float8_e4m3fn), which take half of the memory of 16 bits for each token of all sessions and kept "
+            "prefixes. For long contexts and many sessions; answers differ slightly from those of auto. Works on CPUs, "
+            "and on NVIDIA's GPUs from compute capability 8.9 on.  [default: auto]",
+            type=click.Choice(list(KV_DTYPES)),
+        ),
+    ] = None
+    exact: Annotated[
+        bool,
+        Flag(
+            "Compute plain and speculated answers to the same bits in plain torch too, by slower steps: on CPUs in 16 "
+            "bits near-ties may flip otherwise. Where flashsplit's kernels run a GPU's steps that holds anyway, and "
+            "nothing changes."
+        ),
+    ] = False
+
+    @property
+    def workers_kv_dtype(self) -> str | None:
+        """The element type of keys and values as workers are told it; None for that of the weights."""
+        return KV_DTYPES[self.kv_dtype or "auto"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions:
+    """How workers of this host are started, and how all of them are given large payloads."""
+
+    threads: Annotated[
+        int | None,
+        Flag("CPU threads of each local worker.  [default: the cores shared out]", type=click.IntRange(1), metavar="N"),
+    ] = None
+    cuda_graphs: Annotated[
+        bool | None,
+        Flag(
+            "Local workers with a GPU launch a step as one captured graph, or its kernels one by one.  "
+            "[default: graphs]",
+            "--cuda-graphs/--no-cuda-graphs",
+        ),
+    ] = None
+    payload_transport: Annotated[
+        str | None,
+        Flag(
+            "How large payloads (prompts' activations, snapshots) reach workers: within the stream, through memory "
+            "shared with them, or auto: shared on this host.  [default: auto]",
+            type=click.Choice([kind.value for kind in PayloadTransport]),
+        ),
+    ] = None
+    worker_command: Annotated[
+        tuple[str, ...],
+        Flag(
+            "Start this program for workers on cpu, cuda:N or hip:N, from another environment with that vendor's "
+            "torch: hip=/opt/rocm-env/bin/flashsplit-worker. May be given for each vendor.  [default: the worker "
+            "beside this program]",
+            metavar="VENDOR=PROGRAM",
+        ),
+    ] = ()
+    wait_for_workers: Annotated[
+        float,
+        Flag(
+            "How long to go on calling a worker that runs elsewhere and doesn't answer yet, at the start.",
+            type=click.FloatRange(0),
+            metavar="SECONDS",
+        ),
+    ] = 0.0
+
+    def check(self, places: Iterable[WorkerPlace], beside: Iterable[WorkerPlace]) -> None:
+        """Raise InvalidArgument for an option without effect on the workers at these places.
+
+        places: where the target and the draft run; beside: where further workers will be started with the same program.
+        """
+        devices = [place.devices for place in places]
+        local = {vendor_of(names) for names in (*devices, *(place.devices for place in beside)) if names is not None}
+        for vendor in parse_commands(self.worker_command):
+            if vendor not in local:
+                raise InvalidArgument(
+                    f"--worker-command {vendor}=… has no effect: no worker is started on {vendor}; name such a device "
+                    "in --target-devices or --draft-device, or leave it out",
+                    field="--worker-command",
+                )
+        if self.threads is not None and all(names is None for names in devices):
+            raise InvalidArgument(
+                f"--threads {self.threads} has no effect on workers that run already: give it to flashsplit-worker, or "
+                "leave it out",
+                field="--threads",
+            )
+        if self.cuda_graphs is not None and all(names in (None, "cpu") for names in devices):
+            flag = "--cuda-graphs" if self.cuda_graphs else "--no-cuda-graphs"
+            raise InvalidArgument(
+                f"{flag} has no effect without a GPU in a worker that is started here: name one in --target-devices, "
+                "give it to flashsplit-worker, or leave it out",
+                field=flag,
+            )
+
+    def launch(self, security: Security, prefix_cache_bytes: int | None) -> Launch:
+        """Return how local workers are started. Raises InvalidArgument for a program that cannot be run."""
+        return Launch(
+            threads=self.threads,
+            prefix_cache_bytes=prefix_cache_bytes,
+            cuda_graphs=self.cuda_graphs,
+            security=security,
+            transport=PayloadTransport(self.payload_transport or PayloadTransport.AUTO),
+            commands=parse_commands(self.worker_command),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecurityOptions:
+    """How this process proves to workers who it is, and knows them."""
+
+    tls_cert: Annotated[
+        str | None,
+        Flag("This host's PEM certificate, for workers over TCP; see flashsplit certs.", metavar="FILE"),
+    ] = None
+    tls_key: Annotated[str | None, Flag("The certificate's key.", metavar="FILE")] = None
+    tls_ca: Annotated[str | None, Flag("Who must have signed the workers' certificates.", metavar="FILE")] = None
+    tls_server_name: Annotated[
+        str | None,
+        Flag("Expect this name in the workers' certificates.  [default: the host dialled]", metavar="NAME"),
+    ] = None
+    cluster_token_file: Annotated[
+        str | None,
+        Flag(
+            "The secret that the workers ask for.  [default: what FLASHSPLIT_CLUSTER_TOKEN holds, if set]",
+            metavar="FILE",
+        ),
+    ] = None
+
+    def check(self, addresses: Iterable[str]) -> None:
+        """Raise InvalidArgument for certificates where no worker at these addresses is reached over TCP."""
+        if any(socket_path(address) is None for address in addresses):
+            return
+        for name in ("tls_cert", "tls_key", "tls_ca", "tls_server_name"):
+            if (value := getattr(self, name)) is not None:
+                flag = f"--{name.replace('_', '-')}"
+                raise InvalidArgument(
+                    f"{flag} {value} has no effect: no worker is reached over TCP, and a Unix socket is private to its "
+                    "user; name a worker's HOST:PORT, or leave it out",
+                    field=flag,
+                )
+
+    def load(self) -> Security:
+        """Return what to call the workers with. Raises InvalidArgument for files that cannot be used."""
+        return load_security(
+            tls_cert=self.tls_cert,
+            tls_key=self.tls_key,
+            tls_ca=self.tls_ca,
+            tls_server_name=self.tls_server_name,
+            cluster_token_file=self.cluster_token_file,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterOptions:
+    """All that makes a cluster of workers for a model."""
+
+    placement: PlacementOptions = PlacementOptions()
+    compute: ComputeOptions = ComputeOptions()
+    workers: WorkerOptions = WorkerOptions()
+    security: SecurityOptions = SecurityOptions()
+
+    def plan(self, num_layers: int, *, has_draft: bool, beside: Sequence[WorkerPlace] = ()) -> Plan:
+        """Return who holds which of so many layers. beside: where further workers will be started as these are.
+
+        Raises InvalidArgument for options that contradict each other or have no effect.
+        """
+        plan = self.placement.plan(num_layers, has_draft=has_draft)
+        places = [*(stage.place for stage in plan.stages), *([plan.draft] if plan.draft is not None else [])]
+        self.workers.check(places, beside)
+        self.security.check(place.address for place in (*places, *beside) if place.address is not None)
+        return plan
+
+    def cluster(
+        self,
+        files: ModelFiles,
+        draft: Path | None,
+        reporter: LoadReporter,
+        *,
+        prefix_cache_bytes: int | None = None,
+        beside: Sequence[WorkerPlace] = (),
+    ) -> Cluster:
+        """Return a cluster for a target and its draft; it is not started yet.
+
+        prefix_cache_bytes: memory for kept prefixes in each local worker; None for the worker's own default.
+        beside: where further workers will be started as these are. Raises what `plan` and `launch` raise.
+        """
+        plan = self.plan(files.num_layers, has_draft=draft is not None, beside=beside)
+        checkpoints = Checkpoints(
+            model=files.directory.absolute(),
+            draft=None if draft is None else draft.absolute(),
+            dtype=self.compute.dtype,
+            kv_dtype=self.compute.workers_kv_dtype,
+            head_place=self.placement.head_place,
+            transport=self.placement.transport,
+        )
+        choose_split = None
+        if plan.auto:
+            choose_split = SplitChooser(self.models(files.directory, draft), str(checkpoints.model))
+        return Cluster(
+            plan,
+            checkpoints,
+            launch=self.launch(prefix_cache_bytes),
+            wait_s=self.workers.wait_for_workers,
+            reporter=reporter,
+            choose_split=choose_split,
+            exact=self.compute.exact,
+        )
+
+    def models(self, model: Path, draft: Path | None) -> Models:
+        """Return the sizes of what is placed, from the checkpoints' headers.
+
+        Raises what `read_model_size` and `read_draft_size` raise.
+        """
+        target = read_model_size(model, self.compute.dtype, self.compute.workers_kv_dtype)
+        draft_size = None if draft is None else read_draft_size(draft, target, self.compute.dtype)
+        return Models(target, draft_size, self.placement.head_place, self.placement.transport)
+
+    def launch(self, prefix_cache_bytes: int | None = None) -> Launch:
+        """Return how local workers are started. Raises what `SecurityOptions.load` and `WorkerOptions.launch` raise."""
+        return self.workers.launch(self.security.load(), prefix_cache_bytes)

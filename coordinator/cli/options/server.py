@@ -1,0 +1,95 @@
+"""What a server offers to clients: where it listens, whom it lets in, under which names and how many at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import click
+
+from coordinator.api.api_keys import ApiKeys, read_keys
+from coordinator.cli.option_groups import Flag
+from services.addresses import is_loopback
+from services.errors import InvalidArgument
+from services.net.client_tls import ClientTls, load_client_tls
+
+_PORT = click.IntRange(0, 65535)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenOptions:
+    """Where HTTP and gRPC listen."""
+
+    host: Annotated[str, Flag("Where HTTP listens.")] = "127.0.0.1"
+    port: Annotated[int, Flag("0 takes a free one.", type=_PORT)] = 8000
+    grpc: Annotated[bool, Flag("Listen for gRPC clients too.", "--grpc/--no-grpc")] = True
+    grpc_port: Annotated[int, Flag("Where, on the same host. 0 takes a free one.", type=_PORT)] = 50051
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccessOptions:
+    """Which clients are let in, and how the server proves to them who it is."""
+
+    api_keys: Annotated[
+        tuple[str, ...],
+        Flag("Clients must send it; may be given several times. Better in a file.", "--api-key", metavar="KEY"),
+    ] = ()
+    api_key_file: Annotated[Path | None, Flag("The same, one key a line.", metavar="FILE")] = None
+    ssl_certfile: Annotated[Path | None, Flag("PEM certificate that clients see, HTTP and gRPC.", metavar="FILE")] = (
+        None
+    )
+    ssl_keyfile: Annotated[Path | None, Flag("Its key.", metavar="FILE")] = None
+    ssl_ca_certs: Annotated[Path | None, Flag("Who must have signed clients' own certificates.", metavar="FILE")] = None
+    insecure: Annotated[bool, Flag("Listen beyond this host without TLS or without an API key.")] = False
+
+    def load(self, host: str) -> tuple[ApiKeys, ClientTls | None]:
+        """Return the keys and the certificates, None without any. host: where the server will listen.
+
+        Raises InvalidArgument for files that cannot be used, and for a host that others reach without TLS or without a
+        key, unless that is accepted by --insecure.
+        """
+        keys = ApiKeys(read_keys(self.api_keys, self.api_key_file))
+        tls = load_client_tls(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
+        if self.insecure or (keys and tls is not None) or is_loopback(f"[{host}]:0" if ":" in host else f"{host}:0"):
+            return keys, tls
+        missing = [] if tls is not None else ["a certificate with --ssl-certfile and --ssl-keyfile"]
+        missing += [] if keys else ["API keys with --api-key-file"]
+        raise InvalidArgument(
+            f"--host {host} can be reached from other hosts: give {' and '.join(missing)}, listen on 127.0.0.1, or "
+            "accept that with --insecure",
+            field="--host",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceOptions:
+    """Under which names the model is served, to how many requests at once, and how serving ends."""
+
+    names: Annotated[
+        tuple[str, ...],
+        Flag(
+            "What clients call the model; further ones are aliases.  [default: the directory]",
+            "--served-model-name",
+            metavar="NAME",
+        ),
+    ] = ()
+    max_model_len: Annotated[
+        int | None,
+        Flag(
+            "Most tokens of prompt and answer together.  [default: the model's context]",
+            type=click.IntRange(2),
+            metavar="N",
+        ),
+    ] = None
+    max_concurrent_requests: Annotated[
+        int, Flag("Requests that run at once; more of them wait.", type=click.IntRange(1), metavar="N")
+    ] = 16
+    max_waiting_requests: Annotated[
+        int, Flag("Requests that wait; more of them are told to come again (429).", type=click.IntRange(0), metavar="N")
+    ] = 64
+    metrics_compat: Annotated[str | None, Flag("Metrics under these names too.", type=click.Choice(["vllm"]))] = None
+    drain_timeout: Annotated[
+        float,
+        Flag("How long running answers may take to finish after SIGTERM.", type=click.FloatRange(0), metavar="SECONDS"),
+    ] = 60.0
