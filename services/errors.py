@@ -48,6 +48,10 @@ class FlashsplitError(Exception):
         self.reason = reason or self.code.name
         self.where = {key: str(value) for key, value in where.items() if value is not None}
 
+    def __str__(self) -> str:
+        # The message may have been put into words since, with the name of the part that failed before it.
+        return self.message
+
     @property
     def code_name(self) -> str:
         """Name of the gRPC status code, e.g. "UNAVAILABLE"."""

@@ -2,72 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import pytest
 
 from coordinator.cluster.agreement import check_same_model
 from coordinator.cluster.loading import Checkpoints, Loader, LoadReporter
 from coordinator.cluster.placement import StagePlan, WorkerPlace
-from services.errors import FailedPrecondition
+from services.errors import FailedPrecondition, Unavailable
 from services.layers import LayerRange
 from services.messages.description import WorkerDescription
 from services.rpc.peers import Peers
-from services.rpc.worker import LoadProgress, LoadTarget, Part
+from services.rpc.worker import LoadTarget
+from tests.coordinator.cluster.conftest import Hosts
+from tests.coordinator.cluster.toy_worker import ToyHost
 from tests.services.fakes import WORKER
 
 FLOAT8 = "float8_e4m3fn"
 
 
-class Told:
-    """A worker, and the peers that lead to it. heeds: whether it knows that there is a choice."""
-
-    def __init__(self, *, heeds: bool) -> None:
-        self._heeds = heeds
-        self.parts: list[Part] = []
-
-    async def worker(self, address: str) -> Told:
-        return self
-
-    async def describe(self) -> WorkerDescription:
-        return WORKER
-
-    async def load(self, part: Part, on_progress: Callable[[LoadProgress], None]) -> WorkerDescription:
-        self.parts.append(part)
-        assert isinstance(part, LoadTarget)
-        assert WORKER.target is not None
-        return replace(WORKER, target=replace(WORKER.target, kv_dtype=part.kv_dtype if self._heeds else None))
-
-
-async def load(told: Told, kv_dtype: str | None) -> WorkerDescription:
+async def load(host: ToyHost, kv_dtype: str | None) -> WorkerDescription:
+    peers = Peers()
     checkpoints = Checkpoints(Path("/models/t"), None, "bfloat16", kv_dtype=kv_dtype)
-    loader = Loader(cast(Peers, told), checkpoints, LoadReporter())
-    return await loader.stage(0, StagePlan(WorkerPlace(None, "a:1"), LayerRange(0, 3)), "a:1")
+    try:
+        plan = StagePlan(WorkerPlace(None, host.address), LayerRange(0, 3))
+        return await Loader(peers, checkpoints, LoadReporter()).stage(0, plan, host.address)
+    finally:
+        await peers.close()
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FLOAT8])
-async def test_the_wish_reaches_the_worker(kv_dtype: str | None) -> None:
-    told = Told(heeds=True)
-
-    loaded = await load(told, kv_dtype)
-
-    assert told.parts == [LoadTarget("/models/t", LayerRange(0, 3), "bfloat16", None, kv_dtype)]
+async def test_the_type_of_keys_and_values_reaches_the_worker(hosts: Hosts, kv_dtype: str | None) -> None:
+    """What was asked for is loaded, and stands in the worker's description."""
+    [host] = await hosts(1)
+    loaded = await load(host, kv_dtype)
+    assert host.worker.loaded == [LoadTarget("/models/t", LayerRange(0, 3), "bfloat16", None, kv_dtype)]
     assert loaded.target is not None
     assert loaded.target.kv_dtype == kv_dtype
 
 
-async def test_a_worker_that_passes_over_it_is_refused() -> None:
-    """One of an older release, which keeps them as ever: named, with what it keeps and its release."""
+async def test_a_worker_that_ignores_the_type_is_refused(hosts: Hosts) -> None:
+    """One of an older release keeps keys and values as ever: it is named, with what it keeps and its release."""
+    [host] = await hosts(1)
+    host.worker.knows_kv_dtype = False
     with pytest.raises(FailedPrecondition) as caught:
-        await load(Told(heeds=False), FLOAT8)
-
+        await load(host, FLOAT8)
     assert f"keeps keys and values in bfloat16, not in {FLOAT8}" in caught.value.message
     assert WORKER.flashsplit_version in caught.value.message
     assert caught.value.where["field"] == "kv_dtype"
-    await load(Told(heeds=False), None)
+    await load(host, None)
+
+
+async def test_a_worker_that_does_not_answer_is_named(hosts: Hosts) -> None:
+    """Stage and address stand in the error of the call."""
+    [host] = await hosts(1)
+    host.worker.fault = Unavailable("draining")
+    with pytest.raises(Unavailable, match=rf"^stage 0 .*{host.address}.*: draining$"):
+        await load(host, None)
 
 
 def test_stages_of_two_types_do_not_go_together() -> None:

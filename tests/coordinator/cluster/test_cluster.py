@@ -1,0 +1,425 @@
+"""A cluster of workers without weights: started, called, lost, brought back and closed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from coordinator.cluster.cluster import EXACT_ROWS, ChooseSplit, Cluster, SnapshotPlace
+from coordinator.cluster.loading import Checkpoints, LoadReporter
+from coordinator.cluster.placement import Plan, StagePlan, make_plan
+from services.errors import (
+    FailedPrecondition,
+    FlashsplitError,
+    InternalError,
+    InvalidArgument,
+    ResourceExhausted,
+    Unavailable,
+)
+from services.layers import LayerRange
+from services.messages.description import HeadPlace, Role
+from services.messages.sampling import SamplingParams
+from services.messages.snapshots import SnapshotOwner
+from services.messages.steps import DraftRoute, Hop
+from services.processes.launch import Launch
+from services.processes.worker_process import WorkerFailed
+from services.rpc.peers import Peers
+from services.rpc.stage import StageSession
+from services.rpc.worker import LoadDraft, LoadTarget
+from tests.coordinator.cluster.conftest import Hosts
+from tests.coordinator.cluster.toy_worker import DYING, EXCEPTION_LINE, LAUNCH, LAYERS, ToyHost
+from tests.services.fakes import WORKER, until
+
+MODEL, DRAFT = Path("/models/target"), Path("/models/draft")
+
+
+def cluster_of(
+    devices: str,
+    *,
+    draft: bool = False,
+    draft_device: str | None = None,
+    split: str | None = None,
+    dtype: str | None = None,
+    launch: Launch = LAUNCH,
+    wait_s: float = 0.0,
+    reporter: LoadReporter | None = None,
+    choose_split: ChooseSplit | None = None,
+    exact: bool = False,
+) -> Cluster:
+    plan = make_plan(
+        target_devices=devices, layer_split=split, draft_device=draft_device, num_layers=LAYERS, has_draft=draft
+    )
+    checkpoints = Checkpoints(MODEL, DRAFT if draft else None, dtype)
+    return Cluster(
+        plan, checkpoints, launch=launch, wait_s=wait_s, reporter=reporter, choose_split=choose_split, exact=exact
+    )
+
+
+def at(hosts: Sequence[ToyHost]) -> str:
+    return ",".join(host.address for host in hosts)
+
+
+async def open_session(cluster: Cluster, *, speculate: bool, block_rows: int = 1) -> StageSession:
+    return await cluster.open(
+        request_id="r1",
+        max_length=100,
+        max_rows=64,
+        block_rows=block_rows,
+        prompt_length=10,
+        sampling=SamplingParams(),
+        stop_token_ids=frozenset(),
+        speculate=speculate,
+    )
+
+
+async def watching(cluster: Cluster) -> asyncio.Task[FlashsplitError]:
+    """Wait for a loss in a task that has begun to watch the connections."""
+    lost = asyncio.ensure_future(cluster.lost())
+    done, _ = await asyncio.wait([lost], timeout=0.05)
+    assert not done
+    return lost
+
+
+def alive(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+# --- starting
+
+
+async def test_every_worker_loads_its_part(hosts: Hosts) -> None:
+    """Each stage loads its own layers, and the draft's own worker the draft; the cluster tells what they hold."""
+    first, second, drafter = await hosts(3)
+    async with cluster_of(at([first, second]), draft=True, draft_device=drafter.address) as cluster:
+        [stage] = first.worker.loaded
+        assert isinstance(stage, LoadTarget)
+        assert (stage.model_path, stage.layers) == (str(MODEL), LayerRange(0, 6))
+        assert stage.capture is not None
+        [stage] = second.worker.loaded
+        assert isinstance(stage, LoadTarget)
+        assert stage.layers == LayerRange(6, 12)
+        [draft] = drafter.worker.loaded
+        assert isinstance(draft, LoadDraft)
+        assert (draft.draft_path, draft.head_place) == (str(DRAFT), HeadPlace.LOADED)
+        assert cluster.addresses == (first.address, second.address)
+        assert cluster.draft_address == drafter.address
+        assert [worker.target and worker.target.layers for worker in cluster.workers] == [
+            LayerRange(0, 6), LayerRange(6, 12),
+        ]  # fmt: skip
+        assert cluster.draft == WORKER.draft
+        assert cluster.alive
+        assert not cluster.starts_workers
+
+
+async def test_a_draft_beside_the_last_stage_shares_its_head(hosts: Hosts) -> None:
+    """Without a device of its own the draft is loaded by the worker of the last stage, behind the stage."""
+    first, last = await hosts(2)
+    async with cluster_of(at([first, last]), draft=True) as cluster:
+        assert [type(part) for part in first.worker.loaded] == [LoadTarget]
+        _, draft = last.worker.loaded
+        assert isinstance(draft, LoadDraft)
+        assert draft.head_place is HeadPlace.SHARED
+        assert cluster.draft_address is None
+        assert cluster.draft is not None
+
+
+async def test_progress_is_told_by_worker(hosts: Hosts) -> None:
+    """Whoever reports loading hears of every worker's bytes under the worker's name."""
+    heard: set[tuple[str, int, int]] = set()
+
+    class Reporter(LoadReporter):
+        def progress(self, worker: str, loaded_bytes: int, total_bytes: int) -> None:
+            heard.add((worker, loaded_bytes, total_bytes))
+
+    async with cluster_of(at(await hosts(2)), draft=True, reporter=Reporter()):
+        device = WORKER.device
+        names = [f"stage 0 ({device})", f"stage 1 ({device})", f"draft ({device})"]
+        assert heard == {(name, size, 4) for name in names for size in (1, 4)}
+
+
+async def test_a_worker_that_cannot_load_is_named(hosts: Hosts) -> None:
+    """The worker's own error comes up with the stage, its host, device and address before it."""
+    first, second = await hosts(2)
+    second.worker.fault = InvalidArgument("layers.7.k has another shape", field="layers.7.k")
+    with pytest.raises(InvalidArgument) as caught:
+        await cluster_of(at([first, second])).__aenter__()
+    for word in ("stage 1", WORKER.host, second.address, "layers.7.k has another shape"):
+        assert word in caught.value.message
+    assert caught.value.where["field"] == "layers.7.k"
+
+
+async def test_a_draft_that_cannot_be_loaded_is_named(hosts: Hosts) -> None:
+    """As with stages, the part stands before the worker's own error."""
+    [stage] = await hosts(1)
+    [drafter] = await hosts(1, Role.DRAFT)
+    drafter.worker.fault = InvalidArgument("no such file")
+    with pytest.raises(InvalidArgument, match=rf"^draft \(.*{drafter.address}\): no such file"):
+        await cluster_of(stage.address, draft=True, draft_device=drafter.address).__aenter__()
+
+
+async def test_a_worker_without_the_role_is_refused(hosts: Hosts) -> None:
+    """A worker that only drafts cannot hold a stage, and the sentence says how to start it."""
+    [drafter] = await hosts(1, Role.DRAFT)
+    with pytest.raises(FailedPrecondition, match=r"stage 0 .* start that worker with --roles target"):
+        await cluster_of(drafter.address).__aenter__()
+    assert drafter.worker.loaded == []
+
+
+async def test_workers_of_two_models_are_refused(hosts: Hosts) -> None:
+    """Stages of different checkpoints are never joined: both are named."""
+    first, second = await hosts(2)
+    second.worker.fingerprint = "c0de"
+    with pytest.raises(FailedPrecondition, match=r"stage 1 .*c0de, stage 0 .*f00d") as caught:
+        await cluster_of(at([first, second])).__aenter__()
+    assert caught.value.reason == "FINGERPRINT_MISMATCH"
+
+
+async def test_a_worker_that_is_not_up_yet_is_waited_for(hosts: Hosts) -> None:
+    """One that runs elsewhere is called again until it answers, for as long as the cluster may wait."""
+    [host] = await hosts(1)
+    await host.stop()
+    starting = asyncio.ensure_future(cluster_of(host.address, wait_s=30.0).__aenter__())
+    done, _ = await asyncio.wait([starting], timeout=0.1)
+    assert not done
+    await host.start()
+    cluster = await asyncio.wait_for(starting, 30)
+    assert cluster.alive
+    await cluster.close()
+
+
+async def test_the_split_is_chosen_once_the_workers_run(hosts: Hosts) -> None:
+    """With `auto` the layers are asked for with all addresses, and loaded as answered; a restore asks no more."""
+    first, second = await hosts(2)
+    calls: list[tuple[str, ...]] = []
+
+    async def choose(plan: Plan, addresses: Sequence[str], peers: Peers) -> Plan:
+        calls.append(tuple(addresses))
+        ranges = LayerRange(0, 2), LayerRange(2, 12)
+        stages = tuple(StagePlan(stage.place, layers) for stage, layers in zip(plan.stages, ranges, strict=True))
+        return replace(plan, stages=stages, auto=False)
+
+    async with cluster_of(at([first, second]), split="auto", choose_split=choose) as cluster:
+        assert [worker.target and worker.target.layers for worker in cluster.workers] == [
+            LayerRange(0, 2), LayerRange(2, 12),
+        ]  # fmt: skip
+        await cluster.restore()
+    assert calls == [(first.address, second.address)]
+
+
+# --- sessions and snapshots
+
+
+async def test_a_session_runs_over_the_whole_chain(hosts: Hosts) -> None:
+    """The first stage hears of its own layers, of the rest of the route and of the draft's worker."""
+    first, second, drafter = await hosts(3)
+    async with cluster_of(at([first, second]), draft=True, draft_device=drafter.address) as cluster:
+        session = await open_session(cluster, speculate=True)
+        request = first.stage.session.request
+        assert (request.stage, request.layers) == (0, LayerRange(0, 6))
+        assert request.route == (Hop(second.address, LayerRange(6, 12)),)
+        assert request.draft == DraftRoute(drafter.address)
+        assert request.fingerprint == first.worker.fingerprint
+        assert request.batch_invariant_rows is None
+        await session.close()
+        session = await open_session(cluster, speculate=False)
+        assert first.stage.session.request.draft is None
+        await session.close()
+
+
+@pytest.mark.parametrize(("draft", "block_rows", "rows"), [(False, 1, EXACT_ROWS), (True, 1, EXACT_ROWS),
+                                                           (False, EXACT_ROWS + 8, EXACT_ROWS + 8)])  # fmt: skip
+async def test_exact_sessions_compute_as_many_rows_with_a_draft_as_without(
+    hosts: Hosts, draft: bool, block_rows: int, rows: int
+) -> None:
+    """So a row's bits are the same whether a draft is there or not; only larger blocks take more."""
+    assert WORKER.draft is not None
+    assert WORKER.draft.block_size <= EXACT_ROWS
+    [host] = await hosts(1)
+    async with cluster_of(host.address, draft=draft, exact=True) as cluster:
+        session = await open_session(cluster, speculate=draft, block_rows=block_rows)
+        assert host.stage.session.request.batch_invariant_rows == rows
+        await session.close()
+
+
+async def test_who_keeps_which_part_of_a_prefix(hosts: Hosts) -> None:
+    """The stages in order, then the draft wherever it is; without it where only the target's state counts."""
+    first, second, drafter = await hosts(3)
+    stages = (
+        SnapshotPlace(first.address, SnapshotOwner.STAGE, LayerRange(0, 6), "f00d"),
+        SnapshotPlace(second.address, SnapshotOwner.STAGE, LayerRange(6, 12), "f00d"),
+    )
+    assert WORKER.draft is not None
+    for draft_device, address in ((drafter.address, drafter.address), (None, second.address)):
+        async with cluster_of(at([first, second]), draft=True, draft_device=draft_device) as cluster:
+            assert cluster.snapshot_places(with_draft=False) == stages
+            draft = SnapshotPlace(address, SnapshotOwner.DRAFT, None, WORKER.draft.fingerprint)
+            assert cluster.snapshot_places(with_draft=True) == (*stages, draft)
+    async with cluster_of(at([first, second])) as cluster:
+        assert cluster.snapshot_places(with_draft=True) == stages
+
+
+# --- lost workers that run elsewhere
+
+
+async def test_a_lost_stage_and_its_return(hosts: Hosts) -> None:
+    """The cluster is not alive until the worker is there again and has loaded its part anew; the others keep theirs."""
+    first, second = await hosts(2)
+    async with cluster_of(at([first, second])) as cluster:
+        lost = await watching(cluster)
+        await second.stop()
+        error = await asyncio.wait_for(lost, 10)
+        assert second.address in error.message
+        assert not cluster.alive
+        assert cluster.trouble is error
+        second.worker.fault = ResourceExhausted("no room")
+        await second.start()
+        with pytest.raises(ResourceExhausted, match="stage 1 .*no room"):
+            await cluster.restore()
+        assert not cluster.alive
+        second.worker.fault = None
+        await cluster.restore()
+        assert cluster.alive
+        assert cluster.trouble is None
+        [stage] = second.worker.loaded
+        assert isinstance(stage, LoadTarget)
+        assert stage.layers == LayerRange(6, 12)
+
+
+async def test_a_lost_draft_worker_and_its_return(hosts: Hosts) -> None:
+    """Without the draft the cluster goes on: new sessions don't speculate until the draft's worker is back."""
+    stage, drafter = await hosts(2)
+    async with cluster_of(stage.address, draft=True, draft_device=drafter.address, exact=True) as cluster:
+        lost = await watching(cluster)
+        await drafter.stop()
+        assert drafter.address in (await asyncio.wait_for(lost, 10)).message
+        assert cluster.alive
+        assert cluster.draft is None
+        assert cluster.snapshot_places(with_draft=True) == cluster.snapshot_places(with_draft=False)
+        session = await open_session(cluster, speculate=True)
+        assert stage.stage.session.request.draft is None
+        await session.close()
+        await drafter.start()
+        await cluster.restore()
+        assert cluster.draft == WORKER.draft
+
+
+async def test_waiting_for_a_loss_can_be_given_up(hosts: Hosts) -> None:
+    """Who stops waiting leaves the cluster as it is."""
+    async with cluster_of(at(await hosts(2))) as cluster:
+        lost = await watching(cluster)
+        lost.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await lost
+        assert cluster.alive
+
+
+# --- local workers
+
+
+async def test_local_workers_live_as_long_as_the_cluster() -> None:
+    """They are started with their roles, and ended by closing, which may be called twice."""
+    cluster = cluster_of("cpu,cpu", draft=True, draft_device="cpu")
+    async with cluster:
+        assert cluster.starts_workers
+        assert [worker.roles for worker in cluster.workers] == [(Role.TARGET,), (Role.TARGET,)]
+        assert cluster.draft_worker is not None
+        assert cluster.draft_worker.roles == (Role.DRAFT,)
+        process_ids = [worker.process_id for worker in (*cluster.workers, cluster.draft_worker)]
+        assert len(set(process_ids)) == 3
+        assert all(map(alive, process_ids))
+    await cluster.close()
+    assert not any(map(alive, process_ids))
+
+
+async def test_a_killed_local_worker_and_its_return() -> None:
+    """Its death is the error, and stays known until another process has its part."""
+    async with cluster_of("cpu,cpu") as cluster:
+        first, second = (worker.process_id for worker in cluster.workers)
+        assert cluster.death(1) is None
+        lost = await watching(cluster)
+        os.kill(second, signal.SIGKILL)
+        error = await asyncio.wait_for(lost, 10)
+        assert isinstance(error, WorkerFailed)
+        assert error.reason == "WORKER_DIED"
+        assert all(word in error.message for word in ("stage 1", str(second), "SIGKILL")), error.message
+        assert not cluster.alive
+        death = cluster.death(1)
+        assert death is not None
+        assert "SIGKILL" in death
+        assert cluster.death(0) is None
+        await cluster.restore()
+        assert cluster.alive
+        assert cluster.death(1) is None
+        assert cluster.workers[0].process_id == first
+        assert cluster.workers[1].process_id not in (first, second)
+
+
+async def test_a_broken_link_is_explained_by_the_death_behind_it() -> None:
+    """What a request sees as a broken connection is told as the death of the worker, the place of the error kept."""
+    async with cluster_of("cpu") as cluster:
+        os.kill(cluster.workers[0].process_id, signal.SIGKILL)
+        error = await cluster.explain(Unavailable("the stream broke", stage=0))
+        assert isinstance(error, WorkerFailed)
+        assert "SIGKILL" in error.message
+        assert error.where["stage"] == "0"
+
+
+@pytest.mark.parametrize(
+    "error", [InvalidArgument("too long"), Unavailable("draining"), InternalError("internal error")]
+)
+async def test_other_errors_stay_what_they_are(error: FlashsplitError) -> None:
+    """While all workers live, there is nothing to explain."""
+    async with cluster_of("cpu") as cluster:
+        before = error.message
+        assert await cluster.explain(error) is error
+        assert error.message == before
+
+
+async def test_a_worker_that_dies_while_it_loads() -> None:
+    """The start fails at once with its death, its last log lines beside it, and leaves no process behind."""
+    cluster = cluster_of("cpu,cpu", dtype=DYING)
+    with pytest.raises(WorkerFailed, match=r"stage [01]: .*exited with code 3") as caught:
+        await asyncio.wait_for(cluster.__aenter__(), 20)
+    assert EXCEPTION_LINE in caught.value.log_lines
+    assert EXCEPTION_LINE not in caught.value.message
+
+
+async def test_a_worker_that_does_not_start() -> None:
+    """The error names the stage, and the workers that did start are ended."""
+    launch = replace(LAUNCH, commands={**LAUNCH.commands, "cuda": ("sh", "-c", "echo no such GPU; exit 4")})
+    with pytest.raises(WorkerFailed, match=r"^stage 1: the worker for cuda:0 .*exited with code 4$") as caught:
+        await cluster_of("cpu,cuda:0", launch=launch).__aenter__()
+    assert caught.value.log_lines == ("no such GPU",)
+
+
+async def test_an_unexpected_exception_of_a_worker_is_told(tmp_path: Path) -> None:
+    """An internal error says nothing of its cause; the worker's log does."""
+    words = " ".join(f"'{word}'" for word in LAUNCH.commands["cpu"])
+    launch = replace(LAUNCH, commands={"cpu": ("sh", "-c", f"echo '{EXCEPTION_LINE}'; exec {words} \"$@\"", "sh")})
+    async with cluster_of("cpu", launch=launch) as cluster:
+        error = await cluster.explain(InternalError("internal error"))
+        assert error.message == "internal error (worker for cpu: RuntimeError: no room)"
+
+
+async def test_leaving_while_workers_start(tmp_path: Path) -> None:
+    """A start that is cancelled ends the processes that it began."""
+    started = tmp_path / "started"
+    script = f"echo $$ > {started}.new; mv {started}.new {started}; exec sleep 600"
+    starting = asyncio.ensure_future(
+        cluster_of("cpu", launch=Launch(commands={"cpu": ("sh", "-c", script)})).__aenter__()
+    )
+    await until(started.exists, 10)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not alive(int(started.read_text()))
