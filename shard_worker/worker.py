@@ -20,6 +20,7 @@ import torch
 
 from services.errors import FailedPrecondition, Unimplemented
 from services.messages.description import Role, WorkerDescription
+from services.messages.loading import LoadPart, LoadProgress
 from services.messages.measure import DeviceSpeed, MeasureRequest
 from services.messages.snapshots import SnapshotOwner
 from services.messages.steps import Location
@@ -30,7 +31,7 @@ from services.rpc.payload_transport import PayloadTransport
 from services.rpc.peers import Peers
 from services.rpc.shared_memory import SharedMemoryServicer
 from services.rpc.snapshots import SnapshotServicer
-from services.rpc.worker import LoadProgress, Part, WorkerServicer
+from services.rpc.worker import WorkerServicer
 from services.same_host.link import SharedLinks
 from shard_worker.device.devices import Device, describe
 from shard_worker.device.executor import DeviceThread
@@ -131,7 +132,7 @@ class Worker:
             **loaded,
         )
 
-    async def load(self, part: Part) -> AsyncIterator[LoadProgress | WorkerDescription]:
+    async def load(self, part: LoadPart) -> AsyncIterator[LoadProgress | WorkerDescription]:
         role = self.roles.get(part.role)
         if role is None:
             raise Unimplemented(
@@ -182,7 +183,7 @@ class Worker:
         await self._peers.close()
         self._thread.shutdown()
 
-    async def _run_load(self, role: WorkerRole[Any], part: Part) -> AsyncIterator[LoadProgress]:
+    async def _run_load(self, role: WorkerRole[Any], part: LoadPart) -> AsyncIterator[LoadProgress]:
         loop = asyncio.get_running_loop()
         latest = LoadProgress(0, 0)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from coordinator.cluster.placement import StagePlan
 from services.errors import FailedPrecondition, FlashsplitError
 from services.messages.description import FeatureTransport, HeadPlace, Role, WorkerDescription
+from services.messages.loading import FeatureCapture, LoadDraft, LoadProgress, LoadTarget
 from services.rpc.peers import Peers
-from services.rpc.worker import FeatureCapture, LoadDraft, LoadProgress, LoadTarget
 
 
 @dataclass(frozen=True, slots=True)

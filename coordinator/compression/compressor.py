@@ -18,9 +18,9 @@ from coordinator.compression.drafter_worker import DrafterWorker
 from coordinator.compression.settings import CompressionSettings
 from coordinator.text.tokenizer import Tokenizer
 from services.errors import FlashsplitError
+from services.messages.compression import MAX_TOKENS
 from services.messages.inference_types import CompressionMode
 from services.processes.worker_process import failure_fields
-from services.rpc.compress import MAX_TOKENS
 
 REMEMBERED = 64
 """Prompts whose choice is kept: the same prompt asked again is not read again."""

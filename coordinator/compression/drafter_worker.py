@@ -14,12 +14,12 @@ import structlog
 
 from coordinator.cluster.placement import WorkerPlace
 from services.errors import FailedPrecondition, Unavailable
+from services.messages.compression import Compressed, CompressRequest
 from services.messages.description import DrafterDescription, Role, WorkerDescription
+from services.messages.loading import LoadDrafter, LoadProgress
 from services.processes.launch import DEFAULT_LAUNCH, Launch
 from services.processes.worker_process import WorkerFailed, WorkerProcess
-from services.rpc.compress import Compressed, CompressRequest
 from services.rpc.peers import Peers
-from services.rpc.worker import LoadDrafter, LoadProgress
 
 log = structlog.get_logger()
 

@@ -1,6 +1,7 @@
-"""Between the dataclasses of `steps` and the messages of `stage.proto`.
+"""A session's frames: the one translation between the dataclasses of `steps` and the messages of `stage.proto`.
 
-Remote values are checked here as far as this is possible without knowing the model.
+Whichever way a message comes, `frames.FrameReader` reads it by the tables at the end of this file. Remote values are
+checked here as far as this is possible without knowing the model.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from services.addresses import parse_address
 from services.errors import InvalidArgument
 from services.messages import output_frames
 from services.messages.description import range_from_message, range_to_message
+from services.messages.frames import AnnouncedTensors, FrameKind, FrameKinds, TensorLimits
 from services.messages.sampling import check_sampling, sampling_from_message, sampling_to_message
 from services.messages.snapshots import check_id
 from services.messages.steps import (
@@ -22,10 +24,12 @@ from services.messages.steps import (
     FailureReason,
     FeatureSlice,
     Forward,
+    ForwardWithoutFeatures,
     Hop,
     Location,
     OpenSession,
     Proposal,
+    SessionRequest,
     SnapshotPart,
     SnapshotRestore,
     SnapshotRestored,
@@ -33,10 +37,11 @@ from services.messages.steps import (
     SnapshotSaved,
     StageIdentity,
     StageTiming,
+    StepFeatures,
     StepKind,
 )
-from services.messages.tensors import IncomingTensor, OutgoingTensors, WireTensor, incomplete
-from services.same_host.link import NO_LINKS, PayloadReader, PayloadSender
+from services.messages.tensors import OutgoingTensors, WireTensor
+from services.same_host.link import PayloadSender
 from services.telemetry.trace_context import Trace, parse_traceparent
 
 MAX_STAGES = 1024
@@ -148,48 +153,61 @@ def trace_from_message(message: stage_pb2.Open | draft_pb2.DraftOpen) -> Trace |
     return trace
 
 
-# --- forward
+# --- what goes down the chain
 
 
-def forward_to_messages(
-    forward: Forward, sender: PayloadSender | None = None, *, features: bool = True
-) -> Iterator[pb.RunStageRequest]:
-    """The frame, and the chunks of its tensors; large ones through the sender's shared memory. features: or else they
-    follow by `features_to_messages`."""
-    request, tensors = pb.RunStageRequest(), OutgoingTensors(sender)
-    if forward.activation is None:
-        _fill(request.forward_from_tokens, forward)
-    else:
-        message = request.forward_from_activation
-        _fill(message, forward)
-        tensors.put(forward.activation, message.activation)
-        message.features_follow = not features
-        for piece in forward.features if features else ():
-            slice_to_message(piece, message.features.add(), tensors)
-    yield request
+def request_to_messages(request: SessionRequest, sender: PayloadSender | None = None) -> Iterator[pb.RunStageRequest]:
+    """Return the frame's message, and behind it the chunks of its tensors.
+
+    sender: puts large tensors into memory that the other side shares.
+    """
+    message, tensors = pb.RunStageRequest(), OutgoingTensors(sender)
+    match request:
+        case Forward(activation=None):
+            _fill_step(request, message.forward_from_tokens)
+        case Forward():
+            _fill_step_with_activation(request, message.forward_from_activation, tensors)
+            _fill_features(request.features, message.forward_from_activation, tensors)
+        case ForwardWithoutFeatures(forward):
+            _fill_step_with_activation(forward, message.forward_from_activation, tensors)
+            message.forward_from_activation.features_follow = True
+        case StepFeatures():
+            message.step_features.step = request.step
+            _fill_features(request.features, message.step_features, tensors)
+        case SnapshotSave():
+            message.snapshot_save.CopyFrom(save_to_message(request))
+        case SnapshotRestore():
+            message.snapshot_restore.CopyFrom(restore_to_message(request))
+    yield message
     for chunk in tensors.chunks():
         yield pb.RunStageRequest(chunk=chunk)
 
 
-def features_to_messages(forward: Forward, sender: PayloadSender | None = None) -> Iterator[pb.RunStageRequest]:
-    """Of a step that was sent without them; otherwise as `forward_to_messages`."""
-    request, tensors = pb.RunStageRequest(), OutgoingTensors(sender)
-    request.step_features.step = forward.step
-    for piece in forward.features:
-        slice_to_message(piece, request.step_features.features.add(), tensors)
-    yield request
-    for chunk in tensors.chunks():
-        yield pb.RunStageRequest(chunk=chunk)
-
-
-def _fill(message: stage_pb2.ForwardFromTokens | stage_pb2.ForwardFromActivation, forward: Forward) -> None:
+def _fill_step(forward: Forward, message: stage_pb2.ForwardFromTokens | stage_pb2.ForwardFromActivation) -> None:
     message.step, message.base_position = forward.step, forward.base_position
     message.token_ids.extend(forward.token_ids)
     message.kind, message.propose_tokens = _KIND_NUMBERS[forward.kind], forward.propose_tokens
     message.more = forward.more
 
 
-def from_tokens(message: stage_pb2.ForwardFromTokens) -> Forward:
+def _fill_step_with_activation(
+    forward: Forward, message: stage_pb2.ForwardFromActivation, tensors: OutgoingTensors
+) -> None:
+    assert forward.activation is not None
+    _fill_step(forward, message)
+    tensors.put(forward.activation, message.activation)
+
+
+def _fill_features(
+    features: Sequence[FeatureSlice],
+    message: stage_pb2.ForwardFromActivation | stage_pb2.StepFeatures,
+    tensors: OutgoingTensors,
+) -> None:
+    for piece in features:
+        slice_to_message(piece, message.features.add(), tensors)
+
+
+def _forward_from_tokens(message: stage_pb2.ForwardFromTokens) -> Forward:
     return Forward(
         step=message.step,
         base_position=message.base_position,
@@ -200,49 +218,55 @@ def from_tokens(message: stage_pb2.ForwardFromTokens) -> Forward:
     )
 
 
-def incoming_tensors(
-    message: stage_pb2.ForwardFromActivation, max_bytes: int, max_slices: int, links: PayloadReader = NO_LINKS
-) -> list[IncomingTensor]:
-    """The frame's tensors in field order, announced sizes checked."""
-    features = incoming_features(message, max_bytes, max_slices, links)
-    return [incomplete(message.activation, "activation", max_bytes, links), *features]
+def _forward_from_activation(
+    message: stage_pb2.ForwardFromActivation, activation: WireTensor, *features: WireTensor
+) -> Forward:
+    return Forward(
+        step=message.step,
+        base_position=message.base_position,
+        token_ids=tuple(message.token_ids),
+        kind=_kind(message.kind),
+        propose_tokens=message.propose_tokens,
+        activation=activation,
+        features=_slices_from_message(message, features),
+        more=message.more,
+    )
 
 
-def incoming_features(
-    message: stage_pb2.ForwardFromActivation | stage_pb2.StepFeatures,
-    max_bytes: int,
-    max_slices: int,
-    links: PayloadReader = NO_LINKS,
-) -> list[IncomingTensor]:
-    """As `incoming_tensors`, but for the activation."""
-    if len(message.features) > max_slices:
+def _lane_forward_from_activation(
+    message: stage_pb2.ForwardFromActivation, activation: WireTensor, *features: WireTensor
+) -> Forward | ForwardWithoutFeatures:
+    forward = _forward_from_activation(message, activation, *features)
+    return ForwardWithoutFeatures(forward) if message.features_follow else forward
+
+
+def _step_features_from_message(message: stage_pb2.StepFeatures, *features: WireTensor) -> StepFeatures:
+    return StepFeatures(message.step, _slices_from_message(message, features))
+
+
+def _step_tensors(message: stage_pb2.ForwardFromActivation, limits: TensorLimits) -> AnnouncedTensors:
+    return [("activation", message.activation), *_feature_tensors(message, limits)]
+
+
+def _feature_tensors(
+    message: stage_pb2.ForwardFromActivation | stage_pb2.StepFeatures, limits: TensorLimits
+) -> AnnouncedTensors:
+    if len(message.features) > limits.max_feature_slices:
         raise InvalidArgument(
-            f"the frame has {len(message.features)} feature slices, at most {max_slices} are expected",
+            f"the frame has {len(message.features)} feature slices, at most {limits.max_feature_slices} are expected",
             field="features",
         )
-    return [incomplete(piece.features, "features", max_bytes, links) for piece in message.features]
+    return [("features", piece.features) for piece in message.features]
 
 
-def from_activation(message: stage_pb2.ForwardFromActivation, tensors: list[WireTensor]) -> Forward:
-    return Forward(
-        step=message.step,
-        base_position=message.base_position,
-        token_ids=tuple(message.token_ids),
-        kind=_kind(message.kind),
-        propose_tokens=message.propose_tokens,
-        activation=tensors[0],
-        features=slices_from_messages(message, tensors[1:]),
-        more=message.more,
-    )
-
-
-def slices_from_messages(
+def _slices_from_message(
     message: stage_pb2.ForwardFromActivation | stage_pb2.StepFeatures, tensors: Sequence[WireTensor]
 ) -> tuple[FeatureSlice, ...]:
     return tuple(slice_from_message(piece, tensor) for piece, tensor in zip(message.features, tensors, strict=True))
 
 
 def slice_to_message(piece: FeatureSlice, message: stage_pb2.FeatureSlice, tensors: OutgoingTensors) -> None:
+    """Fill the message; the slice's tensor goes the way of the frame's tensors."""
     message.start_position = piece.start_position
     if piece.capture_index is not None:
         message.capture_index = piece.capture_index
@@ -250,6 +274,7 @@ def slice_to_message(piece: FeatureSlice, message: stage_pb2.FeatureSlice, tenso
 
 
 def slice_from_message(message: stage_pb2.FeatureSlice, tensor: WireTensor) -> FeatureSlice:
+    """Return the slice with its tensor, which was read apart from the message."""
     return FeatureSlice(
         start_position=message.start_position,
         features=tensor,
@@ -264,10 +289,12 @@ def _kind(number: int) -> StepKind:
     return _KINDS[number]
 
 
-# --- answers
+# --- what comes back
 
 
-def opened(stages: tuple[StageIdentity, ...], *, lane: bool = False, step_lane: bool = False) -> stage_pb2.Opened:
+def opened_to_message(
+    stages: tuple[StageIdentity, ...], *, lane: bool = False, step_lane: bool = False
+) -> stage_pb2.Opened:
     """lane: whether frames from now on go through the caller's lane; step_lane: and steps through the other one."""
     return stage_pb2.Opened(
         lane=lane,
@@ -280,7 +307,7 @@ def opened(stages: tuple[StageIdentity, ...], *, lane: bool = False, step_lane: 
 
 
 def opened_from_message(message: stage_pb2.Opened) -> tuple[StageIdentity, ...]:
-    """Raises InvalidArgument when no stage presents itself."""
+    """Return the stages from the one that answers on. Raises InvalidArgument when none presents itself."""
     if not message.stages:
         raise InvalidArgument("opened names no stage", field="opened.stages")
     return tuple(
@@ -290,73 +317,83 @@ def opened_from_message(message: stage_pb2.Opened) -> tuple[StageIdentity, ...]:
 
 
 def event_to_message(event: Event) -> pb.RunStageResponse:
-    if isinstance(event, Commit):
-        commit = stage_pb2.Commit(step=event.step, length=event.length, token_ids=event.token_ids, more=event.more)
-        commit.followed = event.followed
-        for timing in event.timings:
-            commit.timings.add(
-                forward_ns=timing.forward_ns, elapsed_ns=timing.elapsed_ns, passed_bytes=timing.passed_bytes
+    """Return the answer's message."""
+    match event:
+        case Commit():
+            return pb.RunStageResponse(commit=_commit_to_message(event))
+        case Proposal():
+            return pb.RunStageResponse(
+                proposal=stage_pb2.Proposal(
+                    step=event.step, token_ids=event.token_ids, elapsed_ns=event.elapsed_ns, followed=event.followed
+                )
             )
-        for logprobs in event.logprobs:
-            output_frames.logprobs_to_message(logprobs, commit.logprobs.add())
-        return pb.RunStageResponse(commit=commit)
-    if isinstance(event, Proposal):
-        proposal = stage_pb2.Proposal(step=event.step, token_ids=event.token_ids, elapsed_ns=event.elapsed_ns)
-        proposal.followed = event.followed
-        return pb.RunStageResponse(proposal=proposal)
-    if isinstance(event, SnapshotSaved):
-        return pb.RunStageResponse(snapshot_saved=saved_to_message(event))
-    if isinstance(event, SnapshotRestored):
-        return pb.RunStageResponse(snapshot_restored=restored_to_message(event))
-    failure = failure_pb2.Failure(
-        reason=_REASON_NUMBERS[event.reason],
-        message=event.message,
-        location=location_to_message(event.location),
-        code=event.code,
+        case SnapshotSaved():
+            return pb.RunStageResponse(snapshot_saved=_saved_to_message(event))
+        case SnapshotRestored():
+            return pb.RunStageResponse(snapshot_restored=_restored_to_message(event))
+        case Failure():
+            return pb.RunStageResponse(failure=_failure_to_message(event))
+
+
+def _commit_to_message(commit: Commit) -> stage_pb2.Commit:
+    message = stage_pb2.Commit(
+        step=commit.step,
+        length=commit.length,
+        token_ids=commit.token_ids,
+        more=commit.more,
+        followed=commit.followed,
     )
-    return pb.RunStageResponse(failure=failure)
+    for timing in commit.timings:
+        message.timings.add(
+            forward_ns=timing.forward_ns, elapsed_ns=timing.elapsed_ns, passed_bytes=timing.passed_bytes
+        )
+    for logprobs in commit.logprobs:
+        output_frames.logprobs_to_message(logprobs, message.logprobs.add())
+    return message
 
 
-def event_from_message(message: pb.RunStageResponse) -> Event:
-    """Raises InvalidArgument for a frame that this version doesn't know and for log-probabilities that are none."""
-    match message.WhichOneof("frame"):
-        case "commit":
-            commit = message.commit
-            timings = tuple(
-                StageTiming(timing.forward_ns, timing.elapsed_ns, timing.passed_bytes) for timing in commit.timings
-            )
-            logprobs = output_frames.logprobs_of_tokens(commit)
-            return Commit(
-                commit.step, commit.length, tuple(commit.token_ids), timings, logprobs, commit.more, commit.followed
-            )
-        case "proposal":
-            proposal = message.proposal
-            return Proposal(proposal.step, tuple(proposal.token_ids), proposal.elapsed_ns, proposal.followed)
-        case "snapshot_saved":
-            return saved_from_message(message.snapshot_saved)
-        case "snapshot_restored":
-            return restored_from_message(message.snapshot_restored)
-        case "failure":
-            failure = message.failure
-            return Failure(
-                reason=_REASONS.get(failure.reason, FailureReason.STAGE_FAILED),
-                message=failure.message,
-                location=location_from_message(failure.location),
-                code=failure.code,
-            )
-        case other:
-            raise InvalidArgument(f"answer {other} is not expected here", field="frame")
+def _commit_from_message(message: stage_pb2.Commit) -> Commit:
+    timings = tuple(
+        StageTiming(timing.forward_ns, timing.elapsed_ns, timing.passed_bytes) for timing in message.timings
+    )
+    logprobs = output_frames.logprobs_of_tokens(message)
+    token_ids = tuple(message.token_ids)
+    return Commit(message.step, message.length, token_ids, timings, logprobs, message.more, message.followed)
 
 
-# --- snapshots
+def _proposal_from_message(message: stage_pb2.Proposal) -> Proposal:
+    return Proposal(message.step, tuple(message.token_ids), message.elapsed_ns, message.followed)
+
+
+def _failure_to_message(failure: Failure) -> failure_pb2.Failure:
+    return failure_pb2.Failure(
+        reason=_REASON_NUMBERS[failure.reason],
+        message=failure.message,
+        location=location_to_message(failure.location),
+        code=failure.code,
+    )
+
+
+def _failure_from_message(message: failure_pb2.Failure) -> Failure:
+    # After a reason of a later version nothing is known of the session, so that it is over.
+    return Failure(
+        reason=_REASONS.get(message.reason, FailureReason.STAGE_FAILED),
+        message=message.message,
+        location=location_from_message(message.location),
+        code=message.code,
+    )
+
+
+# --- snapshots, of a session with stages and of one with a draft
 
 
 def save_to_message(save: SnapshotSave) -> snapshot_pb2.SnapshotSave:
+    """Return the request's message."""
     return snapshot_pb2.SnapshotSave(snapshot_id=save.snapshot_id, length=save.length, parent_id=save.parent_id)
 
 
 def save_from_message(message: snapshot_pb2.SnapshotSave) -> SnapshotSave:
-    """Raises InvalidArgument for names that are none."""
+    """Return the request. Raises InvalidArgument for names that are none."""
     return SnapshotSave(
         snapshot_id=check_id(message.snapshot_id),
         length=message.length,
@@ -365,13 +402,14 @@ def save_from_message(message: snapshot_pb2.SnapshotSave) -> SnapshotSave:
 
 
 def restore_to_message(restore: SnapshotRestore) -> snapshot_pb2.SnapshotRestore:
+    """Return the request's message."""
     return snapshot_pb2.SnapshotRestore(
         snapshot_id=restore.snapshot_id, length=restore.length, token_ids=restore.token_ids
     )
 
 
 def restore_from_message(message: snapshot_pb2.SnapshotRestore) -> SnapshotRestore:
-    """Raises InvalidArgument for a name that is none and for tokens that are not `length` many."""
+    """Return the request. Raises InvalidArgument for a name that is none and for tokens that are not `length` many."""
     if len(message.token_ids) != message.length:
         raise InvalidArgument(
             f"token_ids has {len(message.token_ids)} tokens where length is {message.length}", field="token_ids"
@@ -380,6 +418,7 @@ def restore_from_message(message: snapshot_pb2.SnapshotRestore) -> SnapshotResto
 
 
 def part_to_message(part: SnapshotPart) -> snapshot_pb2.SnapshotPart:
+    """Return the message of what one worker did."""
     return snapshot_pb2.SnapshotPart(
         location=location_to_message(part.location),
         size_bytes=part.size_bytes,
@@ -390,6 +429,7 @@ def part_to_message(part: SnapshotPart) -> snapshot_pb2.SnapshotPart:
 
 
 def part_from_message(message: snapshot_pb2.SnapshotPart) -> SnapshotPart:
+    """Return what one worker did."""
     return SnapshotPart(
         location=location_from_message(message.location),
         size_bytes=message.size_bytes,
@@ -399,30 +439,29 @@ def part_from_message(message: snapshot_pb2.SnapshotPart) -> SnapshotPart:
     )
 
 
-def saved_to_message(saved: SnapshotSaved) -> snapshot_pb2.SnapshotSaved:
+def _saved_to_message(saved: SnapshotSaved) -> snapshot_pb2.SnapshotSaved:
     parts = [part_to_message(part) for part in saved.parts]
     return snapshot_pb2.SnapshotSaved(snapshot_id=saved.snapshot_id, length=saved.length, parts=parts)
 
 
-def saved_from_message(message: snapshot_pb2.SnapshotSaved) -> SnapshotSaved:
-    parts = tuple(part_from_message(part) for part in message.parts)
-    return SnapshotSaved(message.snapshot_id, message.length, parts)
+def _saved_from_message(message: snapshot_pb2.SnapshotSaved) -> SnapshotSaved:
+    return SnapshotSaved(message.snapshot_id, message.length, tuple(map(part_from_message, message.parts)))
 
 
-def restored_to_message(restored: SnapshotRestored) -> snapshot_pb2.SnapshotRestored:
+def _restored_to_message(restored: SnapshotRestored) -> snapshot_pb2.SnapshotRestored:
     parts = [part_to_message(part) for part in restored.parts]
     return snapshot_pb2.SnapshotRestored(snapshot_id=restored.snapshot_id, length=restored.length, parts=parts)
 
 
-def restored_from_message(message: snapshot_pb2.SnapshotRestored) -> SnapshotRestored:
-    parts = tuple(part_from_message(part) for part in message.parts)
-    return SnapshotRestored(message.snapshot_id, message.length, parts)
+def _restored_from_message(message: snapshot_pb2.SnapshotRestored) -> SnapshotRestored:
+    return SnapshotRestored(message.snapshot_id, message.length, tuple(map(part_from_message, message.parts)))
 
 
 # --- places
 
 
 def location_to_message(location: Location) -> failure_pb2.Location:
+    """Return the worker's place as a message."""
     return failure_pb2.Location(
         stage=location.stage,
         host=location.host,
@@ -432,9 +471,37 @@ def location_to_message(location: Location) -> failure_pb2.Location:
 
 
 def location_from_message(message: failure_pb2.Location) -> Location:
+    """Return the worker's place."""
     return Location(
         stage=message.stage if message.HasField("stage") else None,
         host=message.host,
         device=message.device,
         address=message.address,
     )
+
+
+# --- which frames come which way
+
+STREAM_FRAMES: FrameKinds[Forward | SnapshotSave | SnapshotRestore] = {
+    "forward_from_tokens": FrameKind(_forward_from_tokens),
+    "forward_from_activation": FrameKind(_forward_from_activation, _step_tensors),
+    "snapshot_save": FrameKind(save_from_message),
+    "snapshot_restore": FrameKind(restore_from_message),
+}
+"""What a stage's caller sends behind `open`, through gRPC or a frame socket."""
+
+LANE_FRAMES: FrameKinds[Forward | ForwardWithoutFeatures | StepFeatures] = {
+    "forward_from_tokens": FrameKind(_forward_from_tokens),
+    "forward_from_activation": FrameKind(_lane_forward_from_activation, _step_tensors),
+    "step_features": FrameKind(_step_features_from_message, _feature_tensors),
+}
+"""What goes through a step socket, in either direction."""
+
+EVENT_FRAMES: FrameKinds[Event] = {
+    "commit": FrameKind(_commit_from_message),
+    "proposal": FrameKind(_proposal_from_message),
+    "snapshot_saved": FrameKind(_saved_from_message),
+    "snapshot_restored": FrameKind(_restored_from_message),
+    "failure": FrameKind(_failure_from_message),
+}
+"""What a stage answers behind `opened`."""

@@ -80,6 +80,14 @@ class SnapshotTrailer:
     tensor_sha256: tuple[bytes, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class SnapshotImported:
+    """What an import left: the bytes kept, 0 when the name was kept already, and the snapshots given up for them."""
+
+    stored_bytes: int
+    evicted_ids: tuple[str, ...] = ()
+
+
 SnapshotFrame = SnapshotHeader | SnapshotChunk | SnapshotTrailer
 
 

@@ -125,6 +125,24 @@ class Forward:
 
 
 @dataclass(frozen=True, slots=True)
+class ForwardWithoutFeatures:
+    """A step whose features follow it in StepFeatures, so that the next device need not wait for them.
+
+    Only step lanes carry it.
+    """
+
+    forward: Forward
+
+
+@dataclass(frozen=True, slots=True)
+class StepFeatures:
+    """The features of the step that was just sent without them."""
+
+    step: int
+    features: tuple[FeatureSlice, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Location:
     """A worker: its place in the chain (None for a draft worker), host, device and address."""
 
@@ -261,4 +279,8 @@ class Failure:
     code: str
 
 
+SessionRequest = Forward | ForwardWithoutFeatures | StepFeatures | SnapshotSave | SnapshotRestore
+"""What goes down the chain in a session that is open."""
+
 Event = Commit | Proposal | SnapshotSaved | SnapshotRestored | Failure
+"""What comes back."""

@@ -6,58 +6,38 @@ Its client is the last stage of the target.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import grpc
 
-from flashsplit.shard.v1 import (
-    draft_pb2,
-    draft_service_pb2 as pb,
-    draft_service_pb2_grpc as pb_grpc,
-)
+from flashsplit.shard.v1 import draft_pb2, draft_service_pb2 as pb, draft_service_pb2_grpc as pb_grpc
 from services.errors import CLOSED, InvalidArgument, Unavailable, answering, ending
-from services.messages import session_frames
+from services.messages.draft_session import (
+    DRAFT_FRAMES,
+    PART_FRAMES,
+    PROPOSED_FRAMES,
+    DraftAnswer,
+    DraftRequest,
+    OpenDraft,
+    Propose,
+    answer_to_messages,
+    open_from_message,
+    open_to_message,
+    part_to_response,
+    request_to_messages,
+)
+from services.messages.frames import FrameKinds, FrameReader, TensorLimits
 from services.messages.steps import FeatureSlice, SnapshotPart, SnapshotRestore, SnapshotSave
-from services.messages.tensors import OutgoingTensors, WireTensor, incomplete
 from services.same_host.link import NO_LINKS, Sender, SharedLink, SharedLinks
 from services.streams.client_stream import ClientStream
+from services.streams.frame_reading import read_frame
 from services.streams.server_stream import ServerStream
-from services.streams.tensor_reading import read_tensors
-from services.telemetry.trace_context import Trace, log_for
+from services.telemetry.trace_context import log_for
+
+_Answer = TypeVar("_Answer")
 
 SERVICE = pb.DESCRIPTOR.services_by_name["DraftService"].full_name
-
-
-@dataclass(frozen=True, slots=True)
-class OpenDraft:
-    """First frame of a draft session."""
-
-    request_id: str
-    fingerprint: str
-    max_length: int
-    trace: Trace | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Propose:
-    """Ask for `tokens` guesses after the known token at `position`.
-
-    embed: embedding rows of the known and of the mask token, [2, hidden], for HeadPlace.PROJECTED.
-    """
-
-    step: int
-    position: int
-    token_id: int
-    tokens: int
-    embed: WireTensor | None = None
-
-
-DraftAnswer = tuple[int, ...] | WireTensor
-"""Guessed token ids, or hidden rows [guesses, hidden] that the caller must project."""
 
 
 class DraftSession(Protocol):
@@ -107,7 +87,7 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
             first = await stream.read()
             if first is grpc.aio.EOF or first.WhichOneof("frame") != "open":
                 raise InvalidArgument("the first frame of a session must be open", field="frame")
-            opening = _open_from_message(first.open)
+            opening = open_from_message(first.open)
             log_for(opening.request_id, opening.trace)
             session = await self._port.open(opening)
             try:
@@ -123,57 +103,18 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
                 await asyncio.shield(session.close(ending(sys.exception())))
 
     async def _serve(self, session: DraftSession, stream: ServerStream) -> None:
-        while (request := await stream.read()) is not grpc.aio.EOF:
-            match request.WhichOneof("frame"):
-                case "feature_slice":
-                    message = request.feature_slice
-                    tensor = incomplete(message.features, "features", session.max_tensor_bytes, self._links)
-                    [features] = await read_tensors(stream, [tensor], self._links)
-                    piece = session_frames.slice_from_message(message, features)
-                    await session.feature_slice(piece)
-                case "propose":
-                    propose = await _propose_from_message(request.propose, session, stream, self._links)
-                    for frame in _draft_tokens_to_messages(propose.step, await session.propose(propose)):
-                        await stream.write(frame)
-                case "snapshot_save":
-                    part = await session.save_snapshot(session_frames.save_from_message(request.snapshot_save))
-                    await stream.write(pb.RunDraftResponse(snapshot_part=session_frames.part_to_message(part)))
-                case "snapshot_restore":
-                    part = await session.restore_snapshot(session_frames.restore_from_message(request.snapshot_restore))
-                    await stream.write(pb.RunDraftResponse(snapshot_part=session_frames.part_to_message(part)))
-                case other:
-                    raise InvalidArgument(f"frame {other} is not expected here", field="frame")
-
-
-def _open_from_message(message: draft_pb2.DraftOpen) -> OpenDraft:
-    return OpenDraft(
-        session_frames.check_request_id(message.request_id),
-        message.fingerprint,
-        message.max_length,
-        session_frames.trace_from_message(message),
-    )
-
-
-async def _propose_from_message(
-    message: draft_pb2.Propose, session: DraftSession, stream: ServerStream, links: SharedLinks
-) -> Propose:
-    embed = None
-    if message.HasField("embed"):
-        tensor = incomplete(message.embed.rows, "embed.rows", session.max_tensor_bytes, links)
-        [embed] = await read_tensors(stream, [tensor], links)
-    return Propose(message.step, message.position, message.token_id, message.tokens, embed)
-
-
-def _draft_tokens_to_messages(step: int, draft_tokens: DraftAnswer) -> Iterator[pb.RunDraftResponse]:
-    response, tensors = pb.RunDraftResponse(), OutgoingTensors()
-    response.proposed.step = step
-    if isinstance(draft_tokens, WireTensor):
-        tensors.put(draft_tokens, response.proposed.project.hidden)
-    else:
-        response.proposed.tokens.token_ids.extend(draft_tokens)
-    yield response
-    for chunk in tensors.chunks():
-        yield pb.RunDraftResponse(chunk=chunk)
+        reader = FrameReader(DRAFT_FRAMES, TensorLimits(session.max_tensor_bytes), self._links)
+        while (frame := await read_frame(stream, reader)) is not None:
+            match frame:
+                case FeatureSlice():
+                    await session.feature_slice(frame)
+                case Propose():
+                    for message in answer_to_messages(frame.step, await session.propose(frame)):
+                        await stream.write(message)
+                case SnapshotSave():
+                    await stream.write(part_to_response(await session.save_snapshot(frame)))
+                case SnapshotRestore():
+                    await stream.write(part_to_response(await session.restore_snapshot(frame)))
 
 
 class RemoteDraft:
@@ -186,12 +127,7 @@ class RemoteDraft:
 
     async def open(self, request: OpenDraft) -> RemoteDraftSession:
         stream = ClientStream(self._stub.RunDraft(), address=self._address)
-        message = draft_pb2.DraftOpen(
-            request_id=request.request_id,
-            fingerprint=request.fingerprint,
-            max_length=request.max_length,
-            traceparent=request.trace.traceparent if request.trace is not None else None,
-        )
+        message = open_to_message(request)
         lane = None if self._link is None else self._link.begin_lane(message.lane)
         try:
             await stream.send(pb.RunDraftRequest(open=message))
@@ -221,49 +157,31 @@ class RemoteDraftSession:
         stream.where |= {"host": host, "device": device}
 
     async def feature_slice(self, piece: FeatureSlice) -> None:
-        request, tensors = pb.RunDraftRequest(), OutgoingTensors(self._sender)
-        session_frames.slice_to_message(piece, request.feature_slice, tensors)
-        await self._send(request, tensors)
+        await self._send(piece)
 
     async def propose(self, request: Propose) -> DraftAnswer:
-        frame, tensors = pb.RunDraftRequest(), OutgoingTensors(self._sender)
-        message = frame.propose
-        message.step, message.position = request.step, request.position
-        message.token_id, message.tokens = request.token_id, request.tokens
-        if request.embed is not None:
-            tensors.put(request.embed, message.embed.rows)
-        await self._send(frame, tensors)
-        proposed = (await self._answer("proposed")).proposed
-        if proposed.WhichOneof("result") != "project":
-            return tuple(proposed.tokens.token_ids)
-        tensor = incomplete(proposed.project.hidden, "project.hidden", self.max_tensor_bytes)
-        [hidden] = await read_tensors(self._stream, [tensor])
-        return hidden
+        await self._send(request)
+        return await self._answer(PROPOSED_FRAMES)
 
     async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
-        message = session_frames.save_to_message(save)
-        await self._send(pb.RunDraftRequest(snapshot_save=message), OutgoingTensors())
-        return session_frames.part_from_message((await self._answer("snapshot_part")).snapshot_part)
+        await self._send(save)
+        return await self._answer(PART_FRAMES)
 
     async def restore_snapshot(self, restore: SnapshotRestore) -> SnapshotPart:
-        message = session_frames.restore_to_message(restore)
-        await self._send(pb.RunDraftRequest(snapshot_restore=message), OutgoingTensors())
-        return session_frames.part_from_message((await self._answer("snapshot_part")).snapshot_part)
+        await self._send(restore)
+        return await self._answer(PART_FRAMES)
 
     async def close(self, why: str = CLOSED) -> None:
         await self._stream.close()
         if self._sender is not None:
             self._sender.close()
 
-    async def _answer(self, expected: str) -> pb.RunDraftResponse:
-        response = await self._stream.read()
-        if response is grpc.aio.EOF:
+    async def _answer(self, kinds: FrameKinds[_Answer]) -> _Answer:
+        answer = await read_frame(self._stream, FrameReader(kinds, TensorLimits(self.max_tensor_bytes)))
+        if answer is None:
             raise await self._stream.ended()
-        if (frame_name := response.WhichOneof("frame")) != expected:
-            raise InvalidArgument(f"answer {frame_name} is not expected here", field="frame")
-        return response
+        return answer
 
-    async def _send(self, frame: pb.RunDraftRequest, tensors: OutgoingTensors) -> None:
-        chunks = (pb.RunDraftRequest(chunk=chunk) for chunk in tensors.chunks())
-        if not await self._stream.send_all(itertools.chain([frame], chunks)):
+    async def _send(self, request: DraftRequest) -> None:
+        if not await self._stream.send_all(request_to_messages(request, self._sender)):
             raise await self._stream.ended()

@@ -16,12 +16,12 @@ from flashsplit.shard.v1 import (
     shared_memory_service_pb2_grpc as pb_grpc,
 )
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, Unavailable, answering
+from services.event_loop import first_done
 from services.same_host.frame_socket import Listener, call
 from services.same_host.link import SEGMENT_BYTES, SharedLink, SharedLinks
 from services.same_host.segment import OwnSegment, PeerSegment, SegmentOffer, available
 from services.same_host.step_socket import StepListener, StepSocket, Watcher, call_steps
 from services.streams.client_stream import ClientStream
-from services.streams.tensor_reading import first_done
 
 log = structlog.get_logger()
 

@@ -6,7 +6,6 @@ Runs on a channel of its own, so that a snapshot never waits in front of a step.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
@@ -21,6 +20,7 @@ from services.messages.snapshots import (
     SnapshotChunk,
     SnapshotFrame,
     SnapshotHeader,
+    SnapshotImported,
     SnapshotOwner,
     SnapshotTrailer,
     check_id,
@@ -33,14 +33,6 @@ from services.same_host.link import NO_LINKS, Sender, SharedLink, SharedLinks
 from services.streams.client_stream import ClientStream
 
 SERVICE = pb.DESCRIPTOR.services_by_name["SnapshotService"].full_name
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotImported:
-    """What an import left: bytes kept (0 when the name was kept already), and what was given up for it."""
-
-    stored_bytes: int
-    evicted_ids: tuple[str, ...] = ()
 
 
 class SnapshotImport(Protocol):

@@ -20,7 +20,18 @@ from flashsplit.shard.v1 import (
     stage_service_pb2_grpc as pb_grpc,
 )
 from services.errors import CLOSED, InvalidArgument, Unavailable, answering, ending
-from services.messages import session_frames as frames
+from services.event_loop import first_done
+from services.messages.frames import FrameReader, TensorLimits
+from services.messages.session_frames import (
+    EVENT_FRAMES,
+    STREAM_FRAMES,
+    event_to_message,
+    open_from_message,
+    open_to_message,
+    opened_from_message,
+    opened_to_message,
+    request_to_messages,
+)
 from services.messages.steps import (
     Commit,
     Event,
@@ -36,9 +47,9 @@ from services.messages.steps import (
 )
 from services.same_host.link import NO_LINKS, Sender, SharedLink, SharedLinks
 from services.streams.client_stream import ClientStream
+from services.streams.frame_reading import read_frame
 from services.streams.server_stream import ServerStream
 from services.streams.step_lane import StepLane
-from services.streams.tensor_reading import first_done, read_tensors
 from services.telemetry.trace_context import log_for
 
 SERVICE = pb.DESCRIPTOR.services_by_name["StageService"].full_name
@@ -115,19 +126,19 @@ class StageServicer(pb_grpc.StageServiceServicer):
             first = await stream.read()
             if first is grpc.aio.EOF or first.WhichOneof("frame") != "open":
                 raise InvalidArgument("the first frame of a session must be open", field="frame")
-            opening = frames.open_from_message(first.open)
+            opening = open_from_message(first.open)
             log_for(opening.request_id, opening.trace)
             above = self._step_lane(first.open)
             session = await self._port.open(opening, above)
             ahead = asyncio.Semaphore(MAX_STEPS_AHEAD)
             try:
                 lane = self._links.lane(first.open.lane) if first.open.HasField("lane") else None
-                opened = frames.opened(session.stages, lane=lane is not None, step_lane=above is not None)
+                opened = opened_to_message(session.stages, lane=lane is not None, step_lane=above is not None)
                 await stream.write(pb.RunStageResponse(opened=opened))
                 if lane is not None:
                     stream.use(lane)
                 # A failure that was answered in-band decides over an error that it caused in the other loop.
-                await first_done(self._answer(session, stream, ahead), self._take(session, stream, ahead))
+                await first_done(self._answer(session, stream, ahead), self._serve(session, stream, ahead))
             finally:
                 stream.close()
                 # A caller that cancels meanwhile must not leave a session half closed.
@@ -137,32 +148,22 @@ class StageServicer(pb_grpc.StageServiceServicer):
         found = self._links.step_socket(message.lane) if message.HasField("lane") else None
         return None if found is None else StepLane(*found, message.lane.stream_id)
 
-    async def _take(self, session: StageSession, stream: ServerStream, ahead: asyncio.Semaphore) -> None:
-        while await ahead.acquire() and (request := await stream.read()) is not grpc.aio.EOF:
-            match request.WhichOneof("frame"):
-                case "forward_from_tokens":
-                    forward = frames.from_tokens(request.forward_from_tokens)
-                case "forward_from_activation":
-                    message = request.forward_from_activation
-                    incoming = frames.incoming_tensors(
-                        message, session.max_tensor_bytes, session.max_feature_slices, self._links
-                    )
-                    tensors = await read_tensors(stream, incoming, self._links)
-                    forward = frames.from_activation(message, tensors)
-                case "snapshot_save":
-                    await session.save_snapshot(frames.save_from_message(request.snapshot_save))
-                    continue
-                case "snapshot_restore":
-                    await session.restore_snapshot(frames.restore_from_message(request.snapshot_restore))
-                    continue
-                case other:
-                    raise InvalidArgument(f"frame {other} is not expected here", field="frame")
-            await session.forward(forward)
+    async def _serve(self, session: StageSession, stream: ServerStream, ahead: asyncio.Semaphore) -> None:
+        limits = TensorLimits(session.max_tensor_bytes, session.max_feature_slices)
+        reader = FrameReader(STREAM_FRAMES, limits, self._links)
+        while await ahead.acquire() and (frame := await read_frame(stream, reader)) is not None:
+            match frame:
+                case Forward():
+                    await session.forward(frame)
+                case SnapshotSave():
+                    await session.save_snapshot(frame)
+                case SnapshotRestore():
+                    await session.restore_snapshot(frame)
 
     @staticmethod
     async def _answer(session: StageSession, stream: ServerStream, ahead: asyncio.Semaphore) -> None:
         async for event in session.events():
-            await stream.write(frames.event_to_message(event))
+            await stream.write(event_to_message(event))
             # A frame's last answer: steps that follow by themselves had none.
             if isinstance(event, SnapshotSaved | SnapshotRestored) or (isinstance(event, Commit) and not event.more):
                 ahead.release()
@@ -184,7 +185,7 @@ class RemoteStage:
         """As the port says; `above` is of no use here. steps: whether this process begins by itself what the stage
         tells it of, or passes it on."""
         stream = ClientStream(self._stub.RunStage(), stage=request.stage, address=self._address)
-        opening = pb.RunStageRequest(open=frames.open_to_message(request))
+        opening = pb.RunStageRequest(open=open_to_message(request))
         lane = None if self._link is None else self._link.begin_lane(opening.open.lane)
         step_lane = self._step_lane(opening.open.lane) if lane is not None and steps else None
         try:
@@ -197,7 +198,7 @@ class RemoteStage:
             sender = None if self._link is None else self._link.sender()
             if not response.opened.step_lane:
                 step_lane = None
-            return RemoteStageSession(stream, frames.opened_from_message(response.opened), sender, step_lane)
+            return RemoteStageSession(stream, opened_from_message(response.opened), sender, step_lane)
         except BaseException:
             stream.cancel()
             raise
@@ -231,20 +232,21 @@ class RemoteStageSession:
 
     async def forward(self, forward: Forward) -> None:
         """As the port says, but raises nothing: where the stream is over, events() says why."""
-        await self._stream.send_all(frames.forward_to_messages(forward, self._sender))
+        await self._stream.send_all(request_to_messages(forward, self._sender))
 
     async def save_snapshot(self, save: SnapshotSave) -> None:
         """As `forward`: raises nothing."""
-        await self._stream.send(pb.RunStageRequest(snapshot_save=frames.save_to_message(save)))
+        await self._stream.send_all(request_to_messages(save))
 
     async def restore_snapshot(self, restore: SnapshotRestore) -> None:
         """As `forward`: raises nothing."""
-        await self._stream.send(pb.RunStageRequest(snapshot_restore=frames.restore_to_message(restore)))
+        await self._stream.send_all(request_to_messages(restore))
 
     async def events(self) -> AsyncIterator[Event]:
         """As the port says; raises the FlashsplitError that ended the stream, if one did."""
-        while (response := await self._stream.read()) is not grpc.aio.EOF:
-            yield frames.event_from_message(response)
+        reader = FrameReader(EVENT_FRAMES)
+        while (event := await read_frame(self._stream, reader)) is not None:
+            yield event
 
     async def close(self, why: str = CLOSED) -> None:
         await self._stream.close()

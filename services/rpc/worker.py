@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import grpc
 
 from flashsplit.shard.v1 import measure_pb2, worker_service_pb2 as pb, worker_service_pb2_grpc as pb_grpc
 from services.errors import InvalidArgument, Unavailable, answering, rpc_failures_as_errors
-from services.layers import LayerRange
 from services.messages.description import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
-    FeatureTransport,
-    HeadPlace,
-    Role,
     WorkerDescription,
     check_protocol,
-    head_from_number,
-    head_to_number,
-    range_from_message,
-    range_to_message,
-    transport_from_number,
-    transport_to_number,
     worker_from_message,
     worker_to_message,
 )
+from services.messages.loading import LoadPart, LoadProgress, part_from_message, part_to_message
 from services.messages.measure import (
     ECHO_BYTES,
     DeviceSpeed,
@@ -38,7 +28,6 @@ from services.messages.measure import (
     speed_from_message,
     speed_to_message,
 )
-from services.messages.tensors import dtype_name, dtype_number, kv_dtype_name
 from services.rpc.link_speed import measure_link
 from services.streams.client_stream import ClientStream
 
@@ -47,65 +36,13 @@ DESCRIBE_TIMEOUT_S = 5.0
 MEASURE_TIMEOUT_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class FeatureCapture:
-    """Capture what a draft needs. `draft_path` is a directory on the worker's host."""
-
-    draft_path: str
-    transport: FeatureTransport
-
-
-@dataclass(frozen=True, slots=True)
-class LoadTarget:
-    """A stage to load. dtype None keeps the checkpoint's own, kv_dtype None keys and values in the weights'."""
-
-    role: ClassVar = Role.TARGET
-    model_path: str
-    layers: LayerRange
-    dtype: str | None = None
-    capture: FeatureCapture | None = None
-    kv_dtype: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LoadDraft:
-    """A draft to load. `model_path` serves HeadPlace.LOADED and, for rows of the embedding, SHARED."""
-
-    role: ClassVar = Role.DRAFT
-    draft_path: str
-    model_path: str
-    head_place: HeadPlace
-    feature_transport: FeatureTransport
-    dtype: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LoadDrafter:
-    """A model to compress prompts with. dtype None keeps the checkpoint's own."""
-
-    role: ClassVar = Role.COMPRESS
-    drafter_path: str
-    dtype: str | None = None
-
-
-Part = LoadTarget | LoadDraft | LoadDrafter
-
-
-@dataclass(frozen=True, slots=True)
-class LoadProgress:
-    """Bytes of weights read so far and in all."""
-
-    loaded_bytes: int
-    total_bytes: int
-
-
 class WorkerPort(Protocol):
     """A worker, here or elsewhere."""
 
     async def describe(self) -> WorkerDescription:
         """What the worker is and holds."""
 
-    def load(self, part: Part) -> AsyncIterator[LoadProgress | WorkerDescription]:
+    def load(self, part: LoadPart) -> AsyncIterator[LoadProgress | WorkerDescription]:
         """Load a part: progress, and at the end the new description.
 
         Raises InvalidArgument for a checkpoint that does not fit, FailedPrecondition when sessions are open on
@@ -138,7 +75,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
 
     async def Load(self, request: pb.LoadRequest, context: grpc.aio.ServicerContext) -> None:
         async with answering(context):
-            async for event in self._port.load(_part_from_message(request)):
+            async for event in self._port.load(part_from_message(request)):
                 if isinstance(event, LoadProgress):
                     progress = pb.LoadProgress(loaded_bytes=event.loaded_bytes, total_bytes=event.total_bytes)
                     await context.write(pb.LoadResponse(progress=progress))
@@ -181,13 +118,13 @@ class RemoteWorker:
 
     async def load(
         self,
-        part: Part,
+        part: LoadPart,
         on_progress: Callable[[LoadProgress], None] = lambda progress: None,
     ) -> WorkerDescription:
         """Load a part and return the worker's new description; errors as in `WorkerPort.load`."""
         worker = None
         with rpc_failures_as_errors(address=self._address):
-            async for response in self._stub.Load(_part_to_message(part)):
+            async for response in self._stub.Load(part_to_message(part)):
                 if response.WhichOneof("event") == "worker":
                     worker = worker_from_message(response.worker)
                 else:
@@ -210,63 +147,3 @@ class RemoteWorker:
             return await measure_link(stream, row_bytes)
         finally:
             stream.cancel()
-
-
-def _part_to_message(part: Part) -> pb.LoadRequest:
-    if isinstance(part, LoadTarget):
-        target = pb.LoadTarget(
-            model_path=part.model_path,
-            layers=range_to_message(part.layers),
-            dtype=dtype_number(part.dtype),
-            kv_dtype=dtype_number(part.kv_dtype),
-        )
-        if part.capture is not None:
-            target.capture.draft_path = part.capture.draft_path
-            target.capture.transport = transport_to_number(part.capture.transport)
-        return pb.LoadRequest(target=target)
-    if isinstance(part, LoadDrafter):
-        return pb.LoadRequest(drafter=pb.LoadDrafter(drafter_path=part.drafter_path, dtype=dtype_number(part.dtype)))
-    draft = pb.LoadDraft(
-        draft_path=part.draft_path,
-        model_path=part.model_path,
-        head_place=head_to_number(part.head_place),
-        feature_transport=transport_to_number(part.feature_transport),
-        dtype=dtype_number(part.dtype),
-    )
-    return pb.LoadRequest(draft=draft)
-
-
-def _part_from_message(request: pb.LoadRequest) -> Part:
-    match request.WhichOneof("part"):
-        case "target":
-            target = request.target
-            capture = None
-            if target.HasField("capture"):
-                capture = FeatureCapture(target.capture.draft_path, _required_transport(target.capture.transport))
-            return LoadTarget(
-                model_path=target.model_path,
-                layers=range_from_message(target.layers),
-                dtype=dtype_name(target.dtype),
-                capture=capture,
-                kv_dtype=kv_dtype_name(target.kv_dtype),
-            )
-        case "draft":
-            draft = request.draft
-            return LoadDraft(
-                draft_path=draft.draft_path,
-                model_path=draft.model_path,
-                head_place=head_from_number(draft.head_place),
-                feature_transport=_required_transport(draft.feature_transport),
-                dtype=dtype_name(draft.dtype),
-            )
-        case "drafter":
-            return LoadDrafter(request.drafter.drafter_path, dtype_name(request.drafter.dtype))
-        case _:
-            raise InvalidArgument("part is missing: name a target, a draft or a drafter to load", field="part")
-
-
-def _required_transport(number: int) -> FeatureTransport:
-    transport = transport_from_number(number)
-    if transport is None:
-        raise InvalidArgument("feature_transport is missing", field="feature_transport")
-    return transport

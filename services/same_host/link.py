@@ -28,7 +28,7 @@ SEGMENT_BYTES = 2 * RING_BYTES
 PIECE_BYTES = 4 << 20
 """Larger payloads go in pieces of this size, so that one side writes while the other reads."""
 
-FROM_BYTES = 64 << 10
+MIN_SHARED_BYTES = 64 << 10
 """Smaller payloads are as fast within their frame."""
 
 _CONFIRM_BYTES = RING_BYTES // 8
@@ -205,7 +205,7 @@ class Sender:
 
     def put(self, data: memoryview) -> pb.SharedPayload | None:
         """Write a piece and name it; None where it should go within its frame: small, or without room."""
-        if len(data) < FROM_BYTES:
+        if len(data) < MIN_SHARED_BYTES:
             return None
         payload = self._link.put(data)
         if payload is None:

@@ -1,4 +1,4 @@
-"""One session's way past the event loops: steps that follow by themselves, from the thread that computes to the next.
+"""One session's way past the event loops: steps that follow by themselves, from one device thread to the next.
 
 Down the chain goes a step with its activation, up the chain the step that follows, as soon as the last stage knows it.
 Everything here runs on the thread that reads the socket but where it says otherwise.
@@ -6,153 +6,170 @@ Everything here runs on the thread that reads the socket but where it says other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from flashsplit.shard.v1 import shared_memory_pb2, stage_service_pb2 as pb
 from services.errors import FlashsplitError, InvalidArgument
-from services.messages import session_frames as frames
-from services.messages.known_step import KnownStep, token_bytes
-from services.messages.steps import Forward
-from services.messages.tensors import IncomingTensor, WireTensor
+from services.messages.frames import FrameReader, TensorLimits
+from services.messages.session_frames import LANE_FRAMES, request_to_messages
+from services.messages.step_template import StepTemplate, tokens_to_bytes
+from services.messages.steps import Forward, ForwardWithoutFeatures, StepFeatures
 from services.same_host.link import SharedLink
 from services.same_host.ring import Payload
 from services.same_host.step_socket import StepSocket
 
-FROM_BYTES = 32 << 10
-"""Larger tensors go through the segment, so that packets stay small."""
+MIN_SHARED_BYTES = 32 << 10
+"""Tensors from this size on go through the segment, so that packets stay small."""
 
 
 class StepLane:
-    """One end. Use `close`."""
+    """One end of a session's lane. It also puts tensors into shared memory and reads them, for the frames' sake.
+
+    Use `close` when the session is over.
+    """
 
     def __init__(self, link: SharedLink, socket: StepSocket, stream_id: int) -> None:
         self._link, self._socket, self._stream_id = link, socket, stream_id
-        self._sent: list[int] = []
-        self._expected: KnownStep | None = None
-        self._known_came: Callable[[memoryview], None] = lambda _: None
-        self._prepared: tuple[KnownStep, Payload | None] | None = None
-        self._begun: Forward | None = None
+        self._sent_payloads: list[int] = []
+        self._expected: StepTemplate | None = None
+        self._on_expected: Callable[[memoryview], None] = lambda _: None
+        self._prepared: tuple[StepTemplate, Payload | None] | None = None
+        self._without_features: Forward | None = None
         """A step whose features are still to come."""
 
-    def expect(self, forward: Forward, came: Callable[[memoryview], None], *, features_follow: bool = False) -> None:
-        """This step comes next, in all likelihood, but with an activation of other bytes, or with other tokens where it
-        has none. came: called first of all with those when it does; they last only for the call."""
+    def expect(
+        self, forward: Forward, on_arrival: Callable[[memoryview], None], *, features_follow: bool = False
+    ) -> None:
+        """Expect this step as the next one, but for the bytes of its activation, or for its tokens where it has none.
+
+        on_arrival: called with these bytes before anything else when the step comes; they last only for the call.
+        """
         payload = None
-        if forward.activation is not None and forward.activation.size_bytes >= FROM_BYTES:
-            # All of them are as long.
+        if _is_shared(forward):
+            assert forward.activation is not None
+            # Any name will do: all of them are equally long.
             payload = self._link.name(Payload(1, 1, forward.activation.size_bytes))
-        self._expected = KnownStep.of(forward, features_follow=features_follow, payload=payload)
-        self._known_came = came
+        self._expected = StepTemplate.of(forward, features_follow=features_follow, payload=payload)
+        self._on_expected = on_arrival
 
     def prepare(self, forward: Forward) -> None:
-        """`send` will be called with this step when its activation is there, or its tokens are where it has none, and
-        with a wait for its features."""
-        payload = message = None
+        """Make the message of the step that `send` will be called with, before its activation or its tokens are there.
+
+        Where the step has features, `send` will be told how to wait for them.
+        """
+        payload = name = None
         self._free()
-        if forward.activation is not None and forward.activation.size_bytes >= FROM_BYTES:
+        if _is_shared(forward):
+            assert forward.activation is not None
             payload = self._link.reserve_step(forward.activation.size_bytes)
             if payload is None:
                 return
-            self._sent.append(payload.sequence)
-            message = self._link.name(payload)
-        known = KnownStep.of(forward, features_follow=bool(forward.features), payload=message)
-        self._prepared = None if known is None else (known, payload)
+            self._sent_payloads.append(payload.sequence)
+            name = self._link.name(payload)
+        template = StepTemplate.of(forward, features_follow=bool(forward.features), payload=name)
+        self._prepared = None if template is None else (template, payload)
 
     def listen(
         self,
-        took: Callable[[Forward], None],
-        failed: Callable[[FlashsplitError], None],
+        on_step: Callable[[Forward], None],
+        on_failure: Callable[[FlashsplitError], None],
         *,
-        begun: Callable[[Forward, bool], None] = lambda _, __: None,
+        on_begun: Callable[[Forward, bool], None] = lambda _, __: None,
         max_tensor_bytes: int = 0,
         max_feature_slices: int = 0,
     ) -> None:
-        """From any thread. took: called with every step; failed: instead of it, where one is malformed. begun: called
-        before, as soon as a step and its activation are there, with whether that is all of it and `took` comes next;
-        not for a step that was expected."""
+        """Take steps from now on; may be called on any thread.
 
-        def then(message: memoryview) -> None:
+        on_step: called with every step that is whole. on_failure: called with the error instead, for a malformed one.
+        on_begun: called before `on_step`, as soon as a step and its activation are there, with whether that is all of
+        it and `on_step` comes next; not called for a step that was expected.
+        """
+        limits = TensorLimits(max_tensor_bytes, max_feature_slices)
+
+        def on_message(message: memoryview) -> None:
             expected, self._expected = self._expected, None
-            data = None if expected is None else expected.read(message)
+            gap = None if expected is None else expected.gap(message)
             try:
-                if expected is not None and data is not None:
+                if expected is not None and gap is not None:
                     if expected.shared:
-                        data = self._payload(data, expected.forward)
-                    self._known_came(data)
-                    forward, whole = expected.whole(data), not expected.features_follow
+                        gap = self._named_payload(gap, expected.forward)
+                    self._on_expected(gap)
+                    forward, whole = expected.filled(gap), not expected.features_follow
                 else:
-                    forward, whole = self._parse(message, max_tensor_bytes, max_feature_slices)
+                    forward, whole = self._parse(message, limits)
                     if not forward.features:
-                        begun(forward, whole)
+                        on_begun(forward, whole)
                 if not whole:
-                    self._begun = forward
+                    self._without_features = forward
             except FlashsplitError as error:
-                failed(error)
+                on_failure(error)
             else:
                 if whole:
-                    took(forward)
+                    on_step(forward)
 
-        self._socket.join(self._stream_id, then)
+        self._socket.join(self._stream_id, on_message)
 
-    def send(self, forward: Forward, there: Callable[[], object] | None = None) -> bool:
-        """False where it has to go another way. One step of a session is on its way at a time: what the one before left
-        in the segment is free.
+    def send(self, forward: Forward, wait_for_features: Callable[[], object] | None = None) -> bool:
+        """Send a step; return False where it has to go another way.
 
-        there: waits for the features, which then follow in a packet of their own; the activation is there already.
+        One step of a session is on its way at a time, so that what the one before left in the segment is free.
+        wait_for_features: returns when the features are there, which then follow in a packet of their own; the
+        activation must be there already.
         """
         prepared, self._prepared = self._prepared, None
-        apart = there is not None and bool(forward.features)
-        if prepared is not None and prepared[0].is_for(forward, features_follow=apart):
+        features_follow = wait_for_features is not None and bool(forward.features)
+        if prepared is not None and prepared[0].is_for(forward, features_follow=features_follow):
             sent = self._send_prepared(*prepared, forward)
         else:
             self._free()
-            sent = self._send(frames.forward_to_messages(forward, self, features=not apart))
+            sent = self._send(ForwardWithoutFeatures(forward) if features_follow else forward)
         if not sent:
             self._free()
             return False
-        if there is not None and apart:
-            there()
-            return self._send(frames.features_to_messages(forward, self))
+        if wait_for_features is not None and features_follow:
+            wait_for_features()
+            return self._send(StepFeatures(forward.step, forward.features))
         return True
 
-    def _send_prepared(self, known: KnownStep, payload: Payload | None, forward: Forward) -> bool:
-        tensor = forward.activation
-        data = token_bytes(forward.token_ids) if tensor is None else memoryview(tensor.data).cast("B")
-        if payload is not None:
-            if not self._link.write_step(payload, data):
-                return False
-            data = memoryview(self._link.name(payload).SerializeToString())
-        return self._socket.send(self._stream_id, known.before, data, known.behind)
-
-    def _send(self, messages: Iterator[pb.RunStageRequest]) -> bool:
-        """Whether they were one, and it was sent."""
-        packet = next(messages).SerializeToString()
-        return next(messages, None) is None and self._socket.send(self._stream_id, packet)
-
     def close(self) -> None:
-        """Safe to call twice."""
+        """Take and send no more steps. Safe to call twice."""
         self._socket.leave(self._stream_id)
         self._free()
 
-    # --- as frames ask for shared memory
+    # --- shared memory, as frames ask for it
 
     def put(self, data: memoryview) -> shared_memory_pb2.SharedPayload | None:
-        """As `Sender.put`."""
-        payload = self._link.put_step(data) if len(data) >= FROM_BYTES else None
+        """Write a piece into shared memory and name it, as `PayloadSender` says."""
+        payload = self._link.put_step(data) if len(data) >= MIN_SHARED_BYTES else None
         if payload is None:
             return None
-        self._sent.append(payload.sequence)
+        self._sent_payloads.append(payload.sequence)
         return self._link.name(payload)
 
     def take(self, message: shared_memory_pb2.SharedPayload, into: bytearray) -> None:
-        """As `SharedLinks.take`."""
+        """Append a payload of the other side, as `PayloadReader` says."""
         self._link.take_step(message, into)
 
     # ---
 
-    def _payload(self, name: memoryview, forward: Forward) -> memoryview:
-        """The activation of an expected step, which lies under that name."""
+    def _send_prepared(self, template: StepTemplate, payload: Payload | None, forward: Forward) -> bool:
+        tensor = forward.activation
+        data = tokens_to_bytes(forward.token_ids) if tensor is None else memoryview(tensor.data).cast("B")
+        if payload is not None:
+            if not self._link.write_step(payload, data):
+                return False
+            data = memoryview(self._link.name(payload).SerializeToString())
+        return self._socket.send(self._stream_id, template.before, data, template.after)
+
+    def _send(self, frame: Forward | ForwardWithoutFeatures | StepFeatures) -> bool:
+        """Send a frame that fits into one message; return whether it did and was sent."""
+        messages = request_to_messages(frame, self)
+        packet = next(messages).SerializeToString()
+        return next(messages, None) is None and self._socket.send(self._stream_id, packet)
+
+    def _named_payload(self, name: memoryview, forward: Forward) -> memoryview:
+        """Return the activation of an expected step, which lies in shared memory under that name."""
         assert forward.activation is not None
         message, data = shared_memory_pb2.SharedPayload(), bytearray()
         _parse_into(message, name)
@@ -164,31 +181,32 @@ class StepLane:
         self.take(message, data)
         return memoryview(data)
 
-    def _parse(self, message: memoryview, max_tensor_bytes: int, max_feature_slices: int) -> tuple[Forward, bool]:
-        """And whether it is whole."""
+    def _parse(self, message: memoryview, limits: TensorLimits) -> tuple[Forward, bool]:
+        """Return the step that a message brings or completes, and whether it is whole."""
         request = pb.RunStageRequest()
         _parse_into(request, message)
-        match request.WhichOneof("frame"):
-            case "forward_from_tokens":
-                return frames.from_tokens(request.forward_from_tokens), True
-            case "forward_from_activation":
-                step = request.forward_from_activation
-                incoming = frames.incoming_tensors(step, max_tensor_bytes, max_feature_slices, self)
-                return frames.from_activation(step, _whole(incoming)), not step.features_follow
-            case "step_features":
-                features = request.step_features
-                incoming = frames.incoming_features(features, max_tensor_bytes, max_feature_slices, self)
-                begun, self._begun = self._begun, None
-                if begun is None or begun.step != features.step:
-                    raise InvalidArgument(f"features of step {features.step} came without it", field="step")
-                return replace(begun, features=frames.slices_from_messages(features, _whole(incoming))), True
-            case other:
-                raise InvalidArgument(f"frame {other} is not expected here", field="frame")
+        # A new reader each time: here a frame and its tensors come in one message or not at all.
+        match FrameReader(LANE_FRAMES, limits, self).read(request):
+            case Forward() as forward:
+                return forward, True
+            case ForwardWithoutFeatures(forward):
+                return forward, False
+            case StepFeatures(step, features):
+                begun, self._without_features = self._without_features, None
+                if begun is None or begun.step != step:
+                    raise InvalidArgument(f"features of step {step} came without it", field="step")
+                return replace(begun, features=features), True
+            case None:
+                raise InvalidArgument("a step's tensors must come whole", field="activation.data")
 
     def _free(self) -> None:
-        for sequence in self._sent:
+        for sequence in self._sent_payloads:
             self._link.release_step(sequence)
-        self._sent.clear()
+        self._sent_payloads.clear()
+
+
+def _is_shared(forward: Forward) -> bool:
+    return forward.activation is not None and forward.activation.size_bytes >= MIN_SHARED_BYTES
 
 
 def _parse_into(message: pb.RunStageRequest | shared_memory_pb2.SharedPayload, data: memoryview) -> None:
@@ -196,9 +214,3 @@ def _parse_into(message: pb.RunStageRequest | shared_memory_pb2.SharedPayload, d
         message.ParseFromString(bytes(data))
     except Exception as error:
         raise InvalidArgument("a step could not be parsed", reason="GARBLED") from error
-
-
-def _whole(incoming: Sequence[IncomingTensor]) -> list[WireTensor]:
-    if not all(tensor.complete for tensor in incoming):
-        raise InvalidArgument("a step's tensors must come whole", field="activation.data")
-    return [tensor.tensor() for tensor in incoming]

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from services.errors import CLOSED, FailedPrecondition
+from services.messages.draft_session import Propose
 from services.messages.steps import FeatureSlice, Location, SnapshotPart, SnapshotRestore, SnapshotSave
 from services.messages.tensors import WireTensor
-from services.rpc.draft import DraftSession, Propose
+from services.rpc.draft import DraftSession
 from shard_worker.device.dtypes import Leaving, from_wire, to_wire
 from shard_worker.device.executor import DeviceThread
 from shard_worker.drafting.drafters import DraftState

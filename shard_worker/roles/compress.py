@@ -7,10 +7,11 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 
 from services.errors import FailedPrecondition
+from services.messages.compression import Compressed, CompressProgress, CompressRequest
 from services.messages.description import DrafterDescription
+from services.messages.loading import LoadDrafter
 from services.net.server import Registration
-from services.rpc.compress import Compressed, CompressProgress, CompressRequest, CompressServicer
-from services.rpc.worker import LoadDrafter
+from services.rpc.compress import CompressServicer
 from shard_worker.device.dtypes import dtype_to_name
 from shard_worker.pflash.drafter import Drafter, check_prompt, load_drafter
 from shard_worker.pflash.selection import MIN_TOKENS, kept_ranges, select_chunks

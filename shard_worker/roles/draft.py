@@ -10,12 +10,13 @@ import torch
 from services.dtypes import WEIGHT_DTYPES
 from services.errors import CLOSED, FailedPrecondition, InvalidArgument
 from services.messages.description import DraftDescription, FeatureTransport, HeadPlace, Role, StepEngine
+from services.messages.draft_session import DraftAnswer, OpenDraft, Propose
+from services.messages.loading import LoadDraft
 from services.messages.snapshots import SnapshotOwner
 from services.messages.steps import FeatureSlice, Location, SnapshotPart, SnapshotRestore, SnapshotSave
 from services.messages.tensors import WireTensor
 from services.net.server import Registration
-from services.rpc.draft import DraftAnswer, DraftServicer, OpenDraft, Propose
-from services.rpc.worker import LoadDraft
+from services.rpc.draft import DraftServicer
 from shard_worker.cache.prefix_state import trimmable
 from shard_worker.device.dtypes import dtype_to_name, from_wire, to_wire
 from shard_worker.device.executor import DeviceThread

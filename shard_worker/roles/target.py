@@ -12,14 +12,14 @@ import torch
 
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
 from services.messages.description import DraftDescription, FeatureTransport, HeadPlace, Role, TargetDescription
+from services.messages.draft_session import OpenDraft
+from services.messages.loading import LoadDraft, LoadTarget
 from services.messages.snapshots import SnapshotOwner
 from services.messages.steps import OpenSession, StageIdentity
 from services.model.config import ModelConfig
 from services.model.drafts import DraftConfig
 from services.net.server import Registration
-from services.rpc.draft import OpenDraft
 from services.rpc.stage import StageServicer, StageSession
-from services.rpc.worker import LoadDraft, LoadTarget
 from services.streams.step_lane import StepLane
 from shard_worker.cache.prefix_state import trimmable
 from shard_worker.device.devices import Device

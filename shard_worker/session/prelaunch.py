@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.messages.known_step import tokens_of
+from services.messages.step_template import tokens_from_bytes
 from services.messages.steps import Forward, OpenSession, StepKind
 from shard_worker.device.executor import DeviceThread
 from shard_worker.session.checks import check_activation, check_rows
@@ -105,6 +105,6 @@ class NextStep:
     def release_with_tokens(self, base: int, tokens: memoryview) -> None:
         """Release a decode step from position `base` on that was expected but for its tokens, which are as
         `tokens_of` reads them."""
-        rows = StepRows(base, tokens_of(tokens), uncommitted=False, featured=False)
+        rows = StepRows(base, tokens_from_bytes(tokens), uncommitted=False, featured=False)
         if max(rows.token_ids) < self._stage.config.vocab_size:
             self.release_known(rows, None)

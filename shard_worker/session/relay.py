@@ -234,7 +234,7 @@ class RelayDeviceSession(DeviceSession):
             self._lanes.below.listen(
                 lambda step: self._take_from_lane(self._follow, step),
                 self._break,
-                begun=functools.partial(self._guarded, self._release_following),
+                on_begun=functools.partial(self._guarded, self._release_following),
             )
 
     def pass_on(self, forward: Forward) -> tuple[Forward, int]:

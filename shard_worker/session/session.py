@@ -360,7 +360,7 @@ class DeviceSession(ABC):
             self._lanes.above.listen(
                 lambda step: self._take_from_lane(self._take_step, step),
                 self._break,
-                begun=functools.partial(self._guarded, self._next.release),
+                on_begun=functools.partial(self._guarded, self._next.release),
                 max_tensor_bytes=max_tensor_bytes,
                 max_feature_slices=max_feature_slices,
             )

@@ -13,9 +13,15 @@ import structlog
 import torch
 
 from services.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound
-from services.messages.snapshots import SnapshotChunk, SnapshotFrame, SnapshotHeader, SnapshotOwner, SnapshotTrailer
+from services.messages.snapshots import (
+    SnapshotChunk,
+    SnapshotFrame,
+    SnapshotHeader,
+    SnapshotImported,
+    SnapshotOwner,
+    SnapshotTrailer,
+)
 from services.messages.tensors import CHUNK_BYTES
-from services.rpc.snapshots import SnapshotImported
 from shard_worker.cache.prefix_state import GroupKind, TensorGroup, rows_of, tensors_of
 from shard_worker.snapshots.keeper import SnapshotKeeper
 from shard_worker.snapshots.store import Snapshot, SnapshotStore

@@ -19,12 +19,15 @@ from services.messages.description import (
     TargetDescription,
     WorkerDescription,
 )
+from services.messages.draft_session import DraftAnswer, OpenDraft, Propose
+from services.messages.loading import LoadDraft, LoadProgress, LoadTarget
 from services.messages.measure import DeviceSpeed, MeasureRequest
 from services.messages.sampling import SamplingParams
 from services.messages.snapshots import (
     SnapshotChunk,
     SnapshotFrame,
     SnapshotHeader,
+    SnapshotImported,
     SnapshotOwner,
     SnapshotTensor,
     SnapshotTrailer,
@@ -47,9 +50,6 @@ from services.messages.steps import (
     StepKind,
 )
 from services.messages.tensors import WireTensor
-from services.rpc.draft import DraftAnswer, OpenDraft, Propose
-from services.rpc.snapshots import SnapshotImported
-from services.rpc.worker import LoadDraft, LoadProgress, LoadTarget
 from services.streams.step_lane import StepLane
 
 WORKER = WorkerDescription(

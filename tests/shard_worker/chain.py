@@ -16,6 +16,7 @@ from typing import Any, cast
 from services.errors import FlashsplitError
 from services.layers import LayerRange
 from services.messages.description import FeatureTransport, HeadPlace, Role
+from services.messages.loading import FeatureCapture, LoadDraft, LoadTarget
 from services.messages.snapshots import SnapshotOwner
 from services.messages.steps import (
     Commit,
@@ -34,7 +35,6 @@ from services.messages.steps import (
 )
 from services.rpc.peers import Peers
 from services.rpc.stage import StageSession
-from services.rpc.worker import FeatureCapture, LoadDraft, LoadTarget
 from services.streams.step_lane import StepLane
 from shard_worker.device.devices import parse_devices
 from shard_worker.device.executor import DeviceThread
@@ -82,10 +82,10 @@ class Lane:
         took: Callable[[Forward], None],
         failed: Callable[[FlashsplitError], None],
         *,
-        begun: Callable[[Forward, bool], None] = lambda _, __: None,
+        on_begun: Callable[[Forward, bool], None] = lambda _, __: None,
         **_: int,
     ) -> None:
-        self.took, self.failed, self.begun = took, failed, begun
+        self.took, self.failed, self.begun = took, failed, on_begun
 
     def expect(self, forward: Forward, came: Callable[[memoryview], None], *, features_follow: bool = False) -> None:
         self.expected.append(forward)

@@ -13,10 +13,10 @@ import pytest
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, NotFound, Unimplemented
 from services.layers import LayerRange
 from services.messages.description import FeatureTransport, HeadPlace, Role, WorkerDescription
+from services.messages.draft_session import OpenDraft
+from services.messages.loading import FeatureCapture, LoadDraft, LoadProgress, LoadTarget
 from services.messages.snapshots import SnapshotHeader, SnapshotOwner
 from services.messages.steps import DraftRoute, OpenSession, SnapshotSave, StepKind
-from services.rpc.draft import OpenDraft
-from services.rpc.worker import FeatureCapture, LoadDraft, LoadProgress, LoadTarget
 from shard_worker.device.devices import parse_devices
 from shard_worker.roles.draft import DraftRole
 from shard_worker.roles.target import TargetRole

@@ -24,6 +24,7 @@ from services.errors import (
 )
 from services.layers import LayerRange
 from services.messages.description import HeadPlace, Role
+from services.messages.loading import LoadDraft, LoadTarget
 from services.messages.sampling import SamplingParams
 from services.messages.snapshots import SnapshotOwner
 from services.messages.steps import DraftRoute, Hop
@@ -31,7 +32,6 @@ from services.processes.launch import Launch
 from services.processes.worker_process import WorkerFailed
 from services.rpc.peers import Peers
 from services.rpc.stage import StageSession
-from services.rpc.worker import LoadDraft, LoadTarget
 from tests.coordinator.cluster.conftest import Hosts
 from tests.coordinator.cluster.toy_worker import DYING, EXCEPTION_LINE, LAUNCH, LAYERS, ToyHost
 from tests.services.fakes import WORKER, until

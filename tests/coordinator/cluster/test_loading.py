@@ -13,8 +13,8 @@ from coordinator.cluster.placement import StagePlan, WorkerPlace
 from services.errors import FailedPrecondition, Unavailable
 from services.layers import LayerRange
 from services.messages.description import WorkerDescription
+from services.messages.loading import LoadTarget
 from services.rpc.peers import Peers
-from services.rpc.worker import LoadTarget
 from tests.coordinator.cluster.conftest import Hosts
 from tests.coordinator.cluster.toy_worker import ToyHost
 from tests.services.fakes import WORKER

@@ -16,12 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from services.messages.description import Role, WorkerDescription
+from services.messages.loading import LoadDraft, LoadPart, LoadProgress, LoadTarget
 from services.net.server import Server
 from services.processes.launch import Launch
 from services.processes.lifeline import die_with
 from services.rpc.snapshots import SnapshotServicer
 from services.rpc.stage import StageServicer
-from services.rpc.worker import LoadDraft, LoadProgress, LoadTarget, Part, WorkerServicer
+from services.rpc.worker import WorkerServicer
 from tests.services.fakes import WORKER, FakeSnapshots, FakeStage, FakeWorker
 
 ROOT = Path(__file__).parents[3]
@@ -60,7 +61,7 @@ class ToyWorker(FakeWorker):
     async def describe(self) -> WorkerDescription:
         return self.description
 
-    async def load(self, part: Part) -> AsyncIterator[LoadProgress | WorkerDescription]:
+    async def load(self, part: LoadPart) -> AsyncIterator[LoadProgress | WorkerDescription]:
         yield LoadProgress(1, 4)
         if self.fault is not None:
             raise self.fault

@@ -21,8 +21,7 @@ from flashsplit.shard.v1 import (
     worker_service_pb2 as worker_pb,
 )
 from services.errors import FlashsplitError
-from services.messages import session_frames
-from services.messages.session_frames import forward_to_messages, open_to_message
+from services.messages.session_frames import open_to_message, request_to_messages, restore_to_message, save_to_message
 from services.messages.snapshots import SnapshotFrame, frame_to_message
 from services.messages.steps import FeatureSlice, Forward, OpenSession, SnapshotRestore, SnapshotSave, StepKind
 from services.rpc import (
@@ -113,12 +112,7 @@ def stage_frames(
 ) -> list[stage_pb.RunStageRequest]:
     frames = [stage_pb.RunStageRequest(open=open_to_message(opening))]
     for step in steps:
-        if isinstance(step, SnapshotSave):
-            frames.append(stage_pb.RunStageRequest(snapshot_save=session_frames.save_to_message(step)))
-        elif isinstance(step, SnapshotRestore):
-            frames.append(stage_pb.RunStageRequest(snapshot_restore=session_frames.restore_to_message(step)))
-        else:
-            frames.extend(forward_to_messages(step))
+        frames.extend(request_to_messages(step))
     return frames
 
 
@@ -148,14 +142,14 @@ def draft_frames(fingerprint: str, hidden: int) -> list[draft_pb.RunDraftRequest
         frames.append(draft_pb.RunDraftRequest(feature_slice=message))
     rows = {"rows": {"dtype": 1, "shape": [2, hidden], "data": bytes(2 * hidden * 4)}}
     propose = draft_pb2.Propose(step=1, position=3, token_id=5, tokens=3, embed=rows)
-    save = draft_pb.RunDraftRequest(snapshot_save=session_frames.save_to_message(SAVES[0]))
+    save = draft_pb.RunDraftRequest(snapshot_save=save_to_message(SAVES[0]))
     return [*frames, save, draft_pb.RunDraftRequest(propose=propose)]
 
 
 def restored_draft_frames(fingerprint: str, hidden: int) -> list[draft_pb.RunDraftRequest]:
     """The same behind what was saved."""
     [opening, *_, propose] = draft_frames(fingerprint, hidden)
-    restore = draft_pb.RunDraftRequest(snapshot_restore=session_frames.restore_to_message(RESTORES[0]))
+    restore = draft_pb.RunDraftRequest(snapshot_restore=restore_to_message(RESTORES[0]))
     return [opening, restore, propose]
 
 

@@ -11,9 +11,10 @@ import pytest
 
 from flashsplit.shard.v1 import draft_service_pb2 as draft_pb, stage_service_pb2 as stage_pb
 from services.layers import LayerRange
+from services.messages.draft_session import OpenDraft, Propose
 from services.messages.snapshots import SnapshotHeader
 from services.messages.steps import Commit, DraftRoute, Forward, OpenSession, SnapshotSaved
-from services.rpc.draft import DraftServicer, OpenDraft, Propose, RemoteDraft
+from services.rpc.draft import DraftServicer, RemoteDraft
 from services.rpc.snapshots import RemoteSnapshots, SnapshotServicer
 from services.rpc.stage import RemoteStage, StageServicer
 from services.rpc.worker import RemoteWorker, WorkerServicer

@@ -17,6 +17,8 @@ from flashsplit.shard.v1 import draft_service_pb2 as draft_pb, stage_service_pb2
 from services.errors import InvalidArgument, NotFound, ResourceExhausted
 from services.layers import LayerRange
 from services.messages.description import FeatureTransport, HeadPlace, Role
+from services.messages.draft_session import OpenDraft
+from services.messages.loading import FeatureCapture, LoadDraft, LoadTarget
 from services.messages.sampling import SamplingParams
 from services.messages.snapshots import SnapshotOwner
 from services.messages.steps import (
@@ -35,11 +37,11 @@ from services.messages.steps import (
     StepKind,
 )
 from services.net.server import Server
-from services.rpc.draft import DraftServicer, OpenDraft, RemoteDraft
+from services.rpc.draft import DraftServicer, RemoteDraft
 from services.rpc.peers import Peers
 from services.rpc.snapshots import RemoteSnapshots, SnapshotServicer
 from services.rpc.stage import RemoteStage, StageServicer
-from services.rpc.worker import FeatureCapture, LoadDraft, LoadTarget, RemoteWorker
+from services.rpc.worker import RemoteWorker
 from tests.services.conftest import Dial, Serve
 from tests.services.fakes import tensor, until
 from tests.services.fuzz.fuzzing import (

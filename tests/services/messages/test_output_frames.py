@@ -8,8 +8,9 @@ import pytest
 
 from flashsplit.shard.v1 import stage_pb2, stage_service_pb2 as pb
 from services.errors import InvalidArgument
+from services.messages.frames import FrameReader
 from services.messages.output_frames import MAX_GRAMMAR_BYTES, check_grammar
-from services.messages.session_frames import event_from_message, event_to_message, open_from_message, open_to_message
+from services.messages.session_frames import EVENT_FRAMES, event_to_message, open_from_message, open_to_message
 from services.messages.steps import Commit, Grammar, GrammarKind, TokenLogprobs
 from tests.services.fakes import OPEN
 
@@ -70,7 +71,7 @@ def test_commits_round_trip(logprobs: tuple[TokenLogprobs, ...]) -> None:
     """With and without log-probabilities and alternatives, the certain and the impossible included."""
     commit = Commit(4, 9, (1, 2), (), logprobs)
     raw = event_to_message(commit).SerializeToString()
-    assert event_from_message(pb.RunStageResponse.FromString(raw)) == commit
+    assert FrameReader(EVENT_FRAMES).read(pb.RunStageResponse.FromString(raw)) == commit
 
 
 @pytest.mark.parametrize(
@@ -88,4 +89,4 @@ def test_senseless_logprobs_are_refused(logprobs: tuple[TokenLogprobs, ...], tex
     """Too few, unpaired, too many, and numbers that no probability has."""
     message = event_to_message(Commit(4, 9, (1, 2), (), logprobs))
     with pytest.raises(InvalidArgument, match=text):
-        event_from_message(message)
+        FrameReader(EVENT_FRAMES).read(message)

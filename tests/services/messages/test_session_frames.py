@@ -7,21 +7,27 @@ from typing import Any
 
 import pytest
 
-from flashsplit.shard.v1 import draft_pb2, failure_pb2, stage_pb2, stage_service_pb2 as pb
+from flashsplit.shard.v1 import draft_pb2, failure_pb2, snapshot_pb2, stage_pb2, stage_service_pb2 as pb
 from services.errors import InvalidArgument
 from services.layers import LayerRange
+from services.messages.frames import FrameKinds, FrameReader, TensorLimits
 from services.messages.sampling import SamplingParams
 from services.messages.session_frames import (
-    event_from_message,
+    EVENT_FRAMES,
+    LANE_FRAMES,
+    STREAM_FRAMES,
     event_to_message,
-    forward_to_messages,
-    from_activation,
-    from_tokens,
-    incoming_tensors,
+    location_from_message,
+    location_to_message,
     open_from_message,
     open_to_message,
-    opened,
     opened_from_message,
+    opened_to_message,
+    part_from_message,
+    part_to_message,
+    request_to_messages,
+    restore_from_message,
+    save_from_message,
     trace_from_message,
 )
 from services.messages.steps import (
@@ -32,13 +38,19 @@ from services.messages.steps import (
     FailureReason,
     FeatureSlice,
     Forward,
+    ForwardWithoutFeatures,
     Location,
     OpenSession,
     Proposal,
+    SessionRequest,
+    SnapshotPart,
+    SnapshotRestore,
     SnapshotRestored,
+    SnapshotSave,
     SnapshotSaved,
     StageIdentity,
     StageTiming,
+    StepFeatures,
     StepKind,
 )
 from services.telemetry.trace_context import Trace
@@ -139,45 +151,66 @@ def test_senseless_routes_are_refused() -> None:
         open_from_message(message)
 
 
-def test_forwards_from_tokens_round_trip() -> None:
-    """A step from tokens is one frame, and comes back; an all-zero one too."""
-    for forward in (
+LIMITS = TensorLimits(max_tensor_bytes=1024, max_feature_slices=2)
+FEATURES = (FeatureSlice(4, tensor(2, 8, dtype="float32")), FeatureSlice(4, tensor(2, 8), 0))
+
+
+def through(kinds: FrameKinds[Any], frame: SessionRequest) -> Any:
+    """Send a frame that is one message, and read it as one that may carry these frames."""
+    [message] = request_to_messages(frame)
+    return FrameReader(kinds, LIMITS).read(pb.RunStageRequest.FromString(message.SerializeToString()))
+
+
+@pytest.mark.parametrize("kinds", [STREAM_FRAMES, LANE_FRAMES])
+@pytest.mark.parametrize(
+    "forward",
+    [
         Forward(2**64 - 1, 2**32 - 1, (0, 2**32 - 1), StepKind.VERIFY, 15),
         Forward(0, 0, (), StepKind.PREFILL),
         Forward(0, 9, (), StepKind.RESUME, 7),
         Forward(4, 9, (1,), StepKind.DECODE, 7, more=2**32 - 1),
-    ):
-        [frame] = forward_to_messages(forward)
-        frame = pb.RunStageRequest.FromString(frame.SerializeToString())
-        assert frame.WhichOneof("frame") == "forward_from_tokens"
-        assert from_tokens(frame.forward_from_tokens) == forward
+        Forward(3, 4, (7, 8), StepKind.DECODE, 0, tensor(2, 8), FEATURES, more=5),
+        Forward(0, 4, (), StepKind.RESUME, 3, tensor(0, 8)),
+    ],
+)
+def test_steps_round_trip(kinds: FrameKinds[Any], forward: Forward) -> None:
+    """A small step is one message, from tokens and with an activation, and comes back by either way."""
+    assert through(kinds, forward) == forward
 
 
-def test_forwards_from_activations_round_trip() -> None:
-    """A small step with activation, sum and slices is one frame, and comes back."""
-    features = (FeatureSlice(4, tensor(2, 8, dtype="float32")), FeatureSlice(4, tensor(2, 8), 0))
-    forward = Forward(3, 4, (7, 8), StepKind.DECODE, 0, tensor(2, 8), features, more=5)
-    [frame] = forward_to_messages(forward)
-    message = pb.RunStageRequest.FromString(frame.SerializeToString()).forward_from_activation
-    incoming = incoming_tensors(message, 1024, 2)
-    assert from_activation(message, [one.tensor() for one in incoming]) == forward
+def test_a_step_and_its_features_apart_round_trip() -> None:
+    """In a step lane both come back as what they are; a stream carries no features apart, and no step without any."""
+    forward = Forward(3, 4, (7, 8), StepKind.DECODE, 0, tensor(2, 8), FEATURES, more=5)
+    without = replace(forward, features=())
+    assert through(LANE_FRAMES, ForwardWithoutFeatures(forward)) == ForwardWithoutFeatures(without)
+    assert through(LANE_FRAMES, StepFeatures(3, FEATURES)) == StepFeatures(3, FEATURES)
+    assert through(STREAM_FRAMES, ForwardWithoutFeatures(forward)) == without
+    with pytest.raises(InvalidArgument, match="frame step_features is not expected here"):
+        through(STREAM_FRAMES, StepFeatures(3, FEATURES))
 
 
-def test_a_resume_without_rows_round_trips() -> None:
-    """A step of no rows is one frame behind the first stage too: an activation of no rows, and no features."""
-    forward = Forward(0, 4, (), StepKind.RESUME, 3, tensor(0, 8))
-    [frame] = forward_to_messages(forward)
-    message = pb.RunStageRequest.FromString(frame.SerializeToString()).forward_from_activation
-    [activation] = incoming_tensors(message, 1024, 2)
-    assert activation.complete
-    assert from_activation(message, [activation.tensor()]) == forward
+@pytest.mark.parametrize(
+    "request_",
+    [
+        SnapshotSave("a", 1),
+        SnapshotSave("~" * 128, 2**32 - 1, "parent of it"),
+        SnapshotSave("a", 0, "a"),
+        SnapshotRestore("a", 0),
+        SnapshotRestore("b", 4, (0, 2**32 - 1, 7, 7)),
+    ],
+)
+def test_snapshot_requests_round_trip(request_: SnapshotSave | SnapshotRestore) -> None:
+    """Every field survives the wire, no parent stays none; a step lane does not carry them."""
+    assert through(STREAM_FRAMES, request_) == request_
+    with pytest.raises(InvalidArgument, match="frame snapshot_.* is not expected here"):
+        through(LANE_FRAMES, request_)
 
 
 def test_surplus_slices_are_refused() -> None:
     """More feature slices than the stage captures blocks are refused before their sizes matter."""
     message = stage_pb2.ForwardFromActivation(features=[stage_pb2.FeatureSlice()] * 3)
     with pytest.raises(InvalidArgument, match="the frame has 3 feature slices, at most 2 are expected"):
-        incoming_tensors(message, 1024, 2)
+        FrameReader(STREAM_FRAMES, LIMITS).read(pb.RunStageRequest(forward_from_activation=message))
 
 
 @pytest.mark.parametrize("kind", [0, 5, -1])
@@ -185,7 +218,7 @@ def test_unknown_kinds_are_refused(kind: int) -> None:
     """A step of an unknown kind is refused, naming those that are known."""
     known = r"1 \(prefill\), 2 \(decode\), 3 \(verify\), 4 \(resume\)"
     with pytest.raises(InvalidArgument, match=rf"kind is {kind}, not one of {known}"):
-        from_tokens(stage_pb2.ForwardFromTokens(kind=kind))
+        FrameReader(STREAM_FRAMES).read(pb.RunStageRequest(forward_from_tokens=stage_pb2.ForwardFromTokens(kind=kind)))
 
 
 @pytest.mark.parametrize(
@@ -208,13 +241,13 @@ def test_unknown_kinds_are_refused(kind: int) -> None:
 def test_events_round_trip(event: Event) -> None:
     """Every answer survives the wire; stage 0 and no stage stay different."""
     raw = event_to_message(event).SerializeToString()
-    assert event_from_message(pb.RunStageResponse.FromString(raw)) == event
+    assert FrameReader(EVENT_FRAMES).read(pb.RunStageResponse.FromString(raw)) == event
 
 
 def test_unknown_reasons_end_the_session() -> None:
     """A failure for a reason of a newer version counts as one after which the session is over."""
     message = pb.RunStageResponse(failure=failure_pb2.Failure(reason=77, message="m"))
-    event = event_from_message(message)
+    event = FrameReader(EVENT_FRAMES).read(message)
     assert isinstance(event, Failure)
     assert event.reason is FailureReason.STAGE_FAILED
 
@@ -223,12 +256,62 @@ def test_unknown_answers_are_refused() -> None:
     """An answer without a known frame, or of the opening, is refused."""
     for message in (pb.RunStageResponse(), pb.RunStageResponse(opened=stage_pb2.Opened())):
         with pytest.raises(InvalidArgument, match="is not expected here"):
-            event_from_message(message)
+            FrameReader(EVENT_FRAMES).read(message)
 
 
 def test_opened_round_trip() -> None:
     """The stages come back in order; an opening without any is refused."""
     stages = tuple(StageIdentity(replace(HERE, stage=index), LayerRange(index, index + 1)) for index in range(3))
-    assert opened_from_message(opened(stages)) == stages
+    assert opened_from_message(opened_to_message(stages)) == stages
     with pytest.raises(InvalidArgument, match="opened names no stage"):
         opened_from_message(stage_pb2.Opened())
+
+
+@pytest.mark.parametrize("part", [*PARTS, SnapshotPart(Location(0, "", "", ""), 2**64 - 1, 2**64 - 1)])
+def test_parts_round_trip(part: SnapshotPart) -> None:
+    """Every field survives the wire; stage 0 and no stage stay different."""
+    assert part_from_message(snapshot_pb2.SnapshotPart.FromString(part_to_message(part).SerializeToString())) == part
+
+
+def test_locations_round_trip() -> None:
+    """A place comes back as it was, with a stage, with stage 0 and without one."""
+    for stage in (None, 0, 7):
+        location = Location(stage, "alpha", "cuda:0+cuda:1", "unix:/run/a.sock")
+        raw = location_to_message(location).SerializeToString()
+        assert location_from_message(failure_pb2.Location.FromString(raw)) == location
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (snapshot_pb2.SnapshotSave(snapshot_id="", length=1), "snapshot_id"),
+        (snapshot_pb2.SnapshotSave(snapshot_id="a\n", length=1), "snapshot_id"),
+        (snapshot_pb2.SnapshotSave(snapshot_id="a", length=1, parent_id=""), "parent_id"),
+        (snapshot_pb2.SnapshotSave(snapshot_id="a", length=1, parent_id="ü"), "parent_id"),
+        (snapshot_pb2.SnapshotSave(snapshot_id="a" * 129, length=1), "snapshot_id"),
+    ],
+)
+def test_saves_under_no_name_are_refused(message: snapshot_pb2.SnapshotSave, field: str) -> None:
+    """What is no name is refused, naming the field."""
+    with pytest.raises(InvalidArgument) as refused:
+        save_from_message(message)
+    assert refused.value.where["field"] == field
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (snapshot_pb2.SnapshotRestore(snapshot_id="", length=1, token_ids=[1]), "snapshot_id"),
+        (snapshot_pb2.SnapshotRestore(snapshot_id="\0", length=0), "snapshot_id"),
+        (snapshot_pb2.SnapshotRestore(snapshot_id="a", length=2, token_ids=[1]), "token_ids"),
+        (snapshot_pb2.SnapshotRestore(snapshot_id="a", length=1, token_ids=[1, 2]), "token_ids"),
+        (snapshot_pb2.SnapshotRestore(snapshot_id="a", length=2**32 - 1), "token_ids"),
+    ],
+)
+def test_restores_of_other_tokens_than_their_length_are_refused(
+    message: snapshot_pb2.SnapshotRestore, field: str
+) -> None:
+    """A name that is none, and tokens that are more or fewer than `length`, are refused by field."""
+    with pytest.raises(InvalidArgument) as refused:
+        restore_from_message(message)
+    assert refused.value.where["field"] == field

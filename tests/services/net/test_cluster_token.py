@@ -13,16 +13,18 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from services.errors import InvalidArgument, Unauthenticated
 from services.messages.description import FeatureTransport, HeadPlace
+from services.messages.draft_session import OpenDraft
+from services.messages.loading import LoadDraft
 from services.messages.snapshots import SnapshotOwner
 from services.net.channel import connect
 from services.net.cluster_token import VARIABLE, read_token
 from services.net.security import Security
 from services.net.server import Server
-from services.rpc.draft import DraftServicer, OpenDraft
+from services.rpc.draft import DraftServicer
 from services.rpc.peers import Peers
 from services.rpc.snapshots import SnapshotServicer
 from services.rpc.stage import StageServicer
-from services.rpc.worker import LoadDraft, WorkerServicer
+from services.rpc.worker import WorkerServicer
 from tests.services.fakes import (
     HEADER,
     OPEN as STAGE_OPEN,

@@ -24,12 +24,13 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from services.errors import InvalidArgument, Unavailable
+from services.messages.draft_session import OpenDraft
 from services.messages.snapshots import SnapshotOwner
 from services.net.channel import CLIENT_OPTIONS, connect
 from services.net.security import OPEN, Security, load_security
 from services.net.server import Server
 from services.net.tls import TlsFiles, load_credentials
-from services.rpc.draft import DraftServicer, OpenDraft
+from services.rpc.draft import DraftServicer
 from services.rpc.peers import Peers
 from services.rpc.snapshots import SnapshotServicer
 from services.rpc.stage import StageServicer

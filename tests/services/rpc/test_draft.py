@@ -13,9 +13,10 @@ import pytest
 
 from flashsplit.shard.v1 import draft_pb2, draft_service_pb2 as pb, draft_service_pb2_grpc as pb_grpc, stage_pb2
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, NotFound, Unavailable
+from services.messages.draft_session import OpenDraft, Propose
 from services.messages.steps import FeatureSlice, SnapshotRestore, SnapshotSave
 from services.messages.tensors import CHUNK_BYTES, WireTensor
-from services.rpc.draft import DraftServicer, OpenDraft, Propose, RemoteDraft, RemoteDraftSession
+from services.rpc.draft import DraftServicer, RemoteDraft, RemoteDraftSession
 from services.streams.client_stream import ClientStream
 from services.telemetry.trace_context import Trace
 from tests.services.conftest import Dial, Serve
@@ -198,7 +199,8 @@ async def test_a_client_process_that_vanishes(port: FakeDraft, serve: Serve) -> 
     code = (
         "import asyncio\n"
         "from services.net.channel import connect\n"
-        "from services.rpc.draft import OpenDraft, RemoteDraft\n"
+        "from services.messages.draft_session import OpenDraft\n"
+        "from services.rpc.draft import RemoteDraft\n"
         "async def main():\n"
         f"    channel = await connect({server.address!r}, timeout_s=5)\n"
         "    session = await RemoteDraft(channel, 'a').open(OpenDraft('r', 'f', 1))\n"

@@ -13,10 +13,11 @@ import pytest
 
 from services.errors import InvalidArgument, Unavailable
 from services.messages.description import WorkerDescription
+from services.messages.draft_session import OpenDraft
 from services.messages.snapshots import SnapshotOwner
 from services.net.server import Server
 from services.rpc import peers as peers_module
-from services.rpc.draft import DraftServicer, OpenDraft
+from services.rpc.draft import DraftServicer
 from services.rpc.peers import Peers
 from services.rpc.snapshots import SnapshotServicer
 from services.rpc.stage import StageServicer

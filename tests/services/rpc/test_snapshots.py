@@ -25,13 +25,14 @@ from services.messages.snapshots import (
     SnapshotChunk,
     SnapshotFrame,
     SnapshotHeader,
+    SnapshotImported,
     SnapshotOwner,
     SnapshotTensor,
     SnapshotTrailer,
     frame_to_message,
 )
 from services.messages.tensors import CHUNK_BYTES
-from services.rpc.snapshots import SERVICE, RemoteSnapshots, SnapshotImported, SnapshotServicer
+from services.rpc.snapshots import SERVICE, RemoteSnapshots, SnapshotServicer
 from services.streams.client_stream import ClientStream
 from tests.services.conftest import Dial, Serve
 from tests.services.fakes import HEADER, FakeSnapshots, frames_of, until

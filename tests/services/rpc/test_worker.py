@@ -12,9 +12,10 @@ from flashsplit.shard.v1 import measure_pb2, model_pb2, worker_service_pb2 as pb
 from services.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable, rpc_failures_as_errors
 from services.layers import LayerRange
 from services.messages.description import PROTOCOL_MAJOR, FeatureTransport, HeadPlace, worker_to_message
+from services.messages.loading import FeatureCapture, LoadDraft, LoadProgress, LoadTarget
 from services.messages.measure import ECHO_BYTES, MeasureRequest, speed_from_message
 from services.rpc.link_speed import PIECES, ROUND_TRIPS
-from services.rpc.worker import FeatureCapture, LoadDraft, LoadProgress, LoadTarget, RemoteWorker, WorkerServicer
+from services.rpc.worker import RemoteWorker, WorkerServicer
 from tests.services.conftest import Dial, Serve
 from tests.services.fakes import SPEEDS, WORKER, FakeWorker, until
 

@@ -17,11 +17,11 @@ from services.net.server import Server
 from services.rpc import payload_transport
 from services.rpc.payload_transport import PayloadTransport, share_memory
 from services.rpc.shared_memory import ClientLink, SharedMemoryServicer, open_link
-from services.same_host.link import FROM_BYTES, NO_LINKS, PIECE_BYTES, SEGMENT_BYTES, SharedLink, SharedLinks
+from services.same_host.link import MIN_SHARED_BYTES, NO_LINKS, PIECE_BYTES, SEGMENT_BYTES, SharedLink, SharedLinks
 from services.same_host.step_socket import StepListener, Watcher
 from tests.services.thread_watcher import ThreadWatcher
 
-DATA = os.urandom(FROM_BYTES)
+DATA = os.urandom(MIN_SHARED_BYTES)
 
 
 class Ends:

@@ -12,7 +12,7 @@ from services.messages.steps import FeatureSlice, Forward, StepKind
 from services.messages.tensors import WireTensor
 from services.rpc.shared_memory import ClientLink
 from services.same_host.link import PIECE_BYTES, SharedLink, SharedLinks
-from services.streams.step_lane import FROM_BYTES, StepLane
+from services.streams.step_lane import MIN_SHARED_BYTES, StepLane
 from tests.services.fakes import until
 from tests.services.thread_watcher import ThreadWatcher
 
@@ -51,10 +51,10 @@ class End:
         def begun(step: Forward, whole: bool) -> None:
             self.begun.append((step.kept(), whole))
 
-        lane.listen(took.append, self.failed.append, begun=begun, **limits)
+        lane.listen(took.append, self.failed.append, on_begun=begun, **limits)
 
-    def send(self, forward: Forward, stream_id: int = 1, there: Callable[[], object] | None = None) -> bool:
-        return self.watcher.call(lambda: self.lanes[stream_id].send(forward, there))
+    def send(self, forward: Forward, stream_id: int = 1, wait_for_features: Callable[[], object] | None = None) -> bool:
+        return self.watcher.call(lambda: self.lanes[stream_id].send(forward, wait_for_features))
 
     def send_raw(self, message: bytes) -> bool:
         socket = self.link.step_socket
@@ -86,7 +86,7 @@ class LaneChain:
         [error] = self.below.failed
         self.below.failed.clear()
         assert self.below.took[1] == []
-        expected = step(2 * FROM_BYTES, 100)
+        expected = step(2 * MIN_SHARED_BYTES, 100)
         assert self.above.send(expected)
         assert await self.below.next() == expected
         return error

@@ -14,13 +14,13 @@ from services.messages.steps import Commit, FeatureSlice, Forward, Proposal, Ste
 from services.rpc.shared_memory import ClientLink, SharedMemoryServicer, open_link
 from services.rpc.stage import RemoteStage, RemoteStageSession, StageServicer
 from services.same_host.link import SharedLinks
-from services.streams.step_lane import FROM_BYTES, StepLane
+from services.streams.step_lane import MIN_SHARED_BYTES, StepLane
 from tests.services.conftest import Dial, Serve
 from tests.services.fakes import OPEN, FakeStage, FakeStageSession, commit, prefill, tensor, until
 from tests.services.thread_watcher import ThreadWatcher
 
-FEATURES = (FeatureSlice(3, tensor(1, FROM_BYTES)), FeatureSlice(3, tensor(1, 16), 0))
-DOWN = Forward(1, 3, (4,), StepKind.DECODE, 2, tensor(1, FROM_BYTES), FEATURES, more=8)
+FEATURES = (FeatureSlice(3, tensor(1, MIN_SHARED_BYTES)), FeatureSlice(3, tensor(1, 16), 0))
+DOWN = Forward(1, 3, (4,), StepKind.DECODE, 2, tensor(1, MIN_SHARED_BYTES), FEATURES, more=8)
 UP = Forward(2, 4, (9,), StepKind.DECODE, more=7)
 
 

@@ -14,11 +14,13 @@ import pytest
 
 from flashsplit.shard.v1 import stage_pb2, stage_service_pb2 as pb
 from services.errors import InvalidArgument
-from services.messages import session_frames
-from services.messages.steps import Forward
+from services.messages.session_frames import request_to_messages
+from services.messages.step_template import StepTemplate, tokens_from_bytes
+from services.messages.steps import Forward, ForwardWithoutFeatures, StepFeatures, StepKind
+from services.messages.tensors import WireTensor
 from services.rpc.shared_memory import SharedMemoryServicer, open_link
 from services.same_host.link import PIECE_BYTES, RING_BYTES, SEGMENT_BYTES, SharedLinks
-from services.streams.step_lane import FROM_BYTES
+from services.streams.step_lane import MIN_SHARED_BYTES
 from tests.services.conftest import Dial, Serve
 from tests.services.fakes import until
 from tests.services.streams.lane_chain import (
@@ -56,7 +58,14 @@ async def test_both_sides_must_watch(serve: Serve, dial: Dial, caller: bool, ser
 
 @pytest.mark.parametrize(
     "sizes",
-    [(0,), (2,), (100, 60), (FROM_BYTES - 2, FROM_BYTES), (FROM_BYTES, 8, 2 * FROM_BYTES, 0), (PIECE_BYTES,) * 3],
+    [
+        (0,),
+        (2,),
+        (100, 60),
+        (MIN_SHARED_BYTES - 2, MIN_SHARED_BYTES),
+        (MIN_SHARED_BYTES, 8, 2 * MIN_SHARED_BYTES, 0),
+        (PIECE_BYTES,) * 3,
+    ],
 )
 async def test_steps_arrive(chain: LaneChain, sizes: tuple[int, ...]) -> None:
     """Down the chain with all their tensors, in the packet or beside it, up the chain without any."""
@@ -68,19 +77,19 @@ async def test_steps_arrive(chain: LaneChain, sizes: tuple[int, ...]) -> None:
     assert chain.below.took == chain.above.took == {1: [], 2: []}
 
 
-@pytest.mark.parametrize("size", [60, FROM_BYTES, PIECE_BYTES])
+@pytest.mark.parametrize("size", [60, MIN_SHARED_BYTES, PIECE_BYTES])
 async def test_features_follow_in_a_packet_of_their_own(chain: LaneChain, size: int) -> None:
     """Who takes the step hears of it as soon as its activation is there, before its features are; then all of it."""
-    sent, heard = step(FROM_BYTES, size, 80), threading.Event()
+    sent, heard = step(MIN_SHARED_BYTES, size, 80), threading.Event()
 
-    def there() -> None:
+    def wait() -> None:
         deadline = time.monotonic() + 5
         while not chain.below.begun and time.monotonic() < deadline:
             time.sleep(0.001)
         assert chain.below.took[1] == []
         heard.set()
 
-    assert chain.above.send(sent, there=there)
+    assert chain.above.send(sent, wait_for_features=wait)
     assert await chain.below.next() == sent
     assert heard.is_set()
     assert chain.below.begun == [(replace(sent, features=()), False)]
@@ -89,7 +98,7 @@ async def test_features_follow_in_a_packet_of_their_own(chain: LaneChain, size: 
 async def test_without_features_nothing_is_waited_for(chain: LaneChain) -> None:
     """There is no second packet then, and all is there at once."""
     sent = step(100)
-    assert chain.above.send(sent, there=lambda: pytest.fail("there is nothing to wait for"))
+    assert chain.above.send(sent, wait_for_features=lambda: pytest.fail("there is nothing to wait for"))
     assert await chain.below.next() == sent
     assert chain.below.begun == [(sent, True)]
 
@@ -97,17 +106,17 @@ async def test_without_features_nothing_is_waited_for(chain: LaneChain) -> None:
 @pytest.mark.parametrize("begun", [False, True])
 async def test_features_of_another_step_are_refused(chain: LaneChain, begun: bool) -> None:
     if begun:
-        [message] = session_frames.forward_to_messages(step(100, 60, number=3), features=False)
+        [message] = request_to_messages(ForwardWithoutFeatures(step(100, 60, number=3)))
         assert chain.above.send_raw(message.SerializeToString())
         await until(lambda: len(chain.below.begun) == 1)
-    [message] = session_frames.features_to_messages(step(100, 60, number=4))
+    [message] = request_to_messages(StepFeatures(4, step(100, 60).features))
     assert chain.above.send_raw(message.SerializeToString())
     assert "features of step 4 came without it" in (await chain.refusal()).message
 
 
 async def test_room_comes_back(chain: LaneChain) -> None:
     """Many times the half segment's size goes through it, of two sessions by turns, and no step is refused."""
-    sizes = itertools.cycle([(PIECE_BYTES // 2, 200_000), (900_000, FROM_BYTES, PIECE_BYTES // 4), (10,)])
+    sizes = itertools.cycle([(PIECE_BYTES // 2, 200_000), (900_000, MIN_SHARED_BYTES, PIECE_BYTES // 4), (10,)])
     sent_bytes = 0
     for number in range(300):
         sent, stream_id = step(*next(sizes), number=number), 1 + number % 2
@@ -137,7 +146,7 @@ async def test_payloads_of_streams_have_room_of_their_own(chain: LaneChain) -> N
     [
         pytest.param((PIECE_BYTES,) * 5, id="more than the half segment"),
         pytest.param((PIECE_BYTES + 2,), id="a tensor in two pieces"),
-        pytest.param((FROM_BYTES - 2,) * 5, id="small ones that are too many for a packet"),
+        pytest.param((MIN_SHARED_BYTES - 2,) * 5, id="small ones that are too many for a packet"),
     ],
 )
 async def test_a_step_without_room_goes_another_way(chain: LaneChain, sizes: tuple[int, ...]) -> None:
@@ -168,12 +177,97 @@ async def test_a_closed_lane_gives_its_room_back(chain: LaneChain) -> None:
     assert chain.above.took[1] == []
 
 
+# --- steps that are known before they come
+
+
+async def test_a_step_that_was_expected_is_recognised(chain: LaneChain) -> None:
+    """It is so once, and its activation is heard of first; another step in its place is parsed as ever."""
+    rows = [WireTensor("float16", (2, 40), os.urandom(160)) for _ in range(3)]
+    sent = [Forward(7 + n, 19 + n, (3, 400), StepKind.VERIFY, 5, data, more=9) for n, data in enumerate(rows)]
+    lane, arrived = chain.below.lanes[1], list[bytes]()
+    for expected, other in ((sent[0], sent[0]), (sent[1], sent[2])):
+        unknown = replace(expected, activation=WireTensor("float16", (2, 40), b""))
+        chain.below.watcher.call(lambda unknown=unknown: lane.expect(unknown, lambda data: arrived.append(bytes(data))))
+        for _ in range(2):
+            assert chain.above.send(other)
+            assert await chain.below.next() == other
+    assert arrived == [rows[0].data]
+    # Of the one that was recognised nothing is heard but that it is there.
+    assert chain.below.begun == [(step, True) for step in (sent[0], sent[2], sent[2])]
+
+
+async def test_a_step_that_was_expected_but_for_its_tokens(chain: LaneChain) -> None:
+    """Its tokens are heard of first, once; the step comes as it was sent."""
+    lane, arrived = chain.above.lanes[1], list[tuple[int, ...]]()
+    chain.above.watcher.call(lambda: lane.expect(NEXT, lambda data: arrived.append(tokens_from_bytes(data))))
+    sent = replace(NEXT, token_ids=(151_000, 3))
+    for _ in range(2):
+        chain.below.watcher.call(lambda: chain.below.lanes[1].prepare(NEXT))
+        assert chain.below.send(sent)
+        assert await chain.above.next() == sent
+    assert arrived == [sent.token_ids]
+
+
+async def test_a_step_may_be_sent_as_it_was_prepared(chain: LaneChain) -> None:
+    """Before its activation's bytes were there; and another one in its place, or with features, as ever."""
+    rows = bytearray(160)
+    known = Forward(7, 19, (3, 400), StepKind.VERIFY, 0, WireTensor("float16", (2, 40), memoryview(rows)), more=9)
+    lane = chain.above.lanes[1]
+    for sent in (known, replace(known, step=8), step(160, 60)):
+        rows[:] = bytes(160)
+        chain.above.watcher.call(lambda sent=sent: lane.prepare(replace(sent, step=7)))
+        rows[:] = os.urandom(160)
+        for _ in range(2):
+            assert chain.above.send(sent)
+            assert await chain.below.next() == sent
+
+
+@pytest.mark.parametrize("features", [(), (60,), (MIN_SHARED_BYTES,)])
+@pytest.mark.parametrize("size", [160, MIN_SHARED_BYTES, 3 * MIN_SHARED_BYTES])
+async def test_a_step_that_was_prepared_and_expected(chain: LaneChain, size: int, features: tuple[int, ...]) -> None:
+    """Its activation, in the message or beside it, comes first of all; its features behind, and all of it is taken."""
+    above, below, arrived = chain.above.lanes[1], chain.below.lanes[1], list[bytes]()
+    for number in range(40):
+        sent = step(size, *features, number=number)
+        assert sent.activation is not None
+        expected = replace(sent, features=(), activation=replace(sent.activation, data=b""))
+        chain.below.watcher.call(
+            lambda expected=expected: below.expect(
+                expected, lambda data: arrived.append(bytes(data)), features_follow=bool(features)
+            )
+        )
+        chain.above.watcher.call(lambda sent=sent: above.prepare(sent))
+        assert chain.above.send(sent, wait_for_features=lambda number=number: time.sleep(0.001 * (number % 2)))
+        assert await chain.below.next() == sent
+        assert arrived == [sent.activation.data]
+        arrived.clear()
+    assert chain.below.begun == []
+
+
+@pytest.mark.parametrize("wrong", [{"size_bytes": MIN_SHARED_BYTES + 2}, {"sequence": 9}, {"offset": 2**40}, None])
+async def test_an_expected_activation_that_is_not_there(chain: LaneChain, wrong: dict[str, int] | None) -> None:
+    """Under the name that the message gives it: refused, not read."""
+    sent = step(MIN_SHARED_BYTES)
+    lane, arrived = chain.below.lanes[1], list[bytes]()
+    chain.below.watcher.call(lambda: lane.expect(sent, lambda data: arrived.append(bytes(data))))
+    shared = chain.above.watcher.call(lambda: chain.above.lanes[1].put(memoryview(bytes(MIN_SHARED_BYTES))))
+    template = StepTemplate.of(sent, payload=shared)
+    assert template is not None
+    name = b"\xff" * template.gap_bytes
+    if wrong is not None:
+        set_fields(shared, wrong)
+        name = shared.SerializeToString()
+    assert chain.above.send_raw(template.before + name + template.after)
+    assert isinstance(await chain.refusal(), InvalidArgument)
+    assert arrived == []
+
+
 # --- what makes no sense
 
 
 def packet(forward: Forward) -> pb.RunStageRequest:
     """Whole, without shared memory."""
-    [frame] = session_frames.forward_to_messages(forward)
+    [frame] = request_to_messages(forward)
     return frame
 
 
@@ -248,8 +342,8 @@ async def test_up_the_chain_come_no_tensors(chain: LaneChain) -> None:
         {"sequence": 0},
         {"sequence": 2**64 - 1},
         {"size_bytes": 0},
-        {"size_bytes": FROM_BYTES - 1},
-        {"size_bytes": FROM_BYTES + 1},
+        {"size_bytes": MIN_SHARED_BYTES - 1},
+        {"size_bytes": MIN_SHARED_BYTES + 1},
         {"size_bytes": PIECE_BYTES + 1},
         {"size_bytes": 2**64 - 1},
     ],
@@ -258,10 +352,10 @@ async def test_payloads_that_are_not_there(chain: LaneChain, change: dict[str, i
     """A place, number or size that is another one is noticed, not read."""
     lane, message = chain.above.lanes[1], packet(step(100))
     activation = message.forward_from_activation.activation
-    shared = chain.above.watcher.call(lambda: lane.put(memoryview(os.urandom(FROM_BYTES))))
+    shared = chain.above.watcher.call(lambda: lane.put(memoryview(os.urandom(MIN_SHARED_BYTES))))
     assert shared.offset == RING_BYTES + 64
     set_fields(shared, change)
-    activation.shape[:] = [FROM_BYTES // 2]
+    activation.shape[:] = [MIN_SHARED_BYTES // 2]
     activation.data = b""
     activation.shared.CopyFrom(shared)
     assert chain.above.send_raw(message.SerializeToString())
@@ -274,12 +368,12 @@ async def test_payloads_that_are_not_there(chain: LaneChain, change: dict[str, i
 @pytest.mark.parametrize("side", ["above", "below"])
 async def test_a_closed_link_carries_nothing(chain: LaneChain, side: str) -> None:
     """On either side: sending says so, and what was announced can't be read."""
-    shared = chain.above.watcher.call(lambda: chain.above.lanes[1].put(memoryview(bytes(FROM_BYTES))))
+    shared = chain.above.watcher.call(lambda: chain.above.lanes[1].put(memoryview(bytes(MIN_SHARED_BYTES))))
     getattr(chain, side).link.close()
     await until(lambda: chain.above.link.step_socket is chain.below.link.step_socket is None)
     for end in (chain.above, chain.below):
         assert not end.send(SMALL)
-        assert not end.send(step(2 * FROM_BYTES))
+        assert not end.send(step(2 * MIN_SHARED_BYTES))
         assert not end.send(NEXT)
     with pytest.raises(InvalidArgument, match=r"link \d+ is closed"):
         getattr(chain, side).lanes[1].take(shared, bytearray())

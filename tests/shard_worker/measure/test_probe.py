@@ -9,10 +9,10 @@ import torch
 
 from services.errors import FailedPrecondition, NotFound, Unimplemented
 from services.messages.description import FeatureTransport, HeadPlace, Role
+from services.messages.draft_session import OpenDraft
+from services.messages.loading import LoadDraft
 from services.messages.measure import MeasureRequest
 from services.model.checkpoint_files import read_config
-from services.rpc.draft import OpenDraft
-from services.rpc.worker import LoadDraft
 from shard_worker.device.devices import parse_devices
 from shard_worker.measure import probe
 from shard_worker.roles.draft import DraftRole

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from services.errors import FailedPrecondition, InvalidArgument, Unimplemented
+from services.messages.compression import Compressed, CompressProgress, CompressRequest
 from services.messages.description import DrafterDescription, Role
-from services.rpc.compress import Compressed, CompressProgress, CompressRequest, RemoteCompressor
-from services.rpc.worker import LoadDrafter
+from services.messages.loading import LoadDrafter
+from services.rpc.compress import RemoteCompressor
 from shard_worker.device.devices import parse_devices
 from shard_worker.pflash.drafter import load_drafter
 from shard_worker.pflash.selection import CHUNK_TOKENS, kept_ranges, select_chunks

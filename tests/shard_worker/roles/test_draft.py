@@ -10,10 +10,10 @@ import torch
 
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, NotFound
 from services.messages.description import FeatureTransport, HeadPlace
+from services.messages.draft_session import OpenDraft, Propose
+from services.messages.loading import LoadDraft
 from services.messages.steps import FeatureSlice, Location, SnapshotRestore, SnapshotSave
 from services.messages.tensors import WireTensor
-from services.rpc.draft import OpenDraft, Propose
-from services.rpc.worker import LoadDraft
 from shard_worker.device.dtypes import from_wire, to_wire
 from shard_worker.device.executor import DeviceThread
 from shard_worker.ops.linear import linear

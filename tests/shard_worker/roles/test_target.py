@@ -13,9 +13,9 @@ import pytest
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, NotFound
 from services.layers import LayerRange
 from services.messages.description import FeatureTransport, HeadPlace
+from services.messages.loading import FeatureCapture, LoadDraft, LoadTarget
 from services.messages.sampling import SamplingParams
 from services.messages.steps import DraftRoute, Hop
-from services.rpc.worker import FeatureCapture, LoadDraft, LoadTarget
 from shard_worker.device.executor import DeviceThread
 from shard_worker.roles.target import TargetRole
 from shard_worker.weights.checkpoint import Checkpoint

@@ -10,6 +10,7 @@ import pytest
 from services.errors import FlashsplitError, InvalidArgument, Unavailable
 from services.layers import LayerRange
 from services.messages.description import HeadPlace
+from services.messages.draft_session import OpenDraft
 from services.messages.steps import (
     Commit,
     Event,
@@ -22,7 +23,6 @@ from services.messages.steps import (
     StageIdentity,
     StepKind,
 )
-from services.rpc.draft import OpenDraft
 from shard_worker.roles.draft import DraftRole
 from tests.shard_worker.chain import BLOCK, DRAFT_ADDRESS, Chain, Client, MakeChain
 from tests.shard_worker.tiny import Tiny

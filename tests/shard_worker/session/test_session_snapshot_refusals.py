@@ -13,6 +13,7 @@ import pytest
 
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, NotFound, Unavailable
 from services.messages.description import HeadPlace
+from services.messages.draft_session import OpenDraft
 from services.messages.steps import (
     Commit,
     Failure,
@@ -25,7 +26,7 @@ from services.messages.steps import (
 )
 from services.net.channel import connect
 from services.net.server import Server
-from services.rpc.draft import DraftServicer, OpenDraft, RemoteDraft
+from services.rpc.draft import DraftServicer, RemoteDraft
 from services.rpc.stage import RemoteStage, StageServicer
 from tests.shard_worker.chain import BLOCK, BUDGET, DRAFT_ADDRESS, Chain, Client, MakeChain
 from tests.shard_worker.session.held_back import unanswered

@@ -20,6 +20,7 @@ from services.messages.snapshots import (
     SnapshotChunk,
     SnapshotFrame,
     SnapshotHeader,
+    SnapshotImported,
     SnapshotOwner,
     SnapshotTensor,
     SnapshotTrailer,
@@ -28,7 +29,7 @@ from services.messages.steps import StepKind
 from services.messages.tensors import CHUNK_BYTES
 from services.net.channel import connect
 from services.net.server import Server
-from services.rpc.snapshots import RemoteSnapshots, SnapshotImported, SnapshotServicer
+from services.rpc.snapshots import RemoteSnapshots, SnapshotServicer
 from shard_worker.snapshots.transfer import IncomingSnapshot, SnapshotTransfer
 from tests.shard_worker.chain import BLOCK, BUDGET, Chain, MakeChain
 from tests.shard_worker.session.session_memory import Memory, differing, memory_of

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.streams.tensor_reading import first_done
+from services.event_loop import first_done
 
 
 class Loop:

@@ -1,0 +1,150 @@
+"""What a worker is asked to load, and how far it is: frozen dataclasses, and their protobuf form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flashsplit.shard.v1 import worker_service_pb2 as pb
+from services.errors import InvalidArgument
+from services.layers import LayerRange
+from services.messages.description import (
+    FeatureTransport,
+    HeadPlace,
+    Role,
+    head_from_number,
+    head_to_number,
+    range_from_message,
+    range_to_message,
+    transport_from_number,
+    transport_to_number,
+)
+from services.messages.tensors import dtype_name, dtype_number, kv_dtype_name
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureCapture:
+    """The features to capture for a draft.
+
+    draft_path: the draft's directory on the worker's host. transport: how the features shall travel.
+    """
+
+    draft_path: str
+    transport: FeatureTransport
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTarget:
+    """A stage to load.
+
+    dtype: the element type of weights and activations, None for the checkpoint's own. kv_dtype: the element type of
+    attention keys and values, None for that of the weights.
+    """
+
+    role: ClassVar = Role.TARGET
+    model_path: str
+    layers: LayerRange
+    dtype: str | None = None
+    capture: FeatureCapture | None = None
+    kv_dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadDraft:
+    """A draft to load.
+
+    model_path: the target's checkpoint, for its lm_head with HeadPlace.LOADED and for rows of its embedding with
+    HeadPlace.SHARED. dtype: None for the checkpoint's own.
+    """
+
+    role: ClassVar = Role.DRAFT
+    draft_path: str
+    model_path: str
+    head_place: HeadPlace
+    feature_transport: FeatureTransport
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadDrafter:
+    """A model to compress prompts with. dtype: None for the checkpoint's own."""
+
+    role: ClassVar = Role.COMPRESS
+    drafter_path: str
+    dtype: str | None = None
+
+
+LoadPart = LoadTarget | LoadDraft | LoadDrafter
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """Bytes of weights read so far, and in all."""
+
+    loaded_bytes: int
+    total_bytes: int
+
+
+def part_to_message(part: LoadPart) -> pb.LoadRequest:
+    """Return the request's message."""
+    match part:
+        case LoadTarget():
+            target = pb.LoadTarget(
+                model_path=part.model_path,
+                layers=range_to_message(part.layers),
+                dtype=dtype_number(part.dtype),
+                kv_dtype=dtype_number(part.kv_dtype),
+            )
+            if part.capture is not None:
+                target.capture.draft_path = part.capture.draft_path
+                target.capture.transport = transport_to_number(part.capture.transport)
+            return pb.LoadRequest(target=target)
+        case LoadDraft():
+            draft = pb.LoadDraft(
+                draft_path=part.draft_path,
+                model_path=part.model_path,
+                head_place=head_to_number(part.head_place),
+                feature_transport=transport_to_number(part.feature_transport),
+                dtype=dtype_number(part.dtype),
+            )
+            return pb.LoadRequest(draft=draft)
+        case LoadDrafter():
+            drafter = pb.LoadDrafter(drafter_path=part.drafter_path, dtype=dtype_number(part.dtype))
+            return pb.LoadRequest(drafter=drafter)
+
+
+def part_from_message(request: pb.LoadRequest) -> LoadPart:
+    """Return the part to load. Raises InvalidArgument where none is named, and for values that make no sense."""
+    match request.WhichOneof("part"):
+        case "target":
+            target = request.target
+            capture = None
+            if target.HasField("capture"):
+                capture = FeatureCapture(target.capture.draft_path, _required_transport(target.capture.transport))
+            return LoadTarget(
+                model_path=target.model_path,
+                layers=range_from_message(target.layers),
+                dtype=dtype_name(target.dtype),
+                capture=capture,
+                kv_dtype=kv_dtype_name(target.kv_dtype),
+            )
+        case "draft":
+            draft = request.draft
+            return LoadDraft(
+                draft_path=draft.draft_path,
+                model_path=draft.model_path,
+                head_place=head_from_number(draft.head_place),
+                feature_transport=_required_transport(draft.feature_transport),
+                dtype=dtype_name(draft.dtype),
+            )
+        case "drafter":
+            return LoadDrafter(request.drafter.drafter_path, dtype_name(request.drafter.dtype))
+        case _:
+            raise InvalidArgument("part is missing: name a target, a draft or a drafter to load", field="part")
+
+
+def _required_transport(number: int) -> FeatureTransport:
+    transport = transport_from_number(number)
+    if transport is None:
+        raise InvalidArgument("feature_transport is missing", field="feature_transport")
+    return transport
