@@ -1,4 +1,4 @@
-"""The target role: holds a stage, opens sessions on it and on the stages behind it."""
+"""The target role: loads a stage, and opens sessions on it and on the stages behind it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ from services.net.server import Registration
 from services.rpc.stage import StageServicer, StageSession
 from services.streams.step_lane import StepLane
 from shard_worker.cache.prefix_state import trimmable
-from shard_worker.device.devices import Device
 from shard_worker.device.dtypes import dtype_to_name
 from shard_worker.drafting.drafters import Draft, DraftState, drafter_of
 from shard_worker.drafting.embedding_rows import EmbeddingRows, copied_embedding, resident_embedding, rows_of_stage
 from shard_worker.drafting.engine import DraftEngine, make_engine
 from shard_worker.drafting.link import DraftLink, LocalDraftLink, RemoteDraftLink
 from shard_worker.measure.random_checkpoint import open_checkpoint
-from shard_worker.ops.deltanet import CHUNK_ROWS
 from shard_worker.roles import MAX_ROWS, RoleResources, WorkerRole
 from shard_worker.roles.draft import DraftRole, LoadedDraft
 from shard_worker.sampling.grammar_compiler import GrammarCompiler
 from shard_worker.sampling.sampler import Sampler
 from shard_worker.sampling.verifier import Verifier
+from shard_worker.session.checks import check_limits, check_route
 from shard_worker.session.following import FollowingSession
 from shard_worker.session.last_stage import LastStageSession
 from shard_worker.session.relay import RelaySession
@@ -44,6 +43,7 @@ from shard_worker.snapshots.keeper import SnapshotKeeper
 from shard_worker.stage.exactness import allocate
 from shard_worker.stage.loader import CaptureRequest, StageLoader
 from shard_worker.stage.stage import Stage
+from shard_worker.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from shard_worker.drafting.ahead import Ahead
@@ -52,35 +52,63 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
+class TargetEmbedding:
+    """The target's embedding, in which a draft looks up tokens.
+
+    matrix: all of it, [vocab, hidden], where it is on the last device, else None. rows: looks up single rows, in the
+    matrix where there is one, else in the checkpoint's file.
+    """
+
+    matrix: torch.Tensor | None
+    rows: EmbeddingRows
+
+    @classmethod
+    def of(cls, stage: Stage, checkpoint: Checkpoint) -> TargetEmbedding:
+        """Return the embedding as a loaded stage has it."""
+        matrix = resident_embedding(stage)
+        return cls(matrix, rows_of_stage(matrix, checkpoint))
+
+    def beside(self, draft: Draft, stage: Stage, part: LoadTarget) -> TargetEmbedding:
+        """Return the embedding with its matrix on the draft's device, where there is room for it."""
+        if self.matrix is not None:
+            return self
+        checkpoint = open_checkpoint(part.model_path)
+        matrix = copied_embedding(checkpoint, draft.device, stage.dtype)
+        return TargetEmbedding(matrix, rows_of_stage(matrix, checkpoint))
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedStage:
-    """A stage and where it came from."""
+    """A stage, what it was loaded from, and what its sessions share.
+
+    part: what the coordinator asked to load. family: the name of the model family. fingerprint: identifies the
+    checkpoint. keeper: keeps prefixes of its sessions. grammars: compiles grammars for its vocabulary. invariant_rows:
+    the numbers of rows for which batch-invariant steps have been tried out.
+    """
 
     part: LoadTarget
     stage: Stage
     family: str
     fingerprint: str
-    matrix: torch.Tensor | None
-    """The target's embedding where all of it is on the last device."""
-
-    embedding: EmbeddingRows
+    embedding: TargetEmbedding
     keeper: SnapshotKeeper
     grammars: GrammarCompiler
-    exact: set[int]
-    """Numbers of rows that exact steps were tried out with."""
+    invariant_rows: set[int]
 
 
 class TargetRole(WorkerRole[LoadTarget]):
-    """Implements `services.rpc.stage.StagePort`."""
+    """Implements `services.rpc.stage.StagePort`.
+
+    loaded: the stage, None before the first load and after one that failed. sessions: those that are open.
+    """
 
     description_field = "target"
     snapshot_owner = SnapshotOwner.STAGE
 
     def __init__(self, resources: RoleResources) -> None:
         super().__init__(resources)
-        self._thread, self._devices, self._peers = resources.thread, resources.devices, resources.peers
-        self._location, self._store, self._graphs = resources.location, resources.store, resources.graphs
+        self._drafts = StageDrafts(resources)
         self.loaded: LoadedStage | None = None
-        self._engine: tuple[Stage, Draft, DraftEngine] | None = None
         self.sessions = set[TargetSession]()
 
     @property
@@ -92,13 +120,18 @@ class TargetRole(WorkerRole[LoadTarget]):
         return None if self.loaded is None else self.loaded.keeper
 
     @property
-    def _draft_role(self) -> DraftRole | None:
-        """The draft beside this stage."""
-        role = self.resources.roles.get(Role.DRAFT)
-        return role if isinstance(role, DraftRole) else None
+    def open_sessions(self) -> int:
+        return len(self.sessions)
+
+    @property
+    def session_bytes(self) -> int:
+        """Memory that open sessions take by now, that of drafts beside the stage included."""
+        return sum(session.held_bytes for session in self.sessions)
 
     def registrations(self) -> list[Registration]:
         return [StageServicer(self, self.resources.links).register]
+
+    # --- loading
 
     def localize(self, part: LoadTarget) -> LoadTarget:
         capture = part.capture
@@ -108,68 +141,57 @@ class TargetRole(WorkerRole[LoadTarget]):
                 raise InvalidArgument("draft_path is missing: give this worker --draft", field="--draft")
         return super().localize(replace(part, capture=capture))
 
-    @property
-    def open_sessions(self) -> int:
-        return len(self.sessions)
-
-    @property
-    def session_bytes(self) -> int:
-        """What open sessions take by now, drafts beside the stage included."""
-        return sum(session.held_bytes for session in self.sessions)
-
     def load(self, part: LoadTarget, on_progress: Callable[[int, int], None]) -> None:
-        """Load a stage; runs on the device thread. Errors as in `StageLoader`."""
+        """Load a stage; runs on the device thread.
+
+        on_progress: called with the bytes loaded so far and in all. Errors as in `StageLoader` and `capture_request`.
+        """
         self.loaded = None
+        resources = self.resources
         checkpoint = open_checkpoint(part.model_path)
         loader = StageLoader(checkpoint, part.layers, part.dtype, part.kv_dtype)
-        stage = loader.load(self._devices, self._capture_request(part, loader), on_progress, graphs=self._graphs)
-        self.loaded = LoadedStage(
-            part,
-            stage,
-            stage.config.family,
+        capture = capture_request(part, loader.config)
+        stage = loader.load(resources.devices, capture, on_progress, graphs=resources.graphs)
+        keeper = SnapshotKeeper(
+            resources.store,
+            resources.thread,
+            SnapshotOwner.STAGE,
             checkpoint.fingerprint,
-            resident_embedding(stage),
-            rows_of_stage(resident_embedding(stage), checkpoint),
-            SnapshotKeeper(
-                self._store,
-                self._thread,
-                SnapshotOwner.STAGE,
-                checkpoint.fingerprint,
-                stage.layers,
-                stage.config.max_position,
-                stage.state_groups(),
-                self._devices,
-                self._store.generation(SnapshotOwner.STAGE),
-            ),
-            GrammarCompiler(checkpoint.directory, checkpoint.config, stage.config.vocab_size),
-            set(),
+            stage.layers,
+            stage.config.max_position,
+            stage.state_groups(),
+            resources.devices,
+            resources.store.generation(SnapshotOwner.STAGE),
+        )
+        self.loaded = LoadedStage(
+            part=part,
+            stage=stage,
+            family=stage.config.family,
+            fingerprint=checkpoint.fingerprint,
+            embedding=TargetEmbedding.of(stage, checkpoint),
+            keeper=keeper,
+            grammars=GrammarCompiler(checkpoint.directory, checkpoint.config, stage.config.vocab_size),
+            invariant_rows=set(),
         )
 
     def prepare(self) -> None:
         """Compile and capture what steps will need, for what is loaded by now; runs on the device thread."""
-        if self.loaded is None or not any(self.loaded.stage.runners):
+        loaded = self.loaded
+        if loaded is None or not any(loaded.stage.runners):
             return
-        stage, held = self.loaded.stage, None if self._draft_role is None else self._draft_role.loaded
+        stage, beside = loaded.stage, self._drafts.sharing(loaded.part)
         try:
             stage.prepare()
-            if held is not None and stage.head is not None and _shares(held.part, self.loaded.part):
-                self.loaded = self._with_embedding(self.loaded, held.draft.device)
-                self._draft_engine(held, self.loaded).prepare()
+            if beside is not None and stage.head is not None:
+                self.loaded = replace(loaded, embedding=loaded.embedding.beside(beside.draft, stage, loaded.part))
+                self._drafts.engine(beside.draft, stage, self.loaded.embedding).prepare()
         except Exception as error:
             # Whatever a compiler may lack on this host, plain torch has what it needs.
             log.warning("kernels.failed", error=f"{type(error).__name__}: {error}"[:500])
-            self.loaded = replace(self.loaded, stage=stage.without_kernels())
-
-    @staticmethod
-    def _with_embedding(loaded: LoadedStage, device: Device) -> LoadedStage:
-        """With the embedding beside the draft, where there is room for it."""
-        if loaded.matrix is not None:
-            return loaded
-        checkpoint = open_checkpoint(loaded.part.model_path)
-        matrix = copied_embedding(checkpoint, device, loaded.stage.dtype)
-        return replace(loaded, matrix=matrix, embedding=rows_of_stage(matrix, checkpoint))
+            self.loaded = replace(self.loaded or loaded, stage=stage.without_kernels())
 
     def describe(self) -> TargetDescription | None:
+        """Return what the worker tells of the stage, None where none is loaded."""
         loaded = self.loaded
         if loaded is None:
             return None
@@ -191,27 +213,52 @@ class TargetRole(WorkerRole[LoadTarget]):
             kv_dtype=loaded.part.kv_dtype,
         )
 
+    # --- opening a session
+
     async def open(self, request: OpenSession, above: StepLane | None = None) -> StageSession:
-        location = self._location(request.stage)
+        """Begin a session, here and on the stages of its route, as the port says.
+
+        Raises FailedPrecondition where another stage, or none, is loaded than the caller expects, and InvalidArgument
+        for a request that no stage of this shape can serve; errors further as in `allocate`, `GrammarCompiler.compile`
+        and `StageDrafts.open`.
+        """
+        location = self.resources.location(request.stage)
         try:
-            loaded = self._expected(request)
+            loaded = self._loaded_for(request)
             stage = loaded.stage
-            self._check_limits(request, stage)
             sampler = None if request.route else await self._sampler(request, loaded)
-            state = await self._thread.submit(allocate, request, stage, loaded.exact)
+            state = await self.resources.thread.submit(allocate, request, stage, loaded.invariant_rows)
         except FlashsplitError as error:
             raise error.located(stage=request.stage, host=location.host, device=location.device) from None
-        host = SessionHost(self._thread, stage, loaded.keeper, StageIdentity(location, stage.layers), self.sessions)
+        identity = StageIdentity(location, stage.layers)
+        host = SessionHost(self.resources.thread, stage, loaded.keeper, identity, self.sessions)
         session: TargetSession
         if sampler is None:
             downstream = await self._open_next(request, steps=above is not None or stage.embedding is not None)
             session = RelaySession(host, request, state, above, downstream)
         else:
-            draft = None if request.draft is None else await self._open_draft(request, loaded)
+            draft = None
+            if request.draft is not None:
+                draft = await self._drafts.open(request, stage, loaded.embedding)
             ahead = draft.ahead if isinstance(draft, LocalDraftLink) else None
             verifier = Verifier(stage, sampler, request, ahead)
             session = LastStageSession(host, request, state, above, verifier, draft)
         return session if stage.embedding is None else FollowingSession(session, request)
+
+    def _loaded_for(self, request: OpenSession) -> LoadedStage:
+        """Return the loaded stage, once it is sure that the request is for it and that it can serve it."""
+        loaded = self.loaded
+        if loaded is None:
+            raise FailedPrecondition("no stage is loaded on this worker", reason="NOT_LOADED")
+        if loaded.fingerprint != request.fingerprint:
+            raise FailedPrecondition(
+                f"this worker holds model {loaded.fingerprint}, the session is for {request.fingerprint}",
+                reason="FINGERPRINT_MISMATCH",
+                field="fingerprint",
+            )
+        check_route(request, loaded.stage)
+        check_limits(request, loaded.stage, MAX_ROWS)
+        return loaded
 
     @staticmethod
     async def _sampler(request: OpenSession, loaded: LoadedStage) -> Sampler:
@@ -222,171 +269,159 @@ class TargetRole(WorkerRole[LoadTarget]):
             grammar = await asyncio.to_thread(loaded.grammars.compile, request.grammar, request, device)
         return Sampler(request.sampling, request.prompt_length, stage.config.vocab_size, device, grammar)
 
-    def _expected(self, request: OpenSession) -> LoadedStage:
-        loaded = self.loaded
-        if loaded is None:
-            raise FailedPrecondition("no stage is loaded on this worker", reason="NOT_LOADED")
-        if loaded.fingerprint != request.fingerprint:
-            raise FailedPrecondition(
-                f"this worker holds model {loaded.fingerprint}, the session is for {request.fingerprint}",
-                reason="FINGERPRINT_MISMATCH",
-                field="fingerprint",
-            )
-        stage = loaded.stage
-        if stage.layers != request.layers:
-            raise FailedPrecondition(
-                f"this worker holds layers {stage.layers}, the session expects {request.layers}",
-                reason="LAYER_MISMATCH",
-                field="layers",
-            )
-        expected = stage.layers.last
-        for hop in request.route:
-            if hop.layers.first != expected:
-                raise InvalidArgument(
-                    f"route has layers {hop.layers} behind layer {expected}: gapped or overlapping",
-                    field="route",
-                )
-            expected = hop.layers.last
-        if expected != stage.config.num_layers:
-            raise InvalidArgument(
-                f"the route ends at layer {expected}, the model has {stage.config.num_layers}",
-                field="route",
-            )
-        return loaded
-
-    @staticmethod
-    def _check_limits(request: OpenSession, stage: Stage) -> None:
-        limits = {
-            "max_length": stage.config.max_position,
-            "max_rows": MAX_ROWS,
-            "block_rows": CHUNK_ROWS,
-        }
-        for field, most in limits.items():
-            value = getattr(request, field)
-            if not 1 <= value <= most:
-                raise InvalidArgument(f"{field} is {value}; it must be between 1 and {most}", field=field)
-        vocabulary = stage.config.vocab_size
-        for field, tokens in (
-            ("logit_bias", request.sampling.logit_bias),
-            ("stop_token_ids", request.stop_token_ids),
-        ):
-            if any(token >= vocabulary for token in tokens):
-                raise InvalidArgument(f"{field} has token {max(tokens)}; they must be below {vocabulary}", field=field)
-
     async def _open_next(self, request: OpenSession, *, steps: bool) -> StageSession:
+        """Open the session on the next stage of the route. steps: steps may go there by a lane."""
         hop = request.route[0]
-        port = await self._peers.stage(hop.address)
+        port = await self.resources.peers.stage(hop.address)
         return await port.open(
             replace(request, stage=request.stage + 1, layers=hop.layers, route=request.route[1:]), steps=steps
         )
 
-    async def _open_draft(self, request: OpenSession, loaded: LoadedStage) -> DraftLink:
+
+# --- drafts
+
+
+class StageDrafts:
+    """Opens the drafts of the sessions on one worker's stage."""
+
+    def __init__(self, resources: RoleResources) -> None:
+        self._resources = resources
+        self._engine: tuple[Stage, Draft, DraftEngine] | None = None
+
+    def sharing(self, part: LoadTarget) -> LoadedDraft | None:
+        """Return the draft beside the stage that was loaded for the head of this target, if there is one."""
+        loaded = self._loaded
+        return loaded if loaded is not None and _shares(loaded.part, part) else None
+
+    def engine(self, draft: Draft, stage: Stage, embedding: TargetEmbedding) -> DraftEngine:
+        """Return the draft joined with this stage's head; the same engine for the same two."""
+        if self._engine is None or self._engine[0] is not stage or self._engine[1] is not draft:
+            assert stage.head is not None
+            engine = make_engine(draft, embedding.rows, stage.head.weight, graphs=self._resources.graphs)
+            self._engine = (stage, draft, engine)
+        return self._engine[2]
+
+    async def open(self, request: OpenSession, stage: Stage, embedding: TargetEmbedding) -> DraftLink:
+        """Open the draft of a session that wants one.
+
+        Raises FailedPrecondition where none is loaded there, or one that reads other blocks; InvalidArgument where it
+        was made for another target.
+        """
         assert request.draft is not None
-        assert loaded.stage.head is not None
-        project, device = loaded.stage.head.project, loaded.stage.head.weight.device
         if request.draft.address is None:
-            held = self._draft_role.loaded if self._draft_role is not None else None
-            if held is None:
-                raise FailedPrecondition(
-                    "no draft is loaded beside the last stage: load one, or name the draft's address",
-                    reason="NOT_LOADED",
-                )
-            _check_fit(held.draft.config, loaded.stage.config)
-            _check_captures(held.draft.config, loaded.stage)
-            return await self._open_local_draft(request, loaded, held)
-        description = (await (await self._peers.worker(request.draft.address)).describe()).draft
+            return await self._open_beside(request, stage, embedding)
+        return await self._open_remote(request, request.draft.address, stage, embedding)
+
+    @property
+    def _loaded(self) -> LoadedDraft | None:
+        """The draft that this worker holds, if it has the role."""
+        role = self._resources.roles.get(Role.DRAFT)
+        return role.loaded if isinstance(role, DraftRole) else None
+
+    async def _open_beside(self, request: OpenSession, stage: Stage, embedding: TargetEmbedding) -> LocalDraftLink:
+        loaded = self._loaded
+        if loaded is None:
+            raise FailedPrecondition(
+                "no draft is loaded beside the last stage: load one, or name the draft's address", reason="NOT_LOADED"
+            )
+        check_fit(loaded.draft.config, stage.config)
+        check_captures(loaded.draft.config, stage)
+        thread, location = self._resources.thread, self._resources.location(None)
+        engine = self.engine(loaded.draft, stage, embedding)
+        state = await thread.submit(engine.draft.allocate, request.max_length)
+        return LocalDraftLink(
+            thread,
+            engine,
+            state,
+            loaded.keeper,
+            location,
+            SessionRecord(request.request_id, request.trace, location, None),
+            await thread.submit(_ahead, request, stage, embedding, engine, state),
+        )
+
+    async def _open_remote(
+        self, request: OpenSession, address: str, stage: Stage, embedding: TargetEmbedding
+    ) -> RemoteDraftLink:
+        assert stage.head is not None
+        description = (await (await self._resources.peers.worker(address)).describe()).draft
         if description is None:
-            raise FailedPrecondition(f"no draft is loaded at {request.draft.address}", reason="NOT_LOADED")
-        _check_fit(description, loaded.stage.config)
-        _check_captures(description, loaded.stage)
-        port = await self._peers.draft(request.draft.address)
+            raise FailedPrecondition(f"no draft is loaded at {address}", reason="NOT_LOADED")
+        check_fit(description, stage.config)
+        check_captures(description, stage)
+        port = await self._resources.peers.draft(address)
         session = await port.open(
             OpenDraft(request.request_id, description.fingerprint, request.max_length, request.trace)
         )
         return RemoteDraftLink(
-            self._thread,
+            self._resources.thread,
             session,
-            device,
+            stage.head.weight.device,
             description.head_place is HeadPlace.PROJECTED,
             description.mask_token_id,
-            loaded.embedding,
-            project,
+            embedding.rows,
+            stage.head.project,
         )
 
-    async def _open_local_draft(self, request: OpenSession, loaded: LoadedStage, held: LoadedDraft) -> LocalDraftLink:
-        engine = self._draft_engine(held, loaded)
-        state = await self._thread.submit(engine.draft.allocate, request.max_length)
-        location = self._location(None)
-        return LocalDraftLink(
-            self._thread,
-            engine,
-            state,
-            held.keeper,
-            location,
-            SessionRecord(request.request_id, request.trace, location, None),
-            await self._thread.submit(self._ahead, request, loaded, engine, state),
+
+def _ahead(
+    request: OpenSession, stage: Stage, embedding: TargetEmbedding, engine: DraftEngine, state: DraftState
+) -> Ahead | None:
+    """Return what issues a block together with the step before it, where kernels on one device run all of both."""
+    matrix, runner = embedding.matrix, stage.runners[-1] if stage.runners else None
+    if (
+        engine.runner is None
+        or runner is None
+        or matrix is None
+        or len(stage.segments) > 1
+        or not stage.summed
+        or matrix.device != engine.draft.device.torch_device
+    ):
+        return None
+    # They need Triton, which is there where kernels run.
+    from shard_worker.drafting.ahead import Ahead
+    from shard_worker.model.kernels.accept import STOPS
+
+    if len(request.stop_token_ids) > STOPS:
+        return None
+    return Ahead(runner, engine.runner, state, matrix, request.stop_token_ids)
+
+
+def capture_request(part: LoadTarget, target: ModelConfig) -> CaptureRequest | None:
+    """Return what a stage is to capture for the draft that is loaded with it, None without a draft.
+
+    Raises InvalidArgument where the draft was made for another target; errors as in `drafter_of`.
+    """
+    if part.capture is None:
+        return None
+    checkpoint = open_checkpoint(part.capture.draft_path, "--draft")
+    config, fc = drafter_of(checkpoint).read_fc(checkpoint)
+    check_fit(config, target)
+    if max(config.capture_layers) >= target.num_layers:
+        raise InvalidArgument(
+            f"the draft captures block {max(config.capture_layers)}, the target has "
+            f"{target.num_layers} blocks: name a draft made for this target",
+            field="--draft",
         )
-
-    def _draft_engine(self, held: LoadedDraft, loaded: LoadedStage) -> DraftEngine:
-        """The draft with this stage's head: made once for the two."""
-        stage, draft = loaded.stage, held.draft
-        if self._engine is None or self._engine[0] is not stage or self._engine[1] is not draft:
-            assert stage.head is not None
-            engine = make_engine(draft, loaded.embedding, stage.head.weight, graphs=self._graphs)
-            self._engine = (stage, draft, engine)
-        return self._engine[2]
-
-    @staticmethod
-    def _ahead(request: OpenSession, loaded: LoadedStage, engine: DraftEngine, state: DraftState) -> Ahead | None:
-        """Where a block can be issued together with the step before it: all of it by kernels on one device."""
-        stage = loaded.stage
-        embedding, runner = loaded.matrix, stage.runners[-1] if stage.runners else None
-        if (
-            engine.runner is None
-            or runner is None
-            or embedding is None
-            or len(stage.segments) > 1
-            or not stage.summed
-            or embedding.device != engine.draft.device.torch_device
-        ):
-            return None
-        from shard_worker.drafting.ahead import Ahead
-        from shard_worker.model.kernels.accept import STOPS
-
-        if len(request.stop_token_ids) > STOPS:
-            return None
-        return Ahead(runner, engine.runner, state, embedding, request.stop_token_ids)
-
-    @staticmethod
-    def _capture_request(part: LoadTarget, loader: StageLoader) -> CaptureRequest | None:
-        if part.capture is None:
-            return None
-        checkpoint = open_checkpoint(part.capture.draft_path, "--draft")
-        config, fc = drafter_of(checkpoint).read_fc(checkpoint)
-        _check_fit(config, loader.config)
-        if max(config.capture_layers) >= loader.config.num_layers:
-            raise InvalidArgument(
-                f"the draft captures block {max(config.capture_layers)}, the target has "
-                f"{loader.config.num_layers} blocks: name a draft made for this target",
-                field="--draft",
-            )
-        summed = part.capture.transport is FeatureTransport.SUM
-        return CaptureRequest(config.capture_layers, fc if summed else None)
+    summed = part.capture.transport is FeatureTransport.SUM
+    return CaptureRequest(config.capture_layers, fc if summed else None)
 
 
-def _check_fit(draft: DraftConfig | DraftDescription, target: ModelConfig) -> None:
-    """Raises InvalidArgument when the draft was made for a target of another shape."""
+def check_fit(draft: DraftConfig | DraftDescription, target: ModelConfig) -> None:
+    """Check that the draft was made for a target of this shape; raises InvalidArgument where it was not."""
     for size in ("hidden_size", "vocab_size"):
-        own, wanted = getattr(draft, size), getattr(target, size)
-        if own != wanted:
+        own, expected = getattr(draft, size), getattr(target, size)
+        if own != expected:
             raise InvalidArgument(
-                f"the draft's {size} is {own}, the target's {wanted}: name a draft made for this target",
+                f"the draft's {size} is {own}, the target's {expected}: name a draft made for this target",
                 field="--draft",
             )
 
 
-def _check_captures(draft: DraftConfig | DraftDescription, stage: Stage) -> None:
-    """Raises FailedPrecondition when the stage was loaded without a draft or for another one."""
+def check_captures(draft: DraftConfig | DraftDescription, stage: Stage) -> None:
+    """Check that the stage captures what the draft reads.
+
+    Raises FailedPrecondition where the stage was loaded without a draft or for another one.
+    """
     if draft.capture_layers != stage.captures:
         raise FailedPrecondition(
             f"the draft reads blocks {list(draft.capture_layers)}, this stage captures {list(stage.captures)}: load "
@@ -397,7 +432,7 @@ def _check_captures(draft: DraftConfig | DraftDescription, stage: Stage) -> None
 
 
 def _shares(draft: LoadDraft, target: LoadTarget) -> bool:
-    """Whether a draft shares the head of this target: one held from before may be another target's."""
+    """Return whether a draft shares the head of this target: one that was loaded before may be another target's."""
     return draft.head_place is HeadPlace.SHARED and draft.model_path == target.model_path
 
 

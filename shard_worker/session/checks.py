@@ -1,4 +1,4 @@
-"""Whether what comes in fits its session: a step's rows, positions and tensors, an answer, and a prefix."""
+"""Whether what comes in fits its stage and session: a request to open one, its steps, their answers, and prefixes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,49 @@ from dataclasses import dataclass
 from services.errors import FailedPrecondition, InvalidArgument
 from services.messages.steps import Commit, Forward, OpenSession, SnapshotRestore, SnapshotSave, StepKind
 from shard_worker.device.dtypes import dtype_to_name
+from shard_worker.ops.deltanet import CHUNK_ROWS
 from shard_worker.stage.stage import Stage
+
+
+def check_route(request: OpenSession, stage: Stage) -> None:
+    """Check that a session is for this stage, and that the stages behind it hold all layers that are left.
+
+    Raises FailedPrecondition for other layers than the stage's, InvalidArgument for a route that leaves out layers or
+    has some twice.
+    """
+    if stage.layers != request.layers:
+        raise FailedPrecondition(
+            f"this worker holds layers {stage.layers}, the session expects {request.layers}",
+            reason="LAYER_MISMATCH",
+            field="layers",
+        )
+    reached = stage.layers.last
+    for hop in request.route:
+        if hop.layers.first != reached:
+            raise InvalidArgument(
+                f"route has layers {hop.layers} behind layer {reached}: gapped or overlapping", field="route"
+            )
+        reached = hop.layers.last
+    if reached != stage.config.num_layers:
+        raise InvalidArgument(
+            f"the route ends at layer {reached}, the model has {stage.config.num_layers}", field="route"
+        )
+
+
+def check_limits(request: OpenSession, stage: Stage, max_rows: int) -> None:
+    """Check the sizes and token ids of a session that is to be opened.
+
+    max_rows: most rows of a step that the worker takes. Raises InvalidArgument naming the field that is out of range.
+    """
+    limits = {"max_length": stage.config.max_position, "max_rows": max_rows, "block_rows": CHUNK_ROWS}
+    for field, most in limits.items():
+        value = getattr(request, field)
+        if not 1 <= value <= most:
+            raise InvalidArgument(f"{field} is {value}; it must be between 1 and {most}", field=field)
+    vocabulary = stage.config.vocab_size
+    for field, tokens in (("logit_bias", request.sampling.logit_bias), ("stop_token_ids", request.stop_token_ids)):
+        if any(token >= vocabulary for token in tokens):
+            raise InvalidArgument(f"{field} has token {max(tokens)}; they must be below {vocabulary}", field=field)
 
 
 def check_rows(forward: Forward, length: int, request: OpenSession, vocab_size: int) -> None:

@@ -6,9 +6,10 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, NotFound
 from services.layers import LayerRange
@@ -17,7 +18,10 @@ from services.messages.loading import FeatureCapture, LoadDraft, LoadTarget
 from services.messages.sampling import SamplingParams
 from services.messages.steps import DraftRoute, Hop
 from shard_worker.device.executor import DeviceThread
+from shard_worker.drafting.drafters import Draft
+from shard_worker.drafting.engine import DraftEngine
 from shard_worker.roles.target import TargetRole
+from shard_worker.stage.step_runner import StepRunner
 from shard_worker.weights.checkpoint import Checkpoint
 from tests.reference import checkpoints, storage
 from tests.shard_worker.chain import DRAFT_ADDRESS, Chain, resources
@@ -229,32 +233,48 @@ def test_the_fingerprint_is_the_checkpoints(role: TargetRole, tiny: Tiny, tmp_pa
     assert described.fingerprint != seen[0]
 
 
+class KernelDraft:
+    """A draft whose kernels run on a CPU too: it is what it wraps, and counts when they are prepared."""
+
+    has_kernels = True
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+        self.prepared = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._draft, name)
+
+    def make_runner(self, _: torch.Tensor, *, graphs: bool) -> KernelDraft:
+        return self
+
+    def prepare(self, mask_row: torch.Tensor) -> None:
+        self.prepared += 1
+
+
+class StageKernels:
+    """Stands for the kernels of a stage, which a CPU does not have."""
+
+    def prepare(self, rows: int, *, uncommitted: bool, featured: bool) -> None:
+        """Nothing has to be prepared."""
+
+
 @pytest.mark.parametrize("same", [True, False])
-def test_only_a_draft_of_this_target_is_made_ready_with_it(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, same: bool
-) -> None:
-    """One held from before may be another model's, and would look up its tokens in a table that has not so many."""
+def test_only_a_draft_of_this_target_is_prepared_with_it(tiny: Tiny, same: bool) -> None:
+    """A draft that was loaded before may be another target's, whose tokens are not in this target's embedding."""
     chain = Chain(tiny.path("qwen3_5"), (3,), draft=tiny.draft("qwen3_5", "role", target_layer_ids=(6, 0)))
-    role, made = chain.roles[1], []
-    loaded = role.loaded
-    assert loaded is not None
-
-    class Runner:
-        """Stands for the kernels, which a CPU has not."""
-
-        def prepare(self, rows: int, *, uncommitted: bool, featured: bool) -> None:
-            made.append(rows)
-
-    part = loaded.part if same else replace(loaded.part, model_path="/another")
-    role.loaded = replace(loaded, part=part, stage=replace(loaded.stage, runners=(Runner(),)))  # type: ignore[arg-type]
-    monkeypatch.setattr(TargetRole, "_draft_engine", lambda *_: made.append("draft") or Engine())
-
-    class Engine:
-        """As a draft's engine."""
-
-        def prepare(self) -> None:
-            made.append("ready")
+    role, draft_role = chain.roles[1], chain.draft_role
+    assert role.loaded is not None
+    assert draft_role is not None
+    assert draft_role.loaded is not None
+    draft: Any = KernelDraft(draft_role.loaded.draft)
+    draft_role.loaded = replace(draft_role.loaded, engine=DraftEngine(draft))
+    part = role.loaded.part if same else replace(role.loaded.part, model_path="/another")
+    stage = replace(role.loaded.stage, runners=(cast(StepRunner, StageKernels()),))
+    role.loaded = replace(role.loaded, part=part, stage=stage)
 
     role.prepare()
-    assert made[-1] == ("ready" if same else 16)
+
+    assert draft.prepared == same
+    assert role.loaded.stage.runners
     chain.shutdown()
