@@ -15,8 +15,8 @@ from services.layers import LayerRange
 from services.messages.description import WorkerDescription
 from services.messages.loading import LoadTarget
 from services.rpc.peers import Peers
-from tests.coordinator.cluster.conftest import Hosts
 from tests.coordinator.cluster.toy_worker import ToyHost
+from tests.coordinator.conftest import Hosts
 from tests.services.fakes import WORKER
 
 FLOAT8 = "float8_e4m3fn"

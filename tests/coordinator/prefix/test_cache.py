@@ -1,0 +1,153 @@
+"""The prefix cache over a store: what is kept in memory goes to disk, and comes back into workers that lost it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+import fsspec
+import pytest
+
+from coordinator.cluster.cluster import Cluster
+from coordinator.cluster.loading import Checkpoints
+from coordinator.cluster.placement import make_plan
+from coordinator.prefix.cache import MIN_DISK_GAIN_TOKENS, PrefixCache
+from coordinator.prefix.index import Entry
+from coordinator.prefix.policy import KeepPolicy
+from coordinator.prefix.stores import Store
+from services.errors import ResourceExhausted
+from services.messages.snapshots import SnapshotHeader
+from services.messages.steps import Location, SnapshotPart, SnapshotSaved
+from tests.coordinator.cluster.test_cluster import MODEL
+from tests.coordinator.cluster.toy_worker import ToyHost
+from tests.coordinator.conftest import Hosts
+from tests.coordinator.prefix.conftest import disk_cache
+from tests.coordinator.prefix.disk.exports import FINGERPRINTS, LAYERS, PLAIN, STAGE, contents, export, ids
+from tests.services.fakes import until
+
+SHORT, LONG = MIN_DISK_GAIN_TOKENS * 2, MIN_DISK_GAIN_TOKENS * 4
+
+
+@contextlib.asynccontextmanager
+async def caching(workers: Sequence[ToyHost], store: Store) -> AsyncIterator[PrefixCache]:
+    """A server's prefix cache from its start to its end, when all is on disk."""
+    plan = make_plan(
+        target_devices=",".join(host.address for host in workers),
+        layer_split=None,
+        draft_device=None,
+        num_layers=LAYERS,
+        has_draft=False,
+    )
+    async with (
+        Cluster(plan, Checkpoints(MODEL, None, None)) as cluster,
+        PrefixCache(
+            cluster, PLAIN.text, disk=disk_cache(store), policy=KeepPolicy(min_tokens=8, checkpoint_tokens=100)
+        ) as cache,
+    ):
+        assert cache.lineage(with_draft=False) == PLAIN
+        yield cache
+
+
+@pytest.fixture
+async def workers(hosts: Hosts) -> list[ToyHost]:
+    return await toys(hosts, 2)
+
+
+async def toys(hosts: Hosts, count: int) -> list[ToyHost]:
+    started = await hosts(count)
+    for host in started:
+        host.worker.fingerprint = FINGERPRINTS[STAGE]
+    return started
+
+
+async def keep(
+    cache: PrefixCache, workers: Sequence[ToyHost], token_ids: tuple[int, ...], parent: Entry | None = None
+) -> Entry:
+    """Have every worker keep a prefix, and the cache know of it."""
+    entry = cache.entry(PLAIN, token_ids, parent)
+    first = 0 if parent is None else len(parent.token_ids)
+    for host in workers:
+        target = host.worker.description.target
+        assert target is not None
+        frames = [frame async for frame in export(PLAIN, STAGE, target.layers, token_ids, first)]
+        host.snapshots.kept[STAGE, entry.snapshot_id] = frames
+    part = SnapshotPart(Location(0, "alpha", "cpu", "a"), 10, 1)
+    assert cache.kept(PLAIN, entry, SnapshotSaved(entry.snapshot_id, len(token_ids), (part,)))
+    return entry
+
+
+async def test_a_prefix_survives_the_workers(workers: list[ToyHost], hosts: Hosts, store: Store) -> None:
+    """What was kept is on disk when the server ends; the next one's workers, split otherwise, get every byte."""
+    async with caching(workers, store) as cache:
+        short = await keep(cache, workers, ids(SHORT))
+        await keep(cache, workers, ids(LONG), short)
+    others = await toys(hosts, 3)
+    async with caching(others, store) as cache:
+        hit = await cache.find(ids(LONG + 10), with_draft=False)
+        assert hit is not None
+        assert (hit.source, hit.length) == ("disk", LONG)
+        for host in others:
+            target = host.worker.description.target
+            assert target is not None
+            for token_ids, first in ((ids(SHORT), 0), (ids(LONG), SHORT)):
+                header, *chunks, _ = host.snapshots.kept[STAGE, PLAIN.snapshot_id(token_ids)]
+                assert isinstance(header, SnapshotHeader)
+                assert (header.layers, header.first_token) == (target.layers, first)
+                data = b"".join(bytes(chunk.data) for chunk in chunks)
+                assert data == b"".join(contents(STAGE, target.layers, token_ids, first).values())
+        again = await cache.find(ids(LONG + 10), with_draft=False)
+        assert again is not None
+        assert (again.source, again.entry) == ("memory", hit.entry)
+
+
+async def test_little_growth_is_not_worth_files(workers: list[ToyHost], store: Store) -> None:
+    """An entry that adds fewer tokens to its parent than files are worth stays in memory only."""
+    async with caching(workers, store) as cache:
+        short = await keep(cache, workers, ids(SHORT))
+        await keep(cache, workers, ids(SHORT + MIN_DISK_GAIN_TOKENS - 1), short)
+    assert list(store.entries(PLAIN.key)) == [short.snapshot_id]
+
+
+async def test_a_damaged_entry_is_a_miss_and_goes(workers: list[ToyHost], store: Store) -> None:
+    """Its bytes are no longer those of its header: the request runs cold, and the entry is not offered again."""
+    async with caching(workers, store) as cache:
+        await keep(cache, workers, ids(SHORT))
+        entry = await keep(cache, workers, ids(LONG, seed=1))
+    filesystem, root = fsspec.core.url_to_fs(store.location)
+    for path in filesystem.glob(f"{root}/{PLAIN.key}/{entry.snapshot_id}/*.safetensors"):
+        filesystem.pipe_file(path, filesystem.cat_file(path)[:-1])
+    for host in workers:
+        host.snapshots.kept.clear()
+    async with caching(workers, store) as cache:
+        assert await cache.find(ids(LONG, seed=1), with_draft=False) is None
+        await until(lambda: entry.snapshot_id not in store.entries(PLAIN.key), 5)
+        hit = await cache.find(ids(SHORT), with_draft=False)
+        assert hit is not None
+        assert hit.source == "disk"
+
+
+async def test_a_worker_without_room_is_a_miss(workers: list[ToyHost], hosts: Hosts, store: Store) -> None:
+    """The entry stays on disk, the workers that took their part free it, and a request runs cold."""
+    async with caching(workers, store) as cache:
+        entry = await keep(cache, workers, ids(SHORT))
+    others = await toys(hosts, 2)
+    others[1].snapshots.import_fault = ResourceExhausted("no room")
+    async with caching(others, store) as cache:
+        assert await cache.find(ids(SHORT), with_draft=False) is None
+        await until(lambda: all([entry.snapshot_id] in host.snapshots.freed for host in others), 5)
+        others[1].snapshots.import_fault = None
+        hit = await cache.find(ids(SHORT), with_draft=False)
+        assert hit is not None
+        assert hit.source == "disk"
+
+
+async def test_a_failing_export_is_no_ones_failure(workers: list[ToyHost], store: Store) -> None:
+    """A prefix that cannot be written to disk is still a hit in memory, and nothing of it lies in the store."""
+    async with caching(workers, store) as cache:
+        workers[1].snapshots.export_fault = ResourceExhausted("busy")
+        await keep(cache, workers, ids(SHORT))
+        await until(lambda: cache.pending == 0, 5)
+        hit = await cache.find(ids(SHORT), with_draft=False)
+        assert hit is not None
+        assert hit.source == "memory"
+    assert store.entries(PLAIN.key) == {}
