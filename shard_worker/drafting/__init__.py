@@ -1,4 +1,4 @@
-"""Drafts: the small models that guess a block of tokens for the target, and what carries features to them.
+"""Drafts: the small models that propose a block of tokens to the target, and what carries features to them.
 
 It owns the drafts' weights and state. It must not know how the target decides which draft tokens count.
 """

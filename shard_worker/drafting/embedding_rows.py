@@ -13,51 +13,53 @@ from shard_worker.device.devices import Device, describe
 from shard_worker.stage.stage import Stage
 from shard_worker.weights.checkpoint import Checkpoint
 
-MOST_OF_FREE = 0.1
-"""Of a GPU's free memory for a copy: the rest is for sessions."""
+MAX_COPY_SHARE = 0.1
+"""The share of a GPU's free memory that a copy of the embedding may take: the rest is for sessions."""
 
 EmbeddingRows = Callable[[tuple[int, ...]], torch.Tensor]
-"""Token ids -> [n, hidden]."""
+"""Looks up n token ids: returns their rows of the embedding, [n, hidden]."""
 
 
 def rows_of_stage(matrix: torch.Tensor | None, checkpoint: Checkpoint) -> EmbeddingRows:
-    """Of a resident matrix where there is one, else of the checkpoint's file."""
+    """Return a lookup in a resident matrix [vocab, hidden] where there is one, else in the checkpoint's file."""
     if matrix is None:
         return rows_of_checkpoint(checkpoint)
-    resident = matrix
-
-    def lookup(token_ids: tuple[int, ...]) -> torch.Tensor:
-        return F.embedding(torch.tensor(token_ids, device=resident.device), resident)
-
-    return lookup
+    return lambda token_ids: F.embedding(torch.tensor(token_ids, device=matrix.device), matrix)
 
 
 def resident_embedding(stage: Stage) -> torch.Tensor | None:
-    """The whole matrix [vocab, hidden], where the stage has it as its embedding, or as a tied lm_head with its rows in
-    order."""
+    """Return the whole matrix [vocab, hidden] where a stage has it, else None.
+
+    A stage has it as its embedding, or as a tied lm_head whose rows are in order.
+    """
     if stage.embedding is None and stage.config.tied_head and stage.head is not None:
         return None if stage.head.weight.is_mkldnn else stage.head.weight
     return stage.embedding
 
 
 def copied_embedding(checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> torch.Tensor | None:
-    """The whole matrix on a GPU that has plenty of room left: there a draft can look up a token that the host does not
-    know yet. None elsewhere."""
+    """Return a copy of the whole matrix on a GPU that has plenty of room left, None elsewhere.
+
+    There a draft can look up a token that the host does not know yet.
+    """
     name = matrix_name(checkpoint, "embed_tokens.weight")
     size = math.prod(checkpoint.shape(name)) * dtype.itemsize
-    if not device.is_gpu or size > MOST_OF_FREE * describe(device).free_bytes:
+    if not device.is_gpu or size > MAX_COPY_SHARE * describe(device).free_bytes:
         return None
     return checkpoint.place(name, device.torch_device, dtype)
 
 
 def rows_of_checkpoint(checkpoint: Checkpoint) -> EmbeddingRows:
-    """Raises InvalidArgument when the checkpoint has no embedding."""
+    """Return a lookup in the checkpoint's mapped file. Raises InvalidArgument when it has no embedding."""
     name = matrix_name(checkpoint, "embed_tokens.weight")
     return lambda token_ids: checkpoint.rows(name, token_ids)
 
 
 def matrix_name(checkpoint: Checkpoint, suffix: str) -> str:
-    """Full name of the one tensor that ends so, outside vision and MTP parts."""
+    """Return the full name of the tensor whose name ends so, outside vision and MTP parts.
+
+    Raises InvalidArgument when there is none.
+    """
     for name in sorted(checkpoint.headers):
         if name.endswith(suffix) and not name.startswith(("mtp.", "model.visual.", "visual.")):
             return name

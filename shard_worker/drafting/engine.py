@@ -1,7 +1,7 @@
-"""A draft with what turns its hidden rows into tokens, for sessions near and remote.
+"""A draft with what turns its hidden rows into tokens, for sessions of this worker and of others.
 
-Checks that features and guesses follow the context. Decides between kernels and plain torch, which give the same but
-for rounding.
+It checks that features and proposals follow the context, and decides between kernels and plain torch, which give the
+same but for rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ Projection = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """What to guess after: the known token, its position, and how many tokens to guess."""
+    """What to propose behind: the known token and its position.
+
+    step: the target's step that the draft tokens are for. tokens: how many draft tokens are asked for.
+    """
 
     step: int
     position: int
@@ -33,7 +36,11 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True)
 class DraftEngine:
-    """embedding, project: None where another worker has the target's embedding and lm_head."""
+    """A draft and the target's parts that it works with.
+
+    embedding, project: the target's embedding and lm_head; None where another worker has them. runner: the draft's
+    kernels; None where plain torch serves.
+    """
 
     draft: Draft
     embedding: EmbeddingRows | None = None
@@ -41,13 +48,16 @@ class DraftEngine:
     runner: DraftRunner | None = None
 
     def prepare(self) -> None:
-        """Compile and capture what the first guess would have to wait for."""
+        """Compile and capture what the first proposal would have to wait for."""
         if self.runner is not None and self.embedding is not None:
             [mask_row] = self.embedding((self.draft.config.mask_token_id,))
             self.runner.prepare(mask_row)
 
     def append(self, state: DraftState, features: Features, start: int) -> None:
-        """Raises FailedPrecondition when the rows don't follow the context."""
+        """Take the features of committed rows from position `start` on.
+
+        Raises FailedPrecondition when the rows don't follow the context.
+        """
         check_start(state, start)
         if self.runner is not None and self.runner.takes(state, features.count):
             self.runner.append(state, self.draft.mix(features))
@@ -55,7 +65,10 @@ class DraftEngine:
             self.draft.append(state, features)
 
     def propose(self, state: DraftState, request: DraftRequest) -> tuple[int, ...]:
-        """The draft's likeliest token for each place behind the known one. Raises as `check_guess` does."""
+        """Return the draft's most probable token for each place behind the known one.
+
+        Raises FailedPrecondition as `check_draft_request` does.
+        """
         assert self.embedding is not None
         assert self.project is not None
         check_draft_request(self.draft, state, request.position, request.tokens)
@@ -65,13 +78,19 @@ class DraftEngine:
         return tuple(self.project(self.draft.propose(state, rows, request.tokens)).argmax(-1).tolist())
 
     def hidden(self, state: DraftState, position: int, embedded: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Hidden rows of the guesses, for another worker's lm_head. Raises FailedPrecondition as `check_guess`."""
+        """Return the hidden rows of the draft tokens, for another worker's lm_head: [tokens, hidden].
+
+        embedded: as in `Draft.propose`. Raises FailedPrecondition as `check_draft_request` does.
+        """
         check_draft_request(self.draft, state, position, tokens)
         return self.draft.propose(state, embedded, tokens)
 
 
 def make_engine(draft: Draft, embedding: EmbeddingRows, head: torch.Tensor, *, graphs: bool) -> DraftEngine:
-    """With the target's lm_head [vocab, hidden] on the draft's device; by kernels where they can run."""
+    """Join a draft with the target's embedding and lm_head. It computes by kernels where they can run.
+
+    head: lm_head, [vocab, hidden], on the draft's device. graphs: whether kernels may run as captured CUDA graphs.
+    """
 
     def project(hidden: torch.Tensor) -> torch.Tensor:
         return linear(hidden.to(head.dtype), head)
@@ -82,7 +101,7 @@ def make_engine(draft: Draft, embedding: EmbeddingRows, head: torch.Tensor, *, g
 
 
 def check_start(state: DraftState, start: int) -> None:
-    """Raises FailedPrecondition when features from position `start` on don't follow the context."""
+    """Check that features from position `start` on follow the context. Raises FailedPrecondition otherwise."""
     if start != state.length:
         raise FailedPrecondition(
             f"features start at position {start}, the draft's context ends at {state.length}",
@@ -92,7 +111,10 @@ def check_start(state: DraftState, start: int) -> None:
 
 
 def check_draft_request(draft: Draft, state: DraftState, position: int, tokens: int) -> None:
-    """Raises FailedPrecondition when the context ends elsewhere than at the known token."""
+    """Check that the context ends at the known token's position, and that the draft can propose that many tokens.
+
+    Raises FailedPrecondition otherwise.
+    """
     if position != state.length:
         raise FailedPrecondition(
             f"propose is for position {position}, the draft's context ends at {state.length}",
@@ -101,4 +123,4 @@ def check_draft_request(draft: Draft, state: DraftState, position: int, tokens: 
         )
     most = draft.config.block_size - 1
     if not 1 <= tokens <= most:
-        raise FailedPrecondition(f"propose asks for {tokens} tokens, this draft guesses 1 to {most}", field="tokens")
+        raise FailedPrecondition(f"propose asks for {tokens} tokens, this draft proposes 1 to {most}", field="tokens")

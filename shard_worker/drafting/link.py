@@ -1,7 +1,7 @@
 """How the last stage reaches the draft: a draft in the same process, or one behind a stream.
 
-Both take features of committed rows and, when asked, answer with guesses. They differ in where the work runs, not in
-what it is.
+Both take features of committed rows and, when asked, answer with draft tokens. They differ in where the work runs, not
+in what it is.
 """
 
 from __future__ import annotations
@@ -36,31 +36,36 @@ class DraftLink(Protocol):
     """One session's way to its draft."""
 
     remote: bool
+    """Whether the draft is in another worker."""
 
     @property
     def held_bytes(self) -> int:
-        """Memory that it takes in this process by now."""
+        """Memory that the session's draft state takes in this process by now."""
 
     async def advance(
         self, features: Features, start: int, request: DraftRequest | None, then: Then | None = None
     ) -> tuple[int, ...]:
-        """Take features of committed rows from position `start` on; then guess, if asked.
+        """Take features of committed rows from position `start` on; then propose, where `request` asks for it.
 
-        then: called with the guesses as soon as they are there, on the device thread; not by a draft elsewhere.
+        Returns the draft tokens, none without a request. then: called with them as soon as they are there, on the
+        device thread; not by a draft in another worker.
         """
 
     async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
-        """Keep the state behind the features so far."""
+        """Keep the state behind the features so far. Raises FailedPrecondition when they end elsewhere."""
 
     async def restore_snapshot(self, restore: SnapshotRestore) -> SnapshotPart:
-        """Begin from a kept state. Raises NotFound when it isn't kept."""
+        """Begin from a kept state.
+
+        Raises NotFound when it isn't kept, FailedPrecondition after the first features.
+        """
 
     async def close(self, why: str = CLOSED) -> None:
         """Free the draft's session. why: what ended it, in a word for the log."""
 
 
 async def save_draft(keeper: SnapshotKeeper, state: DraftState, save: SnapshotSave, location: Location) -> SnapshotPart:
-    """Raises FailedPrecondition when the features end elsewhere."""
+    """Keep a session's draft state. Raises FailedPrecondition when its features end elsewhere."""
     if save.length != state.length:
         raise FailedPrecondition(
             f"length is {save.length}, the draft's context has {state.length} tokens",
@@ -73,7 +78,10 @@ async def save_draft(keeper: SnapshotKeeper, state: DraftState, save: SnapshotSa
 async def restore_draft(
     keeper: SnapshotKeeper, state: DraftState, restore: SnapshotRestore, location: Location
 ) -> SnapshotPart:
-    """Errors as in `SnapshotKeeper.restore`; FailedPrecondition after the first features."""
+    """Begin a session's draft state from a kept one.
+
+    Raises FailedPrecondition after the first features, and what `SnapshotKeeper.restore` raises.
+    """
     if state.length:
         raise FailedPrecondition(
             f"the draft's context has {state.length} tokens already: restore comes first", reason="OUT_OF_STEP"
@@ -84,7 +92,10 @@ async def restore_draft(
 
 
 class LocalDraftLink:
-    """A draft on the last stage's own devices, sharing its lm_head and embedding."""
+    """A `DraftLink` to a draft on the last stage's own devices, which shares its lm_head and embedding.
+
+    ahead: what issues a block together with the step before it, where that can be done.
+    """
 
     remote = False
 
@@ -98,7 +109,6 @@ class LocalDraftLink:
         record: SessionRecord,
         ahead: Ahead | None = None,
     ) -> None:
-        """ahead: where the block behind a step may have been issued together with the step."""
         self._thread, self._engine, self._state, self.ahead = thread, engine, state, ahead
         self._keeper, self._location, self._record = keeper, location, record
 
@@ -138,7 +148,11 @@ class LocalDraftLink:
 
 
 class RemoteDraftLink:
-    """A draft in another worker. `embedding` and `project` serve one that has neither table nor head of its own."""
+    """A `DraftLink` to a draft in another worker.
+
+    device: where the last stage computes. projected: whether the draft has neither the target's embedding nor its
+    lm_head, so that this end sends it rows of `embedding` and turns its hidden rows into tokens by `project`.
+    """
 
     remote, held_bytes = True, 0
 
@@ -171,7 +185,7 @@ class RemoteDraftLink:
         )
         if not isinstance(answer, WireTensor):
             return answer
-        return await self._thread.submit(self._choose, answer)
+        return await self._thread.submit(self._most_probable, answer)
 
     async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
         return await self._session.save_snapshot(save)
@@ -185,15 +199,18 @@ class RemoteDraftLink:
     def _embed(self, token_id: int) -> WireTensor:
         return to_wire(self._embedding((token_id, self._mask_token_id)))
 
-    def _choose(self, hidden: WireTensor) -> tuple[int, ...]:
+    def _most_probable(self, hidden: WireTensor) -> tuple[int, ...]:
         return tuple(self._project(from_wire(hidden, self._device)).argmax(-1).tolist())
 
 
 def slices_to_wire(features: Features, start: int) -> list[FeatureSlice]:
-    """The sum as one slice, plain slices in capture order."""
+    """Return features as they travel: their sum as one slice, or plain slices in capture order.
+
+    start: the position of the first row.
+    """
     return slices_of(features.indices, Leaving(features.tensors).wait(), start)
 
 
 def slices_of(indices: Sequence[int | None], tensors: Sequence[WireTensor], start: int) -> list[FeatureSlice]:
-    """Of tensors that are on the host."""
+    """Return the slices of tensors that are on the host. indices: of each its capture index, None for a sum."""
     return [FeatureSlice(start, tensor, index) for index, tensor in zip(indices, tensors, strict=True)]

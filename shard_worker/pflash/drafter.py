@@ -1,6 +1,6 @@
 """The small model that reads a prompt: layer by layer over all tokens, so that one layer's keys are held at a time.
 
-Qwen3 only: its queries and keys before RoPE are what `scoring` needs. No cache, no head, no sampling.
+Only Qwen3 is served: `scoring` needs its queries and keys before RoPE. There is no cache, no head and no sampling.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from shard_worker.stage.segment import Segment
 from shard_worker.weights.checkpoint import Checkpoint
 
 SPARSE_FROM_CPU, SPARSE_FROM_GPU = 4096, 1 << 17
-"""Tokens from which attention to chosen blocks is faster than to all: a GPU does all of it in one kernel."""
+"""Tokens of a prompt from which attention to chosen blocks is faster than to all: a GPU computes all in one kernel."""
 
-ROWS = 4096
-"""Of the feed-forward part at once: its inner rows are the widest."""
+MLP_ROWS = 4096
+"""Rows of the feed-forward part that are computed at once: inside it they are at their widest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drafter:
-    """A loaded Qwen3. embedding: [vocab, hidden], in its stored element type."""
+    """A loaded Qwen3. embedding: [vocab, hidden], in its stored element type; the segment holds all its layers."""
 
     config: ModelConfig
     segment: Segment
@@ -46,9 +46,9 @@ class Drafter:
     weight_bytes: int
 
     def score(self, token_ids: tuple[int, ...]) -> Iterator[int | list[float]]:
-        """The number of layers done after each one, and at last the mean weight of each run of CHUNK_TOKENS tokens.
+        """Yield the number of layers done after each layer, and at last the mean weight of every CHUNK_TOKENS tokens.
 
-        Runs on the device thread, a piece at a time, so that others get their turn between layers.
+        It runs on the device thread, one layer at a time, so that other work gets its turn between layers.
         """
         device = self.segment.device.torch_device
         hidden = F.embedding(torch.tensor(token_ids, device=device), self.embedding).to(self.segment.dtype)
@@ -68,7 +68,10 @@ class Drafter:
         *,
         last: bool,
     ) -> torch.Tensor:
-        """hidden: [n, hidden] -> the same behind this layer; behind the last one nothing is computed."""
+        """Compute one layer of a prompt and add its weights to `scores`. hidden: [n, hidden], also what is returned.
+
+        Of the last layer only the queries and keys are needed: its input is returned as it is.
+        """
         config, attention = self.config, weights.mixer
         assert isinstance(attention, AttentionWeights)
         length, heads, kv_heads = len(hidden), config.heads, config.kv_heads
@@ -83,7 +86,7 @@ class Drafter:
         hidden = hidden + linear(mixed, attention.out, attention.out_bias)
         parts = [
             part + swiglu.run(weights.mlp, rms_norm(part, weights.post_norm, config.norm_eps))
-            for part in torch.split(hidden, ROWS)
+            for part in torch.split(hidden, MLP_ROWS)
         ]
         return torch.cat(parts)
 
@@ -91,7 +94,10 @@ class Drafter:
 def attend_causally(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sparse_from: int | None = None
 ) -> torch.Tensor:
-    """Dense below `sparse_from` rows, by default where that is faster. Shapes as in `attend_sparsely`."""
+    """Return causal attention, [n, heads * dim]; the arguments have the shapes of `attend_sparsely`'s.
+
+    sparse_from: the number of rows from which only chosen blocks are attended to; by default where that is faster.
+    """
     if len(queries) >= (sparse_from or (SPARSE_FROM_CPU if queries.device.type == "cpu" else SPARSE_FROM_GPU)):
         return attend_sparsely(queries, keys, values)
     q, k, v = (x.transpose(0, 1)[None] for x in (queries, keys, values))
@@ -100,7 +106,10 @@ def attend_causally(
 
 
 def load_drafter(checkpoint: Checkpoint, device: Device, dtype: str | None, on_progress: Progress) -> Drafter:
-    """Raises Unimplemented for another family or layers that see less than everything, and what `StageLoader` does."""
+    """Load all layers of a Qwen3. dtype: None keeps the checkpoint's own.
+
+    Raises Unimplemented for another family and for sliding windows, and what `StageLoader` raises.
+    """
     config = read_model_config(checkpoint.config)
     if config.family != "qwen3" or set(config.layer_kinds) != {LayerKind.FULL}:
         raise Unimplemented(
@@ -115,7 +124,7 @@ def load_drafter(checkpoint: Checkpoint, device: Device, dtype: str | None, on_p
 
 
 def check_prompt(drafter: Drafter, token_ids: tuple[int, ...]) -> None:
-    """Raises InvalidArgument for an empty prompt and for what are no tokens of the drafter."""
+    """Check that there is a prompt, of the drafter's tokens alone. Raises InvalidArgument otherwise."""
     if not token_ids:
         raise InvalidArgument("token_ids is empty: there is nothing to compress", field="token_ids")
     vocabulary = drafter.config.vocab_size

@@ -1,8 +1,9 @@
-"""Causal attention of a whole long prompt to chosen blocks of keys only.
+"""Causal attention of a whole long prompt, to chosen blocks of keys only.
 
-A block of queries always sees the first blocks, the latest ones and itself; another block of keys is chosen where its
-mean key gets at least a share of the weight that the best block's gets from the mean query. The last blocks of queries,
-whose scores decide what is kept, see everything. Heads of one group share their choice, so that keys are gathered once.
+A block of queries always sees the first blocks, the latest ones and itself. Another block of keys is chosen where its
+mean key gets, from the mean query, at least a share of the weight that the best block's mean key gets. The last blocks
+of queries, whose scores decide what is kept, see everything. Heads of one group share their choice, so that keys are
+gathered once.
 """
 
 from __future__ import annotations
@@ -11,17 +12,26 @@ import torch
 import torch.nn.functional as F
 
 BLOCK = 128
-SINK_BLOCKS = 2
-RECENT_BLOCKS = 4
+"""Tokens of a block of queries or keys."""
+
+SINK_BLOCKS, RECENT_BLOCKS = 2, 4
+"""The first blocks of keys, and the latest ones with the queries' own, which are always seen."""
+
 FULL_QUERY_BLOCKS = 2
+"""The last blocks of queries, which see everything."""
+
 ALPHA = 0.12
+"""The share of the best block's weight from which a block is chosen."""
 
 
 def attend_sparsely(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, alpha: float = ALPHA
 ) -> torch.Tensor:
-    """queries: [n, heads, dim]; keys, values: [n, kv_heads, dim], all rotated; row i sees rows up to i. Returns
-    [n, heads * dim]. alpha 0 is dense attention."""
+    """Return causal attention to chosen blocks, [n, heads * dim]. Row i sees rows up to i.
+
+    queries: [n, heads, dim]. keys, values: [n, kv_heads, dim]. Queries and keys are rotated already. alpha: as ALPHA; 0
+    is dense attention.
+    """
     length, heads, dim = queries.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
@@ -50,14 +60,14 @@ def attend_sparsely(
 
 
 def _blocks_of(rows: torch.Tensor, index: torch.Tensor, last: int) -> torch.Tensor:
-    """The blocks `index` of rows [n, dim], up to block `last`: a view where none is left out."""
+    """Return the blocks `index` of rows [n, dim], up to block `last`: a view where none is left out."""
     if len(index) == last + 1:
         return rows[: len(index) * BLOCK]
     return rows.view(-1, BLOCK, rows.shape[1])[index.to(rows.device)].flatten(0, 1)
 
 
 def choose_blocks(queries: torch.Tensor, keys: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Which blocks of keys each block of queries sees, bool [kv_heads, blocks, blocks].
+    """Return which blocks of keys each block of queries sees, bool [kv_heads, blocks, blocks].
 
     queries: [n, heads, dim], keys: [n, kv_heads, dim], n a multiple of BLOCK.
     """

@@ -1,4 +1,4 @@
-"""Keeps and brings back the state of one model's sessions: a stage's or a draft's, through the worker's store."""
+"""Saves and restores the state of one loaded model's sessions, a stage's or a draft's, through the worker's store."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class SnapshotKeeper:
-    """One loaded model's way to the store.
+    """One loaded model's way to the store of snapshots.
 
-    layers: None for a draft. max_length: longest prefix that makes sense. generation: the store's, as it was when the
-    model was loaded.
+    owner, fingerprint: whose sessions' state it keeps, and of which model. layers: the stage's, None for a draft.
+    max_length: most tokens that a prefix of this model has. groups: what a snapshot consists of. devices: where the
+    sessions' state is. generation: the owner's in the store, as it was when the model was loaded.
     """
 
     store: SnapshotStore
@@ -45,12 +46,16 @@ class SnapshotKeeper:
         return any(device.is_gpu for device in self.devices)
 
     def synchronize(self) -> None:
-        """Wait for copies from GPUs to be there; runs on the device thread."""
+        """Wait until copies from GPUs are on the host; runs on the device thread."""
         for device in self.devices:
             device.synchronize()
 
     def save(self, save: SnapshotSave, views: Sequence[StateView], location: Location) -> asyncio.Future[SnapshotPart]:
-        """Keep a session's state. The copy is queued on the device before this returns, so later steps may follow."""
+        """Keep a session's state. views: of its memory, one for each group.
+
+        The copy is queued on the device before this returns, so that later steps may follow. The future's part says why
+        nothing was kept, if so: a name that is taken, a parent that is not in the store, no room.
+        """
         started_ns = time.monotonic_ns()
 
         def part(size_bytes: int, evicted: tuple[str, ...] = (), refusal: str = "") -> SnapshotPart:
@@ -98,21 +103,21 @@ class SnapshotKeeper:
                 return part(0, evicted, "the model or the prefix that it builds on is gone")
             return part(size_bytes, evicted)
 
-        # Shielded: who waits for it may be cancelled, even before it begins, and the room must not stay taken.
+        # Shielded: its caller may be cancelled, even before it begins, and the room must not stay reserved.
         return asyncio.shield(finish())
 
     async def restore(self, restore: SnapshotRestore, views: Sequence[StateView], location: Location) -> SnapshotPart:
-        """Put a kept state into a session's memory.
+        """Put a snapshot into a session's memory. views: of that memory, one for each group.
 
-        Raises NotFound when it isn't kept, FailedPrecondition when it doesn't serve that length.
+        Raises NotFound without such a snapshot, FailedPrecondition when it doesn't serve that length.
         """
         started_ns = time.monotonic_ns()
         snapshot = self.store.find(self.owner, restore.snapshot_id)
         if snapshot is None or snapshot.generation != self.generation:
             raise NotFound(f"no prefix {restore.snapshot_id} is kept here", reason="SNAPSHOT_MISSING")
-        most = snapshot.length
-        if restore.length != most and not (trimmable(self.groups) and 1 <= restore.length < most):
-            accepted = f"1 to {most}" if trimmable(self.groups) else str(most)
+        longest = snapshot.length
+        if restore.length != longest and not (trimmable(self.groups) and 1 <= restore.length < longest):
+            accepted = f"1 to {longest}" if trimmable(self.groups) else str(longest)
             raise FailedPrecondition(
                 f"length is {restore.length}, the prefix {restore.snapshot_id} serves {accepted}",
                 reason="SNAPSHOT_LENGTH",
@@ -120,12 +125,12 @@ class SnapshotKeeper:
             )
         chain = snapshot.chain()
 
-        def take_up() -> None:
+        def write() -> None:
             # A piece of a tensor is read by the CPU, which must not overtake a copy that a save has queued.
             self.synchronize()
             copy_in(self.groups, views, chain, restore.length)
 
-        await self.thread.submit(take_up)
+        await self.thread.submit(write)
         elapsed_ns = time.monotonic_ns() - started_ns
         size_bytes = sum(group.size_bytes(0, restore.length) for group in self.groups)
         log.info(

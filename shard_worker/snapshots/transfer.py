@@ -1,6 +1,7 @@
-"""Snapshots out of the store as frames and back in, every byte checked. Implements `services.rpc.snapshots`'s port.
+"""Snapshots as frames, out of the store and back into it, with every byte checked.
 
-Hashing and joining run on threads of their own: neither the event loop nor the device waits for them.
+It implements the port of `services.rpc.snapshots`. Tensors are joined and hashed on threads of their own: neither the
+event loop nor the device waits for that.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from services.messages.snapshots import (
     SnapshotHeader,
     SnapshotImported,
     SnapshotOwner,
+    SnapshotTensor,
     SnapshotTrailer,
 )
 from services.messages.tensors import CHUNK_BYTES
@@ -30,7 +32,7 @@ log = structlog.get_logger()
 
 
 class SnapshotTransfer:
-    """The worker's end of SnapshotService. keepers: those of the models that are loaded now."""
+    """The worker's end of SnapshotService. keepers: returns those of the models that are loaded now."""
 
     def __init__(self, store: SnapshotStore, keepers: Callable[[], Mapping[SnapshotOwner, SnapshotKeeper]]) -> None:
         self._store, self._keepers = store, keepers
@@ -61,27 +63,26 @@ class SnapshotTransfer:
         await keeper.thread.submit(keeper.synchronize)
         yield header
         offset, digests = 0, []
-        wanted = [(index, name) for index, group in enumerate(keeper.groups) for name in range(len(group.names))]
+        tensors = [(group, name) for group, members in enumerate(keeper.groups) for name in range(len(members.names))]
 
-        def prepare(place: int) -> asyncio.Future[tuple[memoryview, bytes]]:
-            index, name = wanted[place]
-            work = asyncio.to_thread(_tensor_bytes, keeper, snapshot, index, name, first_token)
+        def prepare(number: int) -> asyncio.Future[tuple[memoryview, bytes]]:
+            work = asyncio.to_thread(_tensor_bytes, keeper, snapshot, *tensors[number], first_token)
             return asyncio.ensure_future(work)
 
-        ahead = prepare(0)
+        prepared = prepare(0)
         try:
-            for place in range(len(wanted)):
-                data, digest = await ahead
-                # The next one is joined and hashed while this one is sent.
-                if place + 1 < len(wanted):
-                    ahead = prepare(place + 1)
+            for number in range(len(tensors)):
+                data, digest = await prepared
+                # The next tensor is joined and hashed while this one is sent.
+                if number + 1 < len(tensors):
+                    prepared = prepare(number + 1)
                 digests.append(digest)
                 for start in range(0, len(data), CHUNK_BYTES):
                     piece = data[start : start + CHUNK_BYTES]
                     yield SnapshotChunk(offset, piece)
                     offset += len(piece)
         finally:
-            ahead.cancel()
+            prepared.cancel()
         yield SnapshotTrailer(offset, tuple(digests))
 
     async def import_snapshot(self, header: SnapshotHeader) -> IncomingSnapshot | None:
@@ -114,10 +115,8 @@ class SnapshotTransfer:
                     field="parent_id",
                 )
         expected = tensors_of(keeper.groups, header.first_token, header.token_count)
-        if {tensor.name: tensor for tensor in header.tensors} != {tensor.name: tensor for tensor in expected} or len(
-            header.tensors
-        ) != len(expected):
-            raise InvalidArgument(_difference(header, {t.name: t for t in expected}), field="tensors")
+        if (difference := _difference(header.tensors, expected)) is not None:
+            raise InvalidArgument(difference, field="tensors")
         evicted = self._store.reserve(header.size_bytes, parent)
         try:
             pinned = keeper.pinned
@@ -152,7 +151,7 @@ class SnapshotTransfer:
 
 
 class IncomingSnapshot:
-    """Implements `services.rpc.snapshots.SnapshotImport`."""
+    """A snapshot on its way into the store. Implements `services.rpc.snapshots.SnapshotImport`."""
 
     def __init__(
         self,
@@ -162,14 +161,16 @@ class IncomingSnapshot:
         groups: Sequence[TensorGroup],
         evicted: tuple[str, ...],
     ) -> None:
+        """snapshot: has room reserved in the store, and memory for its tensors, which the frames fill. evicted: the
+        names of those that were dropped for it."""
         self._store, self._header, self._snapshot, self._evicted = store, header, snapshot, evicted
-        places = {
+        tensors = {
             name: group_tensor[position]
             for group, group_tensor in zip(groups, snapshot.tensors, strict=True)
             for position, name in enumerate(group.names)
         }
         # In the header's order: where each tensor's bytes go.
-        self._buffers = [_bytes_of(places[tensor.name]) for tensor in header.tensors]
+        self._buffers = [_bytes_of(tensors[tensor.name]) for tensor in header.tensors]
         self._digests: list[asyncio.Future[bytes]] = []
         self._received = self._current = self._filled = 0
         self._open = True
@@ -216,7 +217,7 @@ class IncomingSnapshot:
         self._open = False
         if not self._store.put(self._snapshot):
             raise FailedPrecondition("the model or the prefix that it builds on is gone", reason="SNAPSHOT_MISSING")
-        # Another one may have brought the same name meanwhile.
+        # Another import may have brought the same name meanwhile.
         added = self._store.find(header.owner, header.snapshot_id) is self._snapshot
         log.info(
             "snapshot.imported",
@@ -245,7 +246,7 @@ class IncomingSnapshot:
 def _tensor_bytes(
     keeper: SnapshotKeeper, snapshot: Snapshot, index: int, name: int, first_token: int
 ) -> tuple[memoryview, bytes]:
-    """One tensor's bytes and their digest."""
+    """Return one tensor's bytes and their digest: of the group `index` the tensor `name`, both counted from 0."""
     group = keeper.groups[index]
     with torch.inference_mode():
         if group.kind is GroupKind.ROWS:
@@ -259,7 +260,7 @@ def _tensor_bytes(
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A contiguous tensor's own memory."""
+    """Return a contiguous tensor's own memory."""
     if not tensor.numel():
         return memoryview(b"")
     return tensor.view(torch.uint8).numpy().reshape(-1).data
@@ -269,16 +270,20 @@ def _sha256(data: memoryview) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def _difference(header: SnapshotHeader, expected: Mapping[str, object]) -> str:
-    """The first thing that is not as the model at hand has it."""
-    announced = {tensor.name: tensor for tensor in header.tensors}
-    if len(announced) < len(header.tensors):
+def _difference(announced: Sequence[SnapshotTensor], expected: Sequence[SnapshotTensor]) -> str | None:
+    """Say what is the first thing in which announced tensors differ from those of the loaded model; None for nothing.
+
+    Their order may be any.
+    """
+    own = {tensor.name: tensor for tensor in expected}
+    others = {tensor.name: tensor for tensor in announced}
+    if len(others) < len(announced):
         return "a tensor is named twice"
-    for name in sorted({*announced, *expected}):
-        if name not in announced:
+    for name in sorted({*others, *own}):
+        if name not in others:
             return f"tensor {name} is missing: a set must be complete"
-        if name not in expected:
+        if name not in own:
             return f"tensor {name} is not part of these layers"
-        if announced[name] != expected[name]:
-            return f"tensor {name} is announced as {announced[name]}; expected {expected[name]}"
-    return "the tensors differ"
+        if others[name] != own[name]:
+            return f"tensor {name} is announced as {others[name]}; expected {own[name]}"
+    return None

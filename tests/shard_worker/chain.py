@@ -256,7 +256,7 @@ class Chain:
         """Free all prefixes; nothing may stay counted."""
         for store in self.stores:
             # Those that are built on can only go behind what builds on them.
-            while sum(store.free(name) for _, name in list(store._kept)):
+            while sum(store.free(kept.snapshot_id) for kept in list(store)):
                 pass
             assert (store.held_bytes, len(store)) == (0, 0)
 

@@ -17,11 +17,14 @@ from services.messages.draft_session import OpenDraft
 from services.messages.loading import FeatureCapture, LoadDraft, LoadProgress, LoadTarget
 from services.messages.snapshots import SnapshotHeader, SnapshotOwner
 from services.messages.steps import DraftRoute, OpenSession, SnapshotSave, StepKind
+from services.rpc.snapshots import RemoteSnapshots
 from shard_worker.device.devices import parse_devices
 from shard_worker.roles.draft import DraftRole
 from shard_worker.roles.target import TargetRole
-from shard_worker.snapshots.transfer import SnapshotTransfer
+from shard_worker.snapshots.store import SnapshotStore
 from shard_worker.worker import Worker, WorkerConfig
+from tests.services.conftest import Dial, Serve, dial, serve  # noqa: F401  (fixtures)
+from tests.services.fakes import until
 from tests.shard_worker.chain import Client
 from tests.shard_worker.tiny import Tiny, ids
 
@@ -92,7 +95,7 @@ async def test_nothing_is_replaced_under_open_sessions(worker: Worker, tiny: Tin
         await load(worker, draft_part(tiny, HeadPlace.LOADED))
     assert caught.value.reason == "SESSIONS_OPEN"
     _, described = await load(worker, part)
-    assert (described.open_sessions, described.session_bytes) == (1, session._state.size_bytes)
+    assert (described.open_sessions, described.session_bytes) == (1, session.held_bytes)
     await session.close()
     assert (await worker.describe()).session_bytes == 0
     _, described = await load(worker, draft_part(tiny, HeadPlace.LOADED))
@@ -184,9 +187,14 @@ async def keep(worker: Worker, name: str = "a") -> None:
     await client.session.close()
 
 
+def store_of(worker: Worker) -> SnapshotStore:
+    """The store that the worker lends to its roles."""
+    return worker.roles[Role.TARGET].resources.store
+
+
 def kept(worker: Worker) -> set[SnapshotOwner]:
     """Whose prefixes are kept."""
-    return {owner for owner, _ in worker._snapshots._kept}
+    return {snapshot.owner for snapshot in store_of(worker)}
 
 
 async def test_a_worker_tells_how_much_it_keeps(worker: Worker, tiny: Tiny) -> None:
@@ -206,7 +214,7 @@ async def test_a_worker_tells_how_much_it_keeps(worker: Worker, tiny: Tiny) -> N
     assert described.draft is not None
     assert described.target.state_trimmable
     assert described.draft.state_trimmable
-    assert worker._snapshots.free("a") == described.snapshot_bytes
+    assert store_of(worker).free("a") == described.snapshot_bytes
     assert (await worker.describe()).snapshot_bytes == 0
 
 
@@ -243,13 +251,14 @@ async def test_a_copy_that_outlives_its_session_is_not_of_the_next_model(worker:
     await load(worker, draft_part(tiny))
     client = await opened(worker)
     release = threading.Event()
-    worker._thread.submit(release.wait)
+    worker.roles[Role.TARGET].resources.thread.submit(release.wait)
     saving = asyncio.create_task(client.session.save_snapshot(SnapshotSave("a", 10)))
-    await asyncio.sleep(0)
-    assert worker._snapshots.held_bytes > 0
+    store = store_of(worker)
+    generation = store.generation(SnapshotOwner.STAGE)
+    await until(lambda: store.held_bytes > 0)
     await client.session.close()
     loading = asyncio.create_task(load(worker, target_part(tiny, "qwen3-sliding", draft=False)))
-    await asyncio.sleep(0.05)
+    await until(lambda: store.generation(SnapshotOwner.STAGE) > generation)
     release.set()
 
     _, described = await loading
@@ -257,15 +266,21 @@ async def test_a_copy_that_outlives_its_session_is_not_of_the_next_model(worker:
 
     assert described.target is not None
     assert SnapshotOwner.STAGE not in kept(worker)
-    assert worker._snapshots.held_bytes == sum(one.size_bytes for one in worker._snapshots._kept.values())
+    assert store.held_bytes == sum(snapshot.size_bytes for snapshot in store)
 
 
-async def test_every_worker_serves_its_prefixes(worker: Worker, tiny: Tiny) -> None:
+async def test_every_worker_serves_its_prefixes(
+    worker: Worker,
+    tiny: Tiny,
+    serve: Serve,  # noqa: F811
+    dial: Dial,  # noqa: F811
+) -> None:
     """Exports find the models that are loaded at that moment, and none before."""
-    transfer = SnapshotTransfer(worker._snapshots, worker._keepers)
+    server = await serve(*worker.registrations())
+    remote = RemoteSnapshots(await dial(server.address), server.address)
     for owner in SnapshotOwner:
         with pytest.raises(FailedPrecondition, match=f"no {owner} is loaded"):
-            await anext(transfer.export_snapshot(owner, "a", 0, None))
+            await anext(remote.export_snapshot(owner, "a", 0, None))
     await load(worker, target_part(tiny))
     await load(worker, draft_part(tiny))
     await keep(worker)
@@ -276,6 +291,6 @@ async def test_every_worker_serves_its_prefixes(worker: Worker, tiny: Tiny) -> N
         (SnapshotOwner.STAGE, described.target.fingerprint),
         (SnapshotOwner.DRAFT, described.draft.fingerprint),
     ):
-        header = await anext(transfer.export_snapshot(owner, "a", 0, None))
+        header = await anext(remote.export_snapshot(owner, "a", 0, None))
         assert isinstance(header, SnapshotHeader)
         assert (header.owner, header.fingerprint) == (owner, fingerprint)

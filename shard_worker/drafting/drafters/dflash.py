@@ -1,8 +1,8 @@
-"""DFlash block-diffusion draft (arXiv 2602.06036): guesses a whole block in one forward.
+"""The DFlash block-diffusion draft (arXiv 2602.06036), which proposes a whole block of draft tokens in one forward.
 
-Input rows: the known token's embedding and mask tokens. Every layer's keys and values come from the target's features
-(`hidden_norm(fc(features))`, the same vector for all layers) for the context and from the layer's input for the block.
-The context is projected once, when features arrive; a propose runs the block's rows only.
+Its input rows are the embeddings of the known token and of mask tokens. Every layer's keys and values come from the
+target's features (`hidden_norm(fc(features))`, the same vector for all layers) for the context and from the layer's
+input for the block. The context is projected once, when features arrive; a proposal computes the block's rows alone.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class DFlashState:
-    """One session's context: keys and values of all layers of a kind in one cache, and each layer's place in its own.
+    """One session's context: the keys and values of all layers, those of one kind in one cache.
 
-    Sliding layers' positions wrap around in window + block slots: enough that a block never overwrites what one of its
-    rows can see.
+    caches: by kind of layer. Sliding layers' positions wrap around in window + block slots: enough that a block never
+    overwrites what one of its rows can see. layers: each layer's kind and its slot in the cache of that kind. length:
+    tokens whose features the context has.
     """
 
     caches: dict[LayerKind, AttentionCache]
@@ -47,10 +48,11 @@ class DFlashState:
 
     @property
     def size_bytes(self) -> int:
+        """Memory that the caches take by now."""
         return sum(cache.size_bytes for cache in self.caches.values())
 
     def views(self) -> list[StateView]:
-        """In the order of `DFlashDraft.state_groups`."""
+        """Return a view of each layer's keys and values, in the order of `DFlashDraft.state_groups`."""
         return [
             AttentionView(self.caches[kind], slice(slot, slot + 1), which)
             for kind, slot in self.layers
@@ -60,7 +62,12 @@ class DFlashState:
 
 @dataclass(frozen=True, slots=True)
 class DFlashDraft:
-    """A loaded draft."""
+    """A loaded DFlash draft.
+
+    fc: [hidden, N * hidden], over the N captured blocks. hidden_norm, norm: float32 factors of RMSNorms, [hidden].
+    context: of each layer the rows of qkv that make keys and values, which alone the context needs. frequencies: RoPE's
+    inverse frequencies. The rest is described by `shard_worker.drafting.drafters.Draft`.
+    """
 
     config: DFlashConfig
     device: Device
@@ -72,11 +79,10 @@ class DFlashDraft:
     norm: torch.Tensor
     layers: tuple[DecoderWeights, ...]
     context: tuple[torch.Tensor, ...]
-    """The rows of each layer's qkv that make keys and values, which alone the context needs."""
     frequencies: torch.Tensor
 
     def allocate(self, max_length: int) -> DFlashState:
-        """Memory for one session of up to `max_length` tokens."""
+        """Return the empty state of a session of up to `max_length` tokens."""
         config, block = self.config, self.config.block_size
         like = torch.empty(0, dtype=self.dtype, device=self.device.torch_device)
         caches: dict[LayerKind, AttentionCache] = {}
@@ -96,13 +102,16 @@ class DFlashDraft:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Each layer's place in the cache of its kind."""
+        """Each layer's slot in the cache of its kind."""
         kinds = self.config.layer_kinds
         return tuple(kinds[:layer].count(kind) for layer, kind in enumerate(kinds))
 
     @property
     def ring(self) -> int | None:
-        """Slots of a sliding layer. On a GPU whole pages, and room for a step's rows that do not count after all."""
+        """Token slots of a sliding layer, None without one.
+
+        On a GPU these are whole pages, with room for a step's rows that do not count after all.
+        """
         window, block = self.config.window, self.config.block_size
         if window is None:
             return None
@@ -111,7 +120,7 @@ class DFlashDraft:
         return -(-(window + 2 * block) // PAGE_ROWS) * PAGE_ROWS
 
     def state_groups(self) -> tuple[TensorGroup, ...]:
-        """What is kept of a prefix: each layer's keys and values, a sliding one's only as far as it looks back."""
+        """Return what a snapshot holds: each layer's keys and values, a sliding one's as far as it looks back."""
         config = self.config
         extents = (config.kv_heads, config.head_dim)
         return tuple(
@@ -127,7 +136,7 @@ class DFlashDraft:
         )
 
     def mix(self, features: Features) -> torch.Tensor:
-        """`fc(features)` of n rows, [n, hidden]."""
+        """Return `fc(features)` of n rows, [n, hidden]."""
         if features.total is not None:
             return features.total.to(self.device.torch_device, self.dtype)
         pieces = [features.slices[index] for index in range(len(self.config.capture_layers))]
@@ -135,11 +144,11 @@ class DFlashDraft:
         return linear(joined.to(self.dtype), self.fc)
 
     def combine(self, features: Features) -> torch.Tensor:
-        """The context vector of each of n rows, [n, hidden]: `hidden_norm(fc(features))`."""
+        """Return the context vector of each of n rows, [n, hidden]: `hidden_norm(fc(features))`."""
         return rms_norm(self.mix(features), self.hidden_norm, self.config.norm_eps)
 
     def append(self, state: DFlashState, features: Features) -> None:
-        """Take features of the n committed rows that follow the context."""
+        """Take the features of the n committed rows that follow the context."""
         context = self.combine(features)
         count, config = len(context), self.config
         positions = torch.arange(state.length, state.length + count, device=context.device)
@@ -158,10 +167,10 @@ class DFlashDraft:
         state.length += count
 
     def propose(self, state: DFlashState, embedded: torch.Tensor, draft_tokens: int) -> torch.Tensor:
-        """Hidden rows of the guesses after the context, normed for the target's lm_head: [guesses, hidden].
+        """Return the hidden rows of the draft tokens after the context, normed for lm_head: [draft_tokens, hidden].
 
-        embedded: target embedding rows of the known token, at position `state.length`, and of the mask token,
-        [2, hidden]. The context cache is left as it was.
+        embedded: the target's embedding rows of the known token, at position `state.length`, and of the mask token,
+        [2, hidden]. The context is left as it was.
         """
         config, rows = self.config, draft_tokens + 1
         index = torch.tensor([0] + [1] * draft_tokens, device=self.device.torch_device)
@@ -190,10 +199,12 @@ class DFlashDraft:
 
     @property
     def has_kernels(self) -> bool:
+        """Whether kernels can run this draft on its device."""
         return can_run(self.device, [self.config.head_dim])
 
     def make_runner(self, head: torch.Tensor, *, graphs: bool) -> DFlashRunner:
-        # Triton is there where kernels can run.
+        """Return a runner of this draft with an lm_head [vocab, hidden]. graphs: as captured CUDA graphs."""
+        # Only where kernels can run is Triton installed.
         from shard_worker.drafting.runner import DFlashRunner
 
         return DFlashRunner(self, head, graphs=graphs)
@@ -201,13 +212,17 @@ class DFlashDraft:
     def _mask(
         self, kind: LayerKind, causal: bool, positions: torch.Tensor, end: int, span: int, slots: int
     ) -> torch.Tensor | None:
-        """Slots hold the latest position below `end` that maps to them; a negative one means empty."""
+        """Return what each row of a block may not see, None where it may see everything.
+
+        Each of the first `span` slots holds the latest position below `end` that maps to it; a negative position means
+        that the slot is empty.
+        """
         window = self.config.window if kind is LayerKind.SLIDING else None
         if not causal and (window is None or end <= window):
             return None
         slot = torch.arange(span, device=positions.device)
-        held = end - 1 - torch.remainder(end - 1 - slot, slots)
-        seen = visibility(positions, held, causal=causal, window=window)
+        slot_positions = end - 1 - torch.remainder(end - 1 - slot, slots)
+        seen = visibility(positions, slot_positions, causal=causal, window=window)
         return grouped_mask(seen, self.config.heads // self.config.kv_heads, self.dtype)
 
 
@@ -217,20 +232,23 @@ def load(
     dtype: str | None,
     on_progress: Callable[[int, int], None],
 ) -> DFlashDraft:
-    """Raises InvalidArgument for missing, unknown or mis-shaped tensors, Unimplemented for other draft formats."""
+    """Load a draft. dtype: None keeps the checkpoint's own; norms keep theirs.
+
+    Raises InvalidArgument for missing, unknown or mis-shaped tensors, Unimplemented for other draft formats.
+    """
     config = read_config(checkpoint.config)
     names = find_tensors(config, checkpoint.headers, checkpoint.directory)
     total = sum(checkpoint.size_bytes(name) for name in names.values())
-    wanted = checkpoint.dtype(names["fc.weight"]) if dtype is None else dtype_from_name(dtype)
+    chosen_dtype = checkpoint.dtype(names["fc.weight"]) if dtype is None else dtype_from_name(dtype)
     loaded = resident = 0
 
-    def take(name: str) -> torch.Tensor:
+    def read(name: str) -> torch.Tensor:
         nonlocal loaded, resident
         stored = names[name]
         loaded += checkpoint.size_bytes(stored)
         on_progress(loaded, total)
-        kept = checkpoint.dtype(stored) if name.endswith("norm.weight") else wanted
-        tensor = checkpoint.place(stored, device.torch_device, kept)
+        tensor_dtype = checkpoint.dtype(stored) if name.endswith("norm.weight") else chosen_dtype
+        tensor = checkpoint.place(stored, device.torch_device, tensor_dtype)
         resident += tensor.nbytes
         return tensor
 
@@ -239,25 +257,25 @@ def load(
         attention = f"{prefix}self_attn."
 
         def fuse(suffix: str) -> torch.Tensor:
-            return torch.cat([take(f"{attention}{part}_proj.{suffix}") for part in "qkv"])
+            return torch.cat([read(f"{attention}{part}_proj.{suffix}") for part in "qkv"])
 
-        norms = [(take(f"{attention}{part}_norm.weight").float(), heads) for part, heads in heads_of]
+        norms = [(read(f"{attention}{part}_norm.weight").float(), heads) for part, heads in heads_of]
         qkv = fuse("weight")
         layer = DecoderWeights(
             kind=kind,
-            input_norm=take(f"{prefix}input_layernorm.weight").float(),
+            input_norm=read(f"{prefix}input_layernorm.weight").float(),
             mixer=AttentionWeights(
                 qkv=packed(qkv),
                 qkv_bias=fuse("bias") if config.attention_bias else None,
                 qk_norm=torch.cat([norm.expand(heads, -1) for norm, heads in norms]).contiguous(),
-                out=packed(take(f"{attention}o_proj.weight")),
-                out_bias=take(f"{attention}o_proj.bias") if config.attention_bias else None,
+                out=packed(read(f"{attention}o_proj.weight")),
+                out_bias=read(f"{attention}o_proj.bias") if config.attention_bias else None,
                 gated=False,
             ),
-            post_norm=take(f"{prefix}post_attention_layernorm.weight").float(),
+            post_norm=read(f"{prefix}post_attention_layernorm.weight").float(),
             mlp=MlpWeights(
-                packed(torch.cat([take(f"{prefix}mlp.{part}_proj.weight") for part in ("gate", "up")])),
-                packed(take(f"{prefix}mlp.down_proj.weight")),
+                packed(torch.cat([read(f"{prefix}mlp.{part}_proj.weight") for part in ("gate", "up")])),
+                packed(read(f"{prefix}mlp.down_proj.weight")),
             ),
         )
         return layer, packed(qkv[config.heads * config.head_dim :])
@@ -267,20 +285,20 @@ def load(
     return DFlashDraft(
         config=config,
         device=device,
-        dtype=wanted,
+        dtype=chosen_dtype,
         fingerprint=checkpoint.fingerprint,
-        fc=packed(take("fc.weight")),
-        hidden_norm=take("hidden_norm.weight").float(),
-        norm=take("norm.weight").float(),
+        fc=packed(read("fc.weight")),
+        hidden_norm=read("hidden_norm.weight").float(),
+        norm=read("norm.weight").float(),
         layers=layers,
         context=context,
         frequencies=inverse_frequencies(config.head_dim, config.rope_theta, device.torch_device),
-        # Last: it counts what is taken above.
+        # Last: it counts what is read above.
         weight_bytes=resident,
     )
 
 
 def read_fc(checkpoint: Checkpoint) -> tuple[DFlashConfig, torch.Tensor]:
-    """What a target stage needs of a draft: its configuration and `fc` [hidden, N * hidden], over the mapped file."""
+    """Read what a target stage needs of a draft: its config, and `fc` [hidden, N * hidden] over the mapped file."""
     config = read_config(checkpoint.config)
     return config, checkpoint.tensor(find_tensors(config, checkpoint.headers, checkpoint.directory)["fc.weight"])

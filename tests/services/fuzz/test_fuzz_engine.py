@@ -161,8 +161,8 @@ async def no_reservations(engine: Engine) -> None:
     """What the stores count is what they keep: nothing that did not stand holds room."""
     for store in engine.stores:
         assert store.held_bytes <= BUDGET
-        await until(lambda store=store: store.held_bytes == sum(kept.size_bytes for kept in store._kept.values()), 3.0)
-        while sum(store.free(name) for _, name in list(store._kept)):
+        await until(lambda store=store: store.held_bytes == sum(kept.size_bytes for kept in store), 3.0)
+        while sum(store.free(kept.snapshot_id) for kept in list(store)):
             pass
         assert (store.held_bytes, len(store)) == (0, 0)
 

@@ -32,8 +32,8 @@ def test_features_go_out_in_the_drafts_order() -> None:
 
 
 @torch.no_grad()
-def test_a_context_grows_without_gaps_and_guesses_start_at_its_end(tiny: Tiny) -> None:
-    """Features that leave a gap or repeat rows, and guesses from elsewhere, are refused and change nothing."""
+def test_a_context_grows_without_gaps_and_proposals_start_at_its_end(tiny: Tiny) -> None:
+    """Features that leave a gap or repeat rows, and proposals from elsewhere, are refused and change nothing."""
     draft = load_draft(tiny.draft("qwen3", "plain"))
     engine, state = DraftEngine(draft), draft.allocate(20)
     engine.append(state, Features(total=torch.zeros(4, 64)), 0)
@@ -45,7 +45,7 @@ def test_a_context_grows_without_gaps_and_guesses_start_at_its_end(tiny: Tiny) -
         with pytest.raises(FailedPrecondition, match=f"propose is for position {position}"):
             check_draft_request(draft, state, position, 3)
     for tokens in (0, 8):
-        with pytest.raises(FailedPrecondition, match="this draft guesses 1 to 7"):
+        with pytest.raises(FailedPrecondition, match="this draft proposes 1 to 7"):
             check_draft_request(draft, state, 4, tokens)
     check_draft_request(draft, state, 4, 7)
 

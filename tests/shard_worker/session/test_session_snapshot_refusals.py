@@ -527,7 +527,5 @@ async def test_a_caller_that_is_gone_while_a_save_is_on_its_way(
             await job
             await no_sessions(made)
             async with asyncio.timeout(5):
-                while any(
-                    store.held_bytes != sum(one.size_bytes for one in store._kept.values()) for store in made.stores
-                ):
+                while any(store.held_bytes != sum(one.size_bytes for one in store) for store in made.stores):
                     await asyncio.sleep(0.01)

@@ -38,7 +38,7 @@ class LateDevice(Device):
     @torch.inference_mode()
     def delay(self, store: SnapshotStore) -> None:
         """What the store holds is not there yet."""
-        for kept in store._kept.values():
+        for kept in store:
             for tensor in kept.tensors:
                 self.arrivals.append((tensor, tensor.clone()))
                 tensor.fill_(torch.nan)
