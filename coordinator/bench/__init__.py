@@ -15,7 +15,11 @@ from coordinator.bench.step import SINGLES, single, step
 
 @click.group()
 def bench() -> None:
-    """Measure. Figures of one run belong together: compare them as ratios."""
+    """Measure steps, answers, clients at once, prefixes and hops on this machine.
+
+    Figures of one run belong together: compare them as ratios. Each table says on which machine, by which command and
+    at which commit it was measured; --json holds the same.
+    """
 
 
 bench.add_command(compare)

@@ -19,7 +19,7 @@ from services.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointOptions:
-    """Either a shape or a checkpoint with its draft."""
+    """What is measured: a shape with random weights, or a checkpoint with its draft."""
 
     shape: Annotated[
         str | None,

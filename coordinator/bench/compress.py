@@ -15,7 +15,7 @@ from coordinator.answer import Request
 from coordinator.bench.counts import counts_option
 from coordinator.bench.report import OutputOptions, empty_table
 from coordinator.cli.console import LoadBars, progress_bars
-from coordinator.cli.option_groups import with_options
+from coordinator.cli.option_groups import GroupedCommand, with_options
 from coordinator.cli.options.cluster import ClusterOptions
 from coordinator.cli.options.model import ModelOptions
 from coordinator.cluster.cluster import Cluster
@@ -43,7 +43,7 @@ class Row:
         return self.prefill_ms / (self.compress_ms + self.kept_prefill_ms)
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @with_options
 @click.option("--prefill-drafter", required=True, type=click.Path(exists=True, file_okay=False, path_type=Path),
               metavar="DIR", help="The small Qwen3 that reads.")  # fmt: skip

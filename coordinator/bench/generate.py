@@ -15,7 +15,7 @@ from coordinator.answer import Answer, Request
 from coordinator.bench.counts import counts_option
 from coordinator.bench.report import OutputOptions, empty_table
 from coordinator.cli.console import LoadBars, progress_bars
-from coordinator.cli.option_groups import with_options
+from coordinator.cli.option_groups import GroupedCommand, with_options
 from coordinator.cli.options.cluster import ClusterOptions
 from coordinator.cli.options.model import ModelOptions
 from coordinator.cluster.cluster import Cluster
@@ -44,7 +44,7 @@ class Row:
     identical: int
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @with_options
 @counts_option("--workers", default="1,2,3", help="Without --target-devices: numbers of CPU workers.")
 @click.option(

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from coordinator.bench.report import OutputOptions, empty_table
 from coordinator.cli.console import progress_bars
-from coordinator.cli.option_groups import with_options
+from coordinator.cli.option_groups import GroupedCommand, with_options
 from services.bench.hop_probe import MAX_BYTES, HopProbe
 from services.errors import InvalidArgument
 from services.messages.description import Role
@@ -38,7 +38,7 @@ class Row:
     shared_us: float
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @with_options
 @click.option("--sizes", default=SIZES, show_default=True, metavar="SIZE[,SIZE…]", help="What a step carries.")
 async def hop(output: OutputOptions, sizes: str) -> None:

@@ -45,7 +45,7 @@ def _check_plot(_: click.Context, __: click.Parameter, path: Path | None) -> Pat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    """How a report is shown."""
+    """How figures are shown: as tables, as JSON, as a picture."""
 
     as_json: Annotated[bool, Flag("Print a JSON object instead of tables.", "--json")] = False
     plot: Annotated[

@@ -18,7 +18,7 @@ from coordinator.bench.checkpoints import CheckpointOptions
 from coordinator.bench.counts import counts_option
 from coordinator.bench.report import OutputOptions, empty_table
 from coordinator.cli.console import LoadBars, progress_bars
-from coordinator.cli.option_groups import with_options
+from coordinator.cli.option_groups import GroupedCommand, with_options
 from coordinator.cli.options.cluster import ClusterOptions
 from coordinator.engine.engine import Engine
 from coordinator.engine.prefill_chunk import chunk_for
@@ -51,7 +51,7 @@ class Fairness:
         return self.behind_ms / self.chunk_ms
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @with_options
 @counts_option("--clients", default="1,2,4,8,16", help="Clients at once.")
 @click.option("--requests", type=click.IntRange(1), default=4, show_default=True, help="Requests of each client.")

@@ -18,7 +18,7 @@ from coordinator.bench.checkpoints import CheckpointOptions
 from coordinator.bench.counts import counts_option
 from coordinator.bench.report import OutputOptions, empty_table
 from coordinator.cli.console import LoadBars, progress_bars
-from coordinator.cli.option_groups import with_options
+from coordinator.cli.option_groups import GroupedCommand, with_options
 from coordinator.cli.options.cluster import ClusterOptions
 from coordinator.cluster.cluster import Cluster, SnapshotPlace
 from coordinator.prefix.cache import lineage_of
@@ -60,7 +60,7 @@ class Row:
         return self.prefill_ms / self.disk_restore_ms
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @with_options
 @counts_option("--lengths", default="512,2048,8192", help="Tokens of the prefixes.", least=2)
 @click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Runs of everything but prefill.")

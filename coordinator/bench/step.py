@@ -20,12 +20,12 @@ from coordinator.bench.report import OutputOptions, empty_table
 from coordinator.bench.step_bench import DRAFTING, KINDS, Bench, Row, Sizes, times_decode
 from coordinator.bench.step_client import CHUNK
 from coordinator.cli.console import LoadBars, progress_bars
-from coordinator.cli.option_groups import with_options
+from coordinator.cli.option_groups import GroupedCommand, with_options
 from coordinator.cli.options.cluster import ClusterOptions
 from coordinator.text.model_files import read_model_files
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("kinds", nargs=-1, type=click.Choice(KINDS))
 @with_options
 @click.option("--rows", type=click.IntRange(2, 64), default=16, show_default=True,
@@ -135,7 +135,7 @@ def single(kind: str) -> click.Command:
         click.get_current_context().invoke(step, kinds=(*choice.beside, kind), **values)
 
     parameters = [option for option in step.params if option.name not in choice.without | {"kinds"}]
-    return click.Command(kind, callback=measure, params=parameters, help=choice.help)
+    return GroupedCommand(kind, callback=measure, params=parameters, help=choice.help)
 
 
 def table(rows: Sequence[Row], ratios: Mapping[str, float]) -> Table:

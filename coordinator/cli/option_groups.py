@@ -5,7 +5,7 @@
         host: Annotated[str, Flag("Where HTTP listens.")] = "127.0.0.1"
         port: Annotated[int, Flag("0 takes a free one.", type=click.IntRange(0, 65535))] = 8000
 
-    @click.command()
+    @click.command(cls=GroupedCommand)
     @with_options
     async def serve(listen: ListenOptions) -> None: ...
 
@@ -15,8 +15,9 @@ It knows click and dataclasses, nothing of what the options mean.
 from __future__ import annotations
 
 import functools
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import NoneType
@@ -25,6 +26,9 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import click
 
 from coordinator.cli.running import run
+
+OWN_SECTION = "Options"
+"""The heading of the options that belong to no group."""
 
 
 class Flag:
@@ -41,6 +45,38 @@ class Flag:
         attributes: what else `click.option` takes, like metavar or type.
         """
         self.help, self.names, self.attributes = help, names, attributes
+
+
+class GroupOption(click.Option):
+    """An option of a group, which the help shows in a section of its own.
+
+    section: the section's heading; about: what its options are about, one sentence or a few.
+    """
+
+    def __init__(self, section: str, about: str, names: Sequence[str], **attributes: Any) -> None:
+        super().__init__(names, **attributes)
+        self.section, self.about = section, about
+
+
+class GroupedCommand(click.Command):
+    """A command whose help has a section for each group of options; use as `click.command(cls=GroupedCommand)`."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options: those of groups by their sections, then the command's own."""
+        for heading, options in sections(self.get_params(ctx)).items():
+            if records := [record for option in options if (record := option.get_help_record(ctx)) is not None]:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
+
+
+def sections(parameters: Iterable[click.Parameter]) -> dict[str, list[click.Parameter]]:
+    """Return options by the headings of their sections, in their order; those of no group come last."""
+    by_heading: dict[str, list[click.Parameter]] = {}
+    for parameter in parameters:
+        heading = parameter.section if isinstance(parameter, GroupOption) else OWN_SECTION
+        by_heading.setdefault(heading, []).append(parameter)
+    own = by_heading.pop(OWN_SECTION, [])
+    return {**by_heading, OWN_SECTION: own}
 
 
 class OptionSource(ABC):
@@ -103,8 +139,8 @@ class _Group(OptionSource):
 class _Single(OptionSource):
     """A field that is one flag."""
 
-    def __init__(self, name: str, kind: Any, default: Any, flag: Flag) -> None:
-        self._name, self._default, self._flag = name, default, flag
+    def __init__(self, group: type, name: str, kind: Any, default: Any, flag: Flag) -> None:
+        self._group, self._name, self._default, self._flag = group, name, default, flag
         self._is_tuple = get_origin(kind) is tuple
         # Of `int | None` or `tuple[int, ...]` the int.
         (self._kind,) = (part for part in get_args(kind) or (kind,) if part not in (NoneType, Ellipsis))
@@ -121,7 +157,8 @@ class _Single(OptionSource):
         else:
             attributes["default"] = self._default
             attributes["show_default"] = self._default not in ((), None) and self._default is not False
-        yield click.Option([self._name, *names], **attributes | self._flag.attributes)
+        about = (self._group.__doc__ or "").partition("\n\n")[0].strip()
+        yield GroupOption(_heading(self._group), about, [self._name, *names], **attributes | self._flag.attributes)
 
     def take(self, values: dict[str, Any]) -> Any:
         return values.pop(self._name)
@@ -133,8 +170,13 @@ def _sources(owner: Any) -> Iterator[tuple[str, OptionSource]]:
     for name, hint in get_type_hints(owner, include_extras=True).items():
         mark = hint.__metadata__[0] if get_origin(hint) is Annotated else None
         if isinstance(mark, Flag):
-            yield name, _Single(name, hint.__origin__, defaults.get(name, MISSING), mark)
+            yield name, _Single(owner, name, hint.__origin__, defaults.get(name, MISSING), mark)
         elif isinstance(mark, OptionSource):
             yield name, mark
         elif isinstance(hint, type) and is_dataclass(hint) and any(_sources(hint)):
             yield name, _Group(hint)
+
+
+def _heading(group: type) -> str:
+    """Return the section of a group's options: what it says as `section`, else its name as words."""
+    return str(getattr(group, "section", re.sub(r"(?<!^)(?=[A-Z])", " ", group.__name__).capitalize()))

@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from coordinator.cli.http_client import ClientOptions
-from coordinator.cli.option_groups import Flag, group_options, with_options
+from coordinator.cli.option_groups import Flag, GroupedCommand, group_options, with_options
 from coordinator.cli.options.cluster import ClusterOptions
 from coordinator.cli.options.model import OptionalModelOptions
 from coordinator.cli.options.prefix import PrefixOptions
@@ -54,7 +54,7 @@ class ConversationOptions:
         return AnswerSettings(self.sampling, self.max_tokens, speculate=not self.no_speculation)
 
 
-@click.command(epilog=_EPILOG)
+@click.command(cls=GroupedCommand, epilog=_EPILOG)
 @with_options
 async def chat(
     client: ClientOptions,

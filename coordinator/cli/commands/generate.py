@@ -14,7 +14,7 @@ import click
 
 from coordinator.answer import Answer, Piece, Request
 from coordinator.cli.console import console
-from coordinator.cli.option_groups import Flag, with_options
+from coordinator.cli.option_groups import Flag, GroupedCommand, with_options
 from coordinator.cli.options.cluster import ClusterOptions
 from coordinator.cli.options.compression import CompressionOptions
 from coordinator.cli.options.model import ModelOptions
@@ -142,7 +142,7 @@ class AnswerOptions:
         )
 
 
-@click.command(epilog=_EPILOG)
+@click.command(cls=GroupedCommand, epilog=_EPILOG)
 @with_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of streaming text.")
 async def generate(

@@ -15,7 +15,7 @@ import click
 from rich.console import Console
 
 from coordinator.cli.console import console
-from coordinator.cli.option_groups import with_options
+from coordinator.cli.option_groups import GroupedCommand, with_options
 from coordinator.cli.options.cluster import ClusterOptions, PlacementOptions
 from coordinator.cli.options.model import ModelOptions
 from coordinator.cluster.placement import AUTO, Plan
@@ -50,7 +50,7 @@ it printed.
 """
 
 
-@click.command(epilog=_EPILOG)
+@click.command(cls=GroupedCommand, epilog=_EPILOG)
 @with_options
 @click.option("--max-model-len", metavar="N[,N…]",
               help="Tokens of prompt and answer together, for which the caches are shown.  [default: 4096, 32768 and "

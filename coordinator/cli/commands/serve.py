@@ -16,7 +16,7 @@ from coordinator.api.grpc.server import GrpcServer
 from coordinator.api.http.app import create_app
 from coordinator.api.http.server import HttpServer
 from coordinator.cli.console import console
-from coordinator.cli.option_groups import with_options
+from coordinator.cli.option_groups import GroupedCommand, with_options
 from coordinator.cli.options.cluster import ClusterOptions
 from coordinator.cli.options.compression import CompressionOptions
 from coordinator.cli.options.model import ModelOptions
@@ -32,7 +32,7 @@ from coordinator.text.model_files import read_model_files
 log = structlog.get_logger()
 
 
-@click.command(context_settings={"auto_envvar_prefix": "FLASHSPLIT"})
+@click.command(cls=GroupedCommand, context_settings={"auto_envvar_prefix": "FLASHSPLIT"})
 @click.option("--config", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE.yaml",
               is_eager=True, expose_value=False, callback=read_config,
               help="Flags from a YAML file by their names. The command line and the environment win.")  # fmt: skip
@@ -60,7 +60,7 @@ async def serve(
     files = read_model_files(model.model)
     async with contextlib.AsyncExitStack() as stack:
         started = await stack.enter_async_context(start_model(files, model.draft, workers, prefix, compression))
-        names = service.names or (model.model.absolute().name,)
+        names = service.served_model_name or (model.model.absolute().name,)
         engine = Engine(
             started.cluster,
             files,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import click
 
@@ -18,7 +18,7 @@ _DRAFT = Flag("DFlash draft checkpoint made for the target.", type=_DIRECTORY, m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """The target, which must be named, and its draft."""
+    """The model to work with: the target, which must be named, and its draft."""
 
     model: Annotated[Path, _TARGET]
     draft: Annotated[Path | None, _DRAFT] = None
@@ -26,7 +26,9 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionalModelOptions:
-    """The target and its draft, for commands that can do without."""
+    """The model to work with, where the command needs one: the target and its draft."""
+
+    section: ClassVar = "Model options"
 
     model: Annotated[Path | None, _TARGET] = None
     draft: Annotated[Path | None, _DRAFT] = None

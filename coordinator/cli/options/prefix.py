@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import click
 from click.core import ParameterSource
@@ -54,6 +54,8 @@ class StoreOptions:
     and StoreError.
     """
 
+    section: ClassVar = "Store options"
+
     kv_cache_dir: Annotated[str | None, _store_flag(*_DIRECTORY)] = None
     kv_cache_url: Annotated[str | None, _store_flag(*_URL)] = None
 
@@ -94,7 +96,10 @@ class StoreOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortStoreOptions(StoreOptions):
-    """The same with --dir and --url as short names, for commands that have no other directory or URL."""
+    """A store of prefix snapshots on disk, which must be there: a directory or a URL.
+
+    The flags have short names, for commands that take no other directory or URL.
+    """
 
     kv_cache_dir: Annotated[str | None, _store_flag(*_DIRECTORY, "--kv-cache-dir", "--dir")] = None
     kv_cache_url: Annotated[str | None, _store_flag(*_URL, "--kv-cache-url", "--url")] = None

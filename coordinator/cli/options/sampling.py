@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from coordinator.cli.option_groups import OptionSource
+from coordinator.cli.option_groups import GroupOption, OptionSource
 from services.messages.sampling import PARAMETERS, Parameter, SamplingParams
 
 
@@ -25,7 +25,9 @@ class SamplingFlags(OptionSource):
     def options(self) -> Iterator[click.Option]:
         """Yield an option for each parameter."""
         for parameter in self._parameters:
-            yield click.Option(
+            yield GroupOption(
+                "Sampling options",
+                "How the tokens of an answer are chosen.",
                 [parameter.name, parameter.flag],
                 type=self._type(parameter),
                 default=parameter.flag_default,

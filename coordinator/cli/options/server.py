@@ -33,7 +33,12 @@ class AccessOptions:
 
     api_keys: Annotated[
         tuple[str, ...],
-        Flag("Clients must send it; may be given several times. Better in a file.", "--api-key", metavar="KEY"),
+        Flag(
+            "Clients must send it; may be given several times, in FLASHSPLIT_API_KEYS with spaces between. Better in a "
+            "file.",
+            "--api-key",
+            metavar="KEY",
+        ),
     ] = ()
     api_key_file: Annotated[Path | None, Flag("The same, one key a line.", metavar="FILE")] = None
     ssl_certfile: Annotated[Path | None, Flag("PEM certificate that clients see, HTTP and gRPC.", metavar="FILE")] = (
@@ -66,12 +71,13 @@ class AccessOptions:
 class ServiceOptions:
     """Under which names the model is served, to how many requests at once, and how serving ends."""
 
-    names: Annotated[
+    served_model_name: Annotated[
         tuple[str, ...],
         Flag(
             "What clients call the model; further ones are aliases.  [default: the directory]",
-            "--served-model-name",
             metavar="NAME",
+            # Its name before it was that of the flag.
+            envvar="FLASHSPLIT_NAMES",
         ),
     ] = ()
     max_model_len: Annotated[

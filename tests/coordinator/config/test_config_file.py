@@ -59,7 +59,7 @@ kv-dtype: fp8
     given = parse(tmp_path, text, "--grpc-port", "4")
 
     assert (given["target_devices"], given["target_layers"]) == ("cpu,cpu", "0:5,5:12")
-    assert (given["api_keys"], given["names"]) == (("secret",), ("a", "b"))
+    assert (given["api_keys"], given["served_model_name"]) == (("secret",), ("a", "b"))
     assert (given["grpc"], given["port"], given["grpc_port"]) == (False, 2, 4)
     assert (given["prefill_compression"], given["kv_dtype"]) == ("off", "fp8")
 
