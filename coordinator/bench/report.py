@@ -59,22 +59,29 @@ class OutputOptions:
     ] = None
 
     def show(
-        self, rows: Sequence[DataclassInstance], table: Table, workers: Sequence[WorkerDescription] = (), **more: Any
+        self,
+        rows: Sequence[DataclassInstance],
+        table: Table,
+        workers: Sequence[WorkerDescription] = (),
+        *,
+        note: str = "",
+        **more: Any,
     ) -> None:
         """Print a report: where its figures come from, and the figures.
 
-        rows: of one kind; table: the same for people; workers: those that were measured; more: what else the JSON
-        object holds.
+        rows: of one kind; table: the same for people; workers: those that were measured; note: a line before the table;
+        more: what else the JSON object holds.
         """
-        found = [asdict(row) for row in rows]
+        figures = [asdict(row) for row in rows]
         run = asdict(describe_run(workers))
         if self.plot is not None:
-            draw(found, self.plot)
+            draw(figures, self.plot)
         if self.as_json:
-            print(json.dumps({"run": run, "rows": found, **more}))
-        else:
-            print("\n".join(run_lines(run)))
-            print_table(table)
+            print(json.dumps({"run": run, "rows": figures, **more}))
+            return
+        for line in [*run_lines(run), *([note] if note else [])]:
+            print(line)
+        print_table(table)
 
 
 def empty_table(*headings: str) -> Table:

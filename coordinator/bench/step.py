@@ -72,14 +72,13 @@ async def step(
                 found.append(await bench.measure(kind, floor, partial(progress.advance, task)))
             engines = [str(worker.target.step_engine) for worker in cluster.workers if worker.target is not None]
             bandwidth = [speed.copy_bytes_per_s for speed in floor.speeds]
-    if not output.as_json:
-        rates = ", ".join(f"{rate / 1e12:.2f}" for rate in bandwidth)
-        print(f"{checkpoint.name} by {', '.join(engines)}; copies at {rates} TB/s")
+    rates = ", ".join(f"{rate / 1e12:.2f}" for rate in bandwidth)
     ratios = times_decode(found)
     output.show(
         found,
         table(found, ratios),
         cluster.workers,
+        note=f"{checkpoint.name} by {', '.join(engines)}; copies at {rates} TB/s",
         engines=engines,
         copy_bytes_per_s=bandwidth,
         times_decode=ratios,

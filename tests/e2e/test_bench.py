@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -75,6 +78,12 @@ def test_steps_of_every_kind_beside_their_floors(report: Path) -> None:
     assert len(found["copy_bytes_per_s"]) == 2
     ratios = {kind: rows[kind]["ms"] / rows["decode"]["ms"] for kind in ("verify", "draft", "cycle")}
     assert found["times_decode"] == pytest.approx(ratios)
+    run = found["run"]
+    assert run["devices"] == ["cpu", "cpu"]
+    assert run["cores"] >= 1
+    assert run["processor"]
+    assert run["version"] == metadata.version("flashsplit")
+    assert shlex.split(run["command"])[:3] == ["flashsplit", "bench", "step"]
     assert report.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -90,7 +99,10 @@ def test_commands_of_one_kind(start_worker: Callable[..., Worker], tiny: Sequenc
     found = json.loads(here("prefill", *placed, *sizes("prefill"), "--json"))
     assert [(row["kind"], row["rows"], row["context"]) for row in found["rows"]] == [("prefill", 100, 0)]
     assert found["times_decode"] == {}
-    *_, headings, decode, cycle = here("cycle", *placed, *sizes("cycle")).splitlines()
+    machine, line, engines, headings, decode, cycle = here("cycle", *placed, *sizes("cycle")).splitlines()
+    assert re.fullmatch(r".+, \d+ cores; workers on cpu; flashsplit [\d.]+(, commit [0-9a-f]{7,}\+?)?", machine)
+    assert line.startswith("$ flashsplit")
+    assert engines.startswith("target by torch; copies at ")
     assert headings.endswith("times decode")
     assert (decode.split()[0], cycle.split()[0], len(cycle.split())) == ("decode", "cycle", len(decode.split()) + 1)
 
@@ -149,10 +161,14 @@ def test_two_reports_side_by_side(report: Path, tmp_path: Path) -> None:
     assert {pair["what"].split()[0] for pair in pairs} == {"decode", "verify", "cycle", "prefill"}
     assert {pair["ratio"] for pair in pairs if pair["measure"] == "ms"} == {2.0}
     assert {pair["ratio"] for pair in pairs if pair["measure"] == "floor_ms"} == {1.0}
-    assert "verify 8 40" in bench("compare", report, second)
+    text = bench("compare", report, second)
+    assert "verify 8 40" in text
+    # The second one is as earlier versions wrote them, and says nothing of its run.
+    assert "first: $ flashsplit bench step" in text
+    assert "second:" not in text
 
 
-@pytest.mark.parametrize("text", ["", "[1]", '{"rows": 1}', '{"rows": [1]}', "{}"])
+@pytest.mark.parametrize("text", ["", "[1]", '{"rows": 1}', '{"rows": [1]}', "{}", '{"rows": [], "run": {}}'])
 def test_what_is_no_report_is_refused(report: Path, tmp_path: Path, text: str) -> None:
     """Whatever else is in the file."""
     other = tmp_path / "other.json"

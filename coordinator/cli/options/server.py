@@ -34,8 +34,8 @@ class AccessOptions:
     api_keys: Annotated[
         tuple[str, ...],
         Flag(
-            "Clients must send it; may be given several times, in FLASHSPLIT_API_KEYS with spaces between. Better in a "
-            "file.",
+            "Clients must send it; may be given several times, in FLASHSPLIT_API_KEYS with spaces between. Better in "
+            "a file.",
             "--api-key",
             metavar="KEY",
         ),
