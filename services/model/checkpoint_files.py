@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,8 @@ def read_config(directory: str | Path, field: str = "--model") -> dict[str, Any]
 
     Raises NotFound when the directory or the file is missing, InvalidArgument when the file holds no JSON object.
     """
-    if not Path(directory).is_dir():
+    # Unlike `Path.is_dir`, it takes a name that is too long for one that does not exist.
+    if not os.path.isdir(directory):
         raise NotFound(f"{field} {str(directory)!r} is not a directory on this host", field=field)
     return read_json_object(Path(directory) / CONFIG, field)
 

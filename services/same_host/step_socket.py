@@ -33,11 +33,11 @@ log = structlog.get_logger()
 class Watcher(Protocol):
     """A thread that waits for sockets when it has nothing else to do."""
 
-    def watch(self, made: socket.socket, ready: Callable[[], None]) -> None:
-        """Call `ready` on that thread whenever there is something to read."""
+    def watch(self, connection: socket.socket, on_readable: Callable[[], None]) -> None:
+        """Call `on_readable` on that thread whenever there is something to read."""
 
-    def unwatch(self, made: socket.socket) -> None:
-        """No more, and close the socket."""
+    def unwatch(self, connection: socket.socket) -> None:
+        """Stop watching the socket, and close it."""
 
 
 class StepSocket:

@@ -1,9 +1,9 @@
 """The one thread that owns a worker's devices. Async code awaits it and never computes.
 
 Jobs run in the order in which they were submitted, so a commit that was submitted before a forward is applied before
-it. Between jobs, and while there is none, the thread reads the sockets on which steps come to it directly. Where one is
-expected on a GPU the thread does not sleep for a while, and the step may stand by there, launched before its numbers
-are known: every job but steps lets it pass first.
+it. Between jobs, and while there is none, the thread reads the sockets on which steps come to it directly. Where a step
+is expected on a GPU, the thread does not sleep for a while, and the step may be prelaunched there; every job that is no
+step cancels it first.
 """
 
 from __future__ import annotations
@@ -34,29 +34,31 @@ T = TypeVar("T")
 log = structlog.get_logger()
 
 AWAKE_S = 0.02
-"""How long the thread looks for an expected step without sleeping: to wake takes some 50 µs, and a core that slept runs
-Python at half its speed."""
+"""How long the thread looks for an expected step without sleeping: waking takes some 50 µs, and a core that has slept
+runs Python at half its speed."""
 
 FEW_CORES = 4
-"""With fewer the thread sleeps: others need the core."""
+"""With fewer cores than this the thread always sleeps: others need the core."""
 
 SWITCH_S = 0.0005
-"""How long other threads wait for Python's lock at most while this one does not sleep."""
+"""The longest time that other threads wait for Python's lock while this one does not sleep."""
 
 BROKEN = "DEVICE_BROKEN"
+"""The reason of the error after which a GPU can do nothing more in this process."""
 
 EXIT_S = 5.0
-"""How long the interpreter's end waits for a job that runs."""
+"""How long the end of the interpreter waits for a job that runs."""
 
 
 class DeviceThread:
-    """Runs jobs one after the other.
-
-    `threads`: intra-op threads on the CPU, None for torch's default. on_broken: called there when a GPU can do nothing
-    more in this process.
-    """
+    """Runs jobs one after the other on a thread of its own."""
 
     def __init__(self, threads: int | None = None, on_broken: Callable[[], None] = lambda: None) -> None:
+        """Start the thread.
+
+        threads: intra-op threads of torch on the CPU, None for torch's default. on_broken: called on the thread when a
+        GPU can do nothing more in this process.
+        """
         self._queue = _Queue(on_broken)
         self._thread = threading.Thread(target=self._queue.run, args=(threads,), name="device", daemon=True)
         self._thread.start()
@@ -64,35 +66,42 @@ class DeviceThread:
         weakref.finalize(self, _end, self._queue, self._thread)
 
     def submit(self, job: Callable[..., T], *args: object) -> asyncio.Future[T]:
-        """Queue a job now; await the future for its result."""
+        """Queue a job, from an event loop. Returns a future for its result or its error."""
         return asyncio.wrap_future(self.queue(job, *args))
 
     def queue(self, job: Callable[..., T], *args: object) -> Future[T]:
-        """As `submit`, from any thread; a job may queue what comes behind it."""
+        """Queue a job, from any thread; a job may queue others, which come behind it.
+
+        Returns a future for its result or its error. Raises RuntimeError when the thread has ended.
+        """
         return self._put(job, args, step=False)
 
     def submit_step(self, job: Callable[..., T], *args: object) -> asyncio.Future[T]:
-        """As `submit`, for what may find a step standing by."""
+        """Queue a step, as `submit` does: it does not cancel a step that was prelaunched."""
         return asyncio.wrap_future(self.queue_step(job, *args))
 
     def queue_step(self, job: Callable[..., T], *args: object) -> Future[T]:
-        """As `submit_step`, from any thread."""
+        """Queue a step, as `queue` does: it does not cancel a step that was prelaunched."""
         return self._put(job, args, step=True)
 
     @property
     def busy(self) -> bool:
-        """Whether jobs wait."""
+        """Whether jobs wait that have not begun."""
         return self._queue.busy
 
-    def expect_step(self, stand_down: Callable[[], None]) -> None:
-        """On this thread: a step will soon come to a GPU. stand_down: called before the next job that is no step."""
-        self._queue.expect_step(stand_down)
+    def expect_step(self, cancel: Callable[[], None]) -> None:
+        """Stay awake for a while, because a step will soon come to a GPU; to be called on the thread itself.
+
+        cancel: called before the next job that is no step.
+        """
+        self._queue.expect_step(cancel)
 
     def step_now(self, job: Callable[..., object], *args: object, begun: bool = False) -> None:
-        """For a step that a socket brought: on the thread itself, at once where nothing waits, behind that else. What
-        goes wrong is the job's to tell.
+        """Run a step that a socket brought: at once on the thread itself, behind the jobs that wait where there are
+        any, or from another thread. The job has to report its own errors.
 
-        begun: the device has begun with it already, when nothing waited; what came meanwhile comes behind it.
+        begun: the device has begun with the step already, at a time when no job waited; it runs before those that have
+        come meanwhile.
         """
         if (self._queue.busy and not begun) or threading.current_thread() is not self._thread:
             self.queue_step(job, *args)
@@ -104,42 +113,45 @@ class DeviceThread:
         self._queue.put(_Job(future, functools.partial(job, *args), step))
         return future
 
-    def watch(self, made: socket.socket, ready: Callable[[], None]) -> None:
-        """From any thread: call `ready` here whenever the socket has something to read."""
-        self.queue_step(self._queue.watch, made, ready)
+    def watch(self, connection: socket.socket, on_readable: Callable[[], None]) -> None:
+        """Call `on_readable` on the thread whenever the socket has something to read; from any thread."""
+        self.queue_step(self._queue.watch, connection, on_readable)
 
-    def unwatch(self, made: socket.socket) -> None:
-        """From any thread: no more, and close the socket."""
+    def unwatch(self, connection: socket.socket) -> None:
+        """Stop watching the socket, and close it; from any thread."""
         if self._queue.over:
-            made.close()
+            connection.close()
         else:
-            self.queue_step(self._queue.unwatch, made)
+            self.queue_step(self._queue.unwatch, connection)
 
     def shutdown(self) -> None:
-        """Drop what has not begun; what runs ends on its own. Safe to call twice."""
+        """Drop the jobs that have not begun; one that runs ends on its own. Safe to call twice."""
         self._queue.end()
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
+    """A queued job. step: it may find a prelaunched step, and does not cancel it."""
+
     future: Future[Any]
     run: Callable[[], Any]
     step: bool
 
 
 class _Queue:
-    """The thread's side. Knows nothing of `DeviceThread`, which therefore can be forgotten while it runs."""
+    """The thread's side of the queue. It does not refer to its `DeviceThread`, which can be freed while it runs."""
 
     def __init__(self, on_broken: Callable[[], None]) -> None:
         self._on_broken = on_broken
         self._jobs: deque[_Job] = deque()
         self._selector = selectors.DefaultSelector()
-        self._woken, self._wakes = socket.socketpair()
-        for end in (self._woken, self._wakes):
+        # A byte sent into one end wakes the thread, which waits for the other one.
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        for end in (self._wake_reader, self._wake_writer):
             end.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ, self._wake)
-        self._sockets = 0
-        self._stand_down: Callable[[], None] | None = None
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, self._read_wakes)
+        self._watched_count = 0
+        self._cancel_prelaunched: Callable[[], None] | None = None
         self._awake_until = 0.0
         self._asleep = self.over = False
 
@@ -153,64 +165,65 @@ class _Queue:
             raise RuntimeError("the device thread is over")
         self._jobs.append(job)
         if self._asleep:
-            self._rouse()
+            self._wake()
         if self.over:
             # It ended meanwhile, and may have dropped the others before this one came.
-            self._drop()
+            self._drop_jobs()
 
-    def expect_step(self, stand_down: Callable[[], None]) -> None:
-        self._stand_down = stand_down
+    def expect_step(self, cancel: Callable[[], None]) -> None:
+        self._cancel_prelaunched = cancel
         if len(os.sched_getaffinity(0)) >= FEW_CORES:
             sys.setswitchinterval(SWITCH_S)
             self._awake_until = time.monotonic() + AWAKE_S
 
     def end(self) -> None:
         self.over = True
-        self._drop()
-        self._rouse()
+        self._drop_jobs()
+        self._wake()
 
-    def watch(self, made: socket.socket, ready: Callable[[], None]) -> None:
-        self._selector.register(made, selectors.EVENT_READ, ready)
-        self._sockets += 1
+    def watch(self, connection: socket.socket, on_readable: Callable[[], None]) -> None:
+        self._selector.register(connection, selectors.EVENT_READ, on_readable)
+        self._watched_count += 1
 
-    def unwatch(self, made: socket.socket) -> None:
+    def unwatch(self, connection: socket.socket) -> None:
         with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(made)
-            self._sockets -= 1
-        made.close()
+            self._selector.unregister(connection)
+            self._watched_count -= 1
+        connection.close()
 
     def run(self, threads: int | None) -> None:
+        """Run jobs until the queue ends; arguments as of `DeviceThread`."""
         if threads:
             torch.set_num_threads(threads)
         with torch.inference_mode():
             self._run()
 
     def run_now(self, run: Callable[[], object]) -> None:
-        """On the thread."""
+        """Run a job at once; on the thread."""
         try:
             run()
         except Exception as error:
-            self._meant(error)
+            self._device_error(error)
 
     def _run(self) -> None:
         while not self.over:
             if not self._jobs and time.monotonic() < self._awake_until:
                 self._read(0)
             elif not self._jobs:
-                # Who puts a job behind the next line wakes this thread, who did so before it is seen behind it.
+                # A job that is put behind the next line wakes this thread; one that was put before is seen after it.
                 self._asleep = True
                 self._read(0 if self._jobs or self.over else None)
                 self._asleep = False
-            elif self._sockets:
+            elif self._watched_count:
                 self._read(0)
             self._run_next()
         with contextlib.suppress(RuntimeError):
-            self._let_pass()
+            self._cancel()
         for key in [*self._selector.get_map().values()]:
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
         self._selector.close()
-        self._wakes.close()
+        self._wake_writer.close()
 
     def _run_next(self) -> None:
         try:
@@ -221,24 +234,26 @@ class _Queue:
             return
         try:
             if not job.step:
-                self._let_pass()
+                self._cancel()
             result = job.run()
         except BaseException as error:
-            job.future.set_exception(self._meant(error))
+            job.future.set_exception(self._device_error(error))
         else:
             job.future.set_result(result)
 
-    def _meant(self, error: BaseException) -> BaseException:
+    def _device_error(self, error: BaseException) -> BaseException:
+        """Return what the error means, after having reported a GPU that is broken."""
         error = device_error(error)
         if isinstance(error, Unavailable) and error.reason == BROKEN:
             self._on_broken()
         return error
 
-    def _let_pass(self) -> None:
+    def _cancel(self) -> None:
+        """Cancel the prelaunched step, if there is one, and expect none."""
         self._awake_until = 0.0
-        stand_down, self._stand_down = self._stand_down, None
-        if stand_down is not None:
-            stand_down()
+        cancel, self._cancel_prelaunched = self._cancel_prelaunched, None
+        if cancel is not None:
+            cancel()
 
     def _read(self, timeout: float | None) -> None:
         for key, _ in self._selector.select(timeout):
@@ -250,19 +265,19 @@ class _Queue:
                     log.exception("device.socket_failed")
                 self.unwatch(cast(socket.socket, key.fileobj))
 
-    def _drop(self) -> None:
+    def _drop_jobs(self) -> None:
         with contextlib.suppress(IndexError):
             while True:
                 self._jobs.popleft().future.cancel()
 
-    def _rouse(self) -> None:
-        # It is awake where there is no room, and over where the socket is closed.
-        with contextlib.suppress(OSError):
-            self._wakes.send(b"\0")
-
     def _wake(self) -> None:
+        # The thread is awake where the socket is full, and over where it is closed.
+        with contextlib.suppress(OSError):
+            self._wake_writer.send(b"\0")
+
+    def _read_wakes(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            self._woken.recv(4096)
+            self._wake_reader.recv(4096)
 
 
 def _end(queue: _Queue, thread: threading.Thread) -> None:
@@ -272,33 +287,34 @@ def _end(queue: _Queue, thread: threading.Thread) -> None:
 
 
 def device_error(error: BaseException) -> BaseException:
-    """What torch raised, as ResourceExhausted or Unavailable where that is what it means; else the error itself."""
+    """Return what an error of torch means: ResourceExhausted where memory ran out, Unavailable where the device can do
+    nothing more; otherwise the error itself."""
     if not isinstance(error, RuntimeError):
         return error
     # The CPU's allocators have no exception of their own. The plain one's sentence comes behind a place in torch's
     # sources, that of page-locked memory is CUDA's.
     place, cpu_allocator, rest = str(error).partition("DefaultCPUAllocator")
     page_locked = place.startswith(("CUDA error: out of memory", "HIP error: out of memory"))
-    meant: FlashsplitError
+    meaning: FlashsplitError
     if isinstance(error, torch.OutOfMemoryError) or cpu_allocator or page_locked:
         sentence = (cpu_allocator + rest if cpu_allocator else place).partition("\n")[0].partition(".")[0]
-        meant = ResourceExhausted(
+        meaning = ResourceExhausted(
             f"the device has no memory left: {sentence}; give this stage fewer layers or use a shorter context",
             reason="OUT_OF_MEMORY",
         )
-    elif isinstance(error, torch.AcceleratorError) and _broken():
-        meant = Unavailable(
+    elif isinstance(error, torch.AcceleratorError) and _is_broken():
+        meaning = Unavailable(
             f"the device can do nothing more in this worker, which therefore ends: {place.partition(chr(10))[0]}",
             reason=BROKEN,
         )
     else:
         return error
-    meant.__cause__ = error
-    return meant
+    meaning.__cause__ = error
+    return meaning
 
 
-def _broken() -> bool:
-    """Whether every call to the GPU fails from now on, as after a fault in a kernel."""
+def _is_broken() -> bool:
+    """Return whether every call to the GPU fails from now on, as after a fault in a kernel."""
     try:
         torch.cuda.synchronize()
     except torch.AcceleratorError:

@@ -42,10 +42,9 @@ async def test_the_event_loop_goes_on_while_a_job_runs(thread: DeviceThread) -> 
     release = threading.Event()
     job = thread.submit(release.wait)
 
-    await asyncio.sleep(0.01)
+    # The loop runs this while the job waits for it.
+    asyncio.get_running_loop().call_soon(release.set)
 
-    assert not job.done()
-    release.set()
     assert await job
 
 
@@ -63,7 +62,7 @@ async def test_errors_reach_the_caller_and_the_thread_goes_on(thread: DeviceThre
     assert await thread.submit(lambda: 7) == 7
 
 
-async def test_memory_that_runs_out_is_told_as_such(thread: DeviceThread) -> None:
+async def test_memory_that_runs_out_is_named(thread: DeviceThread) -> None:
     """torch's out-of-memory error becomes one that says what to change, without torch's own paragraphs."""
 
     def fail() -> None:
@@ -76,20 +75,20 @@ async def test_memory_that_runs_out_is_told_as_such(thread: DeviceThread) -> Non
 
 
 async def test_page_locked_memory_can_run_out(thread: DeviceThread) -> None:
-    """CUDA's refusal of page-locked memory, an error like any other to torch, is told alike."""
+    """CUDA's refusal of page-locked memory, an error like any other to torch, becomes the same error."""
 
-    def fail(said: str) -> None:
-        raise RuntimeError(said)
+    def fail(sentence: str) -> None:
+        raise RuntimeError(sentence)
 
-    said = "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in https://docs.nvidia.com/cuda"
+    refusal = "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in https://docs.nvidia.com/cuda"
     with pytest.raises(ResourceExhausted, match="no memory left: CUDA error: out of memory; give this stage"):
-        await thread.submit(fail, said)
+        await thread.submit(fail, refusal)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         await thread.submit(fail, "CUDA error: an illegal memory access was encountered\nout of memory")
 
 
 async def test_the_cpus_memory_can_run_out_too(thread: DeviceThread) -> None:
-    """What the CPU's allocator refuses is told alike; another failure of torch stays what it is."""
+    """What the CPU's allocator refuses becomes the same error; another failure of torch stays what it is."""
     with pytest.raises(ResourceExhausted, match="no memory left: .*DefaultCPUAllocator"):
         await thread.submit(torch.empty, 1 << 55)
     with pytest.raises(RuntimeError, match="size of tensor"):
@@ -107,10 +106,10 @@ async def test_the_number_of_cpu_threads_is_the_jobs_own() -> None:
 
 
 @pytest.mark.parametrize("broken", [True, False])
-async def test_a_broken_device_is_told_and_reported(monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
-    """After a fault every call fails: who asked hears that the worker ends. An error of a single call is its own."""
-    told = threading.Event()
-    thread = DeviceThread(1, told.set)
+async def test_a_broken_device_is_reported(monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
+    """After a fault every call fails, and the caller hears that the worker ends; other errors are a call's own."""
+    reported = threading.Event()
+    thread = DeviceThread(1, reported.set)
     error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nSearch for it")
 
     def fails() -> None:
@@ -121,7 +120,7 @@ async def test_a_broken_device_is_told_and_reported(monkeypatch: pytest.MonkeyPa
         await thread.submit(fails)
     if broken:
         assert str(caught.value).endswith("was encountered")
-        assert told.wait(5)
-    assert told.is_set() is broken
+        assert reported.wait(5)
+    assert reported.is_set() is broken
     assert await thread.submit(int) == 0
     thread.shutdown()

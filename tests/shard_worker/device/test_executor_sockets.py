@@ -32,16 +32,17 @@ def thread() -> Iterator[DeviceThread]:
 
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Not blocking, as sockets for steps."""
-    made = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for end in made:
+    """Two connected sockets that do not block, as sockets for steps are."""
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in pair:
         end.setblocking(False)
-    yield made
-    for end in made:
+    yield pair
+    for end in pair:
         end.close()
 
 
 def until(holds: Callable[[], bool], within_s: float = 5.0) -> None:
+    """Wait until the condition holds."""
     deadline = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < deadline
@@ -49,11 +50,12 @@ def until(holds: Callable[[], bool], within_s: float = 5.0) -> None:
 
 
 def its_thread(thread: DeviceThread) -> threading.Thread:
+    """Return the thread on which jobs run."""
     return thread.queue(threading.current_thread).result(5)
 
 
 def held(thread: DeviceThread) -> tuple[Future[bool], threading.Event]:
-    """A job that runs until the event is set."""
+    """Begin a job that runs until the event is set; return its future and the event."""
     began, release = threading.Event(), threading.Event()
     running = thread.queue(lambda: (began.set(), release.wait(20))[1])
     assert began.wait(5)
@@ -61,7 +63,7 @@ def held(thread: DeviceThread) -> tuple[Future[bool], threading.Event]:
 
 
 class Reader:
-    """Reads a packet a call."""
+    """Reads one packet a call, and notes on which threads it is called."""
 
     def __init__(self, end: socket.socket) -> None:
         self.end = end
@@ -77,7 +79,7 @@ class Reader:
 
 
 def test_sockets_are_read_on_the_thread(thread: DeviceThread, ends: tuple[socket.socket, socket.socket]) -> None:
-    """While there is no job too, and what came before it was watched."""
+    """They are read while there is no job too, and what came before a socket was watched is not lost."""
     ours, theirs = ends
     reader = Reader(ours)
     theirs.send(b"before")
@@ -98,7 +100,7 @@ def test_jobs_without_pause_do_not_starve_a_socket(
     reader, over, seen = Reader(ours), False, []
 
     def job() -> None:
-        """There is always another one."""
+        """Queue the next job, and send a packet now and then."""
         seen.append(len(reader.packets))
         if len(seen) % 100 == 0:
             theirs.send(b"step")
@@ -117,13 +119,13 @@ def test_jobs_without_pause_do_not_starve_a_socket(
 def test_sockets_without_pause_do_not_starve_jobs(
     thread: DeviceThread, ends: tuple[socket.socket, socket.socket]
 ) -> None:
-    """One that can always be read, and a socket for steps at whose other end someone sends without end."""
+    """Jobs run beside a socket that can always be read, and beside one at whose other end someone sends without end."""
     ours, theirs = ends
     always, other = socket.socketpair()
     calls = 0
 
     def ready() -> None:
-        """Reads nothing."""
+        """Read nothing, so that there is always something to read."""
         nonlocal calls
         calls += 1
 
@@ -145,7 +147,7 @@ def test_sockets_without_pause_do_not_starve_jobs(
 
 
 def test_unwatch_closes(thread: DeviceThread, ends: tuple[socket.socket, socket.socket]) -> None:
-    """The socket is not read again; the other end sees it go. Those that were never watched, or twice, are no fault."""
+    """The socket is not read again, and its other end sees it go; to do so twice, or without a watch, is no error."""
     ours, theirs = ends
     reader = Reader(ours)
     thread.watch(ours, reader)
@@ -157,16 +159,16 @@ def test_unwatch_closes(thread: DeviceThread, ends: tuple[socket.socket, socket.
     assert ours.fileno() == -1
     assert theirs.recv(1) == b""
     thread.unwatch(ours)
-    one, other = socket.socketpair()
-    thread.unwatch(one)
+    unwatched, other = socket.socketpair()
+    thread.unwatch(unwatched)
     assert other.recv(1) == b""
     other.close()
     assert its_thread(thread).is_alive()
     assert reader.packets == [b"one"]
 
 
-def test_who_reads_may_unwatch(thread: DeviceThread, ends: tuple[socket.socket, socket.socket]) -> None:
-    """As a socket for steps does when the other end is gone."""
+def test_a_reader_may_unwatch_its_socket(thread: DeviceThread, ends: tuple[socket.socket, socket.socket]) -> None:
+    """A socket for steps does so when its other end is gone."""
     ours, theirs = ends
     steps = StepSocket(ours, thread)
     theirs.close()
@@ -174,10 +176,10 @@ def test_who_reads_may_unwatch(thread: DeviceThread, ends: tuple[socket.socket, 
     assert its_thread(thread).is_alive()
 
 
-def test_an_error_of_who_reads_costs_its_socket_only(
+def test_an_error_of_a_reader_costs_its_socket_only(
     thread: DeviceThread, ends: tuple[socket.socket, socket.socket]
 ) -> None:
-    """The thread goes on, or nothing would be computed any more and nobody knew why."""
+    """The thread goes on, and the log says what happened."""
     ours, theirs = ends
 
     def ready() -> None:
@@ -195,7 +197,7 @@ def test_an_error_of_who_reads_costs_its_socket_only(
 
 
 def test_jobs_may_queue_jobs(thread: DeviceThread) -> None:
-    """They come behind those that were there."""
+    """Jobs that a job queues come behind those that were there."""
     done: list[int] = []
 
     def job(number: int) -> None:
@@ -228,7 +230,7 @@ def test_threads_queue_at_once(thread: DeviceThread) -> None:
 
 
 async def test_a_cancelled_job_does_not_run(thread: DeviceThread) -> None:
-    """Neither by who queued it nor by who awaits it."""
+    """A job can be cancelled by its future, whether a thread has queued it or an event loop."""
     done: list[str] = []
     running, release = held(thread)
     queued, submitted = thread.queue(done.append, "queued"), thread.submit(done.append, "submitted")
@@ -246,7 +248,7 @@ async def test_a_cancelled_job_does_not_run(thread: DeviceThread) -> None:
 
 
 def test_shutdown_drops_what_has_not_begun(ends: tuple[socket.socket, socket.socket]) -> None:
-    """What runs ends on its own, and the thread with it; its sockets are closed, and nothing can be queued."""
+    """A running job ends on its own, and the thread with it; its sockets are closed, and nothing can be queued."""
     thread, done = DeviceThread(), []
     device = its_thread(thread)
     thread.watch(ends[0], Reader(ends[0]))
@@ -273,17 +275,18 @@ def test_shutdown_drops_what_has_not_begun(ends: tuple[socket.socket, socket.soc
 
 @pytest.mark.parametrize("watched", [False, True])
 def test_shutdown_wakes_it(ends: tuple[socket.socket, socket.socket], watched: bool) -> None:
+    """A thread that waits for jobs, or for sockets too, ends at once."""
     thread = DeviceThread()
     if watched:
         thread.watch(ends[0], lambda: None)
     device = its_thread(thread)
-    time.sleep(0.05)
     thread.shutdown()
-    device.join(1)
+    device.join(5)
     assert not device.is_alive()
 
 
 def test_a_job_may_end_it() -> None:
+    """Shutting down from the thread itself works as from any other."""
     thread = DeviceThread()
     device = its_thread(thread)
     thread.queue(thread.shutdown).result(5)
@@ -292,7 +295,7 @@ def test_a_job_may_end_it() -> None:
 
 
 def test_what_is_queued_while_it_ends_is_done_or_cancelled() -> None:
-    """Nobody waits for ever, whichever of the two came first."""
+    """Nobody waits for ever, whichever came first, the job or the end."""
 
     def feed(thread: DeviceThread, futures: list[Future[int]]) -> None:
         with contextlib.suppress(RuntimeError):
@@ -318,7 +321,7 @@ def test_what_is_queued_while_it_ends_is_done_or_cancelled() -> None:
 
 
 def test_steps_that_come_while_it_ends_do_no_harm() -> None:
-    """Who hears one queues it, and is told that this is over: not an error of the thread."""
+    """A reader that queues a job then gets an error, which is not one of the thread."""
     for _ in range(50):
         thread = DeviceThread()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -336,8 +339,8 @@ def test_steps_that_come_while_it_ends_do_no_harm() -> None:
         theirs.close()
 
 
-def test_one_that_is_forgotten_ends() -> None:
-    """Nobody called shutdown."""
+def test_a_thread_without_owner_ends() -> None:
+    """The thread ends with its `DeviceThread`, though nobody called shutdown."""
     thread = DeviceThread()
     device = its_thread(thread)
     del thread
@@ -350,7 +353,7 @@ def test_one_that_is_forgotten_ends() -> None:
 
 
 def python(lines: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    """Run a program with a thread; how it ended, and how long after its last line."""
+    """Run a program with a device thread; return how it ended, and how many seconds after its last line."""
     program = (
         "import threading, time\nfrom shard_worker.device import executor\n"
         f"thread, began = executor.DeviceThread(), threading.Event()\n{lines}\nprint(time.time(), flush=True)\n"
@@ -363,6 +366,7 @@ LONG = "thread.queue(lambda: (began.set(), time.sleep({}), print('done', flush=T
 
 
 def test_a_process_waits_for_what_runs() -> None:
+    """The interpreter ends after the job that runs, as long as that does not take too long."""
     ended, took = python(LONG.format(0.5))
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.splitlines()[1:] == ["done"]
@@ -370,7 +374,7 @@ def test_a_process_waits_for_what_runs() -> None:
 
 
 def test_a_process_does_not_wait_for_ever() -> None:
-    """Nor for what has not begun."""
+    """The interpreter ends though a job never does, and drops those that have not begun."""
     more = "\nfor _ in range(5):\n    thread.queue(time.sleep, 60)\nexecutor.EXIT_S = 1.0"
     ended, took = python(LONG.format(60) + more)
     assert (ended.returncode, ended.stderr, ended.stdout.count("done")) == (0, "", 0)

@@ -1,8 +1,9 @@
-"""The device thread while a step is expected: it stays awake for a while, and lets the step pass before other jobs."""
+"""The device thread while a step is expected: it stays awake for a while, and cancels the step before other jobs."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -19,35 +20,35 @@ def thread() -> Iterator[DeviceThread]:
     thread.shutdown()
 
 
-class StandsBy:
-    """What stands by, and was let pass when nothing else ran."""
+class Prelaunched:
+    """Stands for a prelaunched step: it notes on which thread, and whether in inference mode, it was cancelled."""
 
     def __init__(self, thread: DeviceThread) -> None:
-        self.passed: list[tuple[int, bool]] = []
+        self.cancelled: list[tuple[int, bool]] = []
         thread.queue(thread.expect_step, self).result(5)
 
     def __call__(self) -> None:
-        self.passed.append((threading.get_ident(), torch.is_inference_mode_enabled()))
+        self.cancelled.append((threading.get_ident(), torch.is_inference_mode_enabled()))
 
 
-def test_another_job_lets_it_pass_first_and_once(thread: DeviceThread) -> None:
-    """On the device's thread, in inference mode."""
-    stands_by = StandsBy(thread)
-    assert thread.queue(lambda: len(stands_by.passed)).result(5) == 1
-    assert thread.queue(lambda: len(stands_by.passed)).result(5) == 1
-    assert stands_by.passed == [(thread.queue(threading.get_ident).result(5), True)]
+def test_another_job_cancels_it_first_and_once(thread: DeviceThread) -> None:
+    """The step is cancelled on the device's thread, in inference mode."""
+    prelaunched = Prelaunched(thread)
+    assert thread.queue(lambda: len(prelaunched.cancelled)).result(5) == 1
+    assert thread.queue(lambda: len(prelaunched.cancelled)).result(5) == 1
+    assert prelaunched.cancelled == [(thread.queue(threading.get_ident).result(5), True)]
 
 
-def test_steps_find_it_standing(thread: DeviceThread) -> None:
-    """However many."""
-    stands_by = StandsBy(thread)
+def test_steps_find_it_there(thread: DeviceThread) -> None:
+    """However many steps come, they do not cancel it."""
+    prelaunched = Prelaunched(thread)
     for _ in range(3):
-        assert thread.queue_step(lambda: len(stands_by.passed)).result(5) == 0
-    assert thread.queue(lambda: len(stands_by.passed)).result(5) == 1
+        assert thread.queue_step(lambda: len(prelaunched.cancelled)).result(5) == 0
+    assert thread.queue(lambda: len(prelaunched.cancelled)).result(5) == 1
 
 
-def test_what_goes_wrong_then_is_the_jobs_error(thread: DeviceThread) -> None:
-    """And the thread goes on."""
+def test_an_error_of_the_cancelling_is_the_jobs(thread: DeviceThread) -> None:
+    """What goes wrong while the step is cancelled fails the job before which it was, and the thread goes on."""
 
     def fails() -> None:
         raise RuntimeError("the device is gone")
@@ -58,18 +59,18 @@ def test_what_goes_wrong_then_is_the_jobs_error(thread: DeviceThread) -> None:
     assert thread.queue(int).result(5) == 0
 
 
-def test_the_threads_end_lets_it_pass() -> None:
+def test_the_threads_end_cancels_it() -> None:
     """Nothing waits on a device for a thread that is over."""
     thread = DeviceThread(1)
     own = thread.queue(threading.current_thread).result(5)
-    stands_by = StandsBy(thread)
+    prelaunched = Prelaunched(thread)
     thread.shutdown()
     own.join(5)
-    assert len(stands_by.passed) == 1
+    assert len(prelaunched.cancelled) == 1
 
 
 def test_a_step_that_came_runs_at_once(thread: DeviceThread) -> None:
-    """Where the thread has nothing else to do; behind what waits already, and from another thread, in its turn."""
+    """It does so where the thread has nothing else to do; behind jobs that wait, or from another thread, it waits."""
     done: list[str] = []
 
     def came() -> None:
@@ -88,7 +89,7 @@ def test_a_step_that_came_runs_at_once(thread: DeviceThread) -> None:
 
 
 def test_a_step_that_came_and_failed_leaves_the_thread_alone(thread: DeviceThread) -> None:
-    """Who gave it tells what went wrong."""
+    """Whoever brought the step reports what went wrong; the thread goes on with the next job."""
 
     def fails() -> None:
         raise ValueError("no such step")
@@ -97,21 +98,30 @@ def test_a_step_that_came_and_failed_leaves_the_thread_alone(thread: DeviceThrea
     assert thread.queue(int).result(5) == 0
 
 
-@pytest.mark.parametrize("awake", [True, False])
-def test_jobs_are_found_awake_and_asleep(thread: DeviceThread, monkeypatch: pytest.MonkeyPatch, awake: bool) -> None:
-    """While it stays awake nobody has to wake it, with few cores it sleeps: jobs run either way."""
-    woken = 0
-    rouse = executor._Queue._rouse
+def cpu_seconds(thread: DeviceThread) -> float:
+    """Return the processor time that the thread has taken so far."""
+    return thread.queue_step(time.thread_time).result(5)
 
-    def count(queue: executor._Queue) -> None:
-        nonlocal woken
-        woken += 1
-        rouse(queue)
 
-    monkeypatch.setattr(executor, "FEW_CORES", 0 if awake else 1 << 20)
+def test_it_stays_awake_for_a_step(thread: DeviceThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are cores enough the thread keeps looking for the step, and takes processor time for that."""
+    monkeypatch.setattr(executor, "FEW_CORES", 0)
     monkeypatch.setattr(executor, "AWAKE_S", 60.0)
-    StandsBy(thread)
-    monkeypatch.setattr(executor._Queue, "_rouse", count)
-    for _ in range(20):
-        assert thread.queue_step(int).result(5) == 0
-    assert woken == 0 if awake else woken > 0
+    Prelaunched(thread)
+    before, deadline = cpu_seconds(thread), time.monotonic() + 20
+    while cpu_seconds(thread) - before < 0.1:
+        assert time.monotonic() < deadline
+        # So long between two looks that these take next to nothing.
+        time.sleep(0.05)
+
+
+def test_with_few_cores_it_sleeps(thread: DeviceThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where others need the cores the thread takes next to no time while it waits for the step."""
+    monkeypatch.setattr(executor, "FEW_CORES", 1 << 20)
+    monkeypatch.setattr(executor, "AWAKE_S", 60.0)
+    Prelaunched(thread)
+    before, began = cpu_seconds(thread), time.monotonic()
+    for _ in range(10):
+        time.sleep(0.05)
+        spent = cpu_seconds(thread) - before
+    assert spent < (time.monotonic() - began) / 10
