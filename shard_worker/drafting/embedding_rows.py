@@ -12,6 +12,7 @@ from services.errors import InvalidArgument
 from shard_worker.device.devices import Device, describe
 from shard_worker.stage.stage import Stage
 from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.weight import DenseWeight
 
 MAX_COPY_SHARE = 0.1
 """The share of a GPU's free memory that a copy of the embedding may take: the rest is for sessions."""
@@ -33,7 +34,7 @@ def resident_embedding(stage: Stage) -> torch.Tensor | None:
     A stage has it as its embedding, or as a tied lm_head whose rows are in order.
     """
     if stage.embedding is None and stage.config.tied_head and stage.head is not None:
-        return None if stage.head.weight.is_mkldnn else stage.head.weight
+        return stage.head.weight.tensor if isinstance(stage.head.weight, DenseWeight) else None
     return stage.embedding
 
 

@@ -15,7 +15,7 @@ from services.errors import FailedPrecondition
 from shard_worker.drafting.drafters import Draft, DraftRunner, DraftState
 from shard_worker.drafting.embedding_rows import EmbeddingRows
 from shard_worker.model.features import Features
-from shard_worker.ops.linear import linear
+from shard_worker.weights.weight import Weight
 
 Projection = Callable[[torch.Tensor], torch.Tensor]
 """Normed hidden rows [n, hidden] -> logits [n, vocab]."""
@@ -86,14 +86,14 @@ class DraftEngine:
         return self.draft.propose(state, embedded, tokens)
 
 
-def make_engine(draft: Draft, embedding: EmbeddingRows, head: torch.Tensor, *, graphs: bool) -> DraftEngine:
+def make_engine(draft: Draft, embedding: EmbeddingRows, head: Weight, *, graphs: bool) -> DraftEngine:
     """Join a draft with the target's embedding and lm_head. It computes by kernels where they can run.
 
     head: lm_head, [vocab, hidden], on the draft's device. graphs: whether kernels may run as captured CUDA graphs.
     """
 
     def project(hidden: torch.Tensor) -> torch.Tensor:
-        return linear(hidden.to(head.dtype), head)
+        return head.matmul(hidden.to(head.dtype))
 
     if head.dtype != draft.dtype or not draft.has_kernels:
         return DraftEngine(draft, embedding, project)

@@ -20,12 +20,13 @@ from shard_worker.model.kernels.matmul import begin, linear
 from shard_worker.model.kernels.step_parameters import StepParameters
 from shard_worker.model.layer_weights import AttentionWeights
 from shard_worker.stage.step_runner import ROW_COUNTS
+from shard_worker.weights.weight import Weight
 
 
 class DFlashRunner:
     """Of one draft and the lm_head [vocab, hidden] that it shares or has. One session's call at a time."""
 
-    def __init__(self, draft: DFlashDraft, head: torch.Tensor, *, graphs: bool) -> None:
+    def __init__(self, draft: DFlashDraft, head: Weight, *, graphs: bool) -> None:
         config, device = draft.config, draft.device.torch_device
         self._draft, self._head, self.graphs = draft, head, graphs
         self.rows = next(rows for rows in ROW_COUNTS if rows >= config.block_size)
@@ -138,13 +139,13 @@ class DFlashRunner:
             bias = None if mixer.qkv_bias is None else mixer.qkv_bias[queries:]
             shape = _keys_alone(layers.heads[weights.kind])
             heads = Heads(shape, mixer.qk_norm[config.heads :], *rope, parameters[weights.kind], slot)
-            linear(context, mixer.qkv[queries:], bias=bias, heads=heads, eps=config.norm_eps)
+            linear(context, mixer.qkv.tensor[queries:], bias=bias, heads=heads, eps=config.norm_eps)
 
     def _propose(self) -> None:
         parameters = dict(zip(self._kinds, self.proposing.tensor.unbind(), strict=True))
         result = decoder.run(self._layers, self._block, parameters, uncommitted=False, then=self._draft.norm)
         assert result.normed is not None
-        logits, _ = linear(result.normed, self._head)
+        logits, _ = linear(result.normed, self._head.tensor)
         torch.argmax(logits, -1, out=self._draft_tokens)
 
 

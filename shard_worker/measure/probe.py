@@ -26,11 +26,12 @@ from services.model.layers import layer_shapes
 from shard_worker.device.devices import Device, describe
 from shard_worker.device.dtypes import dtype_from_name
 from shard_worker.model.head import Head
+from shard_worker.model.layer_weights import LayerTensors
 from shard_worker.model.layers import decoder
-from shard_worker.ops.linear import linear, packed
 from shard_worker.ops.rope import inverse_frequencies
 from shard_worker.sampling.sampler import Sampler
 from shard_worker.stage.segment import Segment
+from shard_worker.weights.weight import DenseWeight, Weight
 
 READ_S, LAYER_S, MATMUL_S = 0.4, 0.3, 0.1
 """How long each figure is measured: LAYER_S once a kind of layer and number of layers."""
@@ -99,15 +100,15 @@ class _Probe:
         size = extents[0] * extents[1] * self.dtype.itemsize
         count = max(1, min(self.most_bytes, self.resident_bytes) // size)
         # Zeros would be read as fast, but a CPU maps them all to one page.
-        matrices = [packed(self._full(*extents)) for _ in range(count)]
-        tiny, row = packed(self._full(NARROW, NARROW)), self._full(1, NARROW)
+        matrices = [self._weight(*extents) for _ in range(count)]
+        tiny, row = self._weight(NARROW, NARROW), self._full(1, NARROW)
         # What a product costs without weights is in the layers' own figure.
         bare_s = self._seconds(_products(row, [tiny] * 32), READ_S / 6) / 32
         read_s = self._seconds(_products(self._full(1, extents[1]), matrices), READ_S) / count
         elements = MATMUL_ELEMENTS["gpu" if self.device.is_gpu else "cpu"]
-        part = packed(self._full(min(extents[0], max(1, elements // extents[1])), extents[1]))
+        part = self._weight(min(extents[0], max(1, elements // extents[1])), extents[1])
         full_s = self._seconds(_products(self._full(PREFILL_ROWS, extents[1]), [part]), MATMUL_S)
-        return size / max(read_s - bare_s, read_s / 10), 2 * part.numel() * PREFILL_ROWS / full_s
+        return size / max(read_s - bare_s, read_s / 10), 2 * part.rows * part.columns * PREFILL_ROWS / full_s
 
     def copy_rate(self) -> float:
         """Bytes read and written a second."""
@@ -135,7 +136,7 @@ class _Probe:
     def choose_s(self) -> float:
         """Seconds of the last stage's norm and of choosing a token, apart from reading lm_head."""
         device, vocabulary = self.device.torch_device, self.shape.vocab_size
-        head = Head(torch.ones(NARROW, device=device), packed(self._full(NARROW, NARROW)), 1e-6)
+        head = Head(torch.ones(NARROW, device=device), self._weight(NARROW, NARROW), 1e-6)
         hidden, logits = self._full(1, NARROW), self._full(1, vocabulary)
         sampler = Sampler(SamplingParams(), 1, vocabulary, device)
 
@@ -151,7 +152,7 @@ class _Probe:
         weights = []
         for layer in range(layers):
             tensors = {name: self._full(*extents) for name, extents in layer_shapes(shape, layer).items()}
-            weights.append(decoder.pack(shape, layer, tensors))
+            weights.append(decoder.pack(shape, layer, LayerTensors.of(tensors)))
         segment = Segment(
             config=shape,
             layers=LayerRange(0, layers),
@@ -168,6 +169,9 @@ class _Probe:
             segment.run(hidden, POSITION, False, caches, None)
 
         return step
+
+    def _weight(self, *extents: int) -> Weight:
+        return DenseWeight(self._full(*extents)).prepared()
 
     def _full(self, *extents: int) -> torch.Tensor:
         made = torch.full(extents, 0.01, dtype=self.dtype, device=self.device.torch_device)
@@ -191,10 +195,10 @@ class _Probe:
         return statistics.median(times)
 
 
-def _products(x: torch.Tensor, weights: list[torch.Tensor]) -> Callable[[], None]:
+def _products(x: torch.Tensor, weights: list[Weight]) -> Callable[[], None]:
     def run() -> None:
         for weight in weights:
-            linear(x, weight)
+            weight.matmul(x)
 
     return run
 

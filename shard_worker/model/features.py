@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shard_worker.device.dtypes import to_device
-from shard_worker.ops.linear import linear
+from shard_worker.weights.weight import Weight
 
 
 @dataclass(slots=True)
@@ -73,12 +73,12 @@ class Capture:
     """
 
     indices: Mapping[int, int]
-    fc: torch.Tensor | None
+    fc: Weight | None
 
     def collect(self, captured: list[torch.Tensor], features: Features) -> None:
         """Add a segment's captured rows, one [n, hidden] for each layer in order."""
         if self.fc is not None:
-            features.add(linear(torch.cat(captured, -1), self.fc))
+            features.add(self.fc.matmul(torch.cat(captured, -1)))
         else:
             features.slices |= dict(zip(self.indices.values(), captured, strict=True))
 

@@ -6,16 +6,19 @@ from dataclasses import dataclass
 
 import torch
 
-from shard_worker.ops.linear import linear
 from shard_worker.ops.norm import rms_norm
+from shard_worker.weights.weight import Weight
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """norm: float32 [hidden]; weight: [vocab, hidden], as `packed`."""
+    """What makes logits of the residual stream.
+
+    norm: float32 [hidden]. weight: [vocab, hidden], prepared.
+    """
 
     norm: torch.Tensor
-    weight: torch.Tensor
+    weight: Weight
     eps: float
 
     def logits(self, hidden: torch.Tensor, batch_invariant_rows: int | None = None) -> torch.Tensor:
@@ -24,4 +27,4 @@ class Head:
 
     def project(self, normed: torch.Tensor, batch_invariant_rows: int | None = None) -> torch.Tensor:
         """lm_head alone, for rows that a draft has normed itself."""
-        return linear(normed.to(self.weight.device, self.weight.dtype), self.weight, None, batch_invariant_rows)
+        return self.weight.matmul(normed.to(self.weight.device, self.weight.dtype), None, batch_invariant_rows)

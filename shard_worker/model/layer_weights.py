@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from services.model.config import LayerKind, ModelConfig
+from shard_worker.weights.weight import DenseWeight, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTensors:
+    """A layer's tensors on their device, by the names of `services.model.layers.layer_shapes`.
+
+    matrices: those that rows are multiplied by. vectors: all others, the convolution's taps included.
+    """
+
+    matrices: Mapping[str, Weight]
+    vectors: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> LayerTensors:
+        """Return dense tensors sorted by what they are."""
+        return cls(
+            {name: DenseWeight(tensor) for name, tensor in tensors.items() if tensor.dim() == 2},
+            {name: tensor for name, tensor in tensors.items() if tensor.dim() != 2},
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,10 +37,10 @@ class AttentionWeights:
     qk_norm: float32 [heads + kv_heads, head_dim], so that queries and keys are normed in one call.
     """
 
-    qkv: torch.Tensor
+    qkv: Weight
     qkv_bias: torch.Tensor | None
     qk_norm: torch.Tensor
-    out: torch.Tensor
+    out: Weight
     out_bias: torch.Tensor | None
     gated: bool
 
@@ -32,21 +53,21 @@ class LinearAttentionWeights:
     top.
     """
 
-    projection: torch.Tensor
+    projection: Weight
     taps: torch.Tensor
     qk_scale: torch.Tensor
     decay_rate: torch.Tensor
     dt_bias: torch.Tensor
     norm: torch.Tensor
-    out: torch.Tensor
+    out: Weight
 
 
 @dataclass(frozen=True, slots=True)
 class MlpWeights:
     """gate_up: [2 * mlp, hidden], gate rows first; down: [hidden, mlp]."""
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Weight
+    down: Weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from services.model.families import read_model_config
 from shard_worker.device.devices import Device
 from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights
 from shard_worker.model.layers import swiglu
-from shard_worker.ops.linear import linear
 from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import apply_rope, rope_table
 from shard_worker.pflash.scoring import TAIL_QUERIES, TokenScores, chunk_means
@@ -76,14 +75,14 @@ class Drafter:
         assert isinstance(attention, AttentionWeights)
         length, heads, kv_heads = len(hidden), config.heads, config.kv_heads
         normed = rms_norm(hidden, weights.input_norm, config.norm_eps)
-        projected = linear(normed, attention.qkv, attention.qkv_bias).view(length, -1, config.head_dim)
+        projected = attention.qkv.matmul(normed, attention.qkv_bias).view(length, -1, config.head_dim)
         qk = rms_norm(projected[:, : heads + kv_heads], attention.qk_norm, config.norm_eps)
         scores.add(qk[-TAIL_QUERIES:, :heads], qk[:, heads:])
         if last:
             return hidden
         qk = apply_rope(qk, rope)
         mixed = attend_causally(qk[:, :heads], qk[:, heads:], projected[:, heads + kv_heads :])
-        hidden = hidden + linear(mixed, attention.out, attention.out_bias)
+        hidden = hidden + attention.out.matmul(mixed, attention.out_bias)
         parts = [
             part + swiglu.run(weights.mlp, rms_norm(part, weights.post_norm, config.norm_eps))
             for part in torch.split(hidden, MLP_ROWS)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from services.dtypes import WEIGHT_DTYPES
 from services.errors import CLOSED, FailedPrecondition, InvalidArgument
 from services.messages.description import DraftDescription, FeatureTransport, HeadPlace, Role, StepEngine
@@ -26,11 +24,11 @@ from shard_worker.drafting.engine import DraftEngine, DraftRequest, check_start,
 from shard_worker.drafting.link import restore_draft, save_draft
 from shard_worker.measure.random_checkpoint import open_checkpoint
 from shard_worker.model.features import Features
-from shard_worker.ops.linear import packed
 from shard_worker.roles import MAX_ROWS, RoleResources, WorkerRole
 from shard_worker.session_record import SessionRecord
 from shard_worker.snapshots.keeper import SnapshotKeeper
 from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.weight import DenseWeight, Weight
 
 MAX_LENGTH = 1 << 20
 """Most tokens of a session: no target's context is longer."""
@@ -162,17 +160,17 @@ class DraftRole(WorkerRole[LoadDraft]):
             return StepEngine.TORCH
         return StepEngine.GRAPHS if self.resources.graphs else StepEngine.KERNELS
 
-    def _load_head(self, target: Checkpoint, draft: Draft) -> torch.Tensor:
+    def _load_head(self, target: Checkpoint, draft: Draft) -> Weight:
         tied = "lm_head.weight" not in target.headers
         name = matrix_name(target, "embed_tokens.weight") if tied else "lm_head.weight"
-        weight = target.tensor(name).to(self._device.torch_device, draft.dtype, copy=True)
-        if weight.shape != (draft.config.vocab_size, draft.config.hidden_size):
+        matrix = target.tensor(name).to(self._device.torch_device, draft.dtype, copy=True)
+        if matrix.shape != (draft.config.vocab_size, draft.config.hidden_size):
             raise InvalidArgument(
-                f"the target's {name} has shape {list(weight.shape)}, the draft needs "
+                f"the target's {name} has shape {list(matrix.shape)}, the draft needs "
                 f"[{draft.config.vocab_size}, {draft.config.hidden_size}]",
                 field=name,
             )
-        return packed(weight)
+        return DenseWeight(matrix).prepared()
 
 
 class LocalDraftSession:

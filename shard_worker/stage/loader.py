@@ -15,14 +15,14 @@ from shard_worker.device.dtypes import dtype_from_name, kv_dtype_from_name
 from shard_worker.model.features import Capture, fc_columns
 from shard_worker.model.head import Head
 from shard_worker.model.kernel_support import can_prefill, can_run, check_float8, head_sizes
-from shard_worker.model.layer_weights import norm_factor
+from shard_worker.model.layer_weights import LayerTensors, norm_factor
 from shard_worker.model.layers import decoder
-from shard_worker.ops.linear import packed
 from shard_worker.ops.rope import inverse_frequencies
 from shard_worker.stage.segment import Segment
 from shard_worker.stage.stage import Stage
 from shard_worker.stage.step_runner import make_runner
 from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.weight import DenseWeight
 
 Progress = Callable[[int, int], None]
 """Called with bytes loaded so far and bytes in all."""
@@ -106,11 +106,12 @@ class StageLoader:
         if self.is_last:
             last = devices[-1].torch_device
             shared = embedding is not None and self.config.tied_head and embedding.device == last
-            weight = embedding if shared else take(self._tensors.head, last)
-            assert weight is not None
+            matrix = embedding if shared else take(self._tensors.head, last)
+            assert matrix is not None
+            weight = DenseWeight(matrix).prepared()
             norm = norm_factor(self.config, take(self._tensors.norm, last))
-            head = Head(norm, packed(weight), self.config.norm_eps)
-            if shared and head.weight is not weight:
+            head = Head(norm, weight, self.config.norm_eps)
+            if shared and not isinstance(weight, DenseWeight):
                 # Not both in memory: rows are looked up in the mapped file.
                 embedding = self._checkpoint.tensor(self._tensors.embedding)
         ends = len(segments) - 1
@@ -140,7 +141,7 @@ class StageLoader:
         weights = []
         for layer in range(layers.first, layers.last):
             named = {short: take(name, device.torch_device) for short, name in self._layer_names[layer].items()}
-            weights.append(decoder.pack(self.config, layer, named))
+            weights.append(decoder.pack(self.config, layer, LayerTensors.of(named)))
         return Segment(
             config=self.config,
             layers=layers,
@@ -163,7 +164,7 @@ class StageLoader:
         fc = None
         if request.fc is not None:
             columns = fc_columns(request.fc, indices, self.config.hidden_size)
-            fc = packed(columns.to(device.torch_device, self.dtype))
+            fc = DenseWeight(columns.to(device.torch_device, self.dtype)).prepared()
         return Capture(indices, fc)
 
     def _all_names(self) -> list[str]:

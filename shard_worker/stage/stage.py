@@ -113,7 +113,7 @@ class Stage:
         groups = [group for segment in self.segments for group in segment.state_groups()]
         if self.head is not None:
             weight = self.head.weight
-            groups.append(TensorGroup(GroupKind.LOGITS, ("logits",), (weight.shape[0],), weight.dtype))
+            groups.append(TensorGroup(GroupKind.LOGITS, ("logits",), (weight.rows,), weight.dtype))
         return tuple(groups)
 
     def embed(self, token_ids: Sequence[int]) -> torch.Tensor:

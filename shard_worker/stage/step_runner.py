@@ -307,11 +307,11 @@ class StepRunner:
             commit(self._layers.delta, parameters, parameters[ROWS.value :], hidden, states=False)
         made = Captured(None, StepOutput(result.hidden))
         if capture is not None and capture.fc is not None:
-            made.total = linear(torch.cat(result.captured, -1), capture.fc)[0].float()
+            made.total = linear(torch.cat(result.captured, -1), capture.fc.tensor)[0].float()
         elif capture is not None:
             made.captured = result.captured
         if self._head is not None and result.normed is not None:
-            logits, _ = linear(result.normed, self._head.weight)
+            logits, _ = linear(result.normed, self._head.weight.tensor)
             made.output = StepOutput(result.hidden, logits, logits.argmax(-1))
         output = made.output
         leaving = output.hidden if output.argmax is None else output.argmax

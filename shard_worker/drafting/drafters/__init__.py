@@ -18,6 +18,7 @@ from shard_worker.cache.prefix_state import StateView, TensorGroup
 from shard_worker.device.devices import Device
 from shard_worker.model.features import Features
 from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.weight import Weight
 
 if TYPE_CHECKING:
     from shard_worker.model.kernels.step_parameters import StepParameters
@@ -131,7 +132,7 @@ class Draft(Protocol):
     def has_kernels(self) -> bool:
         """Whether `make_runner` can be called: the kind has kernels, and they run this draft on its device."""
 
-    def make_runner(self, head: torch.Tensor, *, graphs: bool) -> DraftRunner:
+    def make_runner(self, head: Weight, *, graphs: bool) -> DraftRunner:
         """Return a runner for an lm_head [vocab, hidden] of the draft's device and dtype. graphs: as CUDA graphs."""
 
 

@@ -24,10 +24,10 @@ from shard_worker.model.kernel_support import can_run
 from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights, MlpWeights
 from shard_worker.model.layers.swiglu import run as run_mlp
 from shard_worker.ops.attention import attend, grouped_mask, visibility
-from shard_worker.ops.linear import linear, packed
 from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import apply_rope, inverse_frequencies, rope_table
 from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.weight import DenseWeight, Weight, concatenate
 
 if TYPE_CHECKING:
     from shard_worker.drafting.runner import DFlashRunner
@@ -74,11 +74,11 @@ class DFlashDraft:
     dtype: torch.dtype
     fingerprint: str
     weight_bytes: int
-    fc: torch.Tensor
+    fc: Weight
     hidden_norm: torch.Tensor
     norm: torch.Tensor
     layers: tuple[DecoderWeights, ...]
-    context: tuple[torch.Tensor, ...]
+    context: tuple[Weight, ...]
     frequencies: torch.Tensor
 
     def allocate(self, max_length: int) -> DFlashState:
@@ -141,7 +141,7 @@ class DFlashDraft:
             return features.total.to(self.device.torch_device, self.dtype)
         pieces = [features.slices[index] for index in range(len(self.config.capture_layers))]
         joined = torch.cat([piece.to(self.device.torch_device) for piece in pieces], -1)
-        return linear(joined.to(self.dtype), self.fc)
+        return self.fc.matmul(joined.to(self.dtype))
 
     def combine(self, features: Features) -> torch.Tensor:
         """Return the context vector of each of n rows, [n, hidden]: `hidden_norm(fc(features))`."""
@@ -158,7 +158,7 @@ class DFlashDraft:
             mixer = weights.mixer
             assert isinstance(mixer, AttentionWeights)
             bias = None if mixer.qkv_bias is None else mixer.qkv_bias[queries:]
-            projected = linear(context, keys_and_values, bias).view(count, 2, config.kv_heads, -1)
+            projected = keys_and_values.matmul(context, bias).view(count, 2, config.kv_heads, -1)
             keys = apply_rope(rms_norm(projected[:, 0], mixer.qk_norm[config.heads :], config.norm_eps), rope)
             # Only the last `slots` rows: earlier ones would be overwritten.
             cache = state.caches[kind]
@@ -183,7 +183,7 @@ class DFlashDraft:
             mixer, cache = weights.mixer, state.caches[kind]
             assert isinstance(mixer, AttentionWeights)
             x = rms_norm(hidden, weights.input_norm, config.norm_eps)
-            projected = linear(x, mixer.qkv, mixer.qkv_bias).view(rows, -1, config.head_dim)
+            projected = mixer.qkv.matmul(x, mixer.qkv_bias).view(rows, -1, config.head_dim)
             normed = rms_norm(projected[:, : config.heads + config.kv_heads], mixer.qk_norm, config.norm_eps)
             rotated = apply_rope(normed, rope)
             values = projected[:, config.heads + config.kv_heads :]
@@ -192,7 +192,7 @@ class DFlashDraft:
             if (kind, causal) not in masks:
                 masks[kind, causal] = self._mask(kind, causal, positions, end, span, cache.slots)
             mixed = attend(rotated[:, : config.heads], *cache.span(slot, span), masks[kind, causal])
-            hidden = hidden + linear(mixed, mixer.out, mixer.out_bias)
+            hidden = hidden + mixer.out.matmul(mixed, mixer.out_bias)
             normed = rms_norm(hidden, weights.post_norm, config.norm_eps)
             hidden = hidden + run_mlp(weights.mlp, normed)
         return rms_norm(hidden[1:], self.norm, config.norm_eps)
@@ -202,7 +202,7 @@ class DFlashDraft:
         """Whether kernels can run this draft on its device."""
         return can_run(self.device, [self.config.head_dim])
 
-    def make_runner(self, head: torch.Tensor, *, graphs: bool) -> DFlashRunner:
+    def make_runner(self, head: Weight, *, graphs: bool) -> DFlashRunner:
         """Return a runner of this draft with an lm_head [vocab, hidden]. graphs: as captured CUDA graphs."""
         # Only where kernels can run is Triton installed.
         from shard_worker.drafting.runner import DFlashRunner
@@ -252,33 +252,35 @@ def load(
         resident += tensor.nbytes
         return tensor
 
-    def pack(index: int, kind: LayerKind) -> tuple[DecoderWeights, torch.Tensor]:
+    def pack(index: int, kind: LayerKind) -> tuple[DecoderWeights, Weight]:
         prefix = f"layers.{index}."
         attention = f"{prefix}self_attn."
 
-        def fuse(suffix: str) -> torch.Tensor:
-            return torch.cat([read(f"{attention}{part}_proj.{suffix}") for part in "qkv"])
+        def matrices(*parts: str) -> Weight:
+            return concatenate([DenseWeight(read(f"{prefix}{part}_proj.weight")) for part in parts])
 
         norms = [(read(f"{attention}{part}_norm.weight").float(), heads) for part, heads in heads_of]
-        qkv = fuse("weight")
+        qkv = matrices("self_attn.q", "self_attn.k", "self_attn.v")
         layer = DecoderWeights(
             kind=kind,
             input_norm=read(f"{prefix}input_layernorm.weight").float(),
             mixer=AttentionWeights(
-                qkv=packed(qkv),
-                qkv_bias=fuse("bias") if config.attention_bias else None,
+                qkv=qkv.prepared(),
+                qkv_bias=torch.cat([read(f"{attention}{part}_proj.bias") for part in "qkv"])
+                if config.attention_bias
+                else None,
                 qk_norm=torch.cat([norm.expand(heads, -1) for norm, heads in norms]).contiguous(),
-                out=packed(read(f"{attention}o_proj.weight")),
+                out=matrices("self_attn.o").prepared(),
                 out_bias=read(f"{attention}o_proj.bias") if config.attention_bias else None,
                 gated=False,
             ),
             post_norm=read(f"{prefix}post_attention_layernorm.weight").float(),
             mlp=MlpWeights(
-                packed(torch.cat([read(f"{prefix}mlp.{part}_proj.weight") for part in ("gate", "up")])),
-                packed(read(f"{prefix}mlp.down_proj.weight")),
+                matrices("mlp.gate", "mlp.up").prepared(),
+                matrices("mlp.down").prepared(),
             ),
         )
-        return layer, packed(qkv[config.heads * config.head_dim :])
+        return layer, qkv.select_rows(slice(config.heads * config.head_dim, None)).prepared()
 
     heads_of = (("q", config.heads), ("k", config.kv_heads))
     layers, context = zip(*[pack(index, kind) for index, kind in enumerate(config.layer_kinds)], strict=True)
@@ -287,7 +289,7 @@ def load(
         device=device,
         dtype=chosen_dtype,
         fingerprint=checkpoint.fingerprint,
-        fc=packed(read("fc.weight")),
+        fc=DenseWeight(read("fc.weight")).prepared(),
         hidden_norm=read("hidden_norm.weight").float(),
         norm=read("norm.weight").float(),
         layers=layers,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
 
 from services.model.config import LayerKind, ModelConfig
 from shard_worker.cache.segment_caches import SegmentCaches
-from shard_worker.model.layer_weights import DecoderWeights, norm_factor
+from shard_worker.model.layer_weights import DecoderWeights, LayerTensors, norm_factor
 from shard_worker.model.rows import Rows
 from shard_worker.ops.norm import rms_norm
 
@@ -19,8 +19,8 @@ from shard_worker.ops.norm import rms_norm
 class Mixer(Protocol):
     """What the module of a mixer offers: the part of a layer in which a row sees those before it."""
 
-    def pack(self, config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """Return its weights, fused and converted. tensors: the layer's, by the names of `layer_shapes`."""
+    def pack(self, config: ModelConfig, tensors: LayerTensors) -> Any:
+        """Return its weights, fused and converted."""
 
     def run(
         self,
@@ -38,21 +38,21 @@ class Mixer(Protocol):
 class FeedForward(Protocol):
     """What the module of a feed-forward part offers: the part of a layer that takes each row by itself."""
 
-    def pack(self, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """Return its weights, fused and converted. tensors: the layer's, by the names of `layer_shapes`."""
+    def pack(self, tensors: LayerTensors) -> Any:
+        """Return its weights, fused and converted."""
 
     def run(self, weights: Any, x: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
         """Return what rows [n, hidden] become, [n, hidden]. rows: what they are, where they are a step's."""
 
 
-def pack(config: ModelConfig, layer: int, tensors: Mapping[str, torch.Tensor]) -> DecoderWeights:
-    """Return a layer's weights as `run` takes them. tensors: by the names of `layer_shapes`, on their device."""
+def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> DecoderWeights:
+    """Return a layer's weights as `run` takes them."""
     kind = config.layer_kinds[layer]
     return DecoderWeights(
         kind=kind,
-        input_norm=norm_factor(config, tensors["input_layernorm.weight"]),
+        input_norm=norm_factor(config, tensors.vectors["input_layernorm.weight"]),
         mixer=_mixer(kind.mixer).pack(config, tensors),
-        post_norm=norm_factor(config, tensors["post_attention_layernorm.weight"]),
+        post_norm=norm_factor(config, tensors.vectors["post_attention_layernorm.weight"]),
         mlp=_feed_forward(config.mlp).pack(tensors),
     )
 

@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F
 
 from services.model.config import LayerKind, LinearAttentionConfig, ModelConfig
 from services.model.layers.linear_attention import sizes
 from shard_worker.cache.segment_caches import SegmentCaches
-from shard_worker.model.layer_weights import LinearAttentionWeights
+from shard_worker.model.layer_weights import LayerTensors, LinearAttentionWeights
 from shard_worker.model.rows import Rows
 from shard_worker.ops import deltanet
-from shard_worker.ops.linear import linear, packed
 from shard_worker.ops.norm import rms_norm
+from shard_worker.weights.weight import concatenate
 
 L2_EPS = 1e-6
 
 
-def pack(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> LinearAttentionWeights:
+def pack(config: ModelConfig, tensors: LayerTensors) -> LinearAttentionWeights:
     """Return the weights with one projection for queries, keys, values, gates, betas and decays."""
     shape = sizes(config)
 
-    def take(name: str) -> torch.Tensor:
-        return tensors[f"linear_attn.{name}"]
-
+    matrices, vectors = tensors.matrices, tensors.vectors
+    projection = concatenate([matrices[f"linear_attn.in_proj_{part}.weight"] for part in ("qkv", "z", "b", "a")])
     scale = torch.full((2 * shape.key_heads, 1), shape.key_head_dim**-0.5)
     scale[: shape.key_heads] *= shape.key_head_dim**-0.5
-    parts = [take(f"in_proj_{part}.weight") for part in ("qkv", "z", "b", "a")]
     return LinearAttentionWeights(
-        projection=packed(torch.cat(parts)),
-        taps=take("conv1d.weight").squeeze(1).t().float().contiguous(),
-        qk_scale=scale.to(parts[0].device),
-        decay_rate=-take("A_log").float().exp(),
-        dt_bias=take("dt_bias").float(),
-        norm=take("norm.weight").float(),
-        out=packed(take("out_proj.weight")),
+        projection=projection.prepared(),
+        taps=vectors["linear_attn.conv1d.weight"].squeeze(1).t().float().contiguous(),
+        qk_scale=scale.to(projection.device),
+        decay_rate=-vectors["linear_attn.A_log"].float().exp(),
+        dt_bias=vectors["linear_attn.dt_bias"].float(),
+        norm=vectors["linear_attn.norm.weight"].float(),
+        out=matrices["linear_attn.out_proj.weight"].prepared(),
     )
 
 
@@ -54,14 +50,14 @@ def run(
     assert cache is not None
     count, heads = x.shape[0], shape.value_heads
     widths = (shape.conv_channels, shape.value_dim, heads, heads)
-    projected = linear(x, weights.projection, None, rows.batch_invariant_rows)
+    projected = weights.projection.matmul(x, None, rows.batch_invariant_rows)
     mix, z, b, a = projected.split_with_sizes(widths, -1)
     if rows.delta_kernels and not rows.uncommitted:
         from shard_worker.model.kernels import delta_prefill
 
         gated = delta_prefill.run_layer(shape, weights, projected, cache, slot, config.norm_eps)
         cache.advance_inputs(slot, mix)
-        return linear(gated, weights.out)
+        return weights.out.matmul(gated)
     mixed = rows.each(F.silu, deltanet.causal_conv(cache.window(slot, mix, rows.uncommitted), weights.taps))
     q, k, v = _heads(shape, mixed, weights.qk_scale)
     beta = rows.each(torch.sigmoid, b.float()).t()
@@ -79,7 +75,7 @@ def run(
 
     normed = rms_norm(out.transpose(0, 1), weights.norm, config.norm_eps)
     gated = normed * rows.each(F.silu, z.float()).view(count, heads, -1)
-    return linear(gated.to(x.dtype).view(count, -1), weights.out, None, rows.batch_invariant_rows)
+    return weights.out.matmul(gated.to(x.dtype).view(count, -1), None, rows.batch_invariant_rows)
 
 
 def _heads(

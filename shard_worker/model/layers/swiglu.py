@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F
 
-from shard_worker.model.layer_weights import MlpWeights
+from shard_worker.model.layer_weights import LayerTensors, MlpWeights
 from shard_worker.model.rows import Rows
-from shard_worker.ops.linear import linear, packed
+from shard_worker.weights.weight import concatenate
 
 
-def pack(tensors: Mapping[str, torch.Tensor]) -> MlpWeights:
-    gate_up = torch.cat((tensors["mlp.gate_proj.weight"], tensors["mlp.up_proj.weight"]))
-    return MlpWeights(packed(gate_up), packed(tensors["mlp.down_proj.weight"]))
+def pack(tensors: LayerTensors) -> MlpWeights:
+    """Return the weights with one matrix for gate and up."""
+    gate, up, down = (tensors.matrices[f"mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
+    return MlpWeights(concatenate([gate, up]).prepared(), down.prepared())
 
 
 def run(weights: MlpWeights, x: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
-    """x: [n, hidden] -> [n, hidden]. rows: what they are, where they are a step's."""
-    made_of = None if rows is None else rows.batch_invariant_rows
-    gate_up = linear(x, weights.gate_up, None, made_of)
+    """Return what rows x [n, hidden] become, [n, hidden]. rows: what they are, where they are a step's."""
+    fixed_rows = None if rows is None else rows.batch_invariant_rows
+    gate_up = weights.gate_up.matmul(x, None, fixed_rows)
     if rows is not None and rows.kernels:
         from shard_worker.model.kernels import elementwise
 
-        return linear(elementwise.swiglu(gate_up), weights.down, None, made_of)
+        return weights.down.matmul(elementwise.swiglu(gate_up), None, fixed_rows)
     gate, up = gate_up.chunk(2, -1)
     gated = F.silu(gate) if rows is None else rows.each(F.silu, gate)
-    return linear(gated * up, weights.down, None, made_of)
+    return weights.down.matmul(gated * up, None, fixed_rows)

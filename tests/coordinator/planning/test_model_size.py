@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from shard_worker.drafting.drafters import drafter_of
 from shard_worker.stage.loader import CaptureRequest, StageLoader
 from shard_worker.stage.stage import Stage
 from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.weight import Weight
 from tests.reference import checkpoints, storage
 
 Pairs = dict[str, tuple[Path, Path]]
@@ -64,6 +67,30 @@ def test_stages_take_what_is_said(pairs: Pairs, family: str, dtype: str | None, 
         assert state.size_bytes == held
         assert cache_bytes(models, share, 100, 1) == held
         assert cache_bytes(models, share, 100, 3) == 3 * held
+
+
+def matrices(parts: object) -> Iterator[Weight]:
+    """All matrices among the fields of a layer's weights."""
+    if isinstance(parts, Weight):
+        yield parts
+    elif is_dataclass(parts):
+        for field in fields(parts):
+            yield from matrices(getattr(parts, field.name))
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_a_step_reads_the_matrices_that_are_said(pairs: Pairs, family: str, dtype: str | None) -> None:
+    """Layer by layer and at the head, the bytes that a one-row step is said to read are those of the real matrices."""
+    path, _ = pairs[family]
+    target = read_model_size(path, dtype)
+    stage = load(path, LayerRange(0, len(target.layers)), dtype)
+
+    held = [sum(weight.nbytes for weight in matrices(layer)) for layer in stage.segments[0].weights]
+    assert held == [layer.read_bytes for layer in target.layers]
+    assert stage.head is not None
+    assert stage.head.weight.nbytes == target.head_bytes
+    assert target.tied_head or (stage.embedding is not None and stage.embedding.nbytes == target.embedding_bytes)
 
 
 @pytest.mark.parametrize("dtype", [None, "float32"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from shard_worker.model.features import Capture, Features, fc_columns
+from shard_worker.weights.weight import DenseWeight
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -18,7 +19,7 @@ def test_each_capture_meets_its_own_columns() -> None:
 
     # Layer 1 is the list's last capture, layers 5 and 6 are its first two.
     for indices, pieces in (({1: 2}, captured[2:]), ({5: 0, 6: 1}, captured[:2])):
-        Capture(indices, fc_columns(fc, indices, 4)).collect(pieces, features)
+        Capture(indices, DenseWeight(fc_columns(fc, indices, 4))).collect(pieces, features)
 
     assert features.total is not None
     torch.testing.assert_close(features.total, torch.cat(captured, -1) @ fc.T, rtol=0, atol=1e-5)

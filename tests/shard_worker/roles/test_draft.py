@@ -16,7 +16,6 @@ from services.messages.steps import FeatureSlice, Location, SnapshotRestore, Sna
 from services.messages.tensors import WireTensor
 from shard_worker.device.dtypes import from_wire, to_wire
 from shard_worker.device.executor import DeviceThread
-from shard_worker.ops.linear import linear
 from shard_worker.roles.draft import DraftRole, LocalDraftSession
 from tests.reference import checkpoints, storage, target
 from tests.reference.dense_draft import DenseDraft
@@ -65,7 +64,7 @@ def pieces(role: DraftRole, transport: FeatureTransport, captures: torch.Tensor,
     if transport is SLICES:
         return [FeatureSlice(start, to_wire(part), i) for i, part in enumerate(captures.split(HIDDEN, -1))]
     assert role.loaded is not None
-    return [FeatureSlice(start, to_wire(linear(captures, role.loaded.draft.fc)))]
+    return [FeatureSlice(start, to_wire(role.loaded.draft.fc.matmul(captures)))]
 
 
 @pytest.mark.parametrize("place", [LOADED, PROJECTED])

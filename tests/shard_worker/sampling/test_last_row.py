@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from services.errors import FailedPrecondition
 from shard_worker.model.head import Head
 from shard_worker.sampling.last_row import LastRow
+from shard_worker.weights.weight import DenseWeight
 
-HEAD = Head(torch.full((4,), 2.0), torch.arange(12.0).view(3, 4), 1e-6)
+HEAD = Head(torch.full((4,), 2.0), DenseWeight(torch.arange(12.0).view(3, 4)), 1e-6)
 HIDDEN = torch.tensor([[3.0, -1.0, 0.5, 2.0]])
 
 
@@ -19,7 +20,7 @@ def test_the_last_row_gives_the_logits() -> None:
     last = LastRow(HEAD)
     for hidden in (HIDDEN, -HIDDEN.flip(-1)):
         last.hidden = hidden
-        expected = F.linear(hidden / hidden.square().mean().sqrt() * 2, HEAD.weight)
+        expected = F.linear(hidden / hidden.square().mean().sqrt() * 2, HEAD.weight.tensor)
         torch.testing.assert_close(last.read(0, 9), expected)
         assert last.logits().shape == (1, 3)
 

@@ -10,8 +10,8 @@ import torch
 
 from shard_worker.device.devices import best_devices
 from shard_worker.model.features import Features
-from shard_worker.ops.linear import linear, packed
 from shard_worker.stage.loader import CaptureRequest
+from shard_worker.weights.weight import DenseWeight
 from tests.shard_worker.tiny import QWEN3, QWEN3_5, Run, Tiny, ids, load_split, load_stage
 
 ROWS = 16
@@ -92,7 +92,7 @@ def test_so_they_are_with_matrices_as_they_are(
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     stage = load_stage(tiny.path(name), dtype=dtype)
     assert stage.head is not None
-    assert not stage.head.weight.is_mkldnn
+    assert isinstance(stage.head.weight, DenseWeight)
     runs = [Run([stage], batch_invariant_rows=ROWS) for _ in range(2)]
 
     assert torch.equal(plain(runs[0]), speculated(runs[1]))
@@ -160,9 +160,9 @@ def test_exact_steps_compute_what_others_do(tiny: Tiny) -> None:
 def test_a_product_of_fixed_rows_rounds_every_row_alike(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     """Wherever a row stands, and whatever stands beside it: what exact steps rest on, on this machine."""
     generator = torch.Generator().manual_seed(1)
-    weight = (torch.randn(shape, generator=generator) / shape[1] ** 0.5).to(dtype)
+    dense = DenseWeight((torch.randn(shape, generator=generator) / shape[1] ** 0.5).to(dtype))
     x = torch.randn(ROWS, shape[1], generator=generator).to(dtype)
-    for matrix in (weight, packed(weight)):
-        whole = linear(x, matrix)
+    for weight in (dense, dense.prepared()):
+        whole = weight.matmul(x)
         for first, last in itertools.combinations(range(ROWS + 1), 2):
-            assert torch.equal(linear(x[first:last], matrix, None, ROWS), whole[first:last])
+            assert torch.equal(weight.matmul(x[first:last], None, ROWS), whole[first:last])

@@ -13,7 +13,6 @@ from services.errors import FlashsplitError, InvalidArgument, Unimplemented
 from shard_worker.drafting.drafters import drafter_of
 from shard_worker.drafting.drafters.dflash import DFlashDraft, DFlashState, read_fc
 from shard_worker.model.features import Features
-from shard_worker.ops.linear import linear
 from shard_worker.weights.checkpoint import Checkpoint
 from tests.reference import storage
 from tests.reference.dense_draft import DenseDraft, DraftOutput
@@ -75,7 +74,7 @@ def context(draft: DFlashDraft, length: int) -> torch.Tensor:
 def feed(draft: DFlashDraft, state: DFlashState, joined: torch.Tensor, *, summed: bool = False) -> None:
     """Append joined captures, as slices or as the sum that the stages make of them."""
     if summed:
-        draft.append(state, Features(total=linear(joined, draft.fc)))
+        draft.append(state, Features(total=draft.fc.matmul(joined)))
     else:
         draft.append(state, Features(slices=dict(enumerate(joined.split(HIDDEN, -1)))))
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from services.model.config import LinearAttentionConfig
+from services.model.config import LayerKind, LinearAttentionConfig
 from shard_worker.cache.recurrent_cache import RecurrentCache
 from shard_worker.model.layer_weights import LinearAttentionWeights
 from shard_worker.model.layers import linear_attention
 from shard_worker.model.rows import Rows
 from shard_worker.ops.norm import rms_norm
+from shard_worker.weights.weight import DenseWeight
 from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device
 from tests.shard_worker.tiny import Tiny, ids, load_stage
 
@@ -49,13 +50,13 @@ def layer(shape: LinearAttentionConfig, hidden: int) -> LinearAttentionWeights:
     scale = torch.full((2 * shape.key_heads, 1), shape.key_head_dim**-0.5)
     scale[: shape.key_heads] *= shape.key_head_dim**-0.5
     return LinearAttentionWeights(
-        projection=made(width, hidden, spread=hidden**-0.5),
+        projection=DenseWeight(made(width, hidden, spread=hidden**-0.5)),
         taps=made(shape.conv_taps, shape.conv_channels),
         qk_scale=scale.to(WHERE),
         decay_rate=-made(shape.value_heads).abs(),
         dt_bias=made(shape.value_heads),
         norm=made(shape.value_head_dim).abs() + 0.5,
-        out=made(hidden, shape.value_dim, spread=shape.value_dim**-0.5),
+        out=DenseWeight(made(hidden, shape.value_dim, spread=shape.value_dim**-0.5)),
     )
 
 
@@ -81,7 +82,7 @@ def test_recurrent_layers_in_chunks(shape: LinearAttentionConfig, rows: int) -> 
     for cache, kernels in zip(caches, (False, True), strict=True):
         step = Rows(0, (like, like), {}, False, delta_kernels=kernels)
         session: Any = SimpleNamespace(recurrent=cache)
-        results.append(linear_attention.run(config, weights, 1, x, step, session))
+        results.append(linear_attention.run(config, weights, LayerKind.LINEAR, 1, x, step, session))
 
     expected, found = results
     assert ((found - expected).norm() / expected.norm()) < 1e-3

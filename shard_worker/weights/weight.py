@@ -1,0 +1,150 @@
+"""A matrix that rows of activations are multiplied by, whatever form it is held in.
+
+Layers only use what `Weight` offers, so that a packed form can take a dense one's place.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+BLOCKED_FOR = 16
+"""The number of rows that oneDNN's blocks are chosen for; all other numbers of rows take them too."""
+
+
+class Weight(abc.ABC):
+    """A matrix [rows, columns]. dtype: of the activations that it takes and gives. device: where it is."""
+
+    __slots__ = ()
+
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    @abc.abstractmethod
+    def nbytes(self) -> int:
+        """Memory that it takes, in bytes."""
+
+    @property
+    @abc.abstractmethod
+    def tensor(self) -> torch.Tensor:
+        """The matrix [rows, columns] as one dense tensor, as kernels read it. Raises TypeError where there is none."""
+
+    @abc.abstractmethod
+    def matmul(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, batch_invariant_rows: int | None = None
+    ) -> torch.Tensor:
+        """Return x [n, columns] times the transposed matrix, plus bias [rows]: [n, rows].
+
+        batch_invariant_rows: multiply so many rows in any case. How a row is rounded depends on their number, because
+        libraries have different loops for different ones, and not on what or where the others are.
+        """
+
+    @abc.abstractmethod
+    def select_rows(self, rows: slice | torch.Tensor) -> Weight:
+        """Return the matrix of some of the rows: of a slice of them, or of those at the indices int64 [n]."""
+
+    @abc.abstractmethod
+    def concatenated(self, others: Sequence[Weight]) -> Weight:
+        """Return the matrix of these rows and then those of the others, which have as many columns.
+
+        Raises TypeError for others of another form.
+        """
+
+    def prepared(self) -> Weight:
+        """Return the form that multiplies fastest on its device, for a matrix that is complete."""
+        return self
+
+
+class DenseWeight(Weight):
+    """A matrix as one dense tensor."""
+
+    __slots__ = ("_tensor", "columns", "device", "dtype", "rows")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """tensor: [rows, columns]; it is kept, not copied."""
+        self._tensor = tensor
+        self.rows, self.columns = tensor.shape
+        self.dtype, self.device = tensor.dtype, tensor.device
+
+    @property
+    def nbytes(self) -> int:
+        return self._tensor.nbytes
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self._tensor
+
+    def matmul(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, batch_invariant_rows: int | None = None
+    ) -> torch.Tensor:
+        if batch_invariant_rows is not None and len(x) < batch_invariant_rows:
+            return F.linear(_padded(x, batch_invariant_rows), self._tensor, bias)[: len(x)]
+        return F.linear(x, self._tensor, bias)
+
+    def select_rows(self, rows: slice | torch.Tensor) -> DenseWeight:
+        return DenseWeight(self._tensor[rows])
+
+    def concatenated(self, others: Sequence[Weight]) -> DenseWeight:
+        return DenseWeight(torch.cat([self._tensor, *(other.tensor for other in others)]))
+
+    def prepared(self) -> Weight:
+        """On the CPU, where it is faster, a copy in the blocks that oneDNN reads: one row then costs half of what it
+        costs from a dense matrix, sixteen float32 rows a third."""
+        if self.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+            return self
+        has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported
+        if self.dtype is torch.float32 or (self.dtype is torch.bfloat16 and has_bfloat16()):
+            return BlockedWeight(self._tensor)
+        return self
+
+
+class BlockedWeight(Weight):
+    """A matrix on the CPU in the blocks that oneDNN reads."""
+
+    __slots__ = ("_blocks", "columns", "device", "dtype", "rows")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """tensor: [rows, columns], which is copied."""
+        self._blocks: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(tensor.contiguous(), BLOCKED_FOR)
+        self.rows, self.columns = tensor.shape
+        self.dtype, self.device = tensor.dtype, tensor.device
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that its elements take; blocks may be padded by a few more."""
+        return self.rows * self.columns * self.dtype.itemsize
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        raise TypeError("a matrix in oneDNN's blocks has no dense form")
+
+    def matmul(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, batch_invariant_rows: int | None = None
+    ) -> torch.Tensor:
+        if batch_invariant_rows is not None and len(x) < batch_invariant_rows:
+            return self.matmul(_padded(x, batch_invariant_rows), bias)[: len(x)]
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._blocks, bias, "none", [], "")
+        return product
+
+    def select_rows(self, rows: slice | torch.Tensor) -> Weight:
+        raise TypeError("rows cannot be taken out of oneDNN's blocks: select them before `prepared`")
+
+    def concatenated(self, others: Sequence[Weight]) -> Weight:
+        raise TypeError("oneDNN's blocks cannot be concatenated: concatenate matrices before `prepared`")
+
+
+def concatenate(parts: Sequence[Weight]) -> Weight:
+    """Return the matrix of all the parts' rows, in order."""
+    first, *others = parts
+    return first.concatenated(others)
+
+
+def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """x [n, columns] with zeros behind it, [rows, columns]."""
+    return F.pad(x, (0, 0, 0, rows - len(x)))
