@@ -23,7 +23,8 @@ AUTO = "auto"
 AWAKE_THREADS = 2
 """Of a worker with a GPU: that of the device, and its event loop."""
 
-_SMT = Path("/sys/devices/system/cpu/smt/active")
+SMT_FILE = Path("/sys/devices/system/cpu/smt/active")
+"""Where Linux says whether the cores run two threads each: "1" or "0"."""
 
 _RANGE = re.compile(r"^\s*(\d{1,9}):(\d{1,9})\s*$")
 _DEVICE = re.compile(r"^(cpu|best|(cuda|hip):\d{1,3})$")
@@ -240,5 +241,5 @@ def threads_each(places: Sequence[WorkerPlace]) -> int | None:
 
 def _threads_of_a_core() -> int:
     with contextlib.suppress(OSError):
-        return 2 if _SMT.read_text().strip() == "1" else 1
+        return 2 if SMT_FILE.read_text().strip() == "1" else 1
     return 1

@@ -1,19 +1,24 @@
 """Which prefixes the workers keep, and which of them a prompt can take up.
 
 Entries are found by a chain of hashes over blocks of tokens, then compared token by token: a hash only ever says where
-to look. One index serves one lineage. Holds no state of the model, and forgets nothing unless told.
+to look. One index serves one lineage. It holds no state of the model, and removes nothing by itself.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from coordinator.prefix.lineage import as_bytes
 from coordinator.text.common_prefix import common_prefix_length
 
 BLOCK_TOKENS = 32
+"""Tokens are hashed in blocks of so many."""
+
+Link = Callable[[bytes, memoryview], bytes]
+"""From the digest of some blocks, and the bytes of the next one, to the digest of them all."""
+
 _ROOT = b""
 """The digest of no blocks at all."""
 
@@ -22,7 +27,7 @@ _ROOT = b""
 class Entry:
     """The state behind token_ids, as all workers keep it.
 
-    parent: the entry whose attention rows it builds on, always a shorter prefix of it. cuttable: the state also serves
+    parent: the entry whose attention rows it builds on, always a shorter prefix of it. trimmable: the state also serves
     every shorter prefix, as attention's does; otherwise it serves only its exact length.
     """
 
@@ -34,53 +39,58 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """An entry, and how many of its tokens to take up: all, unless it is cuttable."""
+    """An entry, and how many of its tokens to restore: all of them, unless it is trimmable."""
 
     entry: Entry
     length: int
 
 
 @dataclass(slots=True)
-class _Kept:
+class _Node:
+    """An entry in the index."""
+
     entry: Entry
     digests: list[bytes]
-    """The places where the entry is listed; the last one stands for all its full blocks."""
+    """Where the entry is listed; the last one is the digest of all its full blocks."""
     children: dict[str, None] = field(default_factory=dict)
+    """The snapshot ids of the entries that build on it, in the order in which they were added."""
 
 
 class PrefixIndex:
-    """The entries of one lineage."""
+    """The entries of one lineage. link: the hash function; where it collides the index is slower, never wrong."""
 
-    def __init__(self) -> None:
-        self._kept: dict[str, _Kept] = {}
+    def __init__(self, link: Link | None = None) -> None:
+        self._link = link or _sha256_link
+        self._nodes: dict[str, _Node] = {}
         # At each digest the entries that may part from a prompt within the block after it: exact ones at the digest of
-        # all their blocks, cuttable ones at every digest along them. What lies along a cuttable parent is listed there
-        # already, so a long conversation is hashed and listed once, not once a turn.
+        # all their blocks, trimmable ones at every digest along them. What lies along a trimmable parent is listed
+        # there already, so a long conversation is hashed and listed once, not once a turn.
         self._listed: dict[bytes, dict[str, Entry]] = {}
 
     def __len__(self) -> int:
-        return len(self._kept)
+        """How many entries there are."""
+        return len(self._nodes)
 
     def __contains__(self, snapshot_id: object) -> bool:
-        return snapshot_id in self._kept
+        return snapshot_id in self._nodes
 
     def get(self, snapshot_id: str) -> Entry | None:
-        """The entry of this name."""
-        kept = self._kept.get(snapshot_id)
-        return kept.entry if kept else None
+        """Return the entry with this id; None when it is not in the index."""
+        node = self._nodes.get(snapshot_id)
+        return node.entry if node else None
 
     def add(self, entry: Entry) -> None:
-        """Take an entry in; one whose name is known already stays as it is.
+        """Add an entry; one whose id is in the index already stays as it is.
 
         Raises:
             ValueError: it has no tokens, its parent isn't in the index, or isn't a shorter prefix of it.
         """
-        if entry.snapshot_id in self._kept:
+        if entry.snapshot_id in self._nodes:
             return
         parent = entry.parent
         above = None
         if parent is not None:
-            above = self._kept.get(parent.snapshot_id)
+            above = self._nodes.get(parent.snapshot_id)
             if above is None:
                 raise ValueError(f"{entry.snapshot_id} builds on {parent.snapshot_id}, which is not kept")
             inherited = len(parent.token_ids)
@@ -91,85 +101,95 @@ class PrefixIndex:
             raise ValueError(f"{entry.snapshot_id} has no tokens")
         if above is not None and above.entry.trimmable:
             depth = len(above.entry.token_ids) // BLOCK_TOKENS
-            digests = _chain(entry.token_ids, depth, above.digests[-1])
+            digests = self._digests(entry.token_ids, depth, above.digests[-1])
         else:
-            digests = _chain(entry.token_ids)
+            digests = self._digests(entry.token_ids)
         if not entry.trimmable:
             digests = digests[-1:]
         for digest in digests:
             self._listed.setdefault(digest, {})[entry.snapshot_id] = entry
-        self._kept[entry.snapshot_id] = _Kept(entry, digests)
+        self._nodes[entry.snapshot_id] = _Node(entry, digests)
 
     def find(self, token_ids: Sequence[int]) -> Match | None:
-        """The longest start of a prompt that is kept, or None; of several, the one with the least to cut off.
+        """Return the longest prefix of a prompt that is kept, or None; of several, the one with the least to trim.
 
-        A cuttable entry that goes on where the prompt ends is taken up without the prompt's last token: that has to be
+        A trimmable entry that goes on where the prompt ends is restored without the prompt's last token: that has to be
         computed again, because only an entry's own end has logits.
         """
         prompt = tuple(token_ids)
-        digests = _chain(prompt)
+        digests = self._digests(prompt)
         best: Match | None = None
         for depth in reversed(range(len(digests))):
             start, end = depth * BLOCK_TOKENS, (depth + 1) * BLOCK_TOKENS
             if best is not None and best.length >= end:
                 break
-            claims: list[tuple[Match, int]] = []
+            # Matches, and their tokens in common with the prompt, provided that equal hashes mean equal blocks.
+            candidates: list[tuple[Match, int]] = []
             for entry in self._listed.get(digests[depth], {}).values():
                 common = start + common_prefix_length(entry.token_ids[start:end], prompt[start:end])
-                claim = _match(entry, common, len(prompt))
-                if claim is not None:
-                    claims.append((claim, common))
-            # Best claim first, so that usually one entry is compared in full.
-            claims.sort(key=lambda pair: _rank(pair[0]), reverse=True)
-            for claim, common in claims:
-                if best is not None and _rank(claim) <= _rank(best):
+                candidate = _match(entry, common, len(prompt))
+                if candidate is not None:
+                    candidates.append((candidate, common))
+            # Best candidate first, so that usually one entry is compared in full.
+            candidates.sort(key=lambda pair: _rank(pair[0]), reverse=True)
+            for candidate, common in candidates:
+                if best is not None and _rank(candidate) <= _rank(best):
                     break
-                entry = claim.entry
+                entry = candidate.entry
                 proven = _match(entry, common_prefix_length(entry.token_ids[:common], prompt), len(prompt))
                 if proven is not None and (best is None or _rank(proven) > _rank(best)):
                     best = proven
         return best
 
     def remove(self, snapshot_id: str) -> tuple[Entry, ...]:
-        """Forget an entry and all that build on it, directly or not; return them, each after its parent."""
-        if snapshot_id not in self._kept:
+        """Remove an entry and all that build on it, directly or not; return them, each after its parent."""
+        if snapshot_id not in self._nodes:
             return ()
-        doomed = [snapshot_id]
-        for one in doomed:
-            doomed.extend(self._kept[one].children)
-        return tuple(self._forget(one) for one in doomed)
+        ids = [snapshot_id]
+        for entry_id in ids:
+            ids.extend(self._nodes[entry_id].children)
+        return tuple(self._remove(entry_id) for entry_id in ids)
 
     def clear(self) -> None:
-        """Forget everything."""
-        self._kept.clear()
+        """Remove everything."""
+        self._nodes.clear()
         self._listed.clear()
 
-    def _forget(self, snapshot_id: str) -> Entry:
-        kept = self._kept.pop(snapshot_id)
-        for digest in kept.digests:
+    def _remove(self, snapshot_id: str) -> Entry:
+        node = self._nodes.pop(snapshot_id)
+        for digest in node.digests:
             listed = self._listed[digest]
             del listed[snapshot_id]
             if not listed:
                 del self._listed[digest]
-        parent = kept.entry.parent
-        if parent is not None and parent.snapshot_id in self._kept:
-            del self._kept[parent.snapshot_id].children[snapshot_id]
-        return kept.entry
+        parent = node.entry.parent
+        if parent is not None and parent.snapshot_id in self._nodes:
+            del self._nodes[parent.snapshot_id].children[snapshot_id]
+        return node.entry
+
+    def _digests(self, token_ids: tuple[int, ...], depth: int = 0, digest: bytes = _ROOT) -> list[bytes]:
+        """Return the digests of the first `depth` blocks (that is `digest`), of one more, and so on for all."""
+        numbers = memoryview(as_bytes(token_ids[depth * BLOCK_TOKENS :]))
+        size = 4 * BLOCK_TOKENS
+        digests = [digest]
+        for end in range(size, len(numbers) + 1, size):
+            digests.append(self._link(digests[-1], numbers[end - size : end]))
+        return digests
 
 
 def deepest_ancestor(entry: Entry, length: int) -> Entry | None:
-    """The longest of an entry and those it builds on that has at most `length` tokens, or None.
+    """Return the longest of an entry and those it builds on that has at most `length` tokens, or None.
 
-    After a cut it is what a new entry can build on.
+    It is what a new entry can build on after the state was trimmed to that length.
     """
-    found: Entry | None = entry
-    while found is not None and len(found.token_ids) > length:
-        found = found.parent
-    return found
+    ancestor: Entry | None = entry
+    while ancestor is not None and len(ancestor.token_ids) > length:
+        ancestor = ancestor.parent
+    return ancestor
 
 
 def _match(entry: Entry, common: int, prompt_length: int) -> Match | None:
-    """What an entry offers a prompt with which it has `common` tokens in common."""
+    """Return what an entry offers to a prompt with which it has `common` tokens in common."""
     if common == len(entry.token_ids):
         return Match(entry, common)
     if not entry.trimmable:
@@ -182,15 +202,5 @@ def _rank(match: Match) -> tuple[int, int, bool]:
     return match.length, -len(match.entry.token_ids), not match.entry.trimmable
 
 
-def _chain(token_ids: tuple[int, ...], depth: int = 0, digest: bytes = _ROOT) -> list[bytes]:
-    """Digests of the first `depth` blocks (that is `digest`), of one block more, and so on to the last full one."""
-    numbers = memoryview(as_bytes(token_ids[depth * BLOCK_TOKENS :]))
-    size = 4 * BLOCK_TOKENS
-    digests = [digest]
-    for end in range(size, len(numbers) + 1, size):
-        digests.append(_link(digests[-1], numbers[end - size : end]))
-    return digests
-
-
-def _link(digest: bytes, block: memoryview) -> bytes:
+def _sha256_link(digest: bytes, block: memoryview) -> bytes:
     return hashlib.sha256(digest + block).digest()

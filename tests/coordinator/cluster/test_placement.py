@@ -189,7 +189,7 @@ def test_local_workers_share_the_cores(
     does."""
     if smt is not None:
         (tmp_path / "active").write_text(f"{smt}\n")
-    monkeypatch.setattr(placement, "_SMT", tmp_path / "active")
+    monkeypatch.setattr(placement, "SMT_FILE", tmp_path / "active")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
 
     assert threads_each(parse_places(devices)) == expected

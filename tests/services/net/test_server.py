@@ -199,15 +199,20 @@ async def test_stop_waits_for_running_calls(serve: Serve, dial: Dial) -> None:
     remote = RemoteStage(await dial(server.address), server.address)
     session = await remote.open(OPEN)
     stopping = asyncio.create_task(server.stop(5.0))
-    await asyncio.sleep(0.05)
+
+    async def open_until_refused() -> None:
+        while True:
+            await (await remote.open(OPEN)).close()
+
     with pytest.raises(Unavailable):
-        await remote.open(OPEN)
+        await asyncio.wait_for(open_until_refused(), 5.0)
+    assert not stopping.done()
     await session.forward(prefill())
     assert (await anext(session.events())).step == 0
     await session.close()
     async with asyncio.timeout(1.0):
         await stopping
-    assert port.session.closed == 1
+    assert all(session.closed == 1 for session in port.sessions)
 
 
 async def test_stop_cuts_what_outlasts_the_grace(serve: Serve, dial: Dial) -> None:

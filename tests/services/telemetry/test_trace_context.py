@@ -80,8 +80,10 @@ def test_a_child_is_of_the_same_trace() -> None:
 async def test_a_call_reaches_its_own_tasks_only() -> None:
     """Two calls at once: each one's tasks see its name, in log lines too, and nothing is left behind."""
 
+    both_run = asyncio.Barrier(2)
+
     async def seen() -> tuple[str, str, object]:
-        await asyncio.sleep(0.01)
+        await both_run.wait()
         call, bound = current_call(), structlog.contextvars.get_contextvars()
         assert call is not None
         return call.request_id, call.trace.trace_id, bound["trace_id"]

@@ -418,18 +418,20 @@ async def test_an_export_that_fails_leaves_nothing(
 
 async def test_a_save_that_is_cancelled_leaves_nothing(cache: DiskCache, store: Store) -> None:
     """At any moment; a worker that hangs doesn't keep other saves from ending."""
+    is_hanging = asyncio.Event()
 
     async def hanging() -> AsyncIterator[SnapshotFrame]:
         async for frame in export(PLAIN, STAGE, LayerRange(0, LAYERS), ids(300)):
             yield frame
             if isinstance(frame, SnapshotChunk):
-                await asyncio.sleep(60)
+                is_hanging.set()
+                await asyncio.Event().wait()
 
     async def hang() -> None:
         await cache.save(PLAIN, ids(300), 0, None, [PartSource(STAGE, LayerRange(0, LAYERS), hanging())])
 
     stuck = asyncio.ensure_future(hang())
-    await asyncio.sleep(0.05)
+    await asyncio.wait_for(is_hanging.wait(), 10)
     assert (await save(cache, ids(20))).written
     stuck.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 import structlog
 
+from coordinator.prefix.disk.catalog import DiskCatalog
 from coordinator.prefix.disk.disk_cache import DiskCache, PartSource
 from coordinator.prefix.disk.entries import DiskEntry, EntryUsage, Fault, UnreadableEntry
 from coordinator.prefix.disk.entry_tree import DiskIndex
@@ -150,9 +151,9 @@ def test_many_entries_are_ranked_quickly() -> None:
     tokens = ids(400)
     chain = [entry(0, count=count, first=count - 1) for count in range(2, 400)]
     many = [entry(name, count=len(tokens)) for name in range(1, 4000)]
-    started = time.perf_counter()
+    started = time.process_time()
     assert len(order([entry(0, count=1), *chain, *many])) == len(chain) + len(many) + 1
-    assert time.perf_counter() - started < 3
+    assert time.process_time() - started < 3
 
 
 async def test_the_budget_holds_at_every_moment(store: Store) -> None:
@@ -248,12 +249,12 @@ async def test_hits_of_another_process_count(cache: DiskCache, store: Store, mon
     sizes = [(await save(cache, ids(50, seed=seed))).size_bytes for seed in range(3)]
     # The one that would go first.
     chosen = sizes.index(max(sizes))
+    smaller = DiskCatalog(store, budget_bytes=9000)
+    await smaller.load()
     other = disk_cache(store)
     await other.start()
     for _ in range(3):
         await other.used(other.find(PLAIN, ids(50, seed=chosen)))  # type: ignore[arg-type]
-    smaller = disk_cache(store, budget_bytes=9000)
-    smaller._catalog.index = cache._catalog.index
     await smaller.prune()
     await other.refresh()
     assert [other.find(PLAIN, ids(50, seed=seed)) is not None for seed in range(3)] == [
