@@ -1,6 +1,6 @@
-"""What a session tells of itself: a line in the log when it begins and when it ends, and a span from one to the other.
+"""What a session reports of itself: a log line when it begins and when it ends, and a tracing span in between.
 
-Owns its figures. Knows nothing of what the session computes.
+It owns these figures. It must not know what the session computes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ log = structlog.get_logger()
 
 
 class SessionRecord:
-    """Of one session on a stage, or with a draft, whose layers are None. steps: forwards, or guessed blocks."""
+    """The record of one session on a stage or with a draft; it begins when it is created.
+
+    steps: forwards of the stage, or blocks that the draft proposed. forward_ns: how long they took in all.
+    """
 
     def __init__(self, request_id: str, trace: Trace | None, location: Location, layers: LayerRange | None) -> None:
+        """layers: those of the stage, None for a draft."""
         self.steps = self.forward_ns = 0
         self._began = time.monotonic()
         self._failure: str | None = None
@@ -49,7 +53,7 @@ class SessionRecord:
         self._log.debug("session.opened", device=location.device)
 
     def timed(self, job: Callable[..., T], *args: object) -> T:
-        """The job's result, its time counted; for the device thread."""
+        """Run a job, on the device thread, and count its time. Returns its result."""
         started_ns = time.monotonic_ns()
         try:
             return job(*args)
@@ -57,11 +61,14 @@ class SessionRecord:
             self.forward_ns += time.monotonic_ns() - started_ns
 
     def failed(self, reason: str) -> None:
-        """What went wrong; the first reason counts, and more than how the session is closed."""
+        """Note why the session failed. The first reason is reported, whatever ends the session then."""
         self._failure = self._failure or reason.lower()
 
     def end(self, why: str, tokens: int) -> None:
-        """why: as `services.errors.ending` says. tokens: the session's length at the end, prompt included."""
+        """End the record; later calls do nothing.
+
+        why: what ended the session, as `services.errors.ending` says. tokens: its length at the end, prompt included.
+        """
         if self._ended:
             return
         self._ended = True

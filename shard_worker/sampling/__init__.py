@@ -1,4 +1,4 @@
-"""What the last stage makes of logits: grammar masks, chosen tokens, which draft tokens count, log-probabilities.
+"""From logits to tokens on the last stage: grammar masks, sampling, which draft tokens count, log-probabilities.
 
 It owns a session's sampling state. It must not know the chain or how answers travel.
 """

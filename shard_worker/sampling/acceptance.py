@@ -1,4 +1,4 @@
-"""Which tokens a step produces. Why this keeps the sampling distribution stands in `shard_worker.sampling.sampler`."""
+"""Which draft tokens are accepted; why this keeps the sampling distribution stands in `sampling.sampler`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence, Set as AbstractSet
 
 
 def accept(draft_tokens: Sequence[int], chosen: Sequence[int], stop_tokens: AbstractSet[int]) -> list[int]:
-    """The longest run of guesses that the target chose too, and the target's own token after it.
+    """Return the tokens that a step produces: the longest run of draft tokens that the target chose too, and the
+    target's own token after it, but nothing after a stop token.
 
-    guesses: the draft's tokens, the inputs of rows 1, 2, …; chosen: the target's token after each row, one more than
-    guesses, or fewer where the later rows cannot count. Nothing follows a stop token. Always at least one token; so
-    many rows of the step count.
+    draft_tokens: the inputs of rows 1, 2, …. chosen: the target's token after each row, one more than draft tokens, or
+    fewer where the later rows cannot count. As many rows of the step count as tokens are returned, at least one.
     """
     produced: list[int] = []
     for row, token in enumerate(chosen):

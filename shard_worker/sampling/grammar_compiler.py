@@ -1,7 +1,7 @@
-"""Grammars of requests made ready for one loaded checkpoint: its tokenizer is read once, when the first one comes.
+"""Compiling the grammars of requests for one loaded checkpoint, whose tokenizer is read once, with the first grammar.
 
-Everything here takes milliseconds to a second of one CPU core, so it runs on neither the event loop nor the device's
-thread. How large a compiled grammar may become is llguidance's own limit; how long its text, the frames'.
+Everything here takes milliseconds to a second of one CPU core, so it runs on neither the event loop nor the device
+thread. llguidance limits how large a compiled grammar may become, and `check_grammar` how long its text may be.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from services.errors import FailedPrecondition, InvalidArgument
 from services.messages.output_frames import check_grammar, grammar_field
 from services.messages.steps import Grammar, GrammarKind, OpenSession
-from shard_worker.sampling.grammar import GrammarState
+from shard_worker.sampling.grammar import GrammarState, GrammarTokens
 
 MAX_REASON = 500
-"""Characters of llguidance's reason that an error quotes."""
+"""The most characters of llguidance's reason that an error quotes."""
 
 _END = "<|flashsplit:end of grammar|>"
 # Spaces between JSON tokens are bounded: a weak model would go on with them until the answer's last token. A schema's
@@ -30,9 +30,11 @@ _JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 
 
 class GrammarCompiler:
-    """config: the checkpoint's; vocab_size: columns of its logits, which may be more or fewer than its tokens."""
+    """Compiles grammars for the tokens of one checkpoint; on any thread."""
 
     def __init__(self, directory: Path, config: Mapping[str, Any], vocab_size: int) -> None:
+        """directory, config: the checkpoint's folder and its config.json. vocab_size: columns of its logits, which may
+        be more or fewer than its tokens."""
         self._path, self._vocab_size = directory / "tokenizer.json", vocab_size
         self._eos = frozenset(token for token in _eos_tokens(config) if 0 <= token < vocab_size)
         self._limits = LLParserLimits(verbose_errors=False)
@@ -40,11 +42,11 @@ class GrammarCompiler:
         self._tokenizer: LLTokenizer | None = None
 
     def compile(self, grammar: Grammar, request: OpenSession, device: torch.device) -> GrammarState:
-        """The state before the first output token of a session.
+        """Return a grammar's state before the first output token of a session.
 
-        Its end is one of the request's stop tokens, or, where it has none, the checkpoint's end-of-sequence token.
-        Raises InvalidArgument naming the field, with llguidance's reason, for a grammar that is wrong, unsupported or
-        too large; FailedPrecondition for a checkpoint without a usable tokenizer.json.
+        The output ends with one of the request's stop tokens, or, where it has none, with the checkpoint's
+        end-of-sequence token. Raises InvalidArgument naming the field, with llguidance's reason, for a grammar that is
+        wrong, unsupported or too large; FailedPrecondition for a checkpoint without a usable tokenizer.json.
         """
         check_grammar(grammar)
         stops = request.stop_token_ids or self._eos
@@ -59,15 +61,8 @@ class GrammarCompiler:
         if matcher.is_error():
             raise _refusal(grammar, matcher.get_error())
         special = frozenset(token for token in stops if tokenizer.is_special_token(token))
-        return GrammarState(
-            matcher,
-            end=tokenizer.eos_token,
-            stop_tokens=stops,
-            special_stops=special,
-            prompt_length=request.prompt_length,
-            vocab_size=self._vocab_size,
-            device=device,
-        )
+        tokens = GrammarTokens(self._vocab_size, tokenizer.eos_token, stops, special)
+        return GrammarState(matcher, tokens, request.prompt_length, device)
 
     def _tokenizer_of_checkpoint(self) -> LLTokenizer:
         with self._lock:
@@ -76,7 +71,7 @@ class GrammarCompiler:
             return self._tokenizer
 
     def _read(self) -> LLTokenizer:
-        """The checkpoint's tokens, and one more that only llguidance knows, which stands for the end."""
+        """Read the checkpoint's tokens, and add one that only llguidance knows, which stands for the end."""
         try:
             stored = json.loads(self._path.read_text(encoding="utf-8"))
             vocab = stored["model"]["vocab"]
@@ -114,7 +109,7 @@ class GrammarCompiler:
 
 
 def _source(grammar: Grammar) -> str:
-    """The grammar as llguidance takes it, not yet checked."""
+    """Return the grammar as llguidance takes it, not yet checked."""
     match grammar.kind:
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(grammar.text)
@@ -134,6 +129,7 @@ def _source(grammar: Grammar) -> str:
 
 
 def _refusal(grammar: Grammar, reason: str) -> InvalidArgument:
+    """Return the error for a grammar that llguidance refuses for this reason."""
     return InvalidArgument(
         f"{grammar_field(grammar)} cannot be used: {_one_line(reason)}", reason="GRAMMAR", field=grammar_field(grammar)
     )
@@ -145,7 +141,7 @@ def _one_line(text: str) -> str:
 
 
 def _eos_tokens(config: Mapping[str, Any]) -> list[int]:
-    """`eos_token_id` of a config.json, which may be one id, several or none, and in a nested text part."""
+    """Return the `eos_token_id` of a config.json, which may be one id, several or none, or in a nested text part."""
     text = config.get("text_config")
     value = config.get("eos_token_id", text.get("eos_token_id") if isinstance(text, Mapping) else None)
     ids = value if isinstance(value, list) else [value]

@@ -9,16 +9,22 @@ from shard_worker.model.head import Head
 
 
 class LastRow:
-    """A `StateView` of the last stage's logits, [1, vocab]. hidden: [1, hidden], the row that counts last."""
+    """A `StateView` of the last stage's logits, [1, vocab].
+
+    hidden: [1, hidden], the last row that counts; None before the first step.
+    """
 
     def __init__(self, head: Head | None, batch_invariant_rows: int | None = None) -> None:
-        """exact_rows: as of `Rows`."""
+        """head: None where only the place of the logits matters. batch_invariant_rows: as in `Head.logits`."""
         self._head, self._batch_invariant_rows = head, batch_invariant_rows
         self._restored: torch.Tensor | None = None
         self.hidden: torch.Tensor | None = None
 
     def logits(self) -> torch.Tensor:
-        """Raises FailedPrecondition where a shorter prefix than the snapshot's was taken up, which has none."""
+        """Return the logits, [1, vocab].
+
+        Raises FailedPrecondition where the session began from a shorter prefix than the snapshot's, which has none.
+        """
         assert self._head is not None
         if self.hidden is not None:
             return self._head.logits(self.hidden, self._batch_invariant_rows)
@@ -31,8 +37,10 @@ class LastRow:
         return self._restored
 
     def read(self, first: int, last: int) -> torch.Tensor:
+        """Return the logits, whatever the positions; errors as in `logits`."""
         return self.logits()
 
     def write(self, tensor: torch.Tensor, first: int, last: int) -> None:
+        """Take the logits of a snapshot, [1, vocab], for the first step of a session."""
         assert self._head is not None
         self._restored = tensor.to(self._head.weight.device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens and of the likeliest ones beside them."""
+"""Log-probabilities of chosen tokens, and of the most probable ones at their places."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from services.messages.steps import TokenLogprobs
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], alternatives: int) -> tuple[TokenLogprobs, ...]:
-    """What the model itself makes of the chosen tokens.
+    """Return the model's own log-probabilities at the places of the chosen tokens.
 
     logits: [n, vocab] as the head gives them: before bias, penalties, grammar, temperature, top-k, top-p and min-p, so
-    that none of these is counted in. token_ids: the n tokens chosen after these rows. The softmax is float32. Raises
-    InvalidArgument when the logits are not finite.
+    that none of these is counted in. token_ids: the n tokens chosen after these rows. alternatives: how many of the
+    most probable tokens to return for each place. The softmax is float32. Raises InvalidArgument when the logits are
+    not finite.
     """
     rows = logits.float().log_softmax(-1)
     chosen = torch.tensor(token_ids, device=rows.device)[:, None]

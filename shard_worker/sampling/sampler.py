@@ -1,8 +1,9 @@
-"""Chooses tokens from logits on the last stage: the request's processors, then argmax or an inverse-CDF draw.
+"""Choosing tokens from logits on the last stage: the request's processors, then argmax or an inverse-CDF draw.
 
-The random number for a position depends on seed and position alone. A guess is accepted exactly when it equals the
-token so drawn, which is one-hot rejection sampling (accept with probability p(guess), else draw from the rest) and
-moreover makes a seeded answer independent of draft, split and block length.
+The random number for a position depends on seed and position alone. A draft token is accepted exactly when it equals
+the token that is drawn so. This is speculative sampling (Leviathan et al. 2023, Chen et al. 2023) for a draft that puts
+all its mass on one token: accept it with probability p(token), else draw from the rest. Moreover it makes a seeded
+answer independent of draft, split and block length.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from shard_worker.sampling.grammar import GrammarState
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) with 32 random bits, keyed by seed and position."""
+    """Return a number in [0, 1) with 32 random bits, keyed by seed and position."""
     key = seed.to_bytes(8, "little") + position.to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") / 2**32
 
 
 class Sampler:
-    """One request's processors, the token counts that penalties need, and its grammar."""
+    """Chooses the tokens of one request. It owns the token counts that penalties need, and the grammar's state."""
 
     def __init__(
         self,
@@ -34,6 +35,8 @@ class Sampler:
         device: torch.device,
         grammar: GrammarState | None = None,
     ) -> None:
+        """prompt_length: tokens before the output, which presence and frequency penalties leave out. vocab_size:
+        columns of the logits. device: where the logits are."""
         self._sampling, self._prompt_length, self._device, self._grammar = sampling, prompt_length, device, grammar
         self._bias: torch.Tensor | None = None
         if sampling.logit_bias:
@@ -45,19 +48,22 @@ class Sampler:
             sampling.presence_penalty,
             sampling.frequency_penalty,
         )
-        # Row 0: all tokens so far; row 1: those of the output.
+        # [2, vocab]: how often each token occurs among all so far, and among those of the output.
         self._counts: torch.Tensor | None = None
         if any(penalty is not None for penalty in penalties):
             self._counts = torch.zeros(2, vocab_size, device=device)
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the tokens are the logits' argmax, as they are."""
+        """Whether the chosen tokens are the argmax of the unprocessed logits."""
         processed = self._bias is not None or self._counts is not None or self._grammar is not None
         return not self._sampling.temperature and not processed
 
     def observe(self, token_ids: Sequence[int], first_position: int) -> None:
-        """Count committed tokens. Raises InvalidArgument for one that the grammar doesn't allow."""
+        """Count committed tokens, the first of which stands at `first_position`.
+
+        Raises InvalidArgument for a token that the grammar does not allow.
+        """
         if self._grammar is not None:
             self._grammar.observe(token_ids, first_position)
         if self._counts is None or not token_ids:
@@ -75,12 +81,12 @@ class Sampler:
         first_position: int,
         argmax: torch.Tensor | None = None,
     ) -> list[int]:
-        """One token after each of the last len(logits) rows; after fewer where the grammar says that the others cannot
-        count.
+        """Return one token after each of a step's last n rows; after fewer where the grammar says that the rows from
+        some row on cannot count.
 
-        logits: [n, vocab]. token_ids: tokens of all rows of the step (at least n), not yet observed, from
-        `first_position` on; none for the one row of logits behind all that was observed. likeliest: each row's argmax,
-        where it is known. Raises InvalidArgument and ResourceExhausted as `GrammarState.allowed` does.
+        logits: [n, vocab]. token_ids: the tokens of all rows of the step (at least n), not yet observed, from
+        `first_position` on; none for the one row of logits behind all that was observed. argmax: int64 [n], the argmax
+        of each row where it is known. Raises InvalidArgument and ResourceExhausted as `GrammarState.allowed` does.
         """
         if argmax is not None and self.is_greedy:
             return argmax.tolist()
@@ -95,7 +101,7 @@ class Sampler:
         return draw(probabilities(logits, self._sampling), numbers)
 
     def adjusted(self, logits: torch.Tensor, token_ids: Sequence[int], first_position: int) -> torch.Tensor:
-        """Logits after bias and penalties, each row with the history that it follows. Arguments as in `choose`."""
+        """Return the logits after bias and penalties, each row by the tokens before it; arguments as in `choose`."""
         if self._bias is not None:
             logits = logits.float() + self._bias
         if self._counts is not None:
@@ -104,7 +110,7 @@ class Sampler:
         return logits
 
     def _history(self, rows: int, token_ids: Sequence[int], first_position: int) -> torch.Tensor:
-        """Counts as each row sees them, guesses before it included: [n, 2, vocab]."""
+        """Return the token counts for each row, the draft tokens before it included: [n or 1, 2, vocab]."""
         assert self._counts is not None
         if not token_ids:
             return self._counts[None]
@@ -144,7 +150,7 @@ def probabilities(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tenso
     distribution = logits.softmax(-1)
     if sampling.top_p is not None and sampling.top_p < 1:
         ordered, order = distribution.sort(descending=True, stable=True)
-        # A token stays while the mass before it has not reached top_p; so the likeliest one always does.
+        # A token stays while the mass before it has not reached top_p; so the most probable one always does.
         kept = ordered.cumsum(-1) - ordered < sampling.top_p
         distribution = distribution * torch.zeros_like(kept).scatter_(-1, order, kept)
     if sampling.min_p is not None:
@@ -155,9 +161,8 @@ def probabilities(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tenso
 def draw(distribution: torch.Tensor, numbers: Sequence[float]) -> list[int]:
     """Draw one token a row by the inverse CDF in token order.
 
-    distribution: unnormalised probabilities [n, vocab]; numbers: n numbers in [0, 1).
-
-    Raises InvalidArgument when a row has no mass: the logits were not finite.
+    distribution: probabilities [n, vocab], not normalised. numbers: n numbers in [0, 1). Raises InvalidArgument when a
+    row has no mass: the logits were not finite.
     """
     cdf = distribution.cumsum(-1)
     if not bool((cdf[:, -1] > 0).all()):
