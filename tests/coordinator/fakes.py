@@ -1,0 +1,257 @@
+"""A chain of workers that is a script, and a checkpoint's text side small enough to read: what tests of the coordinator
+put in the places of a cluster and a model.
+
+The scripted model says one thing, token by token, whatever it is asked; it keeps the rules of a chain all the same:
+one commit for each step, in order, verified draft tokens, proposals only where they were asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from coordinator.answer import Request
+from coordinator.cluster.cluster import SnapshotPlace
+from coordinator.engine.engine import Engine
+from coordinator.text.chat_template import ChatTemplate
+from coordinator.text.model_files import ModelFiles
+from coordinator.text.tokenizer import Tokenizer
+from services.errors import CLOSED, FlashsplitError, NotFound
+from services.layers import LayerRange
+from services.messages.description import DraftDescription, TargetDescription, WorkerDescription
+from services.messages.snapshots import SnapshotOwner
+from services.messages.steps import (
+    Commit,
+    Event,
+    Failure,
+    FailureReason,
+    Forward,
+    Location,
+    Proposal,
+    SnapshotPart,
+    SnapshotRestore,
+    SnapshotRestored,
+    SnapshotSave,
+    SnapshotSaved,
+    StageIdentity,
+    StageTiming,
+    StepKind,
+    TokenLogprobs,
+)
+from services.rpc.stage import StageSession
+from tests.services.fakes import WORKER
+
+END = 256
+"""The id of <|im_end|>; the ids below are bytes."""
+
+START = 257
+CONTEXT = 4096
+PLACE = Location(0, "alpha", "cpu", "alpha:7001")
+CHATML = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + "
+    "'<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+HERMES = CHATML + '{#- <tool_call>\n{"name": ... -#}'
+"""A template that teaches tool calls in the format of Hermes."""
+
+THINKER = CHATML + "{#- <think> -#}"
+"""A template whose model may think first."""
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A tokenizer with one token for each byte and two special ones, so that characters may be cut anywhere."""
+    alphabet = {character: byte for byte, character in _byte_characters().items()}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_end|>", "<|im_start|>"])
+    return Tokenizer(backend)
+
+
+def _byte_characters() -> dict[int, str]:
+    """The visible character by which byte-level vocabularies write each byte (GPT-2's table)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    table = {byte: chr(byte) for byte in plain}
+    others = [byte for byte in range(256) if byte not in table]
+    return table | {byte: chr(256 + index) for index, byte in enumerate(others)}
+
+
+def model_files(template: str | None = CHATML, *, tokenizer: bool = True) -> ModelFiles:
+    """The text side of a checkpoint whose answers end with END."""
+    return ModelFiles(
+        directory=Path("/nowhere/demo"),
+        num_layers=12,
+        tokenizer=byte_tokenizer() if tokenizer else None,
+        chat_template=None if template is None else ChatTemplate(template),
+        stop_token_ids=frozenset({END}),
+        text_fingerprint="text",
+    )
+
+
+def says(text: str) -> tuple[int, ...]:
+    """The tokens by which the model says a text and ends."""
+    return (*text.encode(), END)
+
+
+@dataclass
+class Script:
+    """What a fake chain does.
+
+    answer: the tokens that follow every prompt; behind its last one END follows for ever. guess: what the draft
+    proposes for the token at an index of the answer. failures: what happens instead of the answer to a step, by the
+    step's number. hold: while it is there and not set, steps are not answered. open_error: why sessions don't open.
+    """
+
+    answer: tuple[int, ...] = says("hello")
+    guess: Callable[[int], int] | None = None
+    failures: Mapping[int, FlashsplitError | Failure] = field(default_factory=dict)
+    hold: asyncio.Event | None = None
+    open_error: FlashsplitError | None = None
+    logprob: float = -0.5
+
+    def token(self, index: int) -> int:
+        """The answer's token of this index."""
+        return self.answer[index] if index < len(self.answer) else END
+
+    def proposal(self, index: int) -> int:
+        """What the draft proposes for it."""
+        return self.token(index) if self.guess is None else self.guess(index)
+
+
+class ScriptedSession:
+    """A `StageSession` of one stage that says what the script says; `kept` are the snapshots of its worker."""
+
+    stages = (StageIdentity(PLACE, LayerRange(0, 12)),)
+    max_tensor_bytes = 64 << 20
+    max_feature_slices = 16
+    step_lane = None
+
+    def __init__(self, script: Script, opening: Mapping[str, Any], kept: dict[str, int]) -> None:
+        self.script, self.opening, self.kept = script, opening, kept
+        self.forwards: list[Forward] = []
+        self.restores: list[SnapshotRestore] = []
+        self.saves: list[SnapshotSave] = []
+        self.closed = False
+        self._events: asyncio.Queue[Event | FlashsplitError] = asyncio.Queue()
+
+    async def forward(self, forward: Forward) -> None:
+        self.forwards.append(forward)
+        event = self.script.failures.get(forward.step)
+        if event is not None:
+            self._events.put_nowait(event)
+            if not (isinstance(event, Failure) and event.reason is FailureReason.DRAFT_LOST):
+                return
+        tokens = self._produced(forward)
+        length = forward.base_position + len(forward.token_ids)
+        if forward.kind is StepKind.VERIFY:
+            length = forward.base_position + len(tokens)
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if (count := self.opening["logprobs"]) is not None:
+            entry = TokenLogprobs(self.script.logprob, tuple(range(65, 65 + count)), (self.script.logprob,) * count)
+            logprobs = (entry,) * len(tokens)
+        self._events.put_nowait(Commit(forward.step, length, tokens, (StageTiming(1000, 2000),), logprobs))
+        if forward.propose_tokens and event is None:
+            first = length + 1 - self.opening["prompt_length"]
+            proposal = tuple(self.script.proposal(first + index) for index in range(forward.propose_tokens))
+            self._events.put_nowait(Proposal(forward.step, proposal, 500))
+
+    def _produced(self, forward: Forward) -> tuple[int, ...]:
+        """The tokens that a step adds to the answer."""
+        if forward.kind is StepKind.PREFILL:
+            return ()
+        rows = forward.token_ids[1:] if forward.kind is StepKind.VERIFY else ()
+        behind = forward.base_position + (1 if forward.kind is StepKind.VERIFY else len(forward.token_ids))
+        index = behind - self.opening["prompt_length"]
+        accepted = 0
+        while accepted < len(rows) and rows[accepted] == self.script.token(index + accepted):
+            accepted += 1
+        return tuple(self.script.token(index + offset) for offset in range(accepted + 1))
+
+    async def save_snapshot(self, save: SnapshotSave) -> None:
+        self.saves.append(save)
+        self.kept[save.snapshot_id] = save.length
+        self._events.put_nowait(SnapshotSaved(save.snapshot_id, save.length, (SnapshotPart(PLACE, 1000, 10),)))
+
+    async def restore_snapshot(self, restore: SnapshotRestore) -> None:
+        self.restores.append(restore)
+        if self.kept.get(restore.snapshot_id, -1) < restore.length:
+            self._events.put_nowait(NotFound("the snapshot is not kept here"))
+            return
+        self._events.put_nowait(
+            SnapshotRestored(restore.snapshot_id, restore.length, (SnapshotPart(PLACE, 1000, 2_000_000),))
+        )
+
+    async def events(self) -> AsyncIterator[Event]:
+        while True:
+            event = await self._events.get()
+            if self.script.hold is not None:
+                await self.script.hold.wait()
+            if isinstance(event, FlashsplitError):
+                raise event
+            yield event
+
+    async def close(self, why: str = CLOSED) -> None:
+        self.closed = True
+
+
+class ScriptedCluster:
+    """The cluster of one scripted stage, with a draft of blocks of `block_size` rows beside it, or without one."""
+
+    addresses = (PLACE.address,)
+
+    def __init__(self, script: Script | None = None, *, block_size: int = 0) -> None:
+        self.script = script or Script()
+        target = WORKER.target
+        assert target is not None
+        described = replace(target, layers=LayerRange(0, 12), vocab_size=START + 1, max_position=CONTEXT)
+        draft = None
+        if block_size and WORKER.draft is not None:
+            draft = replace(WORKER.draft, block_size=block_size, max_position=CONTEXT, vocab_size=START + 1)
+        self.workers: tuple[WorkerDescription, ...] = (replace(WORKER, target=described, draft=draft),)
+        self.target: TargetDescription = described
+        self.draft: DraftDescription | None = draft
+        self.draft_worker = self.workers[0] if draft is not None else None
+        self.alive, self.trouble = True, None
+        self.sessions: list[ScriptedSession] = []
+        self.kept: dict[str, int] = {}
+        """The lengths of the snapshots that the worker keeps."""
+
+    async def open(self, **opening: Any) -> StageSession:
+        if self.script.open_error is not None:
+            raise self.script.open_error
+        self.sessions.append(ScriptedSession(self.script, opening, self.kept))
+        return self.sessions[-1]
+
+    async def explain(self, error: FlashsplitError) -> FlashsplitError:
+        return error
+
+    def snapshot_places(self, *, with_draft: bool) -> tuple[SnapshotPlace, ...]:
+        places = [SnapshotPlace(PLACE.address, SnapshotOwner.STAGE, LayerRange(0, 12), self.target.fingerprint)]
+        if with_draft and self.draft is not None:
+            places.append(SnapshotPlace(PLACE.address, SnapshotOwner.DRAFT, None, self.draft.fingerprint))
+        return tuple(places)
+
+    @property
+    def session(self) -> ScriptedSession:
+        """The session that was opened last."""
+        return self.sessions[-1]
+
+
+def engine(script: Script | None = None, *, template: str | None = CHATML, block_size: int = 0, **more: Any) -> Engine:
+    """An engine over a scripted cluster, which is its `cluster`."""
+    cluster: Any = ScriptedCluster(script, block_size=block_size)
+    return Engine(cluster, more.pop("files", None) or model_files(template), None, name="demo", **more)
+
+
+def request(prompt: Sequence[int] | str = "hi", **fields: Any) -> Request:
+    """A request for at most 64 tokens that ends with END."""
+    ids = tuple(prompt.encode()) if isinstance(prompt, str) else tuple(prompt)
+    return Request(
+        **{"request_id": "r", "max_tokens": 64, "stop_token_ids": frozenset({END}), **fields, "prompt_ids": ids}
+    )
