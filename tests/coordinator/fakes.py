@@ -44,6 +44,7 @@ from services.messages.steps import (
     StepKind,
     TokenLogprobs,
 )
+from services.processes.launch import DEFAULT_LAUNCH
 from services.rpc.stage import StageSession
 from tests.services.fakes import WORKER
 
@@ -204,6 +205,7 @@ class ScriptedCluster:
     """The cluster of one scripted stage, with a draft of blocks of `block_size` rows beside it, or without one."""
 
     addresses = (PLACE.address,)
+    launch = DEFAULT_LAUNCH
 
     def __init__(self, script: Script | None = None, *, block_size: int = 0) -> None:
         self.script = script or Script()

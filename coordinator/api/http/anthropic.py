@@ -117,7 +117,7 @@ def routes(engine: Engine) -> APIRouter:
             "model": body.model or engine.name,
         }
         if body.stream:
-            return await event_stream(http.url.path, _stream(engine, exchange, head))
+            return await event_stream(http, _stream(engine, exchange, head))
         return JSONResponse(await unless_gone(http, _whole(engine, exchange, head)))
 
     @router.post("/v1/messages/count_tokens", response_model=None)

@@ -62,7 +62,7 @@ def routes(engine: Engine) -> APIRouter:
         }
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
-            return await event_stream(http.url.path, _stream(engine, exchange, body.n, head, usage=usage))
+            return await event_stream(http, _stream(engine, exchange, body.n, head, usage=usage))
         return JSONResponse(await unless_gone(http, _whole(engine, exchange, body.n, head)))
 
     return router

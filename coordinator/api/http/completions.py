@@ -51,7 +51,7 @@ def routes(engine: Engine) -> APIRouter:
         echoes = [_text(engine, request.prompt_ids) if body.echo else "" for request in requests]
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
-            return await event_stream(http.url.path, _stream(engine, requests, head, echoes, usage=usage))
+            return await event_stream(http, _stream(engine, requests, head, echoes, usage=usage))
         return JSONResponse(await unless_gone(http, _whole(engine, requests, head, echoes)))
 
     return router

@@ -46,16 +46,19 @@ async def _disconnected(request: Request) -> None:
 
 
 async def event_stream(
-    path: str, events: AsyncGenerator[dict[str, Any] | str | tuple[str, dict[str, Any]]]
+    request: Request, events: AsyncGenerator[dict[str, Any] | str | tuple[str, dict[str, Any]]]
 ) -> EventSourceResponse:
     """Return a reply that streams events: an object or a text as `data`, a pair as a named event and its data.
 
-    An error before the first event is raised, so that it gets a status; a later one becomes an event.
+    An error before the first event is raised, so that it gets a status; a later one becomes an event. Raises ClientGone
+    when the client disconnects before the first event.
     """
-    try:
-        first = await anext(events)
-    except StopAsyncIteration:
-        first = None
+    path = request.url.path
+
+    async def first_event() -> dict[str, Any] | str | tuple[str, dict[str, Any]] | None:
+        return await anext(events, None)
+
+    first = await unless_gone(request, first_event())
 
     async def frames() -> AsyncGenerator[dict[str, str]]:
         try:

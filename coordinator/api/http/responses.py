@@ -50,7 +50,7 @@ def routes(engine: Engine) -> APIRouter:
         )
         head = _head(engine, body, exchange)
         if body.stream:
-            return await event_stream(http.url.path, _stream(engine, exchange, head))
+            return await event_stream(http, _stream(engine, exchange, head))
         return JSONResponse(await unless_gone(http, _whole(engine, exchange, head)))
 
     return router

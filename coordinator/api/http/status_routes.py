@@ -38,7 +38,7 @@ def routes(engine: Engine, board: Board) -> APIRouter:
     async def events(http: Request) -> Response:
         """Server-sent events named `blocks`, until the client goes: decode steps of all requests as they are answered,
         each with its request's id, rows sent, rows kept and milliseconds."""
-        return await event_stream(http.url.path, _blocks(engine, board))
+        return await event_stream(http, _blocks(engine, board))
 
     return router
 

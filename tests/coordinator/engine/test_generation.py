@@ -259,6 +259,17 @@ async def test_a_prompt_that_is_kept_whole_resumes_at_its_end() -> None:
     assert answer.text == "hello"
 
 
+async def test_the_end_of_an_answer_is_kept() -> None:
+    """The next question of a chat begins behind the answer before it."""
+    cluster: Any = ScriptedCluster()
+    async with PrefixCache(cluster, "text", policy=KeepPolicy(min_tokens=4)) as prefixes:
+        await answered(cluster, prompt="first question", prefixes=prefixes)
+        await prefixes.close()
+        _, answer = await answered(cluster, prompt="first questionhello, second question", prefixes=prefixes)
+    assert answer.text == "hello"
+    assert answer.stats.cached_tokens == len("first questionhello")
+
+
 async def test_a_prefix_that_a_worker_has_lost_is_computed() -> None:
     """The request runs cold and its client sees nothing of it."""
     cluster: Any = ScriptedCluster()
