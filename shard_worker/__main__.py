@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import sys
+from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +20,7 @@ from services.addresses import is_loopback
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
 from services.event_loop import run
 from services.messages.description import ROLE_SUMMARIES, Role
-from services.net.security import load_security
+from services.net.security import Security, load_security
 from services.net.server import Server
 from services.processes.lifeline import die_with
 from services.rpc.payload_transport import PayloadTransport
@@ -31,6 +32,40 @@ log = structlog.get_logger()
 
 BROKEN_EXIT, BROKEN_S = 3, 0.5
 """Exit status of a worker whose GPU is broken, and how long the answer that says so has to leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """What the command line says, flag by flag; `--help` describes them."""
+
+    listen: str
+    devices: str
+    roles: str
+    model: str | None
+    draft: str | None
+    prefill_drafter: str | None
+    threads: int | None
+    cuda_graphs: bool | None
+    prefix_cache_bytes: str | None
+    tls_cert: str | None
+    tls_key: str | None
+    tls_ca: str | None
+    tls_server_name: str | None
+    cluster_token_file: str | None
+    payload_transport: str
+    insecure: bool
+    health_port: int
+    drain_timeout: float
+    log_level: str
+    log_format: str | None
+    lifeline_fd: int | None
+    scratch: Path | None
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """This host's checkpoint directories, by the field of a load part that they replace."""
+        directories = {"model_path": self.model, "draft_path": self.draft, "drafter_path": self.prefill_drafter}
+        return {field: directory for field, directory in directories.items() if directory}
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -143,36 +178,13 @@ BROKEN_EXIT, BROKEN_S = 3, 0.5
     is_flag=True,
     is_eager=True,
     expose_value=False,
-    callback=lambda context, option, wanted: _list_devices(context) if wanted else None,
+    callback=lambda context, option, listing: _list_devices(context) if listing else None,
     help="Print the GPUs that this worker's torch can use, or cpu, a line each, and exit.",
 )
 @click.option("--lifeline-fd", type=int, hidden=True)
 @click.option("--scratch", type=click.Path(path_type=Path), hidden=True)
 @click.version_option(metadata.version("flashsplit"), prog_name="flashsplit-worker")
-def main(
-    listen: str,
-    devices: str,
-    roles: str,
-    model: str | None,
-    draft: str | None,
-    prefill_drafter: str | None,
-    threads: int | None,
-    cuda_graphs: bool | None,
-    prefix_cache_bytes: str | None,
-    tls_cert: str | None,
-    tls_key: str | None,
-    tls_ca: str | None,
-    tls_server_name: str | None,
-    cluster_token_file: str | None,
-    payload_transport: str,
-    insecure: bool,
-    health_port: int,
-    drain_timeout: float,
-    log_level: str,
-    log_format: str | None,
-    lifeline_fd: int | None,
-    scratch: Path | None,
-) -> None:
+def main(**values: Any) -> None:
     """Serve layers of a model, or a draft, from this host's devices.
 
     The worker waits for a coordinator (flashsplit generate, serve) that names its address in --target-devices or
@@ -182,52 +194,36 @@ def main(
       flashsplit-worker --listen 0.0.0.0:7001 --device cuda:0 --tls-cert a.pem --tls-key a-key.pem --tls-ca ca.pem
       flashsplit generate --model DIR --target-devices cpu,a:7001 --prompt Hi --tls-cert coordinator.pem …
     """
-    if lifeline_fd is not None:
-        die_with(lifeline_fd, scratch)
-    configure_logs(log_level, log_format)
+    flags = Flags(**values)
+    if flags.lifeline_fd is not None:
+        die_with(flags.lifeline_fd, flags.scratch)
+    configure_logs(flags.log_level, flags.log_format)
     start_tracing("flashsplit-worker")
     try:
         security = load_security(
-            tls_cert=tls_cert,
-            tls_key=tls_key,
-            tls_ca=tls_ca,
-            tls_server_name=tls_server_name,
-            cluster_token_file=cluster_token_file,
+            tls_cert=flags.tls_cert,
+            tls_key=flags.tls_key,
+            tls_ca=flags.tls_ca,
+            tls_server_name=flags.tls_server_name,
+            cluster_token_file=flags.cluster_token_file,
         )
-        if not is_loopback(listen) and security.tls is None and not insecure:
+        if not is_loopback(flags.listen) and security.tls is None and not flags.insecure:
             raise click.UsageError(
-                f"--listen {listen} can be reached from other hosts and nothing would be encrypted"
+                f"--listen {flags.listen} can be reached from other hosts and nothing would be encrypted"
                 f"{', the cluster token neither' if security.token is not None else ''}: give --tls-cert, --tls-key "
                 "and --tls-ca (flashsplit certs makes them), listen on 127.0.0.1 or unix:PATH, or accept that with "
                 "--insecure"
             )
-        budget = None if prefix_cache_bytes is None else parse_size(prefix_cache_bytes, "--prefix-cache-bytes")
-        run(
-            _serve(
-                listen,
-                devices,
-                health_port,
-                drain_timeout,
-                roles=_parse_roles(roles),
-                paths={
-                    name: path
-                    for name, path in (("model_path", model), ("draft_path", draft), ("drafter_path", prefill_drafter))
-                    if path
-                },
-                threads=threads,
-                cuda_graphs=cuda_graphs,
-                snapshot_budget_bytes=budget,
-                security=security,
-                transport=PayloadTransport(payload_transport),
-            )
-        )
+        budget = flags.prefix_cache_bytes
+        budget_bytes = None if budget is None else parse_size(budget, "--prefix-cache-bytes")
+        run(_serve(flags, _parse_roles(flags.roles), security, budget_bytes))
     except FlashsplitError as error:
         print(f"flashsplit-worker: {error.message}", file=sys.stderr)
         sys.exit(2)
 
 
 def _check_engine() -> None:
-    """Raises FailedPrecondition in an installation for the coordinator alone."""
+    """Check that what a worker needs is installed. Raises FailedPrecondition where it is not."""
     missing = [name for name in ("torch", "safetensors", "numpy", "llguidance") if find_spec(name) is None]
     if missing:
         raise FailedPrecondition(
@@ -237,6 +233,7 @@ def _check_engine() -> None:
 
 
 def _list_devices(context: click.Context) -> None:
+    """Print the devices that this host has, and exit."""
     try:
         _check_engine()
     except FlashsplitError as error:
@@ -248,6 +245,7 @@ def _list_devices(context: click.Context) -> None:
 
 
 def _parse_roles(text: str) -> tuple[Role, ...]:
+    """Return the roles in the value of --roles, each once. Raises UsageError for an unknown one."""
     known = [role.value for role in Role]
     names = [name.strip() for name in text.split(",")]
     for name in names:
@@ -256,8 +254,11 @@ def _parse_roles(text: str) -> tuple[Role, ...]:
     return tuple(Role(name) for name in dict.fromkeys(names))
 
 
-async def _serve(listen: str, devices: str, health_port: int, drain_s: float, **config: Any) -> None:
-    """config: what `WorkerConfig` holds beside the devices."""
+async def _serve(flags: Flags, roles: tuple[Role, ...], security: Security, budget_bytes: int | None) -> None:
+    """Serve until a signal asks to stop. budget_bytes: of --prefix-cache-bytes, None for the default.
+
+    Raises InvalidArgument for flags that this host's devices cannot follow.
+    """
     _check_engine()
     # torch takes seconds to import: --help and a wrong flag should not wait for it. Its objects live as long as the
     # process: looking through them again and again while more of them are made would take a sixth of the start.
@@ -268,31 +269,43 @@ async def _serve(listen: str, devices: str, health_port: int, drain_s: float, **
 
     gc.freeze()
     gc.enable()
-    parsed = parse_devices("+".join(best_devices()) if devices == "best" else devices)
-    if (graphs := config.pop("cuda_graphs")) is not None and not any(device.is_gpu for device in parsed):
-        flag = "--cuda-graphs" if graphs else "--no-cuda-graphs"
-        raise InvalidArgument(f"{flag} has no effect on {devices}: name a GPU in --device, or leave it out", field=flag)
-    if config["snapshot_budget_bytes"] is None:
-        config["snapshot_budget_bytes"] = default_budget_bytes()
+    devices = parse_devices("+".join(best_devices()) if flags.devices == "best" else flags.devices)
+    if flags.cuda_graphs is not None and not any(device.is_gpu for device in devices):
+        flag = "--cuda-graphs" if flags.cuda_graphs else "--no-cuda-graphs"
+        raise InvalidArgument(
+            f"{flag} has no effect on {flags.devices}: name a GPU in --device, or leave it out", field=flag
+        )
     loop = asyncio.get_running_loop()
 
     def on_broken() -> None:
-        log.error("worker.broken", device=devices)
+        log.error("worker.broken", device=flags.devices)
         # Who asked hears of it first. What is left cannot be closed: that would call the device.
         loop.call_soon_threadsafe(loop.call_later, BROKEN_S, os._exit, BROKEN_EXIT)
 
-    worker = Worker(WorkerConfig(parsed, cuda_graphs=graphs is not False, on_broken=on_broken, **config))
-    server = Server(listen, worker.registrations(), security=config["security"], health_port=health_port)
+    worker = Worker(
+        WorkerConfig(
+            devices=devices,
+            roles=roles,
+            paths=flags.paths,
+            threads=flags.threads,
+            snapshot_budget_bytes=default_budget_bytes() if budget_bytes is None else budget_bytes,
+            security=security,
+            transport=PayloadTransport(flags.payload_transport),
+            cuda_graphs=flags.cuda_graphs is not False,
+            on_broken=on_broken,
+        )
+    )
+    server = Server(flags.listen, worker.registrations(), security=security, health_port=flags.health_port)
     stopping = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
     await server.start()
     worker.address = server.address
-    log.info("worker.ready", address=server.address, device=devices, roles=[str(role) for role in config["roles"]])
+    log.info("worker.ready", address=server.address, device=flags.devices, roles=[str(role) for role in roles])
     await stopping.wait()
     await server.set_serving(False)
     ending = asyncio.ensure_future(worker.end_links_when_idle())
-    await server.stop(drain_s)
+    await server.stop(flags.drain_timeout)
     ending.cancel()
     await worker.close()
     log.info("worker.stopped")

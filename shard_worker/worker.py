@@ -1,6 +1,7 @@
-"""A worker process's parts put together: devices, their thread, roles, and what is loaded.
+"""A worker process put together: its devices, the thread that computes on them, its roles and its store of snapshots.
 
-Implements `services.rpc.worker.WorkerPort`.
+It implements `services.rpc.worker.WorkerPort`, and knows no role by name: what a role loads, describes and serves is
+the role's own.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ from shard_worker.snapshots.store import SnapshotStore
 from shard_worker.snapshots.transfer import SnapshotTransfer
 
 PROGRESS_INTERVAL_S = 0.1
+"""Between two reports of how far a load is, and two looks at whether sessions have ended."""
 
 SESSIONS_GRACE_S = 2.0
-"""For sessions whose client has just gone, before a load is refused because of them."""
+"""How long sessions whose client has just gone may take to end, before a load is refused because of them."""
 
 log = structlog.get_logger()
 
@@ -71,7 +73,10 @@ class WorkerConfig:
 
 
 class Worker:
-    """One worker. `address` is where peers reach it, known once it listens; `roles` is what it offers, by name."""
+    """One worker.
+
+    address: where others reach it, known once it listens. roles: what it offers, by name.
+    """
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
@@ -173,7 +178,10 @@ class Worker:
         return await self._thread.submit(len, payload)
 
     async def end_links_when_idle(self) -> None:
-        """Stop sharing memory with callers once none of them has a session: for a worker that takes no new ones."""
+        """Stop sharing memory with callers once none of them has a session.
+
+        For a worker that takes no new sessions.
+        """
         while self._open_sessions():
             await asyncio.sleep(PROGRESS_INTERVAL_S)
         self._sharing.end()
@@ -223,7 +231,7 @@ class Worker:
 
 
 async def _sessions_ended(role: WorkerRole[Any]) -> bool:
-    """Whether no session is open; those whose client has just gone have a moment to end."""
+    """Wait up to SESSIONS_GRACE_S for a role's sessions to end. Returns whether none is open."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(SESSIONS_GRACE_S):
             while role.open_sessions:

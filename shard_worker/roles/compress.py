@@ -1,4 +1,4 @@
-"""The compress role: holds a drafter and reads prompts with it, layer by layer between other work of the device."""
+"""The compress role: holds a small model and reads prompts with it, one layer at a time between other work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shard_worker.weights.checkpoint import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class LoadedDrafter:
-    """A drafter, and what it was loaded by."""
+    """A drafter, and the part that it was loaded by."""
 
     part: LoadDrafter
     drafter: Drafter
@@ -50,7 +50,7 @@ class CompressRole(WorkerRole[LoadDrafter]):
         return [CompressServicer(self).register]
 
     def load(self, part: LoadDrafter, on_progress: Callable[[int, int], None]) -> None:
-        """Runs on the device thread. Errors as in `load_drafter`."""
+        """Load a drafter. Raises what `load_drafter` raises."""
         self.loaded = None
         checkpoint = Checkpoint(part.drafter_path, "--prefill-drafter")
         self.loaded = LoadedDrafter(part, load_drafter(checkpoint, self._device, part.dtype, on_progress))
@@ -69,7 +69,10 @@ class CompressRole(WorkerRole[LoadDrafter]):
         )
 
     async def compress(self, request: CompressRequest) -> AsyncGenerator[CompressProgress | Compressed]:
-        """As the port says."""
+        """Read a prompt: yield the layers done after each one, and at last the token ranges to keep.
+
+        Raises FailedPrecondition when the drafter of the request is not loaded, and what `check_prompt` raises.
+        """
         loaded = self.loaded
         if loaded is None:
             raise FailedPrecondition("no drafter is loaded on this worker", reason="NOT_LOADED")
@@ -88,25 +91,25 @@ class CompressRole(WorkerRole[LoadDrafter]):
         self._running += 1
         try:
             forward_ns = 0
-            steps = drafter.score(request.token_ids)
+            scoring = drafter.score(request.token_ids)
             while True:
-                step, elapsed_ns = await self._thread.submit(_timed, steps)
+                result, elapsed_ns = await self._thread.submit(_timed_step, scoring)
                 forward_ns += elapsed_ns
-                if isinstance(step, list):
+                if isinstance(result, list):
                     break
-                yield CompressProgress(step, drafter.config.num_layers)
-            chunks = select_chunks(step, request.token_ids, request.keep_ratio)
+                yield CompressProgress(result, drafter.config.num_layers)
+            chunks = select_chunks(result, request.token_ids, request.keep_ratio)
             yield Compressed(tuple(kept_ranges(chunks, length)), forward_ns)
         finally:
             self._running -= 1
 
 
-def _timed(steps: Iterator[int | list[float]]) -> tuple[int | list[float], int]:
-    """The next step of a score and its nanoseconds."""
+def _timed_step(scoring: Iterator[int | list[float]]) -> tuple[int | list[float], int]:
+    """Compute one more layer of `Drafter.score`. Returns what it yields, and the nanoseconds that it took."""
     started_ns = time.monotonic_ns()
-    return next(steps), time.monotonic_ns() - started_ns
+    return next(scoring), time.monotonic_ns() - started_ns
 
 
 def make_role(resources: RoleResources) -> CompressRole:
-    """As `shard_worker.roles` says."""
+    """Make the role; the worker finds this function by the module's name."""
     return CompressRole(resources)

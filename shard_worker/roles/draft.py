@@ -1,4 +1,4 @@
-"""The draft role: holds a draft, serves sessions over the wire and lends itself to the last stage beside it."""
+"""The draft role: holds a draft, serves sessions of other workers, and lends itself to the last stage beside it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,16 @@ from shard_worker.weights.checkpoint import Checkpoint
 from shard_worker.weights.weight import DenseWeight, Weight
 
 MAX_LENGTH = 1 << 20
-"""Most tokens of a session: no target's context is longer."""
+"""The most tokens of a session: no target's context is longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
-    """A draft. engine: as this worker's own sessions use it; beside a stage another one shares that stage's head."""
+    """A loaded draft.
+
+    part: what it was loaded by. engine: the draft as sessions from other workers use it; a stage beside it makes
+    another one, with its own head.
+    """
 
     part: LoadDraft
     engine: DraftEngine
@@ -89,7 +93,10 @@ class DraftRole(WorkerRole[LoadDraft]):
         return sum(session.held_bytes for session in self.sessions)
 
     def load(self, part: LoadDraft, on_progress: Callable[[int, int], None]) -> None:
-        """Load a draft; runs on the device thread. Errors as in `DraftKind.load`."""
+        """Load a draft, and for HeadPlace.LOADED the target's lm_head.
+
+        Raises what `DraftKind.load` raises, and InvalidArgument for a head of another shape.
+        """
         self.loaded = None
         checkpoint = open_checkpoint(part.draft_path, "--draft")
         draft = drafter_of(checkpoint).load(checkpoint, self._device, part.dtype, on_progress)
@@ -161,6 +168,7 @@ class DraftRole(WorkerRole[LoadDraft]):
         return StepEngine.GRAPHS if self.resources.graphs else StepEngine.KERNELS
 
     def _load_head(self, target: Checkpoint, draft: Draft) -> Weight:
+        """Return the target's lm_head [vocab, hidden] on the draft's device and in its dtype."""
         tied = "lm_head.weight" not in target.headers
         name = matrix_name(target, "embed_tokens.weight") if tied else "lm_head.weight"
         matrix = target.tensor(name).to(self._device.torch_device, draft.dtype, copy=True)
@@ -188,7 +196,7 @@ class LocalDraftSession:
         self._role, self._thread, self._loaded, self._state = role, thread, loaded, state
         self._max_length, self._location = request.max_length, location
         self._record = SessionRecord(request.request_id, request.trace, location, None)
-        # Plain slices of one set of rows come one after the other; they count when all are there.
+        # The slices of one set of rows arrive one after the other, and count once all are there.
         self._gathered = Features()
         self.host, self.device = location.host, loaded.draft.device.name
         self.max_tensor_bytes = MAX_ROWS * loaded.draft.config.hidden_size * 4
@@ -236,7 +244,7 @@ class LocalDraftSession:
                 field="token_id",
             )
         if self._loaded.part.head_place is HeadPlace.LOADED:
-            return await self._thread.submit(self._record.timed, self._draft_token, request)
+            return await self._thread.submit(self._record.timed, self._draft_tokens, request)
         if request.embed is None or self._check_shape("embed.rows", request.embed) != 2:
             raise InvalidArgument(
                 "embed.rows must hold the known and the mask token's rows, [2, hidden]",
@@ -256,6 +264,7 @@ class LocalDraftSession:
 
     @property
     def held_bytes(self) -> int:
+        """Memory that the session's state takes by now."""
         return self._state.size_bytes
 
     async def close(self, why: str = CLOSED) -> None:
@@ -264,9 +273,9 @@ class LocalDraftSession:
             self._role.sessions.discard(self)
             self._record.end(why, self._state.length)
 
-    def _draft_token(self, request: Propose) -> tuple[int, ...]:
-        asked = DraftRequest(request.step, request.position, request.token_id, request.tokens)
-        return self._loaded.engine.propose(self._state, asked)
+    def _draft_tokens(self, request: Propose) -> tuple[int, ...]:
+        draft_request = DraftRequest(request.step, request.position, request.token_id, request.tokens)
+        return self._loaded.engine.propose(self._state, draft_request)
 
     def _hidden(self, request: Propose) -> WireTensor:
         assert request.embed is not None
@@ -275,6 +284,7 @@ class LocalDraftSession:
         return to_wire(engine.hidden(self._state, request.position, rows, request.tokens))
 
     def _check_shape(self, field: str, tensor: WireTensor) -> int:
+        """Return the number of rows. Raises InvalidArgument for what is not floats [rows, hidden]."""
         hidden = self._loaded.draft.config.hidden_size
         if len(tensor.shape) != 2 or tensor.shape[1] != hidden or tensor.dtype not in WEIGHT_DTYPES:
             raise InvalidArgument(
@@ -290,5 +300,5 @@ class LocalDraftSession:
 
 
 def make_role(resources: RoleResources) -> DraftRole:
-    """As `shard_worker.roles` says."""
+    """Make the role; the worker finds this function by the module's name."""
     return DraftRole(resources)

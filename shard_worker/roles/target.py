@@ -437,5 +437,5 @@ def _shares(draft: LoadDraft, target: LoadTarget) -> bool:
 
 
 def make_role(resources: RoleResources) -> TargetRole:
-    """As `shard_worker.roles` says."""
+    """Make the role; the worker finds this function by the module's name."""
     return TargetRole(resources)
