@@ -7,32 +7,66 @@ from dataclasses import dataclass
 
 import torch
 
-from services.model.config import LayerKind, ModelConfig
+from services.model.config import LayerKind, LinearAttentionConfig, ModelConfig
+from shard_worker.cache.recurrent_cache import RecurrentCache
+from shard_worker.model.layer_weights import LinearAttentionWeights
+from shard_worker.ops.activation import swiglu
 from shard_worker.ops.attention import Causal, grouped_mask, visibility
+from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import rope_table
+
+RecurrentPrefill = Callable[
+    [LinearAttentionConfig, LinearAttentionWeights, torch.Tensor, RecurrentCache, int, float], torch.Tensor
+]
+"""What a recurrent layer does between its two projections to rows that all count, given its sizes and weights, the rows
+of its first projection, the session's cache, the layer's slot in it, and the norm's epsilon.
+
+It advances the state, leaves the convolution's inputs to the caller, and returns [n, value_heads * value_head_dim].
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RowOperations:
+    """What is done to many rows between products, by whatever suits the device: chosen when a stage is built.
+
+    Layers call these and know no kernels. The defaults are plain torch, for every device.
+    """
+
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = rms_norm
+    """As `ops.norm.rms_norm`, over rows [n, hidden]."""
+    swiglu: Callable[[torch.Tensor], torch.Tensor] = swiglu
+    """As `ops.activation.swiglu`."""
+    recurrent_prefill: RecurrentPrefill | None = None
+    """None where recurrent layers take their rows one operator after the other."""
+
+
+PLAIN = RowOperations()
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """n rows of one step.
-
-    base: position of the first one. rope: from `rope_table`. masks: by layer kind; None where every row sees all
-    positions up to the last row's. deferred: the rows are guesses, so recurrent layers must not advance. kernels,
-    delta_kernels: as a segment has them. exact_rows: as of a session; None where a row need not come out the same in
-    steps of different numbers of rows.
-    """
+    """The n rows of one step."""
 
     base: int
+    """The position of the first row."""
     rope: tuple[torch.Tensor, torch.Tensor]
+    """Rotary cos and sin of every row, from `rope_table`."""
     masks: dict[LayerKind, torch.Tensor | Causal | None]
+    """By kind of layer, for `attend`; None where every row sees all positions up to the last row's."""
     uncommitted: bool
-    kernels: bool = False
-    delta_kernels: bool = False
+    """Whether it is decided later which rows count, so that recurrent layers must not advance."""
+    operations: RowOperations = PLAIN
+    """What suits the device."""
     batch_invariant_rows: int | None = None
+    """How many rows every product multiplies, so that a row comes out the same in steps of different numbers of rows;
+    None where it need not."""
 
     def each(self, work: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-        """An elementwise function of rows [n, …], given one by one where they must be exact: functions made of exp
-        round differently in the lanes of a vector and behind the last whole one."""
+        """Return an elementwise function of rows [n, …].
+
+        Batch-invariant rows are given one by one: functions made of exp round differently in the lanes of a vector and
+        behind the last whole one.
+        """
         if self.batch_invariant_rows is None or len(tensor) == 1:
             return work(tensor)
         return torch.cat([work(row) for row in tensor.chunk(len(tensor))])
@@ -47,17 +81,19 @@ def make_rows(
     count: int,
     uncommitted: bool,
     *,
-    kernels: bool = False,
-    delta_kernels: bool = False,
+    operations: RowOperations = PLAIN,
     batch_invariant_rows: int | None = None,
 ) -> Rows:
-    """Rows at [base, base + count) for layers of these kinds, in `like`'s dtype and device."""
+    """Return the rows at [base, base + count) for layers of these kinds, in the dtype and on the device of `like`.
+
+    frequencies: RoPE's, float32 [rotary_dim / 2]. The other arguments are fields of `Rows`.
+    """
     device, span = like.device, base + count
     positions = torch.arange(base, span, device=device)
     if batch_invariant_rows is not None:
         tables = [rope_table(position, frequencies, like.dtype) for position in positions.chunk(count)]
         cos, sin = (torch.cat(tensors) for tensors in zip(*tables, strict=True))
-        return Rows(base, (cos, sin), {}, uncommitted, kernels, delta_kernels, batch_invariant_rows)
+        return Rows(base, (cos, sin), {}, uncommitted, operations, batch_invariant_rows)
     masks: dict[LayerKind, torch.Tensor | Causal | None] = {}
     for kind in kinds - {LayerKind.LINEAR}:
         window = config.sliding_window if kind is LayerKind.SLIDING else None
@@ -70,4 +106,4 @@ def make_rows(
         else:
             seen = visibility(positions, torch.arange(span, device=device), causal=True, window=window)
             masks[kind] = grouped_mask(seen, config.heads // config.kv_heads, like.dtype)
-    return Rows(base, rope_table(positions, frequencies, like.dtype), masks, uncommitted, kernels, delta_kernels)
+    return Rows(base, rope_table(positions, frequencies, like.dtype), masks, uncommitted, operations)

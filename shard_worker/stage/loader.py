@@ -8,6 +8,7 @@ import torch
 
 from services.errors import InvalidArgument
 from services.layers import LayerRange
+from services.model.config import ModelConfig
 from services.model.families import read_model_config
 from services.model.target_tensors import TargetTensors, takes_model_dtype
 from shard_worker.device.devices import Device
@@ -17,6 +18,7 @@ from shard_worker.model.head import Head
 from shard_worker.model.kernel_support import can_prefill, can_run, check_float8, head_sizes
 from shard_worker.model.layer_weights import LayerTensors, norm_factor
 from shard_worker.model.layers import decoder
+from shard_worker.model.rows import PLAIN, RowOperations
 from shard_worker.ops.rope import inverse_frequencies
 from shard_worker.stage.segment import Segment
 from shard_worker.stage.stage import Stage
@@ -150,8 +152,7 @@ class StageLoader:
             frequencies=inverse_frequencies(self.config.rotary_dim, self.config.rope_theta, device.torch_device),
             capture=self._capture(layers, device, capture),
             dtype=self.dtype,
-            kernels=can_run(device, head_sizes(self.config)),
-            delta_kernels=can_prefill(device, self.config),
+            operations=row_operations(device, self.config),
             kv_dtype=self._kv_dtype,
         )
 
@@ -176,6 +177,17 @@ class StageLoader:
             if not (self.is_first and self.config.tied_head):
                 names.append(self._tensors.head)
         return names
+
+
+def row_operations(device: Device, config: ModelConfig) -> RowOperations:
+    """Return what suits a device: kernels where they run, plain torch elsewhere."""
+    if not can_run(device, head_sizes(config)):
+        return PLAIN
+    # Only where kernels can run is Triton installed.
+    from shard_worker.model.kernels import delta_prefill, elementwise
+
+    prefill = delta_prefill.run_layer if can_prefill(device, config) else None
+    return RowOperations(elementwise.rms_norm, elementwise.swiglu, prefill)
 
 
 def _spread(layers: LayerRange, devices: Sequence[Device]) -> list[tuple[LayerRange, Device]]:

@@ -15,7 +15,7 @@ from shard_worker.device.devices import Device
 from shard_worker.model.features import Capture, Features
 from shard_worker.model.layer_weights import DecoderWeights
 from shard_worker.model.layers import decoder
-from shard_worker.model.rows import make_rows
+from shard_worker.model.rows import PLAIN, RowOperations, make_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,8 @@ class Segment:
     frequencies: torch.Tensor
     capture: Capture | None
     dtype: torch.dtype
-    kernels: bool = False
-    """Whether what lies between products of many rows is done by kernels."""
-    delta_kernels: bool = False
-    """Whether recurrent layers take many rows by kernels."""
+    operations: RowOperations = PLAIN
+    """What is done to many rows between products."""
     kv_dtype: torch.dtype | None = None
     """What attention keys and values are kept in; None for `dtype`."""
 
@@ -73,8 +71,7 @@ class Segment:
             base_position,
             len(hidden),
             uncommitted,
-            kernels=self.kernels,
-            delta_kernels=self.delta_kernels,
+            operations=self.operations,
             batch_invariant_rows=batch_invariant_rows,
         )
         capture = self.capture if features is not None else None

@@ -19,6 +19,7 @@ from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.device.dtypes import to_device
 from shard_worker.model.features import Features
 from shard_worker.model.head import Head
+from shard_worker.model.rows import PLAIN
 from shard_worker.stage.segment import Segment
 from shard_worker.stage.step_graph import StepOutput, StepRows
 from shard_worker.stage.step_runner import StepRunner
@@ -88,14 +89,14 @@ class Stage:
                     runner.prepare(1, uncommitted=False, featured=True)
                     runner.prepare(BLOCK_ROWS, uncommitted=True, featured=True)
         for segment in self.segments:
-            if segment.kernels:
+            if segment.operations is not PLAIN:
                 rows = torch.zeros((2, self.config.hidden_size), dtype=self.dtype, device=segment.device.torch_device)
                 with segment.device.current():
                     segment.run(rows, 0, False, segment.allocate(len(rows), 1), None)
 
     def without_kernels(self) -> Stage:
         """The same in plain torch."""
-        segments = (replace(segment, kernels=False, delta_kernels=False) for segment in self.segments)
+        segments = (replace(segment, operations=PLAIN) for segment in self.segments)
         return replace(self, runners=(), segments=tuple(segments))
 
     def batch_invariant_rows(self, asked: int | None) -> int | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
@@ -13,7 +12,6 @@ from services.model.config import LayerKind, ModelConfig
 from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.model.layer_weights import DecoderWeights, LayerTensors, norm_factor
 from shard_worker.model.rows import Rows
-from shard_worker.ops.norm import rms_norm
 
 
 class Mixer(Protocol):
@@ -66,7 +64,7 @@ def run(
     caches: SegmentCaches,
 ) -> torch.Tensor:
     """Run one layer on hidden [n, hidden_size]. slot: its place in the cache of its kind."""
-    norm = _norm(rows)
+    norm = rows.operations.rms_norm
     normed = norm(hidden, weights.input_norm, config.norm_eps)
     hidden = hidden + _mixer(weights.kind.mixer).run(config, weights.mixer, weights.kind, slot, normed, rows, caches)
     normed = norm(hidden, weights.post_norm, config.norm_eps)
@@ -81,11 +79,3 @@ def _mixer(name: str) -> Mixer:
 @functools.cache
 def _feed_forward(name: str) -> FeedForward:
     return cast(FeedForward, importlib.import_module(f"{__package__}.{name}"))
-
-
-def _norm(rows: Rows) -> Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]:
-    if not rows.kernels:
-        return rms_norm
-    from shard_worker.model.kernels import elementwise
-
-    return elementwise.rms_norm

@@ -52,10 +52,9 @@ def run(
     widths = (shape.conv_channels, shape.value_dim, heads, heads)
     projected = weights.projection.matmul(x, None, rows.batch_invariant_rows)
     mix, z, b, a = projected.split_with_sizes(widths, -1)
-    if rows.delta_kernels and not rows.uncommitted:
-        from shard_worker.model.kernels import delta_prefill
-
-        gated = delta_prefill.run_layer(shape, weights, projected, cache, slot, config.norm_eps)
+    prefill = rows.operations.recurrent_prefill
+    if prefill is not None and not rows.uncommitted:
+        gated = prefill(shape, weights, projected, cache, slot, config.norm_eps)
         cache.advance_inputs(slot, mix)
         return weights.out.matmul(gated)
     mixed = rows.each(F.silu, deltanet.causal_conv(cache.window(slot, mix, rows.uncommitted), weights.taps))

@@ -1,12 +1,12 @@
-"""SwiGLU: `down(silu(gate(x)) * up(x))`, gate and up in one product."""
+"""SwiGLU, `down(silu(gate(x)) * up(x))`, with gate and up in one product."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from shard_worker.model.layer_weights import LayerTensors, MlpWeights
 from shard_worker.model.rows import Rows
+from shard_worker.ops.activation import swiglu
 from shard_worker.weights.weight import concatenate
 
 
@@ -20,10 +20,5 @@ def run(weights: MlpWeights, x: torch.Tensor, rows: Rows | None = None) -> torch
     """Return what rows x [n, hidden] become, [n, hidden]. rows: what they are, where they are a step's."""
     fixed_rows = None if rows is None else rows.batch_invariant_rows
     gate_up = weights.gate_up.matmul(x, None, fixed_rows)
-    if rows is not None and rows.kernels:
-        from shard_worker.model.kernels import elementwise
-
-        return weights.down.matmul(elementwise.swiglu(gate_up), None, fixed_rows)
-    gate, up = gate_up.chunk(2, -1)
-    gated = F.silu(gate) if rows is None else rows.each(F.silu, gate)
-    return weights.down.matmul(gated * up, None, fixed_rows)
+    hidden = swiglu(gate_up) if rows is None else rows.each(rows.operations.swiglu, gate_up)
+    return weights.down.matmul(hidden, None, fixed_rows)

@@ -14,7 +14,7 @@ from services.model.config import LayerKind, LinearAttentionConfig
 from shard_worker.cache.recurrent_cache import RecurrentCache
 from shard_worker.model.layer_weights import LinearAttentionWeights
 from shard_worker.model.layers import linear_attention
-from shard_worker.model.rows import Rows
+from shard_worker.model.rows import PLAIN, RowOperations, Rows
 from shard_worker.ops.norm import rms_norm
 from shard_worker.weights.weight import DenseWeight
 from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device
@@ -37,6 +37,13 @@ def test_norm_and_swiglu_are_those_of_plain_torch(width: int) -> None:
     close = {"rtol": 2e-2, "atol": 1e-2}
     torch.testing.assert_close(elementwise.rms_norm(x, weight, 1e-6), rms_norm(x, weight, 1e-6), **close)
     torch.testing.assert_close(elementwise.swiglu(x), F.silu(gate) * up, **close)
+
+
+def by_kernels() -> RowOperations:
+    """All of a step's operations by kernels."""
+    from shard_worker.model.kernels import delta_prefill, elementwise
+
+    return RowOperations(elementwise.rms_norm, elementwise.swiglu, delta_prefill.run_layer)
 
 
 def layer(shape: LinearAttentionConfig, hidden: int) -> LinearAttentionWeights:
@@ -79,8 +86,8 @@ def test_recurrent_layers_in_chunks(shape: LinearAttentionConfig, rows: int) -> 
     config: Any = SimpleNamespace(linear=shape, norm_eps=1e-6)
     x = torch.randn(rows, hidden, device=WHERE)
     results = []
-    for cache, kernels in zip(caches, (False, True), strict=True):
-        step = Rows(0, (like, like), {}, False, delta_kernels=kernels)
+    for cache, operations in zip(caches, (PLAIN, by_kernels()), strict=True):
+        step = Rows(0, (like, like), {}, False, operations)
         session: Any = SimpleNamespace(recurrent=cache)
         results.append(linear_attention.run(config, weights, LayerKind.LINEAR, 1, x, step, session))
 
@@ -96,7 +103,7 @@ def test_a_prefill_by_kernels_is_that_of_plain_torch(tiny: Tiny) -> None:
     """Through all layers of a model, in chunks of any size: the logits but for the rounding of 16 bits."""
     stage = load_stage(tiny.path("qwen3_5-ratio-3"), devices=[device()], dtype=str(DTYPE).removeprefix("torch."))
     plain = stage.without_kernels()
-    segments = tuple(replace(segment, kernels=True, delta_kernels=True) for segment in plain.segments)
+    segments = tuple(replace(segment, operations=by_kernels()) for segment in plain.segments)
     head, tokens = plain.head, tuple(ids(150))
     assert head is not None
     kernels = replace(plain, segments=segments)
