@@ -16,7 +16,7 @@ from services.errors import InvalidArgument
 from services.layers import LayerRange
 from services.messages.description import range_from_message, range_to_message
 from services.messages.tensors import CHUNK_BYTES, MAX_RANK, dtype_name, dtype_number
-from services.same_host.link import NO_LINKS, Sender, SharedLinks
+from services.same_host.link import NO_LINKS, LinkSender, SharedLinks
 
 MAX_ID_LENGTH = 128
 MAX_TENSORS = 16384
@@ -123,7 +123,7 @@ def check_id(snapshot_id: str, field: str = "snapshot_id") -> str:
 def frame_to_message(
     frame: SnapshotFrame,
     message: pb.PrefixSnapshotExportResponse | pb.PrefixSnapshotImportRequest,
-    sender: Sender | None = None,
+    sender: LinkSender | None = None,
 ) -> None:
     """Fill in the one of the message's frames that this is; bytes through the sender's shared memory, if given."""
     if isinstance(frame, SnapshotHeader):
@@ -166,7 +166,7 @@ def frame_from_message(
             data: bytes | bytearray = chunk.data
             if chunk.HasField("shared"):
                 data = bytearray()
-                links.take(chunk.shared, data)
+                links.read_payload(chunk.shared, data)
             if not 1 <= len(data) <= CHUNK_BYTES:
                 raise InvalidArgument(
                     f"chunk.data holds {len(data)} bytes; expected 1 to {CHUNK_BYTES}", field="chunk.data"

@@ -147,7 +147,7 @@ def incomplete(
     data: bytes | bytearray = message.data
     if message.HasField("shared"):
         data = bytearray()
-        links.take(message.shared, data)
+        links.read_payload(message.shared, data)
     return IncomingTensor(field, dtype, shape, total, data)
 
 
@@ -181,7 +181,7 @@ class IncomingTensor:
         if isinstance(self._data, bytes):
             self._data = bytearray(self._data)
         if chunk.HasField("shared"):
-            links.take(chunk.shared, self._data)
+            links.read_payload(chunk.shared, self._data)
         else:
             self._data += chunk.data
 

@@ -1,5 +1,5 @@
 """One module for each gRPC service, with its port (a Protocol), its servicer and its remote client.
 
-A user of these modules cannot tell a remote worker from one in the same process. It must not know torch, models or
+Who uses a port cannot tell a worker in another process from one in its own. This room must not know torch, models or
 requests of clients beyond their messages.
 """

@@ -1,4 +1,4 @@
-"""CompressService: the port, the servicer and the remote client for saying what of a prompt is worth computing."""
+"""CompressService: the port, the servicer and the remote client for finding what of a prompt is worth computing."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ SERVICE = pb.DESCRIPTOR.services_by_name["CompressService"].full_name
 
 
 class CompressPort(Protocol):
-    """A drafter, here or elsewhere."""
+    """A drafter, in this process or in another one."""
 
     def compress(self, request: CompressRequest) -> AsyncGenerator[CompressProgress | Compressed]:
-        """Progress, and at the end what to keep; closing it ends the work.
+        """Yield progress, and at the end what to keep; closing the generator ends the work.
 
         Raises FailedPrecondition when no or another drafter is loaded, InvalidArgument for tokens that it doesn't have.
         """
 
 
 class CompressServicer(pb_grpc.CompressServiceServicer):
-    """Frames to port."""
+    """Serves a `CompressPort` to callers in other processes."""
 
     def __init__(self, port: CompressPort) -> None:
         self._port = port
 
     def register(self, server: grpc.aio.Server) -> str:
+        """Add the service to a server, and return its full name."""
         pb_grpc.add_CompressServiceServicer_to_server(self, server)
         return SERVICE
 
@@ -50,7 +51,7 @@ class CompressServicer(pb_grpc.CompressServiceServicer):
 
 
 class RemoteCompressor:
-    """Port to frames: a drafter over a channel."""
+    """A drafter at the other end of a channel."""
 
     def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
         self._stub = pb_grpc.CompressServiceStub(channel)
@@ -63,7 +64,7 @@ class RemoteCompressor:
         *,
         timeout_s: float | None = None,
     ) -> Compressed:
-        """What to keep; errors as in `CompressPort`, and DataLoss for ranges that are none of the prompt's."""
+        """Return what to keep. Errors as in `CompressPort`, and DataLoss for ranges that are none of the prompt's."""
         compressed: Compressed | None = None
         call = self._stub.Compress(request_to_message(request), timeout=timeout_s)
         try:

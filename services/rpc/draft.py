@@ -29,7 +29,7 @@ from services.messages.draft_session import (
 )
 from services.messages.frames import FrameKinds, FrameReader, TensorLimits
 from services.messages.steps import FeatureSlice, SnapshotPart, SnapshotRestore, SnapshotSave
-from services.same_host.link import NO_LINKS, Sender, SharedLink, SharedLinks
+from services.same_host.link import NO_LINKS, LinkSender, SharedLink, SharedLinks
 from services.streams.client_stream import ClientStream
 from services.streams.frame_reading import read_frame
 from services.streams.server_stream import ServerStream
@@ -41,43 +41,44 @@ SERVICE = pb.DESCRIPTOR.services_by_name["DraftService"].full_name
 
 
 class DraftSession(Protocol):
-    """One request's draft state."""
+    """One request's state in a draft."""
 
     host: str
     device: str
     max_tensor_bytes: int
 
     async def feature_slice(self, piece: FeatureSlice) -> None:
-        """Take features of committed rows; positions must follow each other without gap."""
+        """Take features of committed rows; their positions follow each other without a gap."""
 
     async def propose(self, request: Propose) -> DraftAnswer:
-        """Guess. Raises FailedPrecondition when the features end somewhere else than at `position`."""
+        """Propose draft tokens. Raises FailedPrecondition when the features end elsewhere than at `position`."""
 
     async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
-        """Keep the state behind the features so far. Raises FailedPrecondition when they end elsewhere."""
+        """Keep the state behind the features so far. Raises FailedPrecondition when they have another length."""
 
     async def restore_snapshot(self, restore: SnapshotRestore) -> SnapshotPart:
         """Begin from a kept state. Raises NotFound when it isn't kept, FailedPrecondition after the first features."""
 
     async def close(self, why: str = CLOSED) -> None:
-        """Free the session. why: what ended it, in a word for the log. Safe to call twice."""
+        """Free the session. Safe to call twice. why: what ended it, in a word for the log."""
 
 
 class DraftPort(Protocol):
-    """A draft, here or elsewhere."""
+    """A draft, in this process or in another one."""
 
     async def open(self, request: OpenDraft) -> DraftSession:
         """Begin a session. Raises FailedPrecondition when another draft is loaded."""
 
 
 class DraftServicer(pb_grpc.DraftServiceServicer):
-    """Frames to port."""
+    """Serves a `DraftPort` to callers in other processes."""
 
     def __init__(self, port: DraftPort, links: SharedLinks = NO_LINKS) -> None:
         """links: the memory that callers share with this process."""
         self._port, self._links = port, links
 
     def register(self, server: grpc.aio.Server) -> str:
+        """Add the service to a server, and return its full name."""
         pb_grpc.add_DraftServiceServicer_to_server(self, server)
         return SERVICE
 
@@ -95,7 +96,7 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
                 opened = draft_pb2.DraftOpened(host=session.host, device=session.device, lane=lane is not None)
                 await stream.write(pb.RunDraftResponse(opened=opened))
                 if lane is not None:
-                    stream.use(lane)
+                    stream.use_lane(lane)
                 await self._serve(session, stream)
             finally:
                 stream.close()
@@ -118,10 +119,10 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
 
 
 class RemoteDraft:
-    """Port to frames: a `DraftPort` over a channel."""
+    """A `DraftPort` at the other end of a channel."""
 
     def __init__(self, channel: grpc.aio.Channel, address: str, link: SharedLink | None = None) -> None:
-        """link: memory shared with the worker there."""
+        """link: the memory shared with the worker there."""
         self._stub = pb_grpc.DraftServiceStub(channel)
         self._address, self._link = address, link
 
@@ -135,23 +136,24 @@ class RemoteDraft:
             if response is grpc.aio.EOF:
                 raise Unavailable(f"{self._address} closed the draft session without opening it", address=self._address)
             if lane is not None and response.opened.lane:
-                stream.use(lane, pb.RunDraftResponse.FromString)
+                stream.use_lane(lane, pb.RunDraftResponse.FromString)
             sender = None if self._link is None else self._link.sender()
             return RemoteDraftSession(stream, response.opened.host, response.opened.device, sender)
         except BaseException:
             stream.cancel()
             raise
         finally:
-            if lane is not None and not stream.uses(lane):
+            if lane is not None and not stream.uses_lane(lane):
                 lane.close()
 
 
 class RemoteDraftSession:
-    """A `DraftSession` at the other end of a stream. Its answers are bounded by what a block can hold."""
+    """A `DraftSession` at the other end of a stream."""
 
     max_tensor_bytes = 64 << 20
+    """The largest answer in bytes: more than a block of hidden rows takes."""
 
-    def __init__(self, stream: ClientStream, host: str, device: str, sender: Sender | None = None) -> None:
+    def __init__(self, stream: ClientStream, host: str, device: str, sender: LinkSender | None = None) -> None:
         self._stream, self._sender = stream, sender
         self.host, self.device = host, device
         stream.where |= {"host": host, "device": device}

@@ -1,4 +1,4 @@
-"""SharedMemoryService: how two processes come to a link, and keep it for as long as the call lasts."""
+"""SharedMemoryService: how two processes get a link, which they keep for as long as the call lasts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from flashsplit.shard.v1 import (
 )
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, Unavailable, answering
 from services.event_loop import first_done
-from services.same_host.frame_socket import Listener, call
+from services.same_host.frame_socket import FrameListener, connect_frames
 from services.same_host.link import SEGMENT_BYTES, SharedLink, SharedLinks
 from services.same_host.segment import OwnSegment, PeerSegment, SegmentOffer, available
-from services.same_host.step_socket import StepListener, StepSocket, Watcher, call_steps
+from services.same_host.step_socket import StepListener, StepSocket, Watcher, connect_steps
 from services.streams.client_stream import ClientStream
 
 log = structlog.get_logger()
@@ -29,17 +29,18 @@ SERVICE = pb.DESCRIPTOR.services_by_name["SharedMemoryService"].full_name
 
 
 class SharedMemoryServicer(pb_grpc.SharedMemoryServiceServicer):
-    """Adds a link to `links` for each call and takes it away again."""
+    """Adds a link to `links` for each call, and removes it when the call ends."""
 
     def __init__(self, links: SharedLinks, watcher: Watcher | None = None) -> None:
-        """watcher: the thread to which steps of other workers may come directly."""
+        """watcher: the thread to which steps of other workers may come directly, None where they may not."""
         self._links, self._watcher, self._ending = links, watcher, asyncio.Event()
 
     def end(self) -> None:
-        """End all links, and those that come: a server that stops would wait for its callers to end them."""
+        """End all links, and those yet to come: a server that stops would wait for its callers to end them."""
         self._ending.set()
 
     def register(self, server: grpc.aio.Server) -> str:
+        """Add the service to a server, and return its full name."""
         pb_grpc.add_SharedMemoryServiceServicer_to_server(self, server)
         return SERVICE
 
@@ -50,22 +51,23 @@ class SharedMemoryServicer(pb_grpc.SharedMemoryServiceServicer):
                 raise InvalidArgument("the first frame must be segment", field="frame")
             link = _link(secrets.randbits(64) or 1, _own(), first.segment)
             self._links.add(link)
-            # Each shows the other's secret: it has mapped its memory.
+            # Each side shows the nonce in the other's segment, and so that it has mapped it.
             nonces = {"own": first.segment.nonce, "expected": link.offer.nonce}
-            listener, steps = Listener(**nonces, then=link.use), self._step_listener(link, **nonces)
+            listener = FrameListener(**nonces, on_connected=link.use_frame_socket)
+            step_listener = self._step_listener(link, **nonces)
             try:
                 opened = shared_memory_pb2.SharedOpened(link_id=link.link_id, segment=_to_message(link.offer))
                 with contextlib.suppress(OSError):
                     opened.socket = await listener.start()
-                    if steps is not None:
-                        opened.step_socket = steps.start()
+                    if step_listener is not None:
+                        opened.step_socket = step_listener.start()
                 await context.write(shared_memory_pb2.ShareMemoryResponse(opened=opened))
                 response = shared_memory_pb2.ShareMemoryResponse
-                await first_done(_listen(link, context), _confirm(link, context, response), self._over())
+                await first_done(_listen(link, context), _confirm(link, context, response), self._until_ended())
             finally:
                 listener.close()
-                if steps is not None:
-                    steps.close()
+                if step_listener is not None:
+                    step_listener.close()
                 self._links.remove(link)
                 link.close()
 
@@ -73,9 +75,9 @@ class SharedMemoryServicer(pb_grpc.SharedMemoryServiceServicer):
         watcher = self._watcher
         if watcher is None:
             return None
-        return StepListener(own, expected, lambda made: link.use_steps(StepSocket(made, watcher)))
+        return StepListener(own, expected, lambda sock: link.use_step_socket(StepSocket(sock, watcher)))
 
-    async def _over(self) -> None:
+    async def _until_ended(self) -> None:
         await self._ending.wait()
 
 
@@ -111,9 +113,10 @@ class ClientLink:
 
 
 async def open_link(channel: grpc.aio.Channel, address: str, watcher: Watcher | None = None) -> ClientLink:
-    """Share memory with the process at the other end. watcher: the thread to which its steps may come directly.
+    """Share memory with the process at the other end of a channel.
 
-    Raises FailedPrecondition where the two can't.
+    watcher: the thread to which its steps may come directly, None where they may not. Raises FailedPrecondition where
+    the two processes cannot share memory.
     """
     if not available():
         raise FailedPrecondition("this system has no anonymous files to share memory by", reason="NOT_SHARED")
@@ -132,9 +135,9 @@ async def open_link(channel: grpc.aio.Channel, address: str, watcher: Watcher | 
     opened, nonces = response.opened, {"own": response.opened.segment.nonce, "expected": own.offer.nonce}
     try:
         if opened.HasField("socket"):
-            link.use(await call(opened.socket, **nonces))
+            link.use_frame_socket(await connect_frames(opened.socket, **nonces))
         if opened.HasField("step_socket") and watcher is not None:
-            link.use_steps(StepSocket(await call_steps(opened.step_socket, **nonces), watcher))
+            link.use_step_socket(StepSocket(await connect_steps(opened.step_socket, **nonces), watcher))
     except FailedPrecondition as error:
         log.info("frame_socket.none", address=address, why=error.message)
     except BaseException:
@@ -170,7 +173,7 @@ def _to_message(offer: SegmentOffer) -> shared_memory_pb2.SharedSegment:
 
 
 async def _listen(link: SharedLink, stream: Any) -> None:
-    """Take note of what the other side has read, until it ends the call."""
+    """Free what the other side has read, until it ends the call."""
     while (frame := await stream.read()) is not grpc.aio.EOF:
         if frame.WhichOneof("frame") != "consumed":
             raise InvalidArgument("only consumed may follow the first frame", field="frame")
@@ -178,9 +181,14 @@ async def _listen(link: SharedLink, stream: Any) -> None:
 
 
 async def _confirm(link: SharedLink, stream: Any, message: Any) -> None:
-    """Tell the other side what was read here."""
+    """Tell the other side what was read here, for as long as the call lasts."""
     send = stream.send if isinstance(stream, ClientStream) else stream.write
     while True:
-        read = await link.read()
-        consumed = shared_memory_pb2.SharedConsumed(sequences=read.sequences, transfer_ids=read.transfer_ids)
-        await send(message(consumed=consumed))
+        consumed = await link.next_consumed()
+        await send(
+            message(
+                consumed=shared_memory_pb2.SharedConsumed(
+                    sequences=consumed.sequences, transfer_ids=consumed.transfer_ids
+                )
+            )
+        )

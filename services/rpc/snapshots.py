@@ -1,6 +1,6 @@
-"""SnapshotService: the port, the servicer and the remote client for prefix state in and out of a worker.
+"""SnapshotService: the port, the servicer and the remote client for prefix state on its way into and out of a worker.
 
-Runs on a channel of its own, so that a snapshot never waits in front of a step.
+It runs on a channel of its own, so that no step waits behind a snapshot.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from services.messages.snapshots import (
     owner_from_number,
     owner_to_number,
 )
-from services.same_host.link import NO_LINKS, Sender, SharedLink, SharedLinks
+from services.same_host.link import NO_LINKS, LinkSender, SharedLink, SharedLinks
 from services.streams.client_stream import ClientStream
 
 SERVICE = pb.DESCRIPTOR.services_by_name["SnapshotService"].full_name
 
 
 class SnapshotImport(Protocol):
-    """One import on its way. Nothing is kept before `commit`; one of `commit` and `abort` ends it."""
+    """One import on its way. Nothing is kept before `commit`; either `commit` or `abort` ends it."""
 
     async def write(self, chunk: SnapshotChunk) -> None:
         """Take the next bytes. Raises InvalidArgument for a gap, an overlap or an overrun."""
 
     async def commit(self, trailer: SnapshotTrailer) -> SnapshotImported:
-        """Keep it. Raises DataLoss when bytes are missing or don't match their digests."""
+        """Keep the snapshot. Raises DataLoss when bytes are missing or don't match their digests."""
 
     def abort(self) -> None:
-        """Forget what came. Safe to call after `commit`."""
+        """Drop what came. Safe to call after `commit`."""
 
 
 class SnapshotPort(Protocol):
@@ -54,30 +54,32 @@ class SnapshotPort(Protocol):
     def export_snapshot(
         self, owner: SnapshotOwner, snapshot_id: str, first_token: int, parent_id: str | None
     ) -> AsyncIterator[SnapshotFrame]:
-        """Header, chunks, trailer; attention rows from `first_token` on, where what `parent_id` names ends.
+        """Yield header, chunks and trailer, with the attention rows from `first_token` on, where the snapshot named by
+        `parent_id` ends.
 
         Raises NotFound when it isn't kept.
         """
 
     async def import_snapshot(self, header: SnapshotHeader) -> SnapshotImport | None:
-        """Begin an import; None when the name is kept already.
+        """Begin an import; return None when the name is kept already.
 
         Raises InvalidArgument when the tensors aren't those of the model at hand, FailedPrecondition for another model
         or a missing parent, ResourceExhausted beyond the budget.
         """
 
     async def free_snapshots(self, snapshot_ids: Sequence[str]) -> int:
-        """Forget kept states, unless longer ones build on them; bytes freed."""
+        """Drop kept states, unless longer ones build on them, and return the number of bytes freed."""
 
 
 class SnapshotServicer(pb_grpc.SnapshotServiceServicer):
-    """Frames to port."""
+    """Serves a `SnapshotPort` to callers in other processes."""
 
     def __init__(self, port: SnapshotPort, links: SharedLinks = NO_LINKS) -> None:
         """links: the memory that callers share with this process."""
         self._port, self._links = port, links
 
     def register(self, server: grpc.aio.Server) -> str:
+        """Add the service to a server, and return its full name."""
         pb_grpc.add_SnapshotServiceServicer_to_server(self, server)
         return SERVICE
 
@@ -89,7 +91,7 @@ class SnapshotServicer(pb_grpc.SnapshotServiceServicer):
             parent_id = check_id(request.parent_id, "parent_id") if request.HasField("parent_id") else None
             sender = None
             if request.link_id:
-                # It outlives this call, whose last chunks may be unread when it ends: the caller says when it is over.
+                # The sender outlives this call, whose last chunks may be unread when it ends: the caller says when.
                 sender = self._links.get(request.link_id).transfer(request.transfer_id)
             async for frame in self._port.export_snapshot(owner, snapshot_id, request.first_token, parent_id):
                 response = snapshot_pb2.PrefixSnapshotExportResponse()
@@ -120,8 +122,8 @@ class SnapshotServicer(pb_grpc.SnapshotServiceServicer):
         if incoming is None:
             return SnapshotImported(0)
         try:
-            wanted = snapshot_pb2.PrefixSnapshotImportResponse(wanted=snapshot_pb2.PrefixSnapshotWanted())
-            await context.write(wanted)
+            go_on = snapshot_pb2.PrefixSnapshotImportResponse(wanted=snapshot_pb2.PrefixSnapshotWanted())
+            await context.write(go_on)
             while not isinstance(frame := await self._read(context), SnapshotTrailer):
                 if not isinstance(frame, SnapshotChunk):
                     raise InvalidArgument("a second header came where a chunk or the trailer was due", field="frame")
@@ -137,14 +139,14 @@ class SnapshotServicer(pb_grpc.SnapshotServiceServicer):
         return frame_from_message(request, self._links)
 
 
-def _request(frame: SnapshotFrame, sender: Sender | None) -> snapshot_pb2.PrefixSnapshotImportRequest:
+def _request(frame: SnapshotFrame, sender: LinkSender | None) -> snapshot_pb2.PrefixSnapshotImportRequest:
     request = snapshot_pb2.PrefixSnapshotImportRequest()
     frame_to_message(frame, request, sender)
     return request
 
 
 class RemoteSnapshots:
-    """Port to frames, for who has a channel instead of a worker."""
+    """The kept prefixes of a worker at the other end of a channel."""
 
     def __init__(self, channel: grpc.aio.Channel, address: str, link: SharedLink | None = None) -> None:
         """link: memory shared with the worker there."""
@@ -155,7 +157,7 @@ class RemoteSnapshots:
     async def export_snapshot(
         self, owner: SnapshotOwner, snapshot_id: str, first_token: int = 0, parent_id: str | None = None
     ) -> AsyncGenerator[SnapshotFrame]:
-        """As the port says."""
+        """Yield a kept state's frames, as the port says."""
         request = snapshot_pb2.PrefixSnapshotExportRequest(
             snapshot_id=snapshot_id, owner=owner_to_number(owner), first_token=first_token, parent_id=parent_id
         )
@@ -172,7 +174,7 @@ class RemoteSnapshots:
                 self._link.end_transfer(request.transfer_id)
 
     async def import_snapshot(self, frames: AsyncIterator[SnapshotFrame]) -> SnapshotImported:
-        """Send a whole snapshot; errors as the port's, and whatever reading `frames` raises.
+        """Send a whole snapshot, and return what it left. Errors as the port's, and whatever reading `frames` raises.
 
         Raises DataLoss when `frames` ends without a trailer.
         """
@@ -198,7 +200,7 @@ class RemoteSnapshots:
                 sender.close()
 
     async def free_snapshots(self, snapshot_ids: Sequence[str]) -> int:
-        """As the port says."""
+        """Drop kept states, as the port says."""
         with rpc_failures_as_errors(address=self._address):
             request = snapshot_pb2.SnapshotFreeRequest(snapshot_ids=snapshot_ids)
             return (await self._stub.SnapshotFree(request)).freed_bytes

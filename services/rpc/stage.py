@@ -1,7 +1,7 @@
 """StageService: the port, the servicer and the remote client for sessions on a chain of stages.
 
-The coordinator and every stage but the last are its clients. Which frames mean what stands in `stage.proto`; this
-module only turns frames into dataclasses and back, and keeps the stream's life and the session's life together.
+The coordinator and every stage but the last are its clients. What the frames mean stands in `stage.proto`; this module
+hands them over to the port and back, and ends the stream with the session and the session with the stream.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from services.messages.steps import (
     SnapshotSaved,
     StageIdentity,
 )
-from services.same_host.link import NO_LINKS, Sender, SharedLink, SharedLinks
+from services.same_host.link import NO_LINKS, LinkSender, SharedLink, SharedLinks
 from services.streams.client_stream import ClientStream
 from services.streams.frame_reading import read_frame
 from services.streams.server_stream import ServerStream
@@ -55,68 +55,70 @@ from services.telemetry.trace_context import log_for
 SERVICE = pb.DESCRIPTOR.services_by_name["StageService"].full_name
 
 MAX_STEPS_AHEAD = 64
-"""Steps that a stage takes before it waits for the caller to read answers, so that unread ones cannot pile up."""
+"""The steps that a stage takes before it waits for the caller to read answers, so that unread ones cannot pile up."""
 
 
 class StageSession(Protocol):
     """One request on one stage and all below it."""
 
     stages: tuple[StageIdentity, ...]
-    """This stage and those below."""
+    """This stage and those below it."""
 
     max_tensor_bytes: int
-    """Largest tensor that a forward of this session may carry."""
+    """The largest tensor in bytes that a step of this session may carry."""
 
     max_feature_slices: int
+    """The most feature slices that a step of this session may carry."""
 
     step_lane: StepLane | None
-    """Where steps that follow by themselves may go to this stage, and the next ones come from."""
+    """The lane through which steps that follow by themselves go to this stage, and the next ones come back."""
 
     async def forward(self, forward: Forward) -> None:
-        """Take one step; returns when the next one may be sent, not when the result is there.
+        """Take one step; return when the next one may be sent, which is before the result is there.
 
         Raises InvalidArgument for a malformed step and FailedPrecondition for one out of sequence.
         """
 
     async def save_snapshot(self, save: SnapshotSave) -> None:
-        """Keep the state here and below; SnapshotSaved tells what came of it.
+        """Keep the session's state here and below; a SnapshotSaved event says what came of it.
 
-        Raises FailedPrecondition when the session's length is another one.
+        Raises FailedPrecondition when the session has another length than the request says.
         """
 
     async def restore_snapshot(self, restore: SnapshotRestore) -> None:
-        """Begin from a kept state, before the first step; SnapshotRestored confirms it.
+        """Begin from a kept state, before the first step; a SnapshotRestored event confirms it.
 
         Raises NotFound when it isn't kept, FailedPrecondition when it cannot begin there.
         """
 
     def events(self) -> AsyncIterator[Event]:
-        """One Commit a step, in order; Proposal where asked for; SnapshotSaved and SnapshotRestored for theirs;
-        Failure when something below broke."""
+        """Yield what comes back: one Commit for each step, in order; a Proposal behind it where one was asked for;
+        a SnapshotSaved or SnapshotRestored for each request; a Failure when something below broke."""
 
     async def close(self, why: str = CLOSED) -> None:
-        """Free the session here and below. why: what ended it, in a word for the log. Safe to call twice."""
+        """Free the session here and below. Safe to call twice. why: what ended it, in a word for the log."""
 
 
 class StagePort(Protocol):
-    """A stage, here or elsewhere."""
+    """A stage, in this process or in another one."""
 
     async def open(self, request: OpenSession, above: StepLane | None = None) -> StageSession:
-        """Begin a session. above: where steps that follow by themselves may come from the stage before, and where it
-        hears of the next ones.
+        """Begin a session.
 
-        Raises FailedPrecondition when the stage holds something else than the caller expects.
+        above: the lane from the stage before, through which steps that follow by themselves come. Raises
+        FailedPrecondition when the stage holds something else than the caller expects.
         """
 
 
 class StageServicer(pb_grpc.StageServiceServicer):
-    """Frames to port."""
+    """Serves a `StagePort` to callers in other processes."""
 
     def __init__(self, port: StagePort, links: SharedLinks = NO_LINKS) -> None:
         """links: the memory that callers share with this process."""
         self._port, self._links = port, links
 
     def register(self, server: grpc.aio.Server) -> str:
+        """Add the service to a server, and return its full name."""
         pb_grpc.add_StageServiceServicer_to_server(self, server)
         return SERVICE
 
@@ -136,9 +138,9 @@ class StageServicer(pb_grpc.StageServiceServicer):
                 opened = opened_to_message(session.stages, lane=lane is not None, step_lane=above is not None)
                 await stream.write(pb.RunStageResponse(opened=opened))
                 if lane is not None:
-                    stream.use(lane)
+                    stream.use_lane(lane)
                 # A failure that was answered in-band decides over an error that it caused in the other loop.
-                await first_done(self._answer(session, stream, ahead), self._serve(session, stream, ahead))
+                await first_done(self._answer(session, stream, ahead), self._receive(session, stream, ahead))
             finally:
                 stream.close()
                 # A caller that cancels meanwhile must not leave a session half closed.
@@ -148,7 +150,7 @@ class StageServicer(pb_grpc.StageServiceServicer):
         found = self._links.step_socket(message.lane) if message.HasField("lane") else None
         return None if found is None else StepLane(*found, message.lane.stream_id)
 
-    async def _serve(self, session: StageSession, stream: ServerStream, ahead: asyncio.Semaphore) -> None:
+    async def _receive(self, session: StageSession, stream: ServerStream, ahead: asyncio.Semaphore) -> None:
         limits = TensorLimits(session.max_tensor_bytes, session.max_feature_slices)
         reader = FrameReader(STREAM_FRAMES, limits, self._links)
         while await ahead.acquire() and (frame := await read_frame(stream, reader)) is not None:
@@ -164,7 +166,7 @@ class StageServicer(pb_grpc.StageServiceServicer):
     async def _answer(session: StageSession, stream: ServerStream, ahead: asyncio.Semaphore) -> None:
         async for event in session.events():
             await stream.write(event_to_message(event))
-            # A frame's last answer: steps that follow by themselves had none.
+            # The last answer to a frame: the steps that follow it by themselves came in none.
             if isinstance(event, SnapshotSaved | SnapshotRestored) or (isinstance(event, Commit) and not event.more):
                 ahead.release()
             if isinstance(event, Failure) and event.reason is not FailureReason.DRAFT_LOST:
@@ -172,18 +174,20 @@ class StageServicer(pb_grpc.StageServiceServicer):
 
 
 class RemoteStage:
-    """Port to frames: a `StagePort` over a channel."""
+    """A `StagePort` at the other end of a channel."""
 
     def __init__(self, channel: grpc.aio.Channel, address: str, link: SharedLink | None = None) -> None:
-        """link: memory shared with the worker there."""
+        """link: the memory shared with the worker there."""
         self._stub = pb_grpc.StageServiceStub(channel)
         self._address, self._link = address, link
 
     async def open(
         self, request: OpenSession, above: StepLane | None = None, *, steps: bool = False
     ) -> RemoteStageSession:
-        """As the port says; `above` is of no use here. steps: whether this process begins by itself what the stage
-        tells it of, or passes it on."""
+        """Begin a session, as the port says; `above` has no use here.
+
+        steps: whether to have a lane for steps that follow by themselves.
+        """
         stream = ClientStream(self._stub.RunStage(), stage=request.stage, address=self._address)
         opening = pb.RunStageRequest(open=open_to_message(request))
         lane = None if self._link is None else self._link.begin_lane(opening.open.lane)
@@ -194,7 +198,7 @@ class RemoteStage:
             if response is grpc.aio.EOF:
                 raise Unavailable(f"{self._address} closed the session without opening it", address=self._address)
             if lane is not None and response.opened.lane:
-                stream.use(lane, pb.RunStageResponse.FromString)
+                stream.use_lane(lane, pb.RunStageResponse.FromString)
             sender = None if self._link is None else self._link.sender()
             if not response.opened.step_lane:
                 step_lane = None
@@ -203,7 +207,7 @@ class RemoteStage:
             stream.cancel()
             raise
         finally:
-            if lane is not None and not stream.uses(lane):
+            if lane is not None and not stream.uses_lane(lane):
                 lane.close()
 
     def _step_lane(self, message: shared_memory_pb2.FrameLane) -> StepLane | None:
@@ -221,7 +225,7 @@ class RemoteStageSession:
         self,
         stream: ClientStream,
         stages: tuple[StageIdentity, ...],
-        sender: Sender | None = None,
+        sender: LinkSender | None = None,
         step_lane: StepLane | None = None,
     ) -> None:
         self._stream, self._sender, self.step_lane = stream, sender, step_lane
@@ -231,19 +235,19 @@ class RemoteStageSession:
         stream.where |= {"host": stages[0].location.host, "device": stages[0].location.device}
 
     async def forward(self, forward: Forward) -> None:
-        """As the port says, but raises nothing: where the stream is over, events() says why."""
+        """Take one step, as the port says, but raise nothing: where the stream is over, events() says why."""
         await self._stream.send_all(request_to_messages(forward, self._sender))
 
     async def save_snapshot(self, save: SnapshotSave) -> None:
-        """As `forward`: raises nothing."""
+        """Do as the port says, but raise nothing: where the stream is over, events() says why."""
         await self._stream.send_all(request_to_messages(save))
 
     async def restore_snapshot(self, restore: SnapshotRestore) -> None:
-        """As `forward`: raises nothing."""
+        """Do as the port says, but raise nothing: where the stream is over, events() says why."""
         await self._stream.send_all(request_to_messages(restore))
 
     async def events(self) -> AsyncIterator[Event]:
-        """As the port says; raises the FlashsplitError that ended the stream, if one did."""
+        """Yield what comes back, as the port says. Raises the FlashsplitError that ended the stream, if one did."""
         reader = FrameReader(EVENT_FRAMES)
         while (event := await read_frame(self._stream, reader)) is not None:
             yield event

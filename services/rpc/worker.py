@@ -1,4 +1,4 @@
-"""WorkerService: the port, the servicer and the remote client for controlling one worker process."""
+"""WorkerService: the port, the servicer and the remote client for describing, loading and measuring one worker."""
 
 from __future__ import annotations
 
@@ -37,33 +37,40 @@ MEASURE_TIMEOUT_S = 60.0
 
 
 class WorkerPort(Protocol):
-    """A worker, here or elsewhere."""
+    """A worker, in this process or in another one."""
 
     async def describe(self) -> WorkerDescription:
-        """What the worker is and holds."""
+        """Return what the worker is and what it holds."""
 
     def load(self, part: LoadPart) -> AsyncIterator[LoadProgress | WorkerDescription]:
-        """Load a part: progress, and at the end the new description.
+        """Load a part; yield progress, and at the end the worker's new description.
 
         Raises InvalidArgument for a checkpoint that does not fit, FailedPrecondition when sessions are open on
         another one, Unimplemented for a family, format or role that the worker lacks.
         """
 
-    async def measure(self, wanted: MeasureRequest) -> tuple[DeviceSpeed, ...]:
-        """How fast each device is. Raises FailedPrecondition while sessions are open, and what `load` raises for a
-        configuration that cannot be served."""
+    async def measure(self, request: MeasureRequest) -> tuple[DeviceSpeed, ...]:
+        """Return how fast each device is.
+
+        Raises FailedPrecondition while sessions are open, and what `load` raises for a configuration that cannot be
+        served.
+        """
 
     async def echo(self, payload: bytes) -> int:
-        """How many bytes came, said from the device's thread. Raises FailedPrecondition while sessions are open."""
+        """Return the number of bytes that came, from the device's thread, as a step's answer comes from there.
+
+        Raises FailedPrecondition while sessions are open.
+        """
 
 
 class WorkerServicer(pb_grpc.WorkerServiceServicer):
-    """Frames to port."""
+    """Serves a `WorkerPort` to callers in other processes."""
 
     def __init__(self, port: WorkerPort) -> None:
         self._port = port
 
     def register(self, server: grpc.aio.Server) -> str:
+        """Add the service to a server, and return its full name."""
         pb_grpc.add_WorkerServiceServicer_to_server(self, server)
         return SERVICE
 
@@ -102,7 +109,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
 
 
 class RemoteWorker:
-    """Port to frames: a `WorkerPort` over a channel."""
+    """A `WorkerPort` at the other end of a channel."""
 
     def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
         self._stub = pb_grpc.WorkerServiceStub(channel)
@@ -112,7 +119,7 @@ class RemoteWorker:
         request = pb.DescribeRequest(protocol_major=PROTOCOL_MAJOR, protocol_minor=PROTOCOL_MINOR)
         with rpc_failures_as_errors(address=self._address):
             worker = (await self._stub.Describe(request, timeout=DESCRIBE_TIMEOUT_S)).worker
-        # First of all: the rest of another major version may mean something else.
+        # This is checked first, as the rest of another major version may mean something else.
         check_protocol((worker.protocol_major, worker.protocol_minor), f"the worker at {self._address}")
         return worker_from_message(worker)
 
@@ -133,15 +140,15 @@ class RemoteWorker:
             raise Unavailable(f"{self._address} ended Load without a description", address=self._address)
         return worker
 
-    async def measure(self, wanted: MeasureRequest) -> tuple[DeviceSpeed, ...]:
-        """As `WorkerPort.measure`."""
+    async def measure(self, request: MeasureRequest) -> tuple[DeviceSpeed, ...]:
+        """Return how fast each device is; errors as in `WorkerPort.measure`."""
         with rpc_failures_as_errors(address=self._address):
-            response = await self._stub.Measure(request_to_message(wanted), timeout=MEASURE_TIMEOUT_S)
+            response = await self._stub.Measure(request_to_message(request), timeout=MEASURE_TIMEOUT_S)
         return tuple(speed_from_message(device) for device in response.devices)
 
     async def measure_link(self, row_bytes: int) -> LinkSpeed:
-        """How long a row of so many bytes takes to the worker's device thread and its answer back, and how fast large
-        pieces follow each other. Errors as in `WorkerPort.echo`."""
+        """Return how long a row of so many bytes takes to the worker's device thread, with its answer, and how fast
+        large pieces follow each other. Errors as in `WorkerPort.echo`."""
         stream = ClientStream(self._stub.Echo(timeout=MEASURE_TIMEOUT_S), address=self._address)
         try:
             return await measure_link(stream, row_bytes)

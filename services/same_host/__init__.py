@@ -1,4 +1,4 @@
-"""Processes of one host: large payloads through memory that both map, small frames through Unix sockets.
+"""What two processes of one host share: memory for large payloads, and Unix sockets for small frames.
 
 It owns the memory and the sockets. It must not know gRPC services or what the bytes mean.
 """

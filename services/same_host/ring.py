@@ -1,7 +1,7 @@
-"""Room for payloads within a segment, given out in turn and taken back in any order.
+"""A ring buffer in a segment: room for payloads, given out in turn and freed in any order.
 
-Each payload lies behind a header with its sequence number and size, so that a reader notices when what it was told of
-is not what lies there.
+Each payload lies behind a header of 64 bytes with its sequence number and size, so that a reader notices when another
+payload lies where it looks for one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ALIGN = 64
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Where one lies. offset: of its first byte."""
+    """Where a payload lies in a segment. offset: its first byte, behind its header."""
 
     sequence: int
     offset: int
@@ -28,14 +28,16 @@ class Payload:
 
 @dataclass(slots=True)
 class _Block:
+    """The bytes [first, end) of the segment that one payload takes with its header."""
+
     sequence: int
     first: int
-    behind: int
+    end: int
     free: bool = False
 
 
 class RingWriter:
-    """Writes payloads into bytes [first, end) of a segment of this process."""
+    """Writes payloads into the bytes [first, end) of a segment of this process."""
 
     def __init__(self, view: memoryview, first: int, end: int) -> None:
         self._view, self._first, self._end = view, first, end
@@ -44,14 +46,20 @@ class RingWriter:
         self._sequence = 0
 
     def put(self, data: memoryview) -> Payload | None:
-        """Copy bytes in; None while there is no room. Room comes back by `release`."""
+        """Copy bytes into the ring and return where they lie, None while there is no room for them.
+
+        Call `release` with the payload's sequence number when the room may be used again.
+        """
         payload = self.reserve(len(data))
         if payload is not None:
             self.write(payload, data)
         return payload
 
     def reserve(self, size: int) -> Payload | None:
-        """Room for so many bytes, which `write` brings; as `put` else."""
+        """Keep room for a payload of `size` bytes and return where it will lie, None while there is no such room.
+
+        Call `write` to copy the bytes, and `release` as behind `put`.
+        """
         start = self._room(_aligned(_ALIGN + size))
         if start is None:
             return None
@@ -63,12 +71,12 @@ class RingWriter:
         return Payload(block.sequence, offset, size)
 
     def write(self, payload: Payload, data: memoryview) -> None:
-        """Into room that was reserved for so many bytes, and not released since."""
+        """Copy bytes into room that was reserved for as many, and that was not released since."""
         self._view[payload.offset : payload.offset + payload.size_bytes] = data
         HEADER.pack_into(self._view, payload.offset - _ALIGN, payload.sequence, payload.size_bytes)
 
     def release(self, sequence: int) -> None:
-        """Take room back; numbers that were never given out, or are back already, are passed over."""
+        """Free a payload's room; numbers that were never given out, or are free already, are passed over."""
         block = self._by_sequence.pop(sequence, None)
         if block is None:
             return
@@ -79,27 +87,28 @@ class RingWriter:
             self._blocks.pop()
 
     def holds(self, sequence: int) -> bool:
-        """Whether a payload was not released yet."""
+        """Return whether a payload was not released yet."""
         return sequence in self._by_sequence
 
     def _room(self, size: int) -> int | None:
-        """Where so many bytes are free: behind the newest block or, past the end, before the oldest."""
+        """Return where so many bytes are free, None where they are not: behind the newest block or, past the end of
+        the ring, before the oldest one."""
         first, end = self._first, self._end
         if not self._blocks:
             return first if first + size <= end else None
-        oldest, newest = self._blocks[0].first, self._blocks[-1].behind
-        if newest <= oldest:
-            return newest if newest + size <= oldest else None
-        if newest + size <= end:
-            return newest
+        oldest, newest_end = self._blocks[0].first, self._blocks[-1].end
+        if newest_end <= oldest:
+            return newest_end if newest_end + size <= oldest else None
+        if newest_end + size <= end:
+            return newest_end
         return first if first + size <= oldest else None
 
 
-def take(view: memoryview, payload: Payload, into: bytearray) -> None:
-    """Append a payload from another process's segment.
+def read_payload(view: memoryview, payload: Payload, into: bytearray) -> None:
+    """Append a payload of another process's segment to `into`.
 
-    Raises InvalidArgument when it does not lie within the segment, or something else lies there, before or after
-    copying.
+    Raises InvalidArgument when the payload does not lie within the segment, and when another one lies there, before or
+    after copying.
     """
     start = payload.offset - _ALIGN
     if start < FIRST_OFFSET or start % _ALIGN or payload.size_bytes > len(view) - payload.offset:
@@ -113,11 +122,11 @@ def take(view: memoryview, payload: Payload, into: bytearray) -> None:
 
 
 def _check(view: memoryview, start: int, payload: Payload) -> None:
-    there = HEADER.unpack_from(view, start)
-    if there != (payload.sequence, payload.size_bytes) or not payload.sequence:
+    sequence, size_bytes = HEADER.unpack_from(view, start)
+    if (sequence, size_bytes) != (payload.sequence, payload.size_bytes) or not payload.sequence:
         raise InvalidArgument(
-            f"payload {payload.sequence} of {payload.size_bytes} bytes was announced, and number {there[0]} of "
-            f"{there[1]} lies there",
+            f"payload {payload.sequence} of {payload.size_bytes} bytes was announced, and number {sequence} of "
+            f"{size_bytes} lies there",
             field="shared.sequence",
         )
 

@@ -1,4 +1,4 @@
-"""A piece of memory that one process makes and another of the same host maps.
+"""A segment: memory that one process makes and another one of the same host maps to read it.
 
 An anonymous file (Linux `memfd_create`) without a name anywhere: the other process opens it through /proc, and the
 kernel frees it with the last of the two, however they ended. Its size is sealed, so that nobody can make the other
@@ -18,7 +18,7 @@ from services.errors import FailedPrecondition, InvalidArgument
 
 NONCE_BYTES = 16
 FIRST_OFFSET = 64
-"""Where payloads begin; the nonce stands before."""
+"""Where payloads begin: the nonce stands before."""
 
 MAX_BYTES = 1 << 30
 _NAME = "flashsplit-payloads"
@@ -26,7 +26,11 @@ _NAME = "flashsplit-payloads"
 
 @dataclass(frozen=True, slots=True)
 class SegmentOffer:
-    """What another process needs to map a segment."""
+    """What another process needs to map a segment.
+
+    descriptor: the file descriptor's number in process `process_id`. nonce: the segment's first bytes, by which the
+    other process knows that it has mapped this one.
+    """
 
     process_id: int
     descriptor: int
@@ -35,10 +39,10 @@ class SegmentOffer:
 
 
 class OwnSegment:
-    """Memory of this process's own; only it writes. Pages that were never written take no room."""
+    """A segment that this process makes, and alone writes. Pages that were never written take no memory."""
 
     def __init__(self, size_bytes: int) -> None:
-        """Raises OSError where the system has no such memory, or no more of it."""
+        """Make a segment. Raises OSError where the system has no such memory, or no more of it."""
         self._descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._descriptor, size_bytes)
@@ -62,10 +66,13 @@ class OwnSegment:
 
 
 class PeerSegment:
-    """Another process's memory, to read."""
+    """Another process's segment, mapped to read it."""
 
     def __init__(self, offer: SegmentOffer) -> None:
-        """Raises InvalidArgument for an offer that makes no sense, FailedPrecondition where it can't be opened here."""
+        """Map a segment.
+
+        Raises InvalidArgument for an offer that makes no sense, FailedPrecondition where it can't be opened here.
+        """
         if not (offer.process_id and FIRST_OFFSET < offer.size_bytes <= MAX_BYTES and len(offer.nonce) == NONCE_BYTES):
             raise InvalidArgument(
                 f"segment offers {offer.size_bytes} bytes of process {offer.process_id} with a nonce of "
@@ -74,25 +81,25 @@ class PeerSegment:
             )
         path = f"/proc/{offer.process_id}/fd/{offer.descriptor}"
         try:
-            # What else this number may be in another container is not opened: that could block, or do something.
+            # In another container the number may mean another file, and opening that could block or have effects.
             if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
                 raise FileNotFoundError(path)
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise _elsewhere(offer) from error
+            raise _not_shared(offer) from error
         try:
             sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             if not sealed or os.fstat(descriptor).st_size != offer.size_bytes:
-                raise _elsewhere(offer)
+                raise _not_shared(offer)
             self._map = mmap.mmap(descriptor, offer.size_bytes, prot=mmap.PROT_READ)
         except OSError as error:
-            raise _elsewhere(offer) from error
+            raise _not_shared(offer) from error
         finally:
             os.close(descriptor)
         self.view = memoryview(self._map)
         if not hmac.compare_digest(bytes(self.view[:NONCE_BYTES]), offer.nonce):
             self.close()
-            raise _elsewhere(offer)
+            raise _not_shared(offer)
 
     def close(self) -> None:
         """Unmap it. Safe to call twice."""
@@ -102,11 +109,11 @@ class PeerSegment:
 
 
 def available() -> bool:
-    """Whether this system has such memory."""
+    """Return whether this system has such memory."""
     return hasattr(os, "memfd_create")
 
 
-def _elsewhere(offer: SegmentOffer) -> FailedPrecondition:
+def _not_shared(offer: SegmentOffer) -> FailedPrecondition:
     return FailedPrecondition(
         f"the memory of process {offer.process_id} cannot be mapped here: it runs on another host, for another user or "
         "in another container; use --payload-transport auto or stream",

@@ -1,4 +1,4 @@
-"""The client's end of a session's stream: frames out, frames in, and why it ended.
+"""The client's end of a stream: messages out, messages in, and why it ended.
 
 grpc.aio alone does not tell that reliably. When a write fails because the server has ended the stream, it forgets the
 server's status and the frames not yet read, and reports INTERNAL (https://github.com/grpc/grpc/issues/36066).
@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import grpc
 
 from services.errors import FlashsplitError, Unavailable, from_rpc_error
-from services.same_host.frame_socket import BROKEN_S, Lane
+from services.same_host.frame_socket import BROKEN_S, FrameLane
 
 CLOSE_GRACE_S = 1.0
-"""How long a client waits for the other side to free a session before it cancels the stream."""
+"""How long a client waits for the other side to free a session before it cancels the stream, in seconds."""
 
 _LANE_END_S = 0.25
 _STATUS_WAIT_S = 1.0
@@ -28,9 +28,9 @@ _T = TypeVar("_T")
 
 
 class ClientStream:
-    """One bidirectional call. One task may write while another reads.
+    """One bidirectional call, whose messages may go through a lane. One task may write while another reads.
 
-    where: what errors of this stream say of the place they come from, where the server doesn't say it.
+    where: the place that errors of this stream name (stage, address, ...), where the server doesn't name it.
     """
 
     def __init__(self, call: grpc.aio.StreamStreamCall, **where: object) -> None:
@@ -41,40 +41,44 @@ class ClientStream:
         self._frames = aiter(call)
         self._reading = asyncio.Lock()
         self._first_status: grpc.aio.AioRpcError | None = None
-        self._lane: Lane | None = None
+        self._lane: FrameLane | None = None
         self._parse: Callable[[bytes], Any] | None = None
         call.add_done_callback(self._keep_status)
 
-    def use(self, lane: Lane, parse: Callable[[bytes], Any]) -> None:
-        """From now on frames go through a lane, both ways; the call stays for its end."""
+    def use_lane(self, lane: FrameLane, parse: Callable[[bytes], Any]) -> None:
+        """Let messages go through a lane from now on, both ways; the call stays, for the stream's end.
+
+        parse: makes an answer of its bytes.
+        """
         self._lane, self._parse = lane, parse
         # The other side ends a lane before its call; where it could not, as when it froze, the call's end is enough.
         loop = asyncio.get_running_loop()
         self._call.add_done_callback(lambda _: loop.call_later(_LANE_END_S, lane.close))
 
-    def uses(self, lane: Lane) -> bool:
+    def uses_lane(self, lane: FrameLane) -> bool:
+        """Return whether messages go through this lane."""
         return self._lane is lane
 
-    async def send(self, *frames: Any) -> bool:
-        """Write frames; False when the stream is over and read() has the reason."""
-        return await self.send_all(frames)
+    async def send(self, *messages: Any) -> bool:
+        """Write messages; return False when the stream is over and read() has the reason."""
+        return await self.send_all(messages)
 
-    async def send_all(self, frames: Iterable[Any]) -> bool:
-        """As `send`, taking one frame from the iterable when the one before is on its way."""
+    async def send_all(self, messages: Iterable[Any]) -> bool:
+        """Write messages as `send` does, and ask for each only when the one before is on its way."""
         if (lane := self._lane) is not None:
-            for frame in frames:
-                if self._call.done() or not await lane.write(frame.SerializeToString()):
+            for message in messages:
+                if self._call.done() or not await lane.write(message.SerializeToString()):
                     return False
             return True
         try:
-            for frame in frames:
-                await self._call.write(frame)
+            for message in messages:
+                await self._call.write(message)
         except (grpc.RpcError, asyncio.InvalidStateError):
             return False
         return True
 
     async def read(self) -> Any:
-        """The next frame, or grpc.aio.EOF after close() and where the server ended the stream with OK.
+        """Return the next message, or grpc.aio.EOF after close() and where the server ended the stream with OK.
 
         Raises the FlashsplitError with which the server ended it otherwise.
         """
@@ -83,7 +87,7 @@ class ClientStream:
                 try:
                     frame = await self._lane.read()
                 except asyncio.CancelledError:
-                    # As gRPC does: nobody would read what comes.
+                    # gRPC does the same with a call whose reader is cancelled: nobody would read what comes.
                     self.cancel()
                     raise
                 if frame is not None:
@@ -107,7 +111,7 @@ class ClientStream:
         raise from_rpc_error(status, **self.where)
 
     async def ended(self) -> FlashsplitError:
-        """The reason why a stream that took no more frames is over, frames not yet read left aside."""
+        """Return the reason why a stream that took no more messages is over; messages not yet read are passed over."""
         try:
             while await self.read() is not grpc.aio.EOF:
                 pass
@@ -116,7 +120,7 @@ class ClientStream:
         return Unavailable(f"{self.where.get('address', 'the worker')} ended the session").located(**self.where)
 
     async def close(self) -> None:
-        """End the stream and give the other side a moment to free the session. Safe to call twice."""
+        """End the stream, and give the other side CLOSE_GRACE_S to free the session. Safe to call twice."""
         if self._call.done():
             self._leave_lane()
             return
@@ -143,7 +147,7 @@ class ClientStream:
             self._lane.close()
 
     async def _end_of_broken(self) -> None:
-        """Wait until the call is over too. Raises Unavailable where it goes on, and ends it."""
+        """Wait until the call is over too. Raises Unavailable where it goes on, after ending it."""
         try:
             async with asyncio.timeout(BROKEN_S):
                 await self._call.code()
@@ -165,23 +169,23 @@ class ClientStream:
         return status
 
     def _keep_status(self, call: grpc.aio.StreamStreamCall) -> None:
-        """Called when the call first has a status: a write that fails behind it would overwrite that of the server."""
+        """Keep the call's first status: a write that fails later would overwrite what the server said."""
         if self._first_status is None:
             self._first_status = _status_of(call)
 
 
 def _status_of(call: grpc.aio.StreamStreamCall) -> grpc.aio.AioRpcError:
-    """The status of a call that is done."""
+    """Return the status of a call that is done."""
     return grpc.aio.AioRpcError(
-        _at_once(call.code()),
+        _result_of(call.code()),
         grpc.aio.Metadata(),
-        _at_once(call.trailing_metadata()),
-        details=_at_once(call.details()),
+        _result_of(call.trailing_metadata()),
+        details=_result_of(call.details()),
     )
 
 
-def _at_once(answer: Coroutine[Any, Any, _T]) -> _T:
-    """The result of a coroutine that has nothing to wait for."""
+def _result_of(answer: Coroutine[Any, Any, _T]) -> _T:
+    """Return the result of a coroutine that has nothing to wait for."""
     try:
         answer.send(None)
     except StopIteration as stop:

@@ -1,4 +1,4 @@
-"""The server's end of a session's stream: frames in, frames out, through gRPC or, once agreed, through a lane."""
+"""The server's end of a stream: messages in, messages out, through gRPC or, once agreed, through a lane."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from typing import Any
 import grpc
 
 from services.errors import InvalidArgument, Unavailable
-from services.same_host.frame_socket import BROKEN_S, Lane
+from services.same_host.frame_socket import BROKEN_S, FrameLane
 
 
 class ServerStream:
-    """One call. Use `close` when it is over."""
+    """One bidirectional call. Use `close` when it is over."""
 
     def __init__(self, context: grpc.aio.ServicerContext, parse: Callable[[bytes], Any]) -> None:
-        """parse: a caller's frame from its bytes."""
+        """parse: makes a caller's message of its bytes."""
         self._context, self._parse = context, parse
-        self._lane: Lane | None = None
+        self._lane: FrameLane | None = None
 
-    def use(self, lane: Lane) -> None:
-        """From now on frames go through a lane, both ways."""
+    def use_lane(self, lane: FrameLane) -> None:
+        """Let messages go through a lane from now on, both ways."""
         self._lane = lane
 
     async def read(self) -> Any:
-        """The next frame, or grpc.aio.EOF. Raises InvalidArgument for bytes that are none."""
+        """Return the next message, or grpc.aio.EOF behind the last one.
+
+        Raises InvalidArgument for bytes that are none, Unavailable where the lane's socket broke and the call goes on.
+        """
         if self._lane is not None and (frame := await self._lane.read()) is not None:
             try:
                 return self._parse(frame)
@@ -39,15 +42,15 @@ class ServerStream:
         except TimeoutError:
             raise Unavailable("the socket for the session's frames broke", reason="LANE_BROKEN") from None
 
-    async def write(self, frame: Any) -> None:
+    async def write(self, message: Any) -> None:
+        """Send a message; where the caller is gone it is dropped, and the call's own end says so."""
         if self._lane is None:
-            await self._context.write(frame)
+            await self._context.write(message)
         else:
-            # Where the caller is gone, the call's own end says so.
-            await self._lane.write(frame.SerializeToString())
+            await self._lane.write(message.SerializeToString())
 
     def close(self) -> None:
-        """All frames are sent: before the call ends, so that none comes behind its status."""
+        """End the lane. Comes before the call ends, so that no message arrives behind its status."""
         if self._lane is not None:
             self._lane.end()
             self._lane.close()

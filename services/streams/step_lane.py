@@ -147,9 +147,9 @@ class StepLane:
         self._sent_payloads.append(payload.sequence)
         return self._link.name(payload)
 
-    def take(self, message: shared_memory_pb2.SharedPayload, into: bytearray) -> None:
+    def read_payload(self, message: shared_memory_pb2.SharedPayload, into: bytearray) -> None:
         """Append a payload of the other side, as `PayloadReader` says."""
-        self._link.take_step(message, into)
+        self._link.read_step_payload(message, into)
 
     # ---
 
@@ -178,7 +178,7 @@ class StepLane:
                 f"shared.size_bytes is {message.size_bytes}; the activation takes {forward.activation.size_bytes}",
                 field="shared.size_bytes",
             )
-        self.take(message, data)
+        self.read_payload(message, data)
         return memoryview(data)
 
     def _parse(self, message: memoryview, limits: TensorLimits) -> tuple[Forward, bool]:

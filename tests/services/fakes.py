@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -160,6 +161,22 @@ async def until(holds: Callable[[], bool], within_s: float = 1.0) -> None:
             await asyncio.sleep(0.005)
 
 
+async def stays(holds: Callable[[], bool], for_s: float = 0.1) -> bool:
+    """Return whether a state lasts for some time; False as soon as it does not hold."""
+    with contextlib.suppress(TimeoutError):
+        await until(lambda: not holds(), for_s)
+        return False
+    return True
+
+
+async def settled(value: Callable[[], int], for_s: float = 0.3) -> int:
+    """Wait until a number has stayed the same for some time, and return it."""
+    while True:
+        seen = value()
+        if await stays(lambda seen=seen: value() == seen, for_s):
+            return seen
+
+
 class FakeStage:
     """A stage that answers every forward with a commit, or as `answer` says. `fault`: what open() raises."""
 
@@ -221,7 +238,7 @@ class FakeStageSession:
 
 
 class FakeDraft:
-    """A draft that guesses 1, 2, 3 …, or what `guesses` holds. `fault`: what any call raises."""
+    """A draft that proposes 1, 2, 3 …, or what `draft_tokens` holds. `fault`: what any call raises."""
 
     def __init__(self) -> None:
         self.sessions: list[FakeDraftSession] = []

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from services.event_loop import first_done
+from tests.services.fakes import until
 
 
 class Loop:
@@ -16,8 +17,10 @@ class Loop:
         self.end = asyncio.Event()
         self.fault: BaseException | None = None
         self.cancelled = 0
+        self.running = False
 
     async def run(self) -> None:
+        self.running = True
         try:
             await self.end.wait()
         except asyncio.CancelledError:
@@ -64,8 +67,7 @@ async def test_cancelling_cancels_all() -> None:
     """Cancelling the caller cancels every loop before the cancellation goes on."""
     loops = [Loop(), Loop()]
     task = asyncio.create_task(first_done(*(loop.run() for loop in loops)))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await until(lambda: all(loop.running for loop in loops))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

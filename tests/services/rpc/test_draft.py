@@ -158,7 +158,7 @@ async def test_close_is_safe_twice(port: FakeDraft, draft: RemoteDraft) -> None:
 
 
 async def test_close_while_a_proposal_hangs(port: FakeDraft, draft: RemoteDraft) -> None:
-    """Closing ends a session whose draft does not answer; whoever waits for guesses is told."""
+    """Closing ends a session whose draft does not answer; whoever waits for draft tokens is told."""
 
     async def hang(session: FakeDraftSession, request: Propose) -> tuple[int, ...]:
         session.proposes.append(request)
@@ -177,16 +177,19 @@ async def test_close_while_a_proposal_hangs(port: FakeDraft, draft: RemoteDraft)
 
 
 async def test_a_cancelled_proposal_frees_the_session(port: FakeDraft, draft: RemoteDraft) -> None:
-    """A caller that is cancelled while it waits for guesses leaves no session behind."""
+    """A caller that is cancelled while it waits for draft tokens leaves no session behind."""
+
+    begun = asyncio.Event()
 
     async def hang(request: Propose) -> tuple[int, ...]:
+        begun.set()
         await asyncio.sleep(60)
         return ()
 
     session = await draft.open(OPEN)
     port.session.propose = hang
     asking = asyncio.create_task(session.propose(Propose(0, 0, 0, 1)))
-    await asyncio.sleep(0.05)
+    await begun.wait()
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
@@ -232,19 +235,19 @@ async def test_a_server_that_stops_mid_session(port: FakeDraft, serve: Serve, di
 
 
 @pytest.mark.parametrize("answer", [pb.RunDraftResponse(opened=draft_pb2.DraftOpened()), pb.RunDraftResponse()])
-async def test_an_answer_of_another_kind_is_not_taken_for_guesses(
-    answer: pb.RunDraftResponse, serve: Serve, dial: Dial, monkeypatch: pytest.MonkeyPatch
+async def test_an_answer_of_another_kind_is_not_taken_for_draft_tokens(
+    answer: pb.RunDraftResponse, serve: Serve, dial: Dial
 ) -> None:
     """A frame that is no answer to a proposal is refused."""
 
-    async def run(self: object, _: object, context: grpc.aio.ServicerContext) -> None:
-        await context.read()
-        await context.write(pb.RunDraftResponse(opened=draft_pb2.DraftOpened(host="h", device="d")))
-        await context.read()
-        await context.write(answer)
+    class Scripted(DraftServicer):
+        async def RunDraft(self, _: object, context: grpc.aio.ServicerContext) -> None:
+            await context.read()
+            await context.write(pb.RunDraftResponse(opened=draft_pb2.DraftOpened(host="h", device="d")))
+            await context.read()
+            await context.write(answer)
 
-    monkeypatch.setattr(DraftServicer, "RunDraft", run)
-    server = await serve(DraftServicer(FakeDraft()).register)
+    server = await serve(Scripted(FakeDraft()).register)
     session = await RemoteDraft(await dial(server.address), server.address).open(OPEN)
     with pytest.raises(FlashsplitError, match="is not expected here"):
         await session.propose(Propose(0, 0, 0, 1))

@@ -34,6 +34,8 @@ from tests.services.fakes import (
     commit,
     frames_of,
     prefill,
+    stays,
+    until,
 )
 
 REGISTRATIONS = [
@@ -114,9 +116,10 @@ async def test_a_restarted_worker_is_reached_again(listen: str, tmp_path: Path, 
         await server.start()
         address = server.address
         assert await (await peers.worker(address)).describe() == WORKER
+        lost = asyncio.create_task(peers.lost(address))
         await server.stop(0)
-        # Less than any process takes to come back; a connection that breaks under a call is that call's error.
-        await asyncio.sleep(0.1)
+        # A connection that breaks under a call is that call's error; no process comes back sooner than it is missed.
+        assert (await lost).reason == "WORKER_UNREACHABLE"
 
 
 async def test_a_worker_that_comes_back_while_it_is_awaited(tmp_path: Path) -> None:
@@ -124,7 +127,7 @@ async def test_a_worker_that_comes_back_while_it_is_awaited(tmp_path: Path) -> N
     peers = Peers(timeout_s=5.0)
     address = f"unix:{tmp_path}/a.sock"
     asking = asyncio.create_task(peers.worker(address))
-    await asyncio.sleep(0.3)
+    assert await stays(lambda: not asking.done(), 0.3)
     server = Server(address, REGISTRATIONS)
     await server.start()
     assert await (await asking).describe() == WORKER
@@ -147,8 +150,7 @@ async def test_a_worker_that_was_lost_is_awaited_again(serve: Serve) -> None:
         with pytest.raises(Unavailable):
             await ask(impatient)
     asking = asyncio.create_task(ask(patient))
-    await asyncio.sleep(0.3)
-    assert not asking.done()
+    assert await stays(lambda: not asking.done(), 0.3)
     await serve(*REGISTRATIONS, address=first.address)
     assert await asking == WORKER
     assert await ask(impatient) == WORKER
@@ -177,7 +179,6 @@ async def test_an_unreachable_worker_holds_up_nobody_else(serve: Serve, tmp_path
     """While one address is being waited for, others are reached at once."""
     address = (await serve(*REGISTRATIONS)).address
     lost = asyncio.create_task(peers.worker(f"unix:{tmp_path}/nobody.sock"))
-    await asyncio.sleep(0)
     async with asyncio.timeout(0.3):
         assert await (await peers.worker(address)).describe() == WORKER
     with pytest.raises(Unavailable):
@@ -188,7 +189,7 @@ async def test_giving_up_while_connecting(serve: Serve, tmp_path: Path, peers: P
     """A caller that is cancelled while it connects leaves the address usable for the next one."""
     address = f"unix:{tmp_path}/late.sock"
     asking = asyncio.create_task(peers.worker(address))
-    await asyncio.sleep(0.05)
+    assert await stays(lambda: not asking.done())
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
@@ -204,9 +205,7 @@ async def test_close_ends_sessions_and_is_safe_twice(serve: Serve) -> None:
     await (await peers.stage(address)).open(OPEN)
     await peers.close()
     await peers.close()
-    async with asyncio.timeout(1.0):
-        while not port.session.closed:
-            await asyncio.sleep(0.005)
+    await until(lambda: bool(port.session.closed))
     session = await (await peers.stage(address)).open(OPEN)
     await session.close()
     await peers.close()

@@ -35,7 +35,7 @@ from services.messages.tensors import CHUNK_BYTES
 from services.rpc.snapshots import SERVICE, RemoteSnapshots, SnapshotServicer
 from services.streams.client_stream import ClientStream
 from tests.services.conftest import Dial, Serve
-from tests.services.fakes import HEADER, FakeSnapshots, frames_of, until
+from tests.services.fakes import HEADER, FakeSnapshots, frames_of, settled, stays, until
 
 STAGE, DRAFT = SnapshotOwner.STAGE, SnapshotOwner.DRAFT
 SMALL = frames_of(HEADER, 700)
@@ -211,8 +211,7 @@ async def test_a_client_that_vanishes(sent: int, port: FakeSnapshots, channel: g
     assert port.imports[0].aborted == 0
     stream.cancel()
     await until(lambda: port.imports[0].aborted == 1)
-    await asyncio.sleep(0.05)
-    assert (port.imports[0].aborted, port.kept) == (1, {})
+    assert await stays(lambda: (port.imports[0].aborted, port.kept) == (1, {}))
 
 
 async def test_a_cancelled_caller_lets_go(port: FakeSnapshots, snapshots: RemoteSnapshots) -> None:
@@ -308,8 +307,7 @@ async def test_a_slow_reader_holds_an_export_back(port: FakeSnapshots, snapshots
     port.export_snapshot = export
     frames = snapshots.export_snapshot(STAGE, "one")
     await anext(frames)
-    await asyncio.sleep(0.3)
-    assert taken < 60
+    assert await settled(lambda: taken) < 60
     assert len(await all_of(frames)) == len(LARGE) + 59
 
 

@@ -55,6 +55,8 @@ from tests.services.fakes import (
     commit,
     prefill,
     same_bytes,
+    settled,
+    stays,
     tensor,
     until,
 )
@@ -88,6 +90,32 @@ async def take(session: RemoteStageSession, count: int) -> list[Event]:
     events = session.events()
     async with asyncio.timeout(5.0):
         return [await anext(events) for _ in range(count)]
+
+
+class Reader:
+    """Reads a session's events in a task of its own."""
+
+    def __init__(self, session: RemoteStageSession) -> None:
+        self.events: list[Event] = []
+        self.task = asyncio.create_task(self._read(session))
+
+    async def _read(self, session: RemoteStageSession) -> None:
+        async for event in session.events():
+            self.events.append(event)
+
+    async def cancel(self) -> None:
+        """Cancel the task, and check that this is how it ends."""
+        self.task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await self.task
+
+
+async def waiting_reader(session: RemoteStageSession) -> Reader:
+    """A reader that has had the answer to one step, and waits for more."""
+    reader = Reader(session)
+    await session.forward(prefill())
+    await until(lambda: bool(reader.events))
+    return reader
 
 
 async def test_a_whole_session(port: FakeStage, stage: RemoteStage) -> None:
@@ -188,8 +216,7 @@ async def test_unanswered_snapshots_are_bounded(kind: str, port: FakeStage, stag
         else:
             await session.restore_snapshot(SnapshotRestore(str(number), 0))
     await until(lambda: taken == MAX_STEPS_AHEAD)
-    await asyncio.sleep(0.1)
-    assert taken == MAX_STEPS_AHEAD
+    assert await stays(lambda: taken == MAX_STEPS_AHEAD)
     answer = SnapshotSaved("", 1, ()) if kind == "save" else SnapshotRestored("", 1, ())
     for _ in range(100):
         theirs.out.put_nowait(answer)
@@ -323,11 +350,7 @@ async def test_unread_answers_do_not_pile_up(port: FakeStage, stage: RemoteStage
             await session.forward(prefill(step))
 
     writer = asyncio.create_task(write())
-    taken = -1
-    while taken < len(port.session.forwards):
-        taken = len(port.session.forwards)
-        await asyncio.sleep(0.4)
-    assert taken < 300
+    assert await settled(lambda: len(port.session.forwards)) < 300
     assert port.session.out.qsize() <= MAX_STEPS_AHEAD
     events = await take(session, 400)
     assert [event.step for event in events if isinstance(event, Commit)] == list(range(400))
@@ -354,8 +377,7 @@ async def test_a_writer_is_held_back(port: FakeStage, stage: RemoteStage) -> Non
             sent += 1
 
     writer = asyncio.create_task(write())
-    await asyncio.sleep(0.5)
-    assert sent < 40
+    assert await settled(lambda: sent) < 40
     compute.set()
     await take(session, 40)
     await writer
@@ -427,14 +449,16 @@ async def test_close_while_a_write_is_held_back(port: FakeStage, stage: RemoteSt
 
     port.answer = never
     session = await stage.open(OPEN)
+    sent = 0
 
     async def write() -> None:
+        nonlocal sent
         for step in range(100):
             await session.forward(Forward(step, 0, (1,), StepKind.PREFILL, 0, tensor(CHUNK_BYTES)))
+            sent += 1
 
     writer = asyncio.create_task(write())
-    await asyncio.sleep(0.3)
-    assert not writer.done()
+    assert await settled(lambda: sent) < 100
     async with asyncio.timeout(1.5):
         await session.close()
         await asyncio.wait([writer])
@@ -454,8 +478,9 @@ async def test_a_caller_that_goes_is_no_fault(port: FakeStage, stage: RemoteStag
             session = await stage.open(OPEN)
             for number in range(60):
                 await session.forward(prefill(number))
-            await take(session, 1)
-            session._stream.cancel()
+            reader = Reader(session)
+            await until(lambda reader=reader: bool(reader.events))
+            await reader.cancel()
             await until(lambda: port.session.closed == 1)
     assert lines == []
 
@@ -463,12 +488,11 @@ async def test_a_caller_that_goes_is_no_fault(port: FakeStage, stage: RemoteStag
 async def test_a_close_right_behind_a_cancelled_reader(port: FakeStage, stage: RemoteStage) -> None:
     """Who closes is not cancelled by it."""
     session = await stage.open(OPEN)
-    reader = asyncio.create_task(anext(session.events()))
-    await asyncio.sleep(0.05)
-    reader.cancel()
+    reader = await waiting_reader(session)
+    reader.task.cancel()
     await session.close()
     with pytest.raises(asyncio.CancelledError):
-        await reader
+        await reader.task
     await until(lambda: port.session.closed == 1)
 
 
@@ -481,8 +505,8 @@ async def test_a_broken_lane_ends_the_session(port: FakeStage, serve: Serve, dia
     session = await RemoteStage(channel, server.address, shared.link).open(OPEN)
     await session.forward(prefill(0))
     await take(session, 1)
-    assert shared.link._socket is not None
-    shared.link._socket.close()
+    assert shared.link.frame_socket is not None
+    shared.link.frame_socket.close()
     with pytest.raises(Unavailable, match="broke"):
         await take(session, 1)
     await until(lambda: port.session.closed == 1)
@@ -498,11 +522,8 @@ async def test_a_broken_lane_ends_the_session(port: FakeStage, serve: Serve, dia
 async def test_a_cancelled_reader_stays_cancelled(port: FakeStage, stage: RemoteStage) -> None:
     """Cancelling the task that reads cancels it, and frees the session."""
     session = await stage.open(OPEN)
-    reader = asyncio.create_task(anext(session.events()))
-    await asyncio.sleep(0.05)
-    reader.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await reader
+    reader = await waiting_reader(session)
+    await reader.cancel()
     await until(lambda: port.session.closed == 1)
 
 
@@ -574,8 +595,7 @@ async def test_a_client_process_that_vanishes(port: FakeStage, serve: Serve) -> 
     process.send_signal(signal.SIGKILL)
     await until(lambda: port.session.closed == 1)
     await process.wait()
-    await asyncio.sleep(0.05)
-    assert port.session.closed == 1
+    assert await stays(lambda: port.session.closed == 1)
 
 
 async def test_a_server_that_stops_mid_session(port: FakeStage, serve: Serve, dial: Dial) -> None:
@@ -583,11 +603,10 @@ async def test_a_server_that_stops_mid_session(port: FakeStage, serve: Serve, di
     server = await serve(StageServicer(port).register)
     stage = RemoteStage(await dial(server.address), server.address)
     session = await stage.open(OPEN)
-    reader = asyncio.create_task(anext(session.events()))
-    await asyncio.sleep(0.05)
+    reader = await waiting_reader(session)
     await server.stop(0)
     with pytest.raises(Unavailable, match=f"{server.address} does not answer") as raised:
-        await reader
+        await reader.task
     where = {"stage": "1", "host": "alpha", "device": "cuda:0", "address": server.address}
     assert raised.value.where == where
     await session.forward(prefill())
@@ -679,17 +698,15 @@ async def test_a_frame_above_the_limit(port: FakeStage, serve: Serve, dial: Dial
 
 
 @pytest.mark.parametrize("answer", [None, pb.RunStageResponse(), pb.RunStageResponse(opened=stage_pb2.Opened())])
-async def test_an_answer_that_opens_nothing(
-    answer: pb.RunStageResponse | None, serve: Serve, dial: Dial, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_answer_that_opens_nothing(answer: pb.RunStageResponse | None, serve: Serve, dial: Dial) -> None:
     """A stage that ends at once, or names no stage, is refused instead of taken for an open session."""
 
-    async def run(self: object, _: object, context: grpc.aio.ServicerContext) -> None:
-        if answer is not None:
-            await context.write(answer)
+    class Scripted(StageServicer):
+        async def RunStage(self, _: object, context: grpc.aio.ServicerContext) -> None:
+            if answer is not None:
+                await context.write(answer)
 
-    monkeypatch.setattr(StageServicer, "RunStage", run)
-    server = await serve(StageServicer(FakeStage()).register)
+    server = await serve(Scripted(FakeStage()).register)
     expected: Callable[..., FlashsplitError] = Unavailable if answer is None else InvalidArgument
     with pytest.raises(expected):
         await RemoteStage(await dial(server.address), server.address).open(OPEN)

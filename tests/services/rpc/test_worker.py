@@ -101,18 +101,16 @@ async def test_another_major_version_is_refused_by_the_caller(port: FakeWorker, 
         await worker.describe()
 
 
-async def test_versions_are_compared_before_anything_else(
-    serve: Serve, dial: Dial, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_versions_are_compared_before_anything_else(serve: Serve, dial: Dial) -> None:
     """A description that another major version would write differently is not read before the versions are compared."""
 
-    async def describe(self: object, request: object, context: object) -> pb.DescribeResponse:
-        message = worker_to_message(replace(WORKER, protocol_major=PROTOCOL_MAJOR + 1))
-        message.draft.head_place = 99
-        return pb.DescribeResponse(worker=message)
+    class Scripted(WorkerServicer):
+        async def Describe(self, request: object, context: object) -> pb.DescribeResponse:
+            message = worker_to_message(replace(WORKER, protocol_major=PROTOCOL_MAJOR + 1))
+            message.draft.head_place = 99
+            return pb.DescribeResponse(worker=message)
 
-    monkeypatch.setattr(WorkerServicer, "Describe", describe)
-    channel = await dial((await serve(WorkerServicer(FakeWorker()).register)).address)
+    channel = await dial((await serve(Scripted(FakeWorker()).register)).address)
     with pytest.raises(FailedPrecondition, match="speaks protocol"):
         await RemoteWorker(channel, "a").describe()
 
@@ -154,36 +152,36 @@ async def test_senseless_loads_are_refused(
     assert port.loaded == []
 
 
-async def test_a_load_without_a_description(serve: Serve, dial: Dial, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_load_without_a_description(serve: Serve, dial: Dial) -> None:
     """A worker that ends Load without saying what it holds is not taken for one that has loaded."""
 
-    async def load(self: object, request: object, context: grpc.aio.ServicerContext) -> None:
-        await context.write(pb.LoadResponse(progress=pb.LoadProgress(loaded_bytes=1)))
+    class Scripted(WorkerServicer):
+        async def Load(self, request: object, context: grpc.aio.ServicerContext) -> None:
+            await context.write(pb.LoadResponse(progress=pb.LoadProgress(loaded_bytes=1)))
 
-    monkeypatch.setattr(WorkerServicer, "Load", load)
-    channel = await dial((await serve(WorkerServicer(FakeWorker()).register)).address)
+    channel = await dial((await serve(Scripted(FakeWorker()).register)).address)
     with pytest.raises(Unavailable, match="a ended Load without a description"):
         await RemoteWorker(channel, "a").load(TARGET)
 
 
-async def test_an_empty_answer_is_no_worker(serve: Serve, dial: Dial, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_empty_answer_is_no_worker(serve: Serve, dial: Dial) -> None:
     """A description without a version is refused as one of another protocol."""
 
-    async def describe(self: object, request: object, context: object) -> pb.DescribeResponse:
-        return pb.DescribeResponse(worker=model_pb2.WorkerDescription())
+    class Scripted(WorkerServicer):
+        async def Describe(self, request: object, context: object) -> pb.DescribeResponse:
+            return pb.DescribeResponse(worker=model_pb2.WorkerDescription())
 
-    monkeypatch.setattr(WorkerServicer, "Describe", describe)
-    channel = await dial((await serve(WorkerServicer(FakeWorker()).register)).address)
+    channel = await dial((await serve(Scripted(FakeWorker()).register)).address)
     with pytest.raises(FailedPrecondition, match="the worker at a speaks protocol 0.0"):
         await RemoteWorker(channel, "a").describe()
 
 
 async def test_measure(port: FakeWorker, worker: RemoteWorker) -> None:
     """The question arrives field by field, every device's figures come back."""
-    wanted = MeasureRequest("/models/t", "bfloat16", 1 << 40)
+    request = MeasureRequest("/models/t", "bfloat16", 1 << 40)
 
-    assert await worker.measure(wanted) == SPEEDS
-    assert port.measured == [wanted]
+    assert await worker.measure(request) == SPEEDS
+    assert port.measured == [request]
 
 
 async def test_a_refused_measure(port: FakeWorker, worker: RemoteWorker) -> None:
@@ -204,14 +202,14 @@ async def test_measuring_the_link(port: FakeWorker, worker: RemoteWorker) -> Non
     assert link.bytes_per_s > 0
 
 
-async def test_a_worker_that_ends_the_echo_early(serve: Serve, dial: Dial, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_ends_the_echo_early(serve: Serve, dial: Dial) -> None:
     """A stream that ends without an answer is no measurement."""
 
-    async def echo(self: object, request: object, context: grpc.aio.ServicerContext) -> None:
-        await context.read()
+    class Scripted(WorkerServicer):
+        async def Echo(self, request: object, context: grpc.aio.ServicerContext) -> None:
+            await context.read()
 
-    monkeypatch.setattr(WorkerServicer, "Echo", echo)
-    channel = await dial((await serve(WorkerServicer(FakeWorker()).register)).address)
+    channel = await dial((await serve(Scripted(FakeWorker()).register)).address)
     with pytest.raises(Unavailable, match="ended Echo without an answer") as raised:
         await RemoteWorker(channel, "a").measure_link(8)
     assert raised.value.where["address"] == "a"

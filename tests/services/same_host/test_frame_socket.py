@@ -12,7 +12,15 @@ import pytest
 
 from services.errors import FailedPrecondition, InvalidArgument
 from services.event_loop import run
-from services.same_host.frame_socket import MAX_FRAME_BYTES, WINDOW_BYTES, FrameSocket, Lane, Listener, call
+from services.same_host.frame_socket import (
+    MAX_FRAME_BYTES,
+    WINDOW_BYTES,
+    FrameLane,
+    FrameListener,
+    FrameSocket,
+    connect_frames,
+)
+from tests.services.fakes import settled
 
 HERE, THERE = os.urandom(16), os.urandom(16)
 
@@ -23,20 +31,20 @@ class Pair:
     def __init__(self, here: FrameSocket, there: FrameSocket) -> None:
         self.here, self.there = here, there
 
-    def lanes(self, stream_id: int) -> tuple[Lane, Lane]:
+    def lanes(self, stream_id: int) -> tuple[FrameLane, FrameLane]:
         return self.here.lane(stream_id), self.there.lane(stream_id)
 
 
-async def accepted() -> tuple[Listener, str, asyncio.Future[FrameSocket]]:
+async def accepted() -> tuple[FrameListener, str, asyncio.Future[FrameSocket]]:
     arrived: asyncio.Future[FrameSocket] = asyncio.get_running_loop().create_future()
-    listener = Listener(own=THERE, expected=HERE, then=arrived.set_result)
+    listener = FrameListener(own=THERE, expected=HERE, on_connected=arrived.set_result)
     return listener, await listener.start(), arrived
 
 
 @pytest.fixture
 async def pair() -> AsyncIterator[Pair]:
     listener, name, arrived = await accepted()
-    here = await call(name, own=HERE, expected=THERE)
+    here = await connect_frames(name, own=HERE, expected=THERE)
     made = Pair(here, await arrived)
     yield made
     made.here.close()
@@ -44,7 +52,7 @@ async def pair() -> AsyncIterator[Pair]:
     listener.close()
 
 
-async def soon(lane: Lane) -> bytes | None:
+async def soon(lane: FrameLane) -> bytes | None:
     async with asyncio.timeout(5):
         return await lane.read()
 
@@ -70,7 +78,7 @@ def test_with_the_event_loop_that_processes_have() -> None:
 
     async def main() -> None:
         listener, name, arrived = await accepted()
-        here = await call(name, own=HERE, expected=THERE)
+        here = await connect_frames(name, own=HERE, expected=THERE)
         there = await arrived
         one, other = here.lane(1), there.lane(1)
         await one.write(b"frame")
@@ -88,13 +96,16 @@ async def test_who_writes_waits_for_who_reads(pair: Pair) -> None:
     other, other_there = pair.lanes(2)
     piece, count = bytes(WINDOW_BYTES // 4), 40
 
+    written = 0
+
     async def write() -> None:
+        nonlocal written
         for _ in range(count):
             assert await lane.write(piece)
+            written += 1
 
     writing = asyncio.create_task(write())
-    await asyncio.sleep(0.2)
-    assert not writing.done()
+    assert await settled(lambda: written) * len(piece) <= WINDOW_BYTES
     assert await other.write(b"past")
     assert await soon(other_there) == b"past"
     for _ in range(count):
@@ -128,13 +139,13 @@ async def test_a_stranger_is_not_heard() -> None:
     """Who doesn't know the secret gets none, and does not keep the caller out that does."""
     listener, name, arrived = await accepted()
     with pytest.raises(FailedPrecondition, match="closed"):
-        await call(name, own=os.urandom(16), expected=THERE)
+        await connect_frames(name, own=os.urandom(16), expected=THERE)
     assert not arrived.done()
     with pytest.raises(FailedPrecondition):
-        await call(name, own=HERE, expected=os.urandom(16))
+        await connect_frames(name, own=HERE, expected=os.urandom(16))
     (await arrived).close()
     with pytest.raises(FailedPrecondition, match="can be reached"):
-        await call(name, own=HERE, expected=THERE)
+        await connect_frames(name, own=HERE, expected=THERE)
     listener.close()
 
 

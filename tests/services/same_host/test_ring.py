@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from services.errors import InvalidArgument
-from services.same_host.ring import HEADER, Payload, RingWriter, take
+from services.same_host.ring import HEADER, Payload, RingWriter, read_payload
 from services.same_host.segment import FIRST_OFFSET
 
 SIZE = 1 << 12
@@ -16,7 +16,7 @@ SIZE = 1 << 12
 
 def read(memory: bytearray, payload: Payload) -> bytes:
     into = bytearray()
-    take(memoryview(memory), payload, into)
+    read_payload(memoryview(memory), payload, into)
     return bytes(into)
 
 
@@ -86,4 +86,4 @@ def test_a_reader_checks_what_it_is_told() -> None:
             return self
 
     with pytest.raises(InvalidArgument, match="number 5"):
-        take(memoryview(memory), good, Overwritten())
+        read_payload(memoryview(memory), good, Overwritten())

@@ -11,9 +11,9 @@ import pytest
 
 from services.errors import FlashsplitError
 from services.messages.steps import Commit, FeatureSlice, Forward, Proposal, StepKind
-from services.rpc.shared_memory import ClientLink, SharedMemoryServicer, open_link
+from services.rpc.shared_memory import SharedMemoryServicer, open_link
 from services.rpc.stage import RemoteStage, RemoteStageSession, StageServicer
-from services.same_host.link import SharedLinks
+from services.same_host.link import SharedLink, SharedLinks
 from services.streams.step_lane import MIN_SHARED_BYTES, StepLane
 from tests.services.conftest import Dial, Serve
 from tests.services.fakes import OPEN, FakeStage, FakeStageSession, commit, prefill, tensor, until
@@ -26,11 +26,15 @@ UP = Forward(2, 4, (9,), StepKind.DECODE, more=7)
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """A stage, and who calls it over a link with a socket for steps. watchers: the caller's and the stage's."""
+    """A stage, and who calls it over a link with a socket for steps.
+
+    link, stage_link: the two ends of the link. watchers: the caller's and the stage's.
+    """
 
     port: FakeStage
     stage: RemoteStage
-    shared: ClientLink
+    link: SharedLink
+    stage_link: SharedLink
     watchers: tuple[ThreadWatcher, ThreadWatcher]
 
 
@@ -45,7 +49,7 @@ async def neighbours(request: pytest.FixtureRequest, serve: Serve, dial: Dial) -
     there = links.get(shared.link.link_id)
     if all(request.param):
         await until(lambda: there.step_socket is not None)
-    yield Neighbours(port, RemoteStage(channel, server.address, shared.link), shared, watchers)
+    yield Neighbours(port, RemoteStage(channel, server.address, shared.link), shared.link, there, watchers)
     await shared.close()
     await until(lambda: there.closed)
     for watcher in watchers:
@@ -130,8 +134,11 @@ async def test_a_broken_socket_leaves_the_sessions(neighbours: Neighbours, side:
     theirs, ours = neighbours.port.session.above, session.step_lane
     assert theirs is not None
     assert ours is not None
-    (ours if side == "caller" else theirs)._socket.close()
-    await until(lambda: ours._socket.closed and theirs._socket.closed)
+    link, stage_link = neighbours.link, neighbours.stage_link
+    broken = (link if side == "caller" else stage_link).step_socket
+    assert broken is not None
+    broken.close()
+    await until(lambda: link.step_socket is stage_link.step_socket is None)
     caller, stage = neighbours.watchers
     assert not caller.call(lambda: ours.send(DOWN))
     assert not stage.call(lambda: theirs.send(UP))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 import threading
@@ -22,7 +21,7 @@ from services.rpc.shared_memory import SharedMemoryServicer, open_link
 from services.same_host.link import PIECE_BYTES, RING_BYTES, SEGMENT_BYTES, SharedLinks
 from services.streams.step_lane import MIN_SHARED_BYTES
 from tests.services.conftest import Dial, Serve
-from tests.services.fakes import until
+from tests.services.fakes import stays, until
 from tests.services.streams.lane_chain import (
     MAX_SLICES,
     MAX_TENSOR_BYTES,
@@ -47,9 +46,7 @@ async def test_both_sides_must_watch(serve: Serve, dial: Dial, caller: bool, ser
         there = links.get(client.link.link_id)
         if both:
             await until(lambda: there.step_socket is not None)
-        else:
-            await asyncio.sleep(0.05)
-        assert (client.link.step_socket is not None, there.step_socket is not None) == (both, both)
+        assert await stays(lambda: (client.link.step_socket is not None, there.step_socket is not None) == (both, both))
         assert client.link.sender().put(memoryview(bytes(PIECE_BYTES))) is not None
         await client.close()
         await until(lambda: there.closed)
@@ -136,7 +133,7 @@ async def test_payloads_of_streams_have_room_of_their_own(chain: LaneChain) -> N
     with chain.below.watcher.held():
         assert chain.above.send(sent)
         for message in streams:
-            reader.take(message, into := bytearray())
+            reader.read_payload(message, into := bytearray())
             assert into == piece
     assert await chain.below.next() == sent
 
@@ -376,7 +373,7 @@ async def test_a_closed_link_carries_nothing(chain: LaneChain, side: str) -> Non
         assert not end.send(step(2 * MIN_SHARED_BYTES))
         assert not end.send(NEXT)
     with pytest.raises(InvalidArgument, match=r"link \d+ is closed"):
-        getattr(chain, side).lanes[1].take(shared, bytearray())
+        getattr(chain, side).lanes[1].read_payload(shared, bytearray())
     for end in (chain.above, chain.below):
         for lane in end.lanes.values():
             end.watcher.call(lane.close)
