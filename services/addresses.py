@@ -14,7 +14,7 @@ _UNIX_PATH_BYTES = 107
 
 
 def parse_address(text: str, field: str = "address") -> str:
-    """The address in its plain form. Raises InvalidArgument when it is neither form."""
+    """Return an address in its plain form. Raises InvalidArgument naming the field for a text of neither form."""
     if text.startswith("unix:"):
         path = text.removeprefix("unix:").removeprefix("//")
         if not path or "\0" in path or len(os.fsencode(path)) > _UNIX_PATH_BYTES:
@@ -30,17 +30,17 @@ def parse_address(text: str, field: str = "address") -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only processes of this host can reach the address."""
+    """Tell whether only processes of this host can reach the address."""
     host = address.rpartition(":")[0]
     return address.startswith("unix:") or _LOOPBACK.fullmatch(host) is not None
 
 
 def socket_path(address: str) -> str | None:
-    """The path behind a `unix:` address, None for any other."""
+    """Return the path of a `unix:` address, None for any other."""
     return address.removeprefix("unix:") if address.startswith("unix:") else None
 
 
 def grpc_target(address: str) -> str:
-    """The address as gRPC reads it: a path is part of a URI there."""
+    """Return the address as gRPC reads it, where a path is part of a URI."""
     path = socket_path(address)
     return address if path is None else f"unix:{quote(os.fsencode(path))}"

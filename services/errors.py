@@ -38,7 +38,11 @@ log = structlog.get_logger()
 
 
 class FlashsplitError(Exception):
-    """One sentence for people, with `where` (stage, host, device, field …) for programs."""
+    """An error of this project: a sentence for people, and for programs a reason and the place it speaks of.
+
+    reason: a word in capitals, by default the name of the status code. where: stage, host, device, field … as far as
+    they are known.
+    """
 
     code = grpc.StatusCode.UNKNOWN
 
@@ -49,7 +53,7 @@ class FlashsplitError(Exception):
         self.where = {key: str(value) for key, value in where.items() if value is not None}
 
     def __str__(self) -> str:
-        # The message may have been put into words since, with the name of the part that failed before it.
+        # The name of the part that failed may have been put before the message since.
         return self.message
 
     @property
@@ -58,7 +62,7 @@ class FlashsplitError(Exception):
         return self.code.name
 
     def located(self, **where: object) -> FlashsplitError:
-        """Add places that the raiser did not know; what it did know stays."""
+        """Add places that the raiser did not know, and return the error; those that it did know stay."""
         for key, value in where.items():
             if value is not None:
                 self.where.setdefault(key, str(value))
@@ -120,16 +124,16 @@ _BY_NAME = {code.name: kind for code, kind in _BY_CODE.items()}
 
 
 def error_named(code_name: str, message: str, *, reason: str | None = None, **where: object) -> FlashsplitError:
-    """The exception for a status code's name; `InternalError` for a name that the table lacks."""
+    """Return the exception for the name of a status code; an `InternalError` for a name that the table lacks."""
     return _BY_NAME.get(code_name, InternalError)(message, reason=reason).located(**where)
 
 
 CLOSED = "closed"
-"""How a session ends that its caller closes."""
+"""The word for how a session ends that its caller closes."""
 
 
 def ending(error: BaseException | None) -> str:
-    """What ended a session, in a word: CLOSED, "cancelled" by its caller, or the error's reason.
+    """Return what ended a session, in a word: CLOSED, "cancelled" by its caller, or the error's reason.
 
     A stage that ends its session while it waits for the stage below cancels the stream there: behind the first stage
     both words mean that nothing was wrong.
@@ -138,13 +142,13 @@ def ending(error: BaseException | None) -> str:
         return CLOSED
     if isinstance(error, FlashsplitError):
         return error.reason.lower()
-    # gRPC raises its own where a stream is gone.
-    gone = isinstance(error, asyncio.CancelledError | grpc.aio.BaseError)
-    return "cancelled" if gone else InternalError.code.name.lower()
+    # gRPC raises errors of its own where a stream is gone.
+    is_stream_gone = isinstance(error, asyncio.CancelledError | grpc.aio.BaseError)
+    return "cancelled" if is_stream_gone else InternalError.code.name.lower()
 
 
 def to_status(error: FlashsplitError) -> grpc.Status:
-    """The rich gRPC status of an exception; very long texts are cut."""
+    """Return the rich gRPC status of an exception; very long texts are cut."""
     code, _ = error.code.value
     status = status_pb2.Status(code=code, message=_cut(error.message))
     metadata = {key: _cut(value) for key, value in error.where.items()}
@@ -157,16 +161,16 @@ def to_status(error: FlashsplitError) -> grpc.Status:
 
 
 def from_rpc_error(error: grpc.RpcError, **where: object) -> FlashsplitError:
-    """The exception behind a failed call; `where` fills in what the other side did not say."""
+    """Return the exception behind a failed call; `where` adds the places that the other side did not name."""
     code, text = error.code(), error.details() or "no details"
     kind = _BY_CODE.get(code, InternalError)
     info = _error_info(error)
     if info is not None:
-        known = kind(text, reason=info.reason)
-        known.where.update(info.metadata)
-        return known.located(**where)
+        remote = kind(text, reason=info.reason)
+        remote.where.update(info.metadata)
+        return remote.located(**where)
     if kind is Cancelled:
-        # Nobody asked for it: a server stops and cuts its running calls.
+        # This side did not cancel the call: a server stops and cuts its running calls.
         kind = Unavailable
     if kind is Unavailable:
         place = where.get("address", "the worker")
@@ -192,7 +196,7 @@ def _cut(text: str) -> str:
 
 @contextlib.asynccontextmanager
 async def answering(context: grpc.aio.ServicerContext, **where: object) -> AsyncIterator[None]:
-    """Turn an exception of the block into the call's status; an unexpected one keeps its details out of the answer.
+    """Turn an exception of the block into the call's status; the details of an unexpected one stay out of the answer.
 
     Raises what `context.abort_with_status` raises, which ends the call.
     """
@@ -210,7 +214,7 @@ async def answering(context: grpc.aio.ServicerContext, **where: object) -> Async
 
 
 def rpc_failures_as_errors(**where: object) -> _RpcFailures:
-    """Context manager: a failed call inside it is raised as the `FlashsplitError` behind it."""
+    """Return a context manager that raises a failed call of its block as the `FlashsplitError` behind it."""
     return _RpcFailures(where)
 
 

@@ -1,4 +1,4 @@
-"""A half-open run of layers."""
+"""A half-open range of a model's layers."""
 
 from __future__ import annotations
 

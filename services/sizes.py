@@ -1,4 +1,4 @@
-"""Amounts of bytes and spans of time as people write them: "4GiB", "7d"."""
+"""Parses and formats amounts of bytes and spans of time as people write them: "4GiB", "7d"."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUMBER_AND_UNIT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([a-zA-Z]*)")
 
 
 def parse_size(text: str, field: str) -> int:
-    """Bytes. Raises InvalidArgument naming the field for anything but a number with a unit; a bare number is bytes."""
+    """Return a number of bytes; a number without a unit is bytes. Raises InvalidArgument naming the field otherwise."""
     number, unit = _split(text, field, _SIZE_WORDS)
     factor = _UNITS.get(unit.lower())
     if factor is None:
@@ -27,7 +27,7 @@ def parse_size(text: str, field: str) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """Bytes with three or four digits, in powers of 1024: "996 B", "70.0 MiB"."""
+    """Write a number of bytes with three or four digits, in powers of 1024: "996 B", "70.0 MiB"."""
     if size_bytes < 1024:
         return f"{size_bytes} B"
     value = float(size_bytes)
@@ -39,7 +39,7 @@ def format_size(size_bytes: int) -> str:
 
 
 def parse_age(text: str, field: str) -> float:
-    """Seconds. Raises InvalidArgument naming the field for anything but a number with a unit."""
+    """Return a number of seconds. Raises InvalidArgument naming the field for anything but a number with a unit."""
     number, unit = _split(text, field, _AGE_WORDS)
     if unit not in _SECONDS:
         raise InvalidArgument(f"{field} {text!r} has the unknown unit {unit!r}: give {_AGE_WORDS}", field=field)
@@ -47,7 +47,7 @@ def parse_age(text: str, field: str) -> float:
 
 
 def format_age(seconds: float) -> str:
-    """A span of time in its largest whole unit: "45s", "3h", "12d"."""
+    """Write a span of time in its largest whole unit: "45s", "3h", "12d"."""
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= size:
             return f"{seconds / size:.0f}{unit}"

@@ -1,8 +1,8 @@
 """Channel options, the same on both sides of every edge, and opening a channel to a worker.
 
-Message sizes are bounded: larger payloads are cut (`services.messages.tensors`). A dead process is noticed at once by
-its closed socket; pings notice a dead host or a frozen process within some seconds, however long a worker computes,
-because gRPC answers them on threads of its own.
+Message sizes are bounded: larger payloads are cut into chunks (`services.messages.tensors`). A dead process is noticed
+at once by its closed socket. Pings notice a dead host or a frozen process within some seconds; a worker that computes
+for long is not mistaken for one, because gRPC answers pings on threads of its own.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from services.net.cluster_token import TokenChannel
 from services.net.handshake import why_refused
 from services.net.security import OPEN, Security
 
-# A frame's tensors share one chunk's worth of bytes; the rest is for its lists (token ids, logit biases, tensor names).
 MAX_MESSAGE_BYTES = 8 * CHUNK_BYTES
+"""All tensors of a frame together have at most one chunk; the rest is for its lists, such as token ids."""
 
 _COMMON: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -48,14 +48,17 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.max_ping_strikes", 0),
     # Two servers on one port would share its calls at random.
     ("grpc.so_reuseport", 0),
-    # Who connects and says nothing holds a socket this long.
+    # A client that connects and sends nothing holds a socket this long.
     ("grpc.server_handshake_timeout_ms", 10_000),
 ]
 
 
 async def connect(address: str, *, timeout_s: float, security: Security = OPEN) -> grpc.aio.Channel:
-    """A channel that is ready. Raises Unavailable when the worker doesn't answer in time or the two don't trust each
-    other, InvalidArgument for what is no address."""
+    """Open a channel and return it when it is ready.
+
+    Raises Unavailable when the worker doesn't answer in time or the two don't trust each other, InvalidArgument for a
+    text that is no address.
+    """
     channel = _channel(parse_address(address), security)
     try:
         async with asyncio.timeout(timeout_s):
@@ -87,7 +90,10 @@ def _channel(address: str, security: Security) -> grpc.aio.Channel:
 
 
 async def _ready(channel: grpc.aio.Channel, address: str, security: Security) -> None:
-    """Wait, but not for what time does not mend: certificates that one side refuses, TLS on one side only."""
+    """Wait until a channel is ready.
+
+    Raises Unavailable for what waiting does not mend: certificates that one side refuses, TLS on one side only.
+    """
     states = grpc.ChannelConnectivity
     while (state := channel.get_state(try_to_connect=True)) is not states.READY:
         if state is states.TRANSIENT_FAILURE and socket_path(address) is None:

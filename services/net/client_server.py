@@ -1,4 +1,4 @@
-"""The gRPC server that clients talk to: their key at the door, health and reflection behind it, bounded messages.
+"""The gRPC server that clients talk to: it asks for their API key, bounds messages, and offers health and reflection.
 
 Unlike `services.net.server` it listens on TCP for strangers, with a certificate of its own, and knows nothing of the
 cluster's certificates and token.
@@ -20,13 +20,13 @@ from services.net.interceptors import RefuseGarbage
 from services.net.server import Registration
 
 CheckKey = Callable[[str, str], None]
-"""Takes what came as `authorization` and as `x-api-key`, empty where nothing did; raises Unauthenticated."""
+"""Checks the values of the headers `authorization` and `x-api-key`, empty where absent; raises Unauthenticated."""
 
 _OPEN_SERVICE = f"/{health.SERVICE_NAME}/"
 
 
 class RequireKey(grpc.aio.ServerInterceptor):
-    """Ends every call without a key, reflection too, before a byte of its request is read; health is open to probes."""
+    """Ends every call without a valid key before a byte of its request is read; only health checks need none."""
 
     def __init__(self, check: CheckKey) -> None:
         self._check = check
@@ -38,17 +38,17 @@ class RequireKey(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler:
         if details.method.startswith(_OPEN_SERVICE):
             return await continuation(details)
-        # Of a name that came twice the last one counts.
-        shown = {key: str(value) for key, value in details.invocation_metadata}
+        # Of a header that is there twice the last one counts.
+        headers = {key: str(value) for key, value in details.invocation_metadata}
         try:
-            self._check(shown.get("authorization", ""), shown.get("x-api-key", ""))
+            self._check(headers.get("authorization", ""), headers.get("x-api-key", ""))
         except Exception as error:
             return _refusing(error)
         return await continuation(details)
 
 
 class ClientServer:
-    """Listens on a host's port, 0 for a free one; `address` is where, once it is started."""
+    """Listens on a port of a host, 0 for a free one; its attribute `address` says where once it is started."""
 
     def __init__(
         self,
@@ -84,13 +84,13 @@ class ClientServer:
         await self._server.start()
 
     async def set_serving(self, serving: bool) -> None:
-        """What `grpc.health.v1` answers, for the process and for each of its services."""
+        """Set what `grpc.health.v1` answers for the process and for each of its services."""
         status = health_pb2.HealthCheckResponse
         for service in ["", *self._services]:
             await self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new calls, let running ones end within `grace_s`, cut the rest."""
+        """Refuse new calls, let running ones end within `grace_s` seconds, and cut the rest."""
         await self._server.stop(grace_s)
 
 
@@ -99,5 +99,5 @@ def _refusing(error: Exception) -> grpc.RpcMethodHandler:
         async with answering(context):
             raise error
 
-    # Streams leave reading to the handler: this one fits calls of every shape.
+    # A stream's handler reads the requests itself, so this one fits calls of every shape.
     return grpc.stream_stream_rpc_method_handler(refuse)

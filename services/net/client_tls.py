@@ -1,4 +1,4 @@
-"""TLS for clients' own doors, HTTP and gRPC: a certificate that clients know, which is none of the cluster's.
+"""TLS for the HTTP and gRPC servers that clients talk to: a certificate that clients trust, not one of the cluster's.
 
 With an authority as well, clients must show a certificate that it signed.
 """
@@ -18,7 +18,7 @@ CERT_FLAG, KEY_FLAG, CA_FLAG = "--ssl-certfile", "--ssl-keyfile", "--ssl-ca-cert
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """The PEM files of a door, checked, and what they hold for gRPC."""
+    """The PEM files of a server for clients, checked, and their content for gRPC."""
 
     cert: Path
     key: Path
@@ -28,20 +28,23 @@ class ClientTls:
     ca_pem: bytes | None = field(repr=False)
 
     def for_server(self) -> grpc.ServerCredentials:
-        """With an authority, clients without a certificate of it are refused."""
+        """Return credentials for a gRPC server; with an authority, clients without a certificate of it are refused."""
         pair = [(self.key_pem, self.cert_pem)]
         return grpc.ssl_server_credentials(pair, self.ca_pem, require_client_auth=self.ca_pem is not None)
 
 
 def load_client_tls(cert: Path | None, key: Path | None, ca: Path | None) -> ClientTls | None:
-    """The flags as given; None without any. Raises InvalidArgument naming the flag that is missing or wrong."""
+    """Read and check the files of the flags; return None where no flag is set.
+
+    Raises InvalidArgument naming the flag that is missing or wrong.
+    """
     if cert is None or key is None:
-        given = [flag for flag, path in ((CERT_FLAG, cert), (KEY_FLAG, key), (CA_FLAG, ca)) if path is not None]
-        if not given:
+        present = [flag for flag, path in ((CERT_FLAG, cert), (KEY_FLAG, key), (CA_FLAG, ca)) if path is not None]
+        if not present:
             return None
         missing = CERT_FLAG if cert is None else KEY_FLAG
         raise InvalidArgument(
-            f"{missing} is missing beside {' and '.join(given)}: TLS takes a certificate and its key", field=missing
+            f"{missing} is missing beside {' and '.join(present)}: TLS takes a certificate and its key", field=missing
         )
     _, cert_pem, key_pem = read_pair(CERT_FLAG, cert, KEY_FLAG, key)
     ca_pem = None if ca is None else read_authority(CA_FLAG, ca)

@@ -1,6 +1,7 @@
-"""The secret that all processes of one cluster share: read, sent with every call, asked for by every server.
+"""The secret that all processes of one cluster share: it is read, sent with every call and asked for by every server.
 
-It tells who may call, and encrypts nothing. Health checks are answered without it, because probes hold no secrets.
+It proves that a caller may call, and encrypts nothing. Health checks are answered without it, because probes hold no
+secrets.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ log = structlog.get_logger()
 
 
 def read_token(file: str | None) -> str | None:
-    """The token from the file, else from the environment, else None. Raises InvalidArgument, without quoting it."""
+    """Return the token from the file, else from the environment, else None.
+
+    Raises InvalidArgument, without quoting the token, when it cannot be read or is none.
+    """
     if file is not None:
         source = f"{FLAG} {file}"
         try:
@@ -39,7 +43,7 @@ def read_token(file: str | None) -> str | None:
         except UnicodeDecodeError:
             text = ""
     elif VARIABLE in os.environ:
-        # Set but empty is more likely a mistake than a wish for no token.
+        # A variable that is set but empty is more likely a mistake than the choice of no token.
         source, text = VARIABLE, os.environ[VARIABLE].strip()
     else:
         return None
@@ -54,7 +58,7 @@ def read_token(file: str | None) -> str | None:
 class RequireToken(grpc.aio.ServerInterceptor):
     """Ends every call without the token, of whatever method, before a byte of its requests is read.
 
-    name: where this server listens, for the sentence.
+    name: returns where this server listens, for the error's sentence.
     """
 
     def __init__(self, token: str, name: Callable[[], str]) -> None:
@@ -67,28 +71,28 @@ class RequireToken(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler:
         if details.method.startswith(_OPEN_SERVICE):
             return await continuation(details)
-        shown = [value for key, value in details.invocation_metadata if key == _HEADER]
-        if len(shown) == 1 and hmac.compare_digest(str(shown[0]).encode(), self._expected):
+        tokens = [value for key, value in details.invocation_metadata if key == _HEADER]
+        if len(tokens) == 1 and hmac.compare_digest(str(tokens[0]).encode(), self._expected):
             return await continuation(details)
-        what = "another token" if shown else "no token"
+        fault = "another token" if tokens else "no token"
 
         async def refuse(_: object, context: grpc.aio.ServicerContext) -> None:
-            log.warning("call.refused", method=details.method, peer=context.peer(), why=what)
+            log.warning("call.refused", method=details.method, peer=context.peer(), why=fault)
             async with answering(context):
                 raise Unauthenticated(
-                    f"the call carried {what}, the worker at {self._name()} asks for its cluster's: give both the same "
-                    f"with {FLAG} FILE or {VARIABLE}",
-                    reason="TOKEN_WRONG" if shown else "TOKEN_MISSING",
+                    f"the call carried {fault}, the worker at {self._name()} asks for its cluster's: give both the "
+                    f"same with {FLAG} FILE or {VARIABLE}",
+                    reason="TOKEN_WRONG" if tokens else "TOKEN_MISSING",
                 )
 
-        # Streams leave reading to the handler: this one fits calls of every shape.
+        # A stream's handler reads the requests itself, so this one fits calls of every shape.
         return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 class TokenChannel(grpc.aio.Channel):
     """A channel whose calls all carry the token.
 
-    Not a client interceptor: those put a task and two queues between a stream's frames and the wire.
+    It is no client interceptor, because those put a task and two queues between a stream's frames and the wire.
     """
 
     def __init__(self, channel: grpc.aio.Channel, token: str) -> None:

@@ -1,6 +1,6 @@
-"""Why a connection does not come about although somebody answers: gRPC only knows that it did not.
+"""Finds out why a TLS handshake fails although somebody answers, as gRPC only tells that it did.
 
-Asks once more with Python's own TLS, which tells the reasons apart. Used after a failure, never for data.
+It connects once more with Python's own TLS, which tells the reasons apart. It is used after a failure, never for data.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _HOST_MISMATCH, _IP_MISMATCH = 62, 64  # X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ER
 
 
 async def why_refused(address: str, tls: Credentials | None) -> str | None:
-    """A sentence for what waiting does not mend; None when nobody answers, or nothing seems wrong with the handshake.
+    """Return a sentence for what waiting does not mend; None when nobody answers or the handshake seems right.
 
-    address: HOST:PORT.
+    address: HOST:PORT. tls: the credentials that the failed channel used; None for one without TLS.
     """
     files = None if tls is None else tls.files
     return await asyncio.to_thread(_ask, address, files)
@@ -38,7 +38,7 @@ def _ask(address: str, files: TlsFiles | None) -> str | None:
 
 
 def _plainly(address: str) -> str | None:
-    """Whether TLS is expected where none was offered."""
+    """Return a sentence when TLS is expected where none was offered."""
     try:
         _peer_certificate(address)
     except ssl.SSLError as error:
@@ -57,42 +57,42 @@ def _with_certificates(address: str, files: TlsFiles) -> str | None:
     context.hostname_checks_common_name = False
     context.load_cert_chain(files.cert, files.key)
     try:
-        # A server that takes the client's certificate speaks first. One that is just ending hangs up too, but once.
-        taken = _shake(address, context, name) or _shake(address, context, name)
+        # A server that accepts the client's certificate sends first. One that is just ending hangs up too, but once.
+        first_byte = _shake_hands(address, context, name) or _shake_hands(address, context, name)
     except ssl.SSLCertVerificationError as error:
-        return _mistrusted(address, name, files, error)
+        return _untrusted_worker(address, name, files, error)
     except ssl.SSLError as error:
         if "ALERT" in (error.reason or ""):
-            return _unwelcome(address, files)
+            return _refused_client(address, files)
         if error.reason in (None, "UNEXPECTED_EOF_WHILE_READING"):
             return None
         return f"the worker at {address} answers without TLS: start it with {_FLAGS}, or leave these flags out here too"
-    return None if taken else _unwelcome(address, files)
+    return None if first_byte else _refused_client(address, files)
 
 
-def _mistrusted(address: str, name: str, files: TlsFiles, error: ssl.SSLCertVerificationError) -> str:
-    """What is wrong with the worker's certificate."""
-    shown = _peer_certificate(address)
-    last = shown.not_valid_after_utc
+def _untrusted_worker(address: str, name: str, files: TlsFiles, error: ssl.SSLCertVerificationError) -> str:
+    """Return a sentence for what is wrong with the worker's certificate."""
+    certificate = _peer_certificate(address)
+    last = certificate.not_valid_after_utc
     if error.verify_code in (_HOST_MISMATCH, _IP_MISMATCH):
+        names = ", ".join(_names(certificate)) or "no host"
         return (
-            f"the worker at {address} shows a certificate for {', '.join(_names(shown)) or 'no host'}, not for {name}: "
-            f"dial it by a name that its certificate has, make one for {name}, or say which name to expect with "
-            f"{NAME_FLAG}"
+            f"the worker at {address} shows a certificate for {names}, not for {name}: dial it by a name that its "
+            f"certificate has, make one for {name}, or say which name to expect with {NAME_FLAG}"
         )
     if last < datetime.datetime.now(datetime.UTC):
         return (
             f"the worker at {address} shows a certificate that expired on {last:%Y-%m-%d %H:%M} UTC: give it a new one"
         )
-    issuer = _common_name(shown.issuer)
+    issuer = _common_name(certificate.issuer)
     return (
         f"the worker at {address} shows a certificate of {issuer!r} that {CA_FLAG} {files.ca} does not vouch for "
         f"({error.verify_message}): give both sides certificates of one authority"
     )
 
 
-def _unwelcome(address: str, files: TlsFiles) -> str:
-    """The worker took part in the handshake and then hung up, which is all that it says."""
+def _refused_client(address: str, files: TlsFiles) -> str:
+    """Return a sentence for a worker that hung up behind the handshake, which is how it refuses a certificate."""
     own = x509.load_pem_x509_certificate(files.cert.read_bytes())
     refusal, last = f"the worker at {address} refuses {CERT_FLAG} {files.cert}", own.not_valid_after_utc
     if last < datetime.datetime.now(datetime.UTC):
@@ -101,22 +101,22 @@ def _unwelcome(address: str, files: TlsFiles) -> str:
 
 
 def _peer_certificate(address: str) -> x509.Certificate:
-    """What is shown to anybody. Raises OSError; ssl.SSLError where no TLS is spoken."""
+    """Return the certificate that a worker shows to anybody. Raises OSError, and ssl.SSLError where it has no TLS."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
-    with create_connection((_host(address), _port(address)), _ANSWER_S) as raw, context.wrap_socket(raw) as shaken:
-        return x509.load_der_x509_certificate(shaken.getpeercert(binary_form=True) or b"")
+    with create_connection((_host(address), _port(address)), _ANSWER_S) as raw, context.wrap_socket(raw) as tls:
+        return x509.load_der_x509_certificate(tls.getpeercert(binary_form=True) or b"")
 
 
-def _shake(address: str, context: ssl.SSLContext, name: str) -> bytes:
-    """The first byte behind a handshake; none where the server hangs up."""
+def _shake_hands(address: str, context: ssl.SSLContext, name: str) -> bytes:
+    """Return the first byte that the server sends behind a handshake; none where it hangs up."""
     context.set_alpn_protocols(["h2"])
     with (
         create_connection((_host(address), _port(address)), _ANSWER_S) as raw,
-        context.wrap_socket(raw, server_hostname=name) as shaken,
+        context.wrap_socket(raw, server_hostname=name) as tls,
     ):
-        return shaken.recv(1)
+        return tls.recv(1)
 
 
 def _host(address: str) -> str:
@@ -129,12 +129,12 @@ def _port(address: str) -> int:
 
 def _names(certificate: x509.Certificate) -> list[str]:
     try:
-        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         return []
-    return [str(name.value) for name in found if isinstance(name, x509.DNSName | x509.IPAddress)]
+    return [str(name.value) for name in names if isinstance(name, x509.DNSName | x509.IPAddress)]
 
 
 def _common_name(name: x509.Name) -> str:
-    found = name.get_attributes_for_oid(NameOID.COMMON_NAME)
-    return str(found[0].value) if found else name.rfc4514_string()
+    attributes = name.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(attributes[0].value) if attributes else name.rfc4514_string()

@@ -1,5 +1,6 @@
-"""A second port that answers grpc.health.v1 and nothing else, without TLS: probes such as Kubernetes' carry neither
-certificates nor tokens.
+"""A second port that answers grpc.health.v1 and nothing else, without TLS.
+
+Probes such as those of Kubernetes carry neither certificates nor tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from services.net.channel import SERVER_OPTIONS
 
 
 class HealthPort:
-    """Serves a server's own health service on the host that this listens on; beside a Unix socket, on 127.0.0.1."""
+    """Serves a server's health service on a port of the host on which the server listens.
+
+    beside: the server's address; beside a Unix socket the port is on 127.0.0.1. servicer: the server's own.
+    """
 
     def __init__(self, beside: str, port: int, servicer: health.aio.HealthServicer) -> None:
         host = "127.0.0.1" if socket_path(beside) is not None else beside.rpartition(":")[0]
@@ -33,5 +37,5 @@ class HealthPort:
         await self._server.start()
 
     async def stop(self) -> None:
-        """At once: what has to be told by then was told by the status."""
+        """Stop listening at once: probes have heard by then that the server does not serve."""
         await self._server.stop(0)

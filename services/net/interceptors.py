@@ -14,7 +14,7 @@ Parse = Callable[[bytes], Any]
 
 
 class RefuseGarbage(grpc.aio.ServerInterceptor):
-    """Bytes that are no message of the method's type are the caller's fault: INVALID_ARGUMENT instead of UNKNOWN."""
+    """Refuses bytes that are no message of the method's type with INVALID_ARGUMENT; gRPC itself would say UNKNOWN."""
 
     async def intercept_service(
         self,
@@ -26,7 +26,7 @@ class RefuseGarbage(grpc.aio.ServerInterceptor):
             return handler
         parse = _refusing(handler.request_deserializer, details.method)
         if handler.stream_stream is not None:
-            # Raised by the servicer's read().
+            # The error is raised by the servicer's read().
             return grpc.stream_stream_rpc_method_handler(handler.stream_stream, parse, handler.response_serializer)
         if handler.unary_stream is not None:
             answer = _parsing(handler.unary_stream, parse)
@@ -48,7 +48,7 @@ def _refusing(parse: Parse, method: str) -> Parse:
 
 
 def _parsing(behaviour: Callable[..., Any], parse: Parse) -> Callable[..., Awaitable[Any]]:
-    """A coroutine handler that takes bytes; gRPC would parse a single request before any code that can answer."""
+    """Return a handler that takes bytes, as gRPC would parse a single request before any code that can answer."""
 
     async def answer(raw: bytes, context: grpc.aio.ServicerContext) -> Any:
         async with answering(context):

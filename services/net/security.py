@@ -11,19 +11,22 @@ from services.net.tls import Credentials, load_credentials, tls_files
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """What one process uses on all of its edges. The token stays out of repr, and so out of logs."""
+    """What one process uses on all of its connections. The token stays out of repr, and so out of logs."""
 
     tls: Credentials | None = None
     token: str | None = field(default=None, repr=False)
 
     def child_arguments(self) -> list[str]:
-        """Flags that give a child the same certificates: it may have to call remote workers."""
+        """Return the flags that give a child the same certificates, as it may have to call remote workers."""
         return [] if self.tls is None else self.tls.files.arguments()
 
     def child_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """A child's, from this process's own. The token goes in: everybody on the host can read a command line."""
-        kept = {name: value for name, value in environment.items() if name != VARIABLE}
-        return kept if self.token is None else {**kept, VARIABLE: self.token}
+        """Return a child's environment, made from this process's own.
+
+        The token is in it and not among the flags, because everybody on the host can read a command line.
+        """
+        others = {name: value for name, value in environment.items() if name != VARIABLE}
+        return others if self.token is None else {**others, VARIABLE: self.token}
 
 
 OPEN = Security()
@@ -38,6 +41,6 @@ def load_security(
     tls_server_name: str | None = None,
     cluster_token_file: str | None = None,
 ) -> Security:
-    """From the flags of the same names. Raises InvalidArgument naming the one that is wrong."""
+    """Read what the flags of the same names say. Raises InvalidArgument naming the flag that is wrong."""
     files = tls_files(tls_cert, tls_key, tls_ca, tls_server_name)
     return Security(None if files is None else load_credentials(files), read_token(cluster_token_file))

@@ -1,6 +1,6 @@
 """A gRPC server with what every flashsplit process has: health, reflection, bounded messages, clean shutdown.
 
-Owns the listening socket and nothing of the engine.
+It owns the listening socket and nothing of the engine.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ Registration = Callable[[grpc.aio.Server], str]
 
 
 class Server:
-    """A listening server; `address` is where peers reach it (a free port is filled in).
+    """A server for other processes of the cluster; its attribute `address` says where it listens once it is started.
 
-    health_port: answer health checks on this TCP port too, without TLS; 0 for no such port.
+    address: where to listen, with port 0 for a free one. health_port: the TCP port on which health checks are answered
+    too, without TLS; 0 for no such port.
     """
 
     def __init__(
@@ -44,8 +45,8 @@ class Server:
         self.address = self._requested
         tcp = socket_path(self._requested) is None
         self._credentials = security.tls.for_server() if tcp and security.tls is not None else None
-        gate = [] if security.token is None else [RequireToken(security.token, lambda: self.address)]
-        self._server = grpc.aio.server(interceptors=[*gate, RefuseGarbage()], options=SERVER_OPTIONS)
+        interceptors = [] if security.token is None else [RequireToken(security.token, lambda: self.address)]
+        self._server = grpc.aio.server(interceptors=[*interceptors, RefuseGarbage()], options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._services = [register(self._server) for register in registrations]
@@ -82,30 +83,31 @@ class Server:
         await self.set_serving(True)
 
     async def set_serving(self, serving: bool) -> None:
-        """What `grpc.health.v1` answers, for the process and for each of its services."""
+        """Set what `grpc.health.v1` answers for the process and for each of its services."""
         status = health_pb2.HealthCheckResponse
         value = status.SERVING if serving else status.NOT_SERVING
         for service in ["", *self._services]:
             await self._health.set(service, value)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new calls, let running ones end within `grace_s`, cut the rest. gRPC removes the socket."""
+        """Refuse new calls, let running ones end within `grace_s` seconds, cut the rest; gRPC removes the socket."""
         await self._server.stop(grace_s)
         if self._health_port is not None:
             await self._health_port.stop()
 
     async def wait(self) -> None:
+        """Wait until the server has stopped."""
         await self._server.wait_for_termination()
 
 
 def _answers(path: str) -> bool:
-    """Whether a process listens on a socket file; one without is left over from a killed process."""
+    """Tell whether a process listens on a socket file; a killed process leaves its file behind."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
             probe.connect(path)
         except (BlockingIOError, PermissionError):
-            # Its queue is full, or it is another user's.
+            # The queue of its connections is full, or it is another user's.
             return True
         except OSError:
             return False
@@ -114,7 +116,7 @@ def _answers(path: str) -> bool:
 
 @contextlib.contextmanager
 def _private_files() -> Iterator[None]:
-    """Files made in here, sockets among them, are for this user alone from their first moment."""
+    """Make files that the block creates, sockets among them, private to this user from their first moment."""
     before = os.umask(0o177)
     try:
         yield

@@ -1,7 +1,7 @@
 """A process's own certificate and the authority that it trusts: read and checked once, then handed to gRPC.
 
-Every edge over TCP uses both: each side shows its certificate, and each side's must come from the authority. Unix
-sockets stay as they are, private to their user.
+Every connection over TCP uses both: each side shows its certificate, and each side's must come from the authority. Unix
+sockets need none, as they are private to their user.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from services.errors import InvalidArgument
 
 CERT_FLAG, KEY_FLAG, CA_FLAG, NAME_FLAG = "--tls-cert", "--tls-key", "--tls-ca", "--tls-server-name"
 _SOON = datetime.timedelta(days=14)
+"""How long before a certificate expires a start warns of it."""
 
 T = TypeVar("T")
 
@@ -30,7 +31,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Where the PEM files are. server_name: what every worker's certificate must name; None: the host dialled."""
+    """Where the PEM files are. server_name: the name in every worker's certificate; None for the host called."""
 
     cert: Path
     key: Path
@@ -38,7 +39,7 @@ class TlsFiles:
     server_name: str | None = None
 
     def arguments(self) -> list[str]:
-        """The flags that give another process the same files."""
+        """Return the flags that give another process the same files."""
         flags = {CERT_FLAG: self.cert.absolute(), KEY_FLAG: self.key.absolute(), CA_FLAG: self.ca.absolute()}
         words = [word for flag, path in flags.items() for word in (flag, str(path))]
         return words if self.server_name is None else [*words, NAME_FLAG, self.server_name]
@@ -46,7 +47,7 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What the files hold, checked. usages: what the certificate may be used for; None: anything."""
+    """The content of the files, checked. usages: what the certificate may be used for; None for anything."""
 
     files: TlsFiles
     usages: frozenset[x509.ObjectIdentifier] | None
@@ -55,21 +56,27 @@ class Credentials:
     ca_pem: bytes = field(repr=False)
 
     def for_channel(self) -> grpc.ChannelCredentials:
-        """Shows the certificate; the other side's must come from the authority and name the host dialled."""
+        """Return credentials for a channel.
+
+        It shows the certificate; the other side's must come from the authority and name the host that is called.
+        """
         return grpc.ssl_channel_credentials(self.ca_pem, self.key_pem, self.cert_pem)
 
     def for_server(self) -> grpc.ServerCredentials:
-        """As `for_channel`, and refuses clients without a certificate. Raises InvalidArgument for a client's own."""
+        """Return credentials for a server, which refuses clients without a certificate of the authority.
+
+        Raises InvalidArgument for a certificate that only clients may use.
+        """
         _check_usage(self.usages, ExtendedKeyUsageOID.SERVER_AUTH, "server", self.files.cert)
         return grpc.ssl_server_credentials([(self.key_pem, self.cert_pem)], self.ca_pem, require_client_auth=True)
 
 
 def tls_files(cert: str | None, key: str | None, ca: str | None, server_name: str | None = None) -> TlsFiles | None:
-    """The flags as given: all three or none. Raises InvalidArgument naming those that are missing."""
-    given = {CERT_FLAG: cert, KEY_FLAG: key, CA_FLAG: ca}
-    missing = [flag for flag, path in given.items() if path is None]
+    """Return the files of the flags, None where none is set. Raises InvalidArgument naming those that are missing."""
+    flags = {CERT_FLAG: cert, KEY_FLAG: key, CA_FLAG: ca}
+    missing = [flag for flag, path in flags.items() if path is None]
     if cert is None or key is None or ca is None:
-        present = [flag for flag in given if flag not in missing] + [NAME_FLAG] * (server_name is not None)
+        present = [flag for flag in flags if flag not in missing] + [NAME_FLAG] * (server_name is not None)
         if not present:
             return None
         raise InvalidArgument(
@@ -81,7 +88,7 @@ def tls_files(cert: str | None, key: str | None, ca: str | None, server_name: st
 
 
 def load_credentials(files: TlsFiles) -> Credentials:
-    """Read and check. Raises InvalidArgument naming the flag, the file and what is wrong with it."""
+    """Read and check the files. Raises InvalidArgument naming the flag, the file and what is wrong with it."""
     chain, cert_pem, key_pem = read_pair(CERT_FLAG, files.cert, KEY_FLAG, files.key)
     ca_pem = read_authority(CA_FLAG, files.ca)
     last = chain[0].not_valid_after_utc
@@ -93,8 +100,11 @@ def load_credentials(files: TlsFiles) -> Credentials:
 
 
 def read_pair(cert_flag: str, cert: Path, key_flag: str, key: Path) -> tuple[list[x509.Certificate], bytes, bytes]:
-    """A certificate, with those that lead to its authority behind it, and its key; both as PEM too. Raises
-    InvalidArgument naming the flag, the file and what is wrong with it."""
+    """Read a certificate and its key, and check that they belong together and are valid now.
+
+    Returns the certificate with those that lead to its authority behind it, its PEM and that of the key. Raises
+    InvalidArgument naming the flag, the file and what is wrong with it.
+    """
     cert_pem, key_pem = _read(cert_flag, cert), _read(key_flag, key)
     chain = _parse(cert_flag, cert, "a PEM certificate", x509.load_pem_x509_certificates, cert_pem)
     private = _parse(key_flag, key, "a PEM private key", lambda pem: load_pem_private_key(pem, None), key_pem)
@@ -108,7 +118,10 @@ def read_pair(cert_flag: str, cert: Path, key_flag: str, key: Path) -> tuple[lis
 
 
 def read_authority(flag: str, path: Path) -> bytes:
-    """PEM of those who must have signed the other side's certificate. Raises InvalidArgument."""
+    """Read the PEM of the authorities of which one must have signed the other side's certificate.
+
+    Raises InvalidArgument naming the flag, the file and what is wrong with it.
+    """
     pem = _read(flag, path)
     authorities = _parse(flag, path, "a PEM certificate", x509.load_pem_x509_certificates, pem)
     _check_dates(flag, path, authorities[0])
@@ -122,17 +135,17 @@ def _read(flag: str, path: Path) -> bytes:
         raise InvalidArgument(f"{flag} {path} cannot be read: {error.strerror}", field=flag) from error
 
 
-def _parse(flag: str, path: Path, wanted: str, parse: Callable[[bytes], T], pem: bytes) -> T:
+def _parse(flag: str, path: Path, content: str, parse: Callable[[bytes], T], pem: bytes) -> T:
     try:
         return parse(pem)
     except TypeError:
-        # Only said of keys.
+        # The library raises this for keys only.
         raise InvalidArgument(
             f"{flag} {path} is encrypted: give a key without a passphrase, in a file for its user alone", field=flag
         ) from None
     except Exception as error:
-        # The library raises more than ValueError for damaged files, a kind for each of its layers.
-        raise InvalidArgument(f"{flag} {path} does not hold {wanted}", field=flag) from error
+        # The library raises other kinds than ValueError too for damaged files.
+        raise InvalidArgument(f"{flag} {path} does not hold {content}", field=flag) from error
 
 
 def _check_dates(flag: str, path: Path, certificate: x509.Certificate) -> None:
@@ -149,7 +162,7 @@ def _check_dates(flag: str, path: Path, certificate: x509.Certificate) -> None:
 
 
 def _usages(certificate: x509.Certificate) -> frozenset[x509.ObjectIdentifier] | None:
-    """The extended key usages, None where the certificate doesn't limit them."""
+    """Return the extended key usages, None where the certificate doesn't limit them."""
     try:
         return frozenset(certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
     except x509.ExtensionNotFound:

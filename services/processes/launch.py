@@ -27,9 +27,10 @@ _FLAG = "--worker-command"
 class Launch:
     """What all local workers of one coordinator have in common.
 
-    threads: CPU threads of each. prefix_cache_bytes: budget of each; None for its own default. cuda_graphs: what those
-    with GPUs are told; None leaves it to them. commands: vendor -> words of the program to start for its devices,
-    where it isn't this one.
+    threads: how many CPU threads each has; None for torch's default. prefix_cache_bytes: what kept prefixes may take in
+    each; None for the worker's own default. cuda_graphs: whether those with GPUs capture graphs; None leaves it to
+    them. security: their certificates and token. log_level: the least important line that they log. transport: how
+    payloads travel. commands: for a vendor, the words of the program to start for its devices where it isn't this one.
     """
 
     threads: int | None = None
@@ -41,11 +42,11 @@ class Launch:
     commands: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def command(self, devices: str) -> tuple[str, ...]:
-        """The program, as words, for devices like "hip:0+hip:1"."""
+        """Return the program, as words, for devices like "hip:0+hip:1"."""
         return tuple(self.commands.get(vendor_of(devices), DEFAULT_COMMAND))
 
     def arguments(self, devices: str, roles: Sequence[str]) -> list[str]:
-        """Flags for the program."""
+        """Return the flags of a worker on these devices with these roles."""
         optional = {"--threads": self.threads, "--prefix-cache-bytes": self.prefix_cache_bytes}
         graphs = None if vendor_of(devices) == "cpu" else self.cuda_graphs
         return [
@@ -58,7 +59,7 @@ class Launch:
         ]
 
     def environment(self, devices: str) -> dict[str, str]:
-        """Variables for the program."""
+        """Return the environment variables of a worker on these devices."""
         return environment_for(devices, self.security.child_environment(os.environ))
 
 
@@ -66,12 +67,12 @@ DEFAULT_LAUNCH = Launch()
 
 
 def vendor_of(devices: str) -> str:
-    """ "cpu", "cuda", "hip" or "best"."""
+    """Return the vendor of devices like "hip:0+hip:1": "cpu", "cuda", "hip" or "best"."""
     return devices.partition(":")[0].partition("+")[0]
 
 
 def parse_commands(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """From "VENDOR=PROGRAM [ARGUMENT…]", the program found in PATH or named by path.
+    """Parse texts like "VENDOR=PROGRAM [ARGUMENT…]", where the program is in PATH or named by its path.
 
     Raises InvalidArgument for another form, an unknown or repeated vendor, and a program that cannot be run.
     """

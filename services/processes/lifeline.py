@@ -1,6 +1,7 @@
 """A child's end of the pipe that ties its life to its parent's.
 
-The parent holds the other end and never writes: when it is gone, however it went, reading ends and so does the child.
+The parent holds the other end and never writes: when the parent is gone, for whatever reason, reading ends and so does
+the child.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 
 
 def die_with(descriptor: int, scratch: Path | None = None) -> None:
-    """End this process, without ceremony, when the pipe's other end is closed.
+    """End this process at once when the pipe's other end is closed.
 
     scratch: the directory that the parent made for this process and can no longer remove.
     """

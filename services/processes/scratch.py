@@ -1,6 +1,6 @@
-"""A child's scratch directory: private, removed with its owner, and swept up later where its owner could not.
+"""A child's scratch directory: private, removed by its owner, and swept up later where its owner could not.
 
-The owner holds a lock on a file in it for as long as it lives; what can be locked by somebody else is left over.
+The owner holds a lock on a file in it for as long as it lives; a directory that somebody else can lock is left over.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LOCK = "lock"
 
 
 class Scratch:
-    """A new directory for this user only. Removes others of this user whose owners are gone."""
+    """A new directory for this user only; making one removes those of this user whose owners are gone."""
 
     def __init__(self) -> None:
         _sweep()
@@ -26,7 +26,7 @@ class Scratch:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def remove(self) -> None:
-        """Safe to call twice."""
+        """Remove the directory. Safe to call twice."""
         if self._lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -34,14 +34,14 @@ class Scratch:
 
 
 def _sweep() -> None:
-    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
-        # Others' directories cannot be opened, and what vanishes meanwhile is another sweeper's.
+    for lock_file in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
+        # Other users' directories cannot be opened, and another sweeper may be sooner.
         with contextlib.suppress(OSError):
-            if left.stat().st_uid != os.getuid():
+            if lock_file.stat().st_uid != os.getuid():
                 continue
-            descriptor = os.open(left, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = os.open(lock_file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left.parent, ignore_errors=True)
+                shutil.rmtree(lock_file.parent, ignore_errors=True)
             finally:
                 os.close(descriptor)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 VARIABLE = "FLASHSPLIT_VISIBLE_GPUS"
 """The parent's numbers of the GPUs that the child sees, in the child's order, like "1,3"."""
 
-# The variable that this module sets comes first; a ROCm build of torch heeds NVIDIA's variable too.
+# The variable that this module sets comes first; a ROCm build of torch obeys NVIDIA's variable too.
 _VARIABLES = {
     "cuda": ("CUDA_VISIBLE_DEVICES",),
     "hip": ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
@@ -21,7 +21,7 @@ _NONE = "-1"
 
 
 def environment_for(devices: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """A child's environment for devices like "cuda:1+cuda:3", "cpu" or "best", which leaves it as it is.
+    """Return a child's environment for devices like "cuda:1+cuda:3", "cpu" or "best", which leaves it as it is.
 
     environment: the parent's. A GPU that the parent does not see changes nothing, so that the child refuses it by name.
     """
@@ -38,8 +38,8 @@ def environment_for(devices: str, environment: Mapping[str, str]) -> dict[str, s
         return child | {variables[0]: _NONE for variables in _VARIABLES.values()}
     numbers = [int(name.partition(":")[2]) for name in names]
     main, *_ = _VARIABLES[vendor]
-    seen = environment.get(main)
-    entries = None if seen is None else [entry.strip() for entry in seen.split(",")]
+    visible = environment.get(main)
+    entries = None if visible is None else [entry.strip() for entry in visible.split(",")]
     if entries is not None and max(numbers) >= len(entries):
         return child
     if entries is None:
@@ -51,6 +51,6 @@ def environment_for(devices: str, environment: Mapping[str, str]) -> dict[str, s
 
 
 def visible_numbers(environment: Mapping[str, str] = os.environ) -> list[int] | None:
-    """In the child: the parent's numbers of the GPUs seen here, in order; None where nothing was hidden."""
+    """Return, in the child, the parent's numbers of the GPUs seen here, in order; None where nothing was hidden."""
     text = environment.get(VARIABLE)
     return None if text is None else [int(number) for number in text.split(",")]

@@ -1,4 +1,4 @@
-"""Log lines: one call at the start of a process. For people on a terminal, JSON elsewhere; always on stderr."""
+"""Sets up the log of a process: lines for people on a terminal, JSON elsewhere, always on stderr."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ FORMATS = ("console", "json")
 
 
 def configure_logs(level: str = "info", form: str | None = None) -> None:
-    """level: debug, info, warning or error. form: one of FORMATS; None chooses json where stderr is no terminal."""
+    """Set up the log of this process, once at its start.
+
+    level: the least important level that is logged: debug, info, warning or error. form: one of FORMATS; None chooses
+    "json" where stderr is no terminal.
+    """
     as_json = not sys.stderr.isatty() if form is None else form == "json"
     processors: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    # Tracebacks without local variables: those hold prompts.
+    # Tracebacks leave out local variables, because those hold prompts.
     if as_json:
         tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
         processors += [structlog.processors.ExceptionRenderer(tracebacks), structlog.processors.JSONRenderer()]

@@ -1,7 +1,7 @@
 """Which request of which trace this is: W3C's `traceparent` (https://www.w3.org/TR/trace-context/), and the call that a
-client made, from its door down to every log line that is written on its behalf.
+client made, from the server that took it down to every log line that is written on its behalf.
 
-Knows nothing of spans; those are made in `tracing.py`.
+It knows nothing of spans; those are made in `tracing.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import structlog
 HEADER = "traceparent"
 
 MAX_TRACEPARENT = 256
-"""Characters; version 00 has 55, later ones may append."""
+"""The most characters of a header that is parsed; version 00 has 55, later ones may append some."""
 
 _FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
@@ -35,7 +35,10 @@ def _new_span_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A place in a trace. span_id: whose children begin here; None where the trace does. sampled: it is recorded."""
+    """A place in a trace.
+
+    span_id: the span whose children begin here; None where the trace begins. sampled: whether the trace is recorded.
+    """
 
     trace_id: str = field(default_factory=_new_trace_id)
     span_id: str | None = None
@@ -43,34 +46,36 @@ class Trace:
 
     @property
     def traceparent(self) -> str:
-        """The header for whoever is called from here."""
+        """The header for a process that is called from here."""
         return f"00-{self.trace_id}-{self.span_id or _new_span_id()}-{int(self.sampled):02x}"
 
     def child(self) -> Trace:
-        """A place below this one that nobody records."""
+        """Return a place below this one for a span that nobody records."""
         return replace(self, span_id=_new_span_id())
 
 
 def parse_traceparent(text: str) -> Trace | None:
-    """None for what is no traceparent, as the recommendation says: versions that it does not know are read as far as
-    they agree with 00."""
-    found = _FORM.fullmatch(text) if len(text) <= MAX_TRACEPARENT else None
-    if found is None:
+    """Return the place that a header names; None for what is no traceparent.
+
+    As the recommendation says, versions later than 00 are read as far as they agree with 00.
+    """
+    match = _FORM.fullmatch(text) if len(text) <= MAX_TRACEPARENT else None
+    if match is None:
         return None
-    version, trace_id, span_id, flags, more = found.groups()
-    if version == "ff" or (version == "00" and more is not None) or not (int(trace_id, 16) and int(span_id, 16)):
+    version, trace_id, span_id, flags, rest = match.groups()
+    if version == "ff" or (version == "00" and rest is not None) or not (int(trace_id, 16) and int(span_id, 16)):
         return None
     return Trace(trace_id, span_id, bool(int(flags, 16) & _SAMPLED))
 
 
 def trace_of(headers: Sequence[str]) -> Trace:
-    """The trace that a client's headers of that name continue; a new one unless there is exactly one, and valid."""
+    """Return the trace that a client's `traceparent` headers continue; a new one unless there is one valid header."""
     return (parse_traceparent(headers[0]) if len(headers) == 1 else None) or Trace()
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A client's call as its door took it."""
+    """A client's call, as the server that took it names it."""
 
     request_id: str
     trace: Trace
@@ -81,7 +86,10 @@ _call: ContextVar[Call | None] = ContextVar("call", default=None)
 
 @contextlib.contextmanager
 def calling(request_id: str, traceparents: Sequence[str]) -> Iterator[Call]:
-    """The block, and every task that it starts, runs for this call; its log lines carry both ids."""
+    """Run the block, and every task that it starts, for a call; its log lines carry both ids of the call.
+
+    traceparents: the client's headers of that name.
+    """
     call = Call(request_id, trace_of(traceparents))
     token = _call.set(call)
     try:
@@ -92,12 +100,12 @@ def calling(request_id: str, traceparents: Sequence[str]) -> Iterator[Call]:
 
 
 def current_call() -> Call | None:
-    """The call that is being answered, None outside of one."""
+    """Return the call that is being answered; None outside of one."""
     return _call.get()
 
 
 def log_for(request_id: str, trace: Trace | None) -> None:
-    """From here on this task's log lines, and those of tasks that it starts, carry both ids."""
+    """Have the log lines of this task, and of those that it starts from now on, carry both ids."""
     structlog.contextvars.bind_contextvars(request_id=request_id)
     if trace is not None:
         structlog.contextvars.bind_contextvars(trace_id=trace.trace_id)

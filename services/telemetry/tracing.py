@@ -1,7 +1,8 @@
-"""Spans for OpenTelemetry; the only module that knows it, and only where it is wanted.
+"""Spans for OpenTelemetry; no other module knows of that library.
 
-Off, and nothing of OpenTelemetry is imported, unless OTEL_EXPORTER_OTLP_ENDPOINT is set or OTEL_TRACES_EXPORTER is
-"console". Needs the extra `otel`. Spans begin and end with requests and sessions, never with steps.
+Tracing is off, and nothing of OpenTelemetry is imported, unless OTEL_EXPORTER_OTLP_ENDPOINT is set or
+OTEL_TRACES_EXPORTER is "console". It needs the extra `otel`. Spans begin and end with requests and sessions, never with
+steps.
 """
 
 from __future__ import annotations
@@ -23,22 +24,26 @@ if TYPE_CHECKING:
 Value: TypeAlias = str | int | float | bool | tuple[str, ...]
 
 SEND_TIMEOUT_S = 2
-"""Of one batch of spans, unless the environment says otherwise: a collector that is gone must not hold up the end."""
+"""How long sending one batch of spans may take, unless the environment says otherwise.
+
+A collector that is gone must not hold up the end of a process.
+"""
 
 log = structlog.get_logger()
 
 _tracer: Tracer | None = None
 _root_trace_id = 0
-"""Of the root span that is being begun: its trace id is in log lines already."""
+"""The trace id of the root span that is being begun; log lines have it already."""
 
 
 def start_tracing(service: str) -> None:
-    """Once, when the process starts. service: its name, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES give one.
+    """Start tracing where the environment asks for it; called once, when the process starts.
 
-    Spans that are not yet sent when the process ends are sent then.
+    service: the process's name, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES give one. Spans that are not yet
+    sent when the process ends are sent then.
     """
     global _tracer
-    exporter = _wanted_exporter()
+    exporter = _chosen_exporter()
     if exporter is None:
         return
     try:
@@ -50,9 +55,9 @@ def start_tracing(service: str) -> None:
 def begin(
     name: str, parent: Trace | None, kind: Literal["server", "internal"] = "internal", **attributes: Value | None
 ) -> Span:
-    """A span from now on. parent: where it hangs; without a span id there, or None, it is a root.
+    """Begin a span. parent: the place below which it hangs; without a span id there, or with None, it is a root.
 
-    Two underscores in an attribute's name stand for a dot; None leaves the attribute out.
+    Two underscores in an attribute's name stand for a dot; an attribute that is None is left out.
     """
     trace = parent or Trace()
     if _tracer is None:
@@ -62,30 +67,33 @@ def begin(
     span = _start(_tracer, name, trace, SpanKind.SERVER if kind == "server" else SpanKind.INTERNAL)
     context = span.get_span_context()
     place = Trace(f"{context.trace_id:032x}", f"{context.span_id:016x}", context.trace_flags.sampled)
-    begun = Span(place, span)
-    begun.set(**attributes)
-    return begun
+    wrapped = Span(place, span)
+    wrapped.set(**attributes)
+    return wrapped
 
 
 class Span:
-    """A span, or nothing at all where tracing is off. trace: what those who are called from here continue."""
+    """A span, which does nothing where tracing is off; `begin` makes one.
+
+    The attribute `trace` is the place in the trace from which processes called within the span go on.
+    """
 
     __slots__ = ("_clock_ns", "_otel", "trace")
 
     def __init__(self, trace: Trace, otel: OtelSpan | None) -> None:
         self.trace, self._otel = trace, otel
-        # From monotonic time to the calendar's.
+        # What to add to monotonic time to get calendar time.
         self._clock_ns = time.time_ns() - time.monotonic_ns()
 
     def set(self, **attributes: Value | None) -> None:
-        """Names as in `begin`."""
+        """Set attributes; their names are written as in `begin`."""
         if self._otel is not None:
             self._otel.set_attributes(
                 {name.replace("__", "."): value for name, value in attributes.items() if value is not None}
             )
 
     def phase(self, name: str, began_s: float, ended_s: float) -> None:
-        """A child span for something that is over. Times as `time.monotonic()` gave them."""
+        """Add a child span for something that is over. Times are those of `time.monotonic()`."""
         if self._otel is None:
             return
         from opentelemetry.trace import set_span_in_context
@@ -95,7 +103,7 @@ class Span:
         _tracer.start_span(name, set_span_in_context(self._otel), start_time=began_ns).end(ended_ns)
 
     def end(self, error: str | None = None) -> None:
-        """error: its kind, in a word, where the work failed."""
+        """End the span. error: what kind of error it was, in a word, where the work failed."""
         if self._otel is None:
             return
         if error is not None:
@@ -106,14 +114,14 @@ class Span:
         self._otel.end()
 
 
-def _wanted_exporter() -> Literal["otlp", "console"] | None:
+def _chosen_exporter() -> Literal["otlp", "console"] | None:
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
-    wanted = os.environ.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp"
-    if wanted == "console":
+    exporter = os.environ.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp"
+    if exporter == "console":
         return "console"
     endpoints = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-    return "otlp" if wanted == "otlp" and any(os.environ.get(name) for name in endpoints) else None
+    return "otlp" if exporter == "otlp" and any(os.environ.get(name) for name in endpoints) else None
 
 
 def _provider(service: str, exporter: Literal["otlp", "console"]) -> TracerProvider:
@@ -122,7 +130,7 @@ def _provider(service: str, exporter: Literal["otlp", "console"]) -> TracerProvi
     from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
     class Ids(RandomIdGenerator):
-        """A root span belongs to the trace that its request's log lines name."""
+        """Gives a root span the trace id that its request's log lines name."""
 
         def generate_trace_id(self) -> int:
             return _root_trace_id or super().generate_trace_id()
@@ -133,7 +141,7 @@ def _provider(service: str, exporter: Literal["otlp", "console"]) -> TracerProvi
     resource = resource.merge(Resource({"process.pid": os.getpid()}))
     provider = TracerProvider(resource=resource, id_generator=Ids())
     provider.add_span_processor(_processor(exporter))
-    # What the exporter has to say, such as that nobody listens, goes where all log lines go.
+    # The exporter's own warnings, such as that nobody listens, go where all log lines go.
     notices = logging.getLogger("opentelemetry")
     notices.addHandler(_ToLog(logging.WARNING))
     notices.propagate = False
@@ -149,8 +157,9 @@ def _processor(exporter: Literal["otlp", "console"]) -> SpanProcessor:
         )
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
-    chosen = any(os.environ.get(name) for name in ("OTEL_EXPORTER_OTLP_TIMEOUT", "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT"))
-    return BatchSpanProcessor(OTLPSpanExporter(timeout=None if chosen else SEND_TIMEOUT_S))
+    variables = ("OTEL_EXPORTER_OTLP_TIMEOUT", "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT")
+    is_set = any(os.environ.get(name) for name in variables)
+    return BatchSpanProcessor(OTLPSpanExporter(timeout=None if is_set else SEND_TIMEOUT_S))
 
 
 def _start(tracer: Tracer, name: str, trace: Trace, kind: object) -> OtelSpan:
@@ -164,7 +173,7 @@ def _start(tracer: Tracer, name: str, trace: Trace, kind: object) -> OtelSpan:
         flags = TraceFlags(TraceFlags.SAMPLED if trace.sampled else TraceFlags.DEFAULT)
         above = NonRecordingSpan(SpanContext(number, int(trace.span_id, 16), is_remote=True, trace_flags=flags))
         return tracer.start_span(name, set_span_in_context(above, Context()), kind)
-    # All spans begin on the event loop's thread, so nothing comes in between.
+    # All spans begin on the event loop's thread, so no other root span begins meanwhile.
     _root_trace_id = number
     try:
         return tracer.start_span(name, Context(), kind)
@@ -173,7 +182,8 @@ def _start(tracer: Tracer, name: str, trace: Trace, kind: object) -> OtelSpan:
 
 
 class _ToLog(logging.Handler):
-    """From the standard library's logging to ours."""
+    """Hands the records of the standard library's logging to this project's log."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Log a record."""
         log.warning("tracing.notice", text=record.getMessage())
