@@ -125,24 +125,24 @@ class Server:
     async def chat(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
         """Chunks of a streamed chat completion. Closing the generator ends the request."""
         try:
-            async with self._http.stream(
-                "POST", "/v1/chat/completions", json=body, timeout=httpx2.Timeout(None, connect=CONNECT_S)
-            ) as reply:
+            async with self._http.sse(
+                "/v1/chat/completions", method="POST", json=body, timeout=httpx2.Timeout(None, connect=CONNECT_S)
+            ) as events:
+                reply = events.response
                 if reply.is_error:
                     await reply.aread()
                     raise self._refusal(reply)
-                async for line in reply.aiter_lines():
-                    data = line.removeprefix("data:").strip()
-                    if not line.startswith("data:") or data == "[DONE]":
+                async for event in events:
+                    if event.data == "[DONE]":
                         continue
-                    chunk = json.loads(data)
+                    chunk = json.loads(event.data)
                     if "error" in chunk:
                         raise Unavailable(str(chunk["error"]["message"]))
                     yield chunk
+        except (httpx2.SSEError, ValueError, LookupError, TypeError) as error:
+            raise Unavailable(f"{self.url} sent what is no chat completion") from error
         except httpx2.HTTPError as error:
             raise self._unreachable(error) from error
-        except (ValueError, LookupError, TypeError) as error:
-            raise Unavailable(f"{self.url} sent what is no chat completion") from error
 
     async def _get(self, path: str) -> bytes:
         try:
