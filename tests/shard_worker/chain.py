@@ -1,6 +1,6 @@
-"""Stages and drafts of one process joined into a chain, and a small client that drives a session on it.
+"""Helpers of tests: chains of stages and drafts in one process, and a small client that drives a session on them.
 
-Everything is the engine's own but the network: addresses lead to the roles themselves.
+Everything is the engine's own but the network: addresses lead to the roles themselves, and step lanes are calls.
 """
 
 from __future__ import annotations
@@ -47,10 +47,16 @@ from shard_worker.snapshots.transfer import SnapshotTransfer
 from tests.shard_worker.tiny import Tiny, ignore_progress, load_stage
 
 BLOCK = 8
+"""Rows of a block of the drafts here: the known token and 7 draft tokens."""
+
 DRAFT_ADDRESS = "draft:1"
+"""The address of a draft in a worker of its own."""
+
 BUDGET = 64 << 20
+"""Room for snapshots on each worker."""
+
 CAPTURED = {"qwen3-sliding": (2, 0, 3), "qwen3": (2, 0, 3), "qwen3_5": (6, 0, 7)}
-"""What the drafts of the `chain` fixture read, by checkpoint."""
+"""The target blocks that the drafts of `MakeChain` read, by checkpoint."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 DRAFTS: dict[str, dict[str, Any]] = {
@@ -58,59 +64,69 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "sliding": {"layer_types": (SLIDING, FULL), "sliding_window": 10},
     "all-sliding": {"layer_types": (SLIDING, SLIDING), "sliding_window": 6, "is_causal": False},
 }
-"""Shapes of drafts that the `chain` fixture makes."""
+"""The shapes of drafts that `MakeChain` writes: options of `write_draft` by label."""
 
 Script = Callable[[list[int]], Sequence[int]]
-"""All tokens produced so far -> guesses for the next verify, in place of the draft's."""
+"""Returns draft tokens for the next verify, in place of a draft's, from all tokens produced so far."""
 
 
 class Lane:
-    """One end of a step lane between two stages of this process. carries: whether it takes a step.
+    """One end of a step lane between two stages of this process.
 
-    Stages hear of a step from the thread that sends it, and so not before it has all come.
+    A stage hears of a step on the thread that sends it, and so not before all of the step is there. far_end: the other
+    end, None once the lane is closed; a test may put an end of its own there. carried: the steps that were sent from
+    here. expected: those that were expected here. on_step, on_failure, on_begun, on_expected: what the stage at this
+    end listens with.
     """
 
     def __init__(self, carries: Callable[[Forward], bool]) -> None:
+        """carries: says of each step whether the lane takes it."""
         self._carries = carries
-        self.other: Lane | None = self
+        self.far_end: Lane | None = self
         self.carried: list[Forward] = []
-        self.took: Callable[[Forward], None] = lambda _: None
         self.expected: list[Forward] = []
+        self.on_step: Callable[[Forward], None] = lambda _: None
+        self.on_expected: Callable[[memoryview], None] = lambda _: None
 
     def listen(
         self,
-        took: Callable[[Forward], None],
-        failed: Callable[[FlashsplitError], None],
+        on_step: Callable[[Forward], None],
+        on_failure: Callable[[FlashsplitError], None],
         *,
         on_begun: Callable[[Forward, bool], None] = lambda _, __: None,
         **_: int,
     ) -> None:
-        self.took, self.failed, self.begun = took, failed, on_begun
+        self.on_step, self.on_failure, self.on_begun = on_step, on_failure, on_begun
 
-    def expect(self, forward: Forward, came: Callable[[memoryview], None], *, features_follow: bool = False) -> None:
+    def expect(
+        self, forward: Forward, on_arrival: Callable[[memoryview], None], *, features_follow: bool = False
+    ) -> None:
         self.expected.append(forward)
-        self.release_expected = came
+        self.on_expected = on_arrival
 
     def prepare(self, forward: Forward) -> None:
         raise AssertionError("on the CPU a step is there at once")
 
     def send(self, forward: Forward, there: Callable[[], object] | None = None) -> bool:
         assert there is None, "on the CPU a step is there at once"
-        if self.other is None or not self._carries(forward):
+        if self.far_end is None or not self._carries(forward):
             return False
         self.carried.append(forward)
-        self.other.took(forward)
+        self.far_end.on_step(forward)
         return True
 
     def close(self) -> None:
-        self.other = None
+        self.far_end = None
 
 
 class Directory:
-    """Stands in for `services.rpc.peers.Peers`: addresses of this process."""
+    """Stands for `services.rpc.peers.Peers`: it finds roles of this process by their addresses.
+
+    stages, drafts: the roles by address. lanes: the upper and the lower end of each lane that was opened.
+    """
 
     def __init__(self, carries: Callable[[Forward], bool] | None = None) -> None:
-        """carries: what lanes between stages take; None for no lanes."""
+        """carries: says of each step whether lanes down the chain take it; None for no lanes."""
         self.stages: dict[str, Any] = {}
         self.drafts: dict[str, Any] = {}
         self.lanes: list[tuple[Lane, Lane]] = []
@@ -122,12 +138,12 @@ class Directory:
     async def _open(self, role: TargetRole, request: OpenSession, *, steps: bool = False) -> StageSession:
         if not steps or self._carries is None:
             return await role.open(request)
-        # What goes down may be refused; what is told up the chain always arrives.
-        own, other = Lane(self._carries), Lane(lambda _: True)
-        own.other, other.other = other, own
-        self.lanes.append((own, other))
-        session = await role.open(request, cast(StepLane, other))
-        session.step_lane = cast(StepLane, own)
+        # What goes down the chain may be refused; what goes up always arrives.
+        upper, lower = Lane(self._carries), Lane(lambda _: True)
+        upper.far_end, lower.far_end = lower, upper
+        self.lanes.append((upper, lower))
+        session = await role.open(request, cast(StepLane, lower))
+        session.step_lane = cast(StepLane, upper)
         return session
 
     async def draft(self, address: str) -> Any:
@@ -140,8 +156,8 @@ class Directory:
         return SimpleNamespace(describe=describe)
 
 
-class Kept:
-    """What one worker keeps of prefixes, and its end of SnapshotService."""
+class WorkerSnapshots:
+    """The prefixes that one worker keeps, and its side of SnapshotService."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.store = SnapshotStore(budget_bytes)
@@ -164,7 +180,10 @@ def resources(
     peers: object | None = None,
     roles: Mapping[Role, Any] = MappingProxyType({}),
 ) -> RoleResources:
-    """What a role gets of a worker of this process. peers: by default nobody else is there."""
+    """Return what a role gets of a worker of this process.
+
+    store: by default one of 1 MiB. peers: by default nobody else is there. roles: the worker's roles by name.
+    """
     return RoleResources(
         thread=thread,
         devices=parse_devices(devices),
@@ -178,7 +197,9 @@ def resources(
 class Chain:
     """Workers that hold a checkpoint cut into stages, and a draft: beside the last stage, or in a worker of its own.
 
-    kept: what each stage's worker keeps; draft_kept: the draft's, which is the last stage's where both share a worker.
+    ranges: the layers of each stage. roles: the target role of each. threads: the device threads, the last stage's
+    first. snapshots: the prefixes that each stage's worker keeps. draft_snapshots: those of the draft's worker, which
+    is the last stage's where both share one.
     """
 
     def __init__(
@@ -194,15 +215,16 @@ class Chain:
         dtype: str | None = None,
         carries: Callable[[Forward], bool] | None = None,
     ) -> None:
-        """carries: as in `Directory`."""
+        """cuts: the first layers of all stages but the first. draft: a draft's checkpoint. transport: how features
+        reach it. place: where it is. budget: bytes for snapshots on each worker. carries: as in `Directory`."""
         layers = load_stage(path).config.num_layers
         bounds = [0, *cuts, layers]
         self.ranges = [LayerRange(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
         self.directory = Directory(carries)
-        self._threads: list[DeviceThread] = []
+        self.threads: list[DeviceThread] = []
         self.draft_role: DraftRole | None = None
-        self.kept = [Kept(budget) for _ in self.ranges]
-        self.draft_kept = self.kept[-1] if place is HeadPlace.SHARED else Kept(budget)
+        self.snapshots = [WorkerSnapshots(budget) for _ in self.ranges]
+        self.draft_snapshots = self.snapshots[-1] if place is HeadPlace.SHARED else WorkerSnapshots(budget)
         capture = None
         last_thread = self._thread()
         if draft is not None:
@@ -214,10 +236,10 @@ class Chain:
                     devices if beside else "cpu",
                     host="draft-host",
                     address=DRAFT_ADDRESS,
-                    store=self.draft_kept.store,
+                    store=self.draft_snapshots.store,
                 )
             )
-            self.draft_kept.draft = self.draft_role
+            self.draft_snapshots.draft = self.draft_role
             self.draft_role.load(LoadDraft(str(draft), str(path), place, transport, dtype), ignore_progress)
             self.directory.drafts[DRAFT_ADDRESS] = self.draft_role
             capture = FeatureCapture(str(draft), transport)
@@ -232,46 +254,48 @@ class Chain:
                     devices,
                     host=f"host-{index}",
                     address=f"stage:{index}",
-                    store=self.kept[index].store,
+                    store=self.snapshots[index].store,
                     peers=self.directory,
                     roles={Role.DRAFT: self.draft_role} if beside else {},
                 )
             )
-            self.kept[index].stage = role
+            self.snapshots[index].stage = role
             role.load(LoadTarget(str(path), held, dtype, capture), ignore_progress)
             role.prepare()
             self.directory.stages[f"stage:{index}"] = role
             self.roles.append(role)
 
     def _thread(self) -> DeviceThread:
-        self._threads.append(DeviceThread(1))
-        return self._threads[-1]
+        self.threads.append(DeviceThread(1))
+        return self.threads[-1]
 
     @property
     def stores(self) -> list[SnapshotStore]:
-        """Each worker's, the draft's last where it has a worker of its own."""
-        return list(dict.fromkeys(kept.store for kept in (*self.kept, self.draft_kept)))
+        """The store of each worker; the draft's is the last one where it has a worker of its own."""
+        return list(dict.fromkeys(worker.store for worker in (*self.snapshots, self.draft_snapshots)))
 
-    def forget(self) -> None:
-        """Free all prefixes; nothing may stay counted."""
+    def free_snapshots(self) -> None:
+        """Free all prefixes, and check that none of their bytes stays counted."""
         for store in self.stores:
-            # Those that are built on can only go behind what builds on them.
-            while sum(store.free(kept.snapshot_id) for kept in list(store)):
+            # A snapshot on which others build can only go after them.
+            while sum(store.free(snapshot.snapshot_id) for snapshot in list(store)):
                 pass
             assert (store.held_bytes, len(store)) == (0, 0)
 
     def shutdown(self) -> None:
-        for thread in self._threads:
+        """End the device threads."""
+        for thread in self.threads:
             thread.shutdown()
 
     @property
     def fingerprint(self) -> str:
+        """The checkpoint's."""
         loaded = self.roles[0].loaded
         assert loaded is not None
         return loaded.fingerprint
 
     def request(self, stage: int = 0, **changes: Any) -> OpenSession:
-        """A session from a stage on."""
+        """Return the request for a session from a stage on, with some fields changed."""
         route = tuple(Hop(f"stage:{i}", self.ranges[i]) for i in range(stage + 1, len(self.ranges)))
         route_to_draft = None
         if self.draft_role is not None:
@@ -300,26 +324,34 @@ class Chain:
 
 
 class MakeChain:
-    """Chains by checkpoint, cuts, draft (True: of shape "session") and options; each made on first use and kept."""
+    """Makes chains of tiny checkpoints, each on first use; one that was made before is returned again."""
 
     def __init__(self, tiny: Tiny) -> None:
         self._tiny = tiny
-        self.made: dict[Any, Chain] = {}
+        self.chains: dict[Any, Chain] = {}
 
     def __call__(self, name: str, cuts: tuple[int, ...] = (), drafted: bool | str = False, **options: Any) -> Chain:
+        """Return the chain of a checkpoint by its name.
+
+        drafted: the label of the draft's shape in DRAFTS, True for "session", False for no draft. The other arguments
+        are those of `Chain`.
+        """
         key = (name, cuts, drafted, *options.items())
-        if key not in self.made:
+        if key not in self.chains:
             draft = None
             if drafted:
                 shape = drafted if isinstance(drafted, str) else "session"
                 draft = self._tiny.draft(name, shape, target_layer_ids=CAPTURED[name], **DRAFTS[shape])
-            self.made[key] = Chain(self._tiny.path(name), cuts, draft=draft, **options)
-        return self.made[key]
+            self.chains[key] = Chain(self._tiny.path(name), cuts, draft=draft, **options)
+        return self.chains[key]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a run produced: all tokens, and those of each verify."""
+    """What a run produced.
+
+    tokens: all of them. verified: those of each verify. proposals: the draft tokens behind each step.
+    """
 
     tokens: list[int]
     verified: list[tuple[int, ...]]
@@ -327,7 +359,10 @@ class Answer:
 
 
 class Client:
-    """Sends steps one after the other and reads their answers, as a coordinator does."""
+    """Sends the steps of one session, one after the other, and reads their answers, as a coordinator does.
+
+    steps: how many were sent. length: the committed tokens.
+    """
 
     def __init__(self, session: StageSession) -> None:
         self.session = session
@@ -335,21 +370,23 @@ class Client:
         self.steps = self.length = 0
 
     def frame(self, kind: StepKind, token_ids: Sequence[int], propose: int = 0, **changes: Any) -> Forward:
-        """The next step in sequence, with some fields changed."""
+        """Return the next step in sequence, with some fields changed."""
         return replace(Forward(self.steps, self.length, tuple(token_ids), kind, propose), **changes)
 
     async def send(self, frame: Forward) -> None:
+        """Send a step, without reading its answer."""
         await self.session.forward(frame)
         self.steps += 1
 
     async def commit(self) -> Commit:
+        """Read the next event, which must be a step's answer."""
         event = await anext(self.events)
         assert isinstance(event, Commit), event
         self.length = event.length
         return event
 
     async def step(self, kind: StepKind, token_ids: Sequence[int], propose: int = 0) -> tuple[Commit, tuple[int, ...]]:
-        """One step: what it committed, and the guesses where some were asked for."""
+        """Take one step. Returns its answer, and the draft tokens where some were asked for."""
         await self.send(self.frame(kind, token_ids, propose))
         commit = await self.commit()
         if not propose:
@@ -360,16 +397,17 @@ class Client:
         return commit, proposal.token_ids
 
     async def prefill(self, token_ids: Sequence[int], chunk: int = 200) -> None:
+        """Prefill a prompt, so many tokens a step."""
         for first in range(0, len(token_ids), chunk):
             commit, _ = await self.step(StepKind.PREFILL, token_ids[first : first + chunk])
             assert commit.token_ids == ()
 
     async def resume(self, propose: int = 0) -> tuple[Commit, tuple[int, ...]]:
-        """A token straight behind what was restored."""
+        """Take the first step behind a prefix that was restored; arguments and result as of `step`."""
         return await self.step(StepKind.RESUME, (), propose)
 
     async def save(self, snapshot_id: str, parent_id: str | None = None) -> SnapshotSaved:
-        """Keep the state behind all that is committed."""
+        """Keep the state behind all committed tokens."""
         await self.session.save_snapshot(SnapshotSave(snapshot_id, self.length, parent_id))
         event = await anext(self.events)
         assert isinstance(event, SnapshotSaved), event
@@ -386,7 +424,7 @@ class Client:
         return event
 
     async def plain(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The next tokens, one a step."""
+        """Return the next `count` tokens, one a step."""
         await self.prefill(prompt[:-1])
         produced: list[int] = []
         known = prompt[-1]
@@ -399,7 +437,7 @@ class Client:
     async def speculate(
         self, prompt: Sequence[int], count: int, *, script: Script | None = None, draft_tokens: int = BLOCK - 1
     ) -> Answer:
-        """The next tokens by verifying guesses: the draft's, or a script's."""
+        """Return the next `count` tokens, by verifying draft tokens: those of the draft, or of a script."""
         await self.prefill(prompt[:-1])
         propose = 0 if script is not None else draft_tokens
         commit, proposal = await self.step(StepKind.DECODE, prompt[-1:], propose)

@@ -13,13 +13,13 @@ from tests.shard_worker.tiny import Tiny
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """Tiny checkpoints, written on first use."""
+    """Gives tiny checkpoints, each written on first use."""
     return Tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """Tensors this small are slower on several threads."""
+    """Run torch on one thread: tensors this small are slower on several."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -27,9 +27,9 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def chain(tiny: Tiny) -> Iterator[MakeChain]:
-    """Chains that all tests of a file share."""
-    chains = MakeChain(tiny)
-    yield chains
-    for made in chains.made.values():
-        made.shutdown()
+def make_chain(tiny: Tiny) -> Iterator[MakeChain]:
+    """Makes chains, which all tests of a file share."""
+    make = MakeChain(tiny)
+    yield make
+    for chain in make.chains.values():
+        chain.shutdown()

@@ -1,6 +1,6 @@
-"""Tiny checkpoints of every shape that the tests need, written once a run, and stages loaded from them.
+"""Helpers of tests: tiny checkpoints of every shape that they need, written once a run, and stages loaded from them.
 
-What comes out is compared with `tests.reference`, which shares no code with the engine.
+Their results are compared with `tests.reference`, which shares no code with the engine.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from shard_worker.weights.checkpoint import Checkpoint
 from tests.reference import checkpoints, storage, target
 
 VOCAB = 256
+"""Token ids of all checkpoints but "vocab-5"."""
 
 WRITERS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "qwen3": (checkpoints.write_qwen3, {}),
@@ -41,12 +42,14 @@ WRITERS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "qwen3_5-bias": (checkpoints.write_qwen3_5, {"layers": 4}),
     "vocab-5": (checkpoints.write_qwen3, {"vocab": 5, "layers": 2, "logit_scale": 1.5}),
 }
+"""How each checkpoint is written, by its name: the function of `tests.reference.checkpoints`, and its options."""
+
 QWEN3 = ("qwen3", "qwen3-tied", "qwen3-sliding", "qwen3-bias")
 QWEN3_5 = ("qwen3_5-ratio-1", "qwen3_5-ratio-2", "qwen3_5-ratio-3", "qwen3_5-nested", "qwen3_5-bias")
 
 
 class AsGpu(Device):
-    """The CPU, treated as a GPU is: steps of fixed shapes over whole caches."""
+    """The CPU, treated as a GPU: steps have fixed shapes and go over whole caches."""
 
     @property
     def is_gpu(self) -> bool:
@@ -57,9 +60,14 @@ AS_GPU = AsGpu("cpu", torch.device("cpu"))
 
 
 class Tiny:
-    """Checkpoints by name, their transformers models and greedy runs; each made on first use."""
+    """Tiny checkpoints by name, their models in transformers and greedy runs of these, each made on first use.
+
+    path(name): the checkpoint's folder. model(name): its model in transformers. clear_prompt(name, length, count): as
+    `tests.reference.target.clear_prompt`.
+    """
 
     def __init__(self, root: Path) -> None:
+        """root: an empty folder to write to."""
         self._root = root
         self.path = functools.cache(self._path)
         self.model = functools.cache(self._model)
@@ -79,7 +87,7 @@ class Tiny:
         return target.clear_prompt(self.model(name), length, count)
 
     def draft(self, name: str, label: str = "", **options: Any) -> Path:
-        """A draft for a checkpoint; `label` tells apart those of different options."""
+        """Write a draft for a checkpoint and return its folder; `label` tells apart those of different options."""
         return checkpoints.write_draft(self._root / f"draft-{name}-{label}", self.path(name), **options)
 
 
@@ -97,7 +105,7 @@ def add_attention_bias(path: Path) -> None:
 
 
 def ids(count: int, seed: int = 3, vocab: int = VOCAB) -> list[int]:
-    """Random token ids."""
+    """Return random token ids."""
     return checkpoints.random_prompts(vocab, 1, seed, [count])[0]
 
 
@@ -114,7 +122,7 @@ def load_stage(
     capture: CaptureRequest | None = None,
     kv_dtype: str | None = None,
 ) -> Stage:
-    """Layers [first, last) of a checkpoint, by default all of them."""
+    """Load layers [first, last) of a checkpoint, by default all of them."""
     if isinstance(devices, str):
         devices = parse_devices(devices)
     checkpoint = Checkpoint(path)
@@ -125,13 +133,14 @@ def load_stage(
 
 
 def load_split(path: Path, cuts: Sequence[int], **options: Any) -> list[Stage]:
-    """All layers of a checkpoint as stages that end at the cuts."""
+    """Load all layers of a checkpoint as stages that end at the cuts."""
     last = load_stage(path).config.num_layers
     bounds = [0, *cuts, last]
     return [load_stage(path, pair, **options) for pair in zip(bounds, bounds[1:], strict=False)]
 
 
 def load_draft(path: Path, dtype: str | None = None, device: Device | None = None) -> DFlashDraft:
+    """Load a draft, by default in its own element type on the CPU."""
     checkpoint = Checkpoint(path, "--draft")
     draft = drafter_of(checkpoint).load(checkpoint, device or parse_devices("cpu")[0], dtype, ignore_progress)
     assert isinstance(draft, DFlashDraft)
@@ -139,7 +148,7 @@ def load_draft(path: Path, dtype: str | None = None, device: Device | None = Non
 
 
 class Run:
-    """One session over stages whose hidden rows are passed on by hand."""
+    """One session over stages of this process, whose hidden rows are passed on without any `TargetSession`."""
 
     def __init__(
         self,
@@ -154,6 +163,7 @@ class Run:
 
     @property
     def length(self) -> int:
+        """Committed tokens, the same on all stages."""
         [length] = {state.length for state in self.states}
         return length
 
@@ -161,7 +171,10 @@ class Run:
     def __call__(
         self, token_ids: Sequence[int], features: Features | None = None, *, uncommitted: bool = False
     ) -> torch.Tensor:
-        """Logits [n, vocab] after each of the next tokens."""
+        """Run the next tokens, all of which count unless uncommitted; then `commit` says how many do.
+
+        Captures are added to `features`. Returns the logits [n, vocab] after each of the tokens.
+        """
         hidden = self.stages[0].embed(tuple(token_ids))
         for stage, state in zip(self.stages, self.states, strict=True):
             hidden = stage.run(state, hidden, features, uncommitted=uncommitted)
@@ -170,7 +183,7 @@ class Run:
         return head.logits(hidden, self.batch_invariant_rows)
 
     def verify(self, token_ids: Sequence[int], features: Features | None = None) -> torch.Tensor:
-        """As calling, but none of the tokens counts yet."""
+        """Run the next tokens as a call does, but let none of them count before `commit`."""
         return self(token_ids, features, uncommitted=True)
 
     @torch.no_grad()
@@ -180,7 +193,8 @@ class Run:
             stage.commit(state, state.length + rows)
 
     def recurrent(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Committed convolution inputs [channels, taps - 1] and state of a linear layer, by global index."""
+        """Return the committed convolution inputs [channels, taps - 1] and the state of a linear layer, by its index in
+        the model."""
         for stage, state in zip(self.stages, self.states, strict=True):
             for segment, caches in zip(stage.segments, state.caches, strict=True):
                 if layer in segment.layers:
@@ -191,5 +205,5 @@ class Run:
 
 
 def unsplit(path: Path, *, kv_dtype: str | None = None, **options: Any) -> Run:
-    """A session over the whole model in one stage."""
+    """Return a session over the whole model in one stage."""
     return Run([load_stage(path, kv_dtype=kv_dtype)], **options)

@@ -47,12 +47,12 @@ def tokens_of(commits: Sequence[Commit]) -> list[int]:
 
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
-async def test_plain_steps_follow(chain: MakeChain, name: str, cuts: tuple[int, ...]) -> None:
+async def test_plain_steps_follow(make_chain: MakeChain, name: str, cuts: tuple[int, ...]) -> None:
     """Twelve tokens of one frame are the twelve of as many, and the session goes on behind them."""
-    made = chain(name, cuts)
-    async with made.session() as client:
+    chain = make_chain(name, cuts)
+    async with chain.session() as client:
         expected = await client.plain(PROMPT, 16)
-    async with made.session() as client:
+    async with chain.session() as client:
         await client.prefill(PROMPT[:-1])
         commits = await follow(client, PROMPT[-1], 11)
         assert [commit.more for commit in commits] == [11 - index for index in range(12)]
@@ -65,12 +65,12 @@ async def test_plain_steps_follow(chain: MakeChain, name: str, cuts: tuple[int, 
 
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
-async def test_verifies_follow_with_the_drafts_guesses(chain: MakeChain, name: str, cuts: tuple[int, ...]) -> None:
+async def test_verifies_follow_with_the_drafts_guesses(make_chain: MakeChain, name: str, cuts: tuple[int, ...]) -> None:
     """Blocks are guessed, verified and committed without being sent; tokens and guesses are those of sent ones."""
-    made = chain(name, cuts, True)
-    async with made.session() as client:
+    chain = make_chain(name, cuts, True)
+    async with chain.session() as client:
         expected = await client.speculate(PROMPT, 10)
-    async with made.session() as client:
+    async with chain.session() as client:
         await client.prefill(PROMPT[:-1])
         commits = await follow(client, PROMPT[-1], 7, propose=BLOCK - 1)
     assert len(commits) == 8
@@ -78,29 +78,29 @@ async def test_verifies_follow_with_the_drafts_guesses(chain: MakeChain, name: s
 
 
 @pytest.mark.parametrize("cuts", CUTS)
-async def test_a_stop_token_and_the_sessions_end_are_the_end(chain: MakeChain, cuts: tuple[int, ...]) -> None:
+async def test_a_stop_token_and_the_sessions_end_are_the_end(make_chain: MakeChain, cuts: tuple[int, ...]) -> None:
     """Nothing follows a stop token, nor where a whole step has no room."""
-    made = chain("qwen3", cuts)
-    async with made.session() as client:
+    chain = make_chain("qwen3", cuts)
+    async with chain.session() as client:
         expected = await client.plain(PROMPT, 12)
     stop = next(token for index, token in enumerate(expected) if index > 3 and token not in expected[:index])
-    async with made.session(stop_token_ids=frozenset({stop})) as client:
+    async with chain.session(stop_token_ids=frozenset({stop})) as client:
         await client.prefill(PROMPT[:-1])
         commits = await follow(client, PROMPT[-1], 30)
         assert tokens_of(commits) == expected[: expected.index(stop) + 1]
-    async with made.session(max_length=len(PROMPT) + 4) as client:
+    async with chain.session(max_length=len(PROMPT) + 4) as client:
         await client.prefill(PROMPT[:-1])
         commits = await follow(client, PROMPT[-1], 30)
         assert tokens_of(commits) == expected[:5]
         assert client.length == len(PROMPT) + 4
 
 
-async def test_a_single_stage_goes_on_while_the_event_loop_is_busy(chain: MakeChain) -> None:
+async def test_a_single_stage_goes_on_while_the_event_loop_is_busy(make_chain: MakeChain) -> None:
     """Steps are begun where the one before ended, on the device's thread; nothing is kept or sent in their midst."""
-    made = chain("qwen3")
-    async with made.session() as client:
+    chain = make_chain("qwen3")
+    async with chain.session() as client:
         expected = await client.plain(PROMPT, 12)
-    async with made.session() as client:
+    async with chain.session() as client:
         await client.prefill(PROMPT[:-1])
         [session] = stages_of(client)
         await client.send(client.frame(StepKind.DECODE, PROMPT[-1:], more=11))
@@ -114,14 +114,14 @@ async def test_a_single_stage_goes_on_while_the_event_loop_is_busy(chain: MakeCh
         assert tokens_of(commits) == expected
 
 
-async def test_what_cannot_follow_is_refused(chain: MakeChain) -> None:
+async def test_what_cannot_follow_is_refused(make_chain: MakeChain) -> None:
     """Too many, and steps behind a prefill, which produces no token."""
-    made = chain("qwen3")
+    chain = make_chain("qwen3")
     for frame, words in (
         (Forward(0, 0, (1, 2), StepKind.PREFILL, more=1), "prefill"),
         (Forward(0, 0, (1,), StepKind.DECODE, more=MAX_MORE + 1), f"up to {MAX_MORE}"),
     ):
-        async with made.session() as client:
+        async with chain.session() as client:
             with pytest.raises(InvalidArgument, match=words):
                 await client.send(frame)
 

@@ -33,24 +33,24 @@ SPLITS = [(name, cuts) for name, all_cuts in CUTS.items() for cuts in all_cuts]
 
 @pytest.mark.parametrize(("name", "cuts"), SPLITS)
 async def test_plain_tokens_are_those_of_transformers(
-    tiny: Tiny, chain: MakeChain, name: str, cuts: tuple[int, ...]
+    tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...]
 ) -> None:
     """Step by step over one, two and three stages, greedy tokens are the unsplit model's in transformers."""
     prompt, expected = tiny.clear_prompt(name, 12, COUNT)
 
-    async with chain(name, cuts).session() as client:
+    async with make_chain(name, cuts).session() as client:
         assert await client.plain(prompt, COUNT) == expected
 
 
 @pytest.mark.parametrize(("name", "cuts"), SPLITS)
 @pytest.mark.parametrize("transport", [SUM, SLICES])
 async def test_speculated_tokens_are_those_of_transformers(
-    tiny: Tiny, chain: MakeChain, name: str, cuts: tuple[int, ...], transport: FeatureTransport
+    tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...], transport: FeatureTransport
 ) -> None:
     """With a draft beside the last stage, fed by sums or slices, the tokens stay the same."""
     prompt, expected = tiny.clear_prompt(name, 12, COUNT)
 
-    async with chain(name, cuts, True, transport=transport).session() as client:
+    async with make_chain(name, cuts, True, transport=transport).session() as client:
         answer = await client.speculate(prompt, COUNT)
 
     assert answer.tokens == expected
@@ -66,12 +66,12 @@ def right_until(truth: Sequence[int], produced: list[int], wrong: int) -> list[i
 @pytest.mark.parametrize(("name", "cuts"), SPLITS)
 @pytest.mark.parametrize("wrong", [0, 3, BLOCK])
 async def test_any_guesses_give_the_same_tokens(
-    tiny: Tiny, chain: MakeChain, name: str, cuts: tuple[int, ...], wrong: int
+    tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...], wrong: int
 ) -> None:
     """Drafts that are always wrong, always right, or right up to an index change how many tokens a verify gives."""
     prompt, truth = tiny.clear_prompt(name, 12, COUNT + BLOCK)
 
-    async with chain(name, cuts).session() as client:
+    async with make_chain(name, cuts).session() as client:
         answer = await client.speculate(prompt, COUNT, script=lambda done: right_until(truth, done, wrong))
 
     assert answer.tokens == truth[:COUNT]
@@ -80,7 +80,7 @@ async def test_any_guesses_give_the_same_tokens(
 
 @pytest.mark.parametrize(("name", "cuts"), [("qwen3_5", (3,)), ("qwen3-sliding", (1, 3))])
 async def test_guesses_that_go_wrong_at_every_index_in_turn(
-    tiny: Tiny, chain: MakeChain, name: str, cuts: tuple[int, ...]
+    tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...]
 ) -> None:
     """Partial accepts of every length, one after the other, with blocks of every size, keep the tokens."""
     prompt, truth = tiny.clear_prompt(name, 3, COUNT + BLOCK)
@@ -90,7 +90,7 @@ async def test_guesses_that_go_wrong_at_every_index_in_turn(
         turn = next(turns)
         return right_until(truth, done, turn % BLOCK)[: turn % (BLOCK - 2)]
 
-    async with chain(name, cuts).session() as client:
+    async with make_chain(name, cuts).session() as client:
         answer = await client.speculate(prompt, COUNT, script=script)
 
     assert answer.tokens == truth[:COUNT]
@@ -98,12 +98,12 @@ async def test_guesses_that_go_wrong_at_every_index_in_turn(
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-async def test_a_prompt_may_come_in_chunks(tiny: Tiny, chain: MakeChain, chunk: int) -> None:
+async def test_a_prompt_may_come_in_chunks(tiny: Tiny, make_chain: MakeChain, chunk: int) -> None:
     """A prompt prefilled in chunks is followed by the tokens of one prefilled at once, guesses included."""
     prompt, expected = tiny.clear_prompt("qwen3_5", 100, 20)
     proposals = []
     for size in (chunk, 200):
-        async with chain("qwen3_5", (3,), True).session() as client:
+        async with make_chain("qwen3_5", (3,), True).session() as client:
             await client.prefill(prompt[:-1], size)
             answer = await client.speculate(prompt[-1:], 20)
         assert answer.tokens == expected
@@ -115,7 +115,7 @@ async def test_a_prompt_may_come_in_chunks(tiny: Tiny, chain: MakeChain, chunk: 
 @pytest.mark.parametrize("transport", [SUM, SLICES])
 @pytest.mark.parametrize(("name", "cuts"), SPLITS)
 async def test_proposals_are_those_of_the_dense_draft(
-    tiny: Tiny, chain: MakeChain, name: str, cuts: tuple[int, ...], transport: FeatureTransport
+    tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...], transport: FeatureTransport
 ) -> None:
     """Captured over any split, committed in part and handed on, the features lead to the dense formula's guesses."""
     prompt, truth = tiny.clear_prompt(name, 12, 40)
@@ -124,7 +124,7 @@ async def test_proposals_are_those_of_the_dense_draft(
     turns = iter(range(100))
     compared = 0
 
-    async with chain(name, cuts, True, transport=transport).session() as client:
+    async with make_chain(name, cuts, True, transport=transport).session() as client:
         await client.prefill(prompt[:-1], 5)
         commit, proposal = await client.step(DECODE, prompt[-1:], BLOCK - 1)
         produced = list(commit.token_ids)
@@ -148,13 +148,13 @@ async def test_proposals_are_those_of_the_dense_draft(
 @pytest.mark.parametrize("place", [HeadPlace.LOADED, HeadPlace.PROJECTED])
 @pytest.mark.parametrize("cuts", [(), (3,)])
 async def test_a_draft_of_its_own_worker_guesses_alike(
-    tiny: Tiny, chain: MakeChain, cuts: tuple[int, ...], place: HeadPlace, transport: FeatureTransport
+    tiny: Tiny, make_chain: MakeChain, cuts: tuple[int, ...], place: HeadPlace, transport: FeatureTransport
 ) -> None:
     """With its own copy of the head, or sending hidden rows back to be projected, the guesses are the same."""
     prompt, expected = tiny.clear_prompt("qwen3_5", 12, 40)
     answers = []
     for options in ({"transport": transport, "place": place}, {"transport": transport}):
-        async with chain("qwen3_5", cuts, True, **options).session() as client:
+        async with make_chain("qwen3_5", cuts, True, **options).session() as client:
             answers.append(await client.speculate(prompt, 40))
 
     assert answers[0].tokens == answers[1].tokens == expected
@@ -162,11 +162,11 @@ async def test_a_draft_of_its_own_worker_guesses_alike(
 
 
 @pytest.mark.parametrize("draft_tokens", range(1, BLOCK))
-async def test_blocks_of_every_size(tiny: Tiny, chain: MakeChain, draft_tokens: int) -> None:
+async def test_blocks_of_every_size(tiny: Tiny, make_chain: MakeChain, draft_tokens: int) -> None:
     """Asking the draft for fewer guesses than its block holds gives shorter proposals and the same tokens."""
     prompt, expected = tiny.clear_prompt("qwen3_5", 12, 30)
 
-    async with chain("qwen3_5", (3,), True).session() as client:
+    async with make_chain("qwen3_5", (3,), True).session() as client:
         answer = await client.speculate(prompt, 30, draft_tokens=draft_tokens)
 
     assert answer.tokens == expected
@@ -190,26 +190,28 @@ SAMPLINGS = [
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("name", ["qwen3-sliding", "qwen3_5"])
-async def test_a_seed_gives_one_answer_however_it_is_run(chain: MakeChain, name: str, sampling: SamplingParams) -> None:
+async def test_a_seed_gives_one_answer_however_it_is_run(
+    make_chain: MakeChain, name: str, sampling: SamplingParams
+) -> None:
     """Plain, split, drafted and with right and wrong guesses, a seeded answer with every processor is the same."""
     prompt = ids(15, seed=4)
     limits = {"sampling": sampling, "prompt_length": len(prompt)}
     [cuts, more_cuts] = CUTS[name][1:]
-    async with chain(name).session(**limits) as client:
+    async with make_chain(name).session(**limits) as client:
         truth = await client.plain(prompt, 60 + BLOCK)
-    async with chain(name, cuts).session(**limits) as client:
+    async with make_chain(name, cuts).session(**limits) as client:
         split = await client.plain(prompt, 60)
-    async with chain(name, more_cuts, True).session(**limits) as client:
+    async with make_chain(name, more_cuts, True).session(**limits) as client:
         drafted = await client.speculate(prompt, 60)
     turns = iter(range(100))
-    async with chain(name, cuts).session(**limits) as client:
+    async with make_chain(name, cuts).session(**limits) as client:
         guessed = await client.speculate(prompt, 60, script=lambda done: right_until(truth, done, next(turns) % BLOCK))
 
     assert split == drafted.tokens == guessed.tokens == truth[:60]
     assert max(len(tokens) for tokens in guessed.verified) == BLOCK
 
 
-async def test_seeds_and_requests_differ(chain: MakeChain) -> None:
+async def test_seeds_and_requests_differ(make_chain: MakeChain) -> None:
     """Another seed, and greedy decoding, give other tokens; the same seed gives the same ones again."""
     prompt, answers = ids(15, seed=4), []
     for sampling in (
@@ -218,7 +220,7 @@ async def test_seeds_and_requests_differ(chain: MakeChain) -> None:
         SamplingParams(temperature=1.0, seed=2),
     ):
         for _ in range(2):
-            async with chain("qwen3_5").session(sampling=sampling, prompt_length=15) as client:
+            async with make_chain("qwen3_5").session(sampling=sampling, prompt_length=15) as client:
                 answers.append(tuple(await client.plain(prompt, 12)))
 
     assert answers[0::2] == answers[1::2]
@@ -230,13 +232,15 @@ async def test_seeds_and_requests_differ(chain: MakeChain) -> None:
 
 @pytest.mark.parametrize("index", [0, 1, 4, 7])
 @pytest.mark.parametrize("cuts", [(), (3,)])
-async def test_nothing_follows_a_stop_token(tiny: Tiny, chain: MakeChain, cuts: tuple[int, ...], index: int) -> None:
+async def test_nothing_follows_a_stop_token(
+    tiny: Tiny, make_chain: MakeChain, cuts: tuple[int, ...], index: int
+) -> None:
     """A stop token as first token, accepted guess or bonus ends the step, and only the rows before it count."""
     prompt, truth = tiny.clear_prompt("qwen3_5", 12, COUNT)
     stop = truth[1 + index]
     cut = truth[1:].index(stop)
 
-    async with chain("qwen3_5", cuts).session(stop_token_ids=frozenset({stop})) as client:
+    async with make_chain("qwen3_5", cuts).session(stop_token_ids=frozenset({stop})) as client:
         await client.prefill(prompt[:-1])
         await client.step(DECODE, prompt[-1:])
         commit, _ = await client.step(VERIFY, truth[:BLOCK])
@@ -248,12 +252,12 @@ async def test_nothing_follows_a_stop_token(tiny: Tiny, chain: MakeChain, cuts: 
         assert again.token_ids == (truth[cut + 2],)
 
 
-async def test_a_session_can_be_filled_to_its_last_token(tiny: Tiny, chain: MakeChain) -> None:
+async def test_a_session_can_be_filled_to_its_last_token(tiny: Tiny, make_chain: MakeChain) -> None:
     """Up to max_length every row is taken, with blocks that just fit; one more is refused."""
     prompt, truth = tiny.clear_prompt("qwen3_5", 12, COUNT)
     limit = len(prompt) + 13
 
-    async with chain("qwen3_5", (3,), True).session(max_length=limit) as client:
+    async with make_chain("qwen3_5", (3,), True).session(max_length=limit) as client:
         await client.prefill(prompt[:-1])
         await client.step(DECODE, prompt[-1:], BLOCK - 1)
         await client.step(VERIFY, truth[:8], BLOCK - 1)
@@ -267,9 +271,9 @@ async def test_a_session_can_be_filled_to_its_last_token(tiny: Tiny, chain: Make
     assert len(proposal) == BLOCK - 1
 
 
-async def test_commits_carry_the_times_of_every_stage(chain: MakeChain) -> None:
+async def test_commits_carry_the_times_of_every_stage(make_chain: MakeChain) -> None:
     """Each stage adds its own computing time and the time from arrival to answer, the first stage's the longest."""
-    async with chain("qwen3_5", (2, 5)).session() as client:
+    async with make_chain("qwen3_5", (2, 5)).session() as client:
         commit, _ = await client.step(PREFILL, ids(20))
 
     assert [str(identity.layers) for identity in client.session.stages] == ["[0, 2)", "[2, 5)", "[5, 8)"]
@@ -287,34 +291,34 @@ async def test_what_is_captured_counts_on_its_way(tiny: Tiny, place: HeadPlace) 
     """The features' sum rides along, float32, and goes to a draft elsewhere: of rows that count. While the session is
     open its stages say how much memory it takes."""
     draft = tiny.draft("qwen3_5", "passed", target_layer_ids=(1, 6))
-    made = Chain(tiny.path("qwen3_5"), (3,), draft=draft, place=place)
+    chain = Chain(tiny.path("qwen3_5"), (3,), draft=draft, place=place)
     try:
-        async with made.session() as client:
+        async with chain.session() as client:
             commit, _ = await client.step(PREFILL, ids(20))
             held = [session.state.size_bytes for session in stages_of(client)]
             if place is HeadPlace.SHARED:
                 state = draft_of(client)
                 assert state is not None
                 held[-1] += state.size_bytes
-            assert [role.session_bytes for role in made.roles] == held
+            assert [role.session_bytes for role in chain.roles] == held
         passed = [timing.passed_bytes for timing in commit.timings]
         assert passed == [20 * (64 * 4 * 2 + 4), 0 if place is HeadPlace.SHARED else 20 * 64 * 4]
-        assert [role.session_bytes for role in made.roles] == [0, 0]
+        assert [role.session_bytes for role in chain.roles] == [0, 0]
     finally:
-        made.shutdown()
+        chain.shutdown()
 
 
 # --- sessions side by side
 
 
 @pytest.mark.parametrize("drafted", [True, False])
-async def test_interleaved_sessions_do_not_share_state(tiny: Tiny, chain: MakeChain, drafted: bool) -> None:
+async def test_interleaved_sessions_do_not_share_state(tiny: Tiny, make_chain: MakeChain, drafted: bool) -> None:
     """Two requests on the same stages and draft, step by step in turn, each get their own tokens."""
     prompts = [tiny.clear_prompt("qwen3_5", 12, COUNT), tiny.clear_prompt("qwen3_5", 3, COUNT + BLOCK)]
-    made = chain("qwen3_5", (3,), drafted)
+    chain = make_chain("qwen3_5", (3,), drafted)
 
     async def run(prompt: list[int]) -> list[int]:
-        async with made.session() as client:
+        async with chain.session() as client:
             return (await client.speculate(prompt, 60)).tokens if drafted else await client.plain(prompt, 60)
 
     answers = await asyncio.gather(*[run(prompt) for prompt, _ in prompts])
@@ -322,13 +326,13 @@ async def test_interleaved_sessions_do_not_share_state(tiny: Tiny, chain: MakeCh
     assert answers == [truth[:60] for _, truth in prompts]
 
 
-async def test_a_request_leaves_nothing_behind(tiny: Tiny, chain: MakeChain) -> None:
+async def test_a_request_leaves_nothing_behind(tiny: Tiny, make_chain: MakeChain) -> None:
     """A, then B, then A again: both A are the same, tokens and guesses."""
-    made = chain("qwen3_5", (3,), True)
+    chain = make_chain("qwen3_5", (3,), True)
     a, b = tiny.clear_prompt("qwen3_5", 12, COUNT)[0], tiny.clear_prompt("qwen3_5", 3, COUNT + BLOCK)[0]
     answers = []
     for prompt in (a, b, a):
-        async with made.session() as client:
+        async with chain.session() as client:
             answers.append(await client.speculate(prompt, 40))
 
     assert answers[0] == answers[2] != answers[1]
@@ -341,18 +345,18 @@ def states() -> list[object]:
 
 
 @pytest.mark.parametrize("finish", ["closed", "failed", "refused"])
-async def test_memory_returns_when_a_session_ends(tiny: Tiny, chain: MakeChain, finish: str) -> None:
+async def test_memory_returns_when_a_session_ends(tiny: Tiny, make_chain: MakeChain, finish: str) -> None:
     """After closing, however the session ended, no stage holds its caches and none counts it as open."""
     prompt, truth = tiny.clear_prompt("qwen3_5", 12, COUNT)
-    made = chain("qwen3_5", (2, 5), True)
+    chain = make_chain("qwen3_5", (2, 5), True)
     others = states()
 
     def held() -> int:
         return sum(all(state is not other for other in others) for state in states())
 
-    client = Client(await made.roles[0].open(made.request()))
+    client = Client(await chain.roles[0].open(chain.request()))
     assert held() == 4
-    assert [role.open_sessions for role in made.roles] == [1, 1, 1]
+    assert [role.open_sessions for role in chain.roles] == [1, 1, 1]
 
     await client.prefill(prompt)
     if finish == "failed":
@@ -370,4 +374,4 @@ async def test_memory_returns_when_a_session_ends(tiny: Tiny, chain: MakeChain, 
     async with asyncio.timeout(10):
         while held():
             await asyncio.sleep(0.05)
-    assert [role.open_sessions for role in made.roles] == [0, 0, 0]
+    assert [role.open_sessions for role in chain.roles] == [0, 0, 0]

@@ -75,10 +75,10 @@ async def upstream_of(chain: Chain, below: ScriptedStage, monkeypatch: pytest.Mo
     ],
 )
 async def test_an_answer_that_fits_no_step_ends_the_session(
-    chain: MakeChain, monkeypatch: pytest.MonkeyPatch, kind: StepKind, commit: Commit
+    make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch, kind: StepKind, commit: Commit
 ) -> None:
     """A commit of another step, or to a length that the step cannot reach, is a failure and is never applied."""
-    client = await upstream_of(chain("qwen3_5", (3,)), ScriptedStage(commit), monkeypatch)
+    client = await upstream_of(make_chain("qwen3_5", (3,)), ScriptedStage(commit), monkeypatch)
     await client.send(client.frame(kind, (1, 2, 3, 4, 5)))
 
     events = [event async for event in client.events]
@@ -90,9 +90,11 @@ async def test_an_answer_that_fits_no_step_ends_the_session(
     await client.session.close()
 
 
-async def test_an_answer_without_a_step_ends_the_session(chain: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_without_a_step_ends_the_session(
+    make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A commit that nobody waits for is a failure."""
-    client = await upstream_of(chain("qwen3_5", (3,)), ScriptedStage(Commit(0, 1, (), ())), monkeypatch)
+    client = await upstream_of(make_chain("qwen3_5", (3,)), ScriptedStage(Commit(0, 1, (), ())), monkeypatch)
 
     [failure] = [event async for event in client.events]
 
@@ -110,7 +112,7 @@ async def test_an_answer_without_a_step_ends_the_session(chain: MakeChain, monke
     ],
 )
 async def test_a_stage_that_is_lost_is_named(
-    chain: MakeChain,
+    make_chain: MakeChain,
     monkeypatch: pytest.MonkeyPatch,
     answers: list[FlashsplitError],
     reason: FailureReason,
@@ -119,7 +121,7 @@ async def test_a_stage_that_is_lost_is_named(
 ) -> None:
     """A broken, refused or silently ended stream below becomes one failure that says which stage, host and device."""
     below = ScriptedStage(*answers)
-    client = await upstream_of(chain("qwen3_5", (3,)), below, monkeypatch)
+    client = await upstream_of(make_chain("qwen3_5", (3,)), below, monkeypatch)
 
     [failure] = [event async for event in client.events]
 
@@ -132,11 +134,13 @@ async def test_a_stage_that_is_lost_is_named(
     assert below.closed == 1
 
 
-async def test_a_failure_from_further_below_is_passed_on(chain: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failure_from_further_below_is_passed_on(
+    make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A failure that a stage reports of one behind it travels up unchanged, and nothing after it."""
     origin = Failure(FailureReason.LINK_BROKEN, "gone", Location(2, "b", "cpu", "b:1"), "UNAVAILABLE")
     below = ScriptedStage(origin, Commit(0, 1, (), ()))
-    client = await upstream_of(chain("qwen3_5", (3,)), below, monkeypatch)
+    client = await upstream_of(make_chain("qwen3_5", (3,)), below, monkeypatch)
 
     assert [event async for event in client.events] == [origin]
     await client.session.close()
@@ -170,19 +174,19 @@ class FlakyDraft:
 
 @pytest.mark.parametrize("error", [Unavailable("gone", address="draft:1"), InvalidArgument("refused")])
 async def test_a_lost_draft_is_told_and_the_session_goes_on(
-    tiny: Tiny, chain: MakeChain, monkeypatch: pytest.MonkeyPatch, error: FlashsplitError
+    tiny: Tiny, make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch, error: FlashsplitError
 ) -> None:
     """When the draft fails there is one notice, no proposal any more, and plain steps go on to the same tokens."""
     prompt, truth = tiny.clear_prompt("qwen3_5", 12, COUNT)
-    made = chain("qwen3_5", (3,), True, place=HeadPlace.LOADED)
-    assert made.draft_role is not None
-    draft = FlakyDraft(made.draft_role)
-    monkeypatch.setitem(made.directory.drafts, DRAFT_ADDRESS, draft)
+    chain = make_chain("qwen3_5", (3,), True, place=HeadPlace.LOADED)
+    assert chain.draft_role is not None
+    draft = FlakyDraft(chain.draft_role)
+    monkeypatch.setitem(chain.directory.drafts, DRAFT_ADDRESS, draft)
 
-    async with made.session() as client:
+    async with chain.session() as client:
         await client.prefill(prompt[:-1])
         await client.step(DECODE, prompt[-1:], BLOCK - 1)
-        assert made.draft_role.open_sessions == 1
+        assert chain.draft_role.open_sessions == 1
 
         draft.error = error
         await client.send(client.frame(VERIFY, truth[:3], BLOCK - 1))
@@ -192,7 +196,7 @@ async def test_a_lost_draft_is_told_and_the_session_goes_on(
         assert failure.reason is FailureReason.DRAFT_LOST
         assert "draft worker" in failure.message
         assert error.message in failure.message
-        assert made.draft_role.open_sessions == 0
+        assert chain.draft_role.open_sessions == 0
 
         await client.send(client.frame(VERIFY, truth[3:6], BLOCK - 1))
         assert (await client.commit()).token_ids == tuple(truth[4:7])

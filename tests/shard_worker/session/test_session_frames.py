@@ -44,12 +44,12 @@ LIMITS = {"max_length": 60}
 @pytest.mark.parametrize("drafted", [True, False])
 @pytest.mark.parametrize(("changes", "kind", "field"), REFUSED_EVERYWHERE)
 async def test_the_first_stage_refuses_what_is_out_of_step_and_goes_on(
-    tiny: Tiny, chain: MakeChain, drafted: bool, changes: dict[str, Any], kind: type[FlashsplitError], field: str
+    tiny: Tiny, make_chain: MakeChain, drafted: bool, changes: dict[str, Any], kind: type[FlashsplitError], field: str
 ) -> None:
     """A lost, repeated or malformed step names its field and place, changes nothing and is not passed on."""
     prompt, truth = tiny.clear_prompt("qwen3_5", 12, COUNT)
 
-    async with chain("qwen3_5", (3,), drafted).session(**LIMITS) as client:
+    async with make_chain("qwen3_5", (3,), drafted).session(**LIMITS) as client:
         await client.prefill(prompt[:5])
         await client.prefill(prompt[5:9])
         with pytest.raises(kind) as caught:
@@ -60,9 +60,9 @@ async def test_the_first_stage_refuses_what_is_out_of_step_and_goes_on(
         assert await client.plain(prompt[9:], 10) == truth[:10]
 
 
-async def test_the_first_stage_takes_no_activation(chain: MakeChain) -> None:
+async def test_the_first_stage_takes_no_activation(make_chain: MakeChain) -> None:
     """Hidden rows sent to a stage that embeds tokens itself are refused."""
-    async with chain("qwen3_5", (3,)).session() as client:
+    async with make_chain("qwen3_5", (3,)).session() as client:
         with pytest.raises(InvalidArgument, match="takes token ids alone"):
             await client.send(client.frame(PREFILL, (1, 2, 3), activation=wire(3)))
 
@@ -125,10 +125,10 @@ async def assert_refused(client: Client, frame: Forward, kind: type[FlashsplitEr
     [*REFUSED_EVERYWHERE, *((changes, InvalidArgument, field) for changes, field in REFUSED_LATER)],
 )
 async def test_a_later_stage_refuses_what_is_out_of_step_and_goes_on(
-    chain: MakeChain, changes: dict[str, Any], kind: type[FlashsplitError], field: str
+    make_chain: MakeChain, changes: dict[str, Any], kind: type[FlashsplitError], field: str
 ) -> None:
     """Activations that are missing or don't fit are refused like a frame out of sequence, each by its field."""
-    client = await direct(chain("qwen3_5", (3,)), ())
+    client = await direct(make_chain("qwen3_5", (3,)), ())
 
     good = client.frame(PREFILL, (1, 2, 3), activation=wire(3))
     await assert_refused(client, replace(good, **changes), kind, field)
@@ -144,10 +144,10 @@ async def test_a_later_stage_refuses_what_is_out_of_step_and_goes_on(
     [(transport, *case) for transport, cases in REFUSED_FEATURES.items() for case in cases],
 )
 async def test_a_later_stage_refuses_features_that_are_not_those_of_the_stages_before(
-    chain: MakeChain, transport: FeatureTransport, features: tuple[FeatureSlice, ...], field: str
+    make_chain: MakeChain, transport: FeatureTransport, features: tuple[FeatureSlice, ...], field: str
 ) -> None:
     """Missing, doubled, foreign or mis-shaped captures are refused: guesses would silently get worse."""
-    client = await direct(chain("qwen3_5", (3,), True, transport=transport), GOOD_FEATURES[transport])
+    client = await direct(make_chain("qwen3_5", (3,), True, transport=transport), GOOD_FEATURES[transport])
     good = client.frame(DECODE, (1, 2, 3), activation=wire(3), features=slices(3, *GOOD_FEATURES[transport]))
 
     await assert_refused(client, replace(good, features=features), InvalidArgument, field)
@@ -157,10 +157,10 @@ async def test_a_later_stage_refuses_features_that_are_not_those_of_the_stages_b
     await client.session.close()
 
 
-async def test_features_for_a_session_without_a_draft_are_refused(chain: MakeChain) -> None:
+async def test_features_for_a_session_without_a_draft_are_refused(make_chain: MakeChain) -> None:
     """Where the session has no draft no stage captures, though it could."""
-    made = chain("qwen3_5", (3,), True)
-    client = Client(await made.roles[1].open(made.request(1, draft=None)))
+    chain = make_chain("qwen3_5", (3,), True)
+    client = Client(await chain.roles[1].open(chain.request(1, draft=None)))
 
     with pytest.raises(InvalidArgument, match=r"capture_index of the features is \[None\], expected \[\]"):
         await client.send(client.frame(PREFILL, (1, 2, 3), activation=wire(3), features=slices(3, None, start=0)))
@@ -169,11 +169,13 @@ async def test_features_for_a_session_without_a_draft_are_refused(chain: MakeCha
 
 
 @pytest.mark.parametrize("cuts", [(3,), (2, 5)])
-async def test_no_step_may_follow_an_unanswered_verify(tiny: Tiny, chain: MakeChain, cuts: tuple[int, ...]) -> None:
+async def test_no_step_may_follow_an_unanswered_verify(
+    tiny: Tiny, make_chain: MakeChain, cuts: tuple[int, ...]
+) -> None:
     """Until a stage knows how many rows of a verify count, it takes no further step."""
     prompt, truth = tiny.clear_prompt("qwen3_5", 12, COUNT)
 
-    async with chain("qwen3_5", cuts).session() as client:
+    async with make_chain("qwen3_5", cuts).session() as client:
         await client.prefill(prompt)
         async with unanswered(client, client.frame(VERIFY, truth[:4])) as first:
             with pytest.raises(FailedPrecondition, match="the last verify has not been answered yet"):
@@ -184,11 +186,11 @@ async def test_no_step_may_follow_an_unanswered_verify(tiny: Tiny, chain: MakeCh
     assert commit.token_ids == (truth[5],)
 
 
-async def test_prefills_may_be_sent_ahead_of_their_answers(tiny: Tiny, chain: MakeChain) -> None:
+async def test_prefills_may_be_sent_ahead_of_their_answers(tiny: Tiny, make_chain: MakeChain) -> None:
     """Chunks in flight together are answered one by one, in order."""
     prompt, truth = tiny.clear_prompt("qwen3_5", 12, COUNT)
 
-    async with chain("qwen3_5", (3,)).session() as client:
+    async with make_chain("qwen3_5", (3,)).session() as client:
         for first in range(0, 9, 3):
             await client.send(client.frame(PREFILL, prompt[first : first + 3], base_position=first))
         commits = [await client.commit() for _ in range(3)]

@@ -89,16 +89,16 @@ def tokenizer() -> tokenizers.Tokenizer:
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Callable[[tuple[int, ...]], Chain]]:
     """The demo pair over any cuts, in float32."""
-    made: dict[tuple[int, ...], Chain] = {}
+    chains: dict[tuple[int, ...], Chain] = {}
 
     def chain(cuts: tuple[int, ...]) -> Chain:
-        if cuts not in made:
-            made[cuts] = Chain(DEMO / "target", cuts, draft=DEMO / "draft", dtype="float32")
-        return made[cuts]
+        if cuts not in chains:
+            chains[cuts] = Chain(DEMO / "target", cuts, draft=DEMO / "draft", dtype="float32")
+        return chains[cuts]
 
     yield chain
-    for one in made.values():
-        one.shutdown()
+    for held in chains.values():
+        held.shutdown()
 
 
 async def answer(client: Client, prompt: list[int], propose: int, most: int = MOST) -> list[int]:
@@ -165,7 +165,7 @@ async def test_a_kept_prompt_is_followed_by_the_grammars_beginning(
 ) -> None:
     """Restored and resumed, restored in part, and restored together with a part of the output."""
     prompt = tokenizer.encode(CHAT.format("Describe a cat in JSON, please.")).ids
-    made = demo((5,))
+    chain = demo((5,))
     settings: dict[str, Any] = {
         "prompt_length": len(prompt),
         "stop_token_ids": STOPS,
@@ -173,17 +173,17 @@ async def test_a_kept_prompt_is_followed_by_the_grammars_beginning(
         "logprobs": 1,
         "draft": None,
     }
-    async with made.session(**settings) as client:
+    async with chain.session(**settings) as client:
         await client.prefill(prompt[:-2])
         await client.save("some")
         await client.prefill(prompt[-2:])
         await client.save("all")
-    async with made.session(**settings) as client:
+    async with chain.session(**settings) as client:
         truth = await answer(client, prompt, 0)
         await client.step(StepKind.DECODE, truth[-1:])
         await client.save("output")
 
-    async with made.session(**settings) as client:
+    async with chain.session(**settings) as client:
         await client.restore("all", prompt)
         commit, _ = await client.resume()
         tokens = list(commit.token_ids)
@@ -193,16 +193,16 @@ async def test_a_kept_prompt_is_followed_by_the_grammars_beginning(
         assert tokens == truth
         # The numbers are the model's own, whatever the grammar allows.
         assert len(commit.logprobs[0].top_token_ids) == 1
-    async with made.session(**settings) as client:
+    async with chain.session(**settings) as client:
         await client.restore("some", prompt[:-2])
         commit, _ = await client.step(StepKind.DECODE, prompt[-2:])
         assert list(commit.token_ids) == truth[:1]
-    async with made.session(**settings) as client:
+    async with chain.session(**settings) as client:
         await client.restore("output", [*prompt, *truth])
         # Behind the end there is only the end.
         commit, _ = await client.resume()
         assert set(commit.token_ids) <= STOPS
-    made.forget()
+    chain.free_snapshots()
 
 
 @pytest.mark.parametrize("cuts", [(), (5,)])
@@ -210,15 +210,15 @@ async def test_a_refused_grammar_leaves_the_worker_well(
     demo: Callable[[tuple[int, ...]], Chain], tokenizer: tokenizers.Tokenizer, cuts: tuple[int, ...]
 ) -> None:
     """The last stage names the field; nothing stays open, and the next session is served."""
-    made, prompt = demo(cuts), tokenizer.encode("Hello").ids
+    chain, prompt = demo(cuts), tokenizer.encode("Hello").ids
     with pytest.raises(InvalidArgument, match=r"grammar.json_schema cannot be used: Unimplemented keys") as refused:
-        async with made.session(grammar=Grammar(SCHEMA, '{"not": {}}'), stop_token_ids=STOPS):
+        async with chain.session(grammar=Grammar(SCHEMA, '{"not": {}}'), stop_token_ids=STOPS):
             pass
     assert refused.value.where["field"] == "grammar.json_schema"
     assert refused.value.where["stage"] == str(len(cuts))
-    assert [role.open_sessions for role in made.roles] == [0] * len(made.roles)
+    assert [role.open_sessions for role in chain.roles] == [0] * len(chain.roles)
     settings: dict[str, Any] = {"grammar": Grammar(REGEX, "[0-9]{3}"), "stop_token_ids": STOPS}
-    async with made.session(prompt_length=len(prompt), **settings) as client:
+    async with chain.session(prompt_length=len(prompt), **settings) as client:
         tokens = await answer(client, prompt, 15)
     assert re.fullmatch("[0-9]{3}", tokenizer.decode(tokens[:-1]))
 
@@ -235,12 +235,12 @@ async def test_tokens_that_break_the_grammar_are_refused(
             await client.send(client.frame(StepKind.DECODE, [91]))
 
 
-async def test_a_checkpoint_without_tokenizer_is_told_of(chain: MakeChain) -> None:
+async def test_a_checkpoint_without_tokenizer_is_told_of(make_chain: MakeChain) -> None:
     """Other sessions on it are not touched."""
     with pytest.raises(FailedPrecondition, match="tokenizer.json does not exist"):
-        async with chain("qwen3", (3,)).session(grammar=Grammar(OBJECT), stop_token_ids=STOPS):
+        async with make_chain("qwen3", (3,)).session(grammar=Grammar(OBJECT), stop_token_ids=STOPS):
             pass
-    async with chain("qwen3", (3,)).session() as client:
+    async with make_chain("qwen3", (3,)).session() as client:
         assert len(await client.plain([1, 2, 3], 2)) == 2
 
 

@@ -35,7 +35,7 @@ def never(_: Forward) -> bool:
 
 
 @pytest.fixture
-def made(tiny: Tiny) -> Iterator[Callable[..., Chain]]:
+def new_chain(tiny: Tiny) -> Iterator[Callable[..., Chain]]:
     """Makes chains whose lanes carry what the test says."""
     chains: list[Chain] = []
 
@@ -45,28 +45,28 @@ def made(tiny: Tiny) -> Iterator[Callable[..., Chain]]:
         return chains[-1]
 
     yield make
-    for one in chains:
-        one.shutdown()
+    for chain in chains:
+        chain.shutdown()
 
 
 def shape(step: Forward) -> Forward:
-    """Without the numbers of its activation."""
+    """Return the step without the numbers of its activation."""
     assert step.activation is not None
     return replace(step, activation=replace(step.activation, data=b""))
 
 
-async def run(made: Chain, *, drafted: bool) -> tuple[list[int], Memory]:
-    """Tokens of a few frames with followers, and what the session remembers behind them."""
+async def run(chain: Chain, *, drafted: bool) -> tuple[list[int], Memory]:
+    """Return the tokens of a few frames with followers, and what the session holds behind them."""
     propose = BLOCK - 1 if drafted else 0
     produced: list[int] = []
-    async with made.session() as client:
+    async with chain.session() as client:
         await client.prefill(PROMPT[:-1])
         for more in (9, 3):
             produced += tokens_of(await follow(client, produced[-1] if produced else PROMPT[-1], more, propose))
             if drafted:
                 # The last step's guesses, which nothing waits for.
                 await anext(client.events)
-        # And one of its own, whose step number must be the next one.
+        # And a frame without followers, whose step number must be the next one.
         produced += (await client.step(StepKind.DECODE, produced[-1:]))[0].token_ids
         memory = await memory_of(client)
     return produced, memory
@@ -75,57 +75,57 @@ async def run(made: Chain, *, drafted: bool) -> tuple[list[int], Memory]:
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
-async def test_the_same_steps(made: Callable[..., Chain], name: str, drafted: bool, cuts: tuple[int, ...]) -> None:
-    """Tokens, and every row and state of every stage, bit for bit: with lanes that carry all, nothing, or one step in
-    two."""
+async def test_the_same_steps(new_chain: Callable[..., Chain], name: str, drafted: bool, cuts: tuple[int, ...]) -> None:
+    """Tokens, and every row and state of every stage, are the same bit for bit, whether lanes carry all steps, none,
+    or one in two."""
     draw = random.Random(1)
-    expected, memory = await run(made(name, cuts, drafted=drafted, carries=never), drafted=drafted)
+    expected, memory = await run(new_chain(name, cuts, drafted=drafted, carries=never), drafted=drafted)
     for carries in (always, lambda _: draw.random() < 0.5):
-        one = made(name, cuts, drafted=drafted, carries=carries)
-        found, remembered = await run(one, drafted=drafted)
-        assert found == expected
+        chain = new_chain(name, cuts, drafted=drafted, carries=carries)
+        tokens, remembered = await run(chain, drafted=drafted)
+        assert tokens == expected
         assert not differing(memory, remembered)
         if carries is always:
             # The first step of a frame comes through the event loop, all behind it through lanes.
-            assert [len(own.carried) for own, _ in one.directory.lanes] == [12] * len(cuts)
+            assert [len(upper.carried) for upper, _ in chain.directory.lanes] == [12] * len(cuts)
             if not drafted:
                 # All of these were known before they came, but for the numbers in their activations.
-                for own, told in one.directory.lanes:
-                    assert [shape(step) for step in told.expected[:10]] == [shape(step) for step in own.carried[:10]]
-                # And at the first stage all but a frame's first one but for their tokens.
-                [(own, told)] = [lane for lane in one.directory.lanes if lane[0].expected]
-                came = [replace(step, token_ids=(-1,)) for step in told.carried]
-                assert [step for step in came if step in own.expected] == own.expected
-                assert len(own.expected) >= 9
-            assert all(len(told.carried) == 12 for _, told in one.directory.lanes)
+                for upper, lower in chain.directory.lanes:
+                    assert [shape(step) for step in lower.expected[:10]] == [shape(step) for step in upper.carried[:10]]
+                # The first stage expected all but a frame's first one, but for their tokens.
+                [(upper, lower)] = [lane for lane in chain.directory.lanes if lane[0].expected]
+                expectable = [replace(step, token_ids=(-1,)) for step in lower.carried]
+                assert [step for step in expectable if step in upper.expected] == upper.expected
+                assert len(upper.expected) >= 9
+            assert all(len(lower.carried) == 12 for _, lower in chain.directory.lanes)
 
 
-async def test_many_sessions_at_once(made: Callable[..., Chain]) -> None:
-    """Their steps meet on the same threads and stay apart."""
-    one = made("qwen3_5", (1, 3), drafted=True, carries=always)
-    expected, memory = await run(one, drafted=True)
-    for found, remembered in await asyncio.gather(*(run(one, drafted=True) for _ in range(6))):
-        assert found == expected
+async def test_many_sessions_at_once(new_chain: Callable[..., Chain]) -> None:
+    """Steps of six sessions meet on the same threads and stay apart."""
+    chain = new_chain("qwen3_5", (1, 3), drafted=True, carries=always)
+    expected, memory = await run(chain, drafted=True)
+    for tokens, remembered in await asyncio.gather(*(run(chain, drafted=True) for _ in range(6))):
+        assert tokens == expected
         assert not differing(memory, remembered)
 
 
 @pytest.mark.parametrize("drafted", [False, True])
-async def test_a_stop_token_is_the_end(made: Callable[..., Chain], drafted: bool) -> None:
-    """Nothing is told up the chain behind it."""
-    one = made("qwen3", (1, 3), drafted=drafted, carries=always)
-    expected, _ = await run(one, drafted=False)
+async def test_a_stop_token_is_the_end(new_chain: Callable[..., Chain], drafted: bool) -> None:
+    """No step is sent up the chain behind it."""
+    chain = new_chain("qwen3", (1, 3), drafted=drafted, carries=always)
+    expected, _ = await run(chain, drafted=False)
     stop = next(token for index, token in enumerate(expected) if index > 2 and token not in expected[:index])
-    async with one.session(stop_token_ids=frozenset({stop})) as client:
+    async with chain.session(stop_token_ids=frozenset({stop})) as client:
         await client.prefill(PROMPT[:-1])
         commits = await follow(client, PROMPT[-1], 30, BLOCK - 1 if drafted else 0)
         assert tokens_of(commits) == expected[: expected.index(stop) + 1]
-        told = one.directory.lanes[-1][1]
-        assert len(told.carried) == len(commits) - 1
+        lower = chain.directory.lanes[-1][1]
+        assert len(lower.carried) == len(commits) - 1
 
 
 def changed(**changes: Any) -> Callable[[Lane, Forward], None]:
     def pass_on(to: Lane, forward: Forward) -> None:
-        to.took(replace(forward, **{name: change(forward) for name, change in changes.items()}))
+        to.on_step(replace(forward, **{name: change(forward) for name, change in changes.items()}))
 
     return pass_on
 
@@ -141,12 +141,16 @@ WRONG: dict[str, tuple[bool, Callable[[Lane, Forward], None], str]] = {
         changed(base_position=lambda step: step.base_position + 99),
         "base_position is",
     ),
-    "garbage": (True, lambda to, _: to.failed(FlashsplitError("a step could not be parsed")), "could not be parsed"),
+    "garbage": (
+        True,
+        lambda to, _: to.on_failure(FlashsplitError("a step could not be parsed")),
+        "could not be parsed",
+    ),
 }
 
 
 async def until_failure(client: Client) -> None:
-    """Read events; one that is a failure is raised."""
+    """Read events; a failure among them is raised."""
     async for event in client.events:
         if isinstance(event, Failure):
             raise FlashsplitError(event.message)
@@ -154,24 +158,24 @@ async def until_failure(client: Client) -> None:
 
 @pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize("wrong", WRONG)
-async def test_what_does_not_fit_ends_the_session(made: Callable[..., Chain], wrong: str, drafted: bool) -> None:
-    """A neighbour that sends another step than the next one is refused, by name of the stage; the chain lives on."""
-    one = made("qwen3_5", (1, 3), drafted=drafted, carries=always)
+async def test_what_does_not_fit_ends_the_session(new_chain: Callable[..., Chain], wrong: str, drafted: bool) -> None:
+    """A neighbour that sends another step than the next one is refused by name of the stage; the chain lives on."""
+    chain = new_chain("qwen3_5", (1, 3), drafted=drafted, carries=always)
     up, how, words = WRONG[wrong]
-    expected, _ = await run(one, drafted=drafted)
-    async with one.session() as client:
+    expected, _ = await run(chain, drafted=drafted)
+    async with chain.session() as client:
         await client.prefill(PROMPT[:-1])
         # Between the second stage and the third.
-        own, other = one.directory.lanes[-2]
+        own, other = chain.directory.lanes[-2]
         way, end = (other, own) if up else (own, other)
         spoilt = Lane(always)
-        spoilt.took, spoilt.failed = lambda forward: how(end, forward), end.failed
-        way.other = spoilt
+        spoilt.on_step, spoilt.on_failure = lambda forward: how(end, forward), end.on_failure
+        way.far_end = spoilt
         await client.send(client.frame(StepKind.DECODE, PROMPT[-1:], BLOCK - 1 if drafted else 0, more=9))
         with pytest.raises(FlashsplitError, match=words):
             async with asyncio.timeout(20):
                 await until_failure(client)
-    assert (await run(one, drafted=drafted))[0] == expected
+    assert (await run(chain, drafted=drafted))[0] == expected
 
 
 @pytest.mark.parametrize(
@@ -184,17 +188,17 @@ async def test_what_does_not_fit_ends_the_session(made: Callable[..., Chain], wr
 )
 @pytest.mark.parametrize("stage", [0, 1, 2])
 async def test_an_error_in_the_midst_reaches_the_reader(
-    made: Callable[..., Chain], stage: int, error: Exception, words: str
+    new_chain: Callable[..., Chain], stage: int, error: Exception, words: str
 ) -> None:
     """Whatever goes wrong in a step that nobody sent, whoever reads the events hears of it, and of the stage."""
-    one = made("qwen3", (1, 3), drafted=False, carries=always)
+    chain = new_chain("qwen3", (1, 3), drafted=False, carries=always)
 
     def fail(state: StageState) -> None:
         if state.length == len(PROMPT) + 2:
             raise error
 
-    watch(one.roles[stage], before_step=fail)
-    async with one.session() as client:
+    watch(chain.roles[stage], before_step=fail)
+    async with chain.session() as client:
         await client.prefill(PROMPT[:-1])
         await client.send(client.frame(StepKind.DECODE, PROMPT[-1:], more=9))
         with pytest.raises(FlashsplitError, match=words) as caught:
@@ -206,24 +210,24 @@ async def test_an_error_in_the_midst_reaches_the_reader(
             assert f"stage {stage}" in str(caught.value)
 
 
-async def test_a_closed_session_is_left_alone(made: Callable[..., Chain]) -> None:
-    """Steps that are on their way when it ends come to nothing."""
-    one = made("qwen3", (1, 3), drafted=False, carries=always)
+async def test_a_closed_session_is_left_alone(new_chain: Callable[..., Chain]) -> None:
+    """Steps that are on their way when a session ends come to nothing, and others can be opened."""
+    chain = new_chain("qwen3", (1, 3), drafted=False, carries=always)
     for _ in range(10):
-        async with one.session() as client:
+        async with chain.session() as client:
             await client.prefill(PROMPT[:-1])
             await client.send(client.frame(StepKind.DECODE, PROMPT[-1:], more=30))
             await client.commit()
-    assert all(role.open_sessions == 0 for role in one.roles)
-    assert (await run(one, drafted=False))[0]
+    assert all(role.open_sessions == 0 for role in chain.roles)
+    assert (await run(chain, drafted=False))[0]
 
 
 @pytest.mark.parametrize("known", [False, True])
-async def test_a_released_step_is_the_next_one(made: Callable[..., Chain], known: bool) -> None:
+async def test_a_released_step_is_the_next_one(new_chain: Callable[..., Chain], known: bool) -> None:
     """It is so even where something else is asked for meanwhile: between the release and the step a recurrent layer
     would forget the step, and advance by it again."""
-    one = made("qwen3_5", (1,), drafted=False, carries=always)
-    expected, _ = await run(one, drafted=False)
+    chain = new_chain("qwen3_5", (1,), drafted=False, carries=always)
+    expected, _ = await run(chain, drafted=False)
     order: list[str] = []
 
     def released(_: StepRows, certain: bool) -> None:
@@ -231,11 +235,11 @@ async def test_a_released_step_is_the_next_one(made: Callable[..., Chain], known
         order.append("release")
         thread.queue_step(order.append, "other")
 
-    watch(one.roles[1], before_step=lambda _: order.append("step"), before_release=released)
-    async with one.session() as client:
+    watch(chain.roles[1], before_step=lambda _: order.append("step"), before_release=released)
+    async with chain.session() as client:
         await client.prefill(PROMPT[:-1])
         order.clear()
-        own, other = one.directory.lanes[-1]
+        upper, lower = chain.directory.lanes[-1]
         thread = stages_of(client)[1].host.thread
         detour = Lane(always)
 
@@ -246,13 +250,13 @@ async def test_a_released_step_is_the_next_one(made: Callable[..., Chain], known
                 return
             if known:
                 assert forward.activation is not None
-                other.release_expected(memoryview(forward.activation.data))
+                lower.on_expected(memoryview(forward.activation.data))
             else:
-                other.begun(forward, True)
-            other.took(forward)
+                lower.on_begun(forward, True)
+            lower.on_step(forward)
 
-        detour.took, detour.failed = lambda step: thread.queue_step(on_the_thread, step), other.failed
-        own.other = detour
+        detour.on_step, detour.on_failure = lambda step: thread.queue_step(on_the_thread, step), lower.on_failure
+        upper.far_end = detour
         await client.send(client.frame(StepKind.DECODE, PROMPT[-1:], more=9))
         tokens = [(await client.commit()).token_ids[0] for _ in range(10)]
     assert tokens == expected[:10]
@@ -264,7 +268,7 @@ async def test_a_released_step_is_the_next_one(made: Callable[..., Chain], known
 
 
 @pytest.mark.parametrize("drafted", [False, True])
-async def test_a_stage_on_a_gpu_prelaunches_the_expected_step(made: Callable[..., Chain], drafted: bool) -> None:
+async def test_a_stage_on_a_gpu_prelaunches_the_expected_step(new_chain: Callable[..., Chain], drafted: bool) -> None:
     """Behind each step but a frame's last one, a step of as many rows is prelaunched for the session's own state. The
     last stage knows its rows, since it sends them to the first.
 
@@ -283,19 +287,19 @@ async def test_a_stage_on_a_gpu_prelaunches_the_expected_step(made: Callable[...
         assert known.base == state.length
         known_rows.append(known)
 
-    one = made("qwen3", (1,), drafted=drafted, carries=always)
-    for role, hook in zip(one.roles, (on_first, on_last), strict=True):
+    chain = new_chain("qwen3", (1,), drafted=drafted, carries=always)
+    for role, hook in zip(chain.roles, (on_first, on_last), strict=True):
         watch(role, before_prelaunch=hook, with_gpu=True)
     runs = 0
     deadline = time.monotonic() + 60
     while {stage for stage, _ in asked} != {0, 1}:
         assert time.monotonic() < deadline
-        await run(one, drafted=drafted)
+        await run(chain, drafted=drafted)
         runs += 1
     assert {rows for _, rows in asked} == ({BLOCK} if drafted else {1})
     # A stage that hears how much of a verify counts prelaunches then, if it has not yet.
     assert len(asked) <= runs * (3 if drafted else 2) * 12
-    carried = [step for lane in one.directory.lanes for step in lane[1].carried]
+    carried = [step for lane in chain.directory.lanes for step in lane[1].carried]
     sent = [StepRows(step.base_position, step.token_ids, drafted, drafted) for step in carried]
     assert known_rows
     assert all(rows in sent for rows in known_rows)

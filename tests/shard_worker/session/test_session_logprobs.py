@@ -52,21 +52,23 @@ def check(tiny: Tiny, name: str, prompt: Sequence[int], tokens: Sequence[int], t
 
 
 @pytest.mark.parametrize(("name", "cuts"), SPLITS)
-async def test_numbers_are_the_references(tiny: Tiny, chain: MakeChain, name: str, cuts: tuple[int, ...]) -> None:
+async def test_numbers_are_the_references(tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...]) -> None:
     """Greedy: the first token's behind the prompt, each decode's, every accepted row's of a verify."""
     prompt, expected = tiny.clear_prompt(name, 12, COUNT)
     for propose in (0, BLOCK - 1):
-        async with chain(name, cuts, True).session(logprobs=5) as client:
+        async with make_chain(name, cuts, True).session(logprobs=5) as client:
             tokens, told = await run(client, prompt, propose=propose)
         assert tokens == expected
         check(tiny, name, prompt, tokens, told)
 
 
 @pytest.mark.parametrize(("name", "cuts"), SPLITS)
-async def test_right_guesses_are_told_of_too(tiny: Tiny, chain: MakeChain, name: str, cuts: tuple[int, ...]) -> None:
+async def test_right_guesses_are_told_of_too(
+    tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...]
+) -> None:
     """A verify whose guesses are all accepted tells of each of them and of the token behind."""
     prompt, expected = tiny.clear_prompt(name, 12, COUNT)
-    async with chain(name, cuts).session(logprobs=3) as client:
+    async with make_chain(name, cuts).session(logprobs=3) as client:
         await client.prefill(prompt[:-1])
         first, _ = await client.step(StepKind.DECODE, prompt[-1:])
         block, _ = await client.step(StepKind.VERIFY, expected[:BLOCK])
@@ -79,12 +81,14 @@ async def test_right_guesses_are_told_of_too(tiny: Tiny, chain: MakeChain, name:
 @pytest.mark.parametrize(("name", "cuts"), SPLITS)
 @pytest.mark.parametrize("propose", [0, BLOCK - 1])
 async def test_processors_are_not_counted_in(
-    tiny: Tiny, chain: MakeChain, name: str, cuts: tuple[int, ...], propose: int
+    tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...], propose: int
 ) -> None:
     """Whatever changes the sampling distribution, the numbers are the model's own, and none is impossible."""
     prompt, _ = tiny.clear_prompt(name, 12, COUNT)
     sampling = SamplingParams({3: 4.0}, 1.3, 0.5, 0.25, temperature=1.7, top_k=40, top_p=0.9, min_p=0.01, seed=11)
-    async with chain(name, cuts, True).session(logprobs=20, sampling=sampling, prompt_length=len(prompt)) as client:
+    async with make_chain(name, cuts, True).session(
+        logprobs=20, sampling=sampling, prompt_length=len(prompt)
+    ) as client:
         tokens, told = await run(client, prompt, propose=propose)
     check(tiny, name, prompt, tokens, told)
     # A sampled token is not always among the likeliest.
@@ -92,28 +96,30 @@ async def test_processors_are_not_counted_in(
 
 
 @pytest.mark.parametrize(("name", "cuts"), SPLITS)
-async def test_resumed_sessions_tell_the_same(tiny: Tiny, chain: MakeChain, name: str, cuts: tuple[int, ...]) -> None:
+async def test_resumed_sessions_tell_the_same(
+    tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...]
+) -> None:
     """Behind a restored prompt the first token's numbers come from the kept logits."""
     prompt, expected = tiny.clear_prompt(name, 12, COUNT)
-    made = chain(name, cuts)
-    async with made.session() as client:
+    chain = make_chain(name, cuts)
+    async with chain.session() as client:
         await client.prefill(prompt)
         await client.save("prompt")
-    async with made.session(logprobs=2) as client:
+    async with chain.session(logprobs=2) as client:
         await client.restore("prompt", prompt)
         tokens, told = await run(client, prompt, resume=True)
-    made.forget()
+    chain.free_snapshots()
     assert tokens == expected
     check(tiny, name, prompt, tokens, told)
 
 
-async def test_off_and_none_beside(tiny: Tiny, chain: MakeChain) -> None:
+async def test_off_and_none_beside(tiny: Tiny, make_chain: MakeChain) -> None:
     """Without asking nothing is told; asked for no alternatives, the token's own number alone."""
     prompt, _ = tiny.clear_prompt("qwen3", 12, COUNT)
-    async with chain("qwen3", (3,)).session() as client:
+    async with make_chain("qwen3", (3,)).session() as client:
         commit, _ = await client.step(StepKind.DECODE, prompt)
         assert (len(commit.token_ids), commit.logprobs) == (1, ())
-    async with chain("qwen3", (3,)).session(logprobs=0) as client:
+    async with make_chain("qwen3", (3,)).session(logprobs=0) as client:
         commit, _ = await client.step(StepKind.PREFILL, prompt[:4])
         assert commit.logprobs == ()
         commit, _ = await client.step(StepKind.DECODE, prompt[4:])

@@ -63,11 +63,11 @@ async def save_along(
 
 
 @pytest.fixture(autouse=True)
-def forgotten(chain: MakeChain) -> Iterator[None]:
+def forgotten(make_chain: MakeChain) -> Iterator[None]:
     """No test sees what another one kept."""
     yield
-    for made in chain.made.values():
-        made.forget()
+    for chain in make_chain.chains.values():
+        chain.free_snapshots()
 
 
 # --- saved, restored, gone on
@@ -82,20 +82,20 @@ def forgotten(chain: MakeChain) -> Iterator[None]:
     ],
 )
 async def test_a_restored_session_goes_on_as_if_it_had_never_stopped(
-    chain: MakeChain, name: str, cuts: tuple[int, ...], drafted: bool
+    make_chain: MakeChain, name: str, cuts: tuple[int, ...], drafted: bool
 ) -> None:
     """Over any split, with and without a draft, from every kept length: tokens, guesses and memory bit for bit."""
     prompt = ids(31)
-    made = chain(name, cuts, drafted)
-    async with made.session() as client:
+    chain = make_chain(name, cuts, drafted)
+    async with chain.session() as client:
         truth = await go_on(client, prompt, drafted)
 
-    async with made.session() as client:
+    async with chain.session() as client:
         memories = await save_along(client, prompt)
         # Saving changes nothing for the session itself.
         assert (await go_on(client, prompt, drafted))[:2] == truth[:2]
     for length, memory in zip(LENGTHS, memories, strict=True):
-        async with made.session() as client:
+        async with chain.session() as client:
             restored = await client.restore(f"at {length}", prompt[:length])
             assert [part.location.stage for part in restored.parts] == [*range(len(cuts) + 1), *[None] * drafted]
             assert differing(await memory_of(client), memory) == []
@@ -117,20 +117,20 @@ async def test_a_restored_session_goes_on_as_if_it_had_never_stopped(
 )
 @pytest.mark.parametrize(("name", "cuts"), [("qwen3_5", (3,)), ("qwen3", ())])
 async def test_any_draft_goes_on_as_well(
-    chain: MakeChain, name: str, cuts: tuple[int, ...], draft: str, place: HeadPlace, transport: FeatureTransport
+    make_chain: MakeChain, name: str, cuts: tuple[int, ...], draft: str, place: HeadPlace, transport: FeatureTransport
 ) -> None:
     """Full and sliding drafts, beside the stage and in a worker of their own, guess on as if nothing had happened."""
     prompt, window = ids(31), {"session": None, "sliding": 10, "all-sliding": 6}[draft]
-    made = chain(name, cuts, draft, place=place, transport=transport)
-    async with made.session() as client:
+    chain = make_chain(name, cuts, draft, place=place, transport=transport)
+    async with chain.session() as client:
         truth = await go_on(client, prompt, True, window=window)
     assert any(len(set(draft_tokens)) > 1 for draft_tokens in truth[1])
 
-    async with made.session() as client:
+    async with chain.session() as client:
         memories = await save_along(client, prompt, window=window)
     for length, memory in zip(LENGTHS, memories, strict=True):
         # Another size of session: another ring in the draft.
-        async with made.session(max_length=350) as client:
+        async with chain.session(max_length=350) as client:
             restored = await client.restore(f"at {length}", prompt[:length])
             assert len(restored.parts) == len(cuts) + 2
             assert restored.parts[-1].location.stage is None
@@ -140,59 +140,59 @@ async def test_any_draft_goes_on_as_well(
         assert differing(end, truth[2]) == []
 
 
-async def test_a_stage_of_several_devices_keeps_all_of_them(chain: MakeChain) -> None:
+async def test_a_stage_of_several_devices_keeps_all_of_them(make_chain: MakeChain) -> None:
     """A stage whose layers lie on two devices keeps and restores both parts."""
     prompt = ids(31)
-    made = chain("qwen3_5", (2,), True, devices="cpu+cpu")
-    async with made.session() as client:
+    chain = make_chain("qwen3_5", (2,), True, devices="cpu+cpu")
+    async with chain.session() as client:
         truth = await go_on(client, prompt, True)
-    async with made.session() as client:
+    async with chain.session() as client:
         memories = await save_along(client, prompt)
-    async with made.session() as client:
+    async with chain.session() as client:
         await client.restore("at 18", prompt[:18])
         assert differing(await memory_of(client), memories[1]) == []
         assert (await go_on(client, prompt, True))[:2] == truth[:2]
 
 
 @pytest.mark.parametrize(("name", "cuts"), [("qwen3", (2,)), ("qwen3_5", (2, 5))])
-async def test_another_suffix_follows_a_kept_prefix(chain: MakeChain, name: str, cuts: tuple[int, ...]) -> None:
+async def test_another_suffix_follows_a_kept_prefix(make_chain: MakeChain, name: str, cuts: tuple[int, ...]) -> None:
     """A prompt that shares only the prefix gets what it gets alone, and a longer prefix branches off the same one."""
     prompt, other = ids(31), [*ids(18), *ids(13, seed=9)]
-    made = chain(name, cuts, True)
-    async with made.session() as client:
+    chain = make_chain(name, cuts, True)
+    async with chain.session() as client:
         truth = await go_on(client, other, True)
-    async with made.session() as client:
+    async with chain.session() as client:
         await save_along(client, prompt)
 
-    async with made.session() as client:
+    async with chain.session() as client:
         await client.restore("at 18", other[:18])
         assert (await go_on(client, other, True))[:2] == truth[:2]
-    async with made.session() as client:
+    async with chain.session() as client:
         await client.restore("at 18", other[:18])
         await client.step(PREFILL, other[18:30])
         saved = await client.save("other at 30", "at 18")
         assert not any(part.refusal for part in saved.parts)
     for snapshot_id, whole in (("other at 30", other), ("at 30", prompt)):
-        async with made.session() as client:
+        async with chain.session() as client:
             await client.restore(snapshot_id, whole[:30])
             tokens = (await go_on(client, whole, True))[0]
         assert (tokens == truth[0]) is (whole is other)
 
 
-async def test_sessions_restored_side_by_side_share_nothing(chain: MakeChain) -> None:
+async def test_sessions_restored_side_by_side_share_nothing(make_chain: MakeChain) -> None:
     """Two sessions from one prefix, in turn, and the prefix again afterwards."""
     prompt = ids(31)
-    made = chain("qwen3_5", (3,), True)
-    async with made.session() as client:
+    chain = make_chain("qwen3_5", (3,), True)
+    async with chain.session() as client:
         [*_, memory] = await save_along(client, prompt)
-    async with made.session() as a, made.session() as b:
+    async with chain.session() as a, chain.session() as b:
         await a.restore("at 30", prompt[:30])
         await b.restore("at 30", prompt[:30])
         for token in ids(6, seed=8):
             await a.step(DECODE, [token])
             await b.step(VERIFY, [token + 1, 5, 6])
         assert differing(await memory_of(a), await memory_of(b))
-    async with made.session() as client:
+    async with chain.session() as client:
         await client.restore("at 30", prompt[:30])
         assert differing(await memory_of(client), memory) == []
 
@@ -213,14 +213,14 @@ SAMPLINGS = [
 @pytest.mark.parametrize(("name", "cuts"), [("qwen3", ()), ("qwen3_5", (3,)), ("qwen3_5", (2, 5))])
 @pytest.mark.parametrize("drafted", [False, True])
 async def test_a_prompt_that_is_the_prefix_goes_on_at_once(
-    chain: MakeChain, name: str, cuts: tuple[int, ...], drafted: bool, sampling: SamplingParams
+    make_chain: MakeChain, name: str, cuts: tuple[int, ...], drafted: bool, sampling: SamplingParams
 ) -> None:
     """Without a row to compute, the first token and all behind it are those of a session that computed the prompt."""
     # Tokens repeat, so that penalties on the prompt show.
     prompt = [*ids(12), *ids(18)]
     limits = {"sampling": sampling, "prompt_length": 30}
     propose = BLOCK - 1 if drafted else 0
-    made = chain(name, cuts, drafted)
+    chain = make_chain(name, cuts, drafted)
 
     async def blocks(client: Client, first: tuple[Any, tuple[int, ...]]) -> tuple[list[int], list[tuple[int, ...]]]:
         commit, draft_tokens = first
@@ -231,15 +231,15 @@ async def test_a_prompt_that_is_the_prefix_goes_on_at_once(
             proposals.append(draft_tokens)
         return tokens, proposals
 
-    async with made.session(**limits) as client:
+    async with chain.session(**limits) as client:
         await client.step(PREFILL, prompt[:18])
         truth = await blocks(client, await client.step(DECODE, prompt[18:], propose))
     # The sampling of who saves doesn't matter.
-    async with made.session() as client:
+    async with chain.session() as client:
         await client.step(PREFILL, prompt[:18])
         await client.step(PREFILL, prompt[18:])
         await client.save("whole")
-    async with made.session(**limits) as client:
+    async with chain.session(**limits) as client:
         await client.restore("whole", prompt)
         commit, draft_tokens = await client.resume(propose)
         assert (commit.step, commit.length, len(commit.token_ids)) == (0, 30, 1)
@@ -260,34 +260,34 @@ async def test_a_prompt_that_is_the_prefix_goes_on_at_once(
     ],
 )
 async def test_penalties_count_the_restored_prompt(
-    chain: MakeChain, penalty: dict[str, float], prompt_length: int, counts: bool
+    make_chain: MakeChain, penalty: dict[str, float], prompt_length: int, counts: bool
 ) -> None:
     """All restored tokens are history to the repetition penalty, those behind prompt_length output to the others."""
     prompt = ids(30)
     favourite = prompt[20]
     assert prompt.count(favourite) == 1
-    made = chain("qwen3", (2,))
-    async with made.session() as client:
+    chain = make_chain("qwen3", (2,))
+    async with chain.session() as client:
         await client.step(PREFILL, prompt)
         await client.save("whole")
     sampling = SamplingParams(logit_bias={favourite: 100.0}, **penalty)
-    async with made.session(sampling=sampling, prompt_length=prompt_length) as client:
+    async with chain.session(sampling=sampling, prompt_length=prompt_length) as client:
         await client.restore("whole", prompt)
         [token] = (await client.resume())[0].token_ids
     assert (token != favourite) is counts
 
 
-async def test_a_resumed_session_can_be_kept_again(chain: MakeChain) -> None:
+async def test_a_resumed_session_can_be_kept_again(make_chain: MakeChain) -> None:
     """Right behind a restore the logits that were kept are kept on; behind a resume and a step the new ones are."""
     prompt = ids(30)
-    made = chain("qwen3_5", (3,), True)
-    async with made.session() as client:
+    chain = make_chain("qwen3_5", (3,), True)
+    async with chain.session() as client:
         truth = await client.step(DECODE, prompt, BLOCK - 1)
         after = await client.step(DECODE, truth[0].token_ids, BLOCK - 1)
-    async with made.session() as client:
+    async with chain.session() as client:
         await client.step(PREFILL, prompt)
         await client.save("a")
-    async with made.session() as client:
+    async with chain.session() as client:
         await client.restore("a", prompt)
         await client.save("b")
         await client.resume()
@@ -295,26 +295,26 @@ async def test_a_resumed_session_can_be_kept_again(chain: MakeChain) -> None:
         await client.step(DECODE, truth[0].token_ids)
         await client.save("d", "b")
     for snapshot_id in "abc":
-        async with made.session() as client:
+        async with chain.session() as client:
             await client.restore(snapshot_id, prompt)
             commit, draft_tokens = await client.resume(BLOCK - 1)
             assert (commit.token_ids, draft_tokens) == (truth[0].token_ids, truth[1])
-    async with made.session() as client:
+    async with chain.session() as client:
         await client.restore("d", [*prompt, *truth[0].token_ids])
         commit, draft_tokens = await client.resume(BLOCK - 1)
         assert (commit.token_ids, draft_tokens) == (after[0].token_ids, after[1])
 
 
-async def test_a_stop_token_may_come_first(chain: MakeChain) -> None:
+async def test_a_stop_token_may_come_first(make_chain: MakeChain) -> None:
     """A resume takes a stop token like any other: it is the one token of the step."""
-    made = chain("qwen3")
-    async with made.session() as client:
+    chain = make_chain("qwen3")
+    async with chain.session() as client:
         await client.step(PREFILL, ids(20))
         await client.save("a")
-    async with made.session() as client:
+    async with chain.session() as client:
         await client.restore("a", ids(20))
         [token] = (await client.resume())[0].token_ids
-    async with made.session(stop_token_ids=frozenset({token})) as client:
+    async with chain.session(stop_token_ids=frozenset({token})) as client:
         await client.restore("a", ids(20))
         assert (await client.resume())[0].token_ids == (token,)
 
@@ -325,59 +325,59 @@ async def test_a_stop_token_may_come_first(chain: MakeChain) -> None:
 @pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize("cuts", [(), (1, 3)])
 async def test_attention_alone_can_be_cut_anywhere(
-    tiny: Tiny, chain: MakeChain, cuts: tuple[int, ...], drafted: bool
+    tiny: Tiny, make_chain: MakeChain, cuts: tuple[int, ...], drafted: bool
 ) -> None:
     """Every shorter prefix of a kept one can be taken up; the tokens are those of the whole prompt's own run."""
     prompt, truth = tiny.clear_prompt("qwen3", 30, 12)
-    made = chain("qwen3", cuts, drafted)
-    async with made.session() as client:
+    chain = make_chain("qwen3", cuts, drafted)
+    async with chain.session() as client:
         [*_, memory] = await save_along(client, prompt)
     for length in range(1, 30):
-        async with made.session() as client:
+        async with chain.session() as client:
             await client.restore("at 30", prompt[:length])
             assert differing(await memory_of(client), {name: rows[:, :length] for name, rows in memory.items()}) == []
             if length % 7 in (1, 4):
                 assert await client.plain(prompt[length:], 5) == truth[:5]
-    for role in made.roles:
+    for role in chain.roles:
         described = role.describe()
         assert described is not None
         assert described.state_trimmable
 
 
-async def test_a_cut_prefix_has_no_logits(tiny: Tiny, chain: MakeChain) -> None:
+async def test_a_cut_prefix_has_no_logits(tiny: Tiny, make_chain: MakeChain) -> None:
     """Resuming behind a cut, or keeping it before a step, lacks what only the longer prefix had; both are refused."""
     prompt, truth = tiny.clear_prompt("qwen3", 30, 12)
-    made = chain("qwen3", (2,))
-    async with made.session() as client:
+    chain = make_chain("qwen3", (2,))
+    async with chain.session() as client:
         await save_along(client, prompt)
-    async with made.session() as client:
+    async with chain.session() as client:
         await client.restore("at 30", prompt[:18])
         with pytest.raises(FailedPrecondition, match="no logits behind a prefix that was cut") as caught:
             await client.session.forward(client.frame(StepKind.RESUME, ()))
         assert caught.value.reason == "SNAPSHOT_LENGTH"
-    held = made.kept[-1].store.held_bytes
-    async with made.session() as client:
+    held = chain.snapshots[-1].store.held_bytes
+    async with chain.session() as client:
         await client.restore("at 30", prompt[:20])
         saved = await client.save("cut")
         assert [bool(part.refusal) for part in saved.parts] == [False, True]
-        assert made.kept[-1].store.held_bytes == held
+        assert chain.snapshots[-1].store.held_bytes == held
         assert await client.plain(prompt[20:], 5) == truth[:5]
 
 
 @pytest.mark.parametrize(("name", "draft"), [("qwen3_5", False), ("qwen3", "sliding")])
-async def test_state_and_windows_cannot_be_cut(chain: MakeChain, name: str, draft: bool | str) -> None:
+async def test_state_and_windows_cannot_be_cut(make_chain: MakeChain, name: str, draft: bool | str) -> None:
     """A recurrent state, and a draft that kept only its window, serve their own length and no other."""
     prompt = ids(31)
-    made = chain(name, (), draft)
-    async with made.session() as client:
+    chain = make_chain(name, (), draft)
+    async with chain.session() as client:
         await save_along(client, prompt)
     for length in (1, 7, 17, 29):
-        client = Client(await made.roles[0].open(made.request()))
+        client = Client(await chain.roles[0].open(chain.request()))
         with pytest.raises(FailedPrecondition, match=f"length is {length}, the prefix at 30 serves 30") as caught:
             await client.restore("at 30", prompt[:length])
         assert caught.value.reason == "SNAPSHOT_LENGTH"
         await client.session.close()
-    whole = [role.describe() for role in (made.roles[0], made.draft_role) if role is not None]
+    whole = [role.describe() for role in (chain.roles[0], chain.draft_role) if role is not None]
     assert not all(described.state_trimmable for described in whole if described is not None)
 
 
@@ -387,13 +387,13 @@ async def test_state_and_windows_cannot_be_cut(chain: MakeChain, name: str, draf
 @pytest.mark.parametrize("accepted", [0, 1, 3, 5])
 @pytest.mark.parametrize(("name", "cuts"), [("qwen3", (2,)), ("qwen3_5", ()), ("qwen3_5", (3,)), ("qwen3_5", (2, 5))])
 async def test_a_prefix_kept_behind_a_verify_holds_what_counts(
-    tiny: Tiny, chain: MakeChain, name: str, cuts: tuple[int, ...], accepted: int
+    tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...], accepted: int
 ) -> None:
     """Kept right behind a block that counted in part, it is what a session over the counted tokens alone remembers."""
     prompt, truth = tiny.clear_prompt(name, 30, 20)
     draft_tokens = [*truth[1 : 1 + accepted], *[(truth[i + 1] + 1) % 250 for i in range(accepted, 5)]]
-    made = chain(name, cuts, True)
-    async with made.session() as client:
+    chain = make_chain(name, cuts, True)
+    async with chain.session() as client:
         await client.step(PREFILL, prompt[:29])
         await client.step(DECODE, prompt[29:])
         commit, proposal = await client.step(VERIFY, [truth[0], *draft_tokens], BLOCK - 1)
@@ -402,10 +402,10 @@ async def test_a_prefix_kept_behind_a_verify_holds_what_counts(
         memory = await memory_of(client)
         next_truth = await client.step(VERIFY, [commit.token_ids[-1], *proposal], BLOCK - 1)
     counted = [*prompt, *truth[: accepted + 1]]
-    async with made.session() as client:
+    async with chain.session() as client:
         await client.prefill(counted)
         fresh = await memory_of(client)
-    async with made.session() as client:
+    async with chain.session() as client:
         await client.restore("behind", counted)
         assert differing(await memory_of(client), memory) == []
         assert distance(await memory_of(client), fresh) < 1e-4
@@ -418,13 +418,13 @@ async def test_a_prefix_kept_behind_a_verify_holds_what_counts(
 
 
 @pytest.mark.parametrize("cuts", [(3,), (2, 5)])
-async def test_a_prefix_may_be_kept_while_chunks_are_on_their_way(chain: MakeChain, cuts: tuple[int, ...]) -> None:
+async def test_a_prefix_may_be_kept_while_chunks_are_on_their_way(make_chain: MakeChain, cuts: tuple[int, ...]) -> None:
     """A save between prefills whose answers nobody has read yet holds exactly the chunks sent before it."""
     prompt = ids(31)
-    made = chain("qwen3_5", cuts, True)
-    async with made.session() as client:
+    chain = make_chain("qwen3_5", cuts, True)
+    async with chain.session() as client:
         truth = await go_on(client, prompt, True)
-    async with made.session() as client:
+    async with chain.session() as client:
         for step, (first, last) in enumerate(pairwise((0, *LENGTHS))):
             await client.session.forward(Forward(step, first, tuple(prompt[first:last]), PREFILL))
             await client.session.save_snapshot(SnapshotSave(f"at {last}", last, f"at {first}" if first else None))
@@ -437,19 +437,19 @@ async def test_a_prefix_may_be_kept_while_chunks_are_on_their_way(chain: MakeCha
         client.steps = 3
         assert (await go_on(client, prompt, True))[:2] == truth[:2]
     for length in LENGTHS:
-        async with made.session() as client:
+        async with chain.session() as client:
             await client.restore(f"at {length}", prompt[:length])
             tokens, proposals, end = await go_on(client, prompt, True)
         assert (tokens, proposals) == truth[:2]
         assert differing(end, truth[2]) == []
 
 
-async def test_saves_and_guesses_take_turns(chain: MakeChain) -> None:
+async def test_saves_and_guesses_take_turns(make_chain: MakeChain) -> None:
     """A save behind a step that asked for guesses comes behind them, and the next guesses are as ever."""
-    made = chain("qwen3_5", (3,), True)
+    chain = make_chain("qwen3_5", (3,), True)
     proposals = []
     for saving in (False, True):
-        async with made.session() as client:
+        async with chain.session() as client:
             await client.session.forward(client.frame(DECODE, ids(20), BLOCK - 1))
             if saving:
                 await client.session.save_snapshot(SnapshotSave("a", 20))
@@ -466,14 +466,14 @@ async def test_saves_and_guesses_take_turns(chain: MakeChain) -> None:
 # --- what is counted
 
 
-async def test_bytes_are_those_of_the_rows_and_states(chain: MakeChain) -> None:
+async def test_bytes_are_those_of_the_rows_and_states(make_chain: MakeChain) -> None:
     """Each part tells what it holds: rows beyond the parent's, each state once, the last stage's logits."""
     prompt = ids(31)
-    made = chain("qwen3_5", (3,), True)
+    chain = make_chain("qwen3_5", (3,), True)
     conv, recurrent = 3 * (2 * 2 * 16 + 4 * 16) * 4, 4 * 16 * 16 * 4
     row = 2 * 2 * 32 * 4
     draft_row = 2 * 2 * 2 * 16 * 4
-    async with made.session() as client:
+    async with chain.session() as client:
         await client.step(PREFILL, prompt[:10])
         first = await client.save("a")
         await client.step(PREFILL, prompt[10:25])
@@ -487,43 +487,43 @@ async def test_bytes_are_those_of_the_rows_and_states(chain: MakeChain) -> None:
         assert [part.size_bytes for part in saved.parts] == [expected[0], expected[1] + 256 * 4, rows * draft_row]
     assert [part.size_bytes for part in again.parts] == [0, 0, 0]
     held = [[part.size_bytes for part in saved.parts] for saved in (first, second, third)]
-    assert made.kept[0].store.held_bytes == sum(parts[0] for parts in held)
-    assert made.kept[1].store.held_bytes == sum(parts[1] + parts[2] for parts in held)
+    assert chain.snapshots[0].store.held_bytes == sum(parts[0] for parts in held)
+    assert chain.snapshots[1].store.held_bytes == sum(parts[1] + parts[2] for parts in held)
     assert all(part.elapsed_ns > 0 for part in first.parts)
-    async with made.session() as client:
+    async with chain.session() as client:
         restored = await client.restore("b", prompt[:25])
     assert [part.size_bytes for part in restored.parts] == [part.size_bytes for part in third.parts]
     assert [part.location.stage for part in first.parts] == [0, 1, None]
 
 
-async def test_a_name_that_is_kept_stays_as_it_is(chain: MakeChain) -> None:
+async def test_a_name_that_is_kept_stays_as_it_is(make_chain: MakeChain) -> None:
     """Keeping other tokens under a kept name changes nothing: the first ones are what is restored."""
     prompt = ids(20)
-    made = chain("qwen3", (2,))
-    async with made.session() as client:
+    chain = make_chain("qwen3", (2,))
+    async with chain.session() as client:
         await client.step(PREFILL, prompt)
         await client.save("a")
         memory = await memory_of(client)
-    async with made.session() as client:
+    async with chain.session() as client:
         await client.step(PREFILL, ids(25, seed=9))
         saved = await client.save("a")
         assert [(part.size_bytes, part.refusal) for part in saved.parts] == [(0, "")] * 2
-    async with made.session() as client:
+    async with chain.session() as client:
         await client.restore("a", prompt)
         assert differing(await memory_of(client), memory) == []
 
 
-async def test_what_is_kept_outlives_its_sessions_and_no_longer(chain: MakeChain) -> None:
+async def test_what_is_kept_outlives_its_sessions_and_no_longer(make_chain: MakeChain) -> None:
     """Sessions that end, in whatever state, take nothing with them; freed names are gone and every byte is back."""
     prompt = ids(31)
-    made = chain("qwen3_5", (3,), True, place=HeadPlace.LOADED)
-    async with made.session() as client:
+    chain = make_chain("qwen3_5", (3,), True, place=HeadPlace.LOADED)
+    async with chain.session() as client:
         await save_along(client, prompt)
-    stores = [made.kept[0].store, made.kept[1].store, made.draft_kept.store]
+    stores = [chain.snapshots[0].store, chain.snapshots[1].store, chain.draft_snapshots.store]
     held = [store.held_bytes for store in stores]
     assert all(held)
     for ending in ("restored", "stepped", "verified"):
-        client = Client(await made.roles[0].open(made.request()))
+        client = Client(await chain.roles[0].open(chain.request()))
         await client.restore("at 18", prompt[:18])
         if ending != "restored":
             await client.step(DECODE, prompt[18:20])

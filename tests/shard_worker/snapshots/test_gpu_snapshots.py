@@ -19,23 +19,23 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
-def forgotten(chain: MakeChain) -> Iterator[None]:
+def forgotten(make_chain: MakeChain) -> Iterator[None]:
     """No test sees what another one kept."""
     yield
-    for made in chain.made.values():
-        made.forget()
+    for chain in make_chain.chains.values():
+        chain.free_snapshots()
 
 
 @pytest.mark.parametrize("draft", ["session", "sliding"])
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
 @pytest.mark.parametrize("cuts", [(), (3,)])
 async def test_a_session_restored_on_a_gpu_goes_on(
-    chain: MakeChain, name: str, cuts: tuple[int, ...], draft: str
+    make_chain: MakeChain, name: str, cuts: tuple[int, ...], draft: str
 ) -> None:
     """From every kept length, and from a prefix that came over from a worker's export: tokens, guesses and memory."""
     prompt, window = ids(31), 10 if draft == "sliding" else None
     gpu = best_devices()[0]
-    here, there = chain(name, cuts, draft, devices=gpu), chain(name, (2,), draft, devices=gpu)
+    here, there = make_chain(name, cuts, draft, devices=gpu), make_chain(name, (2,), draft, devices=gpu)
     async with here.session() as client:
         truth = await go_on(client, prompt, True, window=window)
     async with here.session() as client:
@@ -43,9 +43,9 @@ async def test_a_session_restored_on_a_gpu_goes_on(
         assert (await go_on(client, prompt, True, window=window))[:2] == truth[:2]
     await imported(await exported(here, "at 18"), there)
     await imported(await exported(here, "at 30", 18, "at 18"), there)
-    for made in (here, there):
+    for chain in (here, there):
         for length, memory in zip((18, 30), memories[1:], strict=True):
-            async with made.session() as client:
+            async with chain.session() as client:
                 await client.restore(f"at {length}", prompt[:length])
                 assert differing(await memory_of(client, window=window), memory) == []
                 assert (await go_on(client, prompt, True, window=window))[:2] == truth[:2]
@@ -61,18 +61,18 @@ async def test_a_session_restored_on_a_gpu_goes_on(
 async def test_a_prefix_is_cut_while_its_copy_is_on_its_way(tiny: Tiny) -> None:
     """A part of a prefix taken up at once, with the GPU far behind, waits for the copy and is right."""
     gpu = best_devices()[0]
-    made = Chain(tiny.path("qwen3"), (), devices=gpu)
+    chain = Chain(tiny.path("qwen3"), (), devices=gpu)
     prompt = ids(200)
-    async with made.session() as client:
+    async with chain.session() as client:
         await client.prefill(prompt)
         memory = await memory_of(client)
         for turn, length in enumerate((150, 60, 199, 1)):
             # The GPU is busy for a good while when the copy is queued.
-            await made._threads[0].submit(torch.cuda._sleep, 400_000_000)
+            await chain.threads[0].submit(torch.cuda._sleep, 400_000_000)
             assert not (await client.save(f"busy {turn}")).parts[0].refusal
-            other = Client(await made.roles[0].open(made.request()))
+            other = Client(await chain.roles[0].open(chain.request()))
             await other.restore(f"busy {turn}", prompt[:length])
             assert differing(await memory_of(other), {name: rows[:, :length] for name, rows in memory.items()}) == []
             await other.session.close()
-    made.forget()
-    made.shutdown()
+    chain.free_snapshots()
+    chain.shutdown()

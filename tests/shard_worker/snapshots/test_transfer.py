@@ -41,12 +41,12 @@ LENGTHS = (7, 18, 30)
 
 
 @pytest.fixture(autouse=True)
-def forgotten(chain: MakeChain) -> Iterator[None]:
+def forgotten(make_chain: MakeChain) -> Iterator[None]:
     """No test sees what another one kept, nor another budget than usual."""
     yield
-    for made in chain.made.values():
-        made.forget()
-        for store in made.stores:
+    for chain in make_chain.chains.values():
+        chain.free_snapshots()
+        for store in chain.stores:
             store.budget_bytes = BUDGET
 
 
@@ -124,10 +124,10 @@ def framed(
 
 async def exported(chain: Chain, name: str, first_token: int = 0, parent_id: str | None = None) -> Parts:
     parts = Parts()
-    for kept in chain.kept:
+    for kept in chain.snapshots:
         await parts.take(kept.transfer.export_snapshot(STAGE, name, first_token, parent_id))
     if chain.draft_role is not None:
-        await parts.take(chain.draft_kept.transfer.export_snapshot(DRAFT, name, first_token, parent_id))
+        await parts.take(chain.draft_snapshots.transfer.export_snapshot(DRAFT, name, first_token, parent_id))
     return parts
 
 
@@ -150,9 +150,9 @@ async def into(transfer: SnapshotTransfer, frames: Sequence[SnapshotFrame]) -> S
 
 async def imported(parts: Parts, chain: Chain, **changes: Any) -> None:
     """Into all workers of another chain."""
-    places: list[tuple[SnapshotTransfer, int | None]] = [(kept.transfer, i) for i, kept in enumerate(chain.kept)]
+    places: list[tuple[SnapshotTransfer, int | None]] = [(kept.transfer, i) for i, kept in enumerate(chain.snapshots)]
     if chain.draft_role is not None:
-        places.append((chain.draft_kept.transfer, None))
+        places.append((chain.draft_snapshots.transfer, None))
     for transfer, index in places:
         frames = parts.frames(chain, index, **changes)
         assert await into(transfer, frames) == SnapshotImported(frames[0].size_bytes)
@@ -172,11 +172,11 @@ async def imported(parts: Parts, chain: Chain, **changes: Any) -> None:
     ],
 )
 async def test_another_split_takes_a_prefix_up(
-    tiny: Tiny, chain: MakeChain, name: str, source: tuple[int, ...], destination: tuple[int, ...]
+    tiny: Tiny, make_chain: MakeChain, name: str, source: tuple[int, ...], destination: tuple[int, ...]
 ) -> None:
     """Tensors chosen by layer from any split are, in any other one, what the first one remembered; answers go on."""
     prompt, truth = tiny.clear_prompt(name, 30, 12)
-    here, there = chain(name, source, True), chain(name, destination, True, budget=BUDGET)
+    here, there = make_chain(name, source, True), make_chain(name, destination, True, budget=BUDGET)
     memory = await saved(here, prompt)
 
     await imported(await exported(here, "at 30"), there)
@@ -196,10 +196,10 @@ async def test_another_split_takes_a_prefix_up(
 
 @pytest.mark.parametrize("draft", ["session", "sliding", "all-sliding"])
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
-async def test_parts_of_a_prefix_travel_one_by_one(chain: MakeChain, name: str, draft: str) -> None:
+async def test_parts_of_a_prefix_travel_one_by_one(make_chain: MakeChain, name: str, draft: str) -> None:
     """Only rows behind a parent travel with a later part; together with the first one they are the whole."""
     prompt, window = ids(30), {"session": None, "sliding": 10, "all-sliding": 6}[draft]
-    here, there = chain(name, (2,), draft), chain(name, (3,), draft)
+    here, there = make_chain(name, (2,), draft), make_chain(name, (3,), draft)
     memory = await saved(here, prompt, window=window)
 
     first = await exported(here, "at 18")
@@ -218,10 +218,10 @@ async def test_parts_of_a_prefix_travel_one_by_one(chain: MakeChain, name: str, 
 
 
 @pytest.mark.parametrize("cut", [1, 5, 7, 12, 18, 29])
-async def test_a_part_may_begin_anywhere(chain: MakeChain, cut: int) -> None:
+async def test_a_part_may_begin_anywhere(make_chain: MakeChain, cut: int) -> None:
     """A worker that has its own beginning of the prefix takes just the rows behind it."""
     prompt = ids(30)
-    here, there = chain("qwen3_5", (3,), "sliding"), chain("qwen3_5", (), "sliding")
+    here, there = make_chain("qwen3_5", (3,), "sliding"), make_chain("qwen3_5", (), "sliding")
     memory = await saved(here, prompt, window=10)
     own = await saved(there, prompt, (cut,), window=10)
 
@@ -243,9 +243,9 @@ async def test_a_part_may_begin_anywhere(chain: MakeChain, cut: int) -> None:
             assert torch.equal(now[name][:, :cut], own[name][:, :cut])
 
 
-async def test_exported_bytes_are_what_the_session_remembered(chain: MakeChain) -> None:
+async def test_exported_bytes_are_what_the_session_remembered(make_chain: MakeChain) -> None:
     """Every tensor is named by its layer and holds, contiguous and in order, the session's rows and states."""
-    here = chain("qwen3_5", (3,), True)
+    here = make_chain("qwen3_5", (3,), True)
     memory = await saved(here, ids(30))
 
     parts = await exported(here, "at 30")
@@ -263,12 +263,12 @@ async def test_exported_bytes_are_what_the_session_remembered(chain: MakeChain) 
     assert differing(theirs, memory) == []
 
 
-async def test_half_precision_travels(chain: MakeChain) -> None:
+async def test_half_precision_travels(make_chain: MakeChain) -> None:
     """In bfloat16 rows and logits take two bytes a number, recurrent state four, and all of it comes back."""
     prompt = ids(30)
     here, there = (
-        chain("qwen3_5", (3,), True, dtype="bfloat16"),
-        chain("qwen3_5", (5,), True, dtype="bfloat16"),
+        make_chain("qwen3_5", (3,), True, dtype="bfloat16"),
+        make_chain("qwen3_5", (5,), True, dtype="bfloat16"),
     )
     memory = await saved(here, prompt)
     parts = await exported(here, "at 30")
@@ -287,15 +287,15 @@ async def test_half_precision_travels(chain: MakeChain) -> None:
     assert (resumed[0].token_ids, resumed[1]) == (expected[0].token_ids, expected[1])
 
 
-async def test_from_worker_to_worker_over_sockets(chain: MakeChain, tmp_path: Path) -> None:
+async def test_from_worker_to_worker_over_sockets(make_chain: MakeChain, tmp_path: Path) -> None:
     """An export piped into an import through two real servers, and a second time, which takes no bytes."""
     prompt = ids(30)
-    here, there = chain("qwen3_5", ()), chain("qwen3_5", (), budget=BUDGET)
+    here, there = make_chain("qwen3_5", ()), make_chain("qwen3_5", (), budget=BUDGET)
     assert here is not there
     memory = await saved(here, prompt)
     servers = [
-        Server(f"unix:{tmp_path}/{name}.sock", [SnapshotServicer(made.kept[0].transfer).register])
-        for name, made in (("here", here), ("there", there))
+        Server(f"unix:{tmp_path}/{name}.sock", [SnapshotServicer(chain.snapshots[0].transfer).register])
+        for name, chain in (("here", here), ("there", there))
     ]
     channels = []
     for server in servers:
@@ -312,7 +312,7 @@ async def test_from_worker_to_worker_over_sockets(chain: MakeChain, tmp_path: Pa
         await client.restore("at 30", prompt)
         assert differing(await memory_of(client), memory) == []
     assert await destination.free_snapshots(["at 30", "at 18"]) > 0
-    assert there.kept[0].store.held_bytes == 0
+    assert there.snapshots[0].store.held_bytes == 0
     for channel in channels:
         await channel.close()
     for server in servers:
@@ -322,9 +322,9 @@ async def test_from_worker_to_worker_over_sockets(chain: MakeChain, tmp_path: Pa
 # --- exports
 
 
-async def test_what_cannot_be_exported_is_refused(chain: MakeChain) -> None:
+async def test_what_cannot_be_exported_is_refused(make_chain: MakeChain) -> None:
     """Unknown names, models that aren't loaded and parts beyond the prefix are refused before the first frame."""
-    here = chain("qwen3_5", (3,))
+    here = make_chain("qwen3_5", (3,))
     await saved(here, ids(30))
     cases: list[tuple[tuple[SnapshotOwner, str, int, str | None], type[FlashsplitError], str]] = [
         ((STAGE, "nothing", 0, None), NotFound, "SNAPSHOT_MISSING"),
@@ -336,22 +336,22 @@ async def test_what_cannot_be_exported_is_refused(chain: MakeChain) -> None:
     ]
     for arguments, kind, reason in cases:
         with pytest.raises(kind) as caught:
-            await anext(here.kept[0].transfer.export_snapshot(*arguments))
+            await anext(here.snapshots[0].transfer.export_snapshot(*arguments))
         assert caught.value.reason == reason
 
 
-async def test_an_export_goes_on_when_the_prefix_leaves(chain: MakeChain) -> None:
+async def test_an_export_goes_on_when_the_prefix_leaves(make_chain: MakeChain) -> None:
     """What is freed or evicted while it is read stays readable to its end."""
-    here = chain("qwen3_5", (), True)
+    here = make_chain("qwen3_5", (), True)
     await saved(here, ids(30))
     truth = await exported(here, "at 30")
-    frames = here.kept[0].transfer.export_snapshot(STAGE, "at 30", 0, None)
+    frames = here.snapshots[0].transfer.export_snapshot(STAGE, "at 30", 0, None)
     header = await anext(frames)
     assert isinstance(header, SnapshotHeader)
-    here.forget()
+    here.free_snapshots()
     for _ in range(3):
         await saved(here, ids(30, seed=9))
-        here.forget()
+        here.free_snapshots()
 
     async def whole() -> AsyncIterator[SnapshotFrame]:
         yield header
@@ -367,15 +367,15 @@ async def test_an_export_goes_on_when_the_prefix_leaves(chain: MakeChain) -> Non
 
 
 @pytest.fixture
-async def given(chain: MakeChain) -> tuple[Chain, list[SnapshotFrame], list[SnapshotFrame]]:
+async def given(make_chain: MakeChain) -> tuple[Chain, list[SnapshotFrame], list[SnapshotFrame]]:
     """A worker that keeps "at 7" and the parts of a prefix that it could import: all of it, and what follows "at 7"."""
-    here, there = chain("qwen3_5", (3,)), chain("qwen3_5", (3,), budget=BUDGET)
+    here, there = make_chain("qwen3_5", (3,)), make_chain("qwen3_5", (3,), budget=BUDGET)
     assert here is not there
     await saved(here, ids(30))
     await saved(there, ids(30), (7,))
     whole = (await exported(here, "at 30")).frames(there, 1)
     rest = (await exported(here, "at 30", 7, "at 7")).frames(there, 1)
-    here.forget()
+    here.free_snapshots()
     return there, whole, rest
 
 
@@ -454,7 +454,7 @@ async def test_headers_that_do_not_fit_are_refused(
 ) -> None:
     """Another model, layers, tensors, shapes or parent: refused by name before any room is taken or anyone leaves."""
     there, whole, _ = given
-    kept = there.kept[1]
+    kept = there.snapshots[1]
     # Not even room for one more: had any been asked for, somebody would have had to go.
     kept.store.budget_bytes = held = kept.store.held_bytes
     for header, kind, reason, field, words in spoiled_headers(whole[0]):
@@ -473,7 +473,7 @@ async def test_an_import_beyond_the_budget_is_refused(
 ) -> None:
     """More than the whole budget, or than is left beside what it builds on, changes nothing; a byte more is enough."""
     there, whole, rest = given
-    kept, frames = there.kept[1], rest if building else whole
+    kept, frames = there.snapshots[1], rest if building else whole
     held = kept.store.held_bytes
     kept.store.budget_bytes = frames[0].size_bytes - 1 + held * building
 
@@ -544,7 +544,7 @@ async def test_bytes_that_do_not_match_are_refused(
 ) -> None:
     """Missing, surplus, doubled or damaged bytes: nothing is kept, the room comes back, what was kept stays."""
     there, _, rest = given
-    kept = there.kept[1]
+    kept = there.snapshots[1]
     held, before = kept.store.held_bytes, kept.store.find(STAGE, "at 7")
     streams = spoiled_streams(rest)
     assert len(streams) > 15 + 2 * 3
@@ -561,14 +561,14 @@ async def test_bytes_that_do_not_match_are_refused(
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_chunks_and_tensors_of_any_cut_and_order(chain: MakeChain, seed: int) -> None:
+async def test_chunks_and_tensors_of_any_cut_and_order(make_chain: MakeChain, seed: int) -> None:
     """Where chunks end and in which order tensors come doesn't matter, as long as header and bytes agree."""
     rng = random.Random(seed)
     prompt = ids(30)
-    here, there = chain("qwen3_5", (3,)), chain("qwen3_5", (3,), budget=BUDGET)
+    here, there = make_chain("qwen3_5", (3,)), make_chain("qwen3_5", (3,), budget=BUDGET)
     memory = await saved(here, prompt)
     parts = await exported(here, "at 30")
-    for index, kept in enumerate(there.kept):
+    for index, kept in enumerate(there.snapshots):
         [header, *_] = parts.frames(there, index)
         assert isinstance(header, SnapshotHeader)
         names = [tensor.name for tensor in header.tensors]
@@ -603,7 +603,7 @@ async def test_one_name_imported_by_two_at_once(
 ) -> None:
     """Both succeed, one of them having added nothing; the bytes are counted once, the parent is held by one."""
     there, _, rest = given
-    kept, trailer = there.kept[1], rest[-1]
+    kept, trailer = there.snapshots[1], rest[-1]
     assert isinstance(trailer, SnapshotTrailer)
     held, size = kept.store.held_bytes, rest[0].size_bytes
     first, second = [await begun(kept.transfer, rest) for _ in range(2)]
@@ -628,7 +628,7 @@ async def test_an_import_that_is_given_up(
 ) -> None:
     """Until it is committed an import takes room and holds its parent; aborted, at any point, it leaves nothing."""
     there, _, rest = given
-    kept = there.kept[1]
+    kept = there.snapshots[1]
     held = kept.store.held_bytes
     for frames in (rest[:1] + rest[-1:], rest):
         incoming = await begun(kept.transfer, frames)
@@ -645,7 +645,7 @@ async def test_an_import_that_its_model_did_not_outlive(
 ) -> None:
     """When another model has been loaded before the last byte came, it is refused and its room comes back."""
     there, whole, rest = given
-    role, kept = there.roles[1], there.kept[1]
+    role, kept = there.roles[1], there.snapshots[1]
     assert role.loaded is not None
     part = role.loaded.part
     for frames in (whole, rest):
@@ -668,7 +668,7 @@ async def test_memory_that_cannot_be_had_gives_the_room_back(
 ) -> None:
     """Where the host has no memory left, the import is refused as such and takes no room."""
     there, whole, _ = given
-    kept, header = there.kept[1], whole[0]
+    kept, header = there.snapshots[1], whole[0]
     held = kept.store.held_bytes
     [keeper] = kept.keepers().values()
 
@@ -688,7 +688,7 @@ async def test_a_task_that_is_cancelled_while_memory_is_made(
 ) -> None:
     """A caller that leaves between header and answer leaves no room taken."""
     there, whole, _ = given
-    kept, header = there.kept[1], whole[0]
+    kept, header = there.snapshots[1], whole[0]
     assert isinstance(header, SnapshotHeader)
     held = kept.store.held_bytes
     for turns in range(4):
