@@ -10,7 +10,7 @@ from coordinator.bench.generate import generate
 from coordinator.bench.hop import hop
 from coordinator.bench.serve import serve
 from coordinator.bench.snapshot import snapshot
-from coordinator.bench.step import SINGLES, single, step
+from coordinator.bench.step import SINGLE_KINDS, single_kind, step
 
 
 @click.group()
@@ -29,5 +29,5 @@ bench.add_command(hop)
 bench.add_command(serve)
 bench.add_command(snapshot)
 bench.add_command(step)
-for kind in SINGLES:
-    bench.add_command(single(kind))
+for kind in SINGLE_KINDS:
+    bench.add_command(single_kind(kind))

@@ -25,11 +25,15 @@ from coordinator.engine.generation import generate
 from coordinator.text.model_files import read_model_files
 
 WARM_MS = 20_000.0
+"""A try that takes longer is not repeated."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """Milliseconds for a prompt of random tokens: reading it, computing what is kept, computing all of it."""
+class CompressFigures:
+    """Figures of a prompt of random tokens, in milliseconds: reading it, prefilling what is kept, prefilling all of it.
+
+    tokens: of the prompt; kept: how many of them are kept.
+    """
 
     tokens: int
     kept: int
@@ -59,7 +63,7 @@ async def compress(
     lengths: tuple[int, ...],
     keep_ratio: float,
 ) -> None:
-    """How long compressing prompts takes, and what it saves.
+    """Measure how long compressing prompts takes, and what it saves.
 
     Prompts are random tokens of both models' vocabularies: their meaning is not tested, only time.
     """
@@ -84,23 +88,26 @@ async def compress(
     output.show(rows, table(rows), cluster.workers)
 
 
-async def measure(cluster: Cluster, worker: DrafterWorker, tokens: int, ratio: float) -> Row:
-    """One length; the first of two tries warms up, unless it takes so long that nothing could."""
+async def measure(cluster: Cluster, worker: DrafterWorker, tokens: int, ratio: float) -> CompressFigures:
+    """Measure one length. The first of two tries warms up, unless it takes so long that warming up changes nothing."""
     vocabulary = min(cluster.target.vocab_size, (await worker.start()).vocab_size)
     prompt = tuple(secrets.randbelow(vocabulary) for _ in range(tokens))
     compress_ms = 0.0
     kept: tuple[int, ...] = ()
     for _ in range(2):
         started = time.monotonic()
-        found = await worker.compress(secrets.token_hex(8), prompt, ratio)
+        compressed = await worker.compress(secrets.token_hex(8), prompt, ratio)
         compress_ms = (time.monotonic() - started) * 1e3
-        kept = tuple(token for first, last in found.kept for token in prompt[first:last])
+        kept = tuple(token for first, last in compressed.kept for token in prompt[first:last])
         if compress_ms > WARM_MS:
             break
-    return Row(tokens, len(kept), compress_ms, await _prefill(cluster, kept), await _prefill(cluster, prompt))
+    return CompressFigures(
+        tokens, len(kept), compress_ms, await _prefill(cluster, kept), await _prefill(cluster, prompt)
+    )
 
 
 async def _prefill(cluster: Cluster, prompt: tuple[int, ...]) -> float:
+    """Return the milliseconds of a prefill; the first of two tries warms up."""
     elapsed_ms = 0.0
     for _ in range(2):
         request = Request(secrets.token_hex(8), prompt, 1, speculate=False)
@@ -110,7 +117,7 @@ async def _prefill(cluster: Cluster, prompt: tuple[int, ...]) -> float:
     return elapsed_ms
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[CompressFigures]) -> Table:
     """Return the figures for people."""
     figures = empty_table(
         "tokens", "kept", "compress ms", "prefill of the kept ms", "prefill of all ms", "times sooner"

@@ -9,7 +9,10 @@ import click
 
 
 def counts_option(flag: str, *, default: str, help: str, least: int = 1) -> Callable[[Callable[..., Any]], Any]:
-    """Gives a tuple. Numbers below the least are refused before anything runs."""
+    """Return a decorator that adds the option, which a command gets as a tuple.
+
+    Numbers below the least are refused before anything runs.
+    """
 
     def read(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]:
         try:

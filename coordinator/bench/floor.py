@@ -1,6 +1,6 @@
-"""The least time a step can take: what it must read, or compute, over how fast the device does that.
+"""The least time that a step can take: what it must read, or compute, over how fast the device does that.
 
-From the workers' descriptions, the checkpoint's configuration, and a measurement of every stage's first device.
+It follows from the workers' descriptions, the checkpoint's configuration, and a measurement of each stage's device.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ from services.model.layers import layer_caches
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """stage_bytes: weights that a step reads, by stage; token_bytes: keys and values of a token, state_bytes: recurrent
-    state, of all stages together. draft_bytes: weights that a block reads, lm_head included."""
+    """What steps of one cluster must read and compute.
+
+    speeds: of each stage's first device. stage_bytes: weights that a step reads, by stage. token_bytes: keys and values
+    of a token, in all stages together; state_bytes: recurrent state that a step reads and writes, likewise.
+    draft_bytes: weights that a block reads, lm_head included. matrix_elements: of all layers' matrices.
+    """
 
     speeds: tuple[DeviceSpeed, ...]
     stage_bytes: tuple[int, ...]
@@ -33,7 +37,7 @@ class Floor:
 
     @classmethod
     async def of(cls, cluster: Cluster, model: Path) -> Floor:
-        """Measures the devices. Errors as of `WorkerPort.measure`."""
+        """Measure the devices of a cluster. Raises what `WorkerPort.measure` raises."""
         config = read_model_config(read_config(model))
         targets = [worker.target for worker in cluster.workers if worker.target is not None]
         item = ITEM_BYTES[cluster.target.dtype]
@@ -55,7 +59,7 @@ class Floor:
         )
 
     def ms(self, kind: str, context: int) -> float:
-        """Of a step behind so many tokens, whatever its number of rows."""
+        """Return the milliseconds of a kind of step behind so many tokens, whatever its number of rows."""
         last = self.speeds[-1].copy_bytes_per_s
         draft = self.draft_bytes / last * 1e3
         if kind == "draft":
@@ -68,19 +72,22 @@ class Floor:
         return target + draft if kind == "cycle" else target
 
     def prefill_ms(self, tokens: int) -> float:
-        """Of the products with all layers' matrices."""
+        """Return the milliseconds of the products of so many tokens with all layers' matrices."""
         slowest = min(speed.matmul_flops_per_s for speed in self.speeds)
         return 2 * self.matrix_elements * tokens / slowest * 1e3
 
 
 def _weights_read(target: TargetDescription, head: int, tied: bool) -> int:
-    """Of an embedding that is not the head too, a step reads single rows."""
+    """Return the bytes of weights that a step reads: of an embedding that is not the head too, only single rows.
+
+    head: bytes of lm_head; tied: whether it is the embedding.
+    """
     first, last = target.layers.first == 0, target.layers.last == target.num_layers
     return target.weight_bytes - (head if first and not (tied and last) else 0)
 
 
 def _state(config: ModelConfig, dtype: str, kv_dtype: str) -> tuple[int, int]:
-    """Bytes that a token leaves in all attention layers, and that a step moves of recurrent state."""
+    """Return the bytes that a token leaves in all attention layers, and those of recurrent state that a step moves."""
     cached = [tensor for layer in range(config.num_layers) for tensor in layer_caches(config, layer)]
     sizes = [(tensor, tensor.size_bytes(dtype, kv_dtype)) for tensor in cached]
     token = sum(size for tensor, size in sizes if tensor.per is Per.TOKEN)

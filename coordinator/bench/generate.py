@@ -27,8 +27,12 @@ from services.messages.description import WorkerDescription
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """Figures of one placement on one kind of prompt. Times in milliseconds a step; hop_ms: mean over the edges."""
+class GenerateFigures:
+    """Figures of one placement on one kind of prompt.
+
+    Times are milliseconds a step. hop_ms: on the way to a stage and back, the mean over the stages in plain decode;
+    identical: prompts whose plain and speculated answers are the same tokens.
+    """
 
     devices: str
     kind: str
@@ -66,17 +70,16 @@ async def generate(
     limit: int,
     max_tokens: int,
 ) -> None:
-    """Decode speed, plain and with DFlash, for one or more placements.
+    """Measure decode speed, plain and with DFlash, for one or more placements.
 
     Every prompt is answered twice in a row, plainly and with DFlash, so that noise meets both alike.
     """
-
     if model.draft is None:
         raise InvalidArgument("--draft is missing: bench generate compares DFlash with plain decode", field="--draft")
     files = read_model_files(model.model)
     kinds = read_prompts(files, prompts, limit)
     devices = cluster.placement.target_devices
-    rows: list[Row] = []
+    rows: list[GenerateFigures] = []
     measured: dict[tuple[str, str], WorkerDescription] = {}
     for entries in [devices] if devices else [",".join(["cpu"] * count) for count in workers]:
         options = replace(cluster, placement=replace(cluster.placement, target_devices=entries))
@@ -100,7 +103,7 @@ async def generate(
 
 
 def read_prompts(files: ModelFiles, path: Path, limit: int) -> dict[str, list[tuple[int, ...]]]:
-    """Prompt tokens by kind. Raises InvalidArgument for a file of another form."""
+    """Return the prompts' tokens by kind. Raises InvalidArgument for a file of another form."""
     try:
         kinds = json.loads(path.read_text(encoding="utf-8"))
         if not kinds:
@@ -108,7 +111,7 @@ def read_prompts(files: ModelFiles, path: Path, limit: int) -> dict[str, list[tu
         for kind, items in kinds.items():
             if not isinstance(items, list) or not items:
                 raise ValueError(f"{kind!r} has none")
-        texts = {
+        kind_texts = {
             str(kind): [item if isinstance(item, str) else str(item["prompt"]) for item in items[:limit]]
             for kind, items in kinds.items()
         }
@@ -121,15 +124,16 @@ def read_prompts(files: ModelFiles, path: Path, limit: int) -> dict[str, list[tu
             (
                 text_prompt(files, text) if kind == "code" else chat_prompt(files, [{"role": "user", "content": text}])
             ).token_ids
-            for text in asked
+            for text in texts
         ]
-        for kind, asked in texts.items()
+        for kind, texts in kind_texts.items()
     }
 
 
 async def answer(
     cluster: Cluster, files: ModelFiles, prompt: tuple[int, ...], max_tokens: int, *, speculate: bool
 ) -> Answer:
+    """Return the greedy answer to a prompt."""
     request = Request(
         request_id=secrets.token_hex(8),
         prompt_ids=prompt,
@@ -140,19 +144,20 @@ async def answer(
     return await complete(cluster, request, files.tokenizer)
 
 
-def summarise(devices: str, kind: str, pairs: list[tuple[Answer, Answer]]) -> Row:
-    """Totals over the prompts: tokens over time, not means of ratios."""
+def summarise(devices: str, kind: str, pairs: list[tuple[Answer, Answer]]) -> GenerateFigures:
+    """Return the figures of all prompts together: tokens over time, not means of ratios."""
 
     def rate(answers: list[Answer]) -> float:
-        seconds = sum(one.stats.decode_ms for one in answers) / 1e3
-        return sum(one.stats.completion_tokens - 1 for one in answers) / max(seconds, 1e-9)
+        """Return the decoded tokens a second."""
+        seconds = sum(answer.stats.decode_ms for answer in answers) / 1e3
+        return sum(answer.stats.completion_tokens - 1 for answer in answers) / max(seconds, 1e-9)
 
     plain, dflash = [list(side) for side in zip(*pairs, strict=True)]
-    plain_steps = max(1, sum(one.stats.steps for one in plain))
-    steps = max(1, sum(one.stats.steps for one in dflash))
-    produced = sum(one.stats.completion_tokens - 1 for one in dflash)
+    plain_steps = max(1, sum(answer.stats.steps for answer in plain))
+    steps = max(1, sum(answer.stats.steps for answer in dflash))
+    produced = sum(answer.stats.completion_tokens - 1 for answer in dflash)
     edges = plain_steps * len(plain[0].stats.stages)
-    return Row(
+    return GenerateFigures(
         devices=devices,
         kind=kind,
         prompts=len(pairs),
@@ -160,15 +165,15 @@ def summarise(devices: str, kind: str, pairs: list[tuple[Answer, Answer]]) -> Ro
         dflash_tokens_per_s=rate(dflash),
         speedup=rate(dflash) / max(rate(plain), 1e-9),
         acceptance_length=produced / steps,
-        plain_forward_ms=sum(stage.forward_ms for one in plain for stage in one.stats.stages) / plain_steps,
-        verify_forward_ms=sum(stage.forward_ms for one in dflash for stage in one.stats.stages) / steps,
-        draft_ms=sum(one.stats.draft_ms for one in dflash) / steps,
-        hop_ms=sum(stage.wire_ms for one in plain for stage in one.stats.stages) / edges,
-        identical=sum(one.token_ids == other.token_ids for one, other in pairs),
+        plain_forward_ms=sum(stage.forward_ms for answer in plain for stage in answer.stats.stages) / plain_steps,
+        verify_forward_ms=sum(stage.forward_ms for answer in dflash for stage in answer.stats.stages) / steps,
+        draft_ms=sum(answer.stats.draft_ms for answer in dflash) / steps,
+        hop_ms=sum(stage.wire_ms for answer in plain for stage in answer.stats.stages) / edges,
+        identical=sum(first.token_ids == second.token_ids for first, second in pairs),
     )
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[GenerateFigures]) -> Table:
     """Return the figures for people."""
     figures = empty_table(
         "devices",

@@ -28,8 +28,8 @@ BUDGET_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One size. Medians in microseconds: of copying it once in memory, and of round trips that carry it one way."""
+class HopFigures:
+    """Figures of one size: medians, in microseconds, of one copy in memory and of round trips that carry it one way."""
 
     size_bytes: int
     copy_us: float
@@ -42,13 +42,12 @@ class Row:
 @with_options
 @click.option("--sizes", default=SIZES, show_default=True, metavar="SIZE[,SIZE…]", help="What a step carries.")
 async def hop(output: OutputOptions, sizes: str) -> None:
-    """What a step costs on its way between two processes of this host.
+    """Measure what a step costs on its way between two processes of this host.
 
     A round trip each: the payload there, a few bytes back. Copy: the same bytes copied once in memory. Bare: a gRPC
     stream of plain bytes. Stream and shared: a step to a stage that computes nothing, with --payload-transport stream
     and shared.
     """
-
     payloads = [parse_size(text.strip(), "--sizes") for text in sizes.split(",")]
     for size in payloads:
         if not 0 < size <= MAX_BYTES:
@@ -66,8 +65,8 @@ async def hop(output: OutputOptions, sizes: str) -> None:
     output.show(rows, table(rows))
 
 
-async def measure(probe: HopProbe, size: int) -> Row:
-    """Each way by turns, so that a busy moment hits all of them."""
+async def measure(probe: HopProbe, size: int) -> HopFigures:
+    """Measure one size in every way, by turns, so that a busy moment hits all of them."""
     times: dict[str, list[float]] = {"bare": [], "stream": [], "shared": []}
     once = statistics.median(await probe.bare_s(size, 3))
     repeat = max(4, min(60, int(BUDGET_S / 12 / max(once, 1e-5))))
@@ -75,22 +74,22 @@ async def measure(probe: HopProbe, size: int) -> Row:
         times["bare"] += (await probe.bare_s(size, repeat))[1:]
         times["stream"] += (await probe.step_s(size, PayloadTransport.STREAM, repeat))[1:]
         times["shared"] += (await probe.step_s(size, PayloadTransport.SHARED, repeat))[1:]
-    medians = {name: statistics.median(found) * 1e6 for name, found in times.items()}
-    return Row(size, copy_us(size), medians["bare"], medians["stream"], medians["shared"])
+    medians = {name: statistics.median(seconds) * 1e6 for name, seconds in times.items()}
+    return HopFigures(size, copy_us(size), medians["bare"], medians["stream"], medians["shared"])
 
 
 def copy_us(size: int) -> float:
-    """Copying so many bytes once, into memory that is there already."""
+    """Return the microseconds of copying so many bytes once, into memory that is there already."""
     source, target = bytes(size), bytearray(size)
     times = []
     for _ in range(20):
-        began = time.perf_counter()
+        started = time.perf_counter()
         target[:] = source
-        times.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - started)
     return statistics.median(times) * 1e6
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[HopFigures]) -> Table:
     """Return the figures for people."""
     figures = empty_table(
         "bytes", "copy", "GB/s", "bare", "GB/s", "stream", "GB/s", "shared", "GB/s", "stream / shared"

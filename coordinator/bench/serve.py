@@ -26,8 +26,11 @@ from coordinator.text.model_files import read_model_files
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """So many clients at once, each asking again when answered. Times in milliseconds."""
+class ClientsFigures:
+    """Figures of so many clients at once, each of which asks again when it has its answer.
+
+    requests: of all clients together; gain: tokens_per_s over that of the first row.
+    """
 
     clients: int
     requests: int
@@ -39,8 +42,8 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Fairness:
-    """First token of a short prompt, alone and sent while a long prompt is computed; and a chunk of the long one."""
+class FairnessFigures:
+    """Figures of a short prompt: its first token alone, and behind a long prompt, a chunk of which takes chunk_ms."""
 
     chunk_ms: float
     alone_ms: float
@@ -48,6 +51,7 @@ class Fairness:
 
     @property
     def chunks(self) -> float:
+        """How many chunks of the long prompt the short one waits for."""
         return self.behind_ms / self.chunk_ms
 
 
@@ -71,12 +75,11 @@ async def serve(
     prefill_chunk: int | None,
     plain: bool,
 ) -> None:
-    """Tokens a second of all clients together, by their number.
+    """Measure the tokens a second of all clients together, by their number.
 
     One client leaves each stage idle while the others work; several keep them busy at the same time. Below: how long a
     short prompt waits for its first token while a prompt of eight chunks is being computed.
     """
-
     async with contextlib.AsyncExitStack() as stack:
         target, draft = stack.enter_context(checkpoint.directories())
         files = read_model_files(target)
@@ -84,8 +87,8 @@ async def serve(
             cluster = await stack.enter_async_context(workers.cluster(files, draft, bars, prefix_cache_bytes=0))
         engine = Engine(cluster, files, None, name="bench", max_running=max(clients), max_waiting=0)
         chunk = prefill_chunk or chunk_for(engine.cluster.workers)
-        bench = Bench(engine, prompt_tokens, max_tokens, chunk, speculate=not plain)
-        rows: list[Row] = []
+        bench = ClientsBench(engine, prompt_tokens, max_tokens, chunk, speculate=not plain)
+        rows: list[ClientsFigures] = []
         with progress_bars() as progress:
             await bench.crowd(1, 1)
             for number in progress.track(clients, description="measuring"):
@@ -100,55 +103,55 @@ async def serve(
         )
 
 
-class Bench:
-    """Requests of one shape on one engine."""
+class ClientsBench:
+    """Measures requests of one shape on one engine. chunk: prompt tokens a step."""
 
     def __init__(self, engine: Engine, prompt_tokens: int, max_tokens: int, chunk: int, *, speculate: bool) -> None:
         self._engine, self._prompt_tokens, self._max_tokens = engine, prompt_tokens, max_tokens
         self._chunk, self._speculate = chunk, speculate
 
-    async def crowd(self, clients: int, requests: int, one: Row | None = None) -> Row:
-        """So many clients, each with so many requests in a row."""
+    async def crowd(self, clients: int, requests: int, first_row: ClientsFigures | None = None) -> ClientsFigures:
+        """Measure so many clients, each with so many requests in a row. first_row: the one that gains are ratios to."""
         firsts: list[float] = []
         between: list[float] = []
 
         async def client() -> None:
             for _ in range(requests):
-                first, total = await self._ask(self._prompt_tokens, self._max_tokens)
+                first, total = await self._answer_ms(self._prompt_tokens, self._max_tokens)
                 firsts.append(first)
                 between.append((total - first) / (self._max_tokens - 1))
 
         started = time.monotonic()
         await asyncio.gather(*(client() for _ in range(clients)))
         rate = clients * requests * self._max_tokens / (time.monotonic() - started)
-        return Row(
+        return ClientsFigures(
             clients=clients,
             requests=clients * requests,
             tokens_per_s=rate,
-            gain=rate / one.tokens_per_s if one is not None else 1.0,
+            gain=rate / first_row.tokens_per_s if first_row is not None else 1.0,
             first_token_p50_ms=statistics.median(firsts),
             first_token_p95_ms=_percentile(firsts, 0.95),
             token_p50_ms=statistics.median(between),
         )
 
-    async def fairness(self, repeats: int = 3) -> Fairness:
-        """A short prompt behind a long one; the median of some tries."""
+    async def fairness(self, repeats: int = 3) -> FairnessFigures:
+        """Measure a short prompt behind a long one; the median of some tries."""
         room = self._engine.max_model_len - 8
         chunks = max(2, min(8, room // self._chunk))
         length = min(chunks * self._chunk, room)
-        long_ms = min([(await self._ask(length, 2))[0] for _ in range(repeats)])
-        alone = min([(await self._ask(self._prompt_tokens, 2))[0] for _ in range(repeats)])
+        long_ms = min([(await self._answer_ms(length, 2))[0] for _ in range(repeats)])
+        alone = min([(await self._answer_ms(self._prompt_tokens, 2))[0] for _ in range(repeats)])
         behind = []
         for _ in range(repeats):
-            busy = asyncio.ensure_future(self._ask(length, 2))
+            busy = asyncio.ensure_future(self._answer_ms(length, 2))
             # In the middle of it.
             await asyncio.sleep(long_ms / 1e3 / 3)
-            behind.append((await self._ask(self._prompt_tokens, 2))[0])
+            behind.append((await self._answer_ms(self._prompt_tokens, 2))[0])
             await busy
-        return Fairness(long_ms / chunks, alone, statistics.median(behind))
+        return FairnessFigures(long_ms / chunks, alone, statistics.median(behind))
 
-    async def _ask(self, prompt_tokens: int, max_tokens: int) -> tuple[float, float]:
-        """Milliseconds to the first token and to the last."""
+    async def _answer_ms(self, prompt_tokens: int, max_tokens: int) -> tuple[float, float]:
+        """Answer a random prompt, and return the milliseconds to the first token and to the last."""
         vocabulary = self._engine.cluster.target.vocab_size
         request = Request(
             request_id=secrets.token_hex(8),
@@ -166,11 +169,12 @@ class Bench:
 
 
 def _percentile(values: Sequence[float], share: float) -> float:
+    """Return the value that this share of the values lies below."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[ClientsFigures]) -> Table:
     """Return the figures for people."""
     figures = empty_table(
         "clients", "requests", "tokens/s", "times one", "first token p50 ms", "p95 ms", "token p50 ms"

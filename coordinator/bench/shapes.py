@@ -1,4 +1,4 @@
-"""Published shapes to measure without their weights: configurations that ask the workers for random ones."""
+"""Published shapes of models, to measure without their weights: configurations that ask workers for random ones."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ CAPTURES: Mapping[str, tuple[list[int], int]] = {
     "qwen3.5-9b": ([1, 8, 15, 22, 29], 248070),
     "qwen3.6-27b": ([1, 16, 31, 46, 61], 248070),
 }
-"""Of each shape's draft: the blocks that it reads, and its mask token."""
+"""Of each shape's draft: the 0-based target layers whose output it reads, and the id of its mask token."""
 
 
 def draft_config(shape: str) -> dict[str, Any]:
-    """Of a five-layer DFlash draft for a shape, as published for it; the largest one's looks back 2048 tokens."""
+    """Return the config.json of a shape's five-layer DFlash draft, as published; the largest looks back 2048 tokens."""
     target = TARGETS[shape]
     layers, mask = CAPTURES[shape]
     sliding = shape == "qwen3.6-27b"
@@ -111,11 +111,11 @@ def draft_config(shape: str) -> dict[str, Any]:
 
 
 def write_shape(shape: str, directory: Path) -> tuple[Path, Path]:
-    """Checkpoints of a shape and of its draft, without weights; returns the directories of both."""
-    made = []
+    """Write checkpoints of a shape and of its draft, without weights, and return the directories of both."""
+    paths = []
     for name, config in (("target", TARGETS[shape]), ("draft", draft_config(shape))):
         path = directory / name
         path.mkdir()
         (path / "config.json").write_text(json.dumps({**config, **RANDOM}), encoding="utf-8")
-        made.append(path)
-    return made[0], made[1]
+        paths.append(path)
+    return paths[0], paths[1]

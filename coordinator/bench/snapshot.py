@@ -1,4 +1,4 @@
-"""`flashsplit bench snapshot`: taking up a prefix against computing it: from memory, over the wire, from disk."""
+"""`flashsplit bench snapshot`: restoring a prefix from memory, over the wire and from disk, against computing it."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One prefix length. Times are the shortest of the repeats, in milliseconds; rates in MB/s (10^6 bytes)."""
+class SnapshotFigures:
+    """Figures of one prefix length. Times are the shortest of the repeats; rates are in MB/s, 10^6 bytes a second."""
 
     tokens: int
     size_bytes: int
@@ -53,10 +53,12 @@ class Row:
 
     @property
     def memory_gain(self) -> float:
+        """How many times faster than computing the prefix restoring it from memory is."""
         return self.prefill_ms / self.memory_restore_ms
 
     @property
     def disk_gain(self) -> float:
+        """How many times faster than computing the prefix restoring it from disk is."""
         return self.prefill_ms / self.disk_restore_ms
 
 
@@ -80,14 +82,13 @@ async def snapshot(
     prefix_cache_bytes: str,
     kv_cache_dir: Path | None,
 ) -> None:
-    """Computing a prefix, and the ways around it.
+    """Measure computing a prefix, and the ways around it.
 
-    Memory: kept by and taken up from the workers. Disk: fetched from the workers into files, and from files back into
-    their memory and taken up there. Export and import are the part of that between the processes; copy is how fast the
+    Memory: kept by the workers and restored there. Disk: fetched from the workers into files, and from files back into
+    their memory and restored there. Export and import are the part of that between the processes; copy is how fast the
     same bytes are copied once in memory, the floor of all of it. Local workers talk over Unix sockets; name workers by
     HOST:PORT in --target-devices to measure TCP.
     """
-
     budget = parse_size(prefix_cache_bytes, "--prefix-cache-bytes")
     async with contextlib.AsyncExitStack() as stack:
         target, draft = stack.enter_context(checkpoint.directories())
@@ -99,13 +100,13 @@ async def snapshot(
         with progress_bars() as progress:
             for tokens in progress.track(lengths, description="measuring"):
                 with tempfile.TemporaryDirectory(prefix="flashsplit-bench-", dir=kv_cache_dir) as directory:
-                    bench = Bench(cluster, files, directory, prefill_chunk)
+                    bench = SnapshotBench(cluster, files, directory, prefill_chunk)
                     rows.append(await bench.measure(tokens, repeat))
     output.show(rows, table(rows), cluster.workers)
 
 
-class Bench:
-    """One cluster and an empty directory."""
+class SnapshotBench:
+    """Measures prefixes on one cluster. directory: an empty one for files; chunk: prompt tokens a step."""
 
     def __init__(self, cluster: Cluster, files: ModelFiles, directory: str, chunk: int) -> None:
         self._cluster, self._chunk = cluster, chunk
@@ -114,8 +115,8 @@ class Bench:
         self._places = cluster.snapshot_places(with_draft=self._with_draft)
         self._directory, self._num_layers = directory, files.num_layers
 
-    async def measure(self, tokens: int, repeat: int) -> Row:
-        """All figures for a prefix of so many random tokens."""
+    async def measure(self, tokens: int, repeat: int) -> SnapshotFigures:
+        """Return all figures of a prefix of so many random tokens."""
         draw = random.Random(tokens)
         ids = tuple(draw.randrange(self._cluster.target.vocab_size) for _ in range(tokens))
         name = self._lineage.snapshot_id(ids)
@@ -144,7 +145,7 @@ class Bench:
         def rate(milliseconds: Sequence[float]) -> float:
             return size_bytes / 1e3 / min(milliseconds)
 
-        return Row(
+        return SnapshotFigures(
             tokens=tokens,
             size_bytes=size_bytes,
             prefill_ms=prefill_ms,
@@ -178,7 +179,7 @@ class Bench:
         )
 
     async def _prefill(self, ids: tuple[int, ...], name: str | None) -> tuple[float, float]:
-        """Milliseconds to the first token and, with a name, from there until the state is kept."""
+        """Return the milliseconds to the first token and, with a name, from there until the state is kept."""
         session = await self._open(ids)
         try:
             events, started = session.events(), time.monotonic()
@@ -203,7 +204,7 @@ class Bench:
             await session.close()
 
     async def _restore(self, ids: tuple[int, ...], name: str) -> float:
-        """Milliseconds from the word to restore to the first token."""
+        """Return the milliseconds from asking for the state to the first token."""
         session = await self._open(ids)
         try:
             events, started = session.events(), time.monotonic()
@@ -249,6 +250,7 @@ async def _all(frames: list[SnapshotFrame]) -> AsyncIterator[SnapshotFrame]:
 
 
 async def _next(events: AsyncIterator[Event]) -> Event:
+    """Return the next event. Raises InternalError for a failure."""
     event = await anext(events)
     if isinstance(event, Failure):
         raise InternalError(event.message)
@@ -256,12 +258,14 @@ async def _next(events: AsyncIterator[Event]) -> Event:
 
 
 async def _timed(work: Awaitable[T]) -> tuple[T, float]:
+    """Return what comes of an awaitable, and the milliseconds until then."""
     started = time.monotonic()
     result = await work
     return result, (time.monotonic() - started) * 1e3
 
 
 def _copy_ms(size_bytes: int) -> float:
+    """Return the milliseconds of copying so many bytes once."""
     # Written to once: untouched memory has no pages of its own to copy from.
     source = bytearray(b"\1") * size_bytes
     started = time.monotonic()
@@ -269,7 +273,7 @@ def _copy_ms(size_bytes: int) -> float:
     return (time.monotonic() - started) * 1e3
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[SnapshotFigures]) -> Table:
     """Return the figures for people."""
     figures = empty_table(
         "tokens",

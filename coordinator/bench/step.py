@@ -17,8 +17,8 @@ from rich.table import Table
 from coordinator.bench.checkpoints import CheckpointOptions
 from coordinator.bench.floor import Floor
 from coordinator.bench.report import OutputOptions, empty_table
-from coordinator.bench.step_bench import DRAFTING, KINDS, Bench, Row, Sizes, times_decode
-from coordinator.bench.step_client import CHUNK
+from coordinator.bench.session_driver import CHUNK
+from coordinator.bench.step_bench import DRAFTING, KINDS, StepBench, StepFigures, StepSizes, times_decode
 from coordinator.cli.console import LoadBars, progress_bars
 from coordinator.cli.option_groups import GroupedCommand, with_options
 from coordinator.cli.options.cluster import ClusterOptions
@@ -47,13 +47,13 @@ async def step(
     prefill_chunk: int,
     steps: int,
 ) -> None:
-    """Steps of several kinds, one after the other, beside their floors; all kinds where none is named.
+    """Measure steps of several kinds beside their floors; all kinds where none is named.
 
     decode: one row. verify: --rows rows. cycle: a verify and the draft's next block. draft: the latter alone, from the
     verify's outcome on. prefill: --prefill-tokens rows in chunks of --prefill-chunk, so that stages work on different
-    ones at once. Tokens are random; times do not depend on them.
+    ones at once. A floor is the least time that a step can take, as its weights and caches must be read. Tokens are
+    random; times do not depend on them.
     """
-
     kinds = kinds or KINDS
     with checkpoint.directories([kind for kind in kinds if kind in DRAFTING]) as (target, draft):
         async with contextlib.AsyncExitStack() as stack:
@@ -61,22 +61,22 @@ async def step(
                 cluster = workers.cluster(read_model_files(target), draft, bars, prefix_cache_bytes=0)
                 await stack.enter_async_context(cluster)
             progress = stack.enter_context(progress_bars())
-            bench = Bench(cluster, Sizes(rows, context, prefill_tokens, prefill_chunk, steps))
+            bench = StepBench(cluster, StepSizes(rows, context, prefill_tokens, prefill_chunk, steps))
             bench.check(kinds)
             speeds = progress.add_task("measuring the devices", total=None)
             floor = await Floor.of(cluster, target)
             progress.remove_task(speeds)
-            found = []
+            figures = []
             for kind in kinds:
                 task = progress.add_task(f"measuring {kind}", total=bench.ticks(kind))
-                found.append(await bench.measure(kind, floor, partial(progress.advance, task)))
+                figures.append(await bench.measure(kind, floor, partial(progress.advance, task)))
             engines = [str(worker.target.step_engine) for worker in cluster.workers if worker.target is not None]
             bandwidth = [speed.copy_bytes_per_s for speed in floor.speeds]
     rates = ", ".join(f"{rate / 1e12:.2f}" for rate in bandwidth)
-    ratios = times_decode(found)
+    ratios = times_decode(figures)
     output.show(
-        found,
-        table(found, ratios),
+        figures,
+        table(figures, ratios),
         cluster.workers,
         note=f"{checkpoint.name} by {', '.join(engines)}; copies at {rates} TB/s",
         engines=engines,
@@ -86,9 +86,12 @@ async def step(
 
 
 @dataclass(frozen=True, slots=True)
-class Single:
-    """The command of one kind. beside: kinds that it is compared with; without: options of `step` that it has no use
-    for."""
+class SingleKind:
+    """The command of one kind of step.
+
+    help: what its help says; beside: kinds that it is compared with; without: options of `step` that it has no use for,
+    by parameter name.
+    """
 
     help: str
     beside: tuple[str, ...] = ("decode",)
@@ -97,27 +100,27 @@ class Single:
 
 _FLOOR = "Beside it stands its floor: the weights and caches that it reads, over the rate of a large copy."
 
-SINGLES = {
-    "decode": Single(
-        f"A step of one row, as plain decode takes them.\n\n{_FLOOR}",
+SINGLE_KINDS = {
+    "decode": SingleKind(
+        f"Measure a step of one row, as plain decode takes them.\n\n{_FLOOR}",
         beside=(),
         without=frozenset(("rows", "prefill_tokens", "prefill_chunk")),
     ),
-    "verify": Single(
-        "A step of --rows rows, by which guesses are checked, and one of one row.\n\n"
+    "verify": SingleKind(
+        "Measure a step of --rows rows, by which draft tokens are verified, and one of one row.\n\n"
         f"Their ratio is what checking a block costs. {_FLOOR}"
     ),
-    "draft": Single(
-        "The draft's next block, and a step of one row.\n\n"
-        f"From a verify's outcome on until the guesses are there. {_FLOOR}"
+    "draft": SingleKind(
+        "Measure the draft's next block, and a step of one row.\n\n"
+        f"The draft's time is that from a verify's outcome until the draft tokens are there. {_FLOOR}"
     ),
-    "cycle": Single(
-        "A verify and the draft's next block, and a step of one row.\n\n"
+    "cycle": SingleKind(
+        "Measure a verify with the draft's next block, and a step of one row.\n\n"
         "What a step with DFlash takes. Their ratio is how many tokens a cycle must produce so that speculation pays. "
         f"{_FLOOR}"
     ),
-    "prefill": Single(
-        "A prompt of --prefill-tokens, in chunks of --prefill-chunk.\n\n"
+    "prefill": SingleKind(
+        "Measure the prefill of --prefill-tokens, in chunks of --prefill-chunk.\n\n"
         "Stages work on different chunks at once. Beside it stands its floor: its products over the rate of a large "
         "one.",
         beside=(),
@@ -126,9 +129,9 @@ SINGLES = {
 }
 
 
-def single(kind: str) -> click.Command:
-    """`flashsplit bench KIND`: `step` of that kind and those beside it, with the options that matter."""
-    choice = SINGLES[kind]
+def single_kind(kind: str) -> click.Command:
+    """Return `flashsplit bench KIND`: `step` of that kind and those beside it, with the options that matter."""
+    choice = SINGLE_KINDS[kind]
 
     def measure(**values: Any) -> None:
         click.get_current_context().invoke(step, kinds=(*choice.beside, kind), **values)
@@ -137,7 +140,7 @@ def single(kind: str) -> click.Command:
     return GroupedCommand(kind, callback=measure, params=parameters, help=choice.help)
 
 
-def table(rows: Sequence[Row], ratios: Mapping[str, float]) -> Table:
+def table(rows: Sequence[StepFigures], ratios: Mapping[str, float]) -> Table:
     """Return the figures for people. ratios: of a kind of step to a decode, where there are some."""
     headings = ("step", "rows", "context", "ms", "in the stages ms", "floor ms", "of the floor")
     figures = empty_table(*headings, *(["times decode"] if ratios else []))

@@ -1,6 +1,6 @@
 """How long steps of each kind take on a cluster, and how long they must.
 
-Owns the sessions that it opens, one for each measurement. Tokens are random: times do not depend on them.
+It owns the sessions that it opens, one for each measurement. Tokens are random: times do not depend on them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from coordinator.bench.floor import Floor
-from coordinator.bench.step_client import CHUNK, Client
+from coordinator.bench.session_driver import CHUNK, SessionDriver
 from coordinator.cluster.cluster import Cluster
 from coordinator.engine.generation import MORE_STEPS
 from services.errors import InvalidArgument
@@ -29,9 +29,12 @@ PREFILLS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """Medians, in milliseconds. ms: as the coordinator sees it; computing_ms: the stages' own share of it; floor_ms: in
-    which its weights and caches can be read, or its products be computed."""
+class StepFigures:
+    """Figures of one kind of step: medians, in milliseconds.
+
+    rows: of a step; context: tokens before it; ms: as the coordinator sees it; computing_ms: the stages' own share;
+    floor_ms: in which its weights and caches can be read, or its products be computed.
+    """
 
     kind: str
     rows: int
@@ -42,19 +45,19 @@ class Row:
 
     @property
     def share(self) -> float:
-        """Of the floor that is reached."""
+        """The floor's share of the time: 1 where the step takes no longer than it must."""
         return self.floor_ms / self.ms if self.ms else 0.0
 
 
-def times_decode(rows: Sequence[Row]) -> dict[str, float]:
-    """How many decode steps each other kind of step takes as long as; empty without a decode to compare with."""
+def times_decode(rows: Sequence[StepFigures]) -> dict[str, float]:
+    """Return, by kind of step, how many decode steps take as long; empty without a decode to compare with."""
     decode = next((row.ms for row in rows if row.kind == "decode"), 0.0)
     return {row.kind: row.ms / decode for row in rows if decode and row.kind not in ("decode", "prefill")}
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """What is measured. rows: of a verify; context: tokens before the steps; steps: of each kind."""
+class StepSizes:
+    """What is measured. rows: of a verify; context: tokens before the steps; steps: how many of each kind."""
 
     rows: int
     context: int
@@ -63,15 +66,15 @@ class Sizes:
     steps: int
 
 
-class Bench:
-    """One cluster; `measure` opens a session for each kind."""
+class StepBench:
+    """Measures steps on one cluster, in a session for each kind."""
 
-    def __init__(self, cluster: Cluster, sizes: Sizes) -> None:
+    def __init__(self, cluster: Cluster, sizes: StepSizes) -> None:
         self._cluster, self._sizes = cluster, sizes
         self._draw = random.Random(1)
 
     def check(self, kinds: Sequence[str]) -> None:
-        """Raises InvalidArgument for a kind whose steps go beyond the model's context."""
+        """Raise InvalidArgument for a kind whose steps go beyond the model's context."""
         most = self._cluster.target.max_position
         for kind in kinds:
             length = self._length(kind)
@@ -88,28 +91,28 @@ class Bench:
                 )
 
     def ticks(self, kind: str) -> int:
-        """How often `measure` calls `done`."""
+        """Return how often `measure` calls `done`."""
         return PREFILLS if kind == "prefill" else WARM_UP_STEPS + self._sizes.steps
 
-    async def measure(self, kind: str, floor: Floor, done: Callable[[], None]) -> Row:
-        """done: after each step, or prefill."""
+    async def measure(self, kind: str, floor: Floor, done: Callable[[], None]) -> StepFigures:
+        """Return the figures of a kind of step. done: called after each step, or prefill."""
         if kind == "prefill":
             count = self._sizes.prefill_tokens
-            return Row(kind, count, 0, await self._prefill_ms(done), 0.0, floor.prefill_ms(count))
+            return StepFigures(kind, count, 0, await self._prefill_ms(done), 0.0, floor.prefill_ms(count))
         rows, context = self._rows(kind), self._sizes.context
-        async with self._session(kind) as client:
-            await client.prefill(self._tokens(context - 1))
-            await client.step(StepKind.DECODE, self._tokens(1))
-            times, computing, drafting = await self._run(client, rows, rows - 1 if kind in DRAFTING else 0, done)
+        async with self._session(kind) as driver:
+            await driver.prefill(self._tokens(context - 1))
+            await driver.step(StepKind.DECODE, self._tokens(1))
+            times, computing, drafting = await self._run(driver, rows, rows - 1 if kind in DRAFTING else 0, done)
         if kind == "draft":
             times, computing = drafting, [0.0]
         ms, computing_ms = statistics.median(times), statistics.median(computing)
-        return Row(kind, rows, context, ms, computing_ms, floor.ms(kind, context))
+        return StepFigures(kind, rows, context, ms, computing_ms, floor.ms(kind, context))
 
     async def _run(
-        self, client: Client, rows: int, propose: int, done: Callable[[], None]
+        self, driver: SessionDriver, rows: int, propose: int, done: Callable[[], None]
     ) -> tuple[list[float], list[float], list[float]]:
-        """Milliseconds of steps of so many rows, there and back; of the stages alone; and of the draft.
+        """Return the milliseconds of steps of so many rows: there and back, of the stages alone, and of the draft.
 
         As in an answer, steps follow each other by themselves, where nothing else than what they produce is needed.
         """
@@ -121,11 +124,11 @@ class Bench:
             if not following:
                 tokens = (*self._tokens(1), *(draft_tokens or self._tokens(rows - 1)))[:rows]
                 kind = StepKind.VERIFY if rows > 1 else StepKind.DECODE
-                await client.send(kind, tokens, propose, MORE_STEPS if propose or rows == 1 else 0)
-            commit = await client.commit()
+                await driver.send(kind, tokens, propose, MORE_STEPS if propose or rows == 1 else 0)
+            commit = await driver.commit()
             following, drafted_ms = commit.more, 0.0
             if propose:
-                proposal = await client.proposal()
+                proposal = await driver.proposal()
                 draft_tokens, drafted_ms = proposal.token_ids, proposal.elapsed_ns / 1e6
             if number >= WARM_UP_STEPS:
                 times.append((time.monotonic() - started) * 1e3)
@@ -135,20 +138,22 @@ class Bench:
         return times, computing, drafting
 
     async def _prefill_ms(self, done: Callable[[], None]) -> float:
+        """Return the milliseconds of a prefill, without the first one, which warms up."""
         times = []
         for _ in range(PREFILLS):
-            async with self._session("prefill") as client:
+            async with self._session("prefill") as driver:
                 tokens = self._tokens(self._sizes.prefill_tokens)
                 started = time.monotonic()
-                await client.prefill(tokens[:-1], self._sizes.prefill_chunk)
-                await client.step(StepKind.DECODE, tokens[-1:])
+                await driver.prefill(tokens[:-1], self._sizes.prefill_chunk)
+                await driver.step(StepKind.DECODE, tokens[-1:])
                 times.append((time.monotonic() - started) * 1e3)
             done()
         # The first one warms up.
         return min(times[1:])
 
     @contextlib.asynccontextmanager
-    async def _session(self, kind: str) -> AsyncIterator[Client]:
+    async def _session(self, kind: str) -> AsyncIterator[SessionDriver]:
+        """Give a session with room for all steps of a kind."""
         session = await self._cluster.open(
             request_id="bench",
             max_length=self._length(kind),
@@ -160,23 +165,24 @@ class Bench:
             speculate=kind in DRAFTING,
         )
         try:
-            yield Client(session)
+            yield SessionDriver(session)
         finally:
             await session.close()
 
     def _rows(self, kind: str) -> int:
-        """Of a step; a draft's block may be smaller than asked for."""
+        """Return the rows of a step; a draft's block may be smaller than asked for."""
         if kind in ("decode", "prefill"):
             return 1
         draft = self._cluster.draft
         return self._sizes.rows if draft is None or kind == "verify" else min(self._sizes.rows, draft.block_size)
 
     def _length(self, kind: str) -> int:
-        """Tokens that a session must have room for: each step may keep all of its rows."""
+        """Return the tokens that a session must have room for: each step may keep all of its rows."""
         if kind == "prefill":
             return self._sizes.prefill_tokens
         return self._sizes.context + (WARM_UP_STEPS + self._sizes.steps + MORE_STEPS + 1) * self._rows(kind)
 
     def _tokens(self, count: int) -> tuple[int, ...]:
+        """Return so many random tokens."""
         vocabulary = self._cluster.target.vocab_size
         return tuple(self._draw.randrange(vocabulary) for _ in range(count))

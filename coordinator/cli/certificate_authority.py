@@ -41,17 +41,21 @@ class Pair:
     key: ec.EllipticCurvePrivateKey
 
     def write(self, certificate: Path, key: Path) -> None:
-        """Both files new, readable for their user alone. Raises FileExistsError."""
+        """Write two new files that only their user may read. Raises FileExistsError."""
         write_private(certificate, self.certificate.public_bytes(Encoding.PEM))
         write_private(key, self.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
 
 
 @dataclass(frozen=True, slots=True)
 class Authority(Pair):
-    """Signs certificates that are both a server's and a client's: every worker but the last calls another one."""
+    """A certificate and key that sign others, each both a server's and a client's: workers call other workers."""
 
     def issue(self, names: Sequence[str], days: float, *, now: datetime.datetime | None = None) -> Pair:
-        """A certificate for one host, by whatever names it is dialled; no longer valid than the authority itself."""
+        """Return a certificate and key for one host.
+
+        names: DNS names and addresses by which the host is dialled, the first one for people; days: how long it is
+        valid, at most as long as the authority.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         now = now or datetime.datetime.now(datetime.UTC)
         last = min(now + datetime.timedelta(days=days), self.certificate.not_valid_after_utc)
@@ -70,7 +74,7 @@ class Authority(Pair):
 
 
 def make_authority(days: float, *, now: datetime.datetime | None = None) -> Authority:
-    """A new one, under a name that no other has."""
+    """Return a new authority, under a name that no other has."""
     key = ec.generate_private_key(ec.SECP256R1())
     now = now or datetime.datetime.now(datetime.UTC)
     name = f"flashsplit development CA {secrets.token_hex(4)}"
@@ -82,28 +86,28 @@ def make_authority(days: float, *, now: datetime.datetime | None = None) -> Auth
 
 
 def read_authority(certificate: Path, key: Path) -> Authority:
-    """One made earlier. Raises InvalidArgument when the files are damaged, or it has expired."""
+    """Return an authority from its files. Raises InvalidArgument for damaged files, and for one that has expired."""
     try:
-        found = x509.load_pem_x509_certificate(certificate.read_bytes())
+        authority = x509.load_pem_x509_certificate(certificate.read_bytes())
         secret = load_pem_private_key(key.read_bytes(), None)
-        found.extensions.get_extension_for_class(x509.SubjectKeyIdentifier)
+        authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier)
     except Exception as error:
         # The library raises more than ValueError for damaged files, a kind for each of its layers.
         raise InvalidArgument(
             f"{certificate} and {key} are no certificate authority: make a new one with --force", field="--out"
         ) from error
-    if not isinstance(secret, ec.EllipticCurvePrivateKey) or secret.public_key() != found.public_key():
+    if not isinstance(secret, ec.EllipticCurvePrivateKey) or secret.public_key() != authority.public_key():
         raise InvalidArgument(f"{key} is not the key of {certificate}: make both anew with --force", field="--out")
-    if found.not_valid_after_utc < datetime.datetime.now(datetime.UTC):
+    if authority.not_valid_after_utc < datetime.datetime.now(datetime.UTC):
         raise InvalidArgument(
-            f"{certificate} expired on {found.not_valid_after_utc:%Y-%m-%d}: make a new authority with --force",
+            f"{certificate} expired on {authority.not_valid_after_utc:%Y-%m-%d}: make a new authority with --force",
             field="--out",
         )
-    return Authority(found, secret)
+    return Authority(authority, secret)
 
 
 def check_name(text: str, field: str) -> str:
-    """A host's DNS name or IP address in its plain form. Raises InvalidArgument."""
+    """Return a host's DNS name or IP address in its plain form. Raises InvalidArgument for what is neither."""
     try:
         return str(ipaddress.ip_address(text.removeprefix("[").removesuffix("]")))
     except ValueError:
@@ -114,7 +118,7 @@ def check_name(text: str, field: str) -> str:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """A new file that only its user may read, from its first moment. Raises FileExistsError."""
+    """Write a new file that only its user may read, from its first moment on. Raises FileExistsError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
@@ -127,6 +131,7 @@ def _builder(
     now: datetime.datetime,
     last: datetime.datetime,
 ) -> x509.CertificateBuilder:
+    """Return what all certificates have in common. issuer: None for one that is signed by its own key."""
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:_COMMON_NAME_CHARACTERS])])
     return (
         x509.CertificateBuilder()
@@ -155,6 +160,7 @@ def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
 
 
 def _general_name(name: str) -> x509.GeneralName:
+    """Return a host's name as a certificate has it."""
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:

@@ -1,4 +1,4 @@
-"""What people see on stderr: progress bars while weights load, errors in one sentence. Answers go to stdout."""
+"""What people see on stderr: progress bars while weights load, and errors in one sentence. Answers go to stdout."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty(
 
 
 def progress_bars(*columns: ProgressColumn) -> Progress:
-    """Bars, gone when all is done; silent where stderr is no terminal. columns: other ones than rich's own choice."""
+    """Return progress bars that vanish when all is done, and that nobody sees where stderr is no terminal.
+
+    columns: of each bar; none for rich's own choice.
+    """
     return Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty())
 
 
 class LoadBars(LoadReporter):
-    """One bar a worker, gone when loading is over. Use as `with`; silent where stderr is no terminal."""
+    """A bar for each worker that loads, shown while this is entered as a context and stderr is a terminal."""
 
     def __init__(self) -> None:
         self._progress = progress_bars(
@@ -46,5 +49,5 @@ class LoadBars(LoadReporter):
 
 
 def print_error(message: str) -> None:
-    """One error, for people; never wrapped, so that it can be searched for."""
+    """Print an error for people; its line is never wrapped, so that it can be searched for."""
     console.print(f"flashsplit: error: {message}", markup=False, soft_wrap=True)

@@ -1,6 +1,6 @@
-"""A running server as a client sees it: `--url` and its companions, asking, streaming, errors in one sentence.
+"""A running server as a client sees it: the options that name it, requests, streams, and errors in one sentence.
 
-Owns the connection. Knows the paths of the HTTP API, nothing of what is behind them.
+It owns the connection. It knows the paths of the HTTP API, nothing of what is behind them.
 """
 
 from __future__ import annotations
@@ -57,10 +57,14 @@ class ClientOptions:
     ssl_keyfile: Annotated[Path | None, Flag("Its key.", type=_FILE, metavar="FILE")] = None
 
     def connect(self) -> Server:
-        """Not yet connected. Raises InvalidArgument for what is no URL and for files that cannot be used."""
+        """Return the server, not yet connected.
+
+        Raises InvalidArgument for what is no URL and for files that cannot be used.
+        """
         return Server(server_url(self.url or DEFAULT_URL), self.api_key, self._tls())
 
     def _tls(self) -> ssl.SSLContext:
+        """Return how certificates are checked and shown. Raises InvalidArgument for files that cannot be used."""
         try:
             context = ssl.create_default_context(cafile=self.ssl_ca_certs)
             if self.ssl_certfile is not None:
@@ -73,7 +77,10 @@ class ClientOptions:
 
 
 def server_url(text: str) -> str:
-    """Without what people copy along with it: the last slash, /v1. Raises InvalidArgument for what is no URL."""
+    """Return a URL without what people copy along with it: the last slash and /v1.
+
+    Raises InvalidArgument for what is no URL.
+    """
     url = text.strip().rstrip("/").removesuffix("/v1")
     try:
         parsed = httpx2.URL(url)
@@ -85,8 +92,11 @@ def server_url(text: str) -> str:
 
 
 class Server:
-    """Use as `async with`. Whatever goes wrong is raised as a FlashsplitError: Unavailable where nobody answers,
-    Unauthenticated for a missing or wrong key, else what the server said."""
+    """A connection to a server, open while it is entered as a context.
+
+    Whatever goes wrong is raised as a FlashsplitError: Unavailable where nobody answers, Unauthenticated for a missing
+    or wrong key, else what the server said.
+    """
 
     def __init__(self, url: str, key: str | None, tls: ssl.SSLContext) -> None:
         self.url, self._with_key = url, key is not None
@@ -109,21 +119,21 @@ class Server:
         await self._http.aclose()
 
     async def status(self) -> Status:
-        """How it does. Raises Unavailable for a server that cannot tell."""
+        """Return how the server and its workers are. Raises Unavailable for a server that cannot tell."""
         try:
             return Status.model_validate_json(await self._get("/v1/status"))
         except ValueError as error:
             raise Unavailable(f"{self.url} is no flashsplit server of this version: it tells no status") from error
 
     async def model(self) -> str:
-        """The first model that it serves."""
+        """Return the name of the first model that it serves."""
         try:
             return str(json.loads(await self._get("/v1/models"))["data"][0]["id"])
         except (ValueError, LookupError, TypeError) as error:
             raise Unavailable(f"{self.url} is no server of OpenAI's API: it names no model") from error
 
     async def chat(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
-        """Chunks of a streamed chat completion. Closing the generator ends the request."""
+        """Yield the chunks of a streamed chat completion. Closing the generator ends the request."""
         try:
             async with self._http.sse(
                 "/v1/chat/completions", method="POST", json=body, timeout=httpx2.Timeout(None, connect=CONNECT_S)
@@ -145,6 +155,7 @@ class Server:
             raise self._unreachable(error) from error
 
     async def _get(self, path: str) -> bytes:
+        """Return the body of an answer."""
         try:
             reply = await self._http.get(path)
         except httpx2.HTTPError as error:
@@ -154,6 +165,7 @@ class Server:
         return reply.content
 
     def _unreachable(self, error: httpx2.HTTPError) -> FlashsplitError:
+        """Return what a failed connection means, and what to change."""
         if "certificate verify failed" in str(error):
             return Unavailable(
                 f"the certificate of {self.url} is not trusted ({error}): name who signed it in --ssl-ca-certs"
@@ -166,6 +178,7 @@ class Server:
         return Unavailable(f"the connection to {self.url} was lost: {error or type(error).__name__}")
 
     def _refusal(self, reply: httpx2.Response) -> FlashsplitError:
+        """Return the error that an answer reports."""
         if reply.status_code == 401:
             why = "does not know that API key" if self._with_key else "wants an API key"
             return Unauthenticated(f"{self.url} {why}: give it in FLASHSPLIT_API_KEY or with --api-key")

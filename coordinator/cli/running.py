@@ -18,11 +18,14 @@ EXIT_ERROR, EXIT_USAGE = 1, 2
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """Exit codes: 1 something failed, 2 the input was refused, 130 Ctrl-C, 143 SIGTERM, 141 the reader went away."""
+    """Run a command's coroutine to its end, and end the process where it fails.
+
+    Exit codes: 1 something failed, 2 the input was refused, 130 Ctrl-C, 143 SIGTERM, 141 the reader went away.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        event_loop.run(_until_told(main))
+        event_loop.run(_until_terminated(main))
     except FlashsplitError as error:
         lines = error.log_lines if isinstance(error, WorkerFailed) else ()
         print_error("\n  ".join([error.message + "; its last log lines:" * bool(lines), *lines]))
@@ -35,8 +38,8 @@ def run(main: Coroutine[Any, Any, None]) -> None:
         sys.exit(128 + signal.SIGPIPE)
 
 
-async def _until_told(main: Coroutine[Any, Any, None]) -> None:
-    """Run; SIGTERM ends it the way Ctrl-C does, so that children are stopped in order."""
+async def _until_terminated(main: Coroutine[Any, Any, None]) -> None:
+    """Await a coroutine; SIGTERM ends it the way Ctrl-C does, so that children are stopped in order."""
     task = asyncio.ensure_future(main)
     terminated = False
 

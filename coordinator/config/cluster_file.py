@@ -1,12 +1,13 @@
 """The part of a configuration file that draws a whole cluster: workers with their roles, and certificates.
 
-Turned into the flags of the same meaning, so that there is one way to place a model. What stands under `kubernetes` is
-for `flashsplit manifests`.
+It is turned into the flags of the same meaning, so that there is one way to place a model. What stands under
+`kubernetes` is for `flashsplit manifests`.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
@@ -17,43 +18,57 @@ from services.errors import InvalidArgument
 from services.messages.description import Role
 from services.processes.launch import vendor_of
 
-_PLACING = ("target_devices", "target_layers", "target_layer_split", "draft_device", "prefill_device", "worker_command")
+_PLACEMENT_FLAGS = (
+    "target_devices",
+    "target_layers",
+    "target_layer_split",
+    "draft_device",
+    "prefill_device",
+    "worker_command",
+)
+"""Flags, by parameter name, that `workers` stands for."""
 
+_SECURITY_FLAGS = ("tls_cert", "tls_key", "tls_ca", "tls_server_name", "cluster_token_file")
+"""Flags, by parameter name, that `certificates` stands for."""
 
 _RANGE = re.compile(r"\s*\d{1,9}\s*:\s*\d{1,9}\s*")
-_SECURING = ("tls_cert", "tls_key", "tls_ca", "tls_server_name", "cluster_token_file")
 
 
-def _roles(value: list[str]) -> list[str]:
+def _check_roles(value: list[str]) -> list[str]:
+    """Return the roles without repeats. Raises ValueError for none, and for an unknown one."""
     known = [role.value for role in Role]
     if not value or any(role not in known for role in value):
         raise ValueError(f"these are not some of {', '.join(known)}")
     return list(dict.fromkeys(value))
 
 
-def _range(value: str) -> str:
+def _check_range(value: str) -> str:
+    """Return a half-open range of layers as it is written. Raises ValueError for another form."""
     if _RANGE.fullmatch(value) is None:
         raise ValueError("this is not FIRST:BEHIND")
     return value
 
 
 class WorkerEntry(Fields):
-    """One worker. at: a device expression, for a worker that is started here, or a running one's address.
+    """One worker.
 
-    layers: FIRST:BEHIND; share: a proportional weight; for targets, one of the two or neither. command: the program,
-    for a worker that is started here.
+    at: a device expression, for a worker that is started here, or the address of a running one. roles: what the worker
+    is used for. layers: FIRST:BEHIND, a half-open range; share: a proportional weight; targets have one of the two or
+    neither. command: the program, for a worker that is started here.
     """
 
     at: str = Field(examples=["cuda:0 or gpu-a:7001"])
-    roles: Annotated[list[str], AfterValidator(_roles)] = Field([Role.TARGET.value], examples=[["target", "draft"]])
-    layers: Annotated[str, AfterValidator(_range)] | None = Field(None, examples=["0:12"])
+    roles: Annotated[list[str], AfterValidator(_check_roles)] = Field(
+        [Role.TARGET.value], examples=[["target", "draft"]]
+    )
+    layers: Annotated[str, AfterValidator(_check_range)] | None = Field(None, examples=["0:12"])
     share: float | None = Field(None, gt=0, allow_inf_nan=False, examples=[0.3])
     command: str | None = Field(None, examples=["/opt/rocm-env/bin/flashsplit-worker"])
     kubernetes: dict[str, Any] = {}
 
 
 class Certificates(Fields):
-    """Files for the edges between processes."""
+    """Files with which the processes of a cluster prove to each other who they are."""
 
     cert: str | None = None
     key: str | None = None
@@ -63,7 +78,7 @@ class Certificates(Fields):
 
 
 class ClusterFile(Fields):
-    """What a file says beside plain flags."""
+    """What a file says beside plain flags; `kubernetes` is checked where manifests are written."""
 
     workers: list[WorkerEntry] = Field(default_factory=list, min_length=1)
     certificates: Certificates | None = None
@@ -71,64 +86,71 @@ class ClusterFile(Fields):
 
 
 def read_cluster(values: dict[str, Any]) -> tuple[ClusterFile, dict[str, Any]]:
-    """The cluster that a file's values draw, and the rest of them.
+    """Return the cluster that a file's values draw, and the other values: plain flags.
 
-    Raises InvalidArgument naming what has another form than it should.
+    Raises InvalidArgument naming the field that has another form than it should, and what it has.
     """
-    names = ("workers", "certificates", "kubernetes")
-    own = {name: values[name] for name in names if values.get(name) is not None}
-    rest = {name: value for name, value in values.items() if name not in names}
-    return read_fields(ClusterFile, own), rest
+    names = ClusterFile.model_fields
+    drawn = {name: values[name] for name in names if values.get(name) is not None}
+    plain = {name: value for name, value in values.items() if name not in names}
+    return read_fields(ClusterFile, drawn), plain
 
 
 def cluster_flags(cluster: ClusterFile) -> dict[str, Any]:
-    """Flag (by parameter name) -> value. Raises InvalidArgument for workers that cannot be placed together."""
+    """Return the flags that a cluster stands for: values by parameter name.
+
+    Raises InvalidArgument for workers that cannot be placed together.
+    """
     flags: dict[str, Any] = {}
     if cluster.workers:
-        flags |= _placing(cluster.workers)
+        flags |= _placement_flags(cluster.workers)
     if cluster.certificates is not None:
-        given = cluster.certificates.model_dump(exclude_none=True)
-        flags |= {"cluster_token_file" if name == "token_file" else f"tls_{name}": at for name, at in given.items()}
+        files = cluster.certificates.model_dump(exclude_none=True)
+        flags |= {"cluster_token_file" if name == "token_file" else f"tls_{name}": file for name, file in files.items()}
     return flags
 
 
-def check_rest(cluster: ClusterFile, rest: dict[str, Any]) -> None:
-    """Raises InvalidArgument where a plain key says again what `workers` or `certificates` says, and where a role lacks
-    its checkpoint."""
-    names = {name.replace("-", "_"): name for name in rest}
+def check_plain_flags(cluster: ClusterFile, plain: Mapping[str, Any]) -> None:
+    """Check the plain flags of a file, by the names that it writes, beside the cluster that it draws.
+
+    Raises InvalidArgument for a flag that says again what `workers` or `certificates` says, and for a role whose
+    checkpoint is not named.
+    """
+    names = {name.replace("-", "_"): name for name in plain}
     for role, key in ((Role.DRAFT, "draft"), (Role.COMPRESS, "prefill-drafter")):
         if any(role in worker.roles for worker in cluster.workers) and key.replace("-", "_") not in names:
             raise InvalidArgument(
                 f"workers: one has the role {role} and {key} is missing: name the checkpoint with {key}: DIR", field=key
             )
-    divided = any(worker.layers is not None or worker.share is not None for worker in cluster.workers)
-    for part, flags in (("workers", _PLACING), ("certificates", _SECURING)):
+    is_divided = any(worker.layers is not None or worker.share is not None for worker in cluster.workers)
+    for part, flags in (("workers", _PLACEMENT_FLAGS), ("certificates", _SECURITY_FLAGS)):
         for flag in flags:
-            if flag == "target_layer_split" and not divided and rest.get(names.get(flag, "")) == AUTO:
+            if flag == "target_layer_split" and not is_divided and plain.get(names.get(flag, "")) == AUTO:
                 # The one word that workers have no way to say.
                 continue
             if getattr(cluster, part) and flag in names:
                 raise InvalidArgument(f"{names[flag]} says again what {part} says: give one of them", field=names[flag])
 
 
-def _placing(workers: list[WorkerEntry]) -> dict[str, Any]:
+def _placement_flags(workers: list[WorkerEntry]) -> dict[str, Any]:
+    """Return the flags that the workers stand for. Raises InvalidArgument for workers that don't fit together."""
     for index, worker in enumerate(workers):
-        _check(worker, f"workers[{index}]")
+        _check_worker(worker, f"workers[{index}]")
     stages = [worker for worker in workers if Role.TARGET in worker.roles]
     if not stages:
         raise InvalidArgument("workers: none has the role target; give it to those that hold layers", field="workers")
     flags: dict[str, Any] = {"target_devices": ",".join(worker.at for worker in stages)}
     for field, flag in (("layers", "target_layers"), ("share", "target_layer_split")):
-        given = [getattr(worker, field) for worker in stages]
-        if any(value is not None for value in given):
-            if None in given:
+        values = [getattr(worker, field) for worker in stages]
+        if any(value is not None for value in values):
+            if None in values:
                 raise InvalidArgument(
-                    f"workers[{workers.index(stages[given.index(None)])}] has no {field} and others do: give all "
+                    f"workers[{workers.index(stages[values.index(None)])}] has no {field} and others do: give all "
                     "targets one, or none",
                     field="workers",
                 )
-            flags[flag] = ",".join(str(value) for value in given)
-    draft, reader = _one(workers, Role.DRAFT), _one(workers, Role.COMPRESS)
+            flags[flag] = ",".join(str(value) for value in values)
+    draft, reader = _only_worker(workers, Role.DRAFT), _only_worker(workers, Role.COMPRESS)
     if draft is not None and draft is not stages[-1]:
         if Role.TARGET in draft.roles and _is_local(draft):
             raise InvalidArgument(
@@ -146,10 +168,12 @@ def _placing(workers: list[WorkerEntry]) -> dict[str, Any]:
 
 
 def _is_local(worker: WorkerEntry) -> bool:
+    """Return whether a worker is started here."""
     return parse_place(worker.at, "at").devices is not None
 
 
-def _check(worker: WorkerEntry, place: str) -> None:
+def _check_worker(worker: WorkerEntry, place: str) -> None:
+    """Raise InvalidArgument for fields of one worker that contradict each other. place: where it stands in the file."""
     parse_place(worker.at, f"{place}.at")
     if worker.layers is not None and worker.share is not None:
         raise InvalidArgument(f"{place} has layers and a share: give one of them", field=place)
@@ -161,8 +185,9 @@ def _check(worker: WorkerEntry, place: str) -> None:
         )
 
 
-def _one(workers: list[WorkerEntry], role: Role) -> WorkerEntry | None:
-    having = [worker for worker in workers if role in worker.roles]
-    if len(having) > 1:
-        raise InvalidArgument(f"workers: {len(having)} have the role {role}: give it to one", field="workers")
-    return having[0] if having else None
+def _only_worker(workers: list[WorkerEntry], role: Role) -> WorkerEntry | None:
+    """Return the worker with a role that one may have, None without any. Raises InvalidArgument for several."""
+    matches = [worker for worker in workers if role in worker.roles]
+    if len(matches) > 1:
+        raise InvalidArgument(f"workers: {len(matches)} have the role {role}: give it to one", field="workers")
+    return matches[0] if matches else None

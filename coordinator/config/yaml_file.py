@@ -1,5 +1,4 @@
-"""Reads YAML as version 1.2 has it, where `off` and `5:35` are text; the library's own rules, of 1.1, make them false
-and 335."""
+"""Reads YAML 1.2, where `off` and `5:35` are text; by the library's own rules, of YAML 1.1, they are false and 335."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import yaml
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the scalars of YAML 1.2's core schema."""
+    """A safe loader with the scalars of YAML 1.2's core schema (section 10.3 of its specification)."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
@@ -31,5 +30,5 @@ for _tag, _pattern, _first in (
 
 
 def read_yaml(path: Path) -> Any:
-    """The file's only document. Raises OSError, UnicodeDecodeError and yaml.YAMLError."""
+    """Return the file's only document. Raises OSError, UnicodeDecodeError and yaml.YAMLError."""
     return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)

@@ -1,4 +1,4 @@
-"""The files of an overlay, and writing them: those of an earlier cluster file are replaced, others kept."""
+"""The files of an overlay, and writing them: files of an earlier overlay are replaced, those of others are kept."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _KUSTOMIZE = "kustomize.config.k8s.io/v1beta1"
 
 
 def overlay(file: ServeFile, directory: Path, base: Path, beside: Path) -> dict[PurePosixPath, str]:
-    """File contents by their paths in the overlay's directory. base: deploy/kubernetes/base. beside: the directory of
-    the cluster file, from where it names components.
+    """Return file contents by their paths in the overlay's directory.
 
+    base: deploy/kubernetes/base. beside: the directory of the cluster file, from where it names components.
     Raises InvalidArgument naming the field, its value and what to write.
     """
     for part in ("coordinator", "worker"):
@@ -43,7 +43,7 @@ def overlay(file: ServeFile, directory: Path, base: Path, beside: Path) -> dict[
         "apiVersion": _KUSTOMIZE,
         "kind": "Kustomization",
         "namespace": pods.namespace,
-        "resources": [f"{_way(directory, base)}/coordinator", *(worker.name for worker in workers)],
+        "resources": [f"{_relative(directory, base)}/coordinator", *(worker.name for worker in workers)],
         "components": [_component(directory, beside, name) for name in pods.components],
         "configMapGenerator": [{"name": "serve", "files": ["serve.yaml"]}],
         "patches": [{"path": "coordinator.yaml"}],
@@ -57,7 +57,7 @@ def overlay(file: ServeFile, directory: Path, base: Path, beside: Path) -> dict[
             {
                 "apiVersion": _KUSTOMIZE,
                 "kind": "Kustomization",
-                "resources": [f"{_way(directory / worker.name, base)}/worker"],
+                "resources": [f"{_relative(directory / worker.name, base)}/worker"],
                 "nameSuffix": f"-{worker.index}",
                 "labels": [
                     {"pairs": {"app.kubernetes.io/instance": worker.name}, "includeSelectors": True},
@@ -69,9 +69,9 @@ def overlay(file: ServeFile, directory: Path, base: Path, beside: Path) -> dict[
 
 
 def write_overlay(directory: Path, files: Mapping[PurePosixPath, str]) -> None:
-    """Into a directory, made if need be; files that an earlier overlay had and this one lacks are removed.
+    """Write the files into a directory, which is made if need be; remove those of an earlier overlay that are gone.
 
-    Raises InvalidArgument before anything is written when a file in the way was written by somebody else.
+    Raises InvalidArgument, before anything is written, for a file in the way that somebody else has written.
     """
     old = {path for pattern in ("*.yaml", "worker-*/*.yaml") for path in directory.glob(pattern)}
     for path in files:
@@ -96,24 +96,28 @@ def write_overlay(directory: Path, files: Mapping[PurePosixPath, str]) -> None:
 
 
 def _component(directory: Path, beside: Path, name: str) -> str:
+    """Return the path of a component from the overlay. Raises InvalidArgument for one that is not there."""
     if not (beside / name / "kustomization.yaml").is_file():
         raise InvalidArgument(
             f"kubernetes.components has {name!r}, and {beside / name} has no kustomization.yaml: name a component's "
             "directory, from the cluster file's",
             field="kubernetes.components",
         )
-    return _way(directory, beside / name)
+    return _relative(directory, beside / name)
 
 
-def _way(start: Path, end: Path) -> str:
-    """As Kustomize wants it: no absolute paths."""
+def _relative(start: Path, end: Path) -> str:
+    """Return the way from a directory to another one; Kustomize takes no absolute paths."""
     return Path(os.path.relpath(end.resolve(), start.resolve())).as_posix()
 
 
-def _text(documents: Sequence[Any]) -> str:
-    # Without aliases: the same part may stand in several places.
-    class Plain(yaml.SafeDumper):
-        def ignore_aliases(self, data: object) -> bool:
-            return True
+class _PlainDumper(yaml.SafeDumper):
+    """A dumper that writes a part out wherever it stands, in place of a reference to where it stood first."""
 
-    return HEADER + yaml.dump_all(documents, Dumper=Plain, sort_keys=False, width=120, allow_unicode=True)
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def _text(documents: Sequence[Any]) -> str:
+    """Return the content of a file that holds these documents."""
+    return HEADER + yaml.dump_all(documents, Dumper=_PlainDumper, sort_keys=False, width=120, allow_unicode=True)

@@ -1,4 +1,4 @@
-"""What an overlay changes in the base's objects: patches as Kustomize merges them, claims that it adds."""
+"""What an overlay changes in the base's objects: patches as Kustomize merges them, and the claims that it adds."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from coordinator.manifests.workers import RESOURCES, PodWorker, drain_s, has_tok
 
 Yaml = dict[str, Any]
 
-PRE_STOP_S, DOORS_S = 5, 20
-"""What a pod needs around its drain: until proxies know, and for last words."""
+PRE_STOP_S, CLOSING_S = 5, 20
+"""Seconds that a pod needs before its drain, until proxies know that it ends, and after it, for the last bytes."""
 
 
 def worker_patches(file: ServeFile, pods: ClusterPods, worker: PodWorker) -> list[Yaml]:
-    """Of the base's `worker`, before it gets its suffix."""
+    """Return the patches of the base's `worker`, before its name gets the suffix."""
     token = has_token(file)
     container = {
         "name": "worker",
@@ -48,7 +48,7 @@ def worker_patches(file: ServeFile, pods: ClusterPods, worker: PodWorker) -> lis
 
 
 def coordinator_patches(file: ServeFile, pods: ClusterPods) -> list[Yaml]:
-    """Of the base's coordinator and its Service."""
+    """Return the patches of the base's coordinator, of its Service and of its certificate."""
     token, prefixes = has_token(file), file.flags.get("kv-cache-dir")
     mounts = _mounts(pods, token)
     volumes = _volumes(pods, "coordinator-tls", token)
@@ -74,10 +74,10 @@ def coordinator_patches(file: ServeFile, pods: ClusterPods) -> list[Yaml]:
 
 
 def claims(file: ServeFile, pods: ClusterPods) -> list[Yaml]:
-    """Those that the file gives a size; others must be there."""
-    wanted = [(pods.weights_claim, pods.weights_size, pods.weights_access)]
+    """Return the claims that the file gives a size; others must be in the cluster already."""
+    volumes = [(pods.weights_claim, pods.weights_size, pods.weights_access)]
     if "kv-cache-dir" in file.flags:
-        wanted.append((pods.prefix_claim, pods.prefix_size, "ReadWriteOnce"))
+        volumes.append((pods.prefix_claim, pods.prefix_size, "ReadWriteOnce"))
     return [
         _object(
             "v1",
@@ -85,7 +85,7 @@ def claims(file: ServeFile, pods: ClusterPods) -> list[Yaml]:
             name,
             {"spec": {"accessModes": [access], "resources": {"requests": {"storage": str(size)}}}},
         )
-        for name, size, access in wanted
+        for name, size, access in volumes
         if size is not None
     ]
 
@@ -111,23 +111,25 @@ _APART = {
 
 
 def _image(images: Images, vendor: str) -> str:
+    """Return the image of workers on a vendor's devices."""
     return {"cpu": images.cpu, "cuda": images.cuda, "hip": images.hip}[vendor]
 
 
 def _resources(worker: PodWorker) -> Yaml:
+    """Return what the worker's container asks for and may use at most."""
     pod = worker.pod
     requests = {"cpu": pod.cpu, "memory": pod.memory}
     limits = {"memory": pod.memory, RESOURCES.get(worker.vendor, ""): str(worker.gpus) if worker.gpus else None}
-    given = {"requests": requests, "limits": limits}
+    resources = {"requests": requests, "limits": limits}
     return {
         kind: {name: str(value) for name, value in amounts.items() if value is not None}
-        for kind, amounts in given.items()
+        for kind, amounts in resources.items()
         if any(value is not None for value in amounts.values())
     }
 
 
 def _mounts(pods: ClusterPods, token: bool) -> dict[str, list[Yaml]]:
-    """What coordinator and workers alike have mounted otherwise than in the base."""
+    """Return what coordinator and workers have mounted otherwise than in the base."""
     mounts: list[Yaml] = []
     if pods.model_mount != "/models":
         # Merged by its path, so the base's goes.
@@ -141,6 +143,7 @@ def _mounts(pods: ClusterPods, token: bool) -> dict[str, list[Yaml]]:
 
 
 def _volumes(pods: ClusterPods, tls: str, token: bool) -> list[Yaml]:
+    """Return the volumes of a pod. tls: the Secret with its certificate; token: whether the cluster has one."""
     volumes: list[Yaml] = [
         {"name": "tls", "secret": {"secretName": tls}},
         {"name": "weights", "persistentVolumeClaim": {"claimName": pods.weights_claim, "readOnly": True}},
@@ -151,7 +154,8 @@ def _volumes(pods: ClusterPods, tls: str, token: bool) -> list[Yaml]:
 
 
 def _grace_s(file: ServeFile) -> int:
-    return round(drain_s(file)) + DOORS_S
+    """Return the seconds that a pod may take to end."""
+    return round(drain_s(file)) + CLOSING_S
 
 
 def _template(spec: Yaml) -> Yaml:

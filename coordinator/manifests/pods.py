@@ -15,32 +15,35 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([kMGTPE]i?|m)?")
 
 
-def _name(value: str) -> str:
+def _check_name(value: str) -> str:
+    """Return a name of an object. Raises ValueError for what is none."""
     if _NAME.fullmatch(value) is None:
         raise ValueError("write up to 63 lower-case letters, digits and hyphens, like flashsplit")
     return value
 
 
-def _quantity(value: str | int | float) -> str:
+def _check_quantity(value: str | int | float) -> str:
+    """Return a quantity as text. Raises ValueError for what Kubernetes doesn't take as one."""
     text = str(value)
     if _QUANTITY.fullmatch(text) is None:
         raise ValueError("write a quantity of Kubernetes, like 24Gi for memory or 4 for cores")
     return text
 
 
-def _absolute(value: str) -> str:
+def _check_directory(value: str) -> str:
+    """Return an absolute path without a slash at its end. Raises ValueError for another path."""
     if not value.startswith("/") or value.rstrip("/") == "":
         raise ValueError("write an absolute path, like /models")
     return value.rstrip("/")
 
 
-Name = Annotated[str, AfterValidator(_name)]
-Quantity = Annotated[str | int | float, AfterValidator(_quantity)]
-Directory = Annotated[str, AfterValidator(_absolute)]
+Name = Annotated[str, AfterValidator(_check_name)]
+Quantity = Annotated[str | int | float, AfterValidator(_check_quantity)]
+Directory = Annotated[str, AfterValidator(_check_directory)]
 
 
 class WorkerPod(Fields):
-    """Of one worker. device: as the pod numbers its devices, from 0; left out, `at` tells."""
+    """What `kubernetes` says of one worker. device: as the pod numbers its devices, from 0; without it, `at` tells."""
 
     replicas: Literal[1] = 1
     device: str | None = None
@@ -55,7 +58,7 @@ class WorkerPod(Fields):
 
 
 class Images(Fields):
-    """Of the coordinator, and of workers by their devices' vendor."""
+    """The container images of the coordinator, and of workers by their devices' vendor."""
 
     coordinator: str = f"flashsplit/coordinator:{_VERSION}"
     cpu: str = f"flashsplit/worker:{_VERSION}-cpu"
@@ -64,7 +67,7 @@ class Images(Fields):
 
 
 class ClusterPods(Fields):
-    """Of all. A claim with a size is made, one without must be there."""
+    """What `kubernetes` says of the whole cluster. A claim with a size is made; one without must be there."""
 
     namespace: Name = "flashsplit"
     images: Images = Images()

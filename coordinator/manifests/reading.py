@@ -1,6 +1,6 @@
 """A cluster file as manifests need it: serve's flags by their names, and the workers that it draws.
 
-What the values mean is for those who use them.
+What the values of flags mean is left to those who use them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from typing import Any
 import click
 import yaml
 
-from coordinator.config.cluster_file import ClusterFile, check_rest, cluster_flags, read_cluster
+from coordinator.config.cluster_file import ClusterFile, check_plain_flags, cluster_flags, read_cluster
 from coordinator.config.yaml_file import read_yaml
 from services.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
 class ServeFile:
-    """flags: serve's, by their names without the leading dashes; a no-… as its opposite."""
+    """A file for `flashsplit serve`.
+
+    flags: serve's plain flags by their names without the leading dashes; `no-…` stands as its opposite.
+    """
 
     flags: Mapping[str, Any]
     cluster: ClusterFile
@@ -46,13 +49,13 @@ def read_serve_file(path: Path, parameters: Iterable[click.Parameter]) -> ServeF
             field="workers",
         )
     flags = _flags(rest, path, parameters)
-    check_rest(cluster, flags)
+    check_plain_flags(cluster, flags)
     cluster_flags(cluster)
     return ServeFile(flags, cluster)
 
 
 def _flags(values: Mapping[str, Any], path: Path, parameters: Iterable[click.Parameter]) -> dict[str, Any]:
-    """By their first names."""
+    """Return values by the first names of their flags. Raises InvalidArgument for a key that is no flag."""
     known: dict[str, tuple[str, bool]] = {}
     for parameter in parameters:
         for names, positive in ((parameter.opts, True), (parameter.secondary_opts, False)):

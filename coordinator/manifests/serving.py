@@ -16,7 +16,7 @@ from services.errors import InvalidArgument
 HTTP_PORT, GRPC_PORT = 8000, 50051
 """Inside the pod. The Service listens on those of the file."""
 
-_OF_WORKERS = ("threads", "prefix-cache-bytes", "worker-command")
+_WORKER_FLAGS = ("threads", "prefix-cache-bytes", "worker-command")
 _UNRENDERED = {
     "api-key": "a key would stand in a ConfigMap: write api-key-file and put the keys into the Secret api-keys",
     "ssl-ca-certs": "probes have no certificate to show: leave it out, and check clients' in the gateway before",
@@ -26,7 +26,10 @@ _UNRENDERED = {
 
 
 def serve_flags(file: ServeFile, pods: ClusterPods, workers: tuple[PodWorker, ...]) -> dict[str, Any]:
-    """For `serve --config`. Raises InvalidArgument naming the field, its value and what to write."""
+    """Return the flags for `serve --config` inside the pod.
+
+    Raises InvalidArgument naming the field, its value and what to write.
+    """
     flags = dict(file.flags)
     for name, why in _UNRENDERED.items():
         if flags.pop(name, None) not in (None, False, [], ""):
@@ -36,7 +39,7 @@ def serve_flags(file: ServeFile, pods: ClusterPods, workers: tuple[PodWorker, ..
             _check_below(name, flags.get(name), pods.model_mount)
     if "kv-cache-dir" in flags:
         _check_prefixes(flags["kv-cache-dir"], pods.model_mount)
-    for name in (*_OF_WORKERS, "port", "grpc-port", "cluster-token-file"):
+    for name in (*_WORKER_FLAGS, "port", "grpc-port", "cluster-token-file"):
         flags.pop(name, None)
     flags |= placement(file, workers)
     flags |= {
@@ -57,14 +60,17 @@ def serve_flags(file: ServeFile, pods: ClusterPods, workers: tuple[PodWorker, ..
 
 
 def service_ports(flags: Mapping[str, Any]) -> dict[str, int]:
-    """Where clients find the doors, by their names. Raises InvalidArgument."""
-    wanted = {"http": ("port", HTTP_PORT)}
+    """Return the ports by which clients reach the server, by protocol.
+
+    Raises InvalidArgument for what is no port, and for one port twice.
+    """
+    known = {"http": ("port", HTTP_PORT)}
     if flags.get("grpc", True):
-        wanted["grpc"] = ("grpc-port", GRPC_PORT)
-    ports = {name: flags.get(flag, default) for name, (flag, default) in wanted.items()}
+        known["grpc"] = ("grpc-port", GRPC_PORT)
+    ports = {name: flags.get(flag, default) for name, (flag, default) in known.items()}
     for name, port in ports.items():
         if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
-            flag = wanted[name][0]
+            flag = known[name][0]
             raise InvalidArgument(f"{flag} is {port!r}; a Service needs a number from 1 to 65535", field=flag)
     if len(set(ports.values())) < len(ports):
         raise InvalidArgument(f"port and grpc-port are both {ports['http']}: give two numbers", field="grpc-port")
@@ -72,22 +78,26 @@ def service_ports(flags: Mapping[str, Any]) -> dict[str, int]:
 
 
 def placement(file: ServeFile, workers: tuple[PodWorker, ...]) -> dict[str, Any]:
-    """Who holds what, by address; as `serve` would place the same workers. Raises InvalidArgument."""
-    there = [
+    """Return the flags that place the model on the pods, as `serve` would place it on the same workers.
+
+    Raises InvalidArgument for workers that cannot be placed together.
+    """
+    entries = [
         worker.entry.model_copy(
             update={"at": worker.address, "roles": [role.value for role in worker.roles], "command": None}
         )
         for worker in workers
     ]
-    flags = cluster_flags(file.cluster.model_copy(update={"workers": there, "certificates": None}))
-    placed = {name.replace("_", "-"): value for name, value in flags.items()}
-    if "target-layers" in placed:
-        ranges = placed["target-layers"]
+    flags = cluster_flags(file.cluster.model_copy(update={"workers": entries, "certificates": None}))
+    by_flag = {name.replace("_", "-"): value for name, value in flags.items()}
+    if "target-layers" in by_flag:
+        ranges = by_flag["target-layers"]
         parse_ranges(ranges, ranges.count(",") + 1, int(ranges.rpartition(":")[2]))
-    return placed
+    return by_flag
 
 
 def _check_below(name: str, value: object, mount: str) -> None:
+    """Raise InvalidArgument for a checkpoint that does not lie in the weights' claim."""
     if not isinstance(value, str) or PurePosixPath(mount) not in PurePosixPath(value).parents or ".." in value:
         raise InvalidArgument(
             f"{name} is {value!r}; the weights' claim is mounted at {mount}: write a directory below it, or name "
@@ -97,6 +107,7 @@ def _check_below(name: str, value: object, mount: str) -> None:
 
 
 def _check_prefixes(value: object, weights: str) -> None:
+    """Raise InvalidArgument for a store of prefixes that cannot be mounted where it is said to be."""
     name = "kv-cache-dir"
     if not isinstance(value, str) or not value.startswith("/") or value.rstrip("/") == "" or ".." in value:
         raise InvalidArgument(f"{name} is {value!r}; in a pod it must be an absolute path, like /prefixes", field=name)

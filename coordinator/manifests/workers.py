@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from coordinator.cluster.placement import WorkerPlace, parse_place
@@ -19,12 +18,12 @@ SHARD_PORT, HEALTH_PORT = 7001, 7002
 TLS, TOKEN = "/etc/flashsplit/tls", "/etc/flashsplit/token/token"
 RESOURCES = {"cuda": "nvidia.com/gpu", "hip": "amd.com/gpu"}
 DRAIN_S = 60.0
-"""Serve's own default."""
+"""How long answers may take to finish where the file doesn't say: serve's own default."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodWorker:
-    """One worker. device: as flashsplit-worker takes it, inside the pod."""
+    """One worker as a pod. device: as flashsplit-worker takes it inside the pod; roles: what it must offer."""
 
     index: int
     entry: WorkerEntry
@@ -34,32 +33,34 @@ class PodWorker:
 
     @property
     def name(self) -> str:
+        """The name of its objects, and its host name in the cluster."""
         return f"worker-{self.index}"
 
     @property
     def address(self) -> str:
-        """Where the coordinator and other workers reach it."""
+        """The address by which the coordinator and other workers reach it."""
         return f"{self.name}:{SHARD_PORT}"
 
     @property
     def vendor(self) -> str:
-        """cpu, cuda or hip."""
+        """The vendor of its devices: cpu, cuda or hip."""
         return self.device.partition(":")[0]
 
     @property
     def gpus(self) -> int:
+        """The number of its GPUs."""
         return 0 if self.vendor == "cpu" else self.device.count("+") + 1
 
     def arguments(self, file: ServeFile) -> list[str]:
-        """Of flashsplit-worker."""
-        kept = 0 if file.flags.get("prefix-cache") is False else file.flags.get("prefix-cache-bytes")
+        """Return the command line of flashsplit-worker."""
+        prefix_bytes = 0 if file.flags.get("prefix-cache") is False else file.flags.get("prefix-cache-bytes")
         flags: dict[str, object] = {
             "listen": f"0.0.0.0:{SHARD_PORT}",
             "health-port": HEALTH_PORT,
             "device": self.device,
             "roles": ",".join(self.roles),
             "threads": self._threads(file),
-            "prefix-cache-bytes": kept,
+            "prefix-cache-bytes": prefix_bytes,
             "tls-cert": f"{TLS}/tls.crt",
             "tls-key": f"{TLS}/tls.key",
             "tls-ca": f"{TLS}/ca.crt",
@@ -69,14 +70,14 @@ class PodWorker:
         return [f"--{flag}={value}" for flag, value in flags.items() if value is not None]
 
     def _threads(self, file: ServeFile) -> object:
-        """As many as it may use: a worker sees all cores of its node."""
+        """Return its CPU threads, None for its own choice: that would be all cores of its node, not only the pod's."""
         cores = self.pod.cpu
         whole = isinstance(cores, str) and cores.isdigit() and self.vendor == "cpu"
         return file.flags.get("threads", cores if whole else None)
 
 
 def pod_workers(file: ServeFile) -> tuple[PodWorker, ...]:
-    """In the file's order. Raises InvalidArgument naming the field, its value and what to write."""
+    """Return the workers in the file's order. Raises InvalidArgument naming the field, its value and what to write."""
     roles = _roles(file)
     workers = []
     for index, entry in enumerate(file.cluster.workers):
@@ -88,7 +89,7 @@ def pod_workers(file: ServeFile) -> tuple[PodWorker, ...]:
 
 
 def drain_s(file: ServeFile) -> float:
-    """How long answers may take to finish. Raises InvalidArgument."""
+    """Return how long answers may take to finish. Raises InvalidArgument for what is no time."""
     value = file.flags.get("drain-timeout", DRAIN_S)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise InvalidArgument(f"drain-timeout is {value!r}; write seconds, 0 or more", field="drain-timeout")
@@ -96,13 +97,13 @@ def drain_s(file: ServeFile) -> float:
 
 
 def has_token(file: ServeFile) -> bool:
-    """Whether the cluster has a token beside its certificates."""
+    """Return whether the cluster has a token beside its certificates."""
     certificates = file.cluster.certificates
     return "cluster-token-file" in file.flags or (certificates is not None and certificates.token_file is not None)
 
 
 def _device(at: WorkerPlace, pod: WorkerPod, name: str) -> str:
-    """As the pod sees them, devices begin at 0."""
+    """Return the devices as the pod numbers them, from 0. Raises InvalidArgument where the file doesn't tell them."""
     if pod.device is not None:
         field = f"{name}.kubernetes.device"
         place = parse_place(pod.device, field)
@@ -135,15 +136,13 @@ def _device(at: WorkerPlace, pod: WorkerPod, name: str) -> str:
 
 
 def _roles(file: ServeFile) -> list[tuple[Role, ...]]:
-    """What each must offer: a draft without a place sits beside the last stage, the prompts' reader by the first."""
+    """Return what each worker must offer.
+
+    A draft without a place sits beside the last stage, the model that reads long prompts beside the first.
+    """
     roles = [[Role(role) for role in entry.roles] for entry in file.cluster.workers]
-    stages = [index for index, given in enumerate(roles) if Role.TARGET in given]
+    stages = [index for index, own in enumerate(roles) if Role.TARGET in own]
     for role, flag, default in ((Role.DRAFT, "draft", stages[-1]), (Role.COMPRESS, "prefill-drafter", stages[0])):
-        if flag in file.flags and not any(role in given for given in roles):
+        if flag in file.flags and not any(role in own for own in roles):
             roles[default].append(role)
-    return [tuple(given) for given in roles]
-
-
-def having(workers: tuple[PodWorker, ...], role: Role) -> Iterator[PodWorker]:
-    """Those that offer a role, in order."""
-    return (worker for worker in workers if role in worker.roles)
+    return [tuple(own) for own in roles]

@@ -15,8 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 from coordinator.bench import bench as command
-from coordinator.bench.step import SINGLES
-from coordinator.bench.step_bench import Row, times_decode
+from coordinator.bench.step import SINGLE_KINDS
+from coordinator.bench.step_bench import StepFigures, times_decode
 from tests.e2e.conftest import ROOT, Pair, Worker
 
 DEMO = ROOT / "deploy" / "demo"
@@ -102,17 +102,19 @@ def test_commands_of_one_kind(start_worker: Callable[..., Worker], tiny: Sequenc
     machine, line, engines, headings, decode, cycle = here("cycle", *placed, *sizes("cycle")).splitlines()
     assert re.fullmatch(r".+, \d+ cores; workers on cpu; flashsplit [\d.]+(, commit [0-9a-f]{7,}\+?)?", machine)
     assert line.startswith("$ flashsplit")
-    assert engines.startswith("target by torch; copies at ")
+    assert engines.startswith("qwen3 by torch; copies at ")
     assert headings.endswith("times decode")
     assert (decode.split()[0], cycle.split()[0], len(cycle.split())) == ("decode", "cycle", len(decode.split()) + 1)
 
 
 def test_ratios_are_to_decode() -> None:
     """For kinds that are steps too; none without a decode."""
-    rows = [Row(kind, 1, 40, ms, 0.0, 1.0) for kind, ms in (("decode", 4.0), ("cycle", 10.0), ("prefill", 90.0))]
+    rows = [
+        StepFigures(kind, 1, 40, ms, 0.0, 1.0) for kind, ms in (("decode", 4.0), ("cycle", 10.0), ("prefill", 90.0))
+    ]
     assert times_decode(rows) == {"cycle": 2.5}
     assert times_decode(rows[1:]) == {}
-    for kind, made in SINGLES.items():
+    for kind, made in SINGLE_KINDS.items():
         assert made.beside == (() if kind in ("decode", "prefill") else ("decode",))
 
 

@@ -1,4 +1,4 @@
-"""`flashsplit certs`: an authority of one's own and a certificate for every host, with where each file goes."""
+"""`flashsplit certs`: makes an authority and a certificate for every host, and says where each file goes."""
 
 from __future__ import annotations
 
@@ -61,15 +61,17 @@ async def certs(out: Path, hosts: tuple[str, ...], days: int, force: bool) -> No
     Writes an authority (ca.pem, ca-key.pem), a pair for the coordinator and a pair for every host, all for their user
     alone, and prints which file goes where and the command lines that use them.
     """
-
-    named = parse_hosts(hosts or ("localhost",))
+    names = parse_hosts(hosts or ("localhost",))
     directory = out.absolute()
-    made = make_certificates(directory, named, days, force=force)
-    click.echo("\n".join(instructions(directory, named, made)))
+    stems = make_certificates(directory, names, days, force=force)
+    click.echo("\n".join(instructions(directory, names, stems)))
 
 
 def parse_hosts(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """All names of each host, by the first one. Raises InvalidArgument for what is no name, or names a file twice."""
+    """Return all names of each host by the first one.
+
+    Raises InvalidArgument for what is no name, and for a host whose files have the names of another one's.
+    """
     hosts: dict[str, tuple[str, ...]] = {}
     for text in texts:
         names = tuple(dict.fromkeys(check_name(part.strip(), "--host") for part in text.split(",")))
@@ -88,7 +90,10 @@ def parse_hosts(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def make_certificates(directory: Path, hosts: dict[str, tuple[str, ...]], days: int, *, force: bool) -> list[str]:
-    """Write the pairs; their stems. Raises InvalidArgument before anything would be overwritten."""
+    """Write the certificates and keys, and return the stems of the new files.
+
+    Raises InvalidArgument before anything would be overwritten.
+    """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         return _write(directory, hosts, days, force=force)
@@ -99,6 +104,7 @@ def make_certificates(directory: Path, hosts: dict[str, tuple[str, ...]], days: 
 
 
 def _write(directory: Path, hosts: dict[str, tuple[str, ...]], days: int, *, force: bool) -> list[str]:
+    """Write the files as `make_certificates` says. Raises OSError too."""
     if directory.stat().st_mode & 0o077:
         raise InvalidArgument(
             f"--out {directory} is open to other users: chmod 700 it, or name a directory that isn't there yet",
@@ -107,16 +113,16 @@ def _write(directory: Path, hosts: dict[str, tuple[str, ...]], days: int, *, for
     pairs = {file_stem(host): names for host, names in hosts.items()}
     if force or not (directory / f"{COORDINATOR}.pem").exists():
         pairs[COORDINATOR] = (COORDINATOR,)
-    there = [path for stem in pairs for path in files_of(directory, stem) if path.exists()]
+    existing = [path for stem in pairs for path in files_of(directory, stem) if path.exists()]
     authority_files = files_of(directory, "ca")
     kept = [path for path in authority_files if path.exists()]
     if force:
-        for path in (*there, *kept):
+        for path in (*existing, *kept):
             path.unlink()
-    elif there or len(kept) == 1:
+    elif existing or len(kept) == 1:
         raise InvalidArgument(
-            f"{(there or kept)[0]} is there already: give --force to make it and the authority anew, or name another "
-            "directory",
+            f"{(existing or kept)[0]} is there already: give --force to make it and the authority anew, or name "
+            "another directory",
             field="--out",
         )
     authority = read_authority(*authority_files) if kept and not force else _new_authority(*authority_files)
@@ -126,24 +132,28 @@ def _write(directory: Path, hosts: dict[str, tuple[str, ...]], days: int, *, for
 
 
 def _new_authority(certificate: Path, key: Path) -> Authority:
+    """Make an authority, write its files and return it."""
     authority = make_authority(_AUTHORITY_DAYS)
     authority.write(certificate, key)
     return authority
 
 
 def file_stem(host: str) -> str:
-    """A host's name as that of a file."""
+    """Return a host's name as that of a file."""
     return host.replace(":", "-")
 
 
 def files_of(directory: Path, stem: str) -> tuple[Path, Path]:
-    """Certificate and key."""
+    """Return the paths of a certificate and its key."""
     return directory / f"{stem}.pem", directory / f"{stem}-key.pem"
 
 
-def instructions(directory: Path, hosts: dict[str, tuple[str, ...]], made: list[str]) -> list[str]:
-    """Which file goes where, and the command lines. Paths are those here: copies elsewhere may lie elsewhere."""
-    lines = [f"In {directory}, new: {', '.join(f'{stem}.pem' for stem in made)}. Copy to the same directory:", ""]
+def instructions(directory: Path, hosts: dict[str, tuple[str, ...]], stems: list[str]) -> list[str]:
+    """Return which file goes where, and the command lines. stems: of the new files.
+
+    Paths are those of this host: copies may lie elsewhere.
+    """
+    lines = [f"In {directory}, new: {', '.join(f'{stem}.pem' for stem in stems)}. Copy to the same directory:", ""]
     for host in hosts:
         stem = file_stem(host)
         lines.append(f"  on {host}: ca.pem {stem}.pem {stem}-key.pem")
@@ -166,5 +176,6 @@ def instructions(directory: Path, hosts: dict[str, tuple[str, ...]], made: list[
 
 
 def _flags(directory: Path, stem: str) -> str:
+    """Return the flags by which a process uses its certificate."""
     certificate, key = files_of(directory, stem)
     return shlex.join(["--tls-cert", str(certificate), "--tls-key", str(key), "--tls-ca", str(directory / "ca.pem")])

@@ -53,7 +53,6 @@ async def manifests(config: Path, out: Path | None, base: Path) -> None:
     addresses, certificates and keys is for bare hosts: in the cluster, names are made and cert-manager's and your
     Secrets are mounted.
     """
-
     file = read_serve_file(config, serve.params)
     directory = out or config.parent
     write_overlay(directory, overlay(file, directory, base, config.parent))
@@ -61,7 +60,7 @@ async def manifests(config: Path, out: Path | None, base: Path) -> None:
 
 
 def instructions(file: ServeFile, directory: Path) -> list[str]:
-    """What to type next."""
+    """Return what to type next."""
     pods = read_fields(ClusterPods, file.cluster.kubernetes, "kubernetes")
     space = ["--namespace", pods.namespace]
     keys = ["--from-file=api-keys=KEYS.txt", "--from-literal=metrics=ONE-OF-THEM"]

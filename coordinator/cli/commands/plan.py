@@ -77,7 +77,6 @@ async def plan(
 
     With --measure also how fast it would decode, and what limits that; with --auto the fastest split that fits.
     """
-
     files = read_model_files(model.model)
     if auto:
         workers = replace(workers, placement=await _automatic(workers.placement))

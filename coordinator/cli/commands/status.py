@@ -1,4 +1,4 @@
-"""`flashsplit status`: a running server's chain of workers, once or all the time."""
+"""`flashsplit status`: shows a running server's chain of workers, once or all the time."""
 
 from __future__ import annotations
 
@@ -45,19 +45,22 @@ async def status(client: ClientOptions, watch: bool, interval: float, as_json: b
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
     async def show(server: Server) -> Status:
-        said = await server.status()
+        """Print the server's status once, and return it."""
+        report = await server.status()
         if as_json:
-            print(said.model_dump_json(), flush=True)
+            print(report.model_dump_json(), flush=True)
         else:
-            console.print(picture(said, console, server.url))
-        return said
+            console.print(picture(report, console, server.url))
+        return report
 
-    async def again(server: Server, seconds: float) -> None:
+    async def repeat(server: Server, seconds: float) -> None:
+        """Print the status again and again."""
         while True:
             await show(server)
             await asyncio.sleep(seconds)
 
     async def live(server: Server, seconds: float) -> None:
+        """Draw the status in place, again and again; wait for a server that has gone."""
         last: Status | None = None
         with Live(console=console, auto_refresh=False) as shown:
             while True:
@@ -75,12 +78,12 @@ async def status(client: ClientOptions, watch: bool, interval: float, as_json: b
 
     async with client.connect() as server:
         if watch:
-            await (live(server, interval) if console.is_terminal and not as_json else again(server, interval))
-        said = await show(server)
-        if not said.ready or any(worker.error for worker in said.workers):
+            await (live(server, interval) if console.is_terminal and not as_json else repeat(server, interval))
+        report = await show(server)
+        if not report.ready or any(worker.error for worker in report.workers):
             sys.exit(EXIT_ERROR)
 
 
 def frame(shown: RenderableType, trouble: str) -> RenderableType:
-    """What was heard last, and what is wrong since."""
+    """Return the last status, with what has been wrong since below it."""
     return Group(shown, Text(f"{trouble}; trying again", style="bold red")) if trouble else shown

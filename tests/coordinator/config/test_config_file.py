@@ -56,31 +56,51 @@ prefill-compression: off
 kv-dtype: fp8
 """
     monkeypatch.setenv("FLASHSPLIT_PORT", "2")
-    given = parse(tmp_path, text, "--grpc-port", "4")
+    params = parse(tmp_path, text, "--grpc-port", "4")
 
-    assert (given["target_devices"], given["target_layers"]) == ("cpu,cpu", "0:5,5:12")
-    assert (given["api_keys"], given["served_model_name"]) == (("secret",), ("a", "b"))
-    assert (given["grpc"], given["port"], given["grpc_port"]) == (False, 2, 4)
-    assert (given["prefill_compression"], given["kv_dtype"]) == ("off", "fp8")
+    assert (params["target_devices"], params["target_layers"]) == ("cpu,cpu", "0:5,5:12")
+    assert (params["api_keys"], params["served_model_name"]) == (("secret",), ("a", "b"))
+    assert (params["grpc"], params["port"], params["grpc_port"]) == (False, 2, 4)
+    assert (params["prefill_compression"], params["kv_dtype"]) == ("off", "fp8")
+
+
+@pytest.mark.parametrize(
+    ("variable", "name", "value"),
+    [
+        ("FLASHSPLIT_PORT", "port", 1),
+        ("FLASHSPLIT_TARGET_DEVICES", "target_devices", "1"),
+        ("FLASHSPLIT_SERVED_MODEL_NAME", "served_model_name", ("1",)),
+        ("FLASHSPLIT_NAMES", "served_model_name", ("1",)),
+        ("FLASHSPLIT_API_KEYS", "api_keys", ("1",)),
+    ],
+)
+def test_the_environment_sets_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, name: str, value: object
+) -> None:
+    """By their names; keys have a plural, as FLASHSPLIT_API_KEY is the one that clients send."""
+    monkeypatch.setenv(variable, "1")
+
+    assert parse(tmp_path, "grpc: true")[name] == value
 
 
 @pytest.mark.parametrize(("line", "value"), [("grpc: true", True), ("no-grpc: true", False), ("no-grpc: false", True)])
 def test_switches(tmp_path: Path, line: str, value: bool) -> None:
+    """A pair of flags is one value, whichever of the two a file names."""
     assert parse(tmp_path, line)["grpc"] is value
 
 
 def test_a_cluster(tmp_path: Path) -> None:
     """Workers with roles, layers, programs and addresses; certificates; what is for Kubernetes is left alone."""
-    given = parse(tmp_path, CLUSTER.format(model=tmp_path))
+    params = parse(tmp_path, CLUSTER.format(model=tmp_path))
 
-    assert given["target_devices"] == "cuda:0,hip:0+hip:1,c.example:7001"
-    assert given["target_layers"] == "0:5,5:35,35:64"
-    assert given["target_layer_split"] is given["draft_device"] is None
-    assert given["prefill_device"] == "unix:/run/reader.sock"
-    assert given["worker_command"] == ("hip=/opt/rocm/bin/flashsplit-worker",)
+    assert params["target_devices"] == "cuda:0,hip:0+hip:1,c.example:7001"
+    assert params["target_layers"] == "0:5,5:35,35:64"
+    assert params["target_layer_split"] is params["draft_device"] is None
+    assert params["prefill_device"] == "unix:/run/reader.sock"
+    assert params["worker_command"] == ("hip=/opt/rocm/bin/flashsplit-worker",)
     names = ("tls_cert", "tls_key", "tls_ca", "tls_server_name", "cluster_token_file")
-    assert [given[name] for name in names] == ["a.pem", "a-key.pem", "ca.pem", "c", "token"]
-    assert (given["port"], given["model"]) == (0, tmp_path)
+    assert [params[name] for name in names] == ["a.pem", "a-key.pem", "ca.pem", "c", "token"]
+    assert (params["port"], params["model"]) == (0, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -96,9 +116,9 @@ def test_a_cluster(tmp_path: Path) -> None:
 )
 def test_where_roles_are(tmp_path: Path, workers: str, flags: dict[str, object]) -> None:
     """Each as the flags of the same meaning."""
-    given = parse(tmp_path, f"draft: {tmp_path}\nprefill-drafter: {tmp_path}\nworkers: {workers}")
+    params = parse(tmp_path, f"draft: {tmp_path}\nprefill-drafter: {tmp_path}\nworkers: {workers}")
 
-    assert {name: given[name] for name in flags} == flags
+    assert {name: params[name] for name in flags} == flags
 
 
 @pytest.mark.parametrize(
@@ -149,8 +169,8 @@ def test_refusals(tmp_path: Path, text: str, words: str) -> None:
 def test_the_cluster_of_the_serving_page(tmp_path: Path) -> None:
     """As it stands there, but for the checkpoints' place."""
     [text] = re.findall(r"```yaml\n(model: .*?)```", PAGE.read_text(), re.DOTALL)
-    given = parse(tmp_path, re.sub(r"/models/\S+", str(tmp_path), text))
+    params = parse(tmp_path, re.sub(r"/models/\S+", str(tmp_path), text))
 
-    assert given["target_devices"] == "cuda:0,hip:0,nas.example:7001"
-    assert (given["target_layers"], given["draft_device"]) == ("0:20,20:28,28:36", "nas.example:7002")
-    assert given["cluster_token_file"] == "token"
+    assert params["target_devices"] == "cuda:0,hip:0,nas.example:7001"
+    assert (params["target_layers"], params["draft_device"]) == ("0:20,20:28,28:36", "nas.example:7002")
+    assert params["cluster_token_file"] == "token"

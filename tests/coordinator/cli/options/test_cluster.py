@@ -36,6 +36,7 @@ def test_options_without_effect_are_refused(line: str, has_draft: bool, words: l
         parse(ClusterOptions, *line.split()).plan(12, has_draft=has_draft)
 
     assert all(word in caught.value.message for word in words), caught.value.message
+    assert caught.value.where["field"] == words[0].split()[0]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""One session driven by hand, step by step. Keeps its position; knows nothing of time."""
+"""One session driven step by step. It keeps the session's position and knows nothing of time."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ CHUNK = 4096
 """Most tokens of a prefill at once."""
 
 
-class Client:
-    """Drives one session, step by step."""
+class SessionDriver:
+    """Drives one session, step by step. Raises InternalError where the session fails or answers something else."""
 
     def __init__(self, session: StageSession) -> None:
         self._session, self._events = session, session.events()
         self._step = self._length = 0
 
     async def prefill(self, tokens: tuple[int, ...], chunk: int = CHUNK) -> None:
-        """In chunks, some of them on their way at once, as those of an answer."""
+        """Prefill tokens in chunks, several of which are under way at once, as those of an answer."""
         base, unanswered = self._length, 0
         for first in range(0, len(tokens), chunk):
             piece = tokens[first : first + chunk]
@@ -32,14 +32,16 @@ class Client:
             await self.commit()
 
     async def step(self, kind: StepKind, tokens: tuple[int, ...]) -> Commit:
+        """Run one step, and return what it commits."""
         await self.send(kind, tokens)
         return await self.commit()
 
     async def send(self, kind: StepKind, tokens: tuple[int, ...], propose: int = 0, more: int = 0) -> None:
+        """Send a step. propose: draft tokens to propose after it; more: steps that follow it by themselves."""
         await self._session.forward(Forward(self._step, self._length, tokens, kind, propose, more=more))
 
     async def commit(self) -> Commit:
-        """Of the step sent, or of one that follows by itself."""
+        """Return what the next step commits: the one that was sent, or one that follows by itself."""
         commit = await self._next()
         if not isinstance(commit, Commit):
             raise InternalError(f"a step was answered by {type(commit).__name__}")
@@ -47,12 +49,14 @@ class Client:
         return commit
 
     async def proposal(self) -> Proposal:
+        """Return the draft tokens that are proposed after a step."""
         proposal = await self._next()
         if not isinstance(proposal, Proposal):
-            raise InternalError(f"{type(proposal).__name__} came where guesses were due")
+            raise InternalError(f"{type(proposal).__name__} came where draft tokens were due")
         return proposal
 
     async def _next(self) -> Event:
+        """Return the next event of the session."""
         event = await anext(self._events)
         if isinstance(event, Failure):
             raise InternalError(event.message)
