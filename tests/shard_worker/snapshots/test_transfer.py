@@ -30,6 +30,7 @@ from services.messages.tensors import CHUNK_BYTES
 from services.net.channel import connect
 from services.net.server import Server
 from services.rpc.snapshots import RemoteSnapshots, SnapshotServicer
+from shard_worker.cache.prefix_state import TensorGroup
 from shard_worker.snapshots.transfer import IncomingSnapshot, SnapshotTransfer
 from tests.shard_worker.chain import BLOCK, BUDGET, Chain, MakeChain
 from tests.shard_worker.session.session_memory import Memory, differing, memory_of
@@ -664,7 +665,7 @@ async def test_an_import_that_its_model_did_not_outlive(
 
 
 async def test_memory_that_cannot_be_had_gives_the_room_back(
-    given: tuple[Chain, list[SnapshotFrame], list[SnapshotFrame]], monkeypatch: pytest.MonkeyPatch
+    given: tuple[Chain, list[SnapshotFrame], list[SnapshotFrame]],
 ) -> None:
     """Where the host has no memory left, the import is refused as such and takes no room."""
     there, whole, _ = given
@@ -672,13 +673,17 @@ async def test_memory_that_cannot_be_had_gives_the_room_back(
     held = kept.store.held_bytes
     [keeper] = kept.keepers().values()
 
-    def too_large(*_: object, **__: object) -> Any:
-        raise RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory")
+    class TooLarge(TensorGroup):
+        def empty(self, first_token: int, length: int, *, pinned: bool) -> torch.Tensor:
+            raise RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(type(keeper.groups[0]), "empty", too_large)
+    groups = tuple(
+        TooLarge(group.kind, group.names, group.extents, group.dtype, group.window) for group in keeper.groups
+    )
+    transfer = SnapshotTransfer(kept.store, lambda: {STAGE: replace(keeper, groups=groups)})
     assert isinstance(header, SnapshotHeader)
     with pytest.raises(ResourceExhausted) as caught:
-        await kept.transfer.import_snapshot(header)
+        await transfer.import_snapshot(header)
     assert caught.value.reason == "OUT_OF_MEMORY"
     assert (kept.store.held_bytes, len(kept.store)) == (held, 1)
 
