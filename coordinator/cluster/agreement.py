@@ -1,4 +1,4 @@
-"""Whether the workers of a cluster hold parts of one model, and a draft that was made for it."""
+"""Checks that the workers of a cluster hold parts of one model, and a draft that was made for it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from services.messages.description import DraftDescription, TargetDescription, W
 
 
 def check_same_model(stages: Sequence[WorkerDescription]) -> None:
-    """Raises FailedPrecondition when a loaded stage holds another model or element type than the first, naming both."""
-    zero, first = stages[0], stages[0].target
+    """Check that all stages are loaded with the model and the element types of the first.
+
+    Raises FailedPrecondition naming both workers when one is not.
+    """
+    first = stages[0]
     for index, worker in enumerate(stages):
         for field in ("fingerprint", "dtype", "kv_dtype"):
-            mine, theirs = getattr(first, field), getattr(worker.target, field)
-            if mine != theirs:
+            expected, value = getattr(first.target, field), getattr(worker.target, field)
+            if value != expected:
                 raise FailedPrecondition(
-                    f"stage {index} ({worker.device} on {worker.host}) holds {field} {theirs or 'auto'}, stage 0 "
-                    f"({zero.device} on {zero.host}) {mine or 'auto'}: give both the same checkpoint",
+                    f"stage {index} ({worker.device} on {worker.host}) holds {field} {value or 'auto'}, stage 0 "
+                    f"({first.device} on {first.host}) {expected or 'auto'}: give both the same checkpoint",
                     reason="FINGERPRINT_MISMATCH" if field == "fingerprint" else "DTYPE_MISMATCH",
                     field=field,
                     stage=index,
@@ -26,12 +29,15 @@ def check_same_model(stages: Sequence[WorkerDescription]) -> None:
 
 
 def check_fit(draft: DraftDescription, target: TargetDescription) -> None:
-    """Raises FailedPrecondition when a draft was not made for a target, naming the field and both values."""
+    """Check that a draft was made for a target.
+
+    Raises FailedPrecondition naming the field and both values when it was not.
+    """
     for field in ("hidden_size", "vocab_size"):
-        mine, theirs = getattr(draft, field), getattr(target, field)
-        if mine != theirs:
+        of_draft, of_target = getattr(draft, field), getattr(target, field)
+        if of_draft != of_target:
             raise FailedPrecondition(
-                f"the draft's {field} is {mine}, the target's {theirs}: name a draft made for this target",
+                f"the draft's {field} is {of_draft}, the target's {of_target}: name a draft made for this target",
                 reason="DRAFT_MISMATCH",
                 field=field,
             )

@@ -1,6 +1,6 @@
 """The workers of one model: starts the local ones, connects to the others, has each load its part, checks the whole.
 
-Owns the child processes and the connections; `close` ends and closes all of them, at any moment.
+It owns the child processes and the connections; `close` ends and closes all of them, at any moment.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from coordinator.cluster.agreement import check_fit, check_same_model
-from coordinator.cluster.loading import Checkpoints, Loader, LoadReporter, named
+from coordinator.cluster.loading import Checkpoints, Loader, LoadReporter, with_name
 from coordinator.cluster.placement import Plan, WorkerPlace, threads_each
 from services.errors import FlashsplitError, Unavailable
 from services.layers import LayerRange
@@ -34,7 +34,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPlace:
-    """One part of a prefix's state. layers: None for the draft's. fingerprint: of the model there."""
+    """Where one part of a prefix's state is kept.
+
+    address: the worker's. layers: the stage's; None for the draft's part. fingerprint: that of the model there.
+    """
 
     address: str
     owner: SnapshotOwner
@@ -43,10 +46,13 @@ class SnapshotPlace:
 
 
 EXACT_ROWS = 16
-"""That products of exact steps are made of, where no block has more: answers with and without a draft agree."""
+"""The rows that batch-invariant products are made of, where no block has more.
+
+So answers with a draft and without one agree.
+"""
 
 ChooseSplit = Callable[[Plan, Sequence[str], Peers], Awaitable[Plan]]
-"""Given a plan whose layers are to be chosen and its workers' addresses, the draft's behind the stages': the plan."""
+"""Returns the plan with its layers chosen; takes the plan and the addresses of its workers, the draft's last."""
 
 
 class Cluster:
@@ -63,9 +69,12 @@ class Cluster:
         choose_split: ChooseSplit | None = None,
         exact: bool = False,
     ) -> None:
-        """launch: without threads, they are shared out. wait_s: how long a worker that runs elsewhere is called again
-        when it doesn't answer at the start. choose_split: asked for the layers once the workers run, where the plan
-        leaves them open. exact: sessions' steps give one row the same bits whatever other rows they have."""
+        """
+        launch: how local workers are started; where it names no threads, this host's cores are shared out.
+        wait_s: how many seconds a worker that runs elsewhere is called again when it doesn't answer at the start.
+        reporter: hears how far loading is. choose_split: chooses the layers once the workers run, where the plan leaves
+        them open. exact: the steps of sessions give a row the same bits whatever other rows they have.
+        """
         self._plan, self.launch, self._wait_s = plan, launch, wait_s
         self._choose_split, self._exact = choose_split, exact
         self._peers = Peers(security=launch.security, transport=launch.transport)
@@ -76,9 +85,9 @@ class Cluster:
         self.workers: tuple[WorkerDescription, ...] = ()
         self.draft_worker: WorkerDescription | None = None
         self.draft_address: str | None = None
-        """Of the draft's own worker; None where it sits beside the last stage or there is none."""
+        """The address of the draft's own worker; None where the draft is beside the last stage or there is none."""
         self.trouble: FlashsplitError | None = None
-        """What is wrong with the stages, as far as `lost` has found out."""
+        """What is wrong with the stages, as far as `lost` has found out; None while nothing is."""
         self._draft_lost = False
         self._deaths: dict[int, str] = {}
 
@@ -117,7 +126,7 @@ class Cluster:
         grammar: Grammar | None = None,
         trace: Trace | None = None,
     ) -> StageSession:
-        """A session over the whole chain; for the arguments see `stage.proto`."""
+        """Open a session over the whole chain; `stage.proto` describes the arguments."""
         stages = self._plan.stages
         port = await self._peers.stage(self.addresses[0])
         return await port.open(
@@ -145,13 +154,13 @@ class Cluster:
 
     @property
     def _draft_rows(self) -> int:
-        """Of a block of the draft, lost or not; 0 without one."""
+        """The rows of a block of the draft, also while its worker is lost; 0 without a draft."""
         draft = None if self.draft_worker is None else self.draft_worker.draft
         return 0 if draft is None else draft.block_size
 
     @property
     def starts_workers(self) -> bool:
-        """Whether any of the workers is this process's own child."""
+        """Whether any of the workers is a child of this process."""
         places = [*(stage.place for stage in self._plan.stages), self._plan.draft]
         return any(place is not None and place.devices is not None for place in places)
 
@@ -162,26 +171,27 @@ class Cluster:
 
     @property
     def draft(self) -> DraftDescription | None:
-        """None without one, and while its own worker is lost: then answers go on plainly."""
+        """The draft; None without one and while its own worker is lost, when answers go on one token a step."""
         return None if self.draft_worker is None or self._draft_lost else self.draft_worker.draft
 
     @property
     def alive(self) -> bool:
-        """Whether all local stages still run, and as far as `lost` has found out the others too."""
+        """Whether all local stages run and, as far as `lost` has found out, the others too."""
         return self.trouble is None and not any(map(self._ended, range(len(self._plan.stages))))
 
     async def lost(self) -> FlashsplitError:
-        """Wait until a worker ends or cannot be reached; which one, and how.
+        """Wait until a worker ends or cannot be reached, and return the error that says which one and how.
 
-        From then on the cluster is not alive, or has no draft.
+        From then on the cluster is not alive or, where it was the draft's own worker, has no draft.
         """
         addresses = {*self.addresses, *([self.draft_address] if self.draft_address is not None else [])}
         broken = {address: asyncio.ensure_future(self._peers.lost(address)) for address in addresses}
         try:
             await asyncio.wait([*broken.values(), *self._watchers.values()], return_when=asyncio.FIRST_COMPLETED)
-            gone = [address for address, task in broken.items() if task.done()]
-            error = await self.explain(broken[gone[0]].result() if gone else Unavailable("a worker has ended"))
-            if any(address in self.addresses for address in gone) or not self.alive:
+            unreachable = [address for address, task in broken.items() if task.done()]
+            cause = broken[unreachable[0]].result() if unreachable else Unavailable("a worker has ended")
+            error = await self.explain(cause)
+            if any(address in self.addresses for address in unreachable) or not self.alive:
                 self.trouble = error
             else:
                 self._draft_lost = True
@@ -192,7 +202,7 @@ class Cluster:
             await asyncio.gather(*broken.values(), return_exceptions=True)
 
     async def restore(self) -> None:
-        """Start anew the local workers that ended, and have every worker load what it does not hold.
+        """Start the local workers that ended again, and have every worker load what it does not hold.
 
         Raises what starting a cluster raises; then it can be tried again.
         """
@@ -212,14 +222,17 @@ class Cluster:
         return watcher is not None and watcher.done()
 
     def death(self, index: int) -> str | None:
-        """How a local worker ended that is not back yet, the draft's own behind the stages'; None for all others."""
+        """Return how a local worker ended that is not back yet, as a sentence; None for all others.
+
+        index: the stage's; that of the draft's own worker follows the last stage's.
+        """
         watcher = self._watchers.get(index)
         if watcher is not None and watcher.done() and not watcher.cancelled():
             return watcher.result().message
         return self._deaths.get(index)
 
     def snapshot_places(self, *, with_draft: bool) -> tuple[SnapshotPlace, ...]:
-        """Who keeps a part of a prefix's state: the stages in order, then the draft."""
+        """Return where the parts of a prefix's state are kept: the stages in order, then the draft."""
         target, draft = self.target, self.draft
         places = [
             SnapshotPlace(address, SnapshotOwner.STAGE, stage.layers, target.fingerprint)
@@ -231,24 +244,24 @@ class Cluster:
         return tuple(places)
 
     async def worker(self, address: str) -> RemoteWorker:
-        """What a worker is, and how fast."""
+        """Return the service that describes a worker and measures it."""
         return await self._peers.worker(address)
 
     async def snapshots(self, address: str) -> RemoteSnapshots:
-        """A worker's kept prefixes, on a connection apart from the steps."""
+        """Return the service of a worker's kept prefixes, on a connection apart from the steps."""
         return await self._peers.snapshots(address)
 
     async def explain(self, error: FlashsplitError) -> FlashsplitError:
-        """The error behind the error: when a local worker has just died, its death is what happened."""
+        """Return the error behind an error: where a local worker has just died, its death."""
         if error.code_name not in ("UNAVAILABLE", "CANCELLED", "INTERNAL") or not self._watchers:
             return error
-        # The broken link is often noticed before the exit.
+        # A broken connection is often noticed before the end of the process.
         await asyncio.wait(self._watchers.values(), timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
         for index, task in self._watchers.items():
             if not task.done():
                 continue
             death = task.result()
-            message = f"{self._who(index)}: {death.message}"
+            message = f"{self._name(index)}: {death.message}"
             return WorkerFailed(message, death.log_lines, reason="WORKER_DIED", **error.where)
         if error.code_name == "INTERNAL":
             for process in self._processes.values():
@@ -258,7 +271,7 @@ class Cluster:
         return error
 
     async def close(self) -> None:
-        """End local workers, close connections. Safe to call twice."""
+        """End local workers and close connections. Safe to call twice."""
         for watcher in self._watchers.values():
             watcher.cancel()
         with contextlib.suppress(Exception):
@@ -281,7 +294,7 @@ class Cluster:
             self._choose_split = None
         try:
             loads = [
-                self._loader.stage(index, stage, address)
+                self._loader.load_stage(index, stage, address)
                 for index, (stage, address) in enumerate(zip(self._plan.stages, self.addresses, strict=True))
             ]
             self.workers = tuple(await self._or_death(_all(loads)))
@@ -291,13 +304,13 @@ class Cluster:
         check_same_model(self.workers)
         if self._plan.has_draft:
             beside = self.draft_address is None
-            load = self._loader.draft(self.draft_address or self.addresses[-1], beside=beside)
+            load = self._loader.load_draft(self.draft_address or self.addresses[-1], beside=beside)
             self.draft_worker = await self._or_death(load)
             assert self.draft_worker.draft is not None
             check_fit(self.draft_worker.draft, self.target)
 
     async def _start_worker(self, index: int, place: WorkerPlace, launch: Launch) -> str:
-        """Its address; what runs already is left as it is."""
+        """Start the worker of one place unless it runs already, and return its address."""
         if place.address is not None:
             if self._wait_s:
                 await self._peers.awaited(place.address, self._wait_s)
@@ -314,22 +327,21 @@ class Cluster:
         try:
             await process.start()
         except FlashsplitError as error:
-            raise named(error, self._who(index)) from error
+            raise with_name(error, self._name(index)) from error
         self._watchers[index] = asyncio.ensure_future(process.died())
         return process.address
 
-    def _who(self, index: int) -> str:
+    def _name(self, index: int) -> str:
         return f"stage {index}" if index < len(self._plan.stages) else "draft worker"
 
     async def _or_death(self, work: Awaitable[T]) -> T:
-        """The work's result, or at once the news that a local worker died under it."""
+        """Return the work's result. Raises the death of a local worker as soon as one dies meanwhile."""
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait([task, *self._watchers.values()], return_when=asyncio.FIRST_COMPLETED)
             if not task.done() or (isinstance(task.exception(), FlashsplitError)):
                 error = task.exception() if task.done() else None
-                known = error if isinstance(error, FlashsplitError) else Unavailable("a worker died")
-                raise await self.explain(known)
+                raise await self.explain(error if isinstance(error, FlashsplitError) else Unavailable("a worker died"))
             return task.result()
         finally:
             task.cancel()
@@ -337,7 +349,7 @@ class Cluster:
 
 
 async def _all(work: Any) -> list[Any]:
-    """Results in order; the first error cancels the rest."""
+    """Return the results in order; the first error is raised and cancels the rest."""
     tasks = [asyncio.ensure_future(item) for item in work]
     try:
         return list(await asyncio.gather(*tasks))

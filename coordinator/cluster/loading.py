@@ -1,6 +1,6 @@
 """Has each worker load its part of a model, and says which part it was where that fails.
 
-Knows the checkpoints and the workers' services; starts and ends nothing.
+It knows the checkpoints and the workers' services, and starts and ends no worker.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from services.rpc.peers import Peers
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """What to load. Paths are absolute; a remote worker may hold its own copies (`--model`, `--draft` there)."""
+    """What to load.
+
+    model and draft: absolute paths; a remote worker may have copies elsewhere (`--model`, `--draft` there). dtype: the
+    element type of weights; None for the checkpoint's own. head_place: where the hidden rows of a draft with a worker
+    of its own become tokens. transport: how features travel to the draft.
+    """
 
     model: Path
     draft: Path | None
@@ -26,32 +31,36 @@ class Checkpoints:
     head_place: HeadPlace = HeadPlace.LOADED
     transport: FeatureTransport = FeatureTransport.SUM
     kv_dtype: str | None = None
-    """Of the target's keys and values; None for that of the weights."""
+    """The element type of the target's keys and values; None for that of the weights."""
 
 
 class LoadReporter:
-    """Hears of loading: one bar a worker. The default keeps silent."""
+    """Hears how far each worker's loading is. This one does nothing."""
 
     def progress(self, worker: str, loaded_bytes: int, total_bytes: int) -> None:
-        """`worker` is e.g. "stage 0 (cpu)"."""
+        """Note that a worker, e.g. "stage 0 (cpu)", has read so many bytes of so many."""
 
 
 class Loader:
-    """Raises what the workers' services raise, the part's name before it."""
+    """Has workers load their parts. Raises what the workers' services raise, the part's name before the message."""
 
     def __init__(self, peers: Peers, checkpoints: Checkpoints, reporter: LoadReporter) -> None:
         self._peers, self._checkpoints, self._reporter = peers, checkpoints, reporter
 
-    async def stage(self, index: int, plan: StagePlan, address: str) -> WorkerDescription:
-        """Also raises FailedPrecondition for a worker without the role, or that keeps keys and values otherwise."""
+    async def load_stage(self, index: int, plan: StagePlan, address: str) -> WorkerDescription:
+        """Have a worker load a stage, and return its description.
+
+        Also raises FailedPrecondition for a worker without the role, and for one that keeps keys and values in another
+        type than it was told.
+        """
         checkpoints = self._checkpoints
         worker = await self._peers.worker(address)
         try:
-            before = await worker.describe()
+            description = await worker.describe()
         except FlashsplitError as error:
-            raise named(error, f"stage {index} ({plan.place})") from error
-        name = f"stage {index} ({before.device} on {before.host}, {plan.place})"
-        if Role.TARGET not in before.roles:
+            raise with_name(error, f"stage {index} ({plan.place})") from error
+        name = f"stage {index} ({description.device} on {description.host}, {plan.place})"
+        if Role.TARGET not in description.roles:
             raise FailedPrecondition(
                 f"{name} does not offer the role target: start that worker with --roles target", address=address
             )
@@ -60,11 +69,11 @@ class Loader:
             capture = FeatureCapture(str(checkpoints.draft), checkpoints.transport)
         part = LoadTarget(str(checkpoints.model), plan.layers, checkpoints.dtype, capture, checkpoints.kv_dtype)
         try:
-            loaded = await worker.load(part, self._bar(f"stage {index} ({before.device})"))
+            loaded = await worker.load(part, self._progress(f"stage {index} ({description.device})"))
         except FlashsplitError as error:
-            raise named(error, name) from error
+            raise with_name(error, name) from error
         if loaded.target is not None and loaded.target.kv_dtype != checkpoints.kv_dtype:
-            # One from before there was such a choice passes over what it doesn't know.
+            # A release from before there was such a choice ignores it.
             raise FailedPrecondition(
                 f"{name} keeps keys and values in {loaded.target.kv_dtype or loaded.target.dtype}, not in "
                 f"{checkpoints.kv_dtype}: it runs flashsplit {loaded.flashsplit_version}; give all hosts the same "
@@ -75,15 +84,18 @@ class Loader:
             )
         return loaded
 
-    async def draft(self, address: str, *, beside: bool) -> WorkerDescription:
-        """beside: the worker holds the last stage too, whose head the draft shares."""
+    async def load_draft(self, address: str, *, beside: bool) -> WorkerDescription:
+        """Have a worker load the draft, and return its description.
+
+        beside: the worker holds the last stage too, whose head the draft shares.
+        """
         checkpoints = self._checkpoints
         assert checkpoints.draft is not None
         worker = await self._peers.worker(address)
         try:
             device = (await worker.describe()).device
         except FlashsplitError as error:
-            raise named(error, f"draft ({address})") from error
+            raise with_name(error, f"draft ({address})") from error
         part = LoadDraft(
             draft_path=str(checkpoints.draft),
             model_path=str(checkpoints.model),
@@ -92,15 +104,15 @@ class Loader:
             dtype=checkpoints.dtype,
         )
         try:
-            return await worker.load(part, self._bar(f"draft ({device})"))
+            return await worker.load(part, self._progress(f"draft ({device})"))
         except FlashsplitError as error:
-            raise named(error, f"draft ({device}, {address})") from error
+            raise with_name(error, f"draft ({device}, {address})") from error
 
-    def _bar(self, name: str) -> Callable[[LoadProgress], None]:
+    def _progress(self, name: str) -> Callable[[LoadProgress], None]:
         return lambda progress: self._reporter.progress(name, progress.loaded_bytes, progress.total_bytes)
 
 
-def named(error: FlashsplitError, name: str) -> FlashsplitError:
-    """The error, of something with this name."""
+def with_name(error: FlashsplitError, name: str) -> FlashsplitError:
+    """Put the name of the part that failed before an error's message, and return the error."""
     error.message = f"{name}: {error.message}"
     return error

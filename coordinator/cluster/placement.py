@@ -1,4 +1,4 @@
-"""Who holds what: parses --target-devices, its split and --draft-device into a checked plan.
+"""Which worker holds what: parses --target-devices, its split and --draft-device into a checked plan.
 
 The language is lucebox's: proportional weights, rounded, at least one layer each; or the layers themselves, or "auto".
 Contradictions and options without effect are refused with a sentence that says what to change.
@@ -21,7 +21,7 @@ from services.layers import LayerRange
 AUTO = "auto"
 
 AWAKE_THREADS = 2
-"""Of a worker with a GPU: that of the device, and its event loop."""
+"""The threads of a worker with a GPU that don't sleep: that of the device, and its event loop."""
 
 SMT_FILE = Path("/sys/devices/system/cpu/smt/active")
 """Where Linux says whether the cores run two threads each: "1" or "0"."""
@@ -43,7 +43,7 @@ class WorkerPlace:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """One stage: its worker and its layers."""
+    """One stage: where its worker is, and its layers."""
 
     place: WorkerPlace
     layers: LayerRange
@@ -51,9 +51,10 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All stages in order. draft: a worker of its own, or None: beside the last stage (or no draft at all).
+    """All stages in order, and the draft.
 
-    auto: the layers are to be chosen from measurements; until then they are equal shares.
+    draft: where the draft has a worker of its own; None where it is beside the last stage or there is none. has_draft:
+    whether there is one. auto: the layers are to be chosen from measurements; until then they are equal shares.
     """
 
     stages: tuple[StagePlan, ...]
@@ -71,7 +72,10 @@ def make_plan(
     has_draft: bool,
     target_layers: str | None = None,
 ) -> Plan:
-    """Raises InvalidArgument naming the option, its value and what would be accepted."""
+    """Return the plan that the options describe; each parameter is the text of the option of its name.
+
+    Raises InvalidArgument naming the option, its value and what would be accepted.
+    """
     for field, value in (("--target-layer-split", layer_split), ("--target-layers", target_layers)):
         if value is not None and target_devices is None:
             raise InvalidArgument(
@@ -105,7 +109,7 @@ def make_plan(
 
 
 def _draft_place(text: str | None, last: WorkerPlace, *, has_draft: bool) -> WorkerPlace | None:
-    """None: beside the last stage, or no draft."""
+    """Return where the draft's own worker is; None where the draft is beside the last stage or there is none."""
     field = "--draft-device"
     if text is None:
         return None
@@ -120,7 +124,10 @@ def _draft_place(text: str | None, last: WorkerPlace, *, has_draft: bool) -> Wor
 
 
 def parse_places(text: str) -> tuple[WorkerPlace, ...]:
-    """A comma starts a new worker. Raises InvalidArgument for a GPU named twice or an entry that is neither form."""
+    """Parse the places of several workers, joined by commas.
+
+    Raises InvalidArgument for a GPU named twice and for an entry that is neither a device nor an address.
+    """
     places = tuple(parse_place(entry.strip(), "--target-devices") for entry in text.split(","))
     gpus = [name for place in places for name in (place.devices or "").split("+") if ":" in name]
     addresses = [place.address for place in places if place.address is not None]
@@ -131,7 +138,7 @@ def parse_places(text: str) -> tuple[WorkerPlace, ...]:
 
 
 def parse_place(text: str, field: str) -> WorkerPlace:
-    """One worker. Raises InvalidArgument naming the field for an entry that is neither form."""
+    """Parse the place of one worker. Raises InvalidArgument for a text that is neither a device nor an address."""
     names = text.split("+")
     if all(_DEVICE.match(name) for name in names):
         vendors = {name.partition(":")[0] for name in names}
@@ -153,7 +160,7 @@ def parse_place(text: str, field: str) -> WorkerPlace:
 
 
 def parse_weights(text: str | None, count: int) -> tuple[float, ...]:
-    """Proportional weights, one a worker; equal ones by default."""
+    """Return proportional weights, one a worker; equal ones where there is no text. Raises InvalidArgument."""
     if text is None:
         return (1.0,) * count
     field = "--target-layer-split"
@@ -174,7 +181,7 @@ def parse_weights(text: str | None, count: int) -> tuple[float, ...]:
 
 
 def parse_ranges(text: str, count: int, num_layers: int) -> list[LayerRange]:
-    """Half-open ranges, one a worker, that hold every layer once and in order."""
+    """Return half-open ranges, one a worker, that hold every layer once and in order. Raises InvalidArgument."""
     field, ranges = "--target-layers", []
     for part in text.split(","):
         match = _RANGE.match(part)
@@ -214,7 +221,7 @@ def parse_ranges(text: str, count: int, num_layers: int) -> list[LayerRange]:
 
 
 def split_layers(num_layers: int, weights: Sequence[float]) -> list[LayerRange]:
-    """Contiguous ranges proportional to the weights, rounded, at least one layer each."""
+    """Return contiguous ranges of layers, proportional to the weights, rounded, of at least one layer each."""
     total, ranges, first, running = sum(weights), [], 0, 0.0
     for index, weight in enumerate(weights):
         running += weight
@@ -227,16 +234,20 @@ def split_layers(num_layers: int, weights: Sequence[float]) -> list[LayerRange]:
 
 
 def threads_each(places: Sequence[WorkerPlace]) -> int | None:
-    """CPU threads for each local worker: they share this host's cores, of which those with GPUs keep some awake, and a
-    layer waits for the slowest of its threads. None, torch's default, for a single worker and where no CPU computes."""
+    """Return how many CPU threads each local worker should have; None, torch's default, for a single worker and where
+    no CPU computes.
+
+    The workers share this host's cores, of which those with GPUs keep some busy; with more threads than cores each
+    layer would wait for the slowest thread.
+    """
     local = [place.devices for place in places if place.devices is not None]
-    computing = sum(1 for devices in local if "cpu" in devices)
-    if not computing or len(local) == 1:
+    cpu_workers = sum(1 for devices in local if "cpu" in devices)
+    if not cpu_workers or len(local) == 1:
         return None
-    cores, others = len(os.sched_getaffinity(0)), len(local) - computing
-    if others:
-        cores = cores // _threads_of_a_core() - AWAKE_THREADS * others
-    return max(1, cores // computing)
+    cores, gpu_workers = len(os.sched_getaffinity(0)), len(local) - cpu_workers
+    if gpu_workers:
+        cores = cores // _threads_of_a_core() - AWAKE_THREADS * gpu_workers
+    return max(1, cores // cpu_workers)
 
 
 def _threads_of_a_core() -> int:

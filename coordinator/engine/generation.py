@@ -273,7 +273,7 @@ class Generation:
         event = await anext(events, None)
         while isinstance(event, SnapshotSaved | SnapshotRestored):
             if self._prefix is not None:
-                self._prefix.take(event)
+                self._prefix.record(event)
             if isinstance(event, SnapshotRestored):
                 self._restored_at = time.monotonic()
                 self.phases.append(Phase("restore", self._looked_up_at, self._restored_at))

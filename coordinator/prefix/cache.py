@@ -1,7 +1,7 @@
 """The prefix cache of one cluster: finds what is kept in the workers' memory or on disk, and has new prefixes kept.
 
-Owns the index of what the workers keep and the tasks that write to disk behind the requests' backs. A failure in here
-is a miss and a line in the log, never a request's.
+It owns the index of what the workers keep, and the tasks that write to disk beside the requests. Whatever fails in here
+is a miss and a line in the log, never a request's failure.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from services.messages.steps import Event, SnapshotPart, SnapshotSaved
 from services.rpc.stage import StageSession
 
 END_GRACE_S = 10.0
-"""How long the end of an answer may take to be kept before its session is closed."""
+"""How long keeping the end of an answer may take before its session is closed."""
 
 MIN_DISK_GAIN_TOKENS = 32
 """What an entry must add to the one that it builds on to be worth files of its own."""
@@ -39,7 +39,10 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A kept prefix to begin from: its first `length` tokens. source: "memory" or "disk"; load_ms: from disk."""
+    """A kept prefix to begin from: the first `length` tokens of an entry.
+
+    source: "memory" or "disk". load_ms: how long bringing it from disk into the workers' memory took.
+    """
 
     entry: Entry
     length: int
@@ -48,7 +51,11 @@ class Hit:
 
 
 class PrefixCache:
-    """Use as `async with`; leaving it waits for what is still being written to disk, unless an error ends it."""
+    """The kept prefixes of a cluster. Use as `async with`; leaving it waits for what is still being written to disk,
+    unless an error ends it.
+
+    text_fingerprint: a hash of tokenizer and chat template. disk: where prefixes outlive the workers, if anywhere.
+    """
 
     def __init__(
         self,
@@ -74,7 +81,7 @@ class PrefixCache:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            # Ctrl-C, say: what is half written leaves nothing behind.
+            # After Ctrl-C, for example; entries that are half written leave nothing behind.
             for task in self._tasks:
                 task.cancel()
         await self.close()
@@ -88,17 +95,17 @@ class PrefixCache:
 
     @property
     def pending(self) -> int:
-        """Prefixes that are still on their way to memory or disk."""
+        """How many prefixes are still on their way to memory or disk."""
         return len(self._tasks)
 
     def lineage(self, *, with_draft: bool) -> Lineage:
-        """What the states of this cluster's requests depend on."""
+        """Return what the states of this cluster's requests depend on."""
         return lineage_of(self._cluster, self._text, with_draft=with_draft)
 
     # --- finding
 
     async def find(self, token_ids: tuple[int, ...], *, with_draft: bool) -> Hit | None:
-        """The longest kept prefix; one that is only on disk is brought into the workers' memory first."""
+        """Return the longest kept prefix, None without one; one that is only on disk is brought into memory first."""
         lineage = self.lineage(with_draft=with_draft)
         index = self._index(lineage)
         match = index.find(token_ids)
@@ -112,7 +119,7 @@ class PrefixCache:
                 try:
                     loaded = await self._load(lineage, entry)
                 except DataLoss:
-                    # That entry is gone now; a shorter one may be whole.
+                    # That entry is discarded now; a shorter one may be whole.
                     continue
                 except FlashsplitError as error:
                     log.warning("prefix.load_failed", slot=entry.snapshot_id[:12], why=error.message)
@@ -123,12 +130,14 @@ class PrefixCache:
         return Hit(match.entry, match.length, "memory")
 
     def forget(self, hit: Hit, *, with_draft: bool) -> None:
-        """A worker doesn't have it after all."""
+        """Drop a hit, because a worker doesn't have it after all."""
         self.drop([hit.entry.snapshot_id], lineages=[self.lineage(with_draft=with_draft)])
 
     async def _load(self, lineage: Lineage, found: DiskEntry) -> Entry:
-        """Bring an entry and what it builds on from disk into the workers. Raises DataLoss for a damaged one, which is
-        discarded, and what the workers raise."""
+        """Bring an entry and what it builds on from disk into the workers.
+
+        Raises DataLoss for a damaged entry, which is discarded, and what the workers raise.
+        """
         disk, index = self._disk, self._index(lineage)
         assert disk is not None
         places = self._cluster.snapshot_places(with_draft=lineage.draft is not None)
@@ -147,18 +156,18 @@ class PrefixCache:
                     known = Entry(node.snapshot_id, node.token_ids, parent, self._trimmable(lineage))
                     index.add(known)
                 parent = known
-        self._spawn(disk.used(found))
+        self._spawn(disk.record_use(found))
         assert parent is not None
         return parent
 
     async def _import(self, node: DiskEntry, places: tuple[SnapshotPlace, ...]) -> None:
         assert self._disk is not None
         started = time.monotonic()
-        done = await asyncio.gather(
+        outcomes = await asyncio.gather(
             *(self._import_part(node, place) for place in places),
             return_exceptions=True,
         )
-        for outcome in done:
+        for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
         log.info(
@@ -166,7 +175,7 @@ class PrefixCache:
             slot=node.snapshot_id[:12],
             position=len(node.token_ids),
             stages=sum(place.layers is not None for place in places),
-            bytes=sum(outcome for outcome in done if isinstance(outcome, int)),
+            bytes=sum(outcome for outcome in outcomes if isinstance(outcome, int)),
             ms=round((time.monotonic() - started) * 1e3, 1),
         )
 
@@ -181,13 +190,13 @@ class PrefixCache:
 
     # --- keeping
 
-    def kept(self, lineage: Lineage, entry: Entry, saved: SnapshotSaved) -> bool:
-        """Take note of what came of a save; False where not all workers keep it."""
+    def record(self, lineage: Lineage, entry: Entry, saved: SnapshotSaved) -> bool:
+        """Take note of the workers' answer to a save; return False where not all of them keep it."""
         self.drop([name for part in saved.parts for name in part.evicted_ids])
         refusal = next((part for part in saved.parts if part.refusal), None)
         index = self._index(lineage)
-        orphan = entry.parent is not None and entry.parent.snapshot_id not in index
-        if refusal is not None or orphan:
+        is_orphan = entry.parent is not None and entry.parent.snapshot_id not in index
+        if refusal is not None or is_orphan:
             log.info(
                 "prefix.not_kept",
                 slot=entry.snapshot_id[:12],
@@ -203,13 +212,13 @@ class PrefixCache:
         return True
 
     def drop(self, snapshot_ids: Iterable[str], *, lineages: Iterable[Lineage] | None = None) -> None:
-        """Forget prefixes that some worker no longer keeps, and have the others forget them too."""
+        """Forget prefixes that some worker no longer keeps, and have the others free them too."""
         indices = self._indices.values() if lineages is None else [self._index(lineage) for lineage in lineages]
-        gone = [name for index in indices for name in snapshot_ids for name in _names(index.remove(name))]
-        self._free(gone)
+        removed = [entry for index in indices for snapshot_id in snapshot_ids for entry in index.remove(snapshot_id)]
+        self._free([entry.snapshot_id for entry in removed])
 
     def finish(self, session: StageSession, events: AsyncIterator[Event], work: Coroutine[Any, Any, None]) -> None:
-        """Let `work` keep the end of an answer behind the request's back, then close its session."""
+        """Start a task that runs `work`, which keeps the end of an answer, and then closes the session."""
 
         async def run() -> None:
             try:
@@ -262,7 +271,7 @@ class PrefixCache:
         for address in {place.address for place in self._cluster.snapshot_places(with_draft=True)}:
             # A worker that is gone keeps nothing.
             with contextlib.suppress(FlashsplitError):
-                # What builds on others goes first.
+                # Entries that build on others are freed first.
                 await (await self._cluster.snapshots(address)).free_snapshots(snapshot_ids[::-1])
 
     def _index(self, lineage: Lineage) -> PrefixIndex:
@@ -275,11 +284,12 @@ class PrefixCache:
             draft is None or draft.state_trimmable
         )
 
-    def entry(self, lineage: Lineage, token_ids: tuple[int, ...], parent: Entry | None) -> Entry:
-        """A new entry's name and nature; `kept` takes it in."""
+    def new_entry(self, lineage: Lineage, token_ids: tuple[int, ...], parent: Entry | None) -> Entry:
+        """Return the entry for a state that is to be saved; `record` adds it to the index."""
         return Entry(lineage.snapshot_id(token_ids), token_ids, parent, self._trimmable(lineage))
 
-    def known(self, lineage: Lineage, snapshot_id: str) -> Entry | None:
+    def get(self, lineage: Lineage, snapshot_id: str) -> Entry | None:
+        """Return the entry of this name that all workers keep; None without one."""
         return self._index(lineage).get(snapshot_id)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -294,7 +304,7 @@ class PrefixCache:
 
 
 def lineage_of(cluster: Cluster, text_fingerprint: str, *, with_draft: bool) -> Lineage:
-    """Of the states that requests of this cluster leave."""
+    """Return what the states of a cluster's requests depend on."""
     target = cluster.target
     draft = cluster.draft if with_draft else None
     return Lineage(
@@ -308,13 +318,9 @@ def lineage_of(cluster: Cluster, text_fingerprint: str, *, with_draft: bool) -> 
 
 
 def summary(parts: tuple[SnapshotPart, ...]) -> dict[str, object]:
-    """Figures of a save or restore for its log line."""
+    """Return the figures of a save or restore for its log line."""
     return {
         "stages": sum(part.location.stage is not None for part in parts),
         "bytes": sum(part.size_bytes for part in parts),
         "ms": round(sum(part.elapsed_ns for part in parts) / 1e6, 3),
     }
-
-
-def _names(entries: Iterable[Entry]) -> list[str]:
-    return [entry.snapshot_id for entry in entries]

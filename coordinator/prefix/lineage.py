@@ -1,6 +1,7 @@
 """What a kept prefix depends on besides its tokens: states of one lineage can stand in for each other.
 
-Weights, tokenizer and template, element types and draft count; path, file times, split and longest context do not.
+A state depends on weights, tokenizer, chat template, element types and draft, and not on the checkpoint's path, its
+files' times, the split or the longest context.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 VERSION = 1
-"""Of the meaning of kept tensors: raise it when a release computes or lays them out differently."""
+"""The version of what kept tensors mean: raise it when a release computes or lays them out differently."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """text: hash of tokenizer and chat template. draft and draft_dtype: None for states without the draft's part.
-    kv_dtype: of the target's keys and values, None where it is dtype."""
+    """What a kept state depends on besides its tokens.
+
+    model: the target's fingerprint. dtype: the element type of its weights. text: a hash of tokenizer and chat
+    template. draft and draft_dtype: None for states without the draft's part. kv_dtype: the element type of the
+    target's keys and values; None where it is dtype.
+    """
 
     model: str
     dtype: str
@@ -29,26 +34,26 @@ class Lineage:
 
     @property
     def key(self) -> str:
-        """32 hex digits."""
+        """The lineage's name: 32 hex digits."""
         words = json.dumps({"version": VERSION, **self.as_json()}, sort_keys=True)
         return hashlib.sha256(words.encode()).hexdigest()[:32]
 
     def as_json(self) -> dict[str, str | None]:
-        """Its fields; without kv_dtype where there is none, as before there was one."""
+        """Return the fields; kv_dtype is left out where it is None, as releases before it did."""
         fields = asdict(self)
         if self.kv_dtype is None:
             del fields["kv_dtype"]
         return fields
 
     def snapshot_id(self, token_ids: Sequence[int]) -> str:
-        """The name of the state behind these tokens: 40 hex digits over lineage and tokens."""
+        """Return the name of the state behind these tokens: 40 hex digits of a hash over lineage and tokens."""
         digest = hashlib.sha256(self.key.encode())
         digest.update(as_bytes(token_ids))
         return digest.hexdigest()[:40]
 
 
 def as_bytes(token_ids: Sequence[int]) -> bytes:
-    """Tokens as little-endian 32-bit numbers."""
+    """Return token ids as little-endian 32-bit numbers."""
     numbers = array.array("I", token_ids)
     assert numbers.itemsize == 4
     return numbers.tobytes()

@@ -1,4 +1,7 @@
-"""One request's dealings with the prefix cache: what it begins from, and what it leaves."""
+"""One request's use of the prefix cache: the state that it begins from, and the states that it has kept.
+
+It owns what the request has saved and not yet heard of; the index and the store are the cache's.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,12 @@ log = structlog.get_logger()
 
 
 class PrefixRun:
-    """Begin with `begin`. restored_ms: time that the workers took to take up the hit, all together."""
+    """One request's use of the prefix cache; call `begin` first.
+
+    boundaries: where turns of the prompt begin, ascending. The attribute `points` holds the positions of the prompt
+    whose state should be saved, `hit` the state that the request begins from, and `restored_ms` how long all workers
+    together took to restore it.
+    """
 
     def __init__(self, cache: PrefixCache, prompt: tuple[int, ...], boundaries: tuple[int, ...], *, with_draft: bool):
         self._cache, self._prompt, self._with_draft = cache, prompt, with_draft
@@ -24,44 +32,44 @@ class PrefixRun:
         self.points = save_points(len(prompt), boundaries, cache.policy)
         self.hit: Hit | None = None
         self.restored_ms = 0.0
-        # What the next save builds on; it may still be on its way.
+        # What the next save builds on; that it is kept may not be confirmed yet.
         self._last: Entry | None = None
         self._last_length = 0
         self._saving: dict[str, Entry] = {}
-        # After a hit that was none, what the index says of shorter prefixes is worth no more: all are kept anew, which
-        # costs a worker that has them nothing.
-        self._distrust = False
+        # After a hit that was gone, the index may be wrong about shorter prefixes too: all are saved again, which costs
+        # a worker that has them nothing.
+        self._index_is_stale = False
 
     async def begin(self) -> None:
-        """Look for the longest prefix that is kept."""
+        """Look for the longest prefix that is kept, in memory or on disk."""
         self.hit = await self._cache.find(self._prompt, with_draft=self._with_draft)
         if self.hit is not None:
             self._last = deepest_ancestor(self.hit.entry, self.hit.length)
             self._last_length = self.hit.length
 
     def forget_hit(self) -> None:
-        """The hit turned out to be gone: the request runs cold."""
+        """Drop the hit, which turned out to be gone: the request begins at its first token."""
         assert self.hit is not None
         self._cache.forget(self.hit, with_draft=self._with_draft)
-        self._distrust = True
+        self._index_is_stale = True
         self.hit = self._last = None
         self._last_length = 0
         self._saving.clear()
 
     def restore(self) -> SnapshotRestore | None:
-        """What to tell the stages first."""
+        """Return what the stages must restore first; None without a hit."""
         if self.hit is None:
             return None
         length = self.hit.length
         return SnapshotRestore(self.hit.entry.snapshot_id, length, self._prompt[:length])
 
     def save(self, token_ids: tuple[int, ...]) -> SnapshotSave | None:
-        """How to keep the state behind these tokens, which is the session's now; None where it is kept already."""
+        """Return how to keep the session's present state, that behind these tokens; None where it is kept already."""
         parent, self._last_length = self._last, len(token_ids)
-        entry = self._cache.entry(self._lineage, token_ids, parent)
+        entry = self._cache.new_entry(self._lineage, token_ids, parent)
         known = self._saving.get(entry.snapshot_id)
-        if not self._distrust:
-            known = known or self._cache.known(self._lineage, entry.snapshot_id)
+        if not self._index_is_stale:
+            known = known or self._cache.get(self._lineage, entry.snapshot_id)
         if known is not None:
             self._last = known
             return None
@@ -69,19 +77,19 @@ class PrefixRun:
         return SnapshotSave(entry.snapshot_id, len(token_ids), None if parent is None else parent.snapshot_id)
 
     def checkpoint_due(self, length: int) -> bool:
-        """Whether a growing answer should be kept now."""
+        """Tell whether the state of a growing answer should be kept now."""
         return generation_checkpoint_due(self._last_length, length, self._cache.policy)
 
-    def take(self, event: SnapshotSaved | SnapshotRestored) -> None:
-        """Note what the stages say."""
+    def record(self, event: SnapshotSaved | SnapshotRestored) -> None:
+        """Take note of what the stages have saved or restored."""
         if isinstance(event, SnapshotRestored):
             self.restored_ms = sum(part.elapsed_ns for part in event.parts) / 1e6
             log.info("prefix.restored", slot=event.snapshot_id[:12], position=event.length, **summary(event.parts))
         elif (entry := self._saving.pop(event.snapshot_id, None)) is not None:
-            self._cache.kept(self._lineage, entry, event)
+            self._cache.record(self._lineage, entry, event)
 
     def finish(self, session: StageSession, events: AsyncIterator[Event], token_ids: tuple[int, ...]) -> None:
-        """Keep the end of an answer and close the session, both behind the request's back.
+        """Have the end of an answer kept and the session closed, while the request itself is answered.
 
         token_ids: all tokens that the session has committed.
         """
@@ -96,6 +104,6 @@ class PrefixRun:
                 if event is None:
                     return
                 if isinstance(event, SnapshotSaved):
-                    self.take(event)
+                    self.record(event)
 
         self._cache.finish(session, events, keep())

@@ -118,7 +118,7 @@ class DiskCache:
         """
         return stored_frames(self._store, entry, owner, layers, fingerprint)
 
-    async def used(self, entry: DiskEntry) -> None:
+    async def record_use(self, entry: DiskEntry) -> None:
         """Note a hit, so that the entry and what it builds on stay longer."""
         nodes = self.chain(entry)
         now = time.time()

@@ -27,7 +27,7 @@ async def load(host: ToyHost, kv_dtype: str | None) -> WorkerDescription:
     checkpoints = Checkpoints(Path("/models/t"), None, "bfloat16", kv_dtype=kv_dtype)
     try:
         plan = StagePlan(WorkerPlace(None, host.address), LayerRange(0, 3))
-        return await Loader(peers, checkpoints, LoadReporter()).stage(0, plan, host.address)
+        return await Loader(peers, checkpoints, LoadReporter()).load_stage(0, plan, host.address)
     finally:
         await peers.close()
 

@@ -64,7 +64,7 @@ async def keep(
     cache: PrefixCache, workers: Sequence[ToyHost], token_ids: tuple[int, ...], parent: Entry | None = None
 ) -> Entry:
     """Have every worker keep a prefix, and the cache know of it."""
-    entry = cache.entry(PLAIN, token_ids, parent)
+    entry = cache.new_entry(PLAIN, token_ids, parent)
     first = 0 if parent is None else len(parent.token_ids)
     for host in workers:
         target = host.worker.description.target
@@ -72,7 +72,7 @@ async def keep(
         frames = [frame async for frame in export(PLAIN, STAGE, target.layers, token_ids, first)]
         host.snapshots.kept[STAGE, entry.snapshot_id] = frames
     part = SnapshotPart(Location(0, "alpha", "cpu", "a"), 10, 1)
-    assert cache.kept(PLAIN, entry, SnapshotSaved(entry.snapshot_id, len(token_ids), (part,)))
+    assert cache.record(PLAIN, entry, SnapshotSaved(entry.snapshot_id, len(token_ids), (part,)))
     return entry
 
 

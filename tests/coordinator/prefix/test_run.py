@@ -95,7 +95,7 @@ async def keep(cache: PrefixCache, token_ids: tuple[int, ...]) -> SnapshotSave:
     """Have a prefix kept by a request of its own."""
     run = await begin(cache, token_ids)
     request = save(run, token_ids)
-    run.take(saved(request))
+    run.record(saved(request))
     return request
 
 
@@ -140,7 +140,7 @@ async def test_a_restore_is_timed(cache: PrefixCache) -> None:
     """restored_ms is what all workers together took."""
     kept = await keep(cache, ids(20))
     run = await begin(cache, ids(50))
-    run.take(SnapshotRestored(kept.snapshot_id, 20, parts()))
+    run.record(SnapshotRestored(kept.snapshot_id, 20, parts()))
     assert run.restored_ms == pytest.approx(3.0)
 
 
@@ -149,7 +149,7 @@ async def test_a_hit_that_is_gone(cache: PrefixCache, workers: list[ToyHost]) ->
     short = await keep(cache, ids(20))
     run = await begin(cache, ids(50))
     longer = save(run, ids(50))
-    run.take(saved(longer))
+    run.record(saved(longer))
     run = await begin(cache, ids(30))
     assert run.hit is not None
     run.forget_hit()
@@ -169,8 +169,8 @@ async def test_saves_build_on_each_other(cache: PrefixCache) -> None:
     first, second = save(run, ids(20)), save(run, ids(50))
     assert (first.parent_id, first.length) == (None, 20)
     assert (second.parent_id, second.length) == (first.snapshot_id, 50)
-    run.take(saved(first))
-    run.take(saved(second))
+    run.record(saved(first))
+    run.record(saved(second))
     after = await begin(cache, ids(80))
     assert after.restore() == SnapshotRestore(second.snapshot_id, 50, ids(50))
 
@@ -180,7 +180,7 @@ async def test_what_is_kept_is_not_saved_again(cache: PrefixCache) -> None:
     run = await begin(cache, ids(50))
     first = save(run, ids(20))
     assert run.save(ids(20)) is None
-    run.take(saved(first))
+    run.record(saved(first))
     other = await begin(cache, ids(15))
     assert other.save(ids(20)) is None
     assert save(other, ids(40)).parent_id == first.snapshot_id
@@ -190,7 +190,7 @@ async def test_a_refused_save_is_no_hit(cache: PrefixCache, workers: list[ToyHos
     """Where one worker refuses, the others free what they kept, and nobody begins there."""
     run = await begin(cache, ids(50))
     request = save(run, ids(20))
-    run.take(saved(request, refusal="no room"))
+    run.record(saved(request, refusal="no room"))
     assert (await begin(cache, ids(50))).hit is None
     await until(lambda: all(host.snapshots.freed == [[request.snapshot_id]] for host in workers), 5)
 
@@ -199,8 +199,8 @@ async def test_a_save_whose_parent_was_refused_is_no_hit(cache: PrefixCache) -> 
     """What builds on a state that is not there is of no use."""
     run = await begin(cache, ids(50))
     first, second = save(run, ids(20)), save(run, ids(50))
-    run.take(saved(first, refusal="no room"))
-    run.take(saved(second))
+    run.record(saved(first, refusal="no room"))
+    run.record(saved(second))
     assert (await begin(cache, ids(50))).hit is None
 
 
@@ -208,7 +208,7 @@ async def test_what_a_worker_evicts_is_forgotten_everywhere(cache: PrefixCache, 
     """One worker made room for a new state; the old one is no hit any more, and all workers free it."""
     old = await keep(cache, ids(20, seed=1))
     run = await begin(cache, ids(50))
-    run.take(saved(save(run, ids(50)), old.snapshot_id))
+    run.record(saved(save(run, ids(50)), old.snapshot_id))
     assert (await begin(cache, ids(30, seed=1))).hit is None
     await until(lambda: all([old.snapshot_id] in host.snapshots.freed for host in workers), 5)
 
@@ -216,7 +216,7 @@ async def test_what_a_worker_evicts_is_forgotten_everywhere(cache: PrefixCache, 
 async def test_answers_to_saves_of_others_change_nothing(cache: PrefixCache) -> None:
     """An answer that this request waits for no more, or never did, is passed over."""
     run = await begin(cache, ids(50))
-    run.take(SnapshotSaved("f" * 40, 20, parts()))
+    run.record(SnapshotSaved("f" * 40, 20, parts()))
     assert (await begin(cache, ids(50))).hit is None
 
 
@@ -256,7 +256,7 @@ async def test_a_short_end_is_not_worth_keeping(cache: PrefixCache) -> None:
     """With fewer tokens behind the last save than the policy's least number the session is only closed."""
     session = KeepingSession(FakeStage(), OPEN)
     run = await begin(cache, ids(50))
-    run.take(saved(save(run, ids(50))))
+    run.record(saved(save(run, ids(50))))
     run.finish(session, session.events(), ids(50 + POLICY.min_tokens - 1))
     await until(lambda: session.closed == 1, 5)
     assert session.saves == []

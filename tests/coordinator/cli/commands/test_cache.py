@@ -38,7 +38,7 @@ def store(tmp_path: Path) -> DirectoryStore:
         await save(cache, ids(30), 20)
         await save(cache, ids(35), 30)
         await save(cache, ids(20), lineage=DRAFTED)
-        await cache.used(cache.find(PLAIN, ids(30)))  # type: ignore[arg-type]
+        await cache.record_use(cache.find(PLAIN, ids(30)))  # type: ignore[arg-type]
 
     asyncio.run(fill())
     return found

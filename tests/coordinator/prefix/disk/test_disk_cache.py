@@ -158,8 +158,8 @@ async def test_use_is_remembered(cache: DiskCache, store: Store) -> None:
     await save(cache, ids(20), 10)
     entry = cache.find(PLAIN, ids(20))
     assert entry is not None
-    await cache.used(entry)
-    await cache.used(entry)
+    await cache.record_use(entry)
+    await cache.record_use(entry)
     later = disk_cache(store)
     await later.start()
     for one in (cache, later):
@@ -170,7 +170,7 @@ async def test_use_is_remembered(cache: DiskCache, store: Store) -> None:
         assert (leaf.usage.hits, root.usage.hits) == (2, 0)
         assert leaf.usage.last_used == root.usage.last_used > 0
     await cache.discard(entry, "test")
-    await later.used(leaf)
+    await later.record_use(leaf)
     await later.refresh()
     assert later.find(PLAIN, ids(20)).token_count == 10  # type: ignore[union-attr]
 

@@ -219,7 +219,7 @@ async def test_damaged_usage_is_no_usage(store: DirectoryStore, root: Path, usag
     found = later.find(entry.lineage, ids(20))
     assert found is not None
     assert found.usage.hits == 0
-    await later.used(found)
+    await later.record_use(found)
     assert json.loads(path.read_text())["hits"] == 1
 
 

@@ -254,7 +254,7 @@ async def test_hits_of_another_process_count(cache: DiskCache, store: Store, mon
     other = disk_cache(store)
     await other.start()
     for _ in range(3):
-        await other.used(other.find(PLAIN, ids(50, seed=chosen)))  # type: ignore[arg-type]
+        await other.record_use(other.find(PLAIN, ids(50, seed=chosen)))  # type: ignore[arg-type]
     await smaller.prune()
     await other.refresh()
     assert [other.find(PLAIN, ids(50, seed=seed)) is not None for seed in range(3)] == [

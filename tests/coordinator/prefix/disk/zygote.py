@@ -51,7 +51,7 @@ def killed(root: str, at: str, seed: str) -> None:
         await save(cache, ids(50, seed=int(seed)), 30)
         entry = cache.find(PLAIN, ids(50, seed=int(seed)))
         if entry is not None:
-            await cache.used(entry)
+            await cache.record_use(entry)
         await save(cache, ids(40, seed=int(seed) + 1000))
 
     asyncio.run(main())
@@ -101,7 +101,7 @@ async def _restored(cache: object, entry: object) -> bool:
     assert isinstance(entry, DiskEntry)
     try:
         await restore(cache, entry)
-        await cache.used(entry)
+        await cache.record_use(entry)
     except (DataLoss, StoreError) as error:
         # The other process removed it: a file is gone, but never do bytes differ.
         if "digest" in error.message:
