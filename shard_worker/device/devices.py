@@ -1,16 +1,18 @@
-"""Device names and the only place that asks which vendor a device is of.
+"""Device names, and what a device can do: the only module that asks which vendor a device is of.
 
-`cpu`, `cuda:N` (NVIDIA) and `hip:N` (AMD). torch calls both vendors' devices "cuda"; which of them a build drives
-stands in `torch.version`. The wrong one is refused by name.
+Names are `cpu`, `cuda:N` (NVIDIA) and `hip:N` (AMD). torch calls both vendors' devices "cuda"; which of them a build
+drives stands in `torch.version`. A name of the other vendor is refused by name.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,8 +23,20 @@ from services.processes.visible_gpus import visible_numbers
 _NAME = re.compile(r"cpu|(cuda|hip):(0|[1-9]\d{0,2})")
 _BUILD = {"cuda": "CUDA", "hip": "ROCm"}
 
-FLOAT8_CAPABILITY = (8, 9)
+_KERNEL_CAPABILITY = (8, 0)
+"""From this compute capability on NVIDIA's GPUs have the matrix instructions that Triton uses (Ampere and later)."""
+
+_FLOAT8_CAPABILITY = (8, 9)
 """From this compute capability on NVIDIA's GPUs convert float8_e4m3fn (Ada, Hopper and later)."""
+
+_CDNA, _RDNA = ("gfx908", "gfx90a", "gfx942", "gfx950"), ("gfx11", "gfx12")
+"""Beginnings of the names of AMD's architectures that Triton compiles matrix instructions for."""
+
+_HIP_FLOAT8 = ("gfx950", "gfx12")
+"""Those of them that convert float8_e4m3fn. gfx942 has another 8-bit type, e4m3fnuz; the others have none."""
+
+_HIP_SHARED_BYTES = 64 << 10
+"""Shared memory of a program on AMD's GPUs but gfx950, for builds of torch that do not tell it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,30 +60,105 @@ class Device:
             torch.cuda.synchronize(self.torch_device)
 
 
+@dataclass(frozen=True, slots=True)
+class KernelTarget:
+    """What flashsplit's kernels need to know of a GPU: whether they can run there, and what their tiles must fit into.
+
+    architecture: as compilers name it, "sm_90" or "gfx942". shared_bytes: shared memory that one program may take.
+    lane_registers: registers of 32 bits that a thread may have. tile_bytes: the largest tile of keys or values that
+    four warps' registers hold beside the sums of attention, in bytes. one_tile_height: whether tiles of more than 16
+    rows are summed in another order than those of 16. lack: why the kernels cannot run there, None where they can.
+    float8_lack: why they cannot convert float8_e4m3fn, None where they can. float32_precision: how products of float32
+    are made, as Triton's `input_precision`.
+    """
+
+    architecture: str
+    shared_bytes: int
+    lane_registers: int
+    tile_bytes: int
+    one_tile_height: bool
+    lack: str | None
+    float8_lack: str | None
+    float32_precision: str
+
+
 def build_vendor() -> str | None:
-    """Which vendor's GPUs this torch drives: "cuda", "hip" or None."""
+    """Return which vendor's GPUs this torch drives: "cuda", "hip" or None."""
     if torch.version.hip:
         return "hip"
     return "cuda" if torch.version.cuda else None
 
 
-def float8_lack(device: Device, *, kernels: bool) -> str | None:
-    """Why numbers cannot be kept as float8_e4m3fn on a device; None where they can. kernels: whether flashsplit's own
-    convert them, and not torch."""
-    if not device.is_gpu:
+@functools.cache
+def kernel_target(device: torch.device) -> KernelTarget | None:
+    """Return what kernels need to know of a GPU; None for the CPU."""
+    if device.type != "cuda":
         return None
-    if build_vendor() == "hip":
-        return "AMD's GPUs have another 8-bit type, or none"
-    if kernels and (found := torch.cuda.get_device_capability(device.torch_device)) < FLOAT8_CAPABILITY:
-        has, needed = (f"{major}.{minor}" for major, minor in (found, FLOAT8_CAPABILITY))
-        return f"its compute capability is {has}, and {needed} is needed"
-    return None
+    properties = torch.cuda.get_device_properties(device)
+    return hip_target(properties) if build_vendor() == "hip" else cuda_target(properties)
+
+
+def cuda_target(properties: Any) -> KernelTarget:
+    """Describe one of NVIDIA's GPUs. properties: of `torch.cuda.get_device_properties`."""
+    capability = (properties.major, properties.minor)
+
+    def lack(needed: tuple[int, int]) -> str | None:
+        if capability >= needed:
+            return None
+        has, asked = (f"{major}.{minor}" for major, minor in (capability, needed))
+        return f"its compute capability is {has}, and {asked} is needed"
+
+    return KernelTarget(
+        architecture=f"sm_{properties.major}{properties.minor}",
+        shared_bytes=properties.shared_memory_per_block_optin,
+        lane_registers=255,
+        tile_bytes=32 << 10,
+        one_tile_height=False,
+        lack=lack(_KERNEL_CAPABILITY),
+        float8_lack=lack(_FLOAT8_CAPABILITY),
+        # The matrix units know tf32 only. Three passes are as good as float32 but for the last bits, and far faster
+        # than numbers one by one.
+        float32_precision="tf32x3",
+    )
+
+
+def hip_target(properties: Any) -> KernelTarget:
+    """Describe one of AMD's GPUs. properties: of `torch.cuda.get_device_properties`."""
+    # The name may be followed by features: "gfx90a:sramecc+:xnack-".
+    architecture = properties.gcnArchName.partition(":")[0]
+    shared_bytes = getattr(properties, "shared_memory_per_block", _HIP_SHARED_BYTES)
+    rdna = architecture.startswith(_RDNA)
+    lack = None if rdna or architecture.startswith(_CDNA) else f"Triton has no matrix instructions for {architecture}"
+    float8 = architecture.startswith(_HIP_FLOAT8)
+    return KernelTarget(
+        architecture=architecture,
+        shared_bytes=shared_bytes,
+        lane_registers=256 if rdna else 512,
+        # On RDNA each warp holds the whole tile.
+        tile_bytes=4 << 10 if rdna else 32 << 10,
+        # Other heights are other instructions, or lie otherwise over a program's warps.
+        one_tile_height=True,
+        lack=lack,
+        float8_lack=None if float8 else f"{architecture} has another 8-bit type, or none",
+        float32_precision="ieee",
+    )
+
+
+def float8_lack(device: Device, *, kernels: bool) -> str | None:
+    """Return why numbers cannot be kept as float8_e4m3fn on a device; None where they can.
+
+    kernels: whether flashsplit's own kernels convert them, and not torch.
+    """
+    target = kernel_target(device.torch_device)
+    if target is None or not (kernels or build_vendor() == "hip"):
+        return None
+    return target.float8_lack
 
 
 def product_precision(like: torch.Tensor) -> str:
-    """How Triton is to multiply numbers of this tensor's type on its device. float32 on NVIDIA's: by three passes of
-    the matrix units, which know tf32 only; that is as good but for the last bits, and far faster than one by one."""
-    return "tf32x3" if like.dtype is torch.float32 and like.is_cuda and build_vendor() == "cuda" else "ieee"
+    """Return how Triton is to multiply numbers of this tensor's type on its device, as its `input_precision`."""
+    target = kernel_target(like.device)
+    return target.float32_precision if target is not None and like.dtype is torch.float32 else "ieee"
 
 
 def parse_devices(text: str, field: str = "--device") -> tuple[Device, ...]:

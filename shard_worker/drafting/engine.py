@@ -47,11 +47,15 @@ class DraftEngine:
     project: Projection | None = None
     runner: DraftRunner | None = None
 
-    def prepare(self) -> None:
-        """Compile and capture what the first proposal would have to wait for."""
+    def prepare(self, matrix: torch.Tensor | None = None) -> None:
+        """Compile and capture what the first proposal would have to wait for.
+
+        matrix: the target's embedding [vocab, hidden], where it is in a device's memory.
+        """
         if self.runner is not None and self.embedding is not None:
             [mask_row] = self.embedding((self.draft.config.mask_token_id,))
-            self.runner.prepare(mask_row)
+            beside = matrix is not None and matrix.device == self.draft.device.torch_device
+            self.runner.prepare(mask_row, matrix if beside else None)
 
     def append(self, state: DraftState, features: Features, start: int) -> None:
         """Take the features of committed rows from position `start` on.

@@ -14,6 +14,7 @@ from shard_worker.cache.attention_cache import PAGE_ROWS
 from shard_worker.device.devices import Device
 from shard_worker.drafting.drafters.dflash import DFlashDraft, DFlashState
 from shard_worker.model.kernels import decoder
+from shard_worker.model.kernels.accept import STOPS, accept
 from shard_worker.model.kernels.attention import rope_table
 from shard_worker.model.kernels.heads import Heads, HeadShape
 from shard_worker.model.kernels.matmul import begin, linear
@@ -56,8 +57,11 @@ class DFlashRunner:
         """Whether features of so many rows, and a block behind them, can be had here."""
         return rows <= self.rows and state.length + rows + self.rows <= self._draft.config.max_position
 
-    def prepare(self, mask_row: torch.Tensor) -> None:
-        """Compile and capture both graphs. mask_row: the mask token's embedding, [hidden]."""
+    def prepare(self, mask_row: torch.Tensor, embedding: torch.Tensor | None = None) -> None:
+        """Compile and capture both graphs. mask_row: the mask token's embedding, [hidden].
+
+        embedding: the target's, [vocab, hidden] on the draft's device, where blocks may be issued ahead.
+        """
         with self._draft.device.current():
             self._block.copy_(mask_row.expand_as(self._block))
             self._masked = True
@@ -66,6 +70,18 @@ class DFlashRunner:
             self.send_block_parameters(scratch, self.rows - 1)
             self._appended = self._captured(self._append)
             self._proposed = self._captured(self._propose)
+            if embedding is not None:
+                self._prepare_accept(embedding)
+
+    def _prepare_accept(self, embedding: torch.Tensor) -> None:
+        """Compile what decides which rows of a verify count; the numbers that it leaves are sent anew for each step."""
+        device = embedding.device
+        stops = torch.full((STOPS,), -1, device=device)
+        for rows in ROW_COUNTS:
+            if rows <= self.rows:
+                argmax, outcome = (torch.zeros(count, dtype=torch.int64, device=device) for count in (rows, 1 + rows))
+                parameters, known_row = self.proposing.tensor[0], self.known_row
+                accept(parameters, argmax, stops, outcome, self.appending, self.proposing, embedding, known_row)
 
     def append(self, state: DFlashState, mixed: torch.Tensor) -> None:
         """Take features of the n committed rows that follow the context: `DFlashDraft.mix` of them, [n, hidden]."""

@@ -1,38 +1,52 @@
-"""Where flashsplit's own kernels can run. Without a GPU or without Triton nothing of them is imported."""
+"""Says where flashsplit's own kernels can run. Without a GPU or without Triton nothing of them is imported."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Sequence
 
 import structlog
-import torch
 
 from services.errors import FailedPrecondition
 from services.model.config import ModelConfig
+from shard_worker.device import devices
 from shard_worker.device.devices import Device, float8_lack
 
 log = structlog.get_logger()
 
 
-def can_run(device: Device, sizes: Sequence[int]) -> bool:
-    """On a GPU with Triton, for heads whose size is a power of two."""
-    if device.torch_device.type != "cuda":
+def can_run(device: Device, head_sizes: Sequence[int]) -> bool:
+    """Return whether kernels run on a device for heads of these sizes; else plain torch serves, and the log says why.
+
+    They need a GPU that Triton has matrix instructions for, and heads whose size is a power of two.
+    """
+    return _runs(device, tuple(head_sizes))
+
+
+@functools.cache
+def _runs(device: Device, head_sizes: tuple[int, ...]) -> bool:
+    """Do as `can_run` says, and log what is missing once."""
+    target = devices.kernel_target(device.torch_device)
+    if target is None:
         return False
+    lack = target.lack
     if importlib.util.find_spec("triton") is None:
-        log.warning("kernels.unavailable", device=device.name, why="Triton is not installed")
-        return False
-    return all(16 <= size <= 256 and size & (size - 1) == 0 for size in sizes)
+        lack = "Triton is not installed"
+    elif odd := [size for size in head_sizes if not (16 <= size <= 256 and size & (size - 1) == 0)]:
+        lack = f"heads have {odd[0]} numbers, and 16, 32, 64, 128 or 256 are needed"
+    if lack is not None:
+        log.warning("kernels.unavailable", device=device.name, architecture=target.architecture, why=lack)
+    return lack is None
 
 
 def can_prefill(device: Device, config: ModelConfig) -> bool:
-    """Whether recurrent layers take many rows by kernels, which want much shared memory."""
+    """Return whether kernels take many rows through recurrent layers there, which needs much shared memory."""
     if config.linear is None or not can_run(device, head_sizes(config)):
         return False
-    from shard_worker.model.kernels.delta_prefill import SHARED_BYTES
+    from shard_worker.model.kernels.delta_prefill import choose
 
-    properties = torch.cuda.get_device_properties(device.torch_device)
-    return getattr(properties, "shared_memory_per_block_optin", 0) >= SHARED_BYTES
+    return choose(devices.kernel_target(device.torch_device)) is not None
 
 
 def check_float8(device: Device, *, kernels: bool) -> None:
@@ -48,6 +62,6 @@ def check_float8(device: Device, *, kernels: bool) -> None:
 
 
 def head_sizes(config: ModelConfig) -> list[int]:
-    """Of all kinds of heads that a model has."""
+    """Return the sizes of all kinds of heads that a model has."""
     linear = config.linear
     return [config.head_dim, *([] if linear is None else [linear.key_head_dim, linear.value_head_dim])]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import structlog
 
 from services.dtypes import WEIGHT_DTYPES
 from services.errors import CLOSED, FailedPrecondition, InvalidArgument
@@ -29,6 +31,8 @@ from shard_worker.session_record import SessionRecord
 from shard_worker.snapshots.keeper import SnapshotKeeper
 from shard_worker.weights.checkpoint import Checkpoint
 from shard_worker.weights.weight import DenseWeight, Weight
+
+log = structlog.get_logger()
 
 MAX_LENGTH = 1 << 20
 """The most tokens of a session: no target's context is longer."""
@@ -105,7 +109,12 @@ class DraftRole(WorkerRole[LoadDraft]):
             target = open_checkpoint(part.model_path)
             head = self._load_head(target, draft)
             engine = make_engine(draft, rows_of_checkpoint(target), head, graphs=self.resources.graphs)
-            engine.prepare()
+            try:
+                engine.prepare()
+            except Exception as error:
+                # Whatever a compiler may lack on this host, plain torch has what it needs.
+                log.warning("kernels.failed", error=f"{type(error).__name__}: {error}"[:500])
+                engine = replace(engine, runner=None)
         keeper = SnapshotKeeper(
             self._store,
             self._thread,

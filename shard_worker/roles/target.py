@@ -184,7 +184,7 @@ class TargetRole(WorkerRole[LoadTarget]):
             stage.prepare()
             if beside is not None and stage.head is not None:
                 self.loaded = replace(loaded, embedding=loaded.embedding.beside(beside.draft, stage, loaded.part))
-                self._drafts.engine(beside.draft, stage, self.loaded.embedding).prepare()
+                self._drafts.engine(beside.draft, stage, self.loaded.embedding).prepare(self.loaded.embedding.matrix)
         except Exception as error:
             # Whatever a compiler may lack on this host, plain torch has what it needs.
             log.warning("kernels.failed", error=f"{type(error).__name__}: {error}"[:500])

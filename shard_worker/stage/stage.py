@@ -24,9 +24,6 @@ from shard_worker.stage.segment import Segment
 from shard_worker.stage.step_graph import StepOutput, StepRows
 from shard_worker.stage.step_runner import StepRunner
 
-BLOCK_ROWS = 16
-"""Of the blocks that steps are prepared for; drafts are trained for so many, or fewer."""
-
 
 @dataclass(slots=True)
 class StageState:
@@ -81,18 +78,18 @@ class Stage:
         return StepEngine.GRAPHS if all(runner and runner.graphs for runner in self.runners) else StepEngine.KERNELS
 
     def prepare(self) -> None:
-        """Compile and capture what the first steps would have to wait for: of one row, and of a block with a draft."""
+        """Compile and capture what steps would have to wait for, with a draft and without."""
         for runner in self.runners:
             if runner is not None:
-                runner.prepare(1, uncommitted=False, featured=False)
-                if self.captures:
-                    runner.prepare(1, uncommitted=False, featured=True)
-                    runner.prepare(BLOCK_ROWS, uncommitted=True, featured=True)
+                runner.prepare(drafted=bool(self.captures))
         for segment in self.segments:
             if segment.operations is not PLAIN:
-                rows = torch.zeros((2, self.config.hidden_size), dtype=self.dtype, device=segment.device.torch_device)
-                with segment.device.current():
-                    segment.run(rows, 0, False, segment.allocate(len(rows), 1), None)
+                # Kernels are compiled apart for multiples of 16 rows.
+                for count in (2, 64):
+                    shape, device = (count, self.config.hidden_size), segment.device.torch_device
+                    with segment.device.current():
+                        rows = torch.zeros(shape, dtype=self.dtype, device=device)
+                        segment.run(rows, 0, False, segment.allocate(count, 1), None)
 
     def without_kernels(self) -> Stage:
         """The same in plain torch."""

@@ -29,6 +29,9 @@ from shard_worker.stage.step_graph import Captured, Prelaunched, Released, StepO
 ROW_COUNTS = (1, 16, 32, 64)
 """Rows that steps are made with; a step of another number leaves the last ones unused."""
 
+BLOCK_ROWS = 16
+"""Rows of the blocks that steps are captured for at the start; drafts are trained for so many, or fewer."""
+
 
 class StepRunner:
     """Of one segment, with the embedding before it and the head behind it where they are on its device."""
@@ -64,10 +67,21 @@ class StepRunner:
         """Whether steps of so many rows run here. Rows that count at once come one by one, or many together."""
         return rows == 1 or (uncommitted and rows <= ROW_COUNTS[-1])
 
-    def prepare(self, rows: int, *, uncommitted: bool, featured: bool) -> None:
-        """Compile and capture what steps like this need, so that the first one need not wait."""
+    def prepare(self, *, drafted: bool) -> None:
+        """Compile what steps of any number of rows need, and capture the usual ones, so that none need wait.
+
+        drafted: blocks of a draft are verified, and it wants features; otherwise rows come one by one.
+        """
         with self._segment.device.current():
-            self._prepared(self._key(rows, uncommitted, featured))
+            self._prepared(self._key(1, uncommitted=False, featured=False))
+            if not drafted:
+                return
+            self._prepared(self._key(1, uncommitted=False, featured=True))
+            self._prepared(self._key(BLOCK_ROWS, uncommitted=True, featured=True))
+            for rows in ROW_COUNTS:
+                if rows > BLOCK_ROWS:
+                    self._try(self._key(rows, uncommitted=True, featured=True))
+            self.commit(self._segment.allocate(PAGE_ROWS, BLOCK_ROWS), 0)
 
     def run(
         self,
@@ -260,20 +274,22 @@ class StepRunner:
 
     def _prepared(self, variant: Variant) -> Captured:
         if variant not in self._made:
-            # Tried out on memory of nobody's: kernels are compiled and loaded then, which a capture must not see.
-            scratch = self._segment.allocate(PAGE_ROWS, variant.rows)
-            if scratch.attention is not None:
-                scratch.attention.reserve(variant.rows)
-            self._fill(scratch)
-            self._parameters.set_rows(0, variant.rows)
-            self._made[variant] = self._capture(variant)
+            # Kernels are compiled and loaded then, which a capture must not see.
+            made = self._try(variant)
+            self._made[variant] = self._capture(variant) if self._graphs else made
         return self._made[variant]
 
-    def _capture(self, variant: Variant) -> Captured:
+    def _try(self, variant: Variant) -> Captured:
+        """Launch a step once, on memory of no session."""
+        scratch = self._segment.allocate(PAGE_ROWS, variant.rows)
+        scratch.reserve(variant.rows)
+        self._fill(scratch)
+        self._parameters.set_rows(0, variant.rows)
         made = self._launch(variant)
         self._parameters.record_launch()
-        if not self._graphs:
-            return made
+        return made
+
+    def _capture(self, variant: Variant) -> Captured:
         self._segment.device.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):

@@ -64,8 +64,11 @@ class DraftRunner(Protocol):
     def takes(self, state: Any, rows: int) -> bool:
         """Say whether features of `rows` rows, and a block behind them, can be computed by these kernels."""
 
-    def prepare(self, mask_row: torch.Tensor) -> None:
-        """Compile and capture everything. mask_row: the mask token's embedding, [hidden]."""
+    def prepare(self, mask_row: torch.Tensor, embedding: torch.Tensor | None = None) -> None:
+        """Compile and capture everything. mask_row: the mask token's embedding, [hidden].
+
+        embedding: the target's, [vocab, hidden] on the draft's device, where blocks may be issued ahead.
+        """
 
     def append(self, state: Any, mixed: torch.Tensor) -> None:
         """Take the features of the n committed rows that follow the context: `Draft.mix` of them, [n, hidden]."""

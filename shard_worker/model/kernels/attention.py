@@ -7,18 +7,33 @@ rows beside it.
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from shard_worker.device.devices import product_precision
+from shard_worker.device import devices
+from shard_worker.device.devices import KernelTarget, product_precision
 from shard_worker.model.kernels.heads import HeadShape
 from shard_worker.model.kernels.step_parameters import BASE, FIRST_PAGE, ROWS
 
 _TILE_ROWS = 32
 """Of queries, at most. More would be another matrix instruction, whose sums may differ in the last bit."""
 
+_TILE_BYTES = 32 << 10
+"""Of keys or values in a tile, at most."""
+
 _PROGRAMS = 264
+
+
+class Tiles(NamedTuple):
+    """How attention is cut. queries, keys: rows of a tile of each; warps: of a program."""
+
+    queries: int
+    keys: int
+    warps: int = 4
 
 
 def chunk_count(length: int) -> int:
@@ -202,16 +217,16 @@ def attend(
     sums = torch.empty((shape.kv_heads, chunks, total, shape.dim), dtype=torch.float32, device=device)
     tops = torch.empty((shape.kv_heads, chunks, total, 2), dtype=torch.float32, device=device)
     out = torch.empty((rows, shape.heads * shape.dim), dtype=projected.dtype, device=device)
-    block = _tile_rows(total, shape.dim)
-    parts = triton.cdiv(total, block)
+    tiles = choose(total, shape.dim, projected.dtype.itemsize, devices.kernel_target(device))
+    parts = triton.cdiv(total, tiles.queries)
     programs = min(chunks, max(1, _PROGRAMS // (shape.kv_heads * parts)))
     common = {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "DIM": shape.dim, "STRIDE": shape.stride}
     _attend[(shape.kv_heads, programs, parts)](
         projected, parameters, sums, tops, slot, shape.dim**-0.5,
         **common, ROWS_MADE=rows, CHUNKS=chunks, PAGE=shape.page, RING=shape.ring,
-        WINDOW=shape.window, CAUSAL=shape.causal, FLOAT8=shape.float8, BLOCK=block,
-        TILE=tile_of(shape.dim, projected.dtype.itemsize), PRECISION=product_precision(projected),
-        num_warps=4, num_stages=2,
+        WINDOW=shape.window, CAUSAL=shape.causal, FLOAT8=shape.float8, BLOCK=tiles.queries,
+        TILE=tiles.keys, PRECISION=product_precision(projected),
+        num_warps=tiles.warps, num_stages=2,
     )  # fmt: skip
     _combine[(rows, shape.heads)](
         projected, parameters, sums, tops, out, **common, ROWS_MADE=rows, CHUNKS=chunks,
@@ -220,15 +235,30 @@ def attend(
     return out
 
 
-def _tile_rows(queries: int, dim: int) -> int:
-    """The height of a tile that so many queries of heads of this size are looked at in.
+@functools.cache
+def choose(queries: int, dim: int, size: int, target: KernelTarget | None) -> Tiles:
+    """Return how so many queries of heads of this size are cut. size: of an element, in bytes.
 
-    A tile that is at least as high as a head is wide has its rows spread over a program's warps, others their columns
-    are, and what is summed over warps differs then in the last bit: heads must be on one side with all heights.
+    The number of keys does not depend on that of queries, so that a row's result does not. Of queries, a tile that is
+    at least as high as a head is wide has its rows spread over a program's warps, others their columns are, and what is
+    summed over warps differs then in the last bit: heads must be on one side with all heights.
     """
-    return _TILE_ROWS if dim <= _TILE_ROWS else min(_TILE_ROWS, max(16, triton.next_power_of_2(queries)))
+    highest, tile_bytes, keys, warps = _TILE_ROWS, _TILE_BYTES, 128 * 2 // size, 4
+    if target is not None:
+        highest, tile_bytes = 16 if target.one_tile_height else highest, target.tile_bytes
+    keys = max(16, min(keys, tile_bytes // (dim * size)))
+    if keys * dim * size > tile_bytes:
+        warps = 8
+    if target is not None:
+        while keys > 16 and _shared_bytes(highest, keys, dim, size, target) > target.shared_bytes:
+            keys //= 2
+        if _shared_bytes(highest, keys, dim, size, target) > target.shared_bytes:
+            highest = 16
+    return Tiles(highest if dim <= highest else min(highest, max(16, triton.next_power_of_2(queries))), keys, warps)
 
 
-def tile_of(dim: int, size: int) -> int:
-    """Keys that are looked at together. Pages and rings hold a multiple of it. size: of an element, in bytes."""
-    return (128 if dim <= 128 else 64) * 2 // size
+def _shared_bytes(queries: int, keys: int, dim: int, size: int, target: KernelTarget) -> int:
+    """Return the shared memory that a program takes, at most: keys and values, queries, and the scores two times."""
+    # Three passes of tf32 need what one of them has rounded off beside each number.
+    parts = 2 if size == 4 and target.float32_precision == "tf32x3" else 1
+    return (2 * parts * keys * dim + queries * dim + 2 * queries * keys) * size

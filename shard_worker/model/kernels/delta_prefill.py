@@ -6,23 +6,45 @@ float32, products by three passes of the matrix units where they have no float32
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from services.model.config import LinearAttentionConfig
 from shard_worker.cache.recurrent_cache import RecurrentCache
-from shard_worker.device.devices import product_precision
+from shard_worker.device import devices
+from shard_worker.device.devices import KernelTarget, product_precision
 from shard_worker.model.kernels.deltanet import Shape, gate, mix
 from shard_worker.model.kernels.step_parameters import STATE
 from shard_worker.model.layer_weights import LinearAttentionWeights
 
 CHUNK = 64
-SHARED_BYTES = 208 << 10
-"""Shared memory that a program takes."""
 
 _VALUES = 32
 """Columns of a head's state that one program holds."""
+
+_TWO_STAGES_BYTES = 208 << 10
+"""Shared memory that a program takes whose next chunk is on its way while it works on one."""
+
+
+class Cut(NamedTuple):
+    """How programs work. warps: of one that computes a chunk; stages: chunks that a walk has in shared memory."""
+
+    warps: int
+    stages: int
+
+
+def choose(target: KernelTarget | None) -> Cut | None:
+    """Return how programs work on a GPU; None where its registers cannot hold a chunk.
+
+    Hopper's matrix units read a chunk from shared memory. Where they read registers, a thread needs those that CDNA
+    has: with 256 it would keep more than a thousand of them in memory.
+    """
+    if target is None or target.shared_bytes >= _TWO_STAGES_BYTES:
+        return Cut(warps=8, stages=2)
+    return Cut(warps=4, stages=1) if target.lane_registers >= 512 else None
 
 
 @triton.jit
@@ -149,6 +171,8 @@ def run_layer(
     corrected, keys = made(heads, padded, shape.value_dim), made(heads, padded, shape.key_dim)
     scores, running = made(heads, padded, CHUNK), made(heads, padded)
     out = made(rows, heads, shape.value_dim)
+    cut = choose(devices.kernel_target(device))
+    assert cut is not None
     common = {
         "KEY_HEADS": shape.key_heads,
         "VALUE_HEADS": heads,
@@ -158,11 +182,11 @@ def run_layer(
         "PRECISION": product_precision(mixed),
     }
     _chunks[(chunks, heads)](
-        mixed, gates, corrected, keys, scores, running, rows, padded, **common, SIDE=CHUNK // 4, num_warps=8
+        mixed, gates, corrected, keys, scores, running, rows, padded, **common, SIDE=CHUNK // 4, num_warps=cut.warps
     )  # fmt: skip
     values = min(_VALUES, shape.value_dim)
     _walk[(heads, shape.value_dim // values)](
         mixed, corrected, keys, scores, running, cache.step_parameters, out, slot, rows, padded, **common,
-        VALUES=values, num_warps=4, num_stages=2,
+        VALUES=values, num_warps=4, num_stages=cut.stages,
     )  # fmt: skip
     return gate(shape, out, projected, weights.norm, eps)

@@ -16,7 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from shard_worker.device.devices import product_precision
+from shard_worker.device import devices
+from shard_worker.device.devices import KernelTarget, product_precision
 from shard_worker.model.kernels.heads import Heads, finish_heads
 
 _MAX_BLOCKS = 1 << 16
@@ -201,7 +202,7 @@ def linear(
     shape = None if heads is None else heads.shape
     out = torch.empty((rows, width if shape is None else shape.stride), dtype=source.dtype, device=source.device)
     dim, size = None if shape is None else shape.dim, source.dtype.itemsize
-    config = config or choose(width, depth, paired, dim, shared_bytes(source.device), size)
+    config = config or choose(width, depth, paired, dim, size, devices.kernel_target(source.device))
     blocks, tiles = triton.cdiv(width, config.width), triton.cdiv(rows, _TILE_ROWS)
     partial = out
     if config.split > 1:
@@ -254,7 +255,9 @@ def begin(x: torch.Tensor, norm: torch.Tensor, eps: float) -> Normed:
 
 
 @functools.cache
-def choose(width: int, depth: int, paired: bool, head_dim: int | None, shared: int, size: int) -> Config:
+def choose(
+    width: int, depth: int, paired: bool, head_dim: int | None, size: int, target: KernelTarget | None
+) -> Config:
     """The cut for a shape: the same for any number of rows, so that a row's result is too. Tried on an H200.
 
     size: of an element, in bytes; wider ones come in tiles of as many bytes.
@@ -272,17 +275,9 @@ def choose(width: int, depth: int, paired: bool, head_dim: int | None, shared: i
         split *= 2
     config = config._replace(depth=config.depth * 2 // size)
     stages, stage = config.stages, (config.width * (2 if paired else 1) + 16) * config.depth * size
-    while stages > 2 and (stages - 1) * stage > shared:
+    while target is not None and stages > 2 and (stages - 1) * stage > target.shared_bytes:
         stages -= 1
     return config._replace(split=split, stages=stages)
-
-
-@functools.cache
-def shared_bytes(device: torch.device) -> int:
-    """Shared memory that a program may take; where torch does not say, what all GPUs have."""
-    if device.type != "cuda":
-        return 1 << 20
-    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 48 << 10)
 
 
 @functools.cache

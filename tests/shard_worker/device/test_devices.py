@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from services.errors import FailedPrecondition, InvalidArgument
 from services.processes.visible_gpus import VARIABLE
-from shard_worker.device.devices import best_devices, build_vendor, describe, parse_devices
+from shard_worker.device.devices import (
+    Device,
+    best_devices,
+    build_vendor,
+    cuda_target,
+    describe,
+    float8_lack,
+    hip_target,
+    kernel_target,
+    parse_devices,
+    product_precision,
+)
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, vendor: str | None, gpus: int) -> None:
@@ -125,3 +138,70 @@ def test_hidden_gpus_keep_the_numbers_of_the_others(monkeypatch: pytest.MonkeyPa
     assert best_devices() == ["cuda:3", "cuda:1"]
     with pytest.raises(FailedPrecondition, match="'cuda:0' does not exist here: there is cuda:3, cuda:1"):
         parse_devices("cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("capability", "lack", "float8_lack"),
+    [
+        (
+            (6, 1),
+            "its compute capability is 6.1, and 8.0 is needed",
+            "its compute capability is 6.1, and 8.9 is needed",
+        ),
+        (
+            (7, 5),
+            "its compute capability is 7.5, and 8.0 is needed",
+            "its compute capability is 7.5, and 8.9 is needed",
+        ),
+        ((8, 0), None, "its compute capability is 8.0, and 8.9 is needed"),
+        ((8, 6), None, "its compute capability is 8.6, and 8.9 is needed"),
+        ((8, 9), None, None),
+        ((9, 0), None, None),
+        ((12, 0), None, None),
+    ],
+)
+def test_what_kernels_lack_on_nvidias_gpus(
+    capability: tuple[int, int], lack: str | None, float8_lack: str | None
+) -> None:
+    """Kernels need Ampere's matrix instructions, eight bits those of Ada; shared memory is what torch tells."""
+    major, minor = capability
+    target = cuda_target(SimpleNamespace(major=major, minor=minor, shared_memory_per_block_optin=101376))
+
+    assert target.architecture == f"sm_{major}{minor}"
+    assert target.shared_bytes == 101376
+    assert (target.lack, target.float8_lack) == (lack, float8_lack)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "runs", "float8"),
+    [
+        ("gfx906", False, False),
+        ("gfx90c", False, False),
+        ("gfx90a", True, False),
+        ("gfx942", True, False),
+        ("gfx950", True, True),
+        ("gfx1030", False, False),
+        ("gfx1100", True, False),
+        ("gfx1201", True, True),
+    ],
+)
+def test_what_kernels_lack_on_amds_gpus(architecture: str, runs: bool, float8: bool) -> None:
+    """Kernels need matrix instructions, which Vega and RDNA 2 have not; the refusal names the architecture."""
+    target = hip_target(SimpleNamespace(gcnArchName=f"{architecture}:sramecc+:xnack-", shared_memory_per_block=65536))
+
+    assert target.architecture == architecture
+    assert target.lack == (None if runs else f"Triton has no matrix instructions for {architecture}")
+    assert (target.float8_lack is None) == float8
+
+
+def test_builds_that_do_not_tell_shared_memory() -> None:
+    """AMD's GPUs have 64 KiB for a program, whether torch says so or not."""
+    assert hip_target(SimpleNamespace(gcnArchName="gfx1100")).shared_bytes == 65536
+    assert hip_target(SimpleNamespace(gcnArchName="gfx950", shared_memory_per_block=163840)).shared_bytes == 163840
+
+
+def test_a_cpu_is_no_target_of_kernels() -> None:
+    """It keeps numbers of eight bits by plain torch, and multiplies float32 as it is."""
+    assert kernel_target(torch.device("cpu")) is None
+    assert float8_lack(Device("cpu", torch.device("cpu")), kernels=False) is None
+    assert product_precision(torch.zeros(1)) == "ieee"

@@ -248,14 +248,14 @@ class KernelDraft:
     def make_runner(self, _: torch.Tensor, *, graphs: bool) -> KernelDraft:
         return self
 
-    def prepare(self, mask_row: torch.Tensor) -> None:
+    def prepare(self, mask_row: torch.Tensor, embedding: torch.Tensor | None) -> None:
         self.prepared += 1
 
 
 class StageKernels:
     """Stands for the kernels of a stage, which a CPU does not have."""
 
-    def prepare(self, rows: int, *, uncommitted: bool, featured: bool) -> None:
+    def prepare(self, *, drafted: bool) -> None:
         """Nothing has to be prepared."""
 
 

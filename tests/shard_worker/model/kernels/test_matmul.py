@@ -20,7 +20,8 @@ WIDTH, DEPTH, EPS = 80, 2048, 1e-6
 @torch.inference_mode()
 def test_a_product_is_the_same_alone_and_among_others(rows: int, kind: str, dtype: torch.dtype) -> None:
     """With a residual and the norm that follows, and with SwiGLU: near the dense one, and to the same bits."""
-    from shard_worker.model.kernels.matmul import choose, linear, shared_bytes
+    from shard_worker.device.devices import kernel_target
+    from shard_worker.model.kernels.matmul import choose, linear
 
     on, generator = device().torch_device, torch.Generator().manual_seed(rows)
 
@@ -28,7 +29,7 @@ def test_a_product_is_the_same_alone_and_among_others(rows: int, kind: str, dtyp
         return (torch.randn(shape, generator=generator) * scale).to(on, dtype)
 
     paired = kind == "paired"
-    assert choose(WIDTH, DEPTH, paired, None, shared_bytes(on), dtype.itemsize).split > 1
+    assert choose(WIDTH, DEPTH, paired, None, dtype.itemsize, kernel_target(on)).split > 1
     x, weight = random(rows, DEPTH), random(WIDTH * (2 if paired else 1), DEPTH, scale=DEPTH**-0.5)
     residual, norm = (None, None) if paired else (random(rows, WIDTH), torch.rand(WIDTH, device=on) + 0.5)
     together, behind = linear(x, weight, paired=paired, residual=residual, norm=norm, eps=EPS)

@@ -1,0 +1,446 @@
+"""Compiles the kernels that a model launches, for GPUs that are not here.
+
+The project's own loader, step runner, draft runner and prefill run on the CPU over weights of a real model's shapes
+that nobody writes. A driver names the GPU that is pretended, and where Triton would compile and launch, a hook notes
+the kernel with its signature and constants. Each kernel is then compiled for that GPU; nothing is ever launched.
+
+This changes torch and Triton for the whole process, so it runs in one of its own:
+`python -m tests.shard_worker.model.kernels.compiling --targets gfx942 sm_86 --cases 27b demo` prints a line of JSON for
+each kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from services.layers import LayerRange
+from shard_worker.device import devices
+from shard_worker.device.devices import KernelTarget, cuda_target, hip_target
+from tests.shard_worker.tiny import AS_GPU, ignore_progress
+
+WARP_SIZES = {"gfx908": 64, "gfx90a": 64, "gfx942": 64, "gfx950": 64}
+"""32 for all others."""
+
+
+def _cuda(major: int, minor: int, shared_kib: int) -> KernelTarget:
+    return cuda_target(SimpleNamespace(major=major, minor=minor, shared_memory_per_block_optin=shared_kib << 10))
+
+
+def _hip(architecture: str, shared_kib: int = 64) -> KernelTarget:
+    return hip_target(SimpleNamespace(gcnArchName=architecture, shared_memory_per_block=shared_kib << 10))
+
+
+TARGETS = {
+    target.architecture: target
+    for target in (
+        _cuda(8, 0, 163),
+        _cuda(8, 6, 99),
+        _cuda(8, 9, 99),
+        _cuda(9, 0, 227),
+        _cuda(10, 0, 227),
+        _cuda(12, 0, 99),
+        _hip("gfx908"),
+        _hip("gfx90a"),
+        _hip("gfx942"),
+        _hip("gfx950", 160),
+        _hip("gfx1100"),
+        _hip("gfx1151"),
+        _hip("gfx1201"),
+    )
+}
+"""GPUs by architecture, with the shared memory that a program may take there."""
+
+QWEN3_5_27B: dict[str, Any] = {
+    "model_type": "qwen3_5",
+    "vocab_size": 248320,
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 24,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e7,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": False,
+}
+QWEN3_8B: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "use_sliding_window": True,
+    "sliding_window": 1024,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+
+
+def _draft(target: dict[str, Any], layer_types: Sequence[str], **more: Any) -> dict[str, Any]:
+    """A DFlash draft for a target, as those that are published are shaped."""
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": 16,
+        "dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": 3},
+        "num_target_layers": 2,
+        "num_hidden_layers": len(layer_types),
+        "layer_types": list(layer_types),
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "use_sliding_window": True,
+        "sliding_window": 2048,
+        "is_causal": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        **{key: target[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")},
+        **more,
+    }
+
+
+def _demo(part: str) -> dict[str, Any]:
+    """The demo pair's own configuration, cut to the layers that differ."""
+    path = Path(__file__).parents[4] / "deploy" / "demo" / part / "config.json"
+    config: dict[str, Any] = json.loads(path.read_text())
+    config["layer_types"] = sorted(set(config["layer_types"]), reverse=True)
+    config["num_hidden_layers"] = len(config["layer_types"])
+    if part == "draft":
+        config["dflash_config"]["target_layer_ids"] = [0, 1]
+        config["num_target_layers"] = 2
+    return config
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A target with its draft, the weights' element type and that of keys and values, and the numbers of rows."""
+
+    target: dict[str, Any]
+    draft: dict[str, Any]
+    dtype: str
+    kv_dtype: str | None = None
+    rows: tuple[int, ...] = (1, 16, 32, 64)
+
+
+_27B = (QWEN3_5_27B, _draft(QWEN3_5_27B, ["sliding_attention", "full_attention"]))
+_8B = (QWEN3_8B, _draft(QWEN3_8B, ["full_attention"], is_causal=True, attention_bias=True))
+_DEMO = (_demo("target"), _demo("draft"))
+CASES = {
+    "27b": Case(*_27B, "bfloat16"),
+    "27b-float8": Case(*_27B, "bfloat16", "float8_e4m3fn"),
+    "27b-float16": Case(*_27B, "float16", rows=(16,)),
+    "27b-float32": Case(*_27B, "float32"),
+    "8b": Case(*_8B, "bfloat16"),
+    "8b-float8": Case(*_8B, "bfloat16", "float8_e4m3fn"),
+    "8b-float16": Case(*_8B, "float16", rows=(16,)),
+    "8b-float32": Case(*_8B, "float32"),
+    "demo": Case(*_DEMO, "bfloat16"),
+    "demo-float32": Case(*_DEMO, "float32"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel as it is launched first. `constants` has its compile-time arguments by their paths."""
+
+    target: str
+    case: str
+    function: Any
+    signature: dict[str, str]
+    constants: dict[Any, Any]
+    attributes: dict[Any, Any]
+    options: dict[str, int]
+    preparing: bool
+
+    @property
+    def key(self) -> str:
+        """Equal for two launches that the same compiled kernel serves."""
+        constants = sorted((path, repr(value)) for path, value in self.constants.items())
+        return repr((self.target, self.name, self.signature, constants, sorted(self.attributes.items()), self.options))
+
+    @property
+    def name(self) -> str:
+        return f"{self.function.__module__.rpartition('.')[2]}.{self.function.__name__}"
+
+    @property
+    def named_constants(self) -> dict[str, Any]:
+        """Compile-time arguments by name: numbers and strings."""
+        named = {self.function.arg_names[path[0]]: value for path, value in self.constants.items()}
+        return {name: getattr(value, "value", value) for name, value in named.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What a kernel takes of a GPU.
+
+    constants: its compile-time arguments by name. prepared: whether a worker launches it at its start. shared: bytes of
+    shared memory of a program. spills: registers that a thread keeps in memory. layouts: how products are spread over
+    instructions and warps. error: why it does not compile, else empty.
+    """
+
+    target: str
+    case: str
+    kernel: str
+    constants: dict[str, Any]
+    prepared: bool
+    shared: int = 0
+    spills: int = 0
+    layouts: tuple[str, ...] = ()
+    error: str = ""
+
+
+class PretendedDriver:
+    """What Triton asks of the driver of a GPU when a kernel is called."""
+
+    def __init__(self) -> None:
+        self.target = next(iter(TARGETS))
+
+    def get_current_target(self) -> Any:
+        return gpu_target(self.target)
+
+    def get_current_device(self) -> int:
+        return list(TARGETS).index(self.target)
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+def gpu_target(architecture: str) -> Any:
+    """Return a target of `TARGETS` as Triton's compilers name it."""
+    from triton.backends.compiler import GPUTarget
+
+    if architecture.startswith("sm_"):
+        return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
+    return GPUTarget("hip", architecture, WARP_SIZES.get(architecture, 32))
+
+
+class Recorder:
+    """Pretends GPUs, and notes what is launched on them: use it once, in a process of its own."""
+
+    def __init__(self) -> None:
+        import triton
+
+        self._driver = PretendedDriver()
+        self._case, self._preparing = "", False
+        self._launches: list[Launch] = []
+        # With a true answer nothing is compiled, and the call returns.
+        triton.knobs.runtime.jit_cache_hook = self._note
+        triton.runtime.driver.set_active(self._driver)
+        # The CPU stands for the GPU.
+        devices.kernel_target = lambda device: TARGETS[self._driver.target]  # type: ignore[assignment]
+        torch.version.hip = torch.version.cuda = None
+        # oneDNN would copy matrices into blocks of its own.
+        torch.backends.mkldnn.is_available = lambda: False  # type: ignore[method-assign]
+        torch.cat = _shaped_cat
+
+    def _note(self, *, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        constants, [attributes] = compile["constants"], compile["configs"]
+        options = {name: compile[name] for name in ("num_warps", "num_stages")}
+        function = fn.jit_function
+        self._launches.append(
+            Launch(
+                self._driver.target,
+                self._case,
+                function,
+                compile["signature"],
+                constants,
+                attributes,
+                options,
+                self._preparing,
+            )  # fmt: skip
+        )
+        return True
+
+    def record(self, name: str, architectures: Sequence[str]) -> list[Launch]:
+        """Return the launches of a case on each of these targets, each once."""
+        from shard_worker.drafting.drafters import dflash
+        from shard_worker.stage.loader import CaptureRequest, StageLoader
+
+        case, self._case, self._launches = CASES[name], name, []
+        for architecture in architectures:
+            self._driver.target = architecture
+            vendor = "cuda" if architecture.startswith("sm_") else "hip"
+            torch.version.cuda, torch.version.hip = ("13.0", None) if vendor == "cuda" else (None, "7.1")
+            with tempfile.TemporaryDirectory() as directory:
+                target, draft = (
+                    _unwritten(Path(directory) / part, {**config, "torch_dtype": case.dtype})
+                    for part, config in (("target", case.target), ("draft", case.draft))
+                )
+                draft_config, fc = dflash.read_fc(draft)
+                loader = StageLoader(target, LayerRange(0, 2), case.dtype, case.kv_dtype)
+                capture = CaptureRequest(draft_config.capture_layers, fc)
+                stage = loader.load([AS_GPU], capture, ignore_progress, graphs=False)
+                self._run(case, stage, dflash.load(draft, AS_GPU, case.dtype, ignore_progress))
+        return self._launches
+
+    def _run(self, case: Case, stage: Any, draft: Any) -> None:
+        """Launch what a worker launches at its start, and then all that a stage with a draft beside it does."""
+        head, embedding = stage.head, stage.embedding
+        self._preparing = True
+        stage.prepare()
+        drafting = draft.make_runner(head.weight, graphs=False)
+        drafting.prepare(embedding[0], embedding)
+        self._preparing = False
+        _serve(case, stage, draft, drafting)
+
+
+def _serve(case: Case, stage: Any, draft: Any, drafting: Any) -> None:
+    """Launch what sessions need: steps of all numbers of rows, commits, blocks, and a prefill."""
+    from shard_worker.drafting.ahead import Ahead
+    from shard_worker.model.features import Features
+
+    [runner], embedding = stage.runners, stage.embedding
+    state = stage.allocate(512, 64)
+    for rows in case.rows:
+        uncommitted = rows > 1
+        for features in (None, Features()):
+            state.pending = 0
+            stage.step(state, range(rows), features, uncommitted=uncommitted)
+        if uncommitted:
+            stage.commit(state, state.length + 1)
+    ahead = Ahead(runner, drafting, draft.allocate(256), embedding, frozenset({7}))
+    for rows in case.rows:
+        if rows <= drafting.rows:
+            argmax = torch.zeros(rows, dtype=torch.int64)
+            total = torch.zeros(rows, case.target["hidden_size"])
+            ahead.issue(state.caches[0], argmax, total, 3, uncommitted=rows > 1)
+    for rows in (17, 130, 256):
+        hidden = torch.zeros(rows, case.target["hidden_size"], dtype=stage.dtype)
+        stage.run(stage.allocate(512, 1), hidden, None, uncommitted=False)
+
+
+def _unwritten(directory: Path, config: dict[str, Any]) -> Any:
+    """A checkpoint of this configuration whose tensors are memory that nobody has written."""
+    from shard_worker.measure.random_checkpoint import RandomCheckpoint
+
+    class UnwrittenCheckpoint(RandomCheckpoint):
+        def place(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(self.shape(name), dtype=dtype, device=device)
+
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    return UnwrittenCheckpoint(directory)
+
+
+_cat = torch.cat
+
+
+def _shaped_cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """As torch.cat, but of large tensors the result is not written."""
+    if sum(tensor.numel() for tensor in tensors) < 1 << 20:
+        return _cat(list(tensors), dim)
+    shape = list(tensors[0].shape)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    return torch.empty(shape, dtype=tensors[0].dtype)
+
+
+def compile_launch(launch: Launch) -> Compiled:
+    """Compile a kernel for its target."""
+    import triton
+    from triton.compiler import ASTSource
+
+    compiled = Compiled(launch.target, launch.case, launch.name, launch.named_constants, launch.preparing)
+    try:
+        source = ASTSource(launch.function, launch.signature, launch.constants, launch.attributes)
+        kernel = triton.compile(source, target=gpu_target(launch.target), options=launch.options)
+    except Exception as error:
+        return dataclasses.replace(compiled, error=f"{type(error).__name__}: {error}"[-2000:])
+    layouts = tuple(_layouts_of(kernel.asm["ttgir"]))
+    return dataclasses.replace(compiled, shared=kernel.metadata.shared, spills=_spills_of(kernel), layouts=layouts)
+
+
+def _layouts_of(ir: str) -> Iterator[str]:
+    """What decides in which order a product's sums are taken: the instruction, and how warps lie over a tile."""
+    for kind, parameters in re.findall(r"#\w+ = #ttg\.(\w*mf?ma)<\{(.*)\}>", ir):
+        yield f"{kind} {parameters}"
+
+
+def _spills_of(kernel: Any) -> int:
+    """Return how many registers of 32 bits a thread keeps in memory."""
+    if "amdgcn" in kernel.asm:
+        return max(map(int, re.findall(r"\.vgpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"])))
+    import triton
+
+    # ptxas knows them, and writes them into the binary.
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        output = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    [(stack, local)] = re.findall(r"STACK:(\d+) .*LOCAL:(\d+)", output)
+    return (int(stack) + int(local)) // 4
+
+
+_ALIKE = {"ROWS_MADE", "TILES", "CHUNKS", "MOST", "NORMED", "NORM_BLOCK", "SLOT", "MADE", "COPIES"}
+"""Constants that say how often or how far, and not what is done."""
+
+
+def distinct(launches: Sequence[Launch]) -> list[Launch]:
+    """Return one of all launches that compile alike, which differ in counts and alignments alone."""
+    kinds: dict[str, Launch] = {}
+    for launch in launches:
+        constants = {name: value for name, value in launch.named_constants.items() if name not in _ALIKE}
+        kinds[repr((launch.target, launch.name, constants, launch.options))] = launch
+    return list(kinds.values())
+
+
+def main() -> None:
+    """Compile what the command line asks for, and print a line of JSON for each kernel."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, required=True)
+    parser.add_argument("--cases", nargs="+", choices=CASES, required=True)
+    arguments = parser.parse_args()
+    recorder = Recorder()
+    for case in arguments.cases:
+        targets = [name for name in arguments.targets if TARGETS[name].lack is None]
+        if CASES[case].kv_dtype is not None:
+            targets = [name for name in targets if TARGETS[name].float8_lack is None]
+        launches = recorder.record(case, targets)
+        prepared = {launch.key for launch in launches if launch.preparing}
+        for launch in distinct(launches):
+            compiled = dataclasses.replace(compile_launch(launch), prepared=launch.key in prepared)
+            print(json.dumps(dataclasses.asdict(compiled)), flush=True)
+
+
+def compiled_kernels(targets: Sequence[str], cases: Sequence[str]) -> list[Compiled]:
+    """Compile kernels in a process of its own, as `main` does. Raises CalledProcessError when that ends early."""
+    command = [sys.executable, "-W", "ignore", "-m", __name__, "--targets", *targets, "--cases", *cases]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[4]
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (root, root / "proto")))
+    lines = subprocess.run(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    parsed = map(json.loads, lines.splitlines())
+    return [Compiled(**{**fields, "layouts": tuple(fields["layouts"])}) for fields in parsed]
+
+
+if __name__ == "__main__":
+    main()

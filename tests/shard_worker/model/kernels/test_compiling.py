@@ -1,0 +1,78 @@
+"""Kernels compile for GPUs that are not here, within what those have, and alike for all numbers of rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.shard_worker.model.kernels.compiling import CASES, TARGETS, Compiled, compiled_kernels
+
+MOST_SPILLS = {"bfloat16": 100, "float16": 100, "float32": 256}
+"""Registers that a thread may keep in memory, by what it multiplies: float32 takes three passes, or no matrix units."""
+
+USUAL = ["gfx942", "gfx1100", "sm_86"]
+"""A server of AMD's, a gaming card of theirs and one of NVIDIA's: one of each kind of matrix unit."""
+
+
+@pytest.fixture(scope="module")
+def usual() -> list[Compiled]:
+    """What a 27B and the demo pair launch on the usual targets."""
+    return compiled_kernels(USUAL, ["27b", "demo"])
+
+
+def check(kernels: list[Compiled]) -> None:
+    """Fail where a kernel does not compile, does not fit, or keeps too much of its numbers in memory."""
+    assert [kernel for kernel in kernels if kernel.error] == []
+    assert [kernel for kernel in kernels if kernel.shared > TARGETS[kernel.target].shared_bytes] == []
+    assert [kernel for kernel in kernels if kernel.spills > MOST_SPILLS[multiplied(kernel)]] == []
+
+
+def multiplied(kernel: Compiled) -> str:
+    """The element type of a kernel's products."""
+    return "float32" if kernel.kernel.startswith("delta_prefill") else CASES[kernel.case].dtype
+
+
+def check_layouts(kernels: list[Compiled]) -> None:
+    """Fail where attention sums in another order for another height of its tiles."""
+    found: dict[tuple[object, ...], set[tuple[str, ...]]] = {}
+    for kernel in kernels:
+        if kernel.kernel == "attention._attend":
+            key = (kernel.target, kernel.case, *(kernel.constants[name] for name in ("DIM", "RING", "CAUSAL")))
+            found.setdefault(key, set()).add(kernel.layouts)
+    assert found
+    assert {key: layouts for key, layouts in found.items() if len(layouts) > 1} == {}
+
+
+@pytest.mark.timeout(600)
+def test_kernels_compile_and_fit(usual: list[Compiled]) -> None:
+    """For each usual target: no error, shared memory within the GPU's, few registers in memory."""
+    assert {kernel.target for kernel in usual} == set(USUAL)
+    names = {kernel.kernel for kernel in usual}
+    assert {"attention._attend", "matmul._product", "deltanet._recur", "accept._accept"} <= names
+    check(usual)
+
+
+@pytest.mark.timeout(600)
+def test_a_rows_sums_do_not_depend_on_how_many_rows_there_are(usual: list[Compiled]) -> None:
+    """The instructions and the way that warps lie over a tile are one for all numbers of rows."""
+    check_layouts(usual)
+
+
+@pytest.mark.timeout(600)
+def test_no_kernel_is_compiled_in_a_session(usual: list[Compiled]) -> None:
+    """All that steps, commits, blocks and prefills launch was launched at the worker's start.
+
+    There plain torch takes its place where compiling fails.
+    """
+    assert [kernel for kernel in usual if not kernel.prepared] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("case", CASES)
+def test_all_cases_compile_for_all_targets(case: str) -> None:
+    """Every element type and shape, on every GPU that kernels run on."""
+    kernels = compiled_kernels(list(TARGETS), [case])
+    assert kernels
+    check(kernels)
+    check_layouts(kernels)
+    assert [kernel for kernel in kernels if not kernel.prepared] == []

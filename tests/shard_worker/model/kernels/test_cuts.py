@@ -1,0 +1,65 @@
+"""How kernels are cut for a GPU: by its shared memory and registers, and as ever for those that were measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from shard_worker.device.devices import KernelTarget
+from shard_worker.model.kernels import attention, delta_prefill, matmul
+from tests.shard_worker.model.kernels.compiling import TARGETS
+
+H100 = TARGETS["sm_90"]
+
+
+@pytest.mark.parametrize("dim", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("queries", [1, 6, 16, 17, 96, 384])
+def test_attention_on_an_h100(dim: int, size: int, queries: int) -> None:
+    """Figures and bits were measured with these tiles: keys of 32 KiB, 16 or 32 queries, four warps."""
+    rows = 32 if dim <= 32 or queries > 16 else 16
+    keys = {2: 128, 4: 64}[size] // (2 if dim == 256 else 1)
+    assert attention.choose(queries, dim, size, H100) == attention.Tiles(rows, keys, 4)
+
+
+PRODUCTS_27B = [
+    (34816, 5120, False, 128, 2, matmul.Config(128, 128, 1, 4, 4)),
+    (14336, 5120, False, 256, 2, matmul.Config(256, 64, 2, 4, 4)),
+    (5120, 6144, False, None, 2, matmul.Config(32, 256, 2, 4, 3)),
+    (17408, 5120, True, None, 2, matmul.Config(32, 128, 1, 4, 4)),
+    (5120, 17408, False, None, 2, matmul.Config(32, 256, 2, 4, 3)),
+    (16480, 5120, False, None, 2, matmul.Config(128, 128, 1, 4, 4)),
+    (248320, 5120, False, None, 2, matmul.Config(128, 128, 1, 4, 4)),
+    (17408, 5120, True, None, 4, matmul.Config(32, 64, 1, 4, 4)),
+    (384, 896, False, None, 4, matmul.Config(32, 128, 1, 4, 3)),
+]
+
+
+@pytest.mark.parametrize(("width", "depth", "paired", "dim", "size", "expected"), PRODUCTS_27B)
+def test_products_on_an_h100(
+    width: int, depth: int, paired: bool, dim: int | None, size: int, expected: matmul.Config
+) -> None:
+    """The cuts that were measured, for the matrices of a 27B and one of the demo pair."""
+    assert matmul.choose(width, depth, paired, dim, size, H100) == expected
+
+
+def test_prefill_on_an_h100() -> None:
+    """Two chunks in shared memory, eight warps for each."""
+    assert delta_prefill.choose(H100) == delta_prefill.Cut(warps=8, stages=2)
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize("dim", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("size", [2, 4])
+def test_keys_do_not_depend_on_the_number_of_queries(target: KernelTarget, dim: int, size: int) -> None:
+    """A row's sums run over the same tiles of keys whatever is beside it; tiles have one height where others would be
+    summed otherwise."""
+    tiles = [attention.choose(queries, dim, size, target) for queries in (1, 2, 16, 17, 64, 384)]
+    assert len({(tile.keys, tile.warps) for tile in tiles}) == 1
+    if target.one_tile_height:
+        assert {tile.queries for tile in tiles} == {16}
+
+
+def test_prefill_needs_shared_memory_or_registers() -> None:
+    """Kernels take prompts through recurrent layers on Hopper and CDNA, and nowhere else."""
+    able = {name for name, target in TARGETS.items() if delta_prefill.choose(target) is not None}
+    assert able == {"sm_90", "sm_100", "gfx908", "gfx90a", "gfx942", "gfx950"}
