@@ -1,4 +1,4 @@
-"""What a request asks for and what comes of it, as plain data."""
+"""A request to the engine and its answer, as plain data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from services.telemetry.trace_context import Trace
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """How a prompt was made shorter. original_tokens: before; None where it went on whole, and note says why."""
+    """How a prompt was compressed.
+
+    original_tokens: its length before, None where it was left whole; `note` says why then. elapsed_ms: what it took.
+    """
 
     original_tokens: int | None = None
     elapsed_ms: float = 0.0
@@ -22,7 +25,7 @@ class Compression:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt and how to answer it. Sizes count tokens."""
+    """One prompt and how to answer it. Lengths count tokens."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -32,25 +35,25 @@ class Request:
     stop_strings: tuple[str, ...] = ()
     speculate: bool = True
     prefill_chunk: int | None = None
-    """Prompt tokens a step; None: what suits the workers."""
+    """Prompt tokens of one prefill step; None takes what suits the workers."""
     boundaries: tuple[int, ...] = ()
-    """Where turns of a chat end in the prompt: states worth keeping."""
+    """Positions of the prompt at which turns of a chat end; the states there are worth keeping."""
     logprobs: int | None = None
-    """Tell each token's log-probability and those of so many likeliest ones beside it (0 to 20); None: tell none."""
+    """How many of the most probable tokens to report beside each token (0 to 20); None reports no log-probabilities."""
     grammar: Grammar | None = None
-    """What the output must be; it can end in one of `stop_token_ids` only where it is that."""
+    """What the output must be; a stop token can end it only where it is complete by this grammar."""
     compression: Compression | None = None
     trace: Trace = field(default_factory=Trace)
     """Where the request stands in its client's trace."""
     chat: bool = False
     """Whether the prompt is a conversation."""
     unique_id: str = field(default_factory=lambda: secrets.token_hex(12))
-    """For names that must differ between requests, of tool calls above all: clients may choose one request_id twice."""
+    """Part of ids that must be unique, such as those of tool calls; clients may choose one request_id twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageStats:
-    """Where a stage is and how long decode steps spent computing there and on the way to it and back, in all."""
+    """One stage: where it is, and how long an answer's decode steps computed there and travelled to it and back."""
 
     address: str
     device: str
@@ -64,9 +67,10 @@ class StageStats:
 class Stats:
     """Figures of one answer. Times in milliseconds; decode begins with the first token.
 
-    acceptance_length: mean tokens a verify step produced, None when there was none. cached_tokens: prompt tokens that
-    were not computed but taken up from `cache_source` ("memory" or "disk", None without), which took restore_ms.
-    original_prompt_tokens: before the prompt was compressed, which took compress_ms; None where it was not.
+    acceptance_length: the mean number of tokens that a verify step produced, None without one. cached_tokens: prompt
+    tokens that were not computed but restored from `cache_source` ("memory" or "disk", None where there were none),
+    which took restore_ms. original_prompt_tokens: the prompt's length before it was compressed, which took
+    compress_ms; None where it was not.
     """
 
     prompt_tokens: int
@@ -101,10 +105,10 @@ class Answer:
     stats: Stats
     logprobs: tuple[TokenLogprobs, ...] | None = None
     stop_string: str | None = None
-    """The one that ended it."""
+    """The stop string that ended the answer, if one did."""
 
     def as_json(self) -> dict[str, Any]:
-        """The object that `--json` prints; logprobs stand in it where they were asked for."""
+        """Return the object that `--json` prints; it has logprobs only where they were asked for."""
         fields = asdict(self)
         if self.logprobs is None:
             del fields["logprobs"]
@@ -113,7 +117,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an answer as it comes. logprobs: one for each of token_ids where asked for, else none."""
+    """A part of an answer as it comes. logprobs: one for each of token_ids where they were asked for, else none."""
 
     token_ids: tuple[int, ...]
     text: str = ""
@@ -122,7 +126,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of a request's way. Times as `time.monotonic()` gave them."""
+    """A part of a request's way through the server. Its times are those of `time.monotonic()`."""
 
     name: str
     began_s: float

@@ -1,4 +1,4 @@
-"""The way of one request through the cluster: admission, prefill, steps, speculation, figures.
+"""The way of one request through the cluster: queue, prefill, decode steps, speculation, figures.
 
-It owns what runs and waits. It must not know protocols of clients or how text is shown.
+It owns what runs and waits. It must not know the protocols of clients, nor how text is shown.
 """

@@ -1,6 +1,6 @@
-"""The one way in for all doors (HTTP, gRPC): takes requests as far as there is room, in order of arrival.
+"""The queue through which all requests go, whatever API they came by: as many run as may, the others wait in order.
 
-Owns the count of what runs and waits. Knows nothing of protocols; what a request is stands in `answer.py`.
+Owns the count of what runs and waits. Knows nothing of protocols; a request is described in `answer.py`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from coordinator.text.model_files import ModelFiles
 from services.errors import FlashsplitError, InvalidArgument, ResourceExhausted, Unavailable
 
 RETRY_AFTER_S = 1
+"""When a client that was turned away should try again."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests now, and the most there may be."""
+    """How many requests run and wait now, and the most that may."""
 
     running: int
     waiting: int
@@ -41,7 +42,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """A request that is over. answer: None when it ended otherwise; outcome: its finish reason, or why it ended."""
+    """A request that is over.
+
+    answer: None where it ended without one. outcome: the finish reason of the answer, else why there is none.
+    """
 
     request: Request
     answer: Answer | None
@@ -51,7 +55,11 @@ class FinishedRequest:
 
 
 class Engine:
-    """Requests on one cluster. name: what clients call the model. max_model_len: tokens of prompt and answer."""
+    """Answers requests on one cluster.
+
+    name, aliases: what clients call the model. max_model_len: the most tokens of a prompt and its answer together.
+    listeners hear of every finished request, step_listeners of every step.
+    """
 
     def __init__(
         self,
@@ -87,6 +95,7 @@ class Engine:
 
     @property
     def load(self) -> Load:
+        """How busy the engine is."""
         return Load(self._running, self._waiting, self._max_running, self._max_waiting, self._draining)
 
     @property
@@ -95,19 +104,19 @@ class Engine:
         return not self._draining and self.cluster.alive
 
     def serves(self, model: str) -> bool:
-        """Whether a client means this model by that name."""
+        """Return whether clients call this model by that name."""
         return model in (self.name, *self.aliases)
 
     @contextlib.asynccontextmanager
     async def answering(self, request: Request) -> AsyncIterator[Generation]:
-        """Wait for a turn; then the generation to iterate over. Leaving the context ends it and frees its turn.
+        """Wait for the request's turn and give its generation; leaving the context ends that and frees the turn.
 
         Raises InvalidArgument for a request that cannot fit, ResourceExhausted when too many wait already, Unavailable
         while draining.
         """
         span = RequestSpan(request, self.name)
         request = replace(request, trace=span.trace)
-        generation = Generation(self.cluster, request, self.files.tokenizer, self.prefixes, self._step)
+        generation = Generation(self.cluster, request, self.files.tokenizer, self.prefixes, self._pass_step)
         if len(request.prompt_ids) + request.max_tokens > self.max_model_len:
             raise InvalidArgument(
                 f"the prompt's {len(request.prompt_ids)} tokens and max_tokens {request.max_tokens} make "
@@ -130,14 +139,14 @@ class Engine:
         finally:
             now = time.monotonic()
             span.end(generation.answer, outcome, [Phase("queue", arrived, begun), *generation.phases])
-            self._tell(FinishedRequest(request, generation.answer, outcome, begun - arrived, now - arrived))
+            self._report(FinishedRequest(request, generation.answer, outcome, begun - arrived, now - arrived))
 
-    def _step(self, step: StepTaken) -> None:
+    def _pass_step(self, step: StepTaken) -> None:
         for listener in self.step_listeners:
             listener(step)
 
-    def _tell(self, finished: FinishedRequest) -> None:
-        """One line in the log, and whoever counts."""
+    def _report(self, finished: FinishedRequest) -> None:
+        """Log a finished request and pass it to the listeners."""
         stats = finished.answer.stats if finished.answer is not None else None
         figures = {} if stats is None else {
             "completion_tokens": stats.completion_tokens,
@@ -171,7 +180,7 @@ class Engine:
         if self._draining:
             raise Unavailable("the server is shutting down: ask another one", reason="DRAINING")
         if not self.cluster.alive:
-            # Trying to reach the dead would take seconds, and could only end the same way.
+            # An attempt to reach a dead worker would take seconds and end the same way.
             trouble = self.cluster.trouble or await self.cluster.explain(Unavailable("a worker has ended"))
             raise Unavailable(trouble.message, reason=trouble.reason)
         if self._turns.locked() and self._waiting >= self._max_waiting:
@@ -198,7 +207,7 @@ class Engine:
                 self._idle.set()
 
     async def drain(self, seconds: float) -> bool:
-        """Take nothing new and wait for what runs and waits; whether all of it ended in time."""
+        """Take no new request and wait for the others; return whether all of them ended in time."""
         self._draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):

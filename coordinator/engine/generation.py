@@ -1,7 +1,7 @@
-"""One answer: prefill in chunks from the longest kept prefix on, then steps of the chain until something ends it.
+"""One answer: prefill in chunks behind the longest kept prefix, then decode steps until something ends the answer.
 
-Each step goes down the chain once. What comes back up is the tokens that it produced and, when asked for, the draft's
-guesses for the next one.
+Each step goes down the chain once. What comes back is the tokens that it produced and, where it was asked for, the
+draft's proposal for the next step.
 """
 
 from __future__ import annotations
@@ -37,14 +37,17 @@ from services.messages.steps import (
 from services.rpc.stage import StageSession
 
 MORE_STEPS = 15
-"""Steps that the workers take by themselves behind one that was sent."""
+"""Most steps that the workers may take by themselves behind one that was sent."""
 
 CHUNKS_IN_FLIGHT = 4
-"""Prefill chunks sent ahead of their answers, so that the stages work on different chunks at the same time."""
+"""Prefill chunks that are sent ahead of their answers, so that the stages work on different chunks at once."""
 
 
 class Generation:
-    """One request on its way. Iterate over `pieces`, then read `answer`."""
+    """The answer to one request. Iterate over `pieces`, then read `answer`.
+
+    phases: when the request restored, prefilled and decoded, as far as it came. answer: None until it is complete.
+    """
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class Generation:
         prefixes: PrefixCache | None = None,
         on_step: Callable[[StepTaken], None] = lambda step: None,
     ) -> None:
-        """on_step hears of every step's answer. Raises InvalidArgument when the request cannot fit the model."""
+        """on_step is called with every answered step. Raises InvalidArgument for a request that does not fit."""
         check_request(request, cluster, tokenizer)
         self._cluster, self._request, self._on_step = cluster, request, on_step
         self._text = TextStream(tokenizer, request.stop_strings)
@@ -68,11 +71,11 @@ class Generation:
         self._times = StepTimes()
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
-        # All that the session has committed or is about to, also what lies behind the answer's end.
+        # All tokens that the session has committed or will, also those behind the answer's end.
         self._sequence: list[int] = list(request.prompt_ids)
         self._finish_reason: str | None = None
         self._step = self._length = 0
-        # What the workers go on with by themselves: so many steps, each asking for so many guesses.
+        # How many steps the workers go on with by themselves, and how many draft tokens each of them proposes.
         self._following = self._proposing = 0
         self._draft_tokens: tuple[int, ...] = ()
         self._prefill_s = self._decode_s = 0.0
@@ -81,7 +84,7 @@ class Generation:
         self.answer: Answer | None = None
 
     async def pieces(self) -> AsyncGenerator[Piece]:
-        """The answer as it comes. Raises the FlashsplitError that ended it, if one did."""
+        """Yield the answer piece by piece. Raises the FlashsplitError that ended it, if one did."""
         try:
             self._looked_up_at = time.monotonic()
             if self._prefix is not None:
@@ -91,7 +94,7 @@ class Generation:
                     async for piece in pieces:
                         yield piece
             except NotFound:
-                # A worker has lost the prefix that was to be taken up, before anything came of it.
+                # A worker no longer keeps the prefix to be restored, and no token has been produced yet: start cold.
                 if self._prefix is None or self._prefix.hit is None or self._token_ids:
                     raise
                 self._prefix.forget_hit()
@@ -161,7 +164,7 @@ class Generation:
         )
 
     def _note_phases(self) -> None:
-        """When prefill and decode were, as far as they came."""
+        """Record when prefill and decode began and ended, as far as the request came."""
         now = time.monotonic()
         first_token_at = self._run_at + self._prefill_s if self._prefill_s else now
         if self._run_at:
@@ -178,13 +181,13 @@ class Generation:
         if restore is not None:
             await session.restore_snapshot(restore)
             self._length = restore.length
-        # From the whole prompt on there is nothing to compute: the restored logits give the first token.
+        # Where the whole prompt was restored there is nothing to compute: its logits give the first token.
         steps = chunks(len(prompt), points, self._chunk, self._length) or [(len(prompt), len(prompt))]
         unanswered, answered = 0, self._length
         for first, end in steps:
             last = end == len(prompt)
             kind = StepKind.PREFILL if not last else StepKind.DECODE if first < end else StepKind.RESUME
-            propose = self._wanted() if last else 0
+            propose = self._proposal_length() if last else 0
             await session.forward(Forward(self._step, first, prompt[first:end], kind, propose))
             self._step += 1
             if end in points:
@@ -193,10 +196,10 @@ class Generation:
             while unanswered > (0 if last else CHUNKS_IN_FLIGHT):
                 commit = await self._commit(events)
                 unanswered -= 1
-                self._tell(StepKind.PREFILL, commit.length - answered, commit, split_time(commit, 0))
+                self._report(StepKind.PREFILL, commit.length - answered, commit, split_time(commit, 0))
                 answered = commit.length
         self._length = commit.length
-        yield self._take(commit)
+        yield self._add(commit)
         if self._finish_reason is None:
             self._draft_tokens = await self._proposal(events, propose)
 
@@ -211,7 +214,7 @@ class Generation:
         if not self._following:
             if self._prefix is not None and self._prefix.checkpoint_due(self._length):
                 await self._keep(session, self._length)
-            propose = self._proposing = self._wanted()
+            propose = self._proposing = self._proposal_length()
             sent_ns = time.monotonic_ns()
             more = self._more(remaining, max(len(draft_tokens), propose))
             await session.forward(Forward(self._step, self._length, rows, kind, propose, more=more))
@@ -220,33 +223,35 @@ class Generation:
         stages = split_time(commit, time.monotonic_ns() - sent_ns)
         self._times.add(stages)
         self._length, self._following = commit.length, commit.more
-        yield self._take(commit)
+        yield self._add(commit)
         drafted_ns = self._times.draft_ns
         if self._finish_reason is None:
             self._draft_tokens = await self._proposal(events, propose)
         elapsed_ns = time.monotonic_ns() - sent_ns
         self._speculation.observe(len(draft_tokens), len(commit.token_ids) - 1 if draft_tokens else 0, elapsed_ns / 1e9)
-        self._tell(kind, len(rows), commit, stages, elapsed_ns, self._times.draft_ns - drafted_ns)
+        self._report(kind, len(rows), commit, stages, elapsed_ns, self._times.draft_ns - drafted_ns)
 
     def _more(self, remaining: int, draft_tokens: int) -> int:
-        """How many steps may follow by themselves: whole ones within the answer, where nothing is tried out between
-        them and no text ends it."""
+        """Return how many steps may follow by themselves.
+
+        They all lie within the answer; there are none where a length is being measured or a text may end the answer.
+        """
         if self._request.stop_strings or not self._speculation.steady:
             return 0
         return max(0, min(MORE_STEPS, remaining // (draft_tokens + 1) - 1))
 
     async def _keep(self, session: StageSession, length: int) -> None:
-        """Have the state behind the first `length` tokens kept, which are what the session has committed."""
+        """Have the workers keep the state behind the first `length` tokens, which are all that is committed."""
         if self._prefix is not None and (save := self._prefix.save(tuple(self._sequence[:length]))) is not None:
             await session.save_snapshot(save)
 
-    def _wanted(self) -> int:
-        """Guesses to ask for: none beyond what the draft was made for."""
-        wanted = self._speculation.draft_tokens()
-        if wanted and len(self._request.prompt_ids) + len(self._token_ids) + wanted >= self._draft_reach:
+    def _proposal_length(self) -> int:
+        """Return how many draft tokens to ask for; none beyond the context that the draft was made for."""
+        count = self._speculation.draft_tokens()
+        if count and len(self._request.prompt_ids) + len(self._token_ids) + count >= self._draft_reach:
             self._speculation.switch_off(f"plain decode: the draft was made for {self._draft_reach} tokens")
             return 0
-        return wanted
+        return count
 
     async def _commit(self, events: AsyncIterator[Event]) -> Commit:
         event = await self._next(events)
@@ -259,8 +264,8 @@ class Generation:
         self._sequence += event.token_ids
         return event
 
-    async def _proposal(self, events: AsyncIterator[Event], asked: int) -> tuple[int, ...]:
-        if not asked or self._speculation.block_size == 1:
+    async def _proposal(self, events: AsyncIterator[Event], count: int) -> tuple[int, ...]:
+        if not count or self._speculation.block_size == 1:
             return ()
         event = await self._next(events)
         if isinstance(event, Proposal):
@@ -269,7 +274,7 @@ class Generation:
         return ()
 
     async def _next(self, events: AsyncIterator[Event]) -> Event:
-        """The next event. A lost draft is noted and is not an error; any other failure is raised."""
+        """Return the next event but for those of snapshots. A lost draft is noted; any other failure is raised."""
         event = await anext(events, None)
         while isinstance(event, SnapshotSaved | SnapshotRestored):
             if self._prefix is not None:
@@ -282,7 +287,7 @@ class Generation:
             raise InternalError("stage 0 ended the session without a reason")
         if isinstance(event, Failure):
             if self._proposing:
-                # What would follow by itself waits for guesses.
+                # Steps that would follow by themselves wait for draft tokens that will not come.
                 self._following = 0
             if event.reason is not FailureReason.DRAFT_LOST:
                 raise error_named(
@@ -296,31 +301,31 @@ class Generation:
             self._speculation.switch_off(f"plain decode: the draft was lost ({event.message})")
         return event
 
-    # --- what came
+    # --- results
 
-    def _take(self, commit: Commit) -> Piece:
-        """Count tokens, one by one, up to the one that ends the answer."""
-        shown: list[str] = []
-        taken: list[int] = []
+    def _add(self, commit: Commit) -> Piece:
+        """Add a step's tokens to the answer, one by one, up to the one that ends it, and return them as a piece."""
+        texts: list[str] = []
+        added: list[int] = []
         for token_id in commit.token_ids:
-            taken.append(token_id)
+            added.append(token_id)
             self._token_ids.append(token_id)
             if token_id in self._request.stop_token_ids:
                 self._finish_reason = "stop"
                 break
             text, stopped = self._text.push(token_id)
-            shown.append(text)
+            texts.append(text)
             if stopped:
                 self._finish_reason = "stop"
                 break
             if len(self._token_ids) == self._request.max_tokens:
                 self._finish_reason = "length"
                 break
-        logprobs = commit.logprobs[: len(taken)]
+        logprobs = commit.logprobs[: len(added)]
         self._logprobs += logprobs
-        return Piece(tuple(taken), "".join(shown), logprobs)
+        return Piece(tuple(added), "".join(texts), logprobs)
 
-    def _tell(
+    def _report(
         self,
         kind: StepKind,
         rows: int,
@@ -329,6 +334,7 @@ class Generation:
         elapsed_ns: int = 0,
         draft_ns: int = 0,
     ) -> None:
+        """Pass an answered step to who listens; the arguments are the fields of `StepTaken`."""
         kept = rows if kind is StepKind.PREFILL else len(commit.token_ids)
         name, sent = self._request.request_id, sent_bytes(commit, rows)
         self._on_step(StepTaken(name, kind, rows, kept, elapsed_ns, draft_ns, stages, sent))
@@ -381,7 +387,7 @@ async def generate(
     show: Callable[[Piece], None] = lambda piece: None,
     prefixes: PrefixCache | None = None,
 ) -> Answer:
-    """The whole answer; `show` sees the pieces as they come. Errors as in `Generation`."""
+    """Return the whole answer; `show` gets its pieces as they come. Raises what `Generation` raises."""
     generation = Generation(cluster, request, tokenizer, prefixes)
     async for piece in generation.pieces():
         show(piece)

@@ -1,4 +1,4 @@
-"""How many tokens of a prompt go into a step where nobody says it."""
+"""How many tokens of a prompt go into one step, where a request doesn't say it."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from services.messages.description import WorkerDescription
 
 CPU_ROWS = 512
-"""More makes nothing faster there, and stages of a chain work on different chunks at once."""
+"""On a CPU longer chunks are no faster, and shorter ones let the stages of a chain work on several at once."""
 
 GPU_ROWS, LEAST_ROWS = 1024, 128
-"""On a GPU steps of fewer rows wait for the host that launches them: 4096 tokens of the 8B shape take 188 ms in chunks
+"""On a GPU, steps of fewer rows wait for the host that launches them: 4096 tokens of the 8B shape take 188 ms in chunks
 of 512, 138 in chunks of 1024, 133 of 2048 (H200)."""
 
 BYTES_PER_ROW = 64
-"""Of activations on their way through a layer, for each element of a hidden row: measured 30 to 50."""
+"""Activation memory of a layer for each element of a hidden row; 30 to 50 were measured."""
 
 SHARE = 0.05
-"""Of a GPU's memory, as much as a plan leaves free."""
+"""The share of a GPU's memory that activations may take; a plan leaves as much free."""
 
 
 def chunk_for(workers: Sequence[WorkerDescription]) -> int:
-    """Rows for these stages, so that no GPU's memory is short of them."""
+    """Return the number of rows for these stages, few enough for the memory of every GPU."""
     devices = [device for worker in workers for device in worker.devices]
     if any(device.name == "cpu" for device in devices):
         return CPU_ROWS

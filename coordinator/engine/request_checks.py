@@ -1,4 +1,4 @@
-"""Whether a request fits the model that a cluster serves."""
+"""Checks whether a request fits the model that a cluster serves."""
 
 from __future__ import annotations
 

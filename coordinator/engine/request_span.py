@@ -1,4 +1,4 @@
-"""A request's span: named and described by OpenTelemetry's conventions for generative AI, its phases below it."""
+"""A request's tracing span, by OpenTelemetry's conventions for generative AI, with the request's phases below it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.telemetry.trace_context import Trace
 
 
 class RequestSpan:
-    """From arrival to end. trace: what the stages continue."""
+    """The span of a request from its arrival to its end."""
 
     def __init__(self, request: Request, model: str) -> None:
         operation = "chat" if request.chat else "text_completion"
@@ -29,10 +29,11 @@ class RequestSpan:
 
     @property
     def trace(self) -> Trace:
+        """The span's place in its trace, which the stages continue."""
         return self._span.trace
 
     def end(self, answer: Answer | None, outcome: str, phases: Iterable[Phase]) -> None:
-        """outcome: the finish reason, or why it ended otherwise."""
+        """End the span. outcome: the answer's finish reason, else why there is no answer."""
         span = self._span
         for phase in phases:
             span.phase(phase.name, phase.began_s, phase.ended_s)
@@ -44,5 +45,5 @@ class RequestSpan:
                 flashsplit__cached_tokens=answer.stats.cached_tokens,
                 flashsplit__acceptance_length=answer.stats.acceptance_length,
             )
-        # A client that goes is no failure.
+        # A client that goes away is no failure of the server.
         span.end(None if answer is not None or outcome in ("cancelled", "refused") else outcome)

@@ -1,4 +1,4 @@
-"""Where the time of a step went: what each stage computed, and what lay between it and the one above.
+"""Where the time of a step goes: what each stage computed, and what passed between it and the stage above.
 
 A step's answer carries how long each stage computed and how long it waited for the stages below; the rest is the wire.
 """
@@ -12,7 +12,7 @@ from services.messages.steps import TOKEN_BYTES, Commit, StepKind
 
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """One stage's part of a step. wire_ns: between it and the one above, both ways."""
+    """One stage's part of a step's time. wire_ns: on the way between it and the stage above, down and up together."""
 
     forward_ns: int
     wire_ns: int
@@ -20,11 +20,11 @@ class StageTime:
 
 @dataclass(frozen=True, slots=True)
 class StepTaken:
-    """One step of a request, answered.
+    """One step of a request that has been answered.
 
-    kind: PREFILL for all that comes before the first token. rows: sent; kept: how many of them count. elapsed_ns: with
-    the draft's next guesses, which took draft_ns. sent_bytes: down the chain, one for each edge from the coordinator's
-    on; the last one leads to a draft with a worker of its own.
+    kind: PREFILL for every step up to the first token. rows: how many were sent. kept: how many of them count.
+    elapsed_ns: the step's time with the draft's next proposal, which took draft_ns of it. sent_bytes: what went down
+    the chain on each edge from the coordinator's on; the last edge leads to a draft with a worker of its own.
     """
 
     request_id: str
@@ -38,7 +38,7 @@ class StepTaken:
 
 
 def split_time(commit: Commit, elapsed_ns: int) -> tuple[StageTime, ...]:
-    """elapsed_ns: from sending the step to its answer."""
+    """Return each stage's part of a step. elapsed_ns: from sending the step to its answer."""
     stages = []
     for timing in commit.timings:
         stages.append(StageTime(timing.forward_ns, max(0, elapsed_ns - timing.elapsed_ns)))
@@ -47,19 +47,20 @@ def split_time(commit: Commit, elapsed_ns: int) -> tuple[StageTime, ...]:
 
 
 def sent_bytes(commit: Commit, rows: int) -> tuple[int, ...]:
-    """Of a step of so many rows, as in StepTaken."""
+    """Return `StepTaken.sent_bytes` of a step of so many rows."""
     return TOKEN_BYTES * rows, *(timing.passed_bytes for timing in commit.timings)
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """Nanoseconds of decode steps, summed by stage."""
+    """The nanoseconds of an answer's decode steps, summed for each stage."""
 
     forward_ns: list[int] = field(default_factory=list)
     wire_ns: list[int] = field(default_factory=list)
     draft_ns: int = 0
 
     def add(self, stages: tuple[StageTime, ...]) -> None:
+        """Add one step's times."""
         if not self.forward_ns:
             self.forward_ns = [0] * len(stages)
             self.wire_ns = [0] * len(stages)
