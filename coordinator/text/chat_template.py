@@ -1,4 +1,4 @@
-"""Turns chat messages into the prompt a checkpoint was trained on.
+"""Turns chat messages into a prompt of the form that a checkpoint was trained on.
 
 Owns a checkpoint's compiled chat templates and the sandbox that they run in. A template is code
 that came with the weights: it may read its inputs and nothing else, and its loops are counted.
@@ -42,8 +42,7 @@ class ChatTemplate:
     `tool_use` replaces `source` where a conversation has tools, `special_tokens` are variables of
     both, and `origin` names the template in errors.
 
-    Raises:
-        TemplateError: a template is not valid Jinja.
+    Raises TemplateError when a template is not valid Jinja.
     """
 
     def __init__(
@@ -65,10 +64,9 @@ class ChatTemplate:
     def from_checkpoint(cls, directory: Path) -> Self | None:
         """Load the directory's chat template, or return None when it has none.
 
-        ``chat_template.jinja`` wins over the ``chat_template`` of ``tokenizer_config.json``.
+        `chat_template.jinja` wins over the `chat_template` of `tokenizer_config.json`.
 
-        Raises:
-            TemplateError: one of the files is corrupt or a template is not valid Jinja.
+        Raises TemplateError when one of the files is corrupt or a template is not valid Jinja.
         """
         path = directory / "chat_template.jinja"
         try:
@@ -98,9 +96,8 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt for a conversation; `variables` are the template's own switches.
 
-        Raises:
-            TemplateError: the messages, tools or variables are not JSON values, or the template
-                refuses them, fails on them, reaches for something forbidden or does not end.
+        Raises TemplateError when the messages, tools or variables are not JSON values, or the template refuses
+        them, fails on them, reaches for something forbidden or does not end.
         """
         if not messages:
             raise TemplateError("messages: the list is empty; expected at least one message")
@@ -131,7 +128,7 @@ class ChatTemplate:
 
 
 class _GenerationTag(Extension):
-    """Accepts ``{% generation %}``, which marks what a training run learns from."""
+    """Accepts `{% generation %}`, which marks what a training run learns from."""
 
     tags = {"generation"}
 

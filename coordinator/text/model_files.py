@@ -1,4 +1,4 @@
-"""What the coordinator itself needs of a checkpoint: its number of layers, its text side. Never its weights."""
+"""What the coordinator itself reads of a checkpoint: its number of layers and its text side, never its weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.model.checkpoint_files import CONFIG, read_json_object
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A checkpoint directory seen from outside. tokenizer and chat_template are None where it has none."""
+    """What was read from a checkpoint's directory; tokenizer and chat_template are None where it has none."""
 
     directory: Path
     num_layers: int
@@ -23,11 +23,15 @@ class ModelFiles:
     chat_template: ChatTemplate | None
     stop_token_ids: frozenset[int]
     text_fingerprint: str
-    """Hash of what turns text into tokens: tokenizer and chat template."""
+    """A hash of the files that turn text into tokens, tokenizer and chat template: 32 hex digits."""
 
 
 def read_model_files(directory: Path) -> ModelFiles:
-    """Raises NotFound and InvalidArgument naming the file and key, TokenizerError and TemplateError for theirs."""
+    """Read a checkpoint's directory.
+
+    Raises NotFound and InvalidArgument naming the file and key, TokenizerError and TemplateError for the tokenizer's
+    and the template's files.
+    """
     config = read_json_object(directory / CONFIG, "--model")
     text = config.get("text_config")
     decoder = text if isinstance(text, Mapping) else config

@@ -1,4 +1,4 @@
-"""A prompt as tokens, and where its turns end."""
+"""A prompt as tokens, and the positions at which its turns end."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from services.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """boundaries: positions up to which a later request of the same chat may agree; none for plain text. text: what was
-    tokenised; empty where token ids came."""
+    """A prompt's tokens.
+
+    boundaries: the positions at which turns end, up to which a later request of the same chat may agree; none for plain
+    text. text: what was tokenised, empty where the client sent token ids. compression: how the prompt was compressed,
+    None where nobody tried.
+    """
 
     token_ids: tuple[int, ...]
     boundaries: tuple[int, ...] = ()
@@ -31,7 +35,10 @@ def chat_prompt(
     tools: Sequence[Mapping[str, object]] | None = None,
     **variables: Any,
 ) -> Prompt:
-    """Messages through the checkpoint's chat template. Raises InvalidArgument when it has none, TemplateError as it."""
+    """Return the prompt that the checkpoint's chat template makes of messages; `variables` are its own switches.
+
+    Raises InvalidArgument when the checkpoint has no template, TemplateError when the template refuses the messages.
+    """
     template, tokenizer = files.chat_template, files.tokenizer
     if template is None or tokenizer is None:
         raise InvalidArgument(f"{files.directory} has no chat template: leave out --chat", field="--chat")
@@ -43,7 +50,7 @@ def chat_prompt(
 
 
 def text_prompt(files: ModelFiles, text: str) -> Prompt:
-    """Plain text. Raises InvalidArgument when the checkpoint has no tokenizer."""
+    """Return the prompt of a plain text. Raises InvalidArgument when the checkpoint has no tokenizer."""
     if files.tokenizer is None:
         raise InvalidArgument(
             f"{files.directory} has no tokenizer.json: give the prompt as --prompt-ids", field="--prompt"

@@ -1,4 +1,4 @@
-"""Cuts a stream of text at the first stop string a request asked for.
+"""Cuts a stream of text at the first stop string that a request asked for.
 
 Owns, for one answer, the text that may still turn out to begin a stop string.
 Knows nothing of tokens, of where the text comes from or of how an answer is reported.
@@ -20,11 +20,10 @@ class StopStrings:
     """Passes text through until a stop string appears, across any split of the text.
 
     The cut is where the earliest stop string of the whole text starts, however the text was
-    split. Where stop strings overlap (``"abcd"`` and ``"bc"``), a complete later one waits until
+    split. Where stop strings overlap (`"abcd"` and `"bc"`), a complete later one waits until
     the earlier one is either complete or impossible; the text shown is the same either way.
 
-    Raises:
-        StopStringError: a stop string is empty or not a string, or one bare string was given.
+    Raises StopStringError when a stop string is empty or not a string, or one bare string was given.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
-"""Tokens to text as they come: incremental detokenisation and stop strings, one token at a time.
+"""Turns the tokens of an answer into text as they come, and ends it at a stop string.
 
-One at a time, so that where an answer ends doesn't depend on how many tokens a step produced.
+Tokens are taken one at a time, so that the end of an answer doesn't depend on how many tokens a step produced.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from coordinator.text.tokenizer import IncrementalDecoder, Tokenizer
 
 
 class TextStream:
-    """The text side of one answer; without a tokenizer it stays empty."""
+    """The text of one answer; without a tokenizer there is none."""
 
     def __init__(self, tokenizer: Tokenizer | None, stop_strings: Sequence[str]) -> None:
         self._decoder = IncrementalDecoder(tokenizer) if tokenizer is not None else None
@@ -30,13 +30,13 @@ class TextStream:
         return None if self._stops is None else self._stops.met
 
     def push(self, token_id: int) -> tuple[str, bool]:
-        """Text that is safe to show, and whether a stop string ended the answer with this token."""
+        """Take a token; return the text that may be shown now, and whether a stop string has ended the answer."""
         if self._decoder is None:
             return "", False
         return self._pass(self._decoder.push([token_id]))
 
     def finish(self) -> tuple[str, bool]:
-        """What was held back; a stop string may be complete only now."""
+        """Return the text that was held back, and whether a stop string turned out to end the answer."""
         if self._decoder is None:
             return "", False
         text, stopped = self._pass(self._decoder.finish())

@@ -43,10 +43,9 @@ class Tokenizer:
 
     @classmethod
     def from_checkpoint(cls, directory: Path) -> Self | None:
-        """Load the directory's ``tokenizer.json``, or return None when there is none.
+        """Load the directory's `tokenizer.json`, or return None when there is none.
 
-        Raises:
-            TokenizerError: the file cannot be read or is not a tokenizer.
+        Raises TokenizerError when the file cannot be read or is not a tokenizer.
         """
         path = directory / "tokenizer.json"
         if not path.exists():
@@ -71,8 +70,7 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the text's ids; special tokens spelled out in the text become their ids.
 
-        Raises:
-            TokenizerError: the text holds a lone surrogate, which JSON can spell but UTF-8 cannot.
+        Raises TokenizerError when the text holds a lone surrogate, which JSON can spell but UTF-8 cannot.
         """
         return self._encoding(text, add_special_tokens=add_special_tokens).ids
 
@@ -81,8 +79,7 @@ class Tokenizer:
 
         Tokens that share a character, as bytes of it, have overlapping ranges. Special tokens are not added.
 
-        Raises:
-            TokenizerError: as `encode`.
+        Raises TokenizerError as `encode` does.
         """
         encoding = self._encoding(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
@@ -98,8 +95,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the ids' text; bytes that are not UTF-8 show as U+FFFD, unknown ids as nothing.
 
-        Raises:
-            TokenizerError: an id is negative or not an integer.
+        Raises TokenizerError when an id is negative or not an integer.
         """
         try:
             return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -120,7 +116,7 @@ class IncrementalDecoder:
 
     All pieces together equal `Tokenizer.decode` of all ids, and the work per id does not grow with
     the length of the stream. Text is held back while it ends in what may be an unfinished
-    character. A run of byte-fallback tokens (``<0xE4>``) is held back until the run ends, because
+    character. A run of byte-fallback tokens (`<0xE4>`) is held back until the run ends, because
     one bad byte anywhere in a run turns all of the run into U+FFFD.
     """
 
@@ -134,8 +130,7 @@ class IncrementalDecoder:
     def push(self, ids: Sequence[int]) -> str:
         """Take the next ids; return the text that is now certain, which may be empty.
 
-        Raises:
-            TokenizerError: an id is negative or not an integer; nothing was taken.
+        Raises TokenizerError when an id is negative or not an integer; nothing was taken.
         """
         textual = self._tokenizer._textual(ids, self._skip_special_tokens)
         settled = len(textual)
@@ -178,12 +173,11 @@ class IncrementalDecoder:
 def stop_token_ids(directory: Path, tokenizer: Tokenizer | None = None) -> tuple[int, ...]:
     """Return every id with which the checkpoint says that a text ends, each once.
 
-    They come from ``generation_config.json``, ``config.json`` (its ``text_config`` included) and
-    the ``eos_token`` of ``tokenizer_config.json``; any of the files may be missing. The directory's
+    They come from `generation_config.json`, `config.json` (its `text_config` included) and
+    the `eos_token` of `tokenizer_config.json`; any of the files may be missing. The directory's
     own tokenizer is loaded to look the last one up unless it is passed in.
 
-    Raises:
-        TokenizerError: one of the files is corrupt or holds an ``eos_token_id`` that is no id.
+    Raises TokenizerError when one of the files is corrupt or holds an `eos_token_id` that is no id.
     """
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
@@ -201,10 +195,9 @@ def stop_token_ids(directory: Path, tokenizer: Tokenizer | None = None) -> tuple
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
-    """Return the text of the checkpoint's named special tokens, such as ``bos_token``.
+    """Return the text of the checkpoint's named special tokens, such as `bos_token`.
 
-    Raises:
-        TokenizerError: one of the checkpoint's tokenizer settings files is corrupt.
+    Raises TokenizerError when one of the checkpoint's tokenizer settings files is corrupt.
     """
     config = read_settings(directory / "tokenizer_config.json")
     sources = [config]
@@ -223,8 +216,7 @@ def special_tokens(directory: Path) -> dict[str, str]:
 def read_settings(path: Path) -> dict[str, Any]:
     """Return the JSON object in a settings file, or an empty one when there is no such file.
 
-    Raises:
-        TokenizerError: the file cannot be read, is not JSON or does not hold an object.
+    Raises TokenizerError when the file cannot be read, is not JSON or does not hold an object.
     """
     try:
         return read_json_object(path)

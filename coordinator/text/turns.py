@@ -1,6 +1,6 @@
-"""Where the turns of a chat end in its tokens: up to there a later request of the same chat may still agree.
+"""Finds where the turns of a chat end in its tokens: a later request of the same chat may agree up to there.
 
-Found by rendering parts of the chat and comparing tokens, so it holds for any template: for those that strip thinking
+Parts of the chat are rendered and their tokens compared, so it works for any template: for those that strip thinking
 from history, add a system prompt or put it into the user's turn, and where text merges across a turn's end.
 """
 
@@ -25,17 +25,19 @@ def turn_boundaries(
     tools: Sequence[Mapping[str, object]] | None = None,
     **variables: object,
 ) -> tuple[int, ...]:
-    """How many of the prompt's tokens each of up to three parts takes, in ascending order.
+    """Return how many of the prompt's tokens each of up to three parts takes, in ascending order.
 
-    The parts: the system message with the tools, everything before the last user message, and all messages without the
-    generation prompt. The first two end where the user's own words begin. A part that the template refuses is left out.
+    The parts are: the system message with the tools, everything before the last user message, and all messages without
+    the generation prompt. The first two end where the user's own words begin. A part that the template refuses is left
+    out.
+
     `full_ids`, `tools` and `variables` are the whole prompt and what it was rendered with.
     """
     prompt = tuple(full_ids)
     roles = [message.get("role") for message in messages]
     system = next((index for index, role in enumerate(roles) if role not in _SYSTEM_ROLES), len(roles))
     last_user = max((index for index, role in enumerate(roles) if role == "user"), default=system)
-    found: list[int] = []
+    boundaries: list[int] = []
     for cut in sorted({system, last_user, len(messages)}):
         part = [*messages[:cut]]
         if cut < len(messages):
@@ -48,13 +50,13 @@ def turn_boundaries(
             continue
         length = common_prefix_length(tuple(tokenizer.encode(text, add_special_tokens=False)), prompt)
         # A part that agrees no further than the one before it was rendered differently this time.
-        if length > (found[-1] if found else 0):
-            found.append(length)
-    return tuple(found)
+        if length > (boundaries[-1] if boundaries else 0):
+            boundaries.append(length)
+    return tuple(boundaries)
 
 
 def _other_words(message: Mapping[str, object]) -> dict[str, object]:
-    """A user message of the same form with words that differ from the first letter on."""
+    """Return a user message of the same form, with words that differ from the message's from the first letter on."""
     content = message.get("content")
     listed = isinstance(content, list | tuple)
     parts = content if isinstance(content, list | tuple) else [{"text": content}]

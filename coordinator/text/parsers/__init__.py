@@ -1,5 +1,5 @@
-"""From the model's text to what a client is told: reasoning, content and tool calls, as the text comes.
+"""From the text that a model writes to what a client gets: reasoning, content and tool calls, as the text comes.
 
-Pure: text goes in, events come out. How the text was cut into pieces never changes what the events add up to, no text
-makes a parser raise, and what isn't part of a call comes out as it went in.
+Parsers are pure: text goes in, events come out. How the text was cut into pieces never changes what the events add up
+to, no text makes a parser raise, and what isn't part of a call comes out as it went in.
 """

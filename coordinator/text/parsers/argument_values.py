@@ -1,4 +1,4 @@
-"""Arguments that a model writes as bare text become JSON, by the types that the tool's schema allows."""
+"""Turns arguments that a model writes as bare text into JSON, by the types that the tool's schema allows."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 def to_json(text: str, types: frozenset[str]) -> str:
-    """The JSON text of a value.
+    """Return the JSON text of a value that may have these types.
 
-    Text stays text where nothing else is allowed. Otherwise it is what it says as JSON, if that is no string and either
-    one of the allowed types or text isn't allowed; what is left is text.
+    Where only strings are allowed, the value is a string. Otherwise it is read as JSON, if it is JSON of another type
+    than string and that type is allowed, or strings are not; anything else is a string too.
     """
     if types != {"string"}:
         word = text.strip(WHITESPACE)
         word = _PYTHON_WORDS.get(word, word)
-        found = _type_of(word)
-        if found is not None and found != "string" and (found in types or "string" not in types):
+        kind = _type_of(word)
+        if kind is not None and kind != "string" and (kind in types or "string" not in types):
             return word
     return quote(text)
 
 
 def quote(text: str) -> str:
-    """The JSON string that holds a text."""
+    """Return the JSON string that holds a text."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def _type_of(text: str) -> str | None:
-    """The type of a JSON value, None if it isn't JSON."""
+    """Return the type of a JSON value, None for what isn't JSON."""
     try:
         return json_type(json.loads(text, parse_constant=_refuse))
     except (ValueError, RecursionError):  # not JSON, or a number too long, or nesting too deep, for Python

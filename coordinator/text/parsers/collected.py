@@ -1,4 +1,4 @@
-"""A whole answer put together from its events, for clients that don't stream."""
+"""Puts a whole answer together from its events, for clients that don't stream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What all events of an answer add up to; broken calls are in `content` only."""
+    """What all events of an answer add up to; the text of broken calls is in `content`."""
 
     reasoning: str
     content: str
@@ -33,7 +33,7 @@ class Collected:
 
 
 def collect(events: Iterable[Event]) -> Collected:
-    """Put an answer together."""
+    """Return what the events of an answer add up to."""
     reasoning: list[str] = []
     content: list[str] = []
     arguments: list[str] = []

@@ -1,8 +1,8 @@
-"""What the parsers say about an answer, piece by piece.
+"""The events by which the parsers pass on an answer, piece by piece.
 
 A call is one `ToolCallStart`, any number of `ToolCallArguments`, whose texts joined are its arguments as a JSON object,
-and one `ToolCallEnd`. A call that has no end was broken off: its text follows as content, unchanged and whole, and what
-was said of the call before is to be dropped.
+and one `ToolCallEnd`. A call without an end was broken off: its text follows as content, unchanged and whole, and its
+earlier events are to be dropped.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """The next piece of what the model says."""
+    """The next piece of the answer's text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """A call of a known function begins. Indices count up from 0, those of broken calls included."""
+    """A call of a known function begins. Indices count up from 0 and include broken calls."""
 
     index: int
     name: str

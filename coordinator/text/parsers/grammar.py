@@ -1,6 +1,6 @@
-"""The grammar that makes a model call a tool, in its own format: what `tool_choice` asks for.
+"""Writes the grammar that makes a model call a tool in its own format, as `tool_choice` asks for.
 
-Lark as llguidance takes it, as text: compiling it and masking tokens is the engine's business.
+The grammar is text in the Lark dialect of llguidance; the last stage compiles it and masks tokens by it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def forced_call_grammar(
     parallel: bool = True,
     single_tokens: Collection[str] = (),
 ) -> str:
-    """A grammar for exactly one call of the named tool, or for a call of any; of those several, if `parallel`.
+    """Return a grammar for exactly one call of the named tool, or for a call of any; with `parallel` for several.
 
-    opening: how the prompt leaves the model's thinking, which is let happen first.
-    single_tokens: which of `parsers.tags.TAGS` the tokenizer holds as one token. Spelled with others they would be a
-        text that the model has never seen, and llguidance takes such a token for its text nowhere.
+    opening: how the prompt leaves the model's thinking, which may come first.
+    single_tokens: which of `parsers.tags.TAGS` are one token of the tokenizer. They are named as tokens: spelled with
+        others they would be a text that the model has never seen, and llguidance never matches such a token by text.
 
     Raises InvalidArgument for an unknown format, one that has no calls, no tools, or a name that no tool has.
     """
@@ -59,7 +59,7 @@ def forced_call_grammar(
 
 
 def _thinking(opening: Opening, tag: str) -> str:
-    """What may or must stand in front of the calls."""
+    """Return the term for the thinking that may or must come before the calls."""
     if opening is Opening.CLOSED:
         return ""
     return 'thinking "\\n\\n"' if opening is Opening.INSIDE else f'({tag} thinking "\\n\\n")?'

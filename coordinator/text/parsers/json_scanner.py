@@ -43,7 +43,7 @@ class _Next(Enum):
 
 
 class JsonScanner:
-    """One JSON value; `depth` is how many objects and arrays are open."""
+    """Follows one JSON value."""
 
     def __init__(self) -> None:
         self._next = _Next.VALUE
@@ -55,12 +55,13 @@ class JsonScanner:
 
     @property
     def depth(self) -> int:
+        """How many objects and arrays are open."""
         return len(self._open)
 
     def step(self, text: str, position: int) -> int:
-        """Read one character, or several plain ones inside a string; the position behind them, -1 when it isn't JSON.
+        """Read one character, or several plain ones inside a string; return the position behind them, -1 if not JSON.
 
-        Characters behind the end of an outermost object or array, other than white space, aren't JSON.
+        Characters behind the end of the outermost object or array, except white space, are not JSON.
         """
         if self._next is _Next.STRING and (plain := _PLAIN.match(text, position)):
             return plain.end()

@@ -1,4 +1,4 @@
-"""Words of the Lark dialect that llguidance reads."""
+"""Writes terms of the Lark dialect that llguidance reads."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_sepa
 
 
 def literal(text: str) -> str:
-    """A term that matches exactly this text."""
+    """Return a term that matches exactly this text."""
     return json.dumps(text)
 
 
 def json_schema(schema: Mapping[str, Any], *, lenient: bool = True) -> str:
-    """A term that matches the JSON values of a schema.
+    """Return a term that matches the JSON values of a schema.
 
     lenient: keywords that llguidance lacks are passed over; a tool's schema is a description first.
     """

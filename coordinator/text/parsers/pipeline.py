@@ -1,4 +1,4 @@
-"""The whole way from a model's text to events: first its reasoning is taken away, then calls are found in the rest."""
+"""The whole way from a model's text to events: its reasoning is split off first, then calls are found in the rest."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from coordinator.text.parsers.tools import ToolParser
 
 
 class OutputParser:
-    """Reads one answer. What looks like a call inside the reasoning is none."""
+    """Reads one answer. What looks like a call inside the reasoning is not taken for one."""
 
     def __init__(self, reasoning: ReasoningParser, tools: ToolParser) -> None:
         self._reasoning = reasoning
         self._tools = tools
 
     def push(self, text: str) -> list[Event]:
-        """Take more text; the events that are certain now, possibly none."""
+        """Take more text; return the events that are certain now, possibly none."""
         return self._pass(self._reasoning.push(text))
 
     def finish(self) -> list[Event]:
-        """The events of what was held back, now that no more text can come."""
+        """Return the events of the text that was held back, now that no more can come."""
         return self._pass(self._reasoning.finish()) + self._tools.finish()
 
     def _pass(self, events: Iterable[Event]) -> list[Event]:

@@ -1,9 +1,9 @@
-"""Splits a model's thinking from what it says.
+"""Splits a model's thinking from its answer's text.
 
-An answer thinks at most once, at its beginning: from a `<think>` with nothing but white space before it, or from the
-first character where the chat template has opened `<think>` itself, up to the first `</think>` or else to the end. All
-other tags are ordinary text. The newlines that templates write on the inner side of both tags and behind the second
-are no part of either text.
+There is at most one block of thinking, at the beginning: from a `<think>` with nothing but white space before it, or
+from the first character where the chat template has opened `<think>` itself, up to the first `</think>` or else to the
+end. All other tags are ordinary text. The newlines that templates write on the inner side of both tags and behind the
+second belong to neither text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Opening(Enum):
 
 
 def opening_of(prompt: str, turn_tokens: Sequence[str] = _TURN_TOKENS) -> Opening:
-    """Tell it from a rendered prompt, or from as much of its tail as holds the last turn.
+    """Return how a rendered prompt, or a tail of it that holds the last turn, leaves the model's thinking.
 
     turn_tokens: what the family's templates put in front of or behind a turn.
     """
@@ -46,7 +46,7 @@ class _Part(Enum):
 
 
 class ReasoningParser:
-    """The reasoning and the content of one answer; `inside` says that the prompt has opened `<think>`."""
+    """Splits one answer. inside: whether the prompt has opened `<think>`. enabled: whether the model thinks at all."""
 
     def __init__(self, *, inside: bool = False, enabled: bool = True) -> None:
         self._part = _Part.CONTENT if not enabled else _Part.REASONING if inside else _Part.BEGINNING
@@ -54,7 +54,7 @@ class ReasoningParser:
         self._begun = False  # whether any reasoning was given out
 
     def push(self, text: str) -> list[Event]:
-        """Take more text."""
+        """Take more text; return the events that are certain now, possibly none."""
         self._held += text
         events: list[Event] = []
         if self._part is _Part.BEGINNING:
@@ -70,7 +70,7 @@ class ReasoningParser:
         return events
 
     def finish(self) -> list[Event]:
-        """Give out what was held back, now that no more can come."""
+        """Return the events of the text that was held back, now that no more can come."""
         if self._part is not _Part.REASONING:
             return self._content()
         rest, self._held = self._held, ""

@@ -1,7 +1,7 @@
-"""Calls written between tags, in the middle of text: what formats of that kind have in common.
+"""Finds calls that are written between tags in the middle of text; formats of that kind share this.
 
 White space between text and a call, or between two calls, is layout and dropped; so is the closing tag, which may be
-missing. Where a call turns out to be none, everything read of it becomes content with the white space in front of it,
+missing. Where a call turns out to be none, all that was read of it becomes content, with the white space before it,
 and reading goes on at the character that didn't fit, so that a good call behind a bad one is found.
 """
 
@@ -26,7 +26,10 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What became of some text: how much of it was taken, and which piece of the arguments it gave."""
+    """What a reader made of some text.
+
+    taken: how many of its characters were read. arguments: the piece of the arguments that they gave.
+    """
 
     outcome: Outcome
     taken: int
@@ -34,16 +37,16 @@ class Step:
 
 
 class CallReader(Protocol):
-    """Reads one call, from behind the tag that opened it."""
+    """Reads one call from behind the tag that opened it."""
 
     @property
     def name(self) -> str | None:
-        """The function, once it is known to be one of the tools."""
+        """The function's name, once it is known to be one of the tools; None before."""
 
     def read(self, text: str) -> Step:
-        """Take what can be understood; the rest comes again, with more behind it.
+        """Read as far as the text can be understood; the rest is passed again with more text behind it.
 
-        What is taken and given may depend on the text alone, not on how it was cut.
+        The result must depend on the text alone, not on how it was cut.
         """
 
 
@@ -55,7 +58,7 @@ class _Part(Enum):
 
 
 class TaggedCallParser:
-    """Finds calls in text; `openings` are the tags that begin one, each with what makes its reader."""
+    """Finds calls in text. openings: the tags that begin a call, each with a function that makes its reader."""
 
     def __init__(self, openings: dict[str, Callable[[], CallReader]]) -> None:
         self._openings = openings
@@ -68,7 +71,7 @@ class TaggedCallParser:
         self._events: list[Event] = []
 
     def push(self, text: str) -> list[Event]:
-        """Take more text of the answer."""
+        """Take more text; return the events that are certain now, possibly none."""
         self._held += text
         while self._go_on():
             pass
@@ -76,7 +79,7 @@ class TaggedCallParser:
         return events
 
     def finish(self) -> list[Event]:
-        """Give out what was held back, now that no more can come."""
+        """Return the events of the text that was held back, now that no more can come."""
         if self._part is _Part.CALL:
             self._call.append(self._held)
             self._give_up()
@@ -88,7 +91,7 @@ class TaggedCallParser:
         return events
 
     def _go_on(self) -> bool:
-        """Do the next thing that the held text allows; False when more is needed."""
+        """Do the next thing that the held text allows; return False when more text is needed."""
         match self._part:
             case _Part.TEXT:
                 return self._find_call()

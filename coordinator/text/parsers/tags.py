@@ -1,4 +1,4 @@
-"""Finding tags in text that is still coming."""
+"""Finds tags in text that is still coming."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ WHITESPACE = " \t\r\n"
 
 
 def begins(text: str, position: int, tag: str) -> bool | None:
-    """Whether a tag stands at a position; None while more text has to tell."""
+    """Return whether a tag stands at a position, None where only more text can tell."""
     if text.startswith(tag, position):
         return True
     return None if tag.startswith(text[position : position + len(tag)]) else False
 
 
 def skip_whitespace(text: str, position: int) -> int:
-    """The next position that isn't white, or the text's end."""
+    """Return the next position that is not white space, or the text's end."""
     while position < len(text) and text[position] in WHITESPACE:
         position += 1
     return position
 
 
 def unfinished(text: str, *tags: str) -> int:
-    """How many of the last characters may be the beginning of a tag."""
+    """Return how many of the last characters may be the beginning of a tag."""
     for length in range(min(len(text), max(map(len, tags)) - 1), 0, -1):
         if any(len(tag) > length and text.endswith(tag[:length]) for tag in tags):
             return length

@@ -1,4 +1,4 @@
-"""The tools of a request: names, and what their JSON schemas say about each argument."""
+"""The tools of a request: their names, and what their JSON schemas say about each argument."""
 
 from __future__ import annotations
 
@@ -26,27 +26,30 @@ class Tool:
     parameters: Mapping[str, Any]
 
     def argument_schemas(self) -> dict[str, Any]:
-        """The declared arguments."""
+        """Return the schemas of the declared arguments by name."""
         properties = _resolved(self.parameters, self.parameters).get("properties")
         return dict(properties) if isinstance(properties, Mapping) else {}
 
     def required(self) -> frozenset[str]:
-        """The names of the arguments that must be there."""
+        """Return the names of the arguments that must be there."""
         names = _resolved(self.parameters, self.parameters).get("required")
         return frozenset(name for name in _list(names) if isinstance(name, str))
 
     def takes_others(self) -> bool:
-        """Whether arguments that aren't declared are welcome."""
+        """Return whether arguments that are not declared are allowed."""
         return _resolved(self.parameters, self.parameters).get("additionalProperties") is not False
 
     def argument_types(self, name: str) -> frozenset[str]:
-        """The JSON types that an argument may have; all of them when the schema doesn't say."""
+        """Return the JSON types that an argument may have, all of them where the schema doesn't say."""
         others = _resolved(self.parameters, self.parameters).get("additionalProperties")
         return _types(self.argument_schemas().get(name, others), self.parameters, set())
 
 
 def read_tools(schemas: Sequence[ToolSchema]) -> dict[str, Tool]:
-    """Tools by name. Raises InvalidArgument for one without a name, a name twice, or parameters that are no object."""
+    """Return tools by name.
+
+    Raises InvalidArgument for one without a name, a name twice, or parameters that are no object.
+    """
     tools: dict[str, Tool] = {}
     for index, schema in enumerate(schemas):
         function = schema.get("function", schema) if isinstance(schema, Mapping) else None
@@ -63,7 +66,7 @@ def read_tools(schemas: Sequence[ToolSchema]) -> dict[str, Tool]:
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema that a local `$ref` names, in however many steps; empty when it isn't there."""
+    """Return the schema that a chain of local `$ref`s leads to, an empty one where it isn't there."""
     for _ in range(_MAX_NESTING):
         if not isinstance(schema, Mapping):
             break
@@ -78,7 +81,10 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _types(schema: Any, root: Mapping[str, Any], seen: set[int], nesting: int = _MAX_NESTING) -> frozenset[str]:
-    """Empty for a schema that was looked at before, so that one that refers to itself takes no longer than another."""
+    """Return the JSON types that a schema allows.
+
+    They are none for a schema in `seen`, so that one that refers to itself takes no longer than another.
+    """
     schema = _resolved(schema, root)
     if id(schema) in seen or not nesting:
         return frozenset()
@@ -99,7 +105,7 @@ def _types(schema: Any, root: Mapping[str, Any], seen: set[int], nesting: int = 
 
 
 def json_type(value: object) -> str:
-    """The JSON type of a value as Python's json reads it."""
+    """Return the JSON type of a value that Python's json has read."""
     if value is None:
         return "null"
     if isinstance(value, bool):

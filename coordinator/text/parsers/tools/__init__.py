@@ -1,4 +1,4 @@
-"""How models write tool calls, one file a format, found by its name.
+"""How models write tool calls: one module for each format, found by its name.
 
 A format module has:
     Parser(tools)                               finds the calls of one answer; see the protocol below
@@ -22,13 +22,13 @@ NONE = "none"
 
 
 class ToolParser(Protocol):
-    """Content and calls from an answer's text, the reasoning taken away."""
+    """Finds content and calls in an answer's text, from which the reasoning has been split off."""
 
     def push(self, text: str) -> list[Event]:
-        """Take more text."""
+        """Take more text; return the events that are certain now, possibly none."""
 
     def finish(self) -> list[Event]:
-        """Give out what was held back, now that no more can come."""
+        """Return the events of the text that was held back, now that no more can come."""
 
 
 class Format(Protocol):
@@ -40,11 +40,12 @@ class Format(Protocol):
 
 
 def known_formats() -> list[str]:
+    """Return the names of all formats."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def format_of(name: str) -> Format:
-    """The module of a format. Raises InvalidArgument, listing the known formats, for any other name."""
+    """Return the module of a format. Raises InvalidArgument, listing the known formats, for any other name."""
     if name not in known_formats():
         raise InvalidArgument(
             f"tool-call format {name!r} is not known; known formats: {', '.join(known_formats())}", field="tool_format"
@@ -54,10 +55,10 @@ def format_of(name: str) -> Format:
 
 
 def detect(template: str) -> str:
-    """The format that a chat template teaches, "none" if it teaches no known one."""
+    """Return the format that a chat template teaches, "none" if it teaches no known one."""
     return next((name for name in known_formats() if format_of(name).is_taught_by(template)), NONE)
 
 
 def new_parser(name: str, tools: Sequence[ToolSchema]) -> ToolParser:
-    """A parser for one answer. Without tools nothing can be called, so all is content."""
+    """Return a parser for one answer. Without tools nothing can be called, so all its text is content."""
     return format_of(name if tools else NONE).Parser(tools)

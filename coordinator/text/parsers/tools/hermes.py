@@ -27,7 +27,7 @@ _TAUGHT = re.compile(r'<tool_call>(?:\s|\\n)*\{\\*"(?:name|arguments)\\*":')
 
 
 class Parser(TaggedCallParser):
-    """The content and the calls of one answer."""
+    """Finds the content and the calls of one answer."""
 
     def __init__(self, tools: Sequence[ToolSchema]) -> None:
         known = read_tools(tools)
@@ -86,7 +86,7 @@ class _Reader:
         return Outcome.READING if piece in WHITESPACE else Outcome.BROKEN
 
     def _take_whole(self, arguments: list[str]) -> Outcome:
-        """The object is complete and didn't begin with a name and arguments."""
+        """Read a call whose object is complete and didn't begin with its name and its arguments."""
         text = "".join(self._head)
         try:
             # Objects as tuples of pairs, so that a key that is there twice is seen.
@@ -111,12 +111,12 @@ class _Reader:
 
 
 def is_taught_by(template: str) -> bool:
-    """Whether the template shows a JSON object in the tag."""
+    """Return whether the template shows a JSON object inside the tag."""
     return _TAUGHT.search(template) is not None
 
 
 def call_grammar(tool: Tool, rule: str, tag: Callable[[str], str]) -> list[str]:
-    """One call of the tool."""
+    """Return the Lark lines whose `rule` is one call of the tool."""
     head = f'\n{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": '
     return [
         f"{rule}: {tag(TOOL_CALL)} {literal(head)} {rule}_arguments {literal('}' + chr(10))} {tag(END_TOOL_CALL)}",

@@ -10,23 +10,25 @@ from services.errors import InvalidArgument
 
 
 class Parser:
-    """Passes everything through."""
+    """Passes all text on as content."""
 
     def __init__(self, tools: Sequence[ToolSchema] = ()) -> None:
         pass
 
     def push(self, text: str) -> list[Event]:
+        """See `ToolParser`."""
         return [ContentDelta(text)] if text else []
 
     def finish(self) -> list[Event]:
+        """See `ToolParser`."""
         return []
 
 
 def is_taught_by(template: str) -> bool:
-    """Never: it is what remains."""
+    """Return False: this format is what is left where no other one is taught."""
     return False
 
 
 def call_grammar(tool: Tool, rule: str, tag: Callable[[str], str]) -> list[str]:
-    """Raises InvalidArgument."""
+    """Raises InvalidArgument, as there is no way to write a call."""
     raise InvalidArgument("the model's chat template teaches no tool calls, so none can be forced", field="tool_choice")

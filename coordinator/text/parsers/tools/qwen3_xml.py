@@ -34,7 +34,7 @@ _END = re.compile(r"\n?(</parameter>|</function>)")
 
 
 class Parser(TaggedCallParser):
-    """The content and the calls of one answer."""
+    """Finds the content and the calls of one answer."""
 
     def __init__(self, tools: Sequence[ToolSchema]) -> None:
         known = read_tools(tools)
@@ -42,25 +42,25 @@ class Parser(TaggedCallParser):
 
 
 class _Reader:
-    """Reads one call; `in_function` says that its function's tag has been opened already."""
+    """Reads one call. in_function: whether its function's tag has been opened already."""
 
     def __init__(self, tools: Mapping[str, Tool], in_function: bool = False) -> None:
         self.name: str | None = None
         self._tools = tools
         self._outcome = Outcome.READING
-        # Each of the methods that this names goes one step from a position to the one it returns, None to wait.
+        # The method that reads on from a position and returns the position behind what it read, None to wait for text.
         self._next: Callable[[str, int], int | None] = self._function if in_function else self._outer
-        self._given: list[str] = []
+        self._arguments: list[str] = []
         self._seen: set[str] = set()
         self._types: frozenset[str] = frozenset()  # of the value that is being read
         self._value: list[str] = []  # what there is of it, unless it streams
 
     def read(self, text: str) -> Step:
         position = 0
-        self._given = []
+        self._arguments = []
         while self._outcome is Outcome.READING and (end := self._next(text, position)) is not None:
             position = end
-        return Step(self._outcome, position, "".join(self._given))
+        return Step(self._outcome, position, "".join(self._arguments))
 
     def _outer(self, text: str, position: int) -> int | None:
         start = skip_whitespace(text, position)
@@ -77,7 +77,7 @@ class _Reader:
         if text[end] != ">" or name not in self._tools:
             return self._break(position)
         self.name = name
-        self._given.append("{")
+        self._arguments.append("{")
         self._next = self._inside
         return end + 1
 
@@ -85,7 +85,7 @@ class _Reader:
         start = skip_whitespace(text, position)
         parameter, closed = begins(text, start, _PARAMETER), begins(text, start, _END_FUNCTION)
         if closed:
-            self._given.append("}")
+            self._arguments.append("}")
             self._outcome = Outcome.WHOLE
             return start + len(_END_FUNCTION)
         if parameter:
@@ -99,10 +99,10 @@ class _Reader:
             return None
         if text[end] != ">" or key in self._seen or self.name is None:
             return self._break(position)
-        self._given.append(f"{', ' if self._seen else ''}{quote(key)}: ")
+        self._arguments.append(f"{', ' if self._seen else ''}{quote(key)}: ")
         self._seen.add(key)
         self._types = self._tools[self.name].argument_types(key)
-        self._given += '"' if self._streams() else ""
+        self._arguments += '"' if self._streams() else ""
         self._value = []
         self._next = self._layout
         return end + 1
@@ -126,14 +126,14 @@ class _Reader:
         self._keep(text, position, tag.start())
         if tag[1] == _END_FUNCTION:
             return self._break(tag.start())
-        self._given.append('"' if self._streams() else to_json("".join(self._value), self._types))
+        self._arguments.append('"' if self._streams() else to_json("".join(self._value), self._types))
         self._next = self._inside
         return tag.end()
 
     def _keep(self, text: str, start: int, end: int) -> int | None:
-        """Some of the value is certain."""
+        """Add text of the value that is certain; return the position behind it, None where there is none."""
         if self._streams():
-            self._given.append(quote(text[start:end])[1:-1])
+            self._arguments.append(quote(text[start:end])[1:-1])
         else:
             self._value.append(text[start:end])
         return end if end > start else None
@@ -147,18 +147,21 @@ class _Reader:
 
 
 def _name(text: str, position: int) -> tuple[str, int]:
-    """The name at a position, and where it ends."""
+    """Return the name at a position, and where it ends."""
     found = _NAME.match(text, position)
     return (found[0], found.end()) if found else ("", position)
 
 
 def is_taught_by(template: str) -> bool:
-    """Whether the template shows a function's tag in the tag of the call."""
+    """Return whether the template shows a function's tag inside the tag of the call."""
     return TOOL_CALL in template and _FUNCTION in template
 
 
 def call_grammar(tool: Tool, rule: str, tag: Callable[[str], str]) -> list[str]:
-    """One call of the tool, its arguments in the schema's order; texts have the limits of `enum` and no others."""
+    """Return the Lark lines whose `rule` is one call of the tool.
+
+    The arguments come in the schema's order; of a string's limits only `enum` and `const` are kept.
+    """
     text = f"{rule}_text"
     schemas = tool.argument_schemas()
     schemas |= {name: {} for name in sorted(tool.required() - schemas.keys())}
@@ -182,7 +185,7 @@ def call_grammar(tool: Tool, rule: str, tag: Callable[[str], str]) -> list[str]:
 
 
 def _value_grammar(tool: Tool, name: str, schema: object, text: str) -> str:
-    """A value and the tag that closes it."""
+    """Return the term for a value and the tag that closes it."""
     types = tool.argument_types(name)
     given = schema if isinstance(schema, Mapping) else {}
     words = given.get("enum", [given["const"]] if "const" in given else None)
