@@ -16,7 +16,7 @@ STAGE, DRAFT = Location(1, "alpha", "cpu", "a:1"), Location(None, "alpha", "cpu"
 
 
 def test_two_lines_a_session() -> None:
-    """The closing one has the figures; it comes once, however often a session is closed."""
+    """The closing line has the figures, and comes once, however often a session is closed."""
     with capture_logs() as lines:
         record = SessionRecord("r", TRACE, STAGE, LayerRange(3, 8))
         record.steps = 2
@@ -32,7 +32,7 @@ def test_two_lines_a_session() -> None:
 
 
 def test_a_draft_without_a_trace() -> None:
-    """What it doesn't have is left out."""
+    """A draft's lines leave out what it does not have."""
     with capture_logs() as lines:
         SessionRecord("r", None, DRAFT, None).end("closed", 0)
     for line in lines:
@@ -44,7 +44,7 @@ def test_a_draft_without_a_trace() -> None:
     "error", [Unavailable("gone", reason="WORKER_DIED"), InvalidArgument("senseless"), ValueError()]
 )
 def test_the_first_failure_counts(error: Exception) -> None:
-    """More than how the caller then closes; without one the word for the stream's end does."""
+    """A failure is reported rather than how the caller then closes; without one, how the stream ended is."""
     word = ending(error)
     assert word in ("worker_died", "invalid_argument", "internal")
     with capture_logs() as lines:

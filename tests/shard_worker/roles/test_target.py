@@ -188,7 +188,7 @@ async def test_a_session_with_a_draft_needs_one(chain: Chain, tiny: Tiny) -> Non
 
 @pytest.mark.parametrize("beside", [True, False])
 async def test_stages_and_draft_must_speak_of_the_same_blocks(tiny: Tiny, beside: bool) -> None:
-    """A draft loaded after stages that capture other blocks is refused: its guesses would be noise."""
+    """A draft loaded after stages that capture other blocks is refused: its draft tokens would be noise."""
     own = tiny.draft("qwen3_5", "role", target_layer_ids=(6, 0))
     other = tiny.draft("qwen3_5", "other", target_layer_ids=(0, 6))
     place = HeadPlace.SHARED if beside else HeadPlace.PROJECTED

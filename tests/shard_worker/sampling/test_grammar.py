@@ -1,4 +1,5 @@
-"""What a grammar allows: masks over the demo model's tokens, stop tokens, guesses, and grammars that are refused."""
+"""What a grammar allows: masks over the demo model's tokens, stop tokens, draft tokens, and grammars that are
+refused."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def tokenizer() -> tokenizers.Tokenizer:
 
 
 def state(compiler: GrammarCompiler, grammar: Grammar, stops: frozenset[int] = STOPS, prompt: int = 0) -> GrammarState:
-    """At the beginning of the output."""
+    """Return the state of a grammar at the beginning of the output."""
     request = OpenSession("r", "f", 0, LayerRange(0, 1), (), 8, 8, 8, prompt, stop_token_ids=stops, grammar=grammar)
     return compiler.compile(grammar, request, CPU)
 
@@ -47,7 +48,7 @@ def legal(mask: torch.Tensor) -> set[int]:
 
 
 def now(grammar: GrammarState, position: int) -> set[int]:
-    """What may stand at a position, all before it being committed."""
+    """Return what may stand at a position before which all is committed."""
     [mask] = grammar.allowed((), position, 1)
     return legal(mask)
 
@@ -56,7 +57,7 @@ def now(grammar: GrammarState, position: int) -> set[int]:
 
 
 def test_all_tokens_that_may_follow_and_no_other(compiler: GrammarCompiler, tokenizer: tokenizers.Tokenizer) -> None:
-    """Against the texts of all tokens: those that begin a matching text, of any length."""
+    """The mask has exactly those tokens whose texts begin a matching text of any length."""
     texts = {token: tokenizer.decode([token]) for token in range(VOCAB)}
     two = state(compiler, Grammar(REGEX, "[ab]{2}"))
     fitting = {token for token, text in texts.items() if text and set(text) <= {"a", "b"} and len(text) <= 2}
@@ -70,7 +71,8 @@ def test_all_tokens_that_may_follow_and_no_other(compiler: GrammarCompiler, toke
 
 @pytest.mark.parametrize("stops", [frozenset({EOS}), frozenset({0, START, EOS}), frozenset({19, EOS})])
 def test_stop_tokens_are_legal_exactly_where_it_is_complete(compiler: GrammarCompiler, stops: frozenset[int]) -> None:
-    """The request's own, whatever the checkpoint's are; one that is text ends nothing that isn't complete."""
+    """The request's own stop tokens count, whatever the checkpoint's are; one that is text ends no incomplete
+    output."""
     grammar = state(compiler, Grammar(REGEX, "[0-9]{2,3}"), stops)
     for position, token in enumerate((20, 21, 22)):
         assert (now(grammar, position) & stops == stops) is (position >= 2)
@@ -84,7 +86,7 @@ def test_stop_tokens_are_legal_exactly_where_it_is_complete(compiler: GrammarCom
 
 
 def test_without_stop_tokens_the_checkpoint_says_what_ends(compiler: GrammarCompiler) -> None:
-    """And where it doesn't either, the grammar is refused."""
+    """Without stop tokens the checkpoint's end-of-sequence token counts; where it has none, the grammar is refused."""
     assert now(state(compiler, Grammar(REGEX, ""), frozenset()), 0) == {EOS}
     nested = GrammarCompiler(DEMO, {"text_config": {"eos_token_id": [0, VOCAB + 5]}}, VOCAB)
     assert now(state(nested, Grammar(REGEX, ""), frozenset()), 0) == {0}
@@ -94,7 +96,7 @@ def test_without_stop_tokens_the_checkpoint_says_what_ends(compiler: GrammarComp
 
 
 def test_special_tokens_are_legal_only_where_they_are_named(compiler: GrammarCompiler) -> None:
-    """Also a stop token, inside of the grammar."""
+    """A special token is allowed where the grammar names it, even one that is a stop token."""
     assert not now(state(compiler, Grammar(REGEX, "(?s:.*)")), 0) & {START, 3}
     named = state(compiler, Grammar(LARK, "start: <|im_start|> /[ab]/ <|im_end|>"))
     assert now(named, 0) == {START}
@@ -128,7 +130,7 @@ def test_forced_tokens_must_fit(compiler: GrammarCompiler) -> None:
 
 
 def test_asking_commits_nothing(compiler: GrammarCompiler) -> None:
-    """Neither known tokens nor an end among them."""
+    """Asking for masks changes nothing, whether the known tokens go on or end the output."""
     grammar = state(compiler, Grammar(REGEX, "[0-9]{2}"))
     before = now(grammar, 0)
     for known in ([20, 21], [20, 21, EOS], [20, 21, EOS, 0]):
@@ -137,11 +139,11 @@ def test_asking_commits_nothing(compiler: GrammarCompiler) -> None:
         assert now(grammar, 0) == before
 
 
-# --- guesses
+# --- draft tokens
 
 
-def test_rows_behind_wrong_guesses_and_ends_are_left_out(compiler: GrammarCompiler) -> None:
-    """They cannot count; the rows before are what they would be alone, and nothing is committed by asking."""
+def test_rows_behind_wrong_draft_tokens_and_ends_are_left_out(compiler: GrammarCompiler) -> None:
+    """Rows behind a wrong draft token or an end have no mask; those before are as they would be alone."""
     grammar = state(compiler, Grammar(REGEX, "[0-9]{2,3}"))
     for draft_tokens, rows in (
         ((21, 22), 3),
@@ -161,15 +163,16 @@ def test_rows_behind_wrong_guesses_and_ends_are_left_out(compiler: GrammarCompil
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_schemas_random_tokens_random_guesses(
+def test_random_schemas_random_tokens_random_draft_tokens(
     compiler: GrammarCompiler, tokenizer: tokenizers.Tokenizer, seed: int
 ) -> None:
-    """Whatever legal tokens are drawn, the output fits its schema; masks of guessed rows are those of plain ones."""
+    """Whatever legal tokens are drawn, the output fits its schema; masks of draft tokens' rows are those of plain
+    ones."""
     rng = random.Random(seed)
     for _ in range(100):
         schema = random_schema(rng)
         grammar = Grammar(SCHEMA, json.dumps(schema, ensure_ascii=rng.random() < 0.5))
-        plain, guessed = state(compiler, grammar), state(compiler, grammar)
+        plain, speculated = state(compiler, grammar), state(compiler, grammar)
         output: list[int] = []
         masks: list[set[int]] = []
         while not output or output[-1] not in STOPS:
@@ -185,11 +188,11 @@ def test_random_schemas_random_tokens_random_guesses(
         while at < len(output) - 1:
             right = rng.randrange(8)
             draft_tokens = [*output[at + 1 : at + 1 + right], *rng.choices(range(VOCAB), k=rng.randrange(4))]
-            rows = [legal(mask) for mask in guessed.allowed([output[at], *draft_tokens], at, 1 + len(draft_tokens))]
+            rows = [legal(mask) for mask in speculated.allowed([output[at], *draft_tokens], at, 1 + len(draft_tokens))]
             true = min(right + 1, len(rows), len(masks) - at - 1)
             assert rows[:true] == masks[at + 1 : at + 1 + true]
             accepted = rng.randint(1, min(right + 1, len(output) - 1 - at))
-            guessed.observe(output[at : at + accepted], at)
+            speculated.observe(output[at : at + accepted], at)
             at += accepted
 
 
@@ -218,7 +221,7 @@ def test_random_schemas_random_tokens_random_guesses(
 def test_grammars_that_cannot_be_are_refused(
     compiler: GrammarCompiler, kind: GrammarKind, text: str, reason: str
 ) -> None:
-    """With the field and llguidance's reason in one line; the next one is compiled as ever."""
+    """The error names the field and has llguidance's reason in one line; the next grammar is compiled as ever."""
     with pytest.raises(InvalidArgument) as refused:
         state(compiler, Grammar(kind, text))
     assert refused.value.message.startswith(f"grammar.{kind} cannot be used: ")
@@ -242,7 +245,7 @@ def test_grammars_that_grow_without_bounds_are_refused(compiler: GrammarCompiler
 
 
 def write_tokenizer(folder: Path, size: int) -> GrammarCompiler:
-    """Bytes a to z and one special token behind them, for logits of `size` columns."""
+    """Write a tokenizer of the bytes a to z and one special token; return a compiler for logits of `size` columns."""
     vocab = {chr(97 + index): index for index in range(26)}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -256,7 +259,7 @@ def write_tokenizer(folder: Path, size: int) -> GrammarCompiler:
 
 @pytest.mark.parametrize("size", [27, 28, 40, 64])
 def test_logits_beyond_the_tokenizer_are_never_legal(tmp_path: Path, size: int) -> None:
-    """Padded vocabularies: columns without a token are masked, also where everything goes."""
+    """In padded vocabularies, columns without a token are masked even where every text is allowed."""
     grammar = state(write_tokenizer(tmp_path, size), Grammar(REGEX, "(?s:.*)"), frozenset({26}))
     mask = grammar.allowed((), 0, 1)
     assert mask.shape == (1, size)
@@ -264,7 +267,7 @@ def test_logits_beyond_the_tokenizer_are_never_legal(tmp_path: Path, size: int) 
 
 
 def test_tokens_beyond_the_logits_are_never_chosen(tmp_path: Path) -> None:
-    """A tokenizer with more tokens than the model: the rest is legal; where nothing is left, the step is refused."""
+    """Tokens that the model does not have are left out; where nothing is left, the step is refused."""
     compiler = write_tokenizer(tmp_path, 20)
     assert now(state(compiler, Grammar(REGEX, "[a-z]{3}"), frozenset({0})), 0) == set(range(1, 20))
     with pytest.raises(InvalidArgument, match="no token of the model may follow the first 0 under the grammar"):
@@ -272,7 +275,7 @@ def test_tokens_beyond_the_logits_are_never_chosen(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
-    """None, and one that is none; as soon as it is there it is used."""
+    """A missing or broken tokenizer.json is refused by name; as soon as it is there it is used."""
     compiler = GrammarCompiler(tmp_path, {}, VOCAB)
     with pytest.raises(FailedPrecondition, match=r"tokenizer.json does not exist.*put the model's tokenizer.json"):
         state(compiler, Grammar(OBJECT))

@@ -27,7 +27,7 @@ PROMPT = (1, 2, 3)
 CPU = torch.device("cpu")
 NextLogits = Callable[[tuple[int, ...]], torch.Tensor]
 Script = Callable[[int, Sequence[int]], tuple[int, ...]]
-"""A seed's number and its true tokens -> guesses after the prompt's last token."""
+"""Returns draft tokens after the prompt's last token, from a seed and its true tokens."""
 
 SETTINGS = {
     "plain": distribution.Settings(),
@@ -43,7 +43,7 @@ SETTINGS = {
 
 
 def request(settings: distribution.Settings, seed: int = 0) -> SamplingParams:
-    """The same settings as a request carries them: None switches a processor off."""
+    """Return the same settings as a request carries them: None switches a processor off."""
     off = distribution.Settings()
     values = {
         name: getattr(settings, name)
@@ -55,20 +55,20 @@ def request(settings: distribution.Settings, seed: int = 0) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def next_logits(tiny: Tiny) -> NextLogits:
-    """The engine's logits [1, vocab] after a prefix."""
+    """Returns the engine's logits [1, vocab] after a prefix."""
     stage = load_stage(tiny.path("vocab-5"))
     return functools.cache(lambda prefix: Run([stage])(prefix)[-1:])
 
 
 @functools.cache
 def joint_distribution(tiny: Tiny, name: str) -> np.ndarray:
-    """The distribution of the first tokens, from transformers' logits."""
+    """Return the distribution of the first tokens, from transformers' logits."""
     model = tiny.model("vocab-5")
     return distribution.joint(lambda ids: target.logits(model, ids)[-1], PROMPT, DEPTH, SETTINGS[name])
 
 
 def sampler_after(sampling: SamplingParams, prefix: tuple[int, ...]) -> Sampler:
-    """A sampler that has seen all of a prefix but its last token."""
+    """Return a sampler that has seen all of a prefix but its last token."""
     sampler = Sampler(sampling, len(PROMPT), VOCAB, CPU)
     sampler.observe(prefix[:-1], 0)
     return sampler
@@ -94,10 +94,11 @@ def continue_plainly(
     return drawn
 
 
-def draw_with_guesses(
+def draw_with_draft_tokens(
     sampling: SamplingParams, next_logits: NextLogits, truth: list[tuple[int, ...]], script: Script
 ) -> tuple[list[tuple[int, ...]], float]:
-    """One verify of the script's guesses for every seed, then plain steps; and the mean number of tokens a verify."""
+    """Return what every seed draws in one verify of the script's draft tokens and plain steps behind it, and the mean
+    number of tokens a verify."""
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for seed in range(len(truth)):
         groups[script(seed, truth[seed])].append(seed)
@@ -153,13 +154,13 @@ def unrelated(seed: int, _truth: Sequence[int]) -> tuple[int, ...]:
     ("script", "fewest", "most"),
     [(wrong, 1.0, 1.0), (right, 3.0, 3.0), (right_then_wrong, 2.0, 2.0), (unrelated, 1.1, 1.6)],
 )
-def test_guesses_change_no_token(
+def test_draft_tokens_change_no_token(
     next_logits: NextLogits, name: str, script: Script, fewest: float, most: float
 ) -> None:
-    """With one seed, always wrong, always right and unrelated guesses give the tokens of the plain run."""
+    """With one seed, always wrong, always right and unrelated draft tokens give the tokens of the plain run."""
     truth = plain(next_logits, name)
 
-    speculated, mean = draw_with_guesses(request(SETTINGS[name]), next_logits, truth, script)
+    speculated, mean = draw_with_draft_tokens(request(SETTINGS[name]), next_logits, truth, script)
 
     assert speculated == truth
     assert fewest <= mean <= most
@@ -174,7 +175,7 @@ def test_proposing_the_argmax_keeps_the_distribution(tiny: Tiny, next_logits: Ne
 
     sampling = request(SETTINGS[name])
     truth = plain(next_logits, name)
-    speculated, mean = draw_with_guesses(sampling, next_logits, truth, lambda _seed, _truth: tuple(argmax))
+    speculated, mean = draw_with_draft_tokens(sampling, next_logits, truth, lambda _seed, _truth: tuple(argmax))
 
     joint = joint_distribution(tiny, name)
     observed = distribution.empirical(speculated, VOCAB, DEPTH)
@@ -205,7 +206,7 @@ def test_choose_draws_what_the_grouped_draws_are(next_logits: NextLogits, name: 
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("prompt_length", [0, 3, 4, 9])
-def test_the_distribution_of_every_row_includes_the_guesses_before_it(name: str, prompt_length: int) -> None:
+def test_the_distribution_of_every_row_includes_the_draft_tokens_before_it(name: str, prompt_length: int) -> None:
     """Row by row, bias, penalties and truncation give exactly the distribution of the prefix that ends with the row."""
     settings = SETTINGS[name]
     sampling = request(settings)
@@ -286,7 +287,7 @@ def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
 
 
 def test_processors_never_leave_nothing() -> None:
-    """However strict, top-p and min-p keep the likeliest token and top-k keeps those that tie with the k-th."""
+    """However strict, top-p and min-p keep the most probable token and top-k keeps those that tie with the k-th."""
     logits = torch.tensor([[1.0, 2.0, 0.0, 2.0, -1.0]])
 
     for sampling in (SamplingParams(temperature=1.0, top_p=1e-9), SamplingParams(temperature=1.0, min_p=1.0)):

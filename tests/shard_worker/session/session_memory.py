@@ -71,13 +71,13 @@ async def memory_of(client: Client, *, window: int | None = None) -> Memory:
     return memory
 
 
-def differing(one: Memory, other: Memory) -> list[str]:
+def differing(first: Memory, second: Memory) -> list[str]:
     """Return the names of what is not the same in two sessions, bit for bit."""
-    assert set(one) == set(other)
-    return [name for name in one if not torch.equal(one[name], other[name])]
+    assert set(first) == set(second)
+    return [name for name in first if not torch.equal(first[name], second[name])]
 
 
-def distance(one: Memory, other: Memory) -> float:
+def distance(first: Memory, second: Memory) -> float:
     """Return the largest difference of any number."""
-    assert set(one) == set(other)
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
+    assert set(first) == set(second)
+    return max(float((first[name] - second[name]).abs().max()) for name in first)

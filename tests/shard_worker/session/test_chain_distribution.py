@@ -26,7 +26,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target with five tokens, and a draft for it whose guesses are now right and now wrong."""
+    """A target with five tokens, and a draft for it whose draft tokens are now right and now wrong."""
     root = tmp_path_factory.mktemp("five")
     model = checkpoints.write_qwen3(root / "target", vocab=VOCAB, layers=2, logit_scale=1.5)
     draft = checkpoints.write_draft(

@@ -37,18 +37,20 @@ async def follow(client: Client, first: int, more: int, propose: int = 0, **chan
 
 
 async def read_on(client: Client) -> None:
+    """Read answers until the events end with an error."""
     while True:
         await client.commit()
 
 
 def tokens_of(commits: Sequence[Commit]) -> list[int]:
+    """Return the tokens of all answers."""
     return [token for commit in commits for token in commit.token_ids]
 
 
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
 async def test_plain_steps_follow(make_chain: MakeChain, name: str, cuts: tuple[int, ...]) -> None:
-    """Twelve tokens of one frame are the twelve of as many, and the session goes on behind them."""
+    """Twelve steps from one frame produce the tokens of twelve frames, and the session goes on behind them."""
     chain = make_chain(name, cuts)
     async with chain.session() as client:
         expected = await client.plain(PROMPT, 16)
@@ -65,8 +67,9 @@ async def test_plain_steps_follow(make_chain: MakeChain, name: str, cuts: tuple[
 
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
-async def test_verifies_follow_with_the_drafts_guesses(make_chain: MakeChain, name: str, cuts: tuple[int, ...]) -> None:
-    """Blocks are guessed, verified and committed without being sent; tokens and guesses are those of sent ones."""
+async def test_verifies_follow_with_draft_tokens(make_chain: MakeChain, name: str, cuts: tuple[int, ...]) -> None:
+    """Blocks are proposed, verified and committed without being sent; their tokens are those of blocks that are
+    sent."""
     chain = make_chain(name, cuts, True)
     async with chain.session() as client:
         expected = await client.speculate(PROMPT, 10)
@@ -115,7 +118,7 @@ async def test_a_single_stage_goes_on_while_the_event_loop_is_busy(make_chain: M
 
 
 async def test_what_cannot_follow_is_refused(make_chain: MakeChain) -> None:
-    """Too many, and steps behind a prefill, which produces no token."""
+    """Too many following steps are refused, and any behind a prefill, which produces no token."""
     chain = make_chain("qwen3")
     for frame, words in (
         (Forward(0, 0, (1, 2), StepKind.PREFILL, more=1), "prefill"),

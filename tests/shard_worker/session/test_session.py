@@ -1,4 +1,4 @@
-"""Sessions over chains of stages: the tokens of the unsplit model, whatever is guessed, alone and side by side."""
+"""Sessions over chains of stages: the tokens of the unsplit model, whatever is proposed, alone and side by side."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ async def test_speculated_tokens_are_those_of_transformers(
 
 
 def right_until(truth: Sequence[int], produced: list[int], wrong: int) -> list[int]:
-    """The true next guesses, made wrong from an index on."""
+    """Return the true next tokens as draft tokens, wrong from an index on."""
     draft_tokens = list(truth[len(produced) : len(produced) + BLOCK - 1])
     return [token if i < wrong else (token + 1 + i) % 250 for i, token in enumerate(draft_tokens)]
 
 
 @pytest.mark.parametrize(("name", "cuts"), SPLITS)
 @pytest.mark.parametrize("wrong", [0, 3, BLOCK])
-async def test_any_guesses_give_the_same_tokens(
+async def test_any_draft_tokens_give_the_same_tokens(
     tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...], wrong: int
 ) -> None:
     """Drafts that are always wrong, always right, or right up to an index change how many tokens a verify gives."""
@@ -79,7 +79,7 @@ async def test_any_guesses_give_the_same_tokens(
 
 
 @pytest.mark.parametrize(("name", "cuts"), [("qwen3_5", (3,)), ("qwen3-sliding", (1, 3))])
-async def test_guesses_that_go_wrong_at_every_index_in_turn(
+async def test_draft_tokens_that_go_wrong_at_every_index_in_turn(
     tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...]
 ) -> None:
     """Partial accepts of every length, one after the other, with blocks of every size, keep the tokens."""
@@ -99,7 +99,7 @@ async def test_guesses_that_go_wrong_at_every_index_in_turn(
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 async def test_a_prompt_may_come_in_chunks(tiny: Tiny, make_chain: MakeChain, chunk: int) -> None:
-    """A prompt prefilled in chunks is followed by the tokens of one prefilled at once, guesses included."""
+    """A prompt prefilled in chunks is followed by the tokens of one prefilled at once, draft tokens included."""
     prompt, expected = tiny.clear_prompt("qwen3_5", 100, 20)
     proposals = []
     for size in (chunk, 200):
@@ -117,7 +117,8 @@ async def test_a_prompt_may_come_in_chunks(tiny: Tiny, make_chain: MakeChain, ch
 async def test_proposals_are_those_of_the_dense_draft(
     tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...], transport: FeatureTransport
 ) -> None:
-    """Captured over any split, committed in part and handed on, the features lead to the dense formula's guesses."""
+    """Captured over any split, committed in part and handed on, the features lead to the dense formula's draft
+    tokens."""
     prompt, truth = tiny.clear_prompt(name, 12, 40)
     model = tiny.model(name)
     dense = DenseDraft(tiny.draft(name, "session", target_layer_ids=CAPTURED[name]))
@@ -147,10 +148,10 @@ async def test_proposals_are_those_of_the_dense_draft(
 @pytest.mark.parametrize("transport", [SUM, SLICES])
 @pytest.mark.parametrize("place", [HeadPlace.LOADED, HeadPlace.PROJECTED])
 @pytest.mark.parametrize("cuts", [(), (3,)])
-async def test_a_draft_of_its_own_worker_guesses_alike(
+async def test_a_draft_of_its_own_worker_draft_tokens_alike(
     tiny: Tiny, make_chain: MakeChain, cuts: tuple[int, ...], place: HeadPlace, transport: FeatureTransport
 ) -> None:
-    """With its own copy of the head, or sending hidden rows back to be projected, the guesses are the same."""
+    """With its own copy of the head, or sending hidden rows back to be projected, the draft tokens are the same."""
     prompt, expected = tiny.clear_prompt("qwen3_5", 12, 40)
     answers = []
     for options in ({"transport": transport, "place": place}, {"transport": transport}):
@@ -163,7 +164,7 @@ async def test_a_draft_of_its_own_worker_guesses_alike(
 
 @pytest.mark.parametrize("draft_tokens", range(1, BLOCK))
 async def test_blocks_of_every_size(tiny: Tiny, make_chain: MakeChain, draft_tokens: int) -> None:
-    """Asking the draft for fewer guesses than its block holds gives shorter proposals and the same tokens."""
+    """Asking the draft for fewer draft tokens than its block holds gives shorter proposals and the same tokens."""
     prompt, expected = tiny.clear_prompt("qwen3_5", 12, 30)
 
     async with make_chain("qwen3_5", (3,), True).session() as client:
@@ -193,7 +194,7 @@ SAMPLINGS = [
 async def test_a_seed_gives_one_answer_however_it_is_run(
     make_chain: MakeChain, name: str, sampling: SamplingParams
 ) -> None:
-    """Plain, split, drafted and with right and wrong guesses, a seeded answer with every processor is the same."""
+    """Plain, split, drafted and with right and wrong draft tokens, a seeded answer with every processor is the same."""
     prompt = ids(15, seed=4)
     limits = {"sampling": sampling, "prompt_length": len(prompt)}
     [cuts, more_cuts] = CUTS[name][1:]
@@ -205,14 +206,16 @@ async def test_a_seed_gives_one_answer_however_it_is_run(
         drafted = await client.speculate(prompt, 60)
     turns = iter(range(100))
     async with make_chain(name, cuts).session(**limits) as client:
-        guessed = await client.speculate(prompt, 60, script=lambda done: right_until(truth, done, next(turns) % BLOCK))
+        speculated = await client.speculate(
+            prompt, 60, script=lambda done: right_until(truth, done, next(turns) % BLOCK)
+        )
 
-    assert split == drafted.tokens == guessed.tokens == truth[:60]
-    assert max(len(tokens) for tokens in guessed.verified) == BLOCK
+    assert split == drafted.tokens == speculated.tokens == truth[:60]
+    assert max(len(tokens) for tokens in speculated.verified) == BLOCK
 
 
 async def test_seeds_and_requests_differ(make_chain: MakeChain) -> None:
-    """Another seed, and greedy decoding, give other tokens; the same seed gives the same ones again."""
+    """Another seed, or greedy decoding, gives other tokens; the same seed gives the same ones again."""
     prompt, answers = ids(15, seed=4), []
     for sampling in (
         SamplingParams(),
@@ -235,7 +238,7 @@ async def test_seeds_and_requests_differ(make_chain: MakeChain) -> None:
 async def test_nothing_follows_a_stop_token(
     tiny: Tiny, make_chain: MakeChain, cuts: tuple[int, ...], index: int
 ) -> None:
-    """A stop token as first token, accepted guess or bonus ends the step, and only the rows before it count."""
+    """A stop token as first token, accepted draft token or bonus ends the step, and only the rows before it count."""
     prompt, truth = tiny.clear_prompt("qwen3_5", 12, COUNT)
     stop = truth[1 + index]
     cut = truth[1:].index(stop)
@@ -313,7 +316,7 @@ async def test_what_is_captured_counts_on_its_way(tiny: Tiny, place: HeadPlace) 
 
 @pytest.mark.parametrize("drafted", [True, False])
 async def test_interleaved_sessions_do_not_share_state(tiny: Tiny, make_chain: MakeChain, drafted: bool) -> None:
-    """Two requests on the same stages and draft, step by step in turn, each get their own tokens."""
+    """Two requests on the same stages and draft, which take turns, get the tokens that each gets alone."""
     prompts = [tiny.clear_prompt("qwen3_5", 12, COUNT), tiny.clear_prompt("qwen3_5", 3, COUNT + BLOCK)]
     chain = make_chain("qwen3_5", (3,), drafted)
 
@@ -327,7 +330,7 @@ async def test_interleaved_sessions_do_not_share_state(tiny: Tiny, make_chain: M
 
 
 async def test_a_request_leaves_nothing_behind(tiny: Tiny, make_chain: MakeChain) -> None:
-    """A, then B, then A again: both A are the same, tokens and guesses."""
+    """A request gets the same tokens and draft tokens again after another one has run."""
     chain = make_chain("qwen3_5", (3,), True)
     a, b = tiny.clear_prompt("qwen3_5", 12, COUNT)[0], tiny.clear_prompt("qwen3_5", 3, COUNT + BLOCK)[0]
     answers = []
@@ -339,7 +342,7 @@ async def test_a_request_leaves_nothing_behind(tiny: Tiny, make_chain: MakeChain
 
 
 def states() -> list[object]:
-    """All session memory that anything still holds."""
+    """Return all session memory that anything still refers to."""
     gc.collect()
     return [thing for thing in gc.get_objects() if type(thing) in (StageState, DFlashState)]
 
@@ -370,7 +373,7 @@ async def test_memory_returns_when_a_session_ends(tiny: Tiny, make_chain: MakeCh
     with pytest.raises(FlashsplitError):
         await client.session.forward(client.frame(DECODE, (1,)))
     del client
-    # A device thread lets go of its last job a moment after the job's answer is there.
+    # A device thread forgets its last job a moment after the job's answer is there.
     async with asyncio.timeout(10):
         while held():
             await asyncio.sleep(0.05)

@@ -1,4 +1,5 @@
-"""What a session makes of the stages below it and of its draft: foreign answers, broken streams, a lost draft."""
+"""How a session takes what comes from the stages below and from its draft: wrong answers, broken streams, a lost
+draft."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ class ScriptedStage:
 
 
 async def upstream_of(chain: Chain, below: ScriptedStage, monkeypatch: pytest.MonkeyPatch) -> Client:
-    """A session on the first of two stages whose second one is scripted."""
+    """Open a session on the first of two stages, the second of which is scripted."""
     monkeypatch.setitem(chain.directory.stages, "stage:1", below)
     return Client(await chain.roles[0].open(chain.request()))
 
@@ -173,7 +174,7 @@ class FlakyDraft:
 
 
 @pytest.mark.parametrize("error", [Unavailable("gone", address="draft:1"), InvalidArgument("refused")])
-async def test_a_lost_draft_is_told_and_the_session_goes_on(
+async def test_a_lost_draft_is_reported_and_the_session_goes_on(
     tiny: Tiny, make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch, error: FlashsplitError
 ) -> None:
     """When the draft fails there is one notice, no proposal any more, and plain steps go on to the same tokens."""

@@ -146,7 +146,8 @@ async def test_a_later_stage_refuses_what_is_out_of_step_and_goes_on(
 async def test_a_later_stage_refuses_features_that_are_not_those_of_the_stages_before(
     make_chain: MakeChain, transport: FeatureTransport, features: tuple[FeatureSlice, ...], field: str
 ) -> None:
-    """Missing, doubled, foreign or mis-shaped captures are refused: guesses would silently get worse."""
+    """Missing, doubled, foreign or mis-shaped captures are refused: what the draft proposes would silently get
+    worse."""
     client = await direct(make_chain("qwen3_5", (3,), True, transport=transport), GOOD_FEATURES[transport])
     good = client.frame(DECODE, (1, 2, 3), activation=wire(3), features=slices(3, *GOOD_FEATURES[transport]))
 

@@ -73,7 +73,7 @@ GRAMMARS = {name: Grammar(SCHEMA, json.dumps(schema)) for name, schema in SCHEMA
 
 
 def conforms(name: str, text: str) -> bool:
-    """By hand, without the library that made the grammar."""
+    """Check the text by hand, without the library that compiled the grammar."""
     if name == "regex":
         return re.fullmatch(WORDS, text) is not None
     if name == "lark":
@@ -88,7 +88,7 @@ def tokenizer() -> tokenizers.Tokenizer:
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Callable[[tuple[int, ...]], Chain]]:
-    """The demo pair over any cuts, in float32."""
+    """Makes chains of the demo pair over any cuts, in float32."""
     chains: dict[tuple[int, ...], Chain] = {}
 
     def chain(cuts: tuple[int, ...]) -> Chain:
@@ -102,7 +102,7 @@ def demo() -> Iterator[Callable[[tuple[int, ...]], Chain]]:
 
 
 async def answer(client: Client, prompt: list[int], propose: int, most: int = MOST) -> list[int]:
-    """Tokens up to a stop token."""
+    """Return the answer's tokens up to a stop token."""
     await client.prefill(prompt[:-1])
     commit, draft_tokens = await client.step(StepKind.DECODE, prompt[-1:], propose)
     tokens = list(commit.token_ids)
@@ -118,7 +118,7 @@ async def answer(client: Client, prompt: list[int], propose: int, most: int = MO
 async def test_outputs_conform_and_are_the_same_everywhere(
     demo: Callable[[tuple[int, ...]], Chain], tokenizer: tokenizers.Tokenizer, name: str, temperature: float
 ) -> None:
-    """Plain and speculated, over one and two stages: what fits the grammar, token for token the same."""
+    """Plain and speculated, over one and two stages, the answers fit the grammar and are the same token for token."""
     prompt = tokenizer.encode(CHAT.format("Describe a cat in JSON, please.")).ids
     found = set()
     for cuts, propose in product(((), (5,)), (0, 15)):
@@ -134,10 +134,10 @@ async def test_outputs_conform_and_are_the_same_everywhere(
     assert conforms(name, tokenizer.decode(tokens[:-1], skip_special_tokens=False))
 
 
-async def test_any_object_parses_and_wrong_guesses_change_nothing(
+async def test_any_object_parses_and_wrong_draft_tokens_change_nothing(
     demo: Callable[[tuple[int, ...]], Chain], tokenizer: tokenizers.Tokenizer
 ) -> None:
-    """Guesses right and wrong in turn, also ones that break the grammar or end it early."""
+    """Draft tokens right and wrong in turn, also ones that break the grammar or end it early."""
     prompt = tokenizer.encode(CHAT.format("Describe a cat in JSON, please.")).ids
     settings: dict[str, Any] = {
         "prompt_length": len(prompt),
@@ -226,7 +226,7 @@ async def test_a_refused_grammar_leaves_the_worker_well(
 async def test_tokens_that_break_the_grammar_are_refused(
     demo: Callable[[tuple[int, ...]], Chain], tokenizer: tokenizers.Tokenizer
 ) -> None:
-    """A caller that goes on with another token than the one produced is told so."""
+    """A caller that goes on with another token than the one produced is refused."""
     prompt = tokenizer.encode("Hello").ids
     settings: dict[str, Any] = {"grammar": Grammar(REGEX, "[0-9]{3}"), "stop_token_ids": STOPS, "draft": None}
     async with demo(()).session(prompt_length=len(prompt), **settings) as client:
@@ -263,7 +263,8 @@ def step_distribution(logits: torch.Tensor, text: str, temperature: float) -> np
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_probabilities_are_the_models_renormalised_step_by_step(tiny: Tiny, tmp_path: Path, temperature: float) -> None:
-    """Over all outputs of `[ab]{2}`: drawn plainly, and with guesses of every kind, which change no seed's answer."""
+    """Over all outputs of `[ab]{2}`: drawn plainly, and with draft tokens of every kind, which change no seed's
+    answer."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": A, "b": B, "ab": AB, "c": C}, merges=[("a", "b")]))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
@@ -309,7 +310,7 @@ def test_probabilities_are_the_models_renormalised_step_by_step(tiny: Tiny, tmp_
     assert sum(expected.values()) == pytest.approx(1)
     counts = Counter(plain)
     assert set(counts) <= set(expected)
-    statistic = sum((counts[one] - SEEDS * p) ** 2 / (SEEDS * p) for one, p in expected.items())
+    statistic = sum((counts[text] - SEEDS * p) ** 2 / (SEEDS * p) for text, p in expected.items())
     # Four degrees of freedom: an exact sampler stays below this in all but one of 100 000 runs; the seeds are fixed.
     assert statistic < 28.5, (counts, expected)
     assert min(expected.values()) * SEEDS > 5

@@ -64,7 +64,7 @@ async def run(chain: Chain, *, drafted: bool) -> tuple[list[int], Memory]:
         for more in (9, 3):
             produced += tokens_of(await follow(client, produced[-1] if produced else PROMPT[-1], more, propose))
             if drafted:
-                # The last step's guesses, which nothing waits for.
+                # The draft tokens behind the last step, for which nothing waits.
                 await anext(client.events)
         # And a frame without followers, whose step number must be the next one.
         produced += (await client.step(StepKind.DECODE, produced[-1:]))[0].token_ids
@@ -135,7 +135,7 @@ WRONG: dict[str, tuple[bool, Callable[[Lane, Forward], None], str]] = {
     "another place": (False, changed(base_position=lambda step: step.base_position + 1), "base_position is"),
     "no activation": (False, changed(activation=lambda _: None), "this stage takes an activation"),
     "a token of no vocabulary": (False, changed(token_ids=lambda _: (1 << 20,)), "not below the vocabulary's"),
-    "another step told": (True, changed(step=lambda step: step.step + 1), "step is"),
+    "another following step": (True, changed(step=lambda step: step.step + 1), "step is"),
     "more rows than there were": (
         True,
         changed(base_position=lambda step: step.base_position + 99),

@@ -24,31 +24,33 @@ CLOSE = 1e-3
 async def run(
     client: Client, prompt: Sequence[int], *, propose: int = 0, resume: bool = False
 ) -> tuple[list[int], list[TokenLogprobs]]:
-    """The next tokens and what is told of each, plainly or by verifying the draft's guesses."""
+    """Return the next tokens and their log-probabilities, plainly or by verifying draft tokens."""
     if resume:
         commit, draft_tokens = await client.resume(propose)
     else:
         await client.prefill(prompt[:-1])
         commit, draft_tokens = await client.step(StepKind.DECODE, prompt[-1:], propose)
-    tokens, told = list(commit.token_ids), list(commit.logprobs)
+    tokens, logprobs = list(commit.token_ids), list(commit.logprobs)
     while len(tokens) < COUNT:
         kind = StepKind.VERIFY if draft_tokens else StepKind.DECODE
         commit, draft_tokens = await client.step(kind, [tokens[-1], *draft_tokens], propose)
         assert len(commit.logprobs) == len(commit.token_ids)
         tokens += commit.token_ids
-        told += commit.logprobs
-    return tokens[:COUNT], told[:COUNT]
+        logprobs += commit.logprobs
+    return tokens[:COUNT], logprobs[:COUNT]
 
 
-def check(tiny: Tiny, name: str, prompt: Sequence[int], tokens: Sequence[int], told: Sequence[TokenLogprobs]) -> None:
-    """Every number is the reference's, and the alternatives are the likeliest tokens in falling order."""
+def check(
+    tiny: Tiny, name: str, prompt: Sequence[int], tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
+) -> None:
+    """Every number is the reference's, and the alternatives are the most probable tokens in falling order."""
     rows = target.logits(tiny.model(name), [*prompt, *tokens[:-1]])[len(prompt) - 1 :].log_softmax(-1)
-    for row, token, one in zip(rows, tokens, told, strict=True):
-        assert one.logprob == pytest.approx(float(row[token]), abs=CLOSE)
-        assert len(set(one.top_token_ids)) == len(one.top_token_ids)
-        assert list(one.top_logprobs) == sorted(one.top_logprobs, reverse=True)
-        assert one.top_logprobs == pytest.approx(row.topk(len(one.top_logprobs)).values.tolist(), abs=CLOSE)
-        assert one.top_logprobs == pytest.approx(row[list(one.top_token_ids)].tolist(), abs=CLOSE)
+    for row, token, own in zip(rows, tokens, logprobs, strict=True):
+        assert own.logprob == pytest.approx(float(row[token]), abs=CLOSE)
+        assert len(set(own.top_token_ids)) == len(own.top_token_ids)
+        assert list(own.top_logprobs) == sorted(own.top_logprobs, reverse=True)
+        assert own.top_logprobs == pytest.approx(row.topk(len(own.top_logprobs)).values.tolist(), abs=CLOSE)
+        assert own.top_logprobs == pytest.approx(row[list(own.top_token_ids)].tolist(), abs=CLOSE)
 
 
 @pytest.mark.parametrize(("name", "cuts"), SPLITS)
@@ -57,16 +59,16 @@ async def test_numbers_are_the_references(tiny: Tiny, make_chain: MakeChain, nam
     prompt, expected = tiny.clear_prompt(name, 12, COUNT)
     for propose in (0, BLOCK - 1):
         async with make_chain(name, cuts, True).session(logprobs=5) as client:
-            tokens, told = await run(client, prompt, propose=propose)
+            tokens, logprobs = await run(client, prompt, propose=propose)
         assert tokens == expected
-        check(tiny, name, prompt, tokens, told)
+        check(tiny, name, prompt, tokens, logprobs)
 
 
 @pytest.mark.parametrize(("name", "cuts"), SPLITS)
-async def test_right_guesses_are_told_of_too(
+async def test_accepted_draft_tokens_have_them_too(
     tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...]
 ) -> None:
-    """A verify whose guesses are all accepted tells of each of them and of the token behind."""
+    """A verify whose draft tokens are all accepted has log-probabilities for each of them and for the token behind."""
     prompt, expected = tiny.clear_prompt(name, 12, COUNT)
     async with make_chain(name, cuts).session(logprobs=3) as client:
         await client.prefill(prompt[:-1])
@@ -89,14 +91,14 @@ async def test_processors_are_not_counted_in(
     async with make_chain(name, cuts, True).session(
         logprobs=20, sampling=sampling, prompt_length=len(prompt)
     ) as client:
-        tokens, told = await run(client, prompt, propose=propose)
-    check(tiny, name, prompt, tokens, told)
-    # A sampled token is not always among the likeliest.
-    assert any(token not in one.top_token_ids[:1] for token, one in zip(tokens, told, strict=True))
+        tokens, logprobs = await run(client, prompt, propose=propose)
+    check(tiny, name, prompt, tokens, logprobs)
+    # A sampled token is not always among the most probable.
+    assert any(token not in own.top_token_ids[:1] for token, own in zip(tokens, logprobs, strict=True))
 
 
 @pytest.mark.parametrize(("name", "cuts"), SPLITS)
-async def test_resumed_sessions_tell_the_same(
+async def test_resumed_sessions_have_the_same(
     tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...]
 ) -> None:
     """Behind a restored prompt the first token's numbers come from the kept logits."""
@@ -107,14 +109,14 @@ async def test_resumed_sessions_tell_the_same(
         await client.save("prompt")
     async with chain.session(logprobs=2) as client:
         await client.restore("prompt", prompt)
-        tokens, told = await run(client, prompt, resume=True)
+        tokens, logprobs = await run(client, prompt, resume=True)
     chain.free_snapshots()
     assert tokens == expected
-    check(tiny, name, prompt, tokens, told)
+    check(tiny, name, prompt, tokens, logprobs)
 
 
 async def test_off_and_none_beside(tiny: Tiny, make_chain: MakeChain) -> None:
-    """Without asking nothing is told; asked for no alternatives, the token's own number alone."""
+    """They come where they are asked for; asked for no alternatives, each token has its own number alone."""
     prompt, _ = tiny.clear_prompt("qwen3", 12, COUNT)
     async with make_chain("qwen3", (3,)).session() as client:
         commit, _ = await client.step(StepKind.DECODE, prompt)
@@ -123,8 +125,8 @@ async def test_off_and_none_beside(tiny: Tiny, make_chain: MakeChain) -> None:
         commit, _ = await client.step(StepKind.PREFILL, prompt[:4])
         assert commit.logprobs == ()
         commit, _ = await client.step(StepKind.DECODE, prompt[4:])
-        [told] = commit.logprobs
-        assert (told.top_token_ids, told.top_logprobs) == ((), ())
+        [logprob] = commit.logprobs
+        assert (logprob.top_token_ids, logprob.top_logprobs) == ((), ())
 
 
 def test_small_vocabularies_and_bfloat16() -> None:

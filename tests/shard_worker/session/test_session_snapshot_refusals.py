@@ -39,7 +39,7 @@ PREFILL, DECODE, VERIFY, RESUME = StepKind.PREFILL, StepKind.DECODE, StepKind.VE
 
 @pytest.fixture(autouse=True)
 def forgotten(make_chain: MakeChain) -> Iterator[None]:
-    """No test sees what another one kept, nor another budget than usual."""
+    """Free what a test kept, and restore the budgets, so that no other test sees them."""
     yield
     for chain in make_chain.chains.values():
         chain.free_snapshots()
@@ -201,7 +201,7 @@ async def test_a_closed_session_keeps_nothing(make_chain: MakeChain) -> None:
 
 
 @pytest.mark.parametrize("small", [0, 1, 2])
-async def test_a_budget_that_is_too_small_is_told_and_nothing_else(
+async def test_a_budget_that_is_too_small_is_reported_and_nothing_else(
     tiny: Tiny, make_chain: MakeChain, small: int
 ) -> None:
     """The worker without room says so in its part, keeps nothing and takes no room; the answer is right all along."""
@@ -529,5 +529,5 @@ async def test_a_caller_that_is_gone_while_a_save_is_on_its_way(
             await job
             await no_sessions(chain)
             async with asyncio.timeout(5):
-                while any(store.held_bytes != sum(one.size_bytes for one in store) for store in chain.stores):
+                while any(store.held_bytes != sum(snapshot.size_bytes for snapshot in store) for store in chain.stores):
                     await asyncio.sleep(0.01)

@@ -27,13 +27,16 @@ SPLITS = [
 ]
 LENGTHS = (7, 18, 30)
 """Where prefixes are kept; the chunks end there too."""
+
 Run = tuple[list[int], list[tuple[int, ...]], Memory]
+"""Tokens, draft tokens of each step, and memory."""
 
 
 async def go_on(client: Client, prompt: Sequence[int], drafted: bool, *, window: int | None = None) -> Run:
-    """From where the session is: the rest of the chunks, the last prompt token and three blocks.
+    """Go on from where the session is: over the rest of the chunks, the last prompt token and three blocks.
 
-    Tokens, guesses, and what is remembered at the end. Without a draft the guesses are fixed and mostly wrong.
+    Returns the tokens, the draft tokens of each step, and the memory at the end. Without a draft the draft tokens are
+    fixed, and mostly wrong.
     """
     for first, last in pairwise((0, *LENGTHS)):
         if client.length <= first:
@@ -51,7 +54,8 @@ async def go_on(client: Client, prompt: Sequence[int], drafted: bool, *, window:
 async def save_along(
     client: Client, prompt: Sequence[int], lengths: Sequence[int] = LENGTHS, *, window: int | None = None
 ) -> list[Memory]:
-    """Prefill in chunks that end at the lengths, keep each prefix upon the one before; what was remembered there."""
+    """Prefill in chunks that end at the lengths, and keep each prefix upon the one before. Returns the memory at
+    each."""
     memories, parent = [], None
     for first, last in pairwise((0, *lengths)):
         await client.step(PREFILL, prompt[first:last])
@@ -64,7 +68,7 @@ async def save_along(
 
 @pytest.fixture(autouse=True)
 def forgotten(make_chain: MakeChain) -> Iterator[None]:
-    """No test sees what another one kept."""
+    """Free what a test kept, so that no other test sees it."""
     yield
     for chain in make_chain.chains.values():
         chain.free_snapshots()
@@ -84,7 +88,8 @@ def forgotten(make_chain: MakeChain) -> Iterator[None]:
 async def test_a_restored_session_goes_on_as_if_it_had_never_stopped(
     make_chain: MakeChain, name: str, cuts: tuple[int, ...], drafted: bool
 ) -> None:
-    """Over any split, with and without a draft, from every kept length: tokens, guesses and memory bit for bit."""
+    """Over any split, with and without a draft, a run from every kept length has the same tokens and memory, bit for
+    bit."""
     prompt = ids(31)
     chain = make_chain(name, cuts, drafted)
     async with chain.session() as client:
@@ -119,7 +124,7 @@ async def test_a_restored_session_goes_on_as_if_it_had_never_stopped(
 async def test_any_draft_goes_on_as_well(
     make_chain: MakeChain, name: str, cuts: tuple[int, ...], draft: str, place: HeadPlace, transport: FeatureTransport
 ) -> None:
-    """Full and sliding drafts, beside the stage and in a worker of their own, guess on as if nothing had happened."""
+    """Full and sliding drafts, beside the stage and in a worker of their own, propose as if nothing had happened."""
     prompt, window = ids(31), {"session": None, "sliding": 10, "all-sliding": 6}[draft]
     chain = make_chain(name, cuts, draft, place=place, transport=transport)
     async with chain.session() as client:
@@ -444,8 +449,8 @@ async def test_a_prefix_may_be_kept_while_chunks_are_on_their_way(make_chain: Ma
         assert differing(end, truth[2]) == []
 
 
-async def test_saves_and_guesses_take_turns(make_chain: MakeChain) -> None:
-    """A save behind a step that asked for guesses comes behind them, and the next guesses are as ever."""
+async def test_saves_and_proposals_take_turns(make_chain: MakeChain) -> None:
+    """A save behind a step that asked for draft tokens comes behind them, and the next draft tokens are as ever."""
     chain = make_chain("qwen3_5", (3,), True)
     proposals = []
     for saving in (False, True):
