@@ -1,7 +1,7 @@
-"""A worker that computes nothing: what a step costs on its way to a stage and back, apart from everything else.
+"""A worker that computes nothing, to measure what a step costs on its way to a stage and back.
 
-Run as a program it serves the real StageService, whose sessions answer each step at once, and a bare stream of bytes to
-compare with. `HopProbe` is the client of both.
+Run as a program it serves the real StageService, whose sessions answer each step at once, and beside it a bare stream
+of bytes to compare with. `HopProbe` is the client of both.
 """
 
 from __future__ import annotations
@@ -43,18 +43,20 @@ from services.streams.step_lane import StepLane
 _BARE = "flashsplit.probe.Bare"
 _LAYERS = LayerRange(0, 1)
 MAX_BYTES = 1 << 30
+"""The most bytes of one step."""
+
 ROW_BYTES = 1 << 10
-"""A step's tensor has rows of this size, so that its shape stays within what a frame may have."""
+"""The size of the rows of a step's tensor, so that its shape stays within what a frame may have."""
 
 
 class HopProbe:
-    """Steps with a payload to a running probe."""
+    """Sends steps with a payload to a running probe."""
 
     def __init__(self, address: str) -> None:
         self._address = address
 
     async def step_s(self, size_bytes: int, transport: PayloadTransport, repeat: int) -> list[float]:
-        """Seconds from sending a step with so many bytes to its answer, each alone on the way."""
+        """Return the seconds from sending a step of `size_bytes` to its answer, `repeat` times, one step at a time."""
         peers = Peers(transport=transport)
         rows = max(1, size_bytes // ROW_BYTES)
         tensor = WireTensor("int32", (rows, ROW_BYTES // 4), bytes(rows * ROW_BYTES))
@@ -75,7 +77,7 @@ class HopProbe:
             await peers.close()
 
     async def bare_s(self, size_bytes: int, repeat: int) -> list[float]:
-        """The same over a stream of bytes without any of ours, cut as gRPC likes it best."""
+        """Return the same for a stream of plain bytes, in pieces of the size that is fastest with gRPC."""
         channel = await connect(self._address, timeout_s=5)
         piece, rest = bytes(min(size_bytes, CHUNK_BYTES)), size_bytes
         try:
@@ -98,7 +100,7 @@ class HopProbe:
 
 
 class _Session(StageSession):
-    """Answers each step with a commit."""
+    """Answers each step with a commit at once."""
 
     max_tensor_bytes = MAX_BYTES
     max_feature_slices = 0
@@ -148,7 +150,7 @@ class _Bare(grpc.GenericRpcHandler):
 @click.option("--lifeline-fd", type=int, required=True)
 @click.option("--scratch", type=click.Path(path_type=Path))
 def main(listen: str, lifeline_fd: int, scratch: Path | None) -> None:
-    """Serve until told to stop; takes a worker's flags and heeds those that say how to be reached."""
+    """Serve until stopped; of a worker's flags, those that say where to listen have an effect, the others none."""
     die_with(lifeline_fd, scratch)
     asyncio.run(_serve(listen))
 

@@ -1,28 +1,28 @@
-"""What a worker says of itself: frozen dataclasses, and their protobuf form.
+"""A worker's description of itself: frozen dataclasses, and their protobuf form.
 
-The handshake of every pair of processes is over these; `check_protocol` is its first rule.
+It is the first thing that two processes exchange; `check_protocol` compares their versions before all else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import TypeVar
 
 from flashsplit.shard.v1 import model_pb2
 from services.errors import FailedPrecondition, InvalidArgument
 from services.layers import LayerRange
+from services.messages.enums import EnumNumbers
 from services.messages.tensors import dtype_name, dtype_number, kv_dtype_name
 
-_T = TypeVar("_T")
-
 PROTOCOL_MAJOR = 2
+"""The version of the contract; processes of different ones refuse each other."""
+
 PROTOCOL_MINOR = 0
+"""Counts additions that a process of an older one may ignore."""
 
 
 class Role(StrEnum):
-    """What a worker offers."""
+    """A job that a worker offers to do."""
 
     TARGET = "target"
     DRAFT = "draft"
@@ -38,14 +38,18 @@ ROLE_SUMMARIES = {
 
 
 class FeatureTransport(StrEnum):
-    """How captured features reach the draft: summed after `fc`, or one slice a captured block."""
+    """How captured features reach the draft: as one sum after its `fc`, or as one slice for each captured block."""
 
     SUM = "sum"
     SLICES = "slices"
 
 
 class HeadPlace(StrEnum):
-    """Where the draft's hidden rows become tokens."""
+    """Where the draft's hidden rows become tokens.
+
+    SHARED: by the lm_head of the stage in the same worker. LOADED: by an lm_head of the draft's own worker. PROJECTED:
+    by the caller, which gets the hidden rows.
+    """
 
     SHARED = "shared"
     LOADED = "loaded"
@@ -55,7 +59,8 @@ class HeadPlace(StrEnum):
 class StepEngine(StrEnum):
     """How steps of few rows run: in plain torch, by kernels one after the other, or by kernels in a captured graph.
 
-    Kernels compute a row alike in every step; plain torch does where a session asks for it (`Open.exact_rows`).
+    Kernels compute a row alike in every step; plain torch does where a session asks for it
+    (`OpenSession.batch_invariant_rows`).
     """
 
     TORCH = "torch"
@@ -63,38 +68,38 @@ class StepEngine(StrEnum):
     GRAPHS = "graphs"
 
 
-_ROLE_NUMBERS = {
-    Role.TARGET: model_pb2.ROLE_TARGET,
-    Role.DRAFT: model_pb2.ROLE_DRAFT,
-    Role.COMPRESS: model_pb2.ROLE_COMPRESS,
-}
-_TRANSPORT_NUMBERS = {
-    FeatureTransport.SUM: model_pb2.FEATURE_TRANSPORT_SUM,
-    FeatureTransport.SLICES: model_pb2.FEATURE_TRANSPORT_SLICES,
-}
-_HEAD_NUMBERS = {
-    HeadPlace.SHARED: model_pb2.HEAD_PLACE_SHARED,
-    HeadPlace.LOADED: model_pb2.HEAD_PLACE_LOADED,
-    HeadPlace.PROJECTED: model_pb2.HEAD_PLACE_PROJECTED,
-}
-_ENGINE_NUMBERS = {
-    StepEngine.TORCH: model_pb2.STEP_ENGINE_TORCH,
-    StepEngine.KERNELS: model_pb2.STEP_ENGINE_KERNELS,
-    StepEngine.GRAPHS: model_pb2.STEP_ENGINE_GRAPHS,
-}
-_ROLES: Mapping[int, Role] = {number: role for role, number in _ROLE_NUMBERS.items()}
-_TRANSPORTS: Mapping[int, FeatureTransport] = {number: transport for transport, number in _TRANSPORT_NUMBERS.items()}
-_HEADS: Mapping[int, HeadPlace] = {number: place for place, number in _HEAD_NUMBERS.items()}
-
-_ENGINES: Mapping[int, StepEngine] = {
-    model_pb2.STEP_ENGINE_UNSPECIFIED: StepEngine.TORCH,
-    **{number: engine for engine, number in _ENGINE_NUMBERS.items()},
-}
+_ROLES = EnumNumbers(
+    {
+        Role.TARGET: model_pb2.ROLE_TARGET,
+        Role.DRAFT: model_pb2.ROLE_DRAFT,
+        Role.COMPRESS: model_pb2.ROLE_COMPRESS,
+    }
+)
+_TRANSPORTS = EnumNumbers(
+    {
+        FeatureTransport.SUM: model_pb2.FEATURE_TRANSPORT_SUM,
+        FeatureTransport.SLICES: model_pb2.FEATURE_TRANSPORT_SLICES,
+    }
+)
+HEAD_PLACES = EnumNumbers(
+    {
+        HeadPlace.SHARED: model_pb2.HEAD_PLACE_SHARED,
+        HeadPlace.LOADED: model_pb2.HEAD_PLACE_LOADED,
+        HeadPlace.PROJECTED: model_pb2.HEAD_PLACE_PROJECTED,
+    }
+)
+_ENGINES = EnumNumbers(
+    {
+        StepEngine.TORCH: model_pb2.STEP_ENGINE_TORCH,
+        StepEngine.KERNELS: model_pb2.STEP_ENGINE_KERNELS,
+        StepEngine.GRAPHS: model_pb2.STEP_ENGINE_GRAPHS,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceDescription:
-    """One compute device. Sizes in bytes; 0 where the system doesn't say."""
+    """One compute device. total_bytes, free_bytes: of its memory, 0 where the system doesn't say."""
 
     name: str
     product: str
@@ -104,7 +109,13 @@ class DeviceDescription:
 
 @dataclass(frozen=True, slots=True)
 class TargetDescription:
-    """The stage that a worker holds."""
+    """The stage that a worker holds.
+
+    layers: the stage's, of the model's num_layers. capture_layers: the 0-based blocks of the whole model whose output
+    the draft reads, in the draft's order. feature_transport: None without a draft. state_trimmable: whether a snapshot
+    of n tokens also serves every shorter prefix of them. kv_dtype: the element type of attention keys and values, None
+    where it is dtype.
+    """
 
     fingerprint: str
     family: str
@@ -118,15 +129,18 @@ class TargetDescription:
     feature_transport: FeatureTransport | None
     weight_bytes: int
     state_trimmable: bool = False
-    """A snapshot of n tokens also serves every shorter prefix of them."""
     step_engine: StepEngine = StepEngine.TORCH
     kv_dtype: str | None = None
-    """Of attention keys and values; None where it is `dtype`."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftDescription:
-    """The draft that a worker holds."""
+    """The draft that a worker holds.
+
+    block_size: the known token and the draft tokens of one block. capture_layers: the 0-based target blocks whose
+    output the draft reads. num_target_layers: the layers of the target that it was made for. state_trimmable: as of a
+    stage.
+    """
 
     fingerprint: str
     block_size: int
@@ -158,7 +172,11 @@ class DrafterDescription:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDescription:
-    """A worker: where it runs, what it can do, what it holds."""
+    """A worker: where it runs, what it can do, and what it holds.
+
+    max_tensor_bytes: the largest tensor that it takes. snapshot_bytes, snapshot_budget_bytes: the host memory of kept
+    prefixes, and the most that they may take. session_bytes: the memory of open sessions' caches.
+    """
 
     host: str
     process_id: int
@@ -175,18 +193,17 @@ class WorkerDescription:
     snapshot_budget_bytes: int = 0
     drafter: DrafterDescription | None = None
     session_bytes: int = 0
-    """Of open sessions' caches."""
     protocol_major: int = PROTOCOL_MAJOR
     protocol_minor: int = PROTOCOL_MINOR
 
     @property
     def device(self) -> str:
-        """Its devices in the language of --target-devices, e.g. "cuda:0+cuda:1"."""
+        """The names of its devices, e.g. "cuda:0+cuda:1"."""
         return "+".join(device.name for device in self.devices)
 
 
 def check_protocol(theirs: tuple[int, int], who: str) -> None:
-    """Raises FailedPrecondition when the other side speaks another major version."""
+    """Check the other side's version. Raises FailedPrecondition when it speaks another major one."""
     if theirs[0] != PROTOCOL_MAJOR:
         raise FailedPrecondition(
             f"{who} speaks protocol {theirs[0]}.{theirs[1]} and this side "
@@ -196,11 +213,12 @@ def check_protocol(theirs: tuple[int, int], who: str) -> None:
 
 
 def range_to_message(layers: LayerRange) -> model_pb2.LayerRange:
+    """Return the range's message."""
     return model_pb2.LayerRange(first=layers.first, last=layers.last)
 
 
 def range_from_message(message: model_pb2.LayerRange, field: str = "layers") -> LayerRange:
-    """Raises InvalidArgument for an empty or reversed range."""
+    """Return the range. Raises InvalidArgument for an empty or reversed one."""
     if message.first >= message.last:
         raise InvalidArgument(
             f"{field} is [{message.first}, {message.last}): it must hold at least one layer",
@@ -210,39 +228,31 @@ def range_from_message(message: model_pb2.LayerRange, field: str = "layers") -> 
 
 
 def transport_to_number(transport: FeatureTransport | None) -> model_pb2.FeatureTransport:
-    if transport is None:
-        return model_pb2.FEATURE_TRANSPORT_UNSPECIFIED
-    return _TRANSPORT_NUMBERS[transport]
+    """Return the transport's number; None is unspecified."""
+    unspecified = model_pb2.FEATURE_TRANSPORT_UNSPECIFIED
+    return unspecified if transport is None else _TRANSPORTS.number(transport)
 
 
 def transport_from_number(number: int) -> FeatureTransport | None:
+    """Return the transport, None for unspecified. Raises InvalidArgument for an unknown one."""
     if number == model_pb2.FEATURE_TRANSPORT_UNSPECIFIED:
         return None
-    return _known(_TRANSPORTS, number, "feature_transport")
+    return _TRANSPORTS.value(number, "feature_transport")
 
 
-def head_to_number(place: HeadPlace) -> model_pb2.HeadPlace:
-    return _HEAD_NUMBERS[place]
-
-
-def head_from_number(number: int) -> HeadPlace:
-    return _known(_HEADS, number, "head_place")
-
-
-def _known(table: Mapping[int, _T], number: int, field: str) -> _T:
-    if number not in table:
-        accepted = ", ".join(f"{key} ({value})" for key, value in table.items())
-        raise InvalidArgument(f"{field} is {number}, not one of {accepted}", field=field)
-    return table[number]
+def _engine_from_number(number: int) -> StepEngine:
+    """Return how steps run; a worker that doesn't say so runs them in plain torch."""
+    return StepEngine.TORCH if number == model_pb2.STEP_ENGINE_UNSPECIFIED else _ENGINES.value(number, "step_engine")
 
 
 def worker_to_message(worker: WorkerDescription) -> model_pb2.WorkerDescription:
+    """Return the description's message."""
     message = model_pb2.WorkerDescription(
         protocol_major=worker.protocol_major,
         protocol_minor=worker.protocol_minor,
         host=worker.host,
         process_id=worker.process_id,
-        roles=[_ROLE_NUMBERS[role] for role in worker.roles],
+        roles=[_ROLES.number(role) for role in worker.roles],
         flashsplit_version=worker.flashsplit_version,
         torch_version=worker.torch_version,
         python_version=worker.python_version,
@@ -274,7 +284,7 @@ def worker_to_message(worker: WorkerDescription) -> model_pb2.WorkerDescription:
                 feature_transport=transport_to_number(target.feature_transport),
                 weight_bytes=target.weight_bytes,
                 state_cuttable=target.state_trimmable,
-                step_engine=_ENGINE_NUMBERS[target.step_engine],
+                step_engine=_ENGINES.number(target.step_engine),
                 kv_dtype=dtype_number(target.kv_dtype),
             )
         )
@@ -288,13 +298,13 @@ def worker_to_message(worker: WorkerDescription) -> model_pb2.WorkerDescription:
                 hidden_size=draft.hidden_size,
                 vocab_size=draft.vocab_size,
                 num_target_layers=draft.num_target_layers,
-                head_place=head_to_number(draft.head_place),
+                head_place=HEAD_PLACES.number(draft.head_place),
                 feature_transport=transport_to_number(draft.feature_transport),
                 max_position=draft.max_position,
                 dtype=dtype_number(draft.dtype),
                 weight_bytes=draft.weight_bytes,
                 state_cuttable=draft.state_trimmable,
-                step_engine=_ENGINE_NUMBERS[draft.step_engine],
+                step_engine=_ENGINES.number(draft.step_engine),
             )
         )
     if (drafter := worker.drafter) is not None:
@@ -304,7 +314,7 @@ def worker_to_message(worker: WorkerDescription) -> model_pb2.WorkerDescription:
 
 
 def worker_from_message(message: model_pb2.WorkerDescription) -> WorkerDescription:
-    """Raises InvalidArgument for values that this protocol version doesn't know."""
+    """Return the description. Raises InvalidArgument for values that this version of the protocol doesn't know."""
     return WorkerDescription(
         protocol_major=message.protocol_major,
         protocol_minor=message.protocol_minor,
@@ -315,7 +325,7 @@ def worker_from_message(message: model_pb2.WorkerDescription) -> WorkerDescripti
             for device in message.devices
         ),
         # A newer worker may offer roles that this side has no name for, and no use.
-        roles=tuple(_ROLES[number] for number in message.roles if number in _ROLES),
+        roles=tuple(role for role in map(_ROLES.get, message.roles) if role is not None),
         flashsplit_version=message.flashsplit_version,
         torch_version=message.torch_version,
         python_version=message.python_version,
@@ -355,7 +365,7 @@ def _target_from_message(message: model_pb2.TargetDescription) -> TargetDescript
         feature_transport=transport_from_number(message.feature_transport),
         weight_bytes=message.weight_bytes,
         state_trimmable=message.state_cuttable,
-        step_engine=_known(_ENGINES, message.step_engine, "step_engine"),
+        step_engine=_engine_from_number(message.step_engine),
         kv_dtype=kv_dtype_name(message.kv_dtype, "target.kv_dtype"),
     )
 
@@ -372,13 +382,13 @@ def _draft_from_message(message: model_pb2.DraftDescription) -> DraftDescription
         hidden_size=message.hidden_size,
         vocab_size=message.vocab_size,
         num_target_layers=message.num_target_layers,
-        head_place=head_from_number(message.head_place),
+        head_place=HEAD_PLACES.value(message.head_place, "head_place"),
         feature_transport=transport,
         max_position=message.max_position,
         dtype=_required_dtype(message.dtype, "draft.dtype"),
         weight_bytes=message.weight_bytes,
         state_trimmable=message.state_cuttable,
-        step_engine=_known(_ENGINES, message.step_engine, "step_engine"),
+        step_engine=_engine_from_number(message.step_engine),
     )
 
 

@@ -9,11 +9,10 @@ from flashsplit.shard.v1 import worker_service_pb2 as pb
 from services.errors import InvalidArgument
 from services.layers import LayerRange
 from services.messages.description import (
+    HEAD_PLACES,
     FeatureTransport,
     HeadPlace,
     Role,
-    head_from_number,
-    head_to_number,
     range_from_message,
     range_to_message,
     transport_from_number,
@@ -103,7 +102,7 @@ def part_to_message(part: LoadPart) -> pb.LoadRequest:
             draft = pb.LoadDraft(
                 draft_path=part.draft_path,
                 model_path=part.model_path,
-                head_place=head_to_number(part.head_place),
+                head_place=HEAD_PLACES.number(part.head_place),
                 feature_transport=transport_to_number(part.feature_transport),
                 dtype=dtype_number(part.dtype),
             )
@@ -133,7 +132,7 @@ def part_from_message(request: pb.LoadRequest) -> LoadPart:
             return LoadDraft(
                 draft_path=draft.draft_path,
                 model_path=draft.model_path,
-                head_place=head_from_number(draft.head_place),
+                head_place=HEAD_PLACES.value(draft.head_place, "head_place"),
                 feature_transport=_required_transport(draft.feature_transport),
                 dtype=dtype_name(draft.dtype),
             )

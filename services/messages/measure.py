@@ -1,4 +1,4 @@
-"""How fast a worker's devices and the way to it are: frozen dataclasses, and their protobuf form."""
+"""How fast a worker's devices and the way to them are: frozen dataclasses, and their protobuf form."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from services.errors import InvalidArgument
 from services.messages.tensors import dtype_name, dtype_number
 
 ECHO_BYTES = 1 << 20
-"""Most bytes of one echo: larger payloads travel in pieces of this size anyway."""
+"""The most bytes of one echo: larger payloads travel in pieces of this size anyway."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasureRequest:
-    """What to measure for. resident_bytes: about how many bytes of weights each device would hold. stages: of how
-    many it would be one, so that it rests between its steps while the others compute."""
+    """The model to measure devices for.
+
+    resident_bytes: about how many bytes of weights each device would hold. stages: the number of stages that the model
+    would be split into, as a device rests between its steps while the others compute.
+    """
 
     model_path: str
     dtype: str
@@ -28,10 +31,12 @@ class MeasureRequest:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpeed:
-    """One device, measured. Bytes, bytes a second, operations a second; times in seconds at one row.
+    """The speed of one device, for steps of one row; times in seconds.
 
-    layer_s: by kind of layer, what one costs beside reading its weights. step_s: what a step costs once. choose_s: what
-    choosing a token costs on the last stage.
+    read_bytes_per_s: how fast a step reads weights. matmul_flops_per_s: operations a second of a large product.
+    layer_s: what a layer of each kind costs beside reading its weights. step_s: what a step costs once. choose_s: what
+    choosing a token costs on the last stage. copy_bytes_per_s: the rate of a large copy on the device, reading and
+    writing counted, which no step can read faster than; 0 where it was not measured.
     """
 
     name: str
@@ -43,28 +48,32 @@ class DeviceSpeed:
     step_s: float
     choose_s: float
     copy_bytes_per_s: float = 0.0
-    """Of a large copy on the device, what is read and what is written: the floor of what reads memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """The way to a worker. round_trip_s: a row there and its answer back. bytes_per_s: of what is large, one way."""
+    """The speed of the way to a worker.
+
+    round_trip_s: the time of a row on its way there and of its answer back. bytes_per_s: the rate of large payloads,
+    one way.
+    """
 
     round_trip_s: float
     bytes_per_s: float
 
 
-def request_to_message(wanted: MeasureRequest) -> pb.MeasureRequest:
+def request_to_message(request: MeasureRequest) -> pb.MeasureRequest:
+    """Return the request's message."""
     return pb.MeasureRequest(
-        model_path=wanted.model_path,
-        dtype=dtype_number(wanted.dtype),
-        resident_bytes=wanted.resident_bytes,
-        stages=wanted.stages,
+        model_path=request.model_path,
+        dtype=dtype_number(request.dtype),
+        resident_bytes=request.resident_bytes,
+        stages=request.stages,
     )
 
 
 def request_from_message(message: pb.MeasureRequest) -> MeasureRequest:
-    """Raises InvalidArgument without an element type that weights can have."""
+    """Return the request. Raises InvalidArgument where it names no element type that weights can have."""
     dtype = dtype_name(message.dtype)
     if dtype not in WEIGHT_DTYPES:
         raise InvalidArgument(f"dtype is {dtype or 'missing'}: name one of {', '.join(WEIGHT_DTYPES)}", field="dtype")
@@ -72,6 +81,7 @@ def request_from_message(message: pb.MeasureRequest) -> MeasureRequest:
 
 
 def speed_to_message(speed: DeviceSpeed) -> pb.DeviceSpeed:
+    """Return the device's message."""
     message = pb.DeviceSpeed(
         name=speed.name,
         total_bytes=speed.total_bytes,
@@ -88,7 +98,7 @@ def speed_to_message(speed: DeviceSpeed) -> pb.DeviceSpeed:
 
 
 def speed_from_message(message: pb.DeviceSpeed) -> DeviceSpeed:
-    """Raises InvalidArgument for a rate that is none."""
+    """Return the device's speed. Raises InvalidArgument for a rate that is not finite and above 0."""
     for field in ("read_bytes_per_s", "matmul_flops_per_s"):
         rate = getattr(message, field)
         if not math.isfinite(rate) or rate <= 0:

@@ -1,7 +1,8 @@
-"""What may be asked of an output, and what is told of it: grammars and log-probabilities, to messages and back.
+"""Grammars and log-probabilities, which an output is asked to have: to messages and back.
 
-Clients' messages and those between the processes have the same fields, so that one code fills and reads both.
-Sizes and numbers are checked here; whether a grammar can be compiled turns out on the last stage.
+Clients' messages and those between the processes have the same fields, so that the same functions fill and read both;
+that is why they are not part of `session_frames`. Sizes and numbers are checked here; whether a grammar can be compiled
+the last stage finds out.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ GrammarMessage = stage_pb2.Grammar | generation_pb2.Grammar
 LogprobsMessage = stage_pb2.TokenLogprobs | generation_pb2.TokenLogprobs
 
 MAX_ALTERNATIVES = 20
-"""Most tokens whose log-probabilities are told beside each produced one."""
+"""The most tokens whose log-probabilities are reported beside each produced one."""
 
 MAX_GRAMMAR_BYTES = 256 * 1024
+"""The longest grammar, in UTF-8."""
 
 
 def check_logprobs(alternatives: int | None) -> None:
-    """Raises InvalidArgument for more alternatives than are told."""
+    """Check a number of alternatives, None for no log-probabilities. Raises InvalidArgument for too many."""
     if alternatives is not None and not 0 <= alternatives <= MAX_ALTERNATIVES:
         raise InvalidArgument(
             f"logprobs is {alternatives}; it must be between 0 and {MAX_ALTERNATIVES}", field="logprobs"
@@ -29,7 +31,8 @@ def check_logprobs(alternatives: int | None) -> None:
 
 
 def check_grammar(grammar: Grammar | None) -> None:
-    """Raises InvalidArgument for a text that is too long, cannot be written as UTF-8 or belongs to no grammar."""
+    """Check a grammar's text. Raises InvalidArgument for one that is too long, cannot be written as UTF-8, or stands
+    beside a kind that has none."""
     if grammar is None:
         return
     if grammar.kind is GrammarKind.JSON_OBJECT and grammar.text:
@@ -45,12 +48,12 @@ def check_grammar(grammar: Grammar | None) -> None:
 
 
 def grammar_field(grammar: Grammar) -> str:
-    """How errors name the grammar's field."""
+    """Return the name that errors have for the grammar's field."""
     return f"grammar.{grammar.kind}"
 
 
 def grammar_to_message(grammar: Grammar, message: GrammarMessage) -> None:
-    """Fill the message."""
+    """Fill the message with a grammar."""
     if grammar.kind is GrammarKind.JSON_OBJECT:
         message.json_object = True
     else:
@@ -58,7 +61,7 @@ def grammar_to_message(grammar: Grammar, message: GrammarMessage) -> None:
 
 
 def grammar_from_message(message: GrammarMessage) -> Grammar:
-    """Raises InvalidArgument as `check_grammar`, and for a grammar of no known kind."""
+    """Return the grammar. Raises InvalidArgument as `check_grammar`, and for a grammar of no known kind."""
     field = message.WhichOneof("grammar")
     if field is None or (field == "json_object" and not message.json_object):
         kinds = ", ".join(GrammarKind)
@@ -70,20 +73,23 @@ def grammar_from_message(message: GrammarMessage) -> Grammar:
 
 
 def logprobs_to_message(logprobs: TokenLogprobs, message: LogprobsMessage) -> None:
-    """Fill the message."""
+    """Fill the message with one token's log-probabilities."""
     message.logprob = logprobs.logprob
     message.top_token_ids.extend(logprobs.top_token_ids)
     message.top_logprobs.extend(logprobs.top_logprobs)
 
 
 def logprobs_of_tokens(message: stage_pb2.Commit | generation_pb2.Delta) -> tuple[TokenLogprobs, ...]:
-    """One for each of the message's tokens, or none. Raises InvalidArgument for other numbers of them and of
-    alternatives, and for what is no log-probability."""
+    """Return the log-probabilities of each of the message's tokens, or none at all.
+
+    Raises InvalidArgument for another number of them, for alternatives that are too many or lack a number, and for what
+    is no log-probability.
+    """
     if message.logprobs and len(message.logprobs) != len(message.token_ids):
         raise InvalidArgument(
             f"logprobs has {len(message.logprobs)} entries for {len(message.token_ids)} tokens", field="logprobs"
         )
-    return tuple(_logprobs_from_message(one) for one in message.logprobs)
+    return tuple(map(_logprobs_from_message, message.logprobs))
 
 
 def _logprobs_from_message(message: LogprobsMessage) -> TokenLogprobs:

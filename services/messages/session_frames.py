@@ -6,13 +6,14 @@ checked here as far as this is possible without knowing the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from flashsplit.shard.v1 import draft_pb2, failure_pb2, snapshot_pb2, stage_pb2, stage_service_pb2 as pb
 from services.addresses import parse_address
 from services.errors import InvalidArgument
 from services.messages import output_frames
 from services.messages.description import range_from_message, range_to_message
+from services.messages.enums import EnumNumbers
 from services.messages.frames import AnnouncedTensors, FrameKind, FrameKinds, TensorLimits
 from services.messages.sampling import check_sampling, sampling_from_message, sampling_to_message
 from services.messages.snapshots import check_id
@@ -45,27 +46,33 @@ from services.same_host.link import PayloadSender
 from services.telemetry.trace_context import Trace, parse_traceparent
 
 MAX_STAGES = 1024
-MAX_REQUEST_ID = 256
+"""The most stages of a chain."""
 
-_KIND_NUMBERS = {
-    StepKind.PREFILL: stage_pb2.STEP_KIND_PREFILL,
-    StepKind.DECODE: stage_pb2.STEP_KIND_DECODE,
-    StepKind.VERIFY: stage_pb2.STEP_KIND_VERIFY,
-    StepKind.RESUME: stage_pb2.STEP_KIND_RESUME,
-}
-_KINDS: Mapping[int, StepKind] = {number: kind for kind, number in _KIND_NUMBERS.items()}
-_REASON_NUMBERS = {
-    FailureReason.LINK_BROKEN: failure_pb2.FAILURE_REASON_LINK_BROKEN,
-    FailureReason.STAGE_FAILED: failure_pb2.FAILURE_REASON_STAGE_FAILED,
-    FailureReason.DRAFT_LOST: failure_pb2.FAILURE_REASON_DRAFT_LOST,
-}
-_REASONS: Mapping[int, FailureReason] = {number: reason for reason, number in _REASON_NUMBERS.items()}
+MAX_REQUEST_ID = 256
+"""The most characters of a request's name."""
+
+_KINDS = EnumNumbers(
+    {
+        StepKind.PREFILL: stage_pb2.STEP_KIND_PREFILL,
+        StepKind.DECODE: stage_pb2.STEP_KIND_DECODE,
+        StepKind.VERIFY: stage_pb2.STEP_KIND_VERIFY,
+        StepKind.RESUME: stage_pb2.STEP_KIND_RESUME,
+    }
+)
+_REASONS = EnumNumbers(
+    {
+        FailureReason.LINK_BROKEN: failure_pb2.FAILURE_REASON_LINK_BROKEN,
+        FailureReason.STAGE_FAILED: failure_pb2.FAILURE_REASON_STAGE_FAILED,
+        FailureReason.DRAFT_LOST: failure_pb2.FAILURE_REASON_DRAFT_LOST,
+    }
+)
 
 
 # --- open
 
 
 def open_to_message(request: OpenSession) -> stage_pb2.Open:
+    """Return the first frame's message."""
     message = stage_pb2.Open(
         request_id=request.request_id,
         fingerprint=request.fingerprint,
@@ -93,7 +100,10 @@ def open_to_message(request: OpenSession) -> stage_pb2.Open:
 
 
 def open_from_message(message: stage_pb2.Open) -> OpenSession:
-    """Raises InvalidArgument for names, places, ranges, addresses, sampling numbers and grammars that make no sense."""
+    """Return the first frame.
+
+    Raises InvalidArgument for names, places, ranges, addresses, sampling parameters and grammars that make no sense.
+    """
     if message.stage + len(message.route) >= MAX_STAGES:
         raise InvalidArgument(
             f"stage is {message.stage} with {len(message.route)} behind it: a chain has at most {MAX_STAGES} stages",
@@ -101,8 +111,8 @@ def open_from_message(message: stage_pb2.Open) -> OpenSession:
         )
     draft = None
     if message.HasField("draft"):
-        here = not message.draft.HasField("address")
-        draft = DraftRoute(None if here else parse_address(message.draft.address, "draft.address"))
+        elsewhere = message.draft.HasField("address")
+        draft = DraftRoute(parse_address(message.draft.address, "draft.address") if elsewhere else None)
     logprobs = message.logprobs if message.HasField("logprobs") else None
     output_frames.check_logprobs(logprobs)
     sampling = sampling_from_message(message.sampling)
@@ -130,7 +140,7 @@ def open_from_message(message: stage_pb2.Open) -> OpenSession:
 
 
 def check_request_id(text: str) -> str:
-    """Raises InvalidArgument for what cannot stand in a log line."""
+    """Return a request's name. Raises InvalidArgument for one that cannot stand in a log line."""
     if len(text) > MAX_REQUEST_ID or not text.isprintable():
         raise InvalidArgument(
             f"request_id has {len(text)} characters; it must be at most {MAX_REQUEST_ID}, all of them printable",
@@ -140,7 +150,7 @@ def check_request_id(text: str) -> str:
 
 
 def trace_from_message(message: stage_pb2.Open | draft_pb2.DraftOpen) -> Trace | None:
-    """Where the caller stands in its trace; None where it doesn't say. Raises InvalidArgument for another form."""
+    """Return the caller's place in its trace, None where it names none. Raises InvalidArgument for another form."""
     if not message.HasField("traceparent"):
         return None
     trace = parse_traceparent(message.traceparent)
@@ -186,7 +196,7 @@ def request_to_messages(request: SessionRequest, sender: PayloadSender | None = 
 def _fill_step(forward: Forward, message: stage_pb2.ForwardFromTokens | stage_pb2.ForwardFromActivation) -> None:
     message.step, message.base_position = forward.step, forward.base_position
     message.token_ids.extend(forward.token_ids)
-    message.kind, message.propose_tokens = _KIND_NUMBERS[forward.kind], forward.propose_tokens
+    message.kind, message.propose_tokens = _KINDS.number(forward.kind), forward.propose_tokens
     message.more = forward.more
 
 
@@ -212,7 +222,7 @@ def _forward_from_tokens(message: stage_pb2.ForwardFromTokens) -> Forward:
         step=message.step,
         base_position=message.base_position,
         token_ids=tuple(message.token_ids),
-        kind=_kind(message.kind),
+        kind=_KINDS.value(message.kind, "kind"),
         propose_tokens=message.propose_tokens,
         more=message.more,
     )
@@ -225,7 +235,7 @@ def _forward_from_activation(
         step=message.step,
         base_position=message.base_position,
         token_ids=tuple(message.token_ids),
-        kind=_kind(message.kind),
+        kind=_KINDS.value(message.kind, "kind"),
         propose_tokens=message.propose_tokens,
         activation=activation,
         features=_slices_from_message(message, features),
@@ -282,20 +292,16 @@ def slice_from_message(message: stage_pb2.FeatureSlice, tensor: WireTensor) -> F
     )
 
 
-def _kind(number: int) -> StepKind:
-    if number not in _KINDS:
-        known = ", ".join(f"{key} ({kind})" for key, kind in _KINDS.items())
-        raise InvalidArgument(f"kind is {number}, not one of {known}", field="kind")
-    return _KINDS[number]
-
-
 # --- what comes back
 
 
 def opened_to_message(
     stages: tuple[StageIdentity, ...], *, lane: bool = False, step_lane: bool = False
 ) -> stage_pb2.Opened:
-    """lane: whether frames from now on go through the caller's lane; step_lane: and steps through the other one."""
+    """Return the answer to the first frame.
+
+    lane: whether frames from now on go through the caller's lane. step_lane: whether steps go through its other one.
+    """
     return stage_pb2.Opened(
         lane=lane,
         step_lane=step_lane,
@@ -367,7 +373,7 @@ def _proposal_from_message(message: stage_pb2.Proposal) -> Proposal:
 
 def _failure_to_message(failure: Failure) -> failure_pb2.Failure:
     return failure_pb2.Failure(
-        reason=_REASON_NUMBERS[failure.reason],
+        reason=_REASONS.number(failure.reason),
         message=failure.message,
         location=location_to_message(failure.location),
         code=failure.code,
@@ -377,7 +383,7 @@ def _failure_to_message(failure: Failure) -> failure_pb2.Failure:
 def _failure_from_message(message: failure_pb2.Failure) -> Failure:
     # After a reason of a later version nothing is known of the session, so that it is over.
     return Failure(
-        reason=_REASONS.get(message.reason, FailureReason.STAGE_FAILED),
+        reason=_REASONS.get(message.reason) or FailureReason.STAGE_FAILED,
         message=message.message,
         location=location_from_message(message.location),
         code=message.code,

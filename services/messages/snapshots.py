@@ -1,7 +1,7 @@
-"""The frames in which a prefix's state travels between workers and stores: header, chunks, trailer.
+"""The frames in which a prefix's state travels between workers and stores: a header, chunks, and a trailer.
 
-Their sizes are checked here before anything is allocated; whether the tensors are those of the model at hand is for the
-worker to say. Knows nothing of torch, files or sessions.
+Their sizes are checked here before anything is allocated; whether the tensors are those of the model at hand the worker
+checks. This module must not know torch, files or sessions.
 """
 
 from __future__ import annotations
@@ -15,11 +15,16 @@ from services.dtypes import ITEM_BYTES
 from services.errors import InvalidArgument
 from services.layers import LayerRange
 from services.messages.description import range_from_message, range_to_message
+from services.messages.enums import EnumNumbers
 from services.messages.tensors import CHUNK_BYTES, MAX_RANK, dtype_name, dtype_number
 from services.same_host.link import NO_LINKS, LinkSender, SharedLinks
 
 MAX_ID_LENGTH = 128
+"""The most characters of a snapshot's name."""
+
 MAX_TENSORS = 16384
+"""The most tensors of a snapshot."""
+
 SHA256_BYTES = 32
 
 
@@ -32,7 +37,7 @@ class SnapshotOwner(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTensor:
-    """One tensor, e.g. "layers.17.k", float32 or bfloat16, contiguous, row-major, little-endian."""
+    """One tensor's name ("layers.17.k"), element type and shape; its bytes are row-major and little-endian."""
 
     name: str
     dtype: str
@@ -45,9 +50,11 @@ class SnapshotTensor:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotHeader:
-    """What comes: attention rows of tokens [first_token, token_count), other state as it is behind token_count.
+    """What a snapshot's frames bring: attention rows of the tokens [first_token, token_count), and all other state as
+    it is behind token_count tokens.
 
-    layers: None for a draft's. parent_id: the snapshot that holds the rows before first_token; None when that is 0.
+    layers: the stage's layers, None for a draft. parent_id: the snapshot that holds the rows before first_token, None
+    when that is 0.
     """
 
     snapshot_id: str
@@ -66,7 +73,8 @@ class SnapshotHeader:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotChunk:
-    """The next bytes, at most 1 MiB. offset: of the first one, counted over all tensors in the header's order."""
+    """The next bytes, at most 1 MiB. offset: the first one's place in all tensors, one after the other as the header
+    lists them."""
 
     offset: int
     data: bytes | bytearray | memoryview
@@ -74,7 +82,7 @@ class SnapshotChunk:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTrailer:
-    """The end. tensor_sha256: one digest of 32 bytes for each tensor, in the header's order."""
+    """The end of a snapshot. tensor_sha256: one digest of 32 bytes for each tensor, in the header's order."""
 
     total_bytes: int
     tensor_sha256: tuple[bytes, ...]
@@ -91,27 +99,13 @@ class SnapshotImported:
 SnapshotFrame = SnapshotHeader | SnapshotChunk | SnapshotTrailer
 
 
-_OWNER_NUMBERS = {
-    SnapshotOwner.STAGE: pb.SNAPSHOT_OWNER_STAGE,
-    SnapshotOwner.DRAFT: pb.SNAPSHOT_OWNER_DRAFT,
-}
-_OWNERS: dict[int, SnapshotOwner] = {number: owner for owner, number in _OWNER_NUMBERS.items()}
-
-
-def owner_to_number(owner: SnapshotOwner) -> pb.SnapshotOwner:
-    return _OWNER_NUMBERS[owner]
-
-
-def owner_from_number(number: int) -> SnapshotOwner:
-    """Raises InvalidArgument for an unknown one."""
-    if number not in _OWNERS:
-        known = ", ".join(f"{key} ({owner})" for key, owner in _OWNERS.items())
-        raise InvalidArgument(f"owner is {number}, not one of {known}", field="owner")
-    return _OWNERS[number]
+OWNERS = EnumNumbers(
+    {SnapshotOwner.STAGE: pb.SNAPSHOT_OWNER_STAGE, SnapshotOwner.DRAFT: pb.SNAPSHOT_OWNER_DRAFT},
+)
 
 
 def check_id(snapshot_id: str, field: str = "snapshot_id") -> str:
-    """Raises InvalidArgument for a name that is empty, too long or not plain ASCII."""
+    """Return a snapshot's name. Raises InvalidArgument for one that is empty, too long or not printable ASCII."""
     if not 1 <= len(snapshot_id) <= MAX_ID_LENGTH or not (snapshot_id.isascii() and snapshot_id.isprintable()):
         raise InvalidArgument(
             f"{field} {snapshot_id[:MAX_ID_LENGTH]!r} must be 1 to {MAX_ID_LENGTH} printable ASCII characters",
@@ -125,39 +119,29 @@ def frame_to_message(
     message: pb.PrefixSnapshotExportResponse | pb.PrefixSnapshotImportRequest,
     sender: LinkSender | None = None,
 ) -> None:
-    """Fill in the one of the message's frames that this is; bytes through the sender's shared memory, if given."""
-    if isinstance(frame, SnapshotHeader):
-        header = message.header
-        header.snapshot_id, header.owner = frame.snapshot_id, _OWNER_NUMBERS[frame.owner]
-        header.fingerprint = frame.fingerprint
-        if frame.layers is not None:
-            header.layers.CopyFrom(range_to_message(frame.layers))
-        header.first_token, header.token_count = frame.first_token, frame.token_count
-        if frame.parent_id is not None:
-            header.parent_id = frame.parent_id
-        for tensor in frame.tensors:
-            header.tensors.add(
-                name=tensor.name,
-                dtype=dtype_number(tensor.dtype),
-                shape=tensor.shape,
-                size_bytes=tensor.size_bytes,
-            )
-    elif isinstance(frame, SnapshotChunk):
-        message.chunk.offset = frame.offset
-        payload = None if sender is None else sender.put(memoryview(frame.data).cast("B"))
-        if payload is None:
-            message.chunk.data = bytes(frame.data)
-        else:
-            message.chunk.shared.CopyFrom(payload)
-    else:
-        message.trailer.total_bytes = frame.total_bytes
-        message.trailer.tensor_sha256.extend(frame.tensor_sha256)
+    """Fill the message with a frame. sender: puts a chunk's bytes into memory that the other side shares."""
+    match frame:
+        case SnapshotHeader():
+            _fill_header(frame, message.header)
+        case SnapshotChunk():
+            message.chunk.offset = frame.offset
+            payload = None if sender is None else sender.put(memoryview(frame.data).cast("B"))
+            if payload is None:
+                message.chunk.data = bytes(frame.data)
+            else:
+                message.chunk.shared.CopyFrom(payload)
+        case SnapshotTrailer():
+            message.trailer.total_bytes = frame.total_bytes
+            message.trailer.tensor_sha256.extend(frame.tensor_sha256)
 
 
 def frame_from_message(
     message: pb.PrefixSnapshotExportResponse | pb.PrefixSnapshotImportRequest, links: SharedLinks = NO_LINKS
 ) -> SnapshotFrame:
-    """Raises InvalidArgument for a frame that contradicts itself."""
+    """Return the frame. links: the memory in which a chunk's bytes may lie.
+
+    Raises InvalidArgument for a frame that contradicts itself.
+    """
     match message.WhichOneof("frame"):
         case "header":
             return _header_from_message(message.header)
@@ -183,6 +167,20 @@ def frame_from_message(
             raise InvalidArgument("frame is missing: expected header, chunk or trailer", field="frame")
 
 
+def _fill_header(header: SnapshotHeader, message: pb.PrefixSnapshotHeader) -> None:
+    message.snapshot_id, message.owner = header.snapshot_id, OWNERS.number(header.owner)
+    message.fingerprint = header.fingerprint
+    if header.layers is not None:
+        message.layers.CopyFrom(range_to_message(header.layers))
+    message.first_token, message.token_count = header.first_token, header.token_count
+    if header.parent_id is not None:
+        message.parent_id = header.parent_id
+    for tensor in header.tensors:
+        message.tensors.add(
+            name=tensor.name, dtype=dtype_number(tensor.dtype), shape=tensor.shape, size_bytes=tensor.size_bytes
+        )
+
+
 def _header_from_message(message: pb.PrefixSnapshotHeader) -> SnapshotHeader:
     first, count = message.first_token, message.token_count
     if first >= count:
@@ -201,7 +199,7 @@ def _header_from_message(message: pb.PrefixSnapshotHeader) -> SnapshotHeader:
         )
     return SnapshotHeader(
         snapshot_id=check_id(message.snapshot_id),
-        owner=owner_from_number(message.owner),
+        owner=OWNERS.value(message.owner, "owner"),
         fingerprint=message.fingerprint,
         layers=range_from_message(message.layers) if message.HasField("layers") else None,
         first_token=first,

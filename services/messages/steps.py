@@ -1,6 +1,7 @@
-"""The words of a session as frozen dataclasses: what goes down a chain of stages and what comes back.
+"""A session's frames as frozen dataclasses: what goes down a chain of stages and what comes back.
 
-Positions and lengths count tokens; layer ranges and row ranges are half-open. Math and rules stand in `shard_worker`.
+Positions and lengths count tokens; layer ranges and row ranges are half-open. What the stages make of them stands in
+`shard_worker`, and how they are written in `session_frames`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from services.messages.tensors import WireTensor
 from services.telemetry.trace_context import Trace
 
 TOKEN_BYTES = 4
-"""Of a token's id on the wire."""
+"""The bytes of a token's id on the wire."""
 
 
 class GrammarKind(StrEnum):
@@ -28,7 +29,7 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an output must be. text: the schema, expression or grammar; empty for JSON_OBJECT, which is any object."""
+    """What an output must match. text: the schema, expression or grammar; empty for JSON_OBJECT, any JSON object."""
 
     kind: GrammarKind
     text: str = ""
@@ -36,7 +37,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """A later stage: where it is and what it must hold."""
+    """A later stage of the chain: its address, and the layers that it must hold."""
 
     address: str
     layers: LayerRange
@@ -44,15 +45,24 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class DraftRoute:
-    """Where the session's draft lives; address None: beside the last stage."""
+    """The worker that holds the session's draft. address: None for the last stage's own worker."""
 
     address: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """First frame of a session; see `stage.proto`. logprobs: how many alternatives beside each token, None for off.
-    exact_rows: None for off."""
+    """The first frame of a session.
+
+    fingerprint: of the model that the caller expects. stage, layers: this stage's place in the chain, from 0, and the
+    layers that the caller expects here. route: the stages after this one, in order. max_length: the most tokens of
+    prompt and output. max_rows: the most rows of one step. block_rows: the most rows of one verify. prompt_length: the
+    tokens of the prompt, behind which penalties on the output begin. stop_token_ids: tokens after which a step emits no
+    more. draft: None for a session without speculation. logprobs: how many alternatives to report beside each token,
+    None for no log-probabilities. grammar: what the output must match, None for anything. batch_invariant_rows: the
+    number of rows of which plain torch makes its products, so that a row has the same bits in every step; None for
+    whatever is fastest.
+    """
 
     request_id: str
     fingerprint: str
@@ -73,7 +83,12 @@ class OpenSession:
 
 
 class StepKind(StrEnum):
-    """What a stage does with the rows of a step; a resume has none and chooses after a restored prefix."""
+    """What a stage does with the rows of a step.
+
+    PREFILL: all rows count, and no token is chosen. DECODE: all rows count, and a token is chosen after the last one.
+    VERIFY: the first row counts, and the last stage decides how many of the draft tokens behind it do. RESUME: there
+    are no rows; a token is chosen after a restored prefix that is the whole prompt.
+    """
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -83,9 +98,10 @@ class StepKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FeatureSlice:
-    """Features of rows from `start_position` on, [rows, hidden].
+    """What a draft reads of some rows, [rows, hidden], from `start_position` on.
 
-    One captured block's residual stream, or, with capture_index None, the float32 sum over all after `fc`.
+    It is the residual stream after one captured block, the one at `capture_index` in the draft's list or, with
+    capture_index None, the float32 sum over all captured blocks after the draft's `fc`.
     """
 
     start_position: int
@@ -95,9 +111,12 @@ class FeatureSlice:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """One step. `activation` is None for the first stage, which embeds `token_ids` itself.
+    """One step of a session.
 
-    more: so many steps may follow by themselves, as `stage.proto` says.
+    step: counts up by one with each step. base_position: the first row's position, which equals the committed length.
+    propose_tokens: how many draft tokens are wanted for the next step. activation: the residual stream, [rows, hidden];
+    None for the first stage, which embeds `token_ids` itself. more: how many steps may follow without being sent, each
+    with the tokens that the one before produced, as `stage.proto` says.
     """
 
     step: int
@@ -111,14 +130,14 @@ class Forward:
 
     @property
     def size_bytes(self) -> int:
-        """Tensors and token ids, without the frame around them."""
+        """The bytes of tensors and token ids, without the frame around them."""
         tensors = [piece.features for piece in self.features]
         if self.activation is not None:
             tensors.append(self.activation)
         return TOKEN_BYTES * len(self.token_ids) + sum(tensor.size_bytes for tensor in tensors)
 
     def kept(self) -> Forward:
-        """The same with an activation in memory of its own."""
+        """Return the same step with an activation in memory of its own."""
         if self.activation is None:
             return self
         return replace(self, activation=replace(self.activation, data=bytes(self.activation.data)))
@@ -144,7 +163,7 @@ class StepFeatures:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A worker: its place in the chain (None for a draft worker), host, device and address."""
+    """Where a worker is. stage: its place in the chain, None for a draft's worker."""
 
     stage: int | None
     host: str
@@ -166,9 +185,10 @@ class StageIdentity:
 
 @dataclass(frozen=True, slots=True)
 class StageTiming:
-    """Time of one step on one stage: computing, and from arrival to answer with the stages below.
+    """Where the time of a step went on one stage, in nanoseconds.
 
-    passed_bytes: tensors and token ids handed on, to the next stage or from the last one to a draft's own worker.
+    forward_ns: computing. elapsed_ns: from the step's arrival to its answer, the stages below included. passed_bytes:
+    the bytes of tensors and token ids handed on, to the next stage or from the last one to a draft's own worker.
     """
 
     forward_ns: int
@@ -178,8 +198,11 @@ class StageTiming:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one produced token's place, of the model's own logits: before bias, penalties, grammar,
-    temperature and what follows. top_*: the likeliest tokens in falling order, not always the produced one among them.
+    """Natural logarithms of probabilities at the place of one produced token.
+
+    They are those of the model's own logits: before bias, penalties, grammar, temperature and what follows. logprob:
+    the produced token's. top_token_ids, top_logprobs: the most probable tokens in falling order, among which the
+    produced one need not be.
     """
 
     logprob: float
@@ -189,10 +212,11 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """How many tokens count after a step, and which ones it produced (none after a prefill).
+    """What a step came to.
 
-    logprobs: one for each of token_ids where the session asked for them, else none. more: steps that still follow by
-    themselves. followed: the next one has begun already, on its way through step lanes.
+    length: the tokens that count after it. token_ids: those that it produced, none after a prefill. timings: from this
+    stage to the last one. logprobs: one for each of token_ids where the session asked for them, else none. more: how
+    many steps still follow by themselves. followed: whether the next one has begun already, through step lanes.
     """
 
     step: int
@@ -206,7 +230,8 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """The draft's guesses for the step after `step`. followed: as of `Commit`."""
+    """The draft tokens for the step after `step`. elapsed_ns: from the first feature to the last draft token. followed:
+    as in `Commit`, for a step that waits for draft tokens."""
 
     step: int
     token_ids: tuple[int, ...]
@@ -216,7 +241,10 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSave:
-    """Keep the state behind `length` committed tokens; parent_id: a kept prefix of it, which holds its part of them."""
+    """Asks to keep the state behind `length` committed tokens.
+
+    parent_id: a kept prefix of these tokens, whose attention rows need not be kept again; None for no such prefix.
+    """
 
     snapshot_id: str
     length: int
@@ -225,7 +253,7 @@ class SnapshotSave:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRestore:
-    """Begin from a kept state: take up its first `length` tokens, which are `token_ids`."""
+    """Asks to begin from the first `length` tokens of a kept state, which are `token_ids`."""
 
     snapshot_id: str
     length: int
@@ -234,7 +262,11 @@ class SnapshotRestore:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPart:
-    """What one worker did with a snapshot. refusal: why it isn't kept there, empty when it is."""
+    """What one worker did with a snapshot.
+
+    size_bytes: the bytes kept or restored there. evicted_ids: the snapshots given up to make room. refusal: why it
+    isn't kept there, empty when it is.
+    """
 
     location: Location
     size_bytes: int
@@ -245,7 +277,7 @@ class SnapshotPart:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSaved:
-    """Answer to SnapshotSave from all workers: the snapshot stands when none refused."""
+    """The answer of all workers to a SnapshotSave: the snapshot stands when none of them refused."""
 
     snapshot_id: str
     length: int
@@ -254,7 +286,7 @@ class SnapshotSaved:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRestored:
-    """Answer to SnapshotRestore from all workers."""
+    """The answer of all workers to a SnapshotRestore."""
 
     snapshot_id: str
     length: int
@@ -262,7 +294,7 @@ class SnapshotRestored:
 
 
 class FailureReason(StrEnum):
-    """What went wrong below the reporting worker."""
+    """What went wrong below the worker that reports it."""
 
     LINK_BROKEN = "link_broken"
     STAGE_FAILED = "stage_failed"
@@ -271,7 +303,10 @@ class FailureReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error further down. After DRAFT_LOST the session goes on; after any other it is over."""
+    """An error further down the chain. After DRAFT_LOST the session goes on; after any other it is over.
+
+    code: the name of the gRPC status code that the failing worker gave.
+    """
 
     reason: FailureReason
     message: str

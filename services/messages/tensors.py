@@ -1,7 +1,7 @@
 """Tensors on the wire: from protobuf to a checked run of bytes and back, in pieces where they are large.
 
-Knows element types and sizes, not what the numbers mean and not torch. Remote sizes are checked here, before anything
-is allocated for them.
+This module knows element types and sizes; it must not know torch or what the numbers mean. Remote sizes are checked
+here, before anything is allocated for them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from services.errors import InvalidArgument
 from services.same_host.link import NO_LINKS, PIECE_BYTES, PayloadReader, PayloadSender
 
 CHUNK_BYTES = 1 << 20
-"""Payloads above this are cut into pieces of this size: larger messages travel 2 to 4 times slower."""
+"""The size of the pieces into which larger tensors are cut: larger messages travel 2 to 4 times slower."""
 
 MAX_RANK = 4
 
@@ -48,12 +48,12 @@ class WireTensor:
 
 
 def dtype_number(name: str | None) -> tensor_pb2.Dtype:
-    """The enum number of an element type; unspecified for None."""
+    """Return the enum number of an element type; None is unspecified."""
     return tensor_pb2.DTYPE_UNSPECIFIED if name is None else _DTYPE_NUMBERS[name]
 
 
 def dtype_name(number: int, field: str = "dtype") -> str | None:
-    """The element type behind an enum number, None for unspecified. Raises InvalidArgument for an unknown one."""
+    """Return the element type of an enum number, None for unspecified. Raises InvalidArgument for an unknown one."""
     if number == tensor_pb2.DTYPE_UNSPECIFIED:
         return None
     if number not in _DTYPE_NAMES:
@@ -63,7 +63,10 @@ def dtype_name(number: int, field: str = "dtype") -> str | None:
 
 
 def kv_dtype_name(number: int, field: str = "kv_dtype") -> str | None:
-    """What keys and values are kept in, None for the type of the weights. Raises InvalidArgument for any other."""
+    """Return the element type of attention keys and values, None for that of the weights.
+
+    Raises InvalidArgument for a type that they cannot have.
+    """
     if number not in (tensor_pb2.DTYPE_UNSPECIFIED, tensor_pb2.DTYPE_FLOAT8_E4M3FN):
         raise InvalidArgument(
             f"{field} is {number}, not one of {tensor_pb2.DTYPE_UNSPECIFIED} (that of the weights), "
@@ -76,17 +79,21 @@ def kv_dtype_name(number: int, field: str = "kv_dtype") -> str | None:
 class OutgoingTensors:
     """Spreads the tensors of one frame over the frame itself, the chunks behind it, and shared memory.
 
-    What goes into the frame takes at most CHUNK_BYTES in all, so that its size doesn't grow with the number of tensors.
+    What goes into the frame takes at most CHUNK_BYTES in all, so that its size does not grow with the number of
+    tensors.
     """
 
     def __init__(self, sender: PayloadSender | None = None) -> None:
-        """sender: into memory that the other side shares."""
+        """sender: puts large tensors into memory that the other side shares; None where there is none."""
         self._sender = sender
         self._room = CHUNK_BYTES
         self._begun: list[tuple[memoryview, int]] = []
 
     def put(self, tensor: WireTensor, message: tensor_pb2.Tensor) -> None:
-        """Write a tensor into the frame: all of it, or as much as there is still room for. Call in field order."""
+        """Write a tensor into the frame: all of it, or as much as there is still room for.
+
+        Call it for a frame's tensors in field order, as chunks name a tensor by its place in that order.
+        """
         whole = memoryview(tensor.data).cast("B")
         message.dtype = _DTYPE_NUMBERS[tensor.dtype]
         message.shape.extend(tensor.shape)
@@ -98,7 +105,7 @@ class OutgoingTensors:
         self._begun.append((whole, first))
 
     def chunks(self) -> Iterator[tensor_pb2.TensorChunk]:
-        """What must follow the frame; each chunk is copied out of its tensor only when it is asked for."""
+        """Yield what must follow the frame; each chunk is copied out of its tensor only when it is asked for."""
         for index, (whole, sent) in enumerate(self._begun):
             while sent < len(whole):
                 chunk = tensor_pb2.TensorChunk(tensor_index=index, offset=sent)
@@ -110,7 +117,7 @@ class OutgoingTensors:
                 yield chunk
 
     def _share(self, whole: memoryview, offset: int, message: tensor_pb2.Tensor | tensor_pb2.TensorChunk) -> int:
-        """Put the next piece into shared memory; its size, 0 where it should go within the message."""
+        """Put the next piece into shared memory and return its size, 0 where it should go within the message."""
         if self._sender is None:
             return 0
         piece = whole[offset : offset + PIECE_BYTES]
@@ -124,7 +131,11 @@ class OutgoingTensors:
 def incomplete(
     message: tensor_pb2.Tensor, field: str, max_bytes: int, links: PayloadReader = NO_LINKS
 ) -> IncomingTensor:
-    """Check a tensor's announcement. Raises InvalidArgument when type, shape or size is not acceptable."""
+    """Return the tensor that a message announces, with the piece that the message brings.
+
+    field: the tensor's name in error messages. max_bytes: the largest tensor to accept. links: reads a piece that lies
+    in shared memory. Raises InvalidArgument when type, shape or size is not acceptable.
+    """
     dtype = dtype_name(message.dtype, f"{field}.dtype")
     if dtype is None:
         raise InvalidArgument(f"{field}.dtype is missing", field=f"{field}.dtype")
@@ -152,12 +163,12 @@ def incomplete(
 
 
 def piece_bytes(message: tensor_pb2.Tensor | tensor_pb2.TensorChunk) -> int:
-    """Size of the piece within a message, or that it refers to."""
+    """Return the size of the piece in a message, or of the one in shared memory that it names."""
     return message.shared.size_bytes if message.HasField("shared") else len(message.data)
 
 
 class IncomingTensor:
-    """A tensor whose pieces are arriving. It takes the memory of what came, not of what was announced."""
+    """A tensor whose pieces are arriving. It takes memory for the bytes that came, not for those that are announced."""
 
     def __init__(self, field: str, dtype: str, shape: Sequence[int], total: int, data: bytes | bytearray) -> None:
         self._field, self._dtype, self._shape, self._total = field, dtype, tuple(shape), total
@@ -165,10 +176,11 @@ class IncomingTensor:
 
     @property
     def complete(self) -> bool:
+        """Whether all pieces have come."""
         return len(self._data) == self._total
 
     def add(self, chunk: tensor_pb2.TensorChunk, links: PayloadReader = NO_LINKS) -> None:
-        """Take the next piece. Raises InvalidArgument for a gap, an overlap, an overrun or an empty piece."""
+        """Append the next piece. Raises InvalidArgument for a gap, an overlap, an overrun or an empty piece."""
         offset, size = chunk.offset, piece_bytes(chunk)
         received, end = len(self._data), offset + size
         if offset != received or end > self._total or not size:
@@ -186,21 +198,23 @@ class IncomingTensor:
             self._data += chunk.data
 
     def tensor(self) -> WireTensor:
+        """Return the tensor, which must be complete."""
         return WireTensor(self._dtype, self._shape, self._data)
 
 
 class TensorAssembler:
-    """Collects the tensors of one frame from the frame itself and the chunks behind it."""
+    """Puts the tensors of one frame together, from the frame itself and the chunks behind it."""
 
     def __init__(self, tensors: Sequence[IncomingTensor], links: PayloadReader = NO_LINKS) -> None:
         self._tensors, self._links = tensors, links
 
     @property
     def complete(self) -> bool:
+        """Whether all pieces of all tensors have come."""
         return all(tensor.complete for tensor in self._tensors)
 
     def add(self, chunk: tensor_pb2.TensorChunk) -> None:
-        """Take one chunk. Raises InvalidArgument when it fits none of the tensors."""
+        """Append one chunk to its tensor. Raises InvalidArgument when it fits none of the tensors."""
         if chunk.tensor_index >= len(self._tensors):
             raise InvalidArgument(
                 f"chunk.tensor_index is {chunk.tensor_index}, the frame has {len(self._tensors)} tensors",
@@ -209,4 +223,5 @@ class TensorAssembler:
         self._tensors[chunk.tensor_index].add(chunk, self._links)
 
     def tensors(self) -> list[WireTensor]:
+        """Return the tensors, which must be complete, in field order."""
         return [tensor.tensor() for tensor in self._tensors]

@@ -1,7 +1,7 @@
-"""How long a step is on its way to a worker: measured with echoes over a stream like that of a session.
+"""How long a step is on its way to a worker, measured with echoes over a stream like that of a session.
 
-Between two of them everything rests, as it does while a stage computes: without that pause both sides' caches and
-cores are warm, and the way looks three times shorter than a step finds it.
+Between two echoes everything rests, as it does while a stage computes: without that pause the caches and cores of both
+sides are warm, and the way takes a third of the time that a step takes.
 """
 
 from __future__ import annotations
@@ -18,32 +18,36 @@ from services.messages.measure import ECHO_BYTES, LinkSpeed
 from services.streams.client_stream import ClientStream
 
 ROUND_TRIPS, PIECES = 40, 8
-"""Echoes of one row, of which the median counts, and of the largest piece, which go one behind the other."""
+"""The echoes of one row, of which the median counts, and those of the largest piece, sent one behind the other."""
 
 PAUSE_S = 0.005
+"""The rest before each echo of one row, in seconds."""
 
 
 async def measure_link(stream: ClientStream, row_bytes: int) -> LinkSpeed:
-    """row_bytes: of one row's activation. Raises the error that ended the stream, Unavailable for an early end."""
+    """Return the speed of the way to a worker. row_bytes: the size of one row's activation.
+
+    Raises the error that ended the stream, Unavailable where it ended without one.
+    """
     row = pb.EchoRequest(payload=bytes(min(row_bytes, ECHO_BYTES)))
-    trips = []
+    trips_s = []
     for _ in range(ROUND_TRIPS):
         await asyncio.sleep(PAUSE_S)
         began = time.perf_counter()
         await stream.send(row)
-        await _answered(stream)
-        trips.append(time.perf_counter() - began)
-    round_trip_s = statistics.median(trips)
+        await _read_answer(stream)
+        trips_s.append(time.perf_counter() - began)
+    round_trip_s = statistics.median(trips_s)
     piece = pb.EchoRequest(payload=bytes(ECHO_BYTES))
     began = time.perf_counter()
     await stream.send(*[piece] * PIECES)
     for _ in range(PIECES):
-        await _answered(stream)
+        await _read_answer(stream)
     # The last answer is one round trip behind the last piece.
     large_s = max(time.perf_counter() - began - round_trip_s, 1e-9)
     return LinkSpeed(round_trip_s, PIECES * ECHO_BYTES / large_s)
 
 
-async def _answered(stream: ClientStream) -> None:
+async def _read_answer(stream: ClientStream) -> None:
     if await stream.read() is grpc.aio.EOF:
         raise Unavailable("the worker ended Echo without an answer").located(**stream.where)

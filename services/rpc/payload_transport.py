@@ -1,4 +1,4 @@
-"""How large payloads travel to a worker: within the stream's frames, or through shared memory where that can be had."""
+"""How large payloads travel to a worker: within the stream's frames, or through shared memory where they can."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ log = structlog.get_logger()
 
 
 class PayloadTransport(StrEnum):
-    """AUTO shares memory with processes of this host, and passes over those that can't."""
+    """How large payloads travel.
+
+    AUTO: through shared memory to processes of this host that can share it, else within frames. STREAM: within frames.
+    SHARED: through shared memory, or not at all.
+    """
 
     AUTO = "auto"
     STREAM = "stream"
@@ -26,9 +30,10 @@ class PayloadTransport(StrEnum):
 async def share_memory(
     channel: grpc.aio.Channel, address: str, transport: PayloadTransport, watcher: Watcher | None = None
 ) -> ClientLink | None:
-    """A link to the worker there, None where payloads go in frames. watcher: as in `open_link`.
+    """Return a link to the worker at the other end of a channel, None where payloads go within frames.
 
-    Raises FailedPrecondition when it must be had and can't. What else is wrong with the worker, its next call tells.
+    watcher: as in `open_link`. Raises FailedPrecondition where memory must be shared and can't be. Whatever else is
+    wrong with the worker, the next call to it says.
     """
     if transport is PayloadTransport.STREAM or (transport is PayloadTransport.AUTO and not is_loopback(address)):
         return None

@@ -1,4 +1,4 @@
-"""Connections to other workers, opened on first use and kept: one for steps and one for snapshots an address."""
+"""Connections to other workers, opened on first use and kept: for each address one for steps and one for snapshots."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from services.same_host.link import SharedLink
 from services.same_host.step_socket import Watcher
 
 MAX_RETIRED = 16
-"""Connections that are not used for new calls any more and kept for those that run on them."""
+"""The most connections that take no new calls and are kept for those that run on them."""
 
 log = structlog.get_logger()
 
@@ -37,25 +37,28 @@ class Connection:
 
     @property
     def link(self) -> SharedLink | None:
-        """None as well once the other side has given it up: the channel may have other calls and goes on."""
+        """The memory shared with the worker; None where there is none, and once the other side has given it up: the
+        channel goes on for its other calls."""
         return None if self._shared is None or self._shared.closed else self._shared.link
 
     @property
-    def good(self) -> bool:
+    def usable(self) -> bool:
         """Whether new calls can use it."""
         return self.channel.get_state() == grpc.ChannelConnectivity.READY
 
     async def close(self) -> None:
+        """Close the channel; running calls end."""
         if self._shared is not None:
             await self._shared.close()
         await self.channel.close()
 
 
 class Peers:
-    """The workers that this process talks to. Every method raises Unavailable when one doesn't answer in time.
+    """The workers that this process talks to. Every method raises Unavailable when a worker doesn't answer in time.
 
-    caller: how this process calls itself in that sentence, where others read it. watcher: the thread to which steps may
-    come directly.
+    timeout_s: how long to wait for a worker's answer. transport: how large payloads travel. caller: returns how this
+    process calls itself in errors that others read; None where nobody else does. watcher: the thread to which steps may
+    come directly, None where they may not.
     """
 
     def __init__(
@@ -74,27 +77,34 @@ class Peers:
         self._connecting: dict[tuple[str, str], asyncio.Lock] = {}
 
     async def worker(self, address: str) -> RemoteWorker:
+        """Return the worker at an address."""
         return RemoteWorker((await self._connection(address)).channel, address)
 
     async def stage(self, address: str) -> RemoteStage:
+        """Return the stage of the worker at an address."""
         connection = await self._connection(address)
         return RemoteStage(connection.channel, address, connection.link)
 
     async def draft(self, address: str) -> RemoteDraft:
+        """Return the draft of the worker at an address."""
         connection = await self._connection(address)
         return RemoteDraft(connection.channel, address, connection.link)
 
     async def compressor(self, address: str) -> RemoteCompressor:
+        """Return the drafter with which the worker at an address compresses prompts."""
         return RemoteCompressor((await self._connection(address)).channel, address)
 
     async def snapshots(self, address: str) -> RemoteSnapshots:
-        """On a connection of its own: a snapshot must not sit in front of a step."""
+        """Return the kept prefixes of the worker at an address, on a connection of their own: no step may wait behind a
+        snapshot."""
         connection = await self._connection(address, "snapshots")
         return RemoteSnapshots(connection.channel, address, connection.link)
 
     async def awaited(self, address: str, seconds: float) -> None:
-        """Go on calling a worker that is still on its way. That it never came, or what else is wrong, the next call
-        tells."""
+        """Call a worker that is still starting until it answers, for at most so many seconds.
+
+        Raises nothing: where it never came, or something else is wrong, the next call says so.
+        """
         with contextlib.suppress(FlashsplitError, TimeoutError):
             async with asyncio.timeout(seconds):
                 while True:
@@ -107,7 +117,7 @@ class Peers:
                         log.info("worker.awaited", address=address, why=error.message)
 
     async def lost(self, address: str) -> Unavailable:
-        """Wait until the connection for steps breaks, or cannot be made; the sentence that says so."""
+        """Wait until the connection for steps breaks, or cannot be made, and return the error that says so."""
         try:
             channel = (await self._connection(address)).channel
         except Unavailable as error:
@@ -127,18 +137,18 @@ class Peers:
     async def _connection(self, address: str, use: str = "steps") -> Connection:
         key = address, use
         async with self._connecting.setdefault(key, asyncio.Lock()):
-            known = self._connections.pop(key, None)
-            if known is not None and not known.good:
-                # A worker that was gone is asked anew, without waiting out the old channel's back-off. One that stops
-                # still answers the calls that run there.
-                self._retired.append(known)
+            connection = self._connections.pop(key, None)
+            if connection is not None and not connection.usable:
+                # A worker that was gone is called anew, without waiting out the old channel's back-off. A worker that
+                # stops still answers the calls that run on the old one.
+                self._retired.append(connection)
                 if len(self._retired) > MAX_RETIRED:
                     await self._retired.popleft().close()
-                known = None
-            if known is None:
-                known = await self._connect(address, self._watcher if use == "steps" else None)
-            self._connections[key] = known
-            return known
+                connection = None
+            if connection is None:
+                connection = await self._connect(address, self._watcher if use == "steps" else None)
+            self._connections[key] = connection
+            return connection
 
     async def _connect(self, address: str, watcher: Watcher | None) -> Connection:
         try:

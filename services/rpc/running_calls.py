@@ -31,7 +31,7 @@ class _Call:
 
 
 class RunningCalls:
-    """The calls of one servicer."""
+    """The calls of one servicer that run now."""
 
     def __init__(self) -> None:
         self._calls: dict[str, _Call] = {}

@@ -17,6 +17,7 @@ from flashsplit.shard.v1 import (
 )
 from services.errors import DataLoss, InvalidArgument, Unavailable, answering, rpc_failures_as_errors
 from services.messages.snapshots import (
+    OWNERS,
     SnapshotChunk,
     SnapshotFrame,
     SnapshotHeader,
@@ -26,8 +27,6 @@ from services.messages.snapshots import (
     check_id,
     frame_from_message,
     frame_to_message,
-    owner_from_number,
-    owner_to_number,
 )
 from services.same_host.link import NO_LINKS, LinkSender, SharedLink, SharedLinks
 from services.streams.client_stream import ClientStream
@@ -87,7 +86,7 @@ class SnapshotServicer(pb_grpc.SnapshotServiceServicer):
         self, request: snapshot_pb2.PrefixSnapshotExportRequest, context: grpc.aio.ServicerContext
     ) -> None:
         async with answering(context):
-            owner, snapshot_id = owner_from_number(request.owner), check_id(request.snapshot_id)
+            owner, snapshot_id = OWNERS.value(request.owner, "owner"), check_id(request.snapshot_id)
             parent_id = check_id(request.parent_id, "parent_id") if request.HasField("parent_id") else None
             sender = None
             if request.link_id:
@@ -159,7 +158,7 @@ class RemoteSnapshots:
     ) -> AsyncGenerator[SnapshotFrame]:
         """Yield a kept state's frames, as the port says."""
         request = snapshot_pb2.PrefixSnapshotExportRequest(
-            snapshot_id=snapshot_id, owner=owner_to_number(owner), first_token=first_token, parent_id=parent_id
+            snapshot_id=snapshot_id, owner=OWNERS.number(owner), first_token=first_token, parent_id=parent_id
         )
         if self._link is not None:
             request.link_id, request.transfer_id = self._link.link_id, self._link.begin_transfer()

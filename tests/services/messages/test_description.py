@@ -11,6 +11,7 @@ from flashsplit.shard.v1 import model_pb2
 from services.errors import FailedPrecondition, InvalidArgument
 from services.layers import LayerRange
 from services.messages.description import (
+    HEAD_PLACES,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     FeatureTransport,
@@ -18,8 +19,6 @@ from services.messages.description import (
     Role,
     WorkerDescription,
     check_protocol,
-    head_from_number,
-    head_to_number,
     range_from_message,
     range_to_message,
     transport_from_number,
@@ -61,7 +60,7 @@ def test_every_member_has_a_number() -> None:
         assert transport_from_number(transport_to_number(transport)) is transport
     assert transport_from_number(transport_to_number(None)) is None
     for place in HeadPlace:
-        assert head_from_number(head_to_number(place)) is place
+        assert HEAD_PLACES.value(HEAD_PLACES.number(place), "head_place") is place
     assert over_the_wire(replace(WORKER, roles=tuple(Role))).roles == tuple(Role)
 
 

@@ -13,6 +13,7 @@ from services.layers import LayerRange
 from services.messages.snapshots import (
     MAX_ID_LENGTH,
     MAX_TENSORS,
+    OWNERS,
     SnapshotChunk,
     SnapshotFrame,
     SnapshotOwner,
@@ -21,8 +22,6 @@ from services.messages.snapshots import (
     check_id,
     frame_from_message,
     frame_to_message,
-    owner_from_number,
-    owner_to_number,
 )
 from services.messages.tensors import CHUNK_BYTES
 from tests.services.fakes import HEADER
@@ -71,10 +70,10 @@ def test_sizes_are_those_of_the_tensors() -> None:
 
 def test_every_owner_has_a_number() -> None:
     """All owners travel under numbers of their own; others are refused, naming what is known."""
-    assert {owner_from_number(owner_to_number(owner)) for owner in SnapshotOwner} == set(SnapshotOwner)
+    assert {OWNERS.value(OWNERS.number(owner), "owner") for owner in SnapshotOwner} == set(SnapshotOwner)
     for number in (0, 3, -1):
         with pytest.raises(InvalidArgument, match=rf"owner is {number}, not one of 1 \(stage\), 2 \(draft\)"):
-            owner_from_number(number)
+            OWNERS.value(number, "owner")
 
 
 @pytest.mark.parametrize("name", ["", "x" * (MAX_ID_LENGTH + 1), "a\n", "\0", "ü", "\x7f", "a\u2028b", "x" * 100_000])
