@@ -93,16 +93,16 @@ async def measure(cluster: Cluster, worker: DrafterWorker, tokens: int, ratio: f
     vocabulary = min(cluster.target.vocab_size, (await worker.start()).vocab_size)
     prompt = tuple(secrets.randbelow(vocabulary) for _ in range(tokens))
     compress_ms = 0.0
-    kept: tuple[int, ...] = ()
+    kept_tokens: tuple[int, ...] = ()
     for _ in range(2):
         started = time.monotonic()
         compressed = await worker.compress(secrets.token_hex(8), prompt, ratio)
         compress_ms = (time.monotonic() - started) * 1e3
-        kept = tuple(token for first, last in compressed.kept for token in prompt[first:last])
+        kept_tokens = tuple(token for first, last in compressed.kept for token in prompt[first:last])
         if compress_ms > WARM_MS:
             break
     return CompressFigures(
-        tokens, len(kept), compress_ms, await _prefill(cluster, kept), await _prefill(cluster, prompt)
+        tokens, len(kept_tokens), compress_ms, await _prefill(cluster, kept_tokens), await _prefill(cluster, prompt)
     )
 
 

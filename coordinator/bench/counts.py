@@ -15,6 +15,7 @@ def counts_option(flag: str, *, default: str, help: str, least: int = 1) -> Call
     """
 
     def read(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]:
+        """Return the numbers in a text. Raises BadParameter for another text."""
         try:
             counts = tuple(int(part) for part in text.split(","))
         except ValueError:

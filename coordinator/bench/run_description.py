@@ -67,6 +67,7 @@ def _processor() -> str:
 
 
 def _devices(workers: Iterable[WorkerDescription]) -> Iterable[str]:
+    """Yield each worker's devices, its host where that is another one, and the products that its GPUs are."""
     for worker in workers:
         products = ", ".join(dict.fromkeys(device.product for device in worker.devices if device.name != "cpu"))
         place = worker.device if worker.host == platform.node() else f"{worker.device} of {worker.host}"
@@ -74,10 +75,12 @@ def _devices(workers: Iterable[WorkerDescription]) -> Iterable[str]:
 
 
 def _commit() -> str | None:
+    """Return the commit that this code is of, None where it doesn't lie in a checkout with its history."""
     if not (_CHECKOUT / ".git").exists():
         return None
 
     def git(*arguments: str) -> str:
+        """Return what git prints. Raises OSError and CalledProcessError."""
         command = ["git", "-C", str(_CHECKOUT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 

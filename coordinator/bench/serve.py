@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Annotated
 
 import click
 from rich.table import Table
@@ -18,7 +19,7 @@ from coordinator.bench.checkpoints import CheckpointOptions
 from coordinator.bench.counts import counts_option
 from coordinator.bench.report import OutputOptions, empty_table
 from coordinator.cli.console import LoadBars, progress_bars
-from coordinator.cli.option_groups import GroupedCommand, with_options
+from coordinator.cli.option_groups import Flag, GroupedCommand, with_options
 from coordinator.cli.options.cluster import ClusterOptions
 from coordinator.engine.engine import Engine
 from coordinator.engine.prefill_chunk import chunk_for
@@ -55,25 +56,29 @@ class FairnessFigures:
         return self.behind_ms / self.chunk_ms
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """What each client asks for, and how often."""
+
+    requests: Annotated[int, Flag("Requests of each client.", type=click.IntRange(1))] = 4
+    prompt_tokens: Annotated[int, Flag("Random tokens of each prompt.", type=click.IntRange(1))] = 32
+    max_tokens: Annotated[int, Flag("Tokens of each answer.", type=click.IntRange(2))] = 64
+    prefill_chunk: Annotated[
+        int | None,
+        Flag("Prompt tokens a step.  [default: as the server would]", type=click.IntRange(1, 8192), metavar="N"),
+    ] = None
+    plain: Annotated[bool, Flag("Without speculation, even with a draft.")] = False
+
+
 @click.command(cls=GroupedCommand)
 @with_options
 @counts_option("--clients", default="1,2,4,8,16", help="Clients at once.")
-@click.option("--requests", type=click.IntRange(1), default=4, show_default=True, help="Requests of each client.")
-@click.option("--prompt-tokens", type=click.IntRange(1), default=32, show_default=True, help="Of each prompt, random.")
-@click.option("--max-tokens", type=click.IntRange(2), default=64, show_default=True, help="Of each answer.")
-@click.option("--prefill-chunk", type=click.IntRange(1, 8192), metavar="N",
-              help="Prompt tokens a step.  [default: as the server would]")  # fmt: skip
-@click.option("--plain", is_flag=True, help="Without speculation, even with a draft.")
 async def serve(
     checkpoint: CheckpointOptions,
     workers: ClusterOptions,
+    load: RequestOptions,
     output: OutputOptions,
     clients: tuple[int, ...],
-    requests: int,
-    prompt_tokens: int,
-    max_tokens: int,
-    prefill_chunk: int | None,
-    plain: bool,
 ) -> None:
     """Measure the tokens a second of all clients together, by their number.
 
@@ -86,13 +91,12 @@ async def serve(
         with LoadBars() as bars:
             cluster = await stack.enter_async_context(workers.cluster(files, draft, bars, prefix_cache_bytes=0))
         engine = Engine(cluster, files, None, name="bench", max_running=max(clients), max_waiting=0)
-        chunk = prefill_chunk or chunk_for(engine.cluster.workers)
-        bench = ClientsBench(engine, prompt_tokens, max_tokens, chunk, speculate=not plain)
+        bench = ClientsBench(engine, load)
         rows: list[ClientsFigures] = []
         with progress_bars() as progress:
             await bench.crowd(1, 1)
             for number in progress.track(clients, description="measuring"):
-                rows.append(await bench.crowd(number, requests, rows[0] if rows else None))
+                rows.append(await bench.crowd(number, load.requests, rows[0] if rows else None))
             progress.add_task("a short prompt behind a long one", total=None)
             fairness = await bench.fairness()
     output.show(rows, table(rows), cluster.workers, fairness=asdict(fairness))
@@ -104,11 +108,11 @@ async def serve(
 
 
 class ClientsBench:
-    """Measures requests of one shape on one engine. chunk: prompt tokens a step."""
+    """Measures requests of one kind on one engine."""
 
-    def __init__(self, engine: Engine, prompt_tokens: int, max_tokens: int, chunk: int, *, speculate: bool) -> None:
-        self._engine, self._prompt_tokens, self._max_tokens = engine, prompt_tokens, max_tokens
-        self._chunk, self._speculate = chunk, speculate
+    def __init__(self, engine: Engine, load: RequestOptions) -> None:
+        self._engine, self._prompt_tokens, self._max_tokens = engine, load.prompt_tokens, load.max_tokens
+        self._chunk, self._speculate = load.prefill_chunk or chunk_for(engine.cluster.workers), not load.plain
 
     async def crowd(self, clients: int, requests: int, first_row: ClientsFigures | None = None) -> ClientsFigures:
         """Measure so many clients, each with so many requests in a row. first_row: the one that gains are ratios to."""
@@ -116,6 +120,7 @@ class ClientsBench:
         between: list[float] = []
 
         async def client() -> None:
+            """Ask again and again."""
             for _ in range(requests):
                 first, total = await self._answer_ms(self._prompt_tokens, self._max_tokens)
                 firsts.append(first)

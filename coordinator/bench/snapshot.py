@@ -143,6 +143,7 @@ class SnapshotBench:
         size_bytes = sum(part[0].size_bytes for part in parts if isinstance(part[0], SnapshotHeader))
 
         def rate(milliseconds: Sequence[float]) -> float:
+            """Return the MB/s of the fastest try."""
             return size_bytes / 1e3 / min(milliseconds)
 
         return SnapshotFigures(
@@ -159,6 +160,7 @@ class SnapshotBench:
         )
 
     async def _store(self, directory: str) -> DiskCache:
+        """Return a new store that takes any amount of prefixes of any length."""
         disk = DiskCache(
             open_store(directory), [self._lineage], self._num_layers, "bench", budget_bytes=1 << 50, min_tokens=1
         )
@@ -166,6 +168,7 @@ class SnapshotBench:
         return disk
 
     async def _open(self, ids: tuple[int, ...]) -> StageSession:
+        """Open a session with room for a prompt and one step behind it."""
         block = 1 if self._cluster.draft is None else self._cluster.draft.block_size
         return await self._cluster.open(
             request_id="bench",
@@ -217,21 +220,26 @@ class SnapshotBench:
             await session.close()
 
     async def _export_all(self, name: str) -> list[list[SnapshotFrame]]:
+        """Fetch a snapshot's parts from all workers, one after the other."""
         return [[frame async for frame in self._export(place, name)] for place in self._places]
 
     async def _export(self, place: SnapshotPlace, name: str) -> AsyncIterator[SnapshotFrame]:
+        """Yield the frames of a snapshot's part on one worker."""
         async for frame in (await self._cluster.snapshots(place.address)).export_snapshot(place.owner, name):
             yield frame
 
     async def _import_all(self, parts: list[list[SnapshotFrame]]) -> None:
+        """Bring a snapshot's parts back to all workers."""
         for place, frames in zip(self._places, parts, strict=True):
-            await (await self._cluster.snapshots(place.address)).import_snapshot(_all(frames))
+            await (await self._cluster.snapshots(place.address)).import_snapshot(_replay(frames))
 
     async def _write(self, disk: DiskCache, ids: tuple[int, ...], name: str) -> None:
+        """Fetch a snapshot from the workers into files."""
         sources = [PartSource(place.owner, place.layers, self._export(place, name)) for place in self._places]
         await disk.save(self._lineage, ids, 0, None, sources)
 
     async def _load(self, disk: DiskCache, ids: tuple[int, ...]) -> None:
+        """Bring a snapshot from files back to the workers. Raises InternalError where the files have none."""
         entry = disk.find(self._lineage, ids)
         if entry is None:
             raise InternalError("what was just written to disk is not found there")
@@ -240,11 +248,13 @@ class SnapshotBench:
             await (await self._cluster.snapshots(place.address)).import_snapshot(frames)
 
     async def _free(self, name: str) -> None:
+        """Have all workers forget a snapshot."""
         for address in {place.address for place in self._places}:
             await (await self._cluster.snapshots(address)).free_snapshots([name])
 
 
-async def _all(frames: list[SnapshotFrame]) -> AsyncIterator[SnapshotFrame]:
+async def _replay(frames: list[SnapshotFrame]) -> AsyncIterator[SnapshotFrame]:
+    """Yield frames that have been fetched."""
     for frame in frames:
         yield frame
 

@@ -17,7 +17,6 @@ from rich.table import Table
 from coordinator.bench.checkpoints import CheckpointOptions
 from coordinator.bench.floor import Floor
 from coordinator.bench.report import OutputOptions, empty_table
-from coordinator.bench.session_driver import CHUNK
 from coordinator.bench.step_bench import DRAFTING, KINDS, StepBench, StepFigures, StepSizes, times_decode
 from coordinator.cli.console import LoadBars, progress_bars
 from coordinator.cli.option_groups import GroupedCommand, with_options
@@ -28,24 +27,12 @@ from coordinator.text.model_files import read_model_files
 @click.command(cls=GroupedCommand)
 @click.argument("kinds", nargs=-1, type=click.Choice(KINDS))
 @with_options
-@click.option("--rows", type=click.IntRange(2, 64), default=16, show_default=True,
-              help="Rows of a verify; at most the draft's block where a draft guesses.")  # fmt: skip
-@click.option("--context", type=click.IntRange(1), default=1024, show_default=True, help="Tokens before the steps.")
-@click.option("--prefill-tokens", type=click.IntRange(1), default=4096, show_default=True, help="Of a prefill.")
-@click.option(
-    "--prefill-chunk", type=click.IntRange(1, CHUNK), default=1024, show_default=True, help="Of a prefill, at once."
-)
-@click.option("--steps", type=click.IntRange(1), default=64, show_default=True, help="Steps of each kind.")
 async def step(
     checkpoint: CheckpointOptions,
     workers: ClusterOptions,
+    sizes: StepSizes,
     output: OutputOptions,
     kinds: tuple[str, ...],
-    rows: int,
-    context: int,
-    prefill_tokens: int,
-    prefill_chunk: int,
-    steps: int,
 ) -> None:
     """Measure steps of several kinds beside their floors; all kinds where none is named.
 
@@ -61,7 +48,7 @@ async def step(
                 cluster = workers.cluster(read_model_files(target), draft, bars, prefix_cache_bytes=0)
                 await stack.enter_async_context(cluster)
             progress = stack.enter_context(progress_bars())
-            bench = StepBench(cluster, StepSizes(rows, context, prefill_tokens, prefill_chunk, steps))
+            bench = StepBench(cluster, sizes)
             bench.check(kinds)
             speeds = progress.add_task("measuring the devices", total=None)
             floor = await Floor.of(cluster, target)
@@ -134,6 +121,7 @@ def single_kind(kind: str) -> click.Command:
     choice = SINGLE_KINDS[kind]
 
     def measure(**values: Any) -> None:
+        """Run `step`; options that the kind has no use for have their defaults."""
         click.get_current_context().invoke(step, kinds=(*choice.beside, kind), **values)
 
     parameters = [option for option in step.params if option.name not in choice.without | {"kinds"}]

@@ -11,9 +11,13 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+import click
 
 from coordinator.bench.floor import Floor
 from coordinator.bench.session_driver import CHUNK, SessionDriver
+from coordinator.cli.option_groups import Flag
 from coordinator.cluster.cluster import Cluster
 from coordinator.engine.generation import MORE_STEPS
 from services.errors import InvalidArgument
@@ -55,15 +59,18 @@ def times_decode(rows: Sequence[StepFigures]) -> dict[str, float]:
     return {row.kind: row.ms / decode for row in rows if decode and row.kind not in ("decode", "prefill")}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepSizes:
-    """What is measured. rows: of a verify; context: tokens before the steps; steps: how many of each kind."""
+    """How large the steps are and how many of each kind are measured."""
 
-    rows: int
-    context: int
-    prefill_tokens: int
-    prefill_chunk: int
-    steps: int
+    rows: Annotated[
+        int,
+        Flag("Rows of a verify; at most the draft's block where a draft proposes.", type=click.IntRange(2, 64)),
+    ] = 16
+    context: Annotated[int, Flag("Tokens before the steps.", type=click.IntRange(1))] = 1024
+    prefill_tokens: Annotated[int, Flag("Tokens of a prefill.", type=click.IntRange(1))] = 4096
+    prefill_chunk: Annotated[int, Flag("Tokens of a prefill at once.", type=click.IntRange(1, CHUNK))] = 1024
+    steps: Annotated[int, Flag("Steps of each kind.", type=click.IntRange(1))] = 64
 
 
 class StepBench:

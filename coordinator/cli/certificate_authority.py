@@ -146,6 +146,7 @@ def _builder(
 
 
 def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    """Return what a key is for: signing certificates, or proving who one is."""
     return x509.KeyUsage(
         digital_signature=not signs_certificates,
         content_commitment=False,

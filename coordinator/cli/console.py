@@ -42,6 +42,7 @@ class LoadBars(LoadReporter):
         self._progress.stop()
 
     def progress(self, worker: str, loaded_bytes: int, total_bytes: int) -> None:
+        """Draw a worker's bar."""
         if worker not in self._tasks:
             self._progress.update(self._waiting, visible=False)
             self._tasks[worker] = self._progress.add_task(f"loading {worker}", total=total_bytes)

@@ -44,6 +44,7 @@ async def _until_terminated(main: Coroutine[Any, Any, None]) -> None:
     terminated = False
 
     def terminate() -> None:
+        """Cancel the task, and remember that it was not somebody else."""
         nonlocal terminated
         terminated = True
         task.cancel()

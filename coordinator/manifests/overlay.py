@@ -75,8 +75,8 @@ def write_overlay(directory: Path, files: Mapping[PurePosixPath, str]) -> None:
     """
     old = {path for pattern in ("*.yaml", "worker-*/*.yaml") for path in directory.glob(pattern)}
     for path in files:
-        there = directory / path
-        if there.exists() and not there.read_text(encoding="utf-8", errors="replace").startswith(HEADER):
+        existing = directory / path
+        if existing.exists() and not existing.read_text(encoding="utf-8", errors="replace").startswith(HEADER):
             raise InvalidArgument(
                 f"--out {str(directory)!r}: {path} is there and not of flashsplit manifests: move it away, or name "
                 "another directory",

@@ -159,8 +159,10 @@ def _grace_s(file: ServeFile) -> int:
 
 
 def _template(spec: Yaml) -> Yaml:
+    """Return a pod template."""
     return {"spec": spec}
 
 
 def _object(version: str, kind: str, name: str, rest: Yaml) -> Yaml:
+    """Return an object of Kubernetes."""
     return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, **rest}

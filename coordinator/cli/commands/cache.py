@@ -128,6 +128,7 @@ async def verify(id_prefixes: tuple[str, ...], store: ShortStoreOptions) -> None
     out = stdout()
 
     def report(entry: DiskEntry | UnreadableEntry, problem: str) -> None:
+        """Print what is wrong with an entry, and remember that it is."""
         _print_line(out, f"{entry.key.snapshot_id}: {problem}")
         wrong.append(entry.key.snapshot_id)
 
@@ -180,12 +181,12 @@ async def rm(
         named = [*(entry.key for entry in index.entries()), *(entry.key for entry in index.unreadable())]
     else:
         named = [_find_entry(index, prefix).key for prefix in id_prefixes]
-    doomed = _with_children(index, named, recursive=recursive or everything)
-    size = sum(entry.size_bytes for key in doomed if (entry := index.get(key) or index.fault(key)) is not None)
-    if doomed and not yes:
-        click.confirm(f"Remove {len(doomed)} snapshots ({format_size(size)})?", abort=True, err=True)
+    keys = _with_children(index, named, recursive=recursive or everything)
+    size = sum(entry.size_bytes for key in keys if (entry := index.get(key) or index.fault(key)) is not None)
+    if keys and not yes:
+        click.confirm(f"Remove {len(keys)} snapshots ({format_size(size)})?", abort=True, err=True)
     # What builds on others goes first: whoever is cut off in between leaves nothing half.
-    removed = [await catalog.remove(key) for key in reversed(doomed)]
+    removed = [await catalog.remove(key) for key in reversed(keys)]
     _print_line(stdout(), f"{sum(removed)} snapshots removed, {format_size(size)} freed")
 
 
@@ -226,10 +227,12 @@ def stdout() -> Console:
 
 
 def _print_line(out: Console, line: str) -> None:
+    """Print a line without breaking it."""
     out.print(line, soft_wrap=True)
 
 
 def _progress() -> Progress:
+    """Return bars that show how many bytes are read."""
     return progress_bars(
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()
     )
@@ -256,21 +259,22 @@ def _with_children(index: DiskIndex, named: Sequence[EntryKey], *, recursive: bo
 
     Raises FailedPrecondition when others build on it and are not to be removed too.
     """
-    doomed = set(named)
+    keys = set(named)
     for key in named:
-        above = [child for child in index.descendants(key) if child not in doomed]
+        above = [child for child in index.descendants(key) if child not in keys]
         if above and not recursive:
             raise FailedPrecondition(
                 f"{', '.join(_ids(above))} build on {key.snapshot_id[:ID_DIGITS]}: give --recursive to remove them too",
                 field="--recursive",
             )
-        doomed.update(above)
+        keys.update(above)
 
     def depth(key: EntryKey) -> int:
+        """Return how many tokens an entry ends behind: more than those that it builds on."""
         entry = index.get(key)
         return 0 if entry is None else entry.token_count
 
-    return sorted(doomed, key=depth)
+    return sorted(keys, key=depth)
 
 
 def _ids(keys: Iterable[EntryKey]) -> list[str]:

@@ -115,17 +115,17 @@ def _write(directory: Path, hosts: dict[str, tuple[str, ...]], days: int, *, for
         pairs[COORDINATOR] = (COORDINATOR,)
     existing = [path for stem in pairs for path in files_of(directory, stem) if path.exists()]
     authority_files = files_of(directory, "ca")
-    kept = [path for path in authority_files if path.exists()]
+    old_authority = [path for path in authority_files if path.exists()]
     if force:
-        for path in (*existing, *kept):
+        for path in (*existing, *old_authority):
             path.unlink()
-    elif existing or len(kept) == 1:
+    elif existing or len(old_authority) == 1:
         raise InvalidArgument(
-            f"{(existing or kept)[0]} is there already: give --force to make it and the authority anew, or name "
-            "another directory",
+            f"{(existing or old_authority)[0]} is there already: give --force to make it and the authority anew, or "
+            "name another directory",
             field="--out",
         )
-    authority = read_authority(*authority_files) if kept and not force else _new_authority(*authority_files)
+    authority = read_authority(*authority_files) if old_authority and not force else _new_authority(*authority_files)
     for stem, names in pairs.items():
         authority.issue(names, days).write(*files_of(directory, stem))
     return list(pairs)

@@ -58,6 +58,7 @@ async def demo(model: OptionalModelOptions, workers: ClusterOptions, prompt: str
         console.print(f"[bold]{devices}[/bold]  {prompt}")
 
         async def answer(*, speculate: bool, shown: bool) -> Answer:
+            """Answer the prompt. shown: on stdout while it comes."""
             request = Request(
                 request_id=secrets.token_hex(8),
                 prompt_ids=prompt_ids,

@@ -167,6 +167,7 @@ async def generate(
     sources = question.read(files)
 
     def show(piece: Piece) -> None:
+        """Write a piece of the answer, unless the whole is printed at the end."""
         if not as_json:
             stream(piece.text if files.tokenizer is not None else ids_as_text(piece.token_ids))
 
@@ -189,6 +190,7 @@ async def generate(
 
 
 def _read_text(path: Path) -> str:
+    """Return the text of a file. Raises InvalidArgument where it isn't UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -91,6 +91,7 @@ def _stop_signal() -> asyncio.Event:
     stop = asyncio.Event()
 
     def on_signal(number: int) -> None:
+        """Set the event, or end the process where it is set already."""
         if stop.is_set():
             os._exit(128 + number)
         stop.set()

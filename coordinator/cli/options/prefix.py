@@ -30,6 +30,7 @@ def _give_way(context: click.Context, option: click.Parameter, value: str | None
 
 
 def _store_flag(help: str, variable: str, metavar: str, *names: str) -> Flag:
+    """Return a flag that names a store, which the environment may name as well."""
     return Flag(help, *names, metavar=metavar, envvar=variable, show_envvar=True, callback=_give_way)
 
 
