@@ -1,6 +1,6 @@
-"""Whether and how one text is made shorter; what that cost, and what it saves, is measured as it goes.
+"""Makes a text shorter where that pays; what it takes, and what it saves, is measured as requests come.
 
-A failure never loses a request: it goes on with its whole prompt, and says so.
+A failure never loses a request: the request goes on with its whole prompt, and says so.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from coordinator.compression.bridge import Reading, Span, read
+from coordinator.compression.drafter_text import DrafterText, Span, tokenize
 from coordinator.compression.drafter_worker import DrafterWorker
 from coordinator.compression.settings import CompressionSettings
 from coordinator.text.tokenizer import Tokenizer
@@ -23,17 +23,21 @@ from services.messages.inference_types import CompressionMode
 from services.processes.worker_process import failure_fields
 
 REMEMBERED = 64
-"""Prompts whose choice is kept: the same prompt asked again is not read again."""
+"""How many texts' choices are remembered, so that the same text is not read again."""
 
 _WEIGHT = 0.3
-"""Of the latest measurement in a moving average."""
+"""The weight of the latest measurement in a moving average."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class Shortened:
-    """text: what is left, None where all of it goes on; then note says why, if there is anything to say."""
+    """The result for one text.
+
+    text: the shorter text; None where the text goes on whole. note: why it does, where the user should know.
+    elapsed_ms: how long shortening took.
+    """
 
     text: str | None
     note: str | None = None
@@ -41,12 +45,13 @@ class Shortened:
 
 
 class Rate:
-    """Tokens a second as a moving average; None before the first measurement."""
+    """Tokens a second, as a moving average that is None before the first measurement."""
 
     def __init__(self) -> None:
         self.tokens_per_s: float | None = None
 
     def add(self, tokens: int, seconds: float) -> None:
+        """Add a measurement."""
         if tokens < 1 or seconds <= 0:
             return
         new = tokens / seconds
@@ -56,57 +61,62 @@ class Rate:
 
 
 class Compressor:
-    """Texts through a drafter. tokenizer: the drafter's own."""
+    """Shortens texts by what a drafter says of them. tokenizer: the drafter's. settings: those of the server."""
 
     def __init__(self, worker: DrafterWorker, tokenizer: Tokenizer, settings: CompressionSettings) -> None:
         self.worker, self._tokenizer, self.settings = worker, tokenizer, settings
         self._reading, self._prefill = Rate(), Rate()
-        self._chosen: OrderedDict[bytes, tuple[Span, ...]] = OrderedDict()
+        self._remembered: OrderedDict[bytes, tuple[Span, ...]] = OrderedDict()
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """What the target took to compute prompt tokens."""
+        """Note how long the target took to compute so many prompt tokens."""
         self._prefill.add(tokens, seconds)
 
     async def shorten(self, request_id: str, text: str, prompt_tokens: int, settings: CompressionSettings) -> Shortened:
-        """The text with only what its end looks at. prompt_tokens: of the whole prompt, in the target's vocabulary."""
+        """Return a text with only the parts that its end pays attention to.
+
+        prompt_tokens: how many tokens of the target the whole prompt has. Never raises for the drafter's sake.
+        """
         if settings.mode is CompressionMode.OFF or (
             settings.mode is CompressionMode.AUTO and prompt_tokens < settings.threshold
         ):
             return Shortened(None)
         started = time.monotonic()
-        reading = await asyncio.to_thread(read, self._tokenizer, text)
+        drafter_text = await asyncio.to_thread(tokenize, self._tokenizer, text)
         ratio = settings.keep.ratio(prompt_tokens)
-        if settings.mode is CompressionMode.AUTO and not self._pays(len(reading.token_ids), prompt_tokens, ratio):
+        if settings.mode is CompressionMode.AUTO and not self._pays(len(drafter_text.token_ids), prompt_tokens, ratio):
             return Shortened(None, "not compressed: reading it would take longer than it saves")
-        if len(reading.token_ids) > MAX_TOKENS:
+        if len(drafter_text.token_ids) > MAX_TOKENS:
             return Shortened(None, f"not compressed: more than {MAX_TOKENS} tokens of the drafter")
         try:
-            kept = await self._choose(request_id, reading, ratio)
+            token_ranges = await self._choose(request_id, drafter_text, ratio)
         except FlashsplitError as error:
             log.warning("compress.failed", request_id=request_id, reason=error.reason, **failure_fields(error))
             return Shortened(None, f"not compressed: {error.message}")
-        shorter = reading.cut(kept)
+        shorter = drafter_text.excerpt(token_ranges)
         elapsed_ms = (time.monotonic() - started) * 1e3
         return Shortened(shorter if len(shorter) < len(text) else None, elapsed_ms=elapsed_ms)
 
     async def close(self) -> None:
+        """End the drafter's worker. Safe to call twice."""
         await self.worker.close()
 
     def _pays(self, drafter_tokens: int, prompt_tokens: int, ratio: float) -> bool:
-        """Whether reading takes less time than not computing saves, as far as both were measured."""
+        """Tell whether reading takes less time than the shorter prompt saves; true until both were measured."""
         reading, prefill = self._reading.tokens_per_s, self._prefill.tokens_per_s
         if reading is None or prefill is None:
             return True
         return drafter_tokens / reading < prompt_tokens * (1 - ratio) / prefill
 
-    async def _choose(self, request_id: str, reading: Reading, ratio: float) -> tuple[Span, ...]:
-        key = hashlib.sha256(f"{ratio!r}\n{reading.text}".encode()).digest()
-        if key in self._chosen:
-            self._chosen.move_to_end(key)
-            return self._chosen[key]
-        found = await self.worker.compress(request_id, reading.token_ids, ratio)
-        self._reading.add(len(reading.token_ids), found.forward_ns / 1e9)
-        self._chosen[key] = found.kept
-        while len(self._chosen) > REMEMBERED:
-            self._chosen.popitem(last=False)
-        return found.kept
+    async def _choose(self, request_id: str, drafter_text: DrafterText, ratio: float) -> tuple[Span, ...]:
+        """Return the ranges of tokens to keep."""
+        key = hashlib.sha256(f"{ratio!r}\n{drafter_text.text}".encode()).digest()
+        if key in self._remembered:
+            self._remembered.move_to_end(key)
+            return self._remembered[key]
+        compressed = await self.worker.compress(request_id, drafter_text.token_ids, ratio)
+        self._reading.add(len(drafter_text.token_ids), compressed.forward_ns / 1e9)
+        self._remembered[key] = compressed.kept
+        while len(self._remembered) > REMEMBERED:
+            self._remembered.popitem(last=False)
+        return compressed.kept

@@ -1,6 +1,6 @@
-"""The worker that reads prompts: started or called, loaded, and started again after it was lost.
+"""The worker that reads prompts: started or connected, loaded, and started again after it was lost.
 
-A worker of its own, so that a drafter that fails or runs out of memory takes nothing else with it.
+It is a worker of its own, so that a drafter that fails or runs out of memory takes nothing else with it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ Bar = Callable[[LoadProgress], None]
 
 
 class DrafterWorker:
-    """A drafter at `place`. Use `start`, and in any case `close`. on_progress hears of the first load."""
+    """A drafter and its worker. Use `start`, and in any case `close`.
+
+    place: where the worker runs, or on which device to start it. drafter: the checkpoint's directory. on_progress:
+    hears how far loading is.
+    """
 
     def __init__(
         self,
@@ -42,52 +46,55 @@ class DrafterWorker:
         self._launch, self._on_progress = replace(launch, prefix_cache_bytes=0), on_progress
         self._peers = Peers(security=launch.security, transport=launch.transport)
         self._process: WorkerProcess | None = None
-        self._dead: asyncio.Task[WorkerFailed] | None = None
+        self._death: asyncio.Task[WorkerFailed] | None = None
         self._starting = asyncio.Lock()
         self._drafter: DrafterDescription | None = None
-        self.known: WorkerDescription | None = None
-        """As the worker described itself when it had loaded."""
+        self.description: WorkerDescription | None = None
+        """How the worker described itself when it had loaded; None before."""
 
     @property
     def address(self) -> str | None:
-        """Where it is; None while it doesn't run."""
+        """The worker's address; None for a local one that is not started."""
         return self._place.address or (self._process.address if self._process is not None else None)
 
     @property
     def death(self) -> str | None:
-        """How it ended, if it did."""
-        dead = self._dead
-        return dead.result().message if dead is not None and dead.done() and not dead.cancelled() else None
+        """How the worker ended, as a sentence; None while it runs."""
+        task = self._death
+        return task.result().message if task is not None and task.done() and not task.cancelled() else None
 
     async def start(self) -> DrafterDescription:
-        """Its drafter, loaded; what runs already is left as it is. Raises what starting, calling and loading raise."""
+        """Start the worker, have it load the drafter, and return the drafter; what runs already is left as it is.
+
+        Raises what starting, calling and loading raise.
+        """
         async with self._starting:
-            if self._drafter is None or (self._dead is not None and self._dead.done()):
+            if self._drafter is None or (self._death is not None and self._death.done()):
                 await self._end()
                 self._drafter = await self._load(await self._address())
             return self._drafter
 
     async def compress(self, request_id: str, token_ids: tuple[int, ...], ratio: float) -> Compressed:
-        """What to keep. A failure ends the worker, so that the next request gets a fresh one; it is raised."""
+        """Return which tokens to keep. A failure is raised, and the next request starts the worker anew."""
         drafter = await self.start()
         try:
             remote = await self._peers.compressor(await self._address())
             return await remote.compress(CompressRequest(request_id, drafter.fingerprint, token_ids, ratio))
         except FailedPrecondition:
-            # A remote worker that was started again holds nothing, or another one's drafter.
+            # A remote worker that was started again holds nothing, or another coordinator's drafter.
             self._drafter = None
             raise
         except Unavailable as error:
             self._drafter = None
-            if self._dead is not None:
-                await asyncio.wait([self._dead], timeout=0.5)
-                if self._dead.done():
-                    death = self._dead.result()
+            if self._death is not None:
+                await asyncio.wait([self._death], timeout=0.5)
+                if self._death.done():
+                    death = self._death.result()
                     raise WorkerFailed(death.message, death.log_lines, reason="WORKER_DIED") from error
             raise
 
     async def close(self) -> None:
-        """End it. Safe to call twice."""
+        """End the worker and close the connections. Safe to call twice."""
         await self._peers.close()
         await self._end()
 
@@ -98,7 +105,7 @@ class DrafterWorker:
             assert self._place.devices is not None
             self._process = WorkerProcess(self._place.devices, [Role.COMPRESS], self._launch)
             await self._process.start()
-            self._dead = asyncio.ensure_future(self._process.died())
+            self._death = asyncio.ensure_future(self._process.died())
         return self._process.address
 
     async def _load(self, address: str) -> DrafterDescription:
@@ -106,14 +113,14 @@ class DrafterWorker:
         loaded = await worker.load(self._part, self._on_progress)
         if loaded.drafter is None:
             raise FailedPrecondition(f"the worker at {address} loaded no drafter", reason="NOT_LOADED")
-        self.known = loaded
+        self.description = loaded
         log.info("compress.ready", device=loaded.device, host=loaded.host, bytes=loaded.drafter.weight_bytes)
         return loaded.drafter
 
     async def _end(self) -> None:
-        if self._dead is not None:
-            self._dead.cancel()
-            self._dead = None
+        if self._death is not None:
+            self._death.cancel()
+            self._death = None
         if self._process is not None:
             process, self._process = self._process, None
             await process.stop()

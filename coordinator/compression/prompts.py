@@ -1,4 +1,4 @@
-"""A long prompt as the engine will see it: its compressible part shortened, and what became of that."""
+"""Prompts as the engine will see them: which part of one may be shortened, and the prompt with that part shortened."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from coordinator.answer import Compression
-from coordinator.compression.chat import compressible
 from coordinator.compression.compressor import Compressor, Shortened
 from coordinator.compression.settings import CompressionSettings
 from coordinator.text.model_files import ModelFiles
@@ -27,17 +26,21 @@ async def shorten_chat(
     structured: bool = False,
     variables: Mapping[str, Any] | None = None,
 ) -> Prompt:
-    """prompt: of all messages, which is returned where nothing may be or need be shortened."""
+    """Return the prompt of a conversation with its longest message of the user shortened.
+
+    prompt: the prompt of all messages, which is returned where nothing may be or need be shortened. variables: the
+    chat template's.
+    """
     index = compressible(messages, tools=bool(tools), structured=structured)
     if index is None:
         return prompt
     text = str(messages[index]["content"])
-    found = await compressor.shorten(request_id, text, len(prompt.token_ids), settings)
-    if found.text is None:
-        return _whole(prompt, found)
-    shorter = [*messages[:index], {**messages[index], "content": found.text}, *messages[index + 1 :]]
-    made = await asyncio.to_thread(chat_prompt, files, shorter, tools=tools, **(variables or {}))
-    return _shortened(made, prompt, found)
+    shortened = await compressor.shorten(request_id, text, len(prompt.token_ids), settings)
+    if shortened.text is None:
+        return _with_note(prompt, shortened)
+    shorter = [*messages[:index], {**messages[index], "content": shortened.text}, *messages[index + 1 :]]
+    shorter_prompt = await asyncio.to_thread(chat_prompt, files, shorter, tools=tools, **(variables or {}))
+    return _with_figures(shorter_prompt, prompt, shortened)
 
 
 async def shorten_text(
@@ -49,18 +52,35 @@ async def shorten_text(
     *,
     structured: bool = False,
 ) -> Prompt:
-    """A plain prompt; one of token ids is left as it is."""
+    """Return a plain prompt with its text shortened; one of token ids, which has no text, is left as it is."""
     if structured or not prompt.text:
         return prompt
-    found = await compressor.shorten(request_id, prompt.text, len(prompt.token_ids), settings)
-    if found.text is None:
-        return _whole(prompt, found)
-    return _shortened(await asyncio.to_thread(text_prompt, files, found.text), prompt, found)
+    shortened = await compressor.shorten(request_id, prompt.text, len(prompt.token_ids), settings)
+    if shortened.text is None:
+        return _with_note(prompt, shortened)
+    return _with_figures(await asyncio.to_thread(text_prompt, files, shortened.text), prompt, shortened)
 
 
-def _whole(prompt: Prompt, found: Shortened) -> Prompt:
-    return prompt if found.note is None else replace(prompt, compression=Compression(note=found.note))
+def _with_note(prompt: Prompt, shortened: Shortened) -> Prompt:
+    return prompt if shortened.note is None else replace(prompt, compression=Compression(note=shortened.note))
 
 
-def _shortened(made: Prompt, prompt: Prompt, found: Shortened) -> Prompt:
-    return replace(made, compression=Compression(len(prompt.token_ids), found.elapsed_ms))
+def _with_figures(shorter: Prompt, whole: Prompt, shortened: Shortened) -> Prompt:
+    return replace(shorter, compression=Compression(len(whole.token_ids), shortened.elapsed_ms))
+
+
+def compressible(messages: Sequence[Mapping[str, object]], *, tools: bool, structured: bool) -> int | None:
+    """Return the index of the message whose text may be shortened, the user's longest; None where nothing may be.
+
+    Tools and the form of structured output are described in words that must all stay, and so must system messages. A
+    conversation that goes on keeps its earlier turns as they were answered: another choice would make its kept state
+    useless.
+    """
+    if tools or structured or any(message.get("role") not in ("system", "developer", "user") for message in messages):
+        return None
+    texts = {
+        index: len(content)
+        for index, message in enumerate(messages)
+        if message.get("role") == "user" and isinstance(content := message.get("content"), str)
+    }
+    return max(texts, key=lambda index: (texts[index], index), default=None)

@@ -1,4 +1,4 @@
-"""When prompts are compressed, and to what share: parsed and brought into range once, before use."""
+"""When prompts are compressed, and to what share of their tokens: parsed and brought into range once, before use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class KeepCurve:
     points: tuple[tuple[int, float], ...]
 
     def ratio(self, tokens: int) -> float:
-        """From 0 to 1."""
+        """Return the share to keep of a prompt with so many tokens, from 0 to 1."""
         before = self.points[0]
         for point in self.points:
             if tokens <= point[0]:
@@ -30,14 +30,17 @@ class KeepCurve:
 
 @dataclass(frozen=True, slots=True)
 class CompressionSettings:
-    """threshold: tokens of a prompt from which AUTO compresses."""
+    """Whether prompts are compressed, and how much.
+
+    threshold: from how many tokens on the mode AUTO compresses a prompt. keep: which share of it stays.
+    """
 
     mode: CompressionMode = CompressionMode.AUTO
     threshold: int = 32_000
     keep: KeepCurve = KeepCurve(((0, 0.05),))
 
     def for_request(self, wish: CompressionParams) -> CompressionSettings:
-        """With what one request asks for. Raises InvalidArgument for a ratio that is no number."""
+        """Return the settings with what one request asks for. Raises InvalidArgument for a ratio that is no number."""
         changed = self if wish.mode is None else replace(self, mode=wish.mode)
         if wish.keep_ratio is None:
             return changed
@@ -45,7 +48,7 @@ class CompressionSettings:
 
 
 def parse_keep(text: str) -> KeepCurve:
-    """A ratio, or TOKENS:RATIO pairs joined by commas. Ratios outside of 0 … 1 are brought into it.
+    """Parse a ratio, or TOKENS:RATIO pairs joined by commas; ratios outside of [0, 1] are brought into it.
 
     Raises InvalidArgument for anything else.
     """
@@ -59,7 +62,7 @@ def parse_keep(text: str) -> KeepCurve:
             f"{RATIO_FLAG} {text!r} must be a number like 0.05, or TOKENS:RATIO pairs like 8000:0.3,64000:0.05",
             field=RATIO_FLAG,
         ) from None
-    if any(one[0] >= other[0] for one, other in zip(points, points[1:], strict=False)) or points[0][0] < 0:
+    if any(point[0] >= after[0] for point, after in zip(points, points[1:], strict=False)) or points[0][0] < 0:
         raise InvalidArgument(f"{RATIO_FLAG} {text!r} must have its tokens ascending from 0", field=RATIO_FLAG)
     return KeepCurve(points)
 

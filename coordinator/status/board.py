@@ -1,4 +1,4 @@
-"""The server's state now: its own figures and what the workers say, put together as a report."""
+"""The server's present state: its own figures and the workers' descriptions, put together as a report."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from types import TracebackType
 
 from coordinator.engine.engine import Engine
 from coordinator.status import report
-from coordinator.status.asking import Member, Workers
 from coordinator.status.figures import Figures
 from coordinator.status.rolling import KEPT_S, Sums
+from coordinator.status.worker_poll import PolledWorker, WorkerPoll
 
 LOAD_S = 5
-"""Load and rates are means over this time."""
+"""Load and rates are means over so many seconds."""
 
 
 class Board:
-    """Use as `async with`. figures: what the engine has counted since this was made."""
+    """Reports the state of an engine. Use as `async with`.
+
+    The attribute `figures` holds what the engine has counted since the board was made.
+    """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self.figures, self._workers = engine, Figures(engine), Workers(engine)
+        self._engine, self.figures, self._poll = engine, Figures(engine), WorkerPoll(engine)
 
     async def __aenter__(self) -> Board:
         return self
@@ -27,11 +30,11 @@ class Board:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._workers.close()
+        await self._poll.close()
 
     async def status(self) -> report.Status:
-        """Soon, whatever the workers do: as `Workers.ask`."""
-        members = await self._workers.ask()
+        """Return the present state, as soon as the workers have answered or their time is over."""
+        workers = await self._poll.ask()
         engine, figures = self._engine, self.figures
         target, load, totals = engine.cluster.target, engine.load, figures.totals
         recent, seconds = figures.rolling.last(LOAD_S)
@@ -67,22 +70,22 @@ class Board:
                     for source, hits in totals.hits.items()
                 },
             ),
-            workers=[self._worker(member) for member in members],
+            workers=[self._worker(worker) for worker in workers],
             edges=self._edges(),
         )
 
-    def _worker(self, member: Member) -> report.WorkerStatus:
-        said, index, rolling = member.said, member.stage, self.figures.rolling
-        target = said.target if index is not None else None
+    def _worker(self, worker: PolledWorker) -> report.WorkerStatus:
+        description, index, rolling = worker.description, worker.stage, self.figures.rolling
+        target = description.target if index is not None else None
         recent, seconds = rolling.last(LOAD_S)
         computed_ns = recent.computed_ns[index] if index is not None else 0
-        if member.draft:
+        if worker.draft:
             computed_ns += recent.draft_ns
         return report.WorkerStatus(
-            name=member.name,
-            address=member.address,
-            host=said.host,
-            device=said.device,
+            name=worker.name,
+            address=worker.address,
+            host=description.host,
+            device=description.device,
             devices=[
                 report.DeviceStatus(
                     name=device.name,
@@ -90,28 +93,30 @@ class Board:
                     total_bytes=device.total_bytes,
                     free_bytes=device.free_bytes,
                 )
-                for device in said.devices
+                for device in description.devices
             ],
-            process_id=said.process_id,
-            error=member.error,
+            process_id=description.process_id,
+            error=worker.error,
             layers=None if target is None else report.LayerBounds(first=target.layers.first, last=target.layers.last),
-            draft=member.draft,
+            draft=worker.draft,
             memory=report.Memory(
-                weight_bytes=member.weight_bytes,
-                session_bytes=said.session_bytes,
-                snapshot_bytes=said.snapshot_bytes,
-                snapshot_budget_bytes=said.snapshot_budget_bytes,
+                weight_bytes=worker.weight_bytes,
+                session_bytes=description.session_bytes,
+                snapshot_bytes=description.snapshot_bytes,
+                snapshot_budget_bytes=description.snapshot_budget_bytes,
             ),
-            sessions=said.open_sessions,
+            sessions=description.open_sessions,
             load=_share(computed_ns / 1e9, seconds),
-            shares=shares_of(rolling.last(KEPT_S)[0], index, draft=member.draft),
+            shares=shares_of(rolling.last(KEPT_S)[0], index, draft=worker.draft),
             versions=report.Versions(
-                flashsplit=said.flashsplit_version, torch=said.torch_version, python=said.python_version
+                flashsplit=description.flashsplit_version,
+                torch=description.torch_version,
+                python=description.python_version,
             ),
         )
 
     def _edges(self) -> list[report.EdgeStatus]:
-        """Down the chain, and to the draft where it has a worker of its own."""
+        """Return the connections down the chain, and the one to the draft where it has a worker of its own."""
         cluster, rolling = self._engine.cluster, self.figures.rolling
         (recent, seconds), (minute, _) = rolling.last(LOAD_S), rolling.last(KEPT_S)
         stages = [f"stage {index}" for index in range(len(cluster.workers))]
@@ -150,7 +155,10 @@ class Board:
 
 
 def shares_of(sums: Sums, stage: int | None, *, draft: bool) -> report.Shares | None:
-    """Of decode steps, as a worker with this stage (None for none), and with the draft if there, sees them."""
+    """Return where the time of decode steps went, seen from one worker; None where it had no part in any.
+
+    stage: the worker's stage; None for one without. draft: whether the draft is in the worker.
+    """
     if not sums.step_ns or (stage is None and not draft):
         return None
     drafting_ns = sums.draft_ns if draft else 0

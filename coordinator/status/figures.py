@@ -1,6 +1,6 @@
-"""What the engine tells of its requests, counted: steps as they are answered, answers as they end.
+"""Counts what the engine reports of its requests: steps as they are answered, answers as they end.
 
-Owns the counts and the feeds of those who watch; knows nothing of workers and protocols.
+It owns the counts and the feeds of those who watch, and knows nothing of workers and protocols.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from coordinator.status.rolling import Rolling
 from services.messages.steps import StepKind
 
 MAX_UNREAD = 1024
-"""Blocks that wait for a watcher; of those who read slowly the oldest are dropped."""
+"""How many steps wait for a watcher; for one that reads slowly the oldest are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchedStep:
-    """A decode step as those who watch see it: rows sent, rows kept, and how long it took, drafting included."""
+    """A decode step as those who watch see it.
+
+    rows: how many rows were sent. kept: how many of them count. elapsed_ms: how long it took, drafting included.
+    """
 
     request_id: str
     rows: int
@@ -32,7 +35,7 @@ class WatchedStep:
 
 @dataclass(slots=True)
 class Hits:
-    """Requests that began from a kept prefix, and the tokens of it."""
+    """How many requests began from a kept prefix, and how many tokens those prefixes had."""
 
     requests: int = 0
     tokens: int = 0
@@ -40,7 +43,7 @@ class Hits:
 
 @dataclass(slots=True)
 class Totals:
-    """Since the server began. outcomes: requests by how they ended; hits: by where prefixes were kept."""
+    """Counts since the server began. outcomes: requests by how they ended. hits: by where prefixes were kept."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
@@ -49,7 +52,10 @@ class Totals:
 
 
 class Figures:
-    """Figures of one engine. rolling: of its steps."""
+    """The figures of one engine: `rolling` sums over its steps, `totals` counts its requests.
+
+    clock: returns seconds, as `time.monotonic` does.
+    """
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
         draft = engine.cluster.draft
@@ -62,17 +68,18 @@ class Figures:
 
     @property
     def uptime_s(self) -> float:
+        """How many seconds ago counting began."""
         return self._clock() - self._began
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[deque[WatchedStep]]:
-        """Blocks as they come, at the right end; take them from the left."""
+        """Yield a queue to whose right end steps are appended as they are answered; the watcher pops them left."""
         feed: deque[WatchedStep] = deque(maxlen=MAX_UNREAD)
         self._feeds.append(feed)
         try:
             yield feed
         finally:
-            # By identity: feeds with the same blocks are equal.
+            # Compared by identity, because feeds with the same steps are equal.
             self._feeds = [other for other in self._feeds if other is not feed]
 
     def _step(self, step: StepTaken) -> None:

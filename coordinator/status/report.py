@@ -1,6 +1,6 @@
-"""The state of a server as /v1/status tells it: one form for the page, the command line and other programs.
+"""The state of a server as /v1/status reports it: one form for the page, the command line and other programs.
 
-Sizes in bytes, shares from 0 to 1, layer ranges half-open.
+Sizes are in bytes, shares from 0 to 1, layer ranges half-open.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Sums over the steps of the last minute, kept by the second so that old ones fall out.
+"""Sums over the steps of the last minute, kept by the second so that old ones can be left out.
 
-Owns nothing but numbers; the clock is the caller's.
+It owns nothing but numbers; the clock is the caller's.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from coordinator.engine.step_times import StepTaken
 from services.messages.steps import StepKind
 
 KEPT_S = 60
-"""How far back the sums reach."""
+"""How many seconds back the sums reach."""
 
 
 @dataclass(slots=True)
 class Sums:
-    """Of some steps. Times in nanoseconds, lists with one entry a stage; sent_bytes as in StepTaken.
+    """Sums over some steps. Times are in nanoseconds, lists have one entry a stage; sent_bytes is as in StepTaken.
 
-    computed_ns: of all steps. The others are of decode steps only, as prefill chunks overlap: step_ns in all, of which
-    forward_ns, wire_ns and draft_ns. produced: tokens; verify steps offered guesses and accepted some of them.
+    computed_ns: the forward passes of all steps. The other times are those of decode steps only, because prefill chunks
+    overlap: step_ns is all of it, of which forward_ns, wire_ns and draft_ns. prefilled: the rows of prefill steps.
+    produced: the tokens of decode steps. verifies, offered, accepted: how many verify steps there were, and how many
+    draft tokens they offered and accepted.
     """
 
     computed_ns: list[int]
@@ -41,10 +43,12 @@ class Sums:
 
     @classmethod
     def zero(cls, stages: int, block_rows: int) -> Sums:
-        none = [0] * stages
-        return cls(none.copy(), none.copy(), none.copy(), [0] * (stages + 1), kept=[0] * block_rows)
+        """Return the sums over no steps, for a chain of so many stages and blocks of so many rows."""
+        zeros = [0] * stages
+        return cls(zeros.copy(), zeros.copy(), zeros.copy(), [0] * (stages + 1), kept=[0] * block_rows)
 
     def add(self, step: StepTaken) -> None:
+        """Add a step."""
         for index, stage in enumerate(step.stages):
             self.computed_ns[index] += stage.forward_ns
         for index, size in enumerate(step.sent_bytes):
@@ -66,14 +70,18 @@ class Sums:
             self.kept[step.kept - 1] += 1
 
     def merge(self, other: Sums) -> None:
+        """Add the sums over other steps."""
         for name in self.__dataclass_fields__:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            summed = [a + b for a, b in zip(mine, theirs, strict=True)] if isinstance(mine, list) else mine + theirs
-            setattr(self, name, summed)
+            left, right = getattr(self, name), getattr(other, name)
+            total = [a + b for a, b in zip(left, right, strict=True)] if isinstance(left, list) else left + right
+            setattr(self, name, total)
 
 
 class Rolling:
-    """Steps of a chain of so many stages. clock: seconds, as `time.monotonic`."""
+    """Sums over the steps of a chain with so many stages: `total` over all of them, `last` over recent ones.
+
+    clock: returns seconds, as `time.monotonic` does.
+    """
 
     def __init__(self, stages: int, block_rows: int, clock: Callable[[], float]) -> None:
         self._shape, self._clock = (stages, block_rows), clock
@@ -81,6 +89,7 @@ class Rolling:
         self.total = Sums.zero(*self._shape)
 
     def add(self, step: StepTaken) -> None:
+        """Add a step that was answered now."""
         now = int(self._clock())
         if not self._seconds or self._seconds[-1][0] != now:
             self._seconds.append((now, Sums.zero(*self._shape)))
@@ -88,9 +97,9 @@ class Rolling:
         self.total.add(step)
 
     def last(self, seconds: int) -> tuple[Sums, float]:
-        """Sums over the running second and as many before it, and the time that they cover."""
-        now, found = self._clock(), Sums.zero(*self._shape)
+        """Return sums over the running second and as many before it, and how many seconds that is."""
+        now, recent = self._clock(), Sums.zero(*self._shape)
         for second, sums in self._seconds:
             if second >= int(now) - seconds:
-                found.merge(sums)
-        return found, seconds + now % 1
+                recent.merge(sums)
+        return recent, seconds + now % 1

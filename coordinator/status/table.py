@@ -1,4 +1,4 @@
-"""A server's status for people: its workers as a table, and under it what the draft and the prefix cache bring."""
+"""A server's status for people: its workers as a table, and below it what the draft and the prefix cache save."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coordinator.status.report import Cache, EdgeStatus, Shares, Status, WorkerS
 from services.sizes import format_age, format_size
 
 BAR = 20
-"""Characters of a bar."""
+"""How many characters a bar has."""
 
 _SHARES = (("drafting", "█", "green"), ("computing", "█", "blue"), ("wire", "▒", "yellow"), ("waiting", "░", "dim"))
 _HEIGHTS = "▁▂▃▄▅▆▇█"
@@ -23,7 +23,7 @@ Cell = Callable[[WorkerStatus, EdgeStatus | None], str | Text]
 
 
 def picture(status: Status, console: Console, url: str = "") -> RenderableType:
-    """Everything, as wide as the console."""
+    """Return the whole status, as wide as the console. url: the server's, for the heading."""
     return Group(*_parts(status, console, url))
 
 
@@ -43,7 +43,7 @@ def _parts(status: Status, console: Console, url: str) -> Iterator[RenderableTyp
 
 
 def _heading(status: Status, url: str) -> Text:
-    state = "shutting down" if status.draining else "ready" if _well(status) else "not ready"
+    state = "shutting down" if status.draining else "ready" if _is_well(status) else "not ready"
     kept = "" if status.kv_dtype == status.dtype else f", keys and values in {status.kv_dtype}"
     return Text.assemble(
         (status.model, "bold"),
@@ -53,7 +53,7 @@ def _heading(status: Status, url: str) -> Text:
     )
 
 
-def _well(status: Status) -> bool:
+def _is_well(status: Status) -> bool:
     return status.ready and not any(worker.error for worker in status.workers)
 
 
@@ -87,28 +87,28 @@ _COLUMNS: Sequence[tuple[str, Cell]] = (
     ("busy/wire/wait", lambda worker, _: _percents(worker.shares)),
 )
 _LEAST_NEEDED = ("free", "prefixes", "sent there", "busy/wire/wait", "caches", "sessions", "hop ms", "weights")
-"""Columns that a narrow console does without, the first of them first."""
+"""Columns that are left out on a narrow console, in this order."""
 
 
 def _chain(status: Status, console: Console) -> Table:
     left_out: set[str] = set()
     for name in ("", *_LEAST_NEEDED):
         left_out |= {name} if name else set()
-        made = _table(status, [column for column in _COLUMNS if column[0] not in left_out])
-        if Measurement.get(console, console.options.update(max_width=1000), made).maximum <= console.width:
+        table = _table(status, [column for column in _COLUMNS if column[0] not in left_out])
+        if Measurement.get(console, console.options.update(max_width=1000), table).maximum <= console.width:
             break
-    return made
+    return table
 
 
 def _table(status: Status, columns: Sequence[tuple[str, Cell]]) -> Table:
     edges = {edge.to: edge for edge in status.edges}
-    made = Table(box=None, pad_edge=False, header_style="dim")
+    table = Table(box=None, pad_edge=False, header_style="dim")
     for heading, _ in columns:
         left = heading in ("", "worker", "a step's time")
-        made.add_column(heading, justify="left" if left else "right", no_wrap=True)
+        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
     for worker in status.workers:
-        made.add_row(*(cell(worker, edges.get(worker.name)) for _, cell in columns))
-    return made
+        table.add_row(*(cell(worker, edges.get(worker.name)) for _, cell in columns))
+    return table
 
 
 def _bar(shares: Shares | None) -> Text:
@@ -146,14 +146,14 @@ def _acceptance(status: Status) -> Text:
     if acceptance.tokens_per_verify is None:
         return _line("draft", (f"blocks of {acceptance.block_rows}, none verified yet", "dim"))
     most = max(acceptance.kept)
-    # A count that is there is seen, however small beside the rest.
+    # Every count above 0 has a bar, however small beside the others.
     heights = [math.ceil(number / most * len(_HEIGHTS)) for number in acceptance.kept]
     share = acceptance.accepted_tokens / max(acceptance.draft_tokens, 1)
     return _line(
         "draft",
         ("".join(_HEIGHTS[height - 1] if height else " " for height in heights), "green"),
         f"  {acceptance.tokens_per_verify:.2f} of {acceptance.block_rows} rows kept a verify, {share:.0%} of the "
-        f"guesses right, {acceptance.verifies} verified",
+        f"draft tokens right, {acceptance.verifies} verified",
     )
 
 
@@ -175,17 +175,17 @@ def _cache(cache: Cache) -> Text:
 
 
 def _versions(status: Status) -> Text:
-    """One line where all workers have the same, which they should; else each one's."""
-    found = {
+    """Return one line where all workers run the same versions, as they should; else those of each."""
+    versions = {
         worker.name: f"flashsplit {worker.versions.flashsplit}, torch {worker.versions.torch}, "
         f"Python {worker.versions.python}"
         for worker in status.workers
     }
-    own = {worker.versions.flashsplit for worker in status.workers} == {status.version}
-    if own and len(set(found.values())) == 1:
-        return _line("run by", (next(iter(found.values())), "dim"))
-    each = "; ".join(f"{name}: {text}" for name, text in found.items())
-    return _line("run by", (f"server: flashsplit {status.version}; {each}", "" if own else "yellow"))
+    is_servers = {worker.versions.flashsplit for worker in status.workers} == {status.version}
+    if is_servers and len(set(versions.values())) == 1:
+        return _line("run by", (next(iter(versions.values())), "dim"))
+    each = "; ".join(f"{name}: {text}" for name, text in versions.items())
+    return _line("run by", (f"server: flashsplit {status.version}; {each}", "" if is_servers else "yellow"))
 
 
 def _line(name: str, *parts: str | tuple[str, str]) -> Text:

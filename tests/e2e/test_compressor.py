@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.cluster.placement import WorkerPlace
-from coordinator.compression.bridge import question_of
 from coordinator.compression.compressor import Compressor
+from coordinator.compression.drafter_text import question_span
 from coordinator.compression.drafter_worker import DrafterWorker
 from coordinator.compression.settings import CompressionSettings, KeepCurve
 from coordinator.text.tokenizer import Tokenizer
@@ -65,7 +65,7 @@ async def test_a_long_text_gets_short(worker: DrafterWorker, tokenizer: Tokenize
     assert again.text == first.text
     assert first.note is None
     assert subsequence(first.text, TEXT)
-    assert first.text.endswith(TEXT[question_of(TEXT)[0] :])
+    assert first.text.endswith(TEXT[question_span(TEXT)[0] :])
     whole, left = (len(tokenizer.encode(text, add_special_tokens=False)) for text in (TEXT, first.text))
     assert 0.15 * whole < left < 0.25 * whole + 40
     everything = CompressionSettings(CompressionMode.ALWAYS, 0, KeepCurve(((0, 1.0),)))
@@ -91,9 +91,8 @@ async def test_a_lost_drafter_loses_no_request(worker: DrafterWorker, tokenizer:
     """kill -9 while it reads: the text goes on whole, with the reason; the next one is read by a new process."""
     compressor = Compressor(worker, tokenizer, ALWAYS)
     await worker.start()
-    assert worker._process is not None
-    pid = worker._process.process_id
-    assert pid is not None
+    assert worker.description is not None
+    pid = worker.description.process_id
     running = asyncio.ensure_future(compressor.shorten("a", TEXT * 6, 30000, ALWAYS))
     await asyncio.sleep(0.3)
     os.kill(pid, signal.SIGKILL)
@@ -104,8 +103,7 @@ async def test_a_lost_drafter_loses_no_request(worker: DrafterWorker, tokenizer:
 
     after = await compressor.shorten("b", TEXT, 5000, ALWAYS)
     assert after.text is not None
-    assert worker._process is not None
-    assert worker._process.process_id != pid
+    assert worker.description.process_id != pid
 
 
 async def test_a_drafter_that_cannot_be_loaded(tokenizer: Tokenizer, tmp_path: Path) -> None:

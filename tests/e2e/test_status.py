@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from coordinator.cli.commands.status import status as command
-from coordinator.status.asking import ANSWER_S, FRESH_S
+from coordinator.status.worker_poll import ANSWER_S, FRESH_S
 from tests.e2e.conftest import ROOT, alive, flashsplit, until
 from tests.e2e.server import PAIR, Server, get, serving
 

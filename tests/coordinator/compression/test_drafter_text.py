@@ -6,7 +6,14 @@ import random
 
 import pytest
 
-from coordinator.compression.bridge import LONGEST_QUESTION, QUESTION_TAIL, Span, question_of, read, union
+from coordinator.compression.drafter_text import (
+    LONGEST_QUESTION,
+    QUESTION_TAIL,
+    Span,
+    merge_spans,
+    question_span,
+    tokenize,
+)
 from coordinator.text.tokenizer import Tokenizer
 from tests.e2e.conftest import ROOT
 
@@ -41,19 +48,19 @@ def test_any_cut_is_whole_characters_in_order(seed: int, tokenizer: Tokenizer) -
     """Random ranges of tokens, also in the middle of a character's bytes."""
     rng = random.Random(seed)
     text = "".join(rng.choice(WORDS) for _ in range(rng.randrange(1, 200))) + "\n\nWhat is it?"
-    reading = read(tokenizer, text)
-    edges = sorted(rng.sample(range(len(reading.token_ids) + 1), min(6, len(reading.token_ids)) // 2 * 2))
+    drafter_text = tokenize(tokenizer, text)
+    edges = sorted(rng.sample(range(len(drafter_text.token_ids) + 1), min(6, len(drafter_text.token_ids)) // 2 * 2))
     kept = list(zip(edges[::2], edges[1::2], strict=True))
 
-    cut = reading.cut(kept)
+    cut = drafter_text.excerpt(kept)
 
     assert "\ufffd" not in cut
     assert in_order(cut, text)
     assert cut.endswith("What is it?")
     for first, last in kept:
-        inside = tokenizer.decode(reading.token_ids[first:last]).strip("\ufffd")
-        assert inside in cut or inside in text[question_of(text)[0] :]
-    assert reading.cut([(0, len(reading.token_ids))]) == text
+        inside = tokenizer.decode(drafter_text.token_ids[first:last]).strip("\ufffd")
+        assert inside in cut or inside in text[question_span(text)[0] :]
+    assert drafter_text.excerpt([(0, len(drafter_text.token_ids))]) == text
 
 
 @pytest.mark.parametrize(
@@ -68,7 +75,7 @@ def test_any_cut_is_whole_characters_in_order(seed: int, tokenizer: Tokenizer) -
     ],
 )
 def test_the_question(text: str, question: str | None) -> None:
-    first, last = question_of(text)
+    first, last = question_span(text)
     if question is None:
         assert last == len(text)
         assert 0 < last - first <= QUESTION_TAIL + 1 < LONGEST_QUESTION
@@ -77,7 +84,7 @@ def test_the_question(text: str, question: str | None) -> None:
         assert text[first:last] == question
 
 
-def test_union() -> None:
+def test_merge_spans() -> None:
     spans: list[Span] = [(5, 7), (0, 2), (6, 9), (2, 3), (20, 20), (12, 13)]
-    assert union(spans) == [(0, 3), (5, 9), (12, 13)]
-    assert union([]) == []
+    assert merge_spans(spans) == [(0, 3), (5, 9), (12, 13)]
+    assert merge_spans([]) == []

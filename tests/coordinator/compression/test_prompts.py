@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.compression.chat import compressible
+from coordinator.compression.prompts import compressible
 
 SYSTEM = {"role": "system", "content": "Be brief. " * 100}
 LONG = {"role": "user", "content": "A long document. " * 50}
