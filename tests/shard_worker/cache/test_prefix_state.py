@@ -31,7 +31,7 @@ WINDOW = TensorGroup(GroupKind.ROWS, ("draft.layers.0.k",), (2, 3), torch.bfloat
 STATE = TensorGroup(GroupKind.STATE, ("layers.1.recurrent", "layers.2.recurrent"), (2, 4, 4), torch.float32)
 LOGITS = TensorGroup(GroupKind.LOGITS, ("logits",), (11,), torch.float32)
 GROUPS = (ROWS, WINDOW, STATE, LOGITS)
-CUTTABLE = (ROWS, LOGITS)
+TRIMMABLE = (ROWS, LOGITS)
 Chain = list[tuple[int, int, tuple[torch.Tensor, ...]]]
 
 
@@ -67,18 +67,20 @@ class Memory:
     def __init__(self, seen: int = 0, *, groups: Sequence[TensorGroup] = GROUPS, slots: int = 11) -> None:
         self.views: list[StateView] = []
         for group in groups:
-            told = HISTORY[group]
+            history = HISTORY[group]
             if group.window is not None:
                 ring = rows_view(group, slots)
                 for token in range(seen):
-                    memory_of(ring)[:, :, token % slots] = told[:, :, token]
+                    memory_of(ring)[:, :, token % slots] = history[:, :, token]
                 self.views.append(ring)
             elif group.kind is GroupKind.ROWS:
                 rows = rows_view(group)
-                memory_of(rows)[:, :, :seen] = told[:, :, :seen]
+                memory_of(rows)[:, :, :seen] = history[:, :, :seen]
                 self.views.append(rows)
             else:
-                self.views.append(WholeView(told[seen - 1].clone() if seen else torch.full_like(told[0], torch.nan)))
+                self.views.append(
+                    WholeView(history[seen - 1].clone() if seen else torch.full_like(history[0], torch.nan))
+                )
 
     def clear(self) -> None:
         """Forget all, in place."""
@@ -89,14 +91,14 @@ class Memory:
         """Whether all that steps behind `length` tokens look at is as it would be after seeing them."""
         whole = True
         for group, view in zip(groups, self.views, strict=True):
-            told = HISTORY[group]
+            history = HISTORY[group]
             if group.kind is not GroupKind.ROWS:
-                whole &= torch.equal(view.read(0, length), told[length - 1])
+                whole &= torch.equal(view.read(0, length), history[length - 1])
                 continue
             first = max(0, length - group.window) if group.window is not None else 0
             assert isinstance(view, AttentionView)
             for token in range(first, length):
-                whole &= torch.equal(memory_of(view)[:, :, token % view.cache.slots], told[:, :, token])
+                whole &= torch.equal(memory_of(view)[:, :, token % view.cache.slots], history[:, :, token])
         return whole
 
 
@@ -130,16 +132,16 @@ def test_announced_tensors_are_those_that_are_copied() -> None:
 
     assert [tensor.name for tensor in announced] == [name for group in GROUPS for name in group.names]
     flat = [tensor for group_tensor in copies for tensor in group_tensor]
-    assert [(one.dtype, one.shape) for one in announced] == [
+    assert [(tensor.dtype, tensor.shape) for tensor in announced] == [
         (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in flat
     ]
-    assert sum(one.size_bytes for one in announced) == sum(group.size_bytes(3, 15) for group in GROUPS)
-    assert sum(one.size_bytes for one in announced) == sum(tensor.nbytes for tensor in copies)
+    assert sum(tensor.size_bytes for tensor in announced) == sum(group.size_bytes(3, 15) for group in GROUPS)
+    assert sum(tensor.size_bytes for tensor in announced) == sum(tensor.nbytes for tensor in copies)
 
 
-def test_only_rows_that_all_stay_can_be_cut() -> None:
+def test_only_rows_that_all_stay_can_be_trimmed() -> None:
     """State and windows bind a snapshot to its length; rows and logits don't."""
-    assert trimmable(CUTTABLE)
+    assert trimmable(TRIMMABLE)
     assert trimmable(())
     assert not trimmable((ROWS, STATE))
     assert not trimmable((ROWS, WINDOW))
@@ -151,29 +153,29 @@ def test_only_rows_that_all_stay_can_be_cut() -> None:
 @pytest.mark.parametrize("slots", [1, 2, 5, 8])
 def test_a_ring_is_read_and_written_around_its_end(slots: int) -> None:
     """Row t lies in slot t modulo slots: any run of at most as many rows comes out in order and goes back in place."""
-    told = HISTORY[WINDOW][0]
+    history = HISTORY[WINDOW][0]
     for last in range(1, TOTAL):
         memory = Memory(last, groups=(WINDOW,), slots=slots)
         for first in range(max(0, last - slots), last):
             rows = memory.views[0].read(first, last)
-            assert torch.equal(rows[0], told[:, first:last])
+            assert torch.equal(rows[0], history[:, first:last])
             other = rows_view(WINDOW, slots)
             other.write(rows, first, last)
             written = [token % slots for token in range(first, last)]
             [slots_held] = memory_of(other)
-            assert torch.equal(slots_held[:, written], told[:, first:last])
+            assert torch.equal(slots_held[:, written], history[:, first:last])
             assert slots_held.isnan().all(-1).all(0).tolist() == [slot not in written for slot in range(slots)]
 
 
 def test_rows_are_written_where_they_belong_and_nowhere_else() -> None:
     """Putting rows back touches no other row of the session."""
-    told = HISTORY[ROWS]
+    history = HISTORY[ROWS]
     view = rows_view(ROWS)
 
     view.write(Memory(TOTAL, groups=(ROWS,)).views[0].read(3, 9), 3, 9)
 
     target = memory_of(view)
-    assert torch.equal(target[:, :, 3:9], told[:, :, 3:9])
+    assert torch.equal(target[:, :, 3:9], history[:, :, 3:9])
     assert target[:, :, :3].isnan().all()
     assert target[:, :, 9:].isnan().all()
 
@@ -203,12 +205,12 @@ def test_a_chain_brings_everything_back(seed: int) -> None:
         assert memory.holds(lengths[count - 1])
 
 
-def test_a_cut_brings_back_the_shorter_prefix() -> None:
+def test_a_trimmed_snapshot_brings_back_the_shorter_prefix() -> None:
     """Where there are only rows, a chain serves every length below its own; the logits of its end stay out."""
-    chain = saved([5, 6, 17, 30], CUTTABLE)
+    chain = saved([5, 6, 17, 30], TRIMMABLE)
     for length in range(1, 30):
-        memory = Memory(groups=CUTTABLE)
-        copy_in(CUTTABLE, memory.views, chain, length)
+        memory = Memory(groups=TRIMMABLE)
+        copy_in(TRIMMABLE, memory.views, chain, length)
         rows, logits = memory.views
         assert torch.equal(rows.read(0, length), HISTORY[ROWS][:, :, :length])
         assert rows.read(length, TOTAL).isnan().all()
@@ -217,7 +219,7 @@ def test_a_cut_brings_back_the_shorter_prefix() -> None:
 
 def test_copies_are_copies() -> None:
     """What a session does behind a save doesn't reach what was kept, nor what a restored one does."""
-    memory, told = Memory(20), Memory(20)
+    memory, untouched = Memory(20), Memory(20)
     copies = copy_out(GROUPS, memory.views, 0, 20)
     memory.clear()
     for _ in range(2):
@@ -225,7 +227,7 @@ def test_copies_are_copies() -> None:
         copy_in(GROUPS, restored.views, [(0, 20, copies)], 20)
         assert restored.holds(20)
         restored.clear()
-    assert told.holds(20)
+    assert untouched.holds(20)
     assert all(tensor.is_contiguous() for tensor in copies)
 
 

@@ -60,6 +60,7 @@ def restated(folder: Path, token_ids: list[int]) -> list[float]:
 
 @pytest.mark.parametrize("length", [1, 5, 9, 32, 33, 150])
 def test_scores_are_those_of_the_restatement(length: int, folder: Path, drafter: Drafter) -> None:
+    """Each layer is reported, and the scores of all chunks are those computed one query and head at a time."""
     token_ids = checkpoints.random_prompts(256, 1, length, [length])[0]
     *layers, scores = drafter.score(tuple(token_ids))
     assert layers == [1, 2, 3]
@@ -67,6 +68,7 @@ def test_scores_are_those_of_the_restatement(length: int, folder: Path, drafter:
 
 
 def test_smoothing_and_means_at_the_ends() -> None:
+    """Near the ends the average is over the tokens that are there, and the last chunk may be shorter."""
     scores = torch.zeros(40)
     scores[0] = 7.0
     assert smoothed(scores)[:8].tolist() == pytest.approx([1, 7 / 8, 7 / 9, 7 / 10, 7 / 11, 7 / 12, 7 / 13, 0])
@@ -75,6 +77,7 @@ def test_smoothing_and_means_at_the_ends() -> None:
 
 
 def test_what_cannot_be_scored(drafter: Drafter) -> None:
+    """An empty prompt and tokens outside the vocabulary are refused by name."""
     check_prompt(drafter, (0, drafter.config.vocab_size - 1))
     for token_ids, words in (((), "empty"), ((drafter.config.vocab_size,), "the drafter's tokens"), ((-1,), "-1")):
         with pytest.raises(InvalidArgument, match=words):
@@ -82,6 +85,7 @@ def test_what_cannot_be_scored(drafter: Drafter) -> None:
 
 
 def test_another_family_is_refused(tmp_path: Path) -> None:
+    """A hybrid model cannot be the drafter; the refusal says what can."""
     folder = checkpoints.write_qwen3_5(tmp_path / "hybrid", layers=4)
     [device] = parse_devices("cpu")
     with pytest.raises(Unimplemented, match="Qwen3-0.6B"):

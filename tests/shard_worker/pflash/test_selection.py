@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -22,12 +23,14 @@ from shard_worker.pflash.selection import (
     [(0.0, 1), (1e-9, 1), (0.05, 5), (0.5, 50), (1.0, 100), (1.5, 100), (-1.0, 1), (float("nan"), 100)],
 )
 def test_ratios_are_normalised_before_use(ratio: float, kept: int) -> None:
+    """Ratios beyond 0 and 1 count as those, one that is not a number keeps everything, and one chunk always stays."""
     assert keep_count(100, ratio) == kept
     assert 0 <= normalised_ratio(ratio) <= 1
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_an_ordered_subset_of_the_right_size(seed: int) -> None:
+    """Whatever the prompt and the ratio, chunks are in order, as many as asked for, and ranges do not touch."""
     rng = random.Random(seed)
     length = rng.randrange(1, 6000)
     token_ids = [rng.randrange(50) for _ in range(length)]
@@ -40,11 +43,12 @@ def test_an_ordered_subset_of_the_right_size(seed: int) -> None:
     assert len(chosen) == keep_count(chunks, ratio)
     ranges = kept_ranges(chosen, length)
     assert all(first < last <= length for first, last in ranges)
-    assert all(one[1] < other[0] for one, other in zip(ranges, ranges[1:], strict=False))
+    assert all(left[1] < right[0] for left, right in pairwise(ranges))
     assert sum(last - first for first, last in ranges) <= len(chosen) * CHUNK_TOKENS
 
 
 def test_ends_are_forced_and_scaled() -> None:
+    """Head and tail are kept whole where there is room, else scaled down with the tail first."""
     assert forced_chunks(100, 50) == [*range(8), *range(76, 100)]
     assert forced_chunks(100, 32) == [*range(8), *range(76, 100)]
     assert forced_chunks(100, 4) == [0, 97, 98, 99]
@@ -53,6 +57,7 @@ def test_ends_are_forced_and_scaled() -> None:
 
 
 def test_best_scores_fill_what_is_left() -> None:
+    """Beside the ends the chunks with the highest scores are kept."""
     scores = [0.0] * 100
     scores[40], scores[60], scores[50] = 3.0, 1.0, 2.0
     assert select_chunks(scores, list(range(3200)), 0.34) == [*range(8), 40, 50, *range(76, 100)]
@@ -69,5 +74,6 @@ def test_words_of_the_end_are_anchors() -> None:
 
 
 def test_common_words_are_no_anchors() -> None:
+    """An n-gram that stands everywhere keeps nothing around it."""
     token_ids = [7, 8, 9, 10] * 800
     assert anchor_chunks(token_ids) == []

@@ -22,7 +22,7 @@ def rows(length: int, heads: int, seed: int, scale: float = 1.0) -> torch.Tensor
 
 
 def masked(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """seen: [heads, n, n]."""
+    """Dense attention of [n, heads, dim] under a mask, in float64. seen: [heads, n, n]."""
     group = queries.shape[1] // keys.shape[1]
     q, k, v = (x.double().transpose(0, 1) for x in (queries, keys, values))
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
@@ -32,6 +32,7 @@ def masked(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen
 
 @pytest.mark.parametrize("length", [1, BLOCK, BLOCK + 1, 7 * BLOCK, 9 * BLOCK + 5])
 def test_everything_chosen_is_dense(length: int) -> None:
+    """With every block chosen, the result is that of dense causal attention."""
     q, k, v = rows(length, 4, 1), rows(length, 2, 2), rows(length, 2, 3)
     dense = attend_causally(q, k, v, sparse_from=10**9)
     torch.testing.assert_close(attend_sparsely(q, k, v, alpha=0.0), dense, rtol=1e-4, atol=1e-5)
@@ -55,6 +56,7 @@ def test_chosen_blocks_are_a_mask() -> None:
 
 
 def test_what_is_always_chosen() -> None:
+    """Every block of queries sees the first blocks and the latest ones; the last blocks of queries see everything."""
     chosen = choose_blocks(rows(20 * BLOCK, 4, 1, 50.0), rows(20 * BLOCK, 2, 2), alpha=1.0)
     for query in range(20):
         assert chosen[:, query, : min(SINK_BLOCKS, query + 1)].all()
@@ -67,8 +69,8 @@ def test_the_best_block_is_chosen() -> None:
     """A block of keys that answers a block of queries is seen by it, however far back."""
     length = 20 * BLOCK
     q, k = rows(length, 2, 1, 0.1), rows(length, 1, 2, 0.1)
-    wanted = torch.zeros(16)
-    wanted[3] = 5.0
-    k[7 * BLOCK : 8 * BLOCK] += wanted
-    q[15 * BLOCK : 16 * BLOCK] += wanted
+    direction = torch.zeros(16)
+    direction[3] = 5.0
+    k[7 * BLOCK : 8 * BLOCK] += direction
+    q[15 * BLOCK : 16 * BLOCK] += direction
     assert choose_blocks(q, k, alpha=0.5)[0, 15].nonzero().flatten().tolist() == [0, 1, 7, 12, 13, 14, 15]

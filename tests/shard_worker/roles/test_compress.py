@@ -73,6 +73,7 @@ async def test_what_is_kept(length: int, ratio: float, worker: Worker, remote: R
 
 
 async def test_refusals(worker: Worker, remote: RemoteCompressor, folder: Path) -> None:
+    """Another drafter than the loaded one, prompts that are not its tokens, and a missing role are refused."""
     with pytest.raises(FailedPrecondition, match="no drafter is loaded"):
         await remote.compress(CompressRequest("r", "", (1,) * 20, 0.5))
     drafter = await loaded(worker, folder)

@@ -69,7 +69,7 @@ def pieces(role: DraftRole, transport: FeatureTransport, captures: torch.Tensor,
 
 @pytest.mark.parametrize("place", [LOADED, PROJECTED])
 @pytest.mark.parametrize("transport", [SUM, SLICES])
-async def test_a_session_guesses_what_the_dense_formula_says(
+async def test_a_session_proposes_what_the_dense_formula_says(
     tiny: Tiny, make_role: MakeRole, place: HeadPlace, transport: FeatureTransport
 ) -> None:
     """Token ids with a head of its own, hidden rows without one, from features in either form."""
@@ -247,10 +247,10 @@ async def test_slices_of_one_step_are_of_the_same_rows(
         (LOADED, Propose(0, 5, 256, 3), InvalidArgument, "token_id"),
     ],
 )
-async def test_a_request_that_cannot_be_guessed_is_refused_and_the_session_goes_on(
+async def test_a_proposal_that_cannot_be_made_is_refused_and_the_session_goes_on(
     make_role: MakeRole, place: HeadPlace, request_: Propose, kind: type[FlashsplitError], field: str
 ) -> None:
-    """Other positions than the context's end, too many guesses, unknown tokens and missing rows are named."""
+    """Other positions than the context's end, too many draft tokens, unknown tokens and missing rows are named."""
     role = make_role(place, SUM)
     session = await opened(role)
     for good in pieces(role, SUM, joined(5), 0):
@@ -279,7 +279,7 @@ async def test_sessions_are_counted_until_they_close(make_role: MakeRole) -> Non
 
 @pytest.mark.parametrize("transport", [SUM, SLICES])
 async def test_a_kept_context_is_taken_up_by_another_session(make_role: MakeRole, transport: FeatureTransport) -> None:
-    """Guesses behind a restored context are those behind the context itself, in a session of another size too."""
+    """Draft tokens behind a restored context are those behind the context itself, in a session of another size too."""
     role = make_role(LOADED, transport)
     first, second = await opened(role, 60), await opened(role, 40)
     for piece in pieces(role, transport, joined(9), 0):

@@ -32,7 +32,7 @@ def forgotten(make_chain: MakeChain) -> Iterator[None]:
 async def test_a_session_restored_on_a_gpu_goes_on(
     make_chain: MakeChain, name: str, cuts: tuple[int, ...], draft: str
 ) -> None:
-    """From every kept length, and from a prefix that came over from a worker's export: tokens, guesses and memory."""
+    """From every kept length and from an imported prefix: tokens, draft tokens and memory are the same."""
     prompt, window = ids(31), 10 if draft == "sliding" else None
     gpu = best_devices()[0]
     here, there = make_chain(name, cuts, draft, devices=gpu), make_chain(name, (2,), draft, devices=gpu)

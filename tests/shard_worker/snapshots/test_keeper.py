@@ -112,7 +112,7 @@ async def test_nobody_need_wait_for_a_save(keeper: SnapshotKeeper, moment: str) 
 
 
 async def test_one_name_saved_by_two_at_once(keeper: SnapshotKeeper) -> None:
-    """Both are told that it is kept; it is kept once, and counted once."""
+    """All three saves succeed; the snapshot is kept once, and counted once."""
     parts = await asyncio.gather(*(keeper.save(SnapshotSave("a", 20), [rows()], HERE) for _ in range(3)))
 
     assert [part.refusal for part in parts] == [""] * 3
@@ -120,7 +120,7 @@ async def test_one_name_saved_by_two_at_once(keeper: SnapshotKeeper) -> None:
 
 
 async def test_a_parent_that_leaves_meanwhile(keeper: SnapshotKeeper) -> None:
-    """What a save builds on can't be freed before it is kept; a model that leaves takes both, told as a refusal."""
+    """What a save builds on can't be freed meanwhile; a model that leaves takes both, and the save is refused."""
     await keeper.save(SnapshotSave("a", 20), [rows()], HERE)
     child = keeper.save(SnapshotSave("b", 30, "a"), [rows()], HERE)
     assert keeper.store.free("a") == 0

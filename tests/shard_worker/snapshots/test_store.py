@@ -25,7 +25,7 @@ def snapshot(
     parent: Snapshot | None = None,
     owner: SnapshotOwner = STAGE,
 ) -> Snapshot:
-    """One that is a token longer than its parent and takes `size` bytes."""
+    """Return a snapshot that is one token longer than its parent and takes `size` bytes."""
     first = 0 if parent is None else parent.length
     return Snapshot(name, owner, store.generation(owner), parent, first, first + 1, (), size)
 
@@ -33,15 +33,15 @@ def snapshot(
 def keep(
     store: SnapshotStore, name: str, size: int, parent: Snapshot | None = None, owner: SnapshotOwner = STAGE
 ) -> tuple[Snapshot, tuple[str, ...]]:
-    """Reserve and put; the snapshot, and who left for it."""
-    made = snapshot(store, name, size, parent, owner)
+    """Reserve room and put a snapshot into it. Returns it, and the names of those that were dropped for it."""
+    new = snapshot(store, name, size, parent, owner)
     evicted = store.reserve(size, parent)
-    assert store.put(made)
-    return made, evicted
+    assert store.put(new)
+    return new, evicted
 
 
 def names(store: SnapshotStore) -> set[str]:
-    """Who is there, without counting as a use."""
+    """Return the names in the store; that does not count as a use."""
     return {kept.snapshot_id for kept in store}
 
 
@@ -49,7 +49,7 @@ def names(store: SnapshotStore) -> set[str]:
 
 
 def test_the_least_recently_used_leaves_first() -> None:
-    """Room is made by giving up what was used the longest time ago, and no more than needed."""
+    """Room is made by dropping what was used the longest time ago, and no more than needed."""
     store = SnapshotStore(100)
     for name in "abcd":
         keep(store, name, 25)

@@ -70,7 +70,7 @@ class Parts:
         self.tensors: dict[str, tuple[SnapshotTensor, bytes]] = {}
         self.headers: list[SnapshotHeader] = []
 
-    async def take(self, frames: AsyncIterator[SnapshotFrame]) -> None:
+    async def read(self, frames: AsyncIterator[SnapshotFrame]) -> None:
         """Read one worker's export to its end, checking that it is what a reader expects."""
         header = await anext(frames)
         assert isinstance(header, SnapshotHeader)
@@ -126,9 +126,9 @@ def framed(
 async def exported(chain: Chain, name: str, first_token: int = 0, parent_id: str | None = None) -> Parts:
     parts = Parts()
     for kept in chain.snapshots:
-        await parts.take(kept.transfer.export_snapshot(STAGE, name, first_token, parent_id))
+        await parts.read(kept.transfer.export_snapshot(STAGE, name, first_token, parent_id))
     if chain.draft_role is not None:
-        await parts.take(chain.draft_snapshots.transfer.export_snapshot(DRAFT, name, first_token, parent_id))
+        await parts.read(chain.draft_snapshots.transfer.export_snapshot(DRAFT, name, first_token, parent_id))
     return parts
 
 
@@ -360,7 +360,7 @@ async def test_an_export_goes_on_when_the_prefix_leaves(make_chain: MakeChain) -
             yield frame
 
     late = Parts()
-    await late.take(whole())
+    await late.read(whole())
     assert late.tensors == {name: truth.tensors[name] for name in late.tensors}
 
 

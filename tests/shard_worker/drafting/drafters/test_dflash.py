@@ -41,19 +41,19 @@ SHAPES: dict[str, dict[str, Any]] = {
     "short-rope": {"max_positions": 16},
 }
 CLOSE = {"rtol": 0.0, "atol": 3e-5}
-Made = Callable[[str], tuple[DFlashDraft, DenseDraft]]
+MakePair = Callable[[str], tuple[DFlashDraft, DenseDraft]]
 
 
 @pytest.fixture(scope="module")
-def made(tiny: Tiny) -> Made:
+def make_pair(tiny: Tiny) -> MakePair:
     """A draft and its dense restatement, by the name of its shape."""
-    kept: dict[str, tuple[DFlashDraft, DenseDraft]] = {}
+    pairs: dict[str, tuple[DFlashDraft, DenseDraft]] = {}
 
     def make(name: str) -> tuple[DFlashDraft, DenseDraft]:
-        if name not in kept:
+        if name not in pairs:
             path = tiny.draft("qwen3", name, **SHAPES[name])
-            kept[name] = load_draft(path), DenseDraft(path)
-        return kept[name]
+            pairs[name] = load_draft(path), DenseDraft(path)
+        return pairs[name]
 
     return make
 
@@ -92,9 +92,9 @@ def assert_dense(own: torch.Tensor, expected: DraftOutput) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("length", [0, 1, 4, 11, 18, 19, 70])
-def test_a_block_is_the_dense_formula(made: Made, name: str, length: int) -> None:
+def test_a_block_is_the_dense_formula(make_pair: MakePair, name: str, length: int) -> None:
     """Hidden rows and logits are the formulas' for every shape, before and after the rings have wrapped."""
-    draft, dense = made(name)
+    draft, dense = make_pair(name)
     joined = context(draft, length)
     state = draft.allocate(100)
     if length:
@@ -108,9 +108,11 @@ def test_a_block_is_the_dense_formula(made: Made, name: str, length: int) -> Non
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("pieces", [(70,), (1,) * 70, (40, 1, 1, 8, 3, 17), (5, 65)])
 @pytest.mark.parametrize("summed", [True, False])
-def test_a_context_may_come_in_pieces_and_as_a_sum(made: Made, name: str, pieces: Sequence[int], summed: bool) -> None:
+def test_a_context_may_come_in_pieces_and_as_a_sum(
+    make_pair: MakePair, name: str, pieces: Sequence[int], summed: bool
+) -> None:
     """At once or in any pieces, as slices or as their sum after `fc`, one context gives one block."""
-    draft, dense = made(name)
+    draft, dense = make_pair(name)
     joined = context(draft, 70)
     state = draft.allocate(100)
     for piece in joined.split(list(pieces)):
@@ -123,9 +125,9 @@ def test_a_context_may_come_in_pieces_and_as_a_sum(made: Made, name: str, pieces
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_blocks_along_a_growing_context(made: Made, name: str) -> None:
+def test_blocks_along_a_growing_context(make_pair: MakePair, name: str) -> None:
     """Shorter blocks after longer ones, and contexts that grow by any part of a block, read no row left behind."""
-    draft, dense = made(name)
+    draft, dense = make_pair(name)
     joined = context(draft, 76)
     state = draft.allocate(76)
     feed(draft, state, joined[:3])
@@ -142,9 +144,9 @@ def test_blocks_along_a_growing_context(made: Made, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["full", "sliding", "sliding-non-causal", "window-1"])
 @pytest.mark.parametrize("length", [3, 30])
-def test_a_proposal_leaves_the_context_as_it_was(made: Made, name: str, length: int) -> None:
+def test_a_proposal_leaves_the_context_as_it_was(make_pair: MakePair, name: str, length: int) -> None:
     """Blocks proposed and dropped in between change no later block by a single bit."""
-    draft, _ = made(name)
+    draft, _ = make_pair(name)
     joined = context(draft, length + 5)
     touched, untouched = draft.allocate(60), draft.allocate(60)
     for state in (touched, untouched):
@@ -161,9 +163,9 @@ def test_a_proposal_leaves_the_context_as_it_was(made: Made, name: str, length: 
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_blocks_over_whole_caches(tiny: Tiny, made: Made, name: str) -> None:
+def test_blocks_over_whole_caches(tiny: Tiny, make_pair: MakePair, name: str) -> None:
     """With the fixed shapes of a GPU, where empty slots are masked, blocks are the same along a growing context."""
-    _, dense = made(name)
+    _, dense = make_pair(name)
     draft = load_draft(tiny.draft("qwen3", name, **SHAPES[name]), device=AS_GPU)
     joined = context(draft, 45)
     state = draft.allocate(60)
@@ -173,9 +175,9 @@ def test_blocks_over_whole_caches(tiny: Tiny, made: Made, name: str) -> None:
         assert_dense(propose(draft, state, draft_tokens), expected)
 
 
-def test_sessions_do_not_share_their_context(made: Made) -> None:
+def test_sessions_do_not_share_their_context(make_pair: MakePair) -> None:
     """Two sessions on one draft, fed in turn, each see their own context."""
-    draft, dense = made("sliding")
+    draft, dense = make_pair("sliding")
     joined = [context(draft, 30), context(draft, 30).flip(0)]
     states = [draft.allocate(50), draft.allocate(50)]
     for first in range(0, 30, 10):
@@ -187,9 +189,9 @@ def test_sessions_do_not_share_their_context(made: Made) -> None:
         assert_dense(propose(draft, state), dense.forward(own, EMBEDDING, HEAD, KNOWN))
 
 
-def test_what_a_block_depends_on(made: Made) -> None:
+def test_what_a_block_depends_on(make_pair: MakePair) -> None:
     """The order of the captures, each one of them, the known token and the context's last row all matter."""
-    draft, _ = made("full")
+    draft, _ = make_pair("full")
     joined = context(draft, 20)
     first, second = joined.split(HIDDEN, -1)
     variants = [joined, torch.cat((second, first), -1), torch.cat((first, first), -1), joined[:19]]
@@ -206,9 +208,9 @@ def test_what_a_block_depends_on(made: Made) -> None:
             assert (block - other).abs().max() > 1e-2
 
 
-def test_a_sliding_layer_keeps_no_more_than_it_can_see(made: Made) -> None:
+def test_a_sliding_layer_keeps_no_more_than_it_can_see(make_pair: MakePair) -> None:
     """A sliding layer's memory is its window and a block, whatever the session's length."""
-    state = made("sliding")[0].allocate(4000)
+    state = make_pair("sliding")[0].allocate(4000)
 
     assert [state.caches[kind].slots for kind, _ in state.layers] == [10 + BLOCK, 4000 + BLOCK]
     for cache in state.caches.values():
@@ -290,7 +292,7 @@ def test_a_tensor_that_does_not_fit_is_named(
 
 
 def test_a_config_for_more_captures_than_fc_has_is_refused(tiny: Tiny, tmp_path: Path) -> None:
-    """The number of captured blocks in the config must be the number that `fc` was made for."""
+    """The number of captured blocks in the config must be the number that `fc` has columns for."""
     path = tmp_path / "draft"
     storage_copy(tiny.draft("qwen3", "full"), path)
     storage.edit_config(path, lambda config: config["dflash_config"].update(target_layer_ids=[0, 1, 2]))
