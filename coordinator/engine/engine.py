@@ -125,11 +125,11 @@ class Engine:
                 reason="CONTEXT_OVERFLOW",
                 field="max_tokens",
             )
-        arrived = begun = time.monotonic()
+        arrived = started = time.monotonic()
         outcome = "refused"
         try:
             async with self._turn():
-                begun, outcome = time.monotonic(), "cancelled"
+                started, outcome = time.monotonic(), "cancelled"
                 yield generation
             if generation.answer is not None:
                 outcome = generation.answer.finish_reason
@@ -138,8 +138,8 @@ class Engine:
             raise
         finally:
             now = time.monotonic()
-            span.end(generation.answer, outcome, [Phase("queue", arrived, begun), *generation.phases])
-            self._report(FinishedRequest(request, generation.answer, outcome, begun - arrived, now - arrived))
+            span.end(generation.answer, outcome, [Phase("queue", arrived, started), *generation.phases])
+            self._report(FinishedRequest(request, generation.answer, outcome, started - arrived, now - arrived))
 
     def _pass_step(self, step: StepTaken) -> None:
         for listener in self.step_listeners:

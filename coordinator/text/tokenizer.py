@@ -179,19 +179,19 @@ def stop_token_ids(directory: Path, tokenizer: Tokenizer | None = None) -> tuple
 
     Raises TokenizerError when one of the files is corrupt or holds an `eos_token_id` that is no id.
     """
-    found: list[int] = []
+    ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
         config = read_settings(directory / name)
-        found += _eos_ids(config, str(directory / name))
+        ids += _eos_ids(config, str(directory / name))
         text_config = config.get("text_config")
         if isinstance(text_config, dict):
-            found += _eos_ids(text_config, f"{directory / name}: text_config")
+            ids += _eos_ids(text_config, f"{directory / name}: text_config")
     eos_token = special_tokens(directory).get("eos_token")
     if eos_token is not None:
         tokenizer = tokenizer or Tokenizer.from_checkpoint(directory)
         eos_id = tokenizer.token_id(eos_token) if tokenizer else None
-        found += [] if eos_id is None else [eos_id]
-    return tuple(dict.fromkeys(found))
+        ids += [] if eos_id is None else [eos_id]
+    return tuple(dict.fromkeys(ids))
 
 
 def special_tokens(directory: Path) -> dict[str, str]:

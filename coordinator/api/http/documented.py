@@ -40,8 +40,8 @@ class AnthropicError(BaseModel):
 
 
 def _errors(form: type[BaseModel], *statuses: int) -> Responses:
-    known: Responses = {status: {"model": form, "description": HTTPStatus(status).phrase} for status in statuses}
-    return {**known, "default": {"model": form, "description": "Anything else that went wrong."}}
+    replies: Responses = {status: {"model": form, "description": HTTPStatus(status).phrase} for status in statuses}
+    return {**replies, "default": {"model": form, "description": "Anything else that went wrong."}}
 
 
 _STREAM: dict[str, Any] = {"text/event-stream": {}}

@@ -37,14 +37,14 @@ def forced_call_grammar(
         return text if text in single_tokens else literal(text)
 
     module = format_of(format)
-    known = read_tools(tools)
-    if not known:
+    by_name = read_tools(tools)
+    if not by_name:
         raise InvalidArgument("tool_choice asks for a call, but there are no tools", field="tool_choice")
-    if name is not None and name not in known:
+    if name is not None and name not in by_name:
         raise InvalidArgument(
-            f"tool_choice: no tool is called {name!r}; tools: {', '.join(known)}", field="tool_choice"
+            f"tool_choice: no tool is called {name!r}; tools: {', '.join(by_name)}", field="tool_choice"
         )
-    choices = [known[name]] if name is not None else [*known.values()]
+    choices = [by_name[name]] if name is not None else [*by_name.values()]
     rules = [f"call_{index}" for index in range(len(choices))]
     calls = 'call ("\\n" call)*' if parallel and name is None else "call"
     lines = [f"start: {_thinking(opening, tag(THINK))} {calls}", f"call: {' | '.join(rules)}"]

@@ -78,11 +78,11 @@ class ReasoningParser:
 
     def _begin(self) -> None:
         start = skip_whitespace(self._held, 0)
-        found = begins(self._held, start, THINK)
-        if found:
+        opened = begins(self._held, start, THINK)
+        if opened:
             self._held = self._held[start + len(THINK) :]
             self._part = _Part.REASONING
-        elif found is False:
+        elif opened is False:
             self._part = _Part.CONTENT
 
     def _reason(self) -> list[Event]:

@@ -28,11 +28,11 @@ class Outcome(Enum):
 class Step:
     """What a reader made of some text.
 
-    taken: how many of its characters were read. arguments: the piece of the arguments that they gave.
+    read: how many of its characters were read. arguments: the piece of the arguments that they gave.
     """
 
     outcome: Outcome
-    taken: int
+    read: int
     arguments: str = ""
 
 
@@ -84,7 +84,7 @@ class TaggedCallParser:
             self._call.append(self._held)
             self._give_up()
         elif self._part is _Part.TEXT:
-            self._say(self._held)
+            self._add_content(self._held)
         # What may be held otherwise is the beginning of a closing tag, which belongs to the call.
         self._held = ""
         events, self._events = self._events, []
@@ -104,14 +104,14 @@ class TaggedCallParser:
         return bool(self._held)
 
     def _find_call(self) -> bool:
-        found = [(at, tag) for tag in self._openings if (at := self._held.find(tag)) >= 0]
-        at, tag = min(found, default=(len(self._held) - unfinished(self._held, *self._openings), ""))
-        said = self._held[:at].rstrip(WHITESPACE)
-        self._say(said)
+        openings = [(at, tag) for tag in self._openings if (at := self._held.find(tag)) >= 0]
+        at, tag = min(openings, default=(len(self._held) - unfinished(self._held, *self._openings), ""))
+        text = self._held[:at].rstrip(WHITESPACE)
+        self._add_content(text)
         if not tag:
-            self._held = self._held[len(said) :]
+            self._held = self._held[len(text) :]
             return False
-        self._call = [self._held[len(said) : at + len(tag)]]
+        self._call = [self._held[len(text) : at + len(tag)]]
         self._held = self._held[at + len(tag) :]
         self._reader, self._started, self._part = self._openings[tag](), False, _Part.CALL
         return True
@@ -119,8 +119,8 @@ class TaggedCallParser:
     def _read_call(self) -> bool:
         assert self._reader is not None
         step = self._reader.read(self._held)
-        self._call.append(self._held[: step.taken])
-        self._held = self._held[step.taken :]
+        self._call.append(self._held[: step.read])
+        self._held = self._held[step.read :]
         if self._reader.name is not None and not self._started:
             self._started = True
             self._events.append(ToolCallStart(self._index, self._reader.name))
@@ -136,19 +136,19 @@ class TaggedCallParser:
 
     def _find_closing(self) -> bool:
         start = skip_whitespace(self._held, 0)
-        found = begins(self._held, start, END_TOOL_CALL)
-        if found is None:
+        is_closing = begins(self._held, start, END_TOOL_CALL)
+        if is_closing is None:
             return False
-        if found:
+        if is_closing:
             self._held = self._held[start + len(END_TOOL_CALL) :]
-        self._part = _Part.LAYOUT if found else _Part.TEXT
+        self._part = _Part.LAYOUT if is_closing else _Part.TEXT
         return True
 
     def _give_up(self) -> None:
-        self._say("".join(self._call))
+        self._add_content("".join(self._call))
         self._index += self._started
         self._reader, self._part = None, _Part.TEXT
 
-    def _say(self, text: str) -> None:
+    def _add_content(self, text: str) -> None:
         if text:
             self._events.append(ContentDelta(text))

@@ -90,18 +90,18 @@ def _types(schema: Any, root: Mapping[str, Any], seen: set[int], nesting: int = 
         return frozenset()
     seen.add(id(schema))
     stated = schema.get("type")
-    found = {_TYPES[name] for name in _list(stated, stated) if isinstance(name, str) and name in _TYPES}
-    if not found:
+    names = {_TYPES[name] for name in _list(stated, stated) if isinstance(name, str) and name in _TYPES}
+    if not names:
         values = [schema["const"]] if "const" in schema else _list(schema.get("enum"))
-        found = {json_type(value) for value in values}
-    if not found:
+        names = {json_type(value) for value in values}
+    if not names:
         choices = [choice for key in ("anyOf", "oneOf") for choice in _list(schema.get(key))]
-        found = {name for choice in choices for name in _types(choice, root, seen, nesting - 1)}
-    if not found:
-        found = set(ANY_TYPE)
+        names = {name for choice in choices for name in _types(choice, root, seen, nesting - 1)}
+    if not names:
+        names = set(ANY_TYPE)
         for part in _list(schema.get("allOf")):
-            found &= _types(part, root, seen, nesting - 1) or ANY_TYPE
-    return frozenset(found) or ANY_TYPE
+            names &= _types(part, root, seen, nesting - 1) or ANY_TYPE
+    return frozenset(names) or ANY_TYPE
 
 
 def json_type(value: object) -> str:

@@ -30,8 +30,8 @@ class Parser(TaggedCallParser):
     """Finds the content and the calls of one answer."""
 
     def __init__(self, tools: Sequence[ToolSchema]) -> None:
-        known = read_tools(tools)
-        super().__init__({TOOL_CALL: lambda: _Reader(known)})
+        by_name = read_tools(tools)
+        super().__init__({TOOL_CALL: lambda: _Reader(by_name)})
 
 
 class _Reader:
@@ -59,11 +59,11 @@ class _Reader:
             if end < 0:
                 return Step(Outcome.BROKEN, position, "".join(arguments))
             piece, position = text[position:end], end
-            take = self._take_head if self.name is None else self._take_arguments
-            outcome = take(piece, depth, arguments)
+            read = self._read_head if self.name is None else self._read_arguments
+            outcome = read(piece, depth, arguments)
         return Step(outcome, position, "".join(arguments))
 
-    def _take_head(self, piece: str, depth: int, arguments: list[str]) -> Outcome:
+    def _read_head(self, piece: str, depth: int, arguments: list[str]) -> Outcome:
         self._head.append(piece)
         self._length += len(piece)
         match depth, self._scanner.depth:
@@ -74,10 +74,10 @@ class _Reader:
             case 2, 1 if len(self._inner) == 1:
                 self._inner.append(self._length)
             case 1, 0:
-                return self._take_whole(arguments)
+                return self._read_whole(arguments)
         return Outcome.READING
 
-    def _take_arguments(self, piece: str, depth: int, arguments: list[str]) -> Outcome:
+    def _read_arguments(self, piece: str, depth: int, arguments: list[str]) -> Outcome:
         if depth > 1:
             arguments.append(piece)
             return Outcome.READING
@@ -85,7 +85,7 @@ class _Reader:
             return Outcome.WHOLE
         return Outcome.READING if piece in WHITESPACE else Outcome.BROKEN
 
-    def _take_whole(self, arguments: list[str]) -> Outcome:
+    def _read_whole(self, arguments: list[str]) -> Outcome:
         """Read a call whose object is complete and didn't begin with its name and its arguments."""
         text = "".join(self._head)
         try:
@@ -102,11 +102,11 @@ class _Reader:
         outcome = self._call(name, text[slice(*self._inner)] if self._inner else "{}", arguments)
         return Outcome.WHOLE if outcome is Outcome.READING else outcome
 
-    def _call(self, name: str, arguments: str, given: list[str]) -> Outcome:
+    def _call(self, name: str, arguments: str, pieces: list[str]) -> Outcome:
         if name not in self._tools:
             return Outcome.BROKEN
         self.name = name
-        given.append(arguments)
+        pieces.append(arguments)
         return Outcome.READING
 
 

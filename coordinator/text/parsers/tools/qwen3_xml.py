@@ -37,8 +37,8 @@ class Parser(TaggedCallParser):
     """Finds the content and the calls of one answer."""
 
     def __init__(self, tools: Sequence[ToolSchema]) -> None:
-        known = read_tools(tools)
-        super().__init__({TOOL_CALL: partial(_Reader, known), _FUNCTION: partial(_Reader, known, in_function=True)})
+        by_name = read_tools(tools)
+        super().__init__({TOOL_CALL: partial(_Reader, by_name), _FUNCTION: partial(_Reader, by_name, in_function=True)})
 
 
 class _Reader:
@@ -64,11 +64,11 @@ class _Reader:
 
     def _outer(self, text: str, position: int) -> int | None:
         start = skip_whitespace(text, position)
-        found = begins(text, start, _FUNCTION)
-        if found is None:
+        is_function = begins(text, start, _FUNCTION)
+        if is_function is None:
             return None
         self._next = self._function
-        return start + len(_FUNCTION) if found else self._break(position)
+        return start + len(_FUNCTION) if is_function else self._break(position)
 
     def _function(self, text: str, position: int) -> int | None:
         name, end = _name(text, position)
@@ -120,9 +120,9 @@ class _Reader:
             return self._keep(text, position, end - (text[position:end].endswith("\n")))
         start = skip_whitespace(text, tag.end())
         follows = (_PARAMETER, _END_FUNCTION) if tag[1] == _END_PARAMETER else (END_TOOL_CALL,)
-        found = [begins(text, start, other) for other in follows]
-        if not any(found):
-            return self._keep(text, position, tag.start() if None in found else tag.end())
+        confirmed = [begins(text, start, other) for other in follows]
+        if not any(confirmed):
+            return self._keep(text, position, tag.start() if None in confirmed else tag.end())
         self._keep(text, position, tag.start())
         if tag[1] == _END_FUNCTION:
             return self._break(tag.start())
@@ -148,8 +148,8 @@ class _Reader:
 
 def _name(text: str, position: int) -> tuple[str, int]:
     """Return the name at a position, and where it ends."""
-    found = _NAME.match(text, position)
-    return (found[0], found.end()) if found else ("", position)
+    match = _NAME.match(text, position)
+    return (match[0], match.end()) if match else ("", position)
 
 
 def is_taught_by(template: str) -> bool:
@@ -187,8 +187,8 @@ def call_grammar(tool: Tool, rule: str, tag: Callable[[str], str]) -> list[str]:
 def _value_grammar(tool: Tool, name: str, schema: object, text: str) -> str:
     """Return the term for a value and the tag that closes it."""
     types = tool.argument_types(name)
-    given = schema if isinstance(schema, Mapping) else {}
-    words = given.get("enum", [given["const"]] if "const" in given else None)
+    limits = schema if isinstance(schema, Mapping) else {}
+    words = limits.get("enum", [limits["const"]] if "const" in limits else None)
     if types == {"boolean"}:
         words = ["true", "false", "True", "False"]
     elif not isinstance(words, list) or not all(isinstance(word, str) for word in words):
@@ -199,5 +199,5 @@ def _value_grammar(tool: Tool, name: str, schema: object, text: str) -> str:
         return text
     else:
         definitions = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
-        term = json_schema({**definitions, **given})
+        term = json_schema({**definitions, **limits})
     return f'{term} "\\n{_END_PARAMETER}\\n"'
