@@ -172,6 +172,7 @@ def reference(source: str, **special: str) -> PreTrainedTokenizerFast:
     ids=lambda value: "",
 )
 def test_prompts_equal_those_of_transformers(source, messages, tools, variables, prompt) -> None:
+    """Every template renders every conversation to the prompt that transformers renders."""
     ours = ChatTemplate(source, special_tokens=SPECIAL).render(
         messages, tools=tools, add_generation_prompt=prompt, **variables
     )
@@ -182,12 +183,14 @@ def test_prompts_equal_those_of_transformers(source, messages, tools, variables,
 
 
 def test_a_prompt_in_full() -> None:
+    """The generation prompt comes behind the messages, or not."""
     template = ChatTemplate(CHATML)
     assert template.render(USER) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert template.render(USER, add_generation_prompt=False) == "<|im_start|>user\nhi<|im_end|>\n"
 
 
 def test_the_date_is_todays() -> None:
+    """Templates may write today's date."""
     days = [f"{datetime.now():%d %b %Y}"]
     shown = ChatTemplate("{{ strftime_now('%d %b %Y') }}").render(USER)
     days.append(f"{datetime.now():%d %b %Y}")
@@ -196,6 +199,7 @@ def test_the_date_is_todays() -> None:
 
 @pytest.mark.parametrize("form", ["file", "text", "list", "both"])
 def test_a_checkpoint_reads_as_it_does_for_transformers(tmp_path: Path, form: str) -> None:
+    """A template is found in each of the places where checkpoints keep one."""
     settings: dict[str, object] = {
         "bos_token": {"content": "<s>", "lstrip": False, "__type": "AddedToken"},
         "eos_token": "</s>",
@@ -225,12 +229,14 @@ def test_a_checkpoint_reads_as_it_does_for_transformers(tmp_path: Path, form: st
 
 @pytest.mark.parametrize("settings", [None, {}, {"chat_template": None}, {"chat_template": ""}, {"chat_template": []}])
 def test_no_template_is_no_error(tmp_path: Path, settings: object) -> None:
+    """A checkpoint without a template, or with an empty one, has none."""
     if settings is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     assert ChatTemplate.from_checkpoint(tmp_path) is None
 
 
 def test_a_list_without_a_default_gives_its_first_template(tmp_path: Path) -> None:
+    """Of named templates without a default the first one is used."""
     named = [{"name": "rag", "template": "R"}, {"name": "tool_use", "template": "T"}]
     path = tmp_path / "tokenizer_config.json"
     path.write_text(json.dumps({"chat_template": named}), encoding="utf-8")
@@ -269,12 +275,14 @@ def test_a_list_without_a_default_gives_its_first_template(tmp_path: Path) -> No
     ],
 )
 def test_a_corrupt_checkpoint_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    """The refusal names the file and what is wrong with it."""
     (tmp_path / name).write_bytes(content)
     with pytest.raises(TemplateError, match=message):
         ChatTemplate.from_checkpoint(tmp_path)
 
 
 def test_a_refusal_carries_the_words_of_the_template() -> None:
+    """What a template says to refuse messages reaches the client in one line."""
     with pytest.raises(TemplateError) as refusal:
         ChatTemplate(STRICT).render([{"role": "assistant", "content": "hi"}])
     assert str(refusal.value) == ("messages: the chat template refuses them (roles must alternate, starting with user)")
@@ -308,6 +316,7 @@ def test_a_refusal_carries_the_words_of_the_template() -> None:
     ],
 )
 def test_the_sandbox_holds(source: str) -> None:
+    """A template cannot reach Python's insides or change what it is given."""
     template = ChatTemplate(source)
     messages = [{"role": "user", "content": "hi"}]
     with pytest.raises(TemplateError, match=r"^chat template: rendering failed \(\w+: [^\n]+\)$"):
@@ -328,6 +337,7 @@ def test_the_sandbox_holds(source: str) -> None:
     ],
 )
 def test_other_failures_are_one_sentence(source: str, message: str) -> None:
+    """Whatever a template fails on is told in one line."""
     with pytest.raises(TemplateError, match=rf"^chat template: rendering failed \({message}"):
         ChatTemplate(source).render(USER)
 
@@ -342,12 +352,14 @@ def test_other_failures_are_one_sentence(source: str, message: str) -> None:
     ],
 )
 def test_a_template_that_does_not_end_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Endless loops and macros that call themselves end in a refusal."""
     monkeypatch.setattr(chat_template, "MAX_STEPS", 5000)
     with pytest.raises(TemplateError, match=r"more than 5000 loop rounds|RecursionError"):
         ChatTemplate(source).render(USER)
 
 
 def test_each_rendering_has_its_own_loop_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Renderings one after another and at the same time don't use up each other's rounds."""
     monkeypatch.setattr(chat_template, "MAX_STEPS", 100)
     template = ChatTemplate("{% for i in range(80) %}{{ i % 10 }}{% endfor %}")
     expected = "0123456789" * 8
@@ -362,6 +374,7 @@ def test_each_rendering_has_its_own_loop_rounds(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_filter_that_does_not_exist_is_found_on_loading() -> None:
+    """A template with a mistake is refused before any client uses it."""
     with pytest.raises(TemplateError, match=r"^x: not valid Jinja at line 2 \(No filter named 'nope'"):
         ChatTemplate("\n{{ messages | nope }}", origin="x")
 
@@ -380,11 +393,13 @@ def test_a_filter_that_does_not_exist_is_found_on_loading() -> None:
     ],
 )
 def test_inputs_that_are_no_json_are_named(messages, tools, message: str) -> None:
+    """Values that JSON does not have are refused with their place."""
     with pytest.raises(TemplateError, match=message):
         ChatTemplate(CHATML).render(messages, tools=tools)
 
 
 def test_nesting_without_end_is_refused() -> None:
+    """A message that holds itself is refused and doesn't crash."""
     nested: dict[str, object] = {"role": "user"}
     nested["content"] = nested
     with pytest.raises(TemplateError, match="RecursionError"):
@@ -392,6 +407,7 @@ def test_nesting_without_end_is_refused() -> None:
 
 
 def test_the_reserved_names_are_the_parameters_of_render() -> None:
+    """No variable of a client can take the place of a parameter."""
     code = ChatTemplate.render.__code__
     named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     assert frozenset(named) == RESERVED_VARIABLES

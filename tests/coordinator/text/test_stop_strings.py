@@ -31,6 +31,7 @@ def split(text: str, rng: random.Random) -> list[str]:
 
 @pytest.mark.parametrize("alphabet", ["ab", "abc", "a\n😀"])
 def test_any_split_gives_the_naive_cut(alphabet: str) -> None:
+    """However text is cut into pieces, it ends where a search in the whole text finds the first stop string."""
     rng = random.Random(alphabet)
     for _ in range(3000):
         text = "".join(rng.choices(alphabet, k=rng.randint(0, 25)))
@@ -39,6 +40,7 @@ def test_any_split_gives_the_naive_cut(alphabet: str) -> None:
 
 
 def test_nothing_is_held_that_cannot_begin_a_stop_string() -> None:
+    """Text that cannot be part of a stop string is shown at once."""
     rng = random.Random(1)
     for _ in range(1000):
         stops = ["".join(rng.choices("ab", k=rng.randint(1, 5))) for _ in range(rng.randint(1, 3))]
@@ -57,6 +59,7 @@ def test_nothing_is_held_that_cannot_begin_a_stop_string() -> None:
 
 
 def test_text_before_the_match_is_shown_and_all_else_is_dropped() -> None:
+    """Nothing of a stop string or behind it is shown."""
     matcher = StopStrings(["\n\nUser:", "END"])
     assert matcher.push("Hello\n") == ("Hello", False)
     assert matcher.push("\nUs") == ("", False)
@@ -68,6 +71,7 @@ def test_text_before_the_match_is_shown_and_all_else_is_dropped() -> None:
 
 
 def test_finish_gives_back_what_was_held() -> None:
+    """The beginning of a stop string that came to nothing is text."""
     matcher = StopStrings(["stop"])
     assert matcher.push("do not sto") == ("do not ", False)
     assert matcher.finish() == "sto"
@@ -76,6 +80,7 @@ def test_finish_gives_back_what_was_held() -> None:
 
 
 def test_an_overlapping_match_waits_for_the_earlier_one() -> None:
+    """The stop string that begins first wins, as soon as it is known whether it is whole."""
     matcher = StopStrings(["bc", "abcd"])
     assert matcher.push("xabc") == ("x", False)
     assert matcher.push("d") == ("", True)
@@ -91,6 +96,7 @@ def test_an_overlapping_match_waits_for_the_earlier_one() -> None:
 
 
 def test_without_stop_strings_text_passes_through() -> None:
+    """Nothing is held back then."""
     matcher = StopStrings([])
     assert matcher.push("anything") == ("anything", False)
     assert matcher.finish() == ""
@@ -105,11 +111,13 @@ def test_without_stop_strings_text_passes_through() -> None:
     ],
 )
 def test_useless_stop_strings_are_refused(stops: Sequence[str], message: str) -> None:
+    """Empty ones, ones that are no text and a bare text are refused by name."""
     with pytest.raises(StopStringError, match=f"^{message}$"):
         StopStrings(stops)
 
 
 def test_a_long_stop_string_costs_no_more_per_character() -> None:
+    """The time for a character doesn't depend on the length of the stop strings."""
     # Every character extends a partial match; comparing tails would take minutes here.
     matcher = StopStrings(["a" * 50_000 + "b"])
     begun = time.process_time()

@@ -124,6 +124,7 @@ async def test_the_server_tells_of_itself(remote: RemoteInference) -> None:
 
 
 async def test_tokens_and_text(remote: RemoteInference) -> None:
+    """Texts and chats become tokens and tokens text; a model that is not served is refused."""
     assert await remote.tokenize("ab") == (1, 97, 98)
     assert await remote.tokenize("ab", add_special_tokens=False, model="demo") == (97, 98)
     assert await remote.tokenize(Conversation((Message("user", "a"),))) == (1, 97)
@@ -147,6 +148,7 @@ async def test_tokens_and_text(remote: RemoteInference) -> None:
     ],
 )
 async def test_what_is_missing_is_named(method: str, request_: Any, field: str, channel: grpc.aio.Channel) -> None:
+    """A call without a prompt or messages is refused by field."""
     call = getattr(pb_grpc.InferenceServiceStub(channel), method)(request_)
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await (call if method == "Tokenize" else call.read())
@@ -212,6 +214,7 @@ async def test_errors_before_and_after_the_first_word(port: FakeInference, remot
 
 
 async def test_a_full_queue_says_when_to_come_again(port: FakeInference, channel: grpc.aio.Channel) -> None:
+    """The status carries how long a client should wait."""
     port.refusal = ResourceExhausted("too many wait", reason="QUEUE_FULL", retry_after_s=1)
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await pb_grpc.InferenceServiceStub(channel).Generate(pb.GenerateRequest(text="x")).read()
@@ -278,6 +281,7 @@ async def test_two_of_one_name(port: FakeInference, remote: RemoteInference) -> 
 
 
 async def test_a_deadline_ends_an_answer(port: FakeInference, remote: RemoteInference) -> None:
+    """When the time that the client gave is over, the work ends."""
     port.hold = asyncio.Event()
     with pytest.raises(DeadlineExceeded):
         await all_of(remote.answer(GenerateRequest("x"), timeout_s=0.2))
@@ -286,6 +290,7 @@ async def test_a_deadline_ends_an_answer(port: FakeInference, remote: RemoteInfe
 
 
 async def test_who_goes_away_ends_an_answer(port: FakeInference, remote: RemoteInference) -> None:
+    """A cancelled call ends the work, and its id is free."""
     async with held(port, remote, "a") as task:
         task.cancel()
         await until(lambda: port.closed == 1)
@@ -296,6 +301,7 @@ async def test_who_goes_away_ends_an_answer(port: FakeInference, remote: RemoteI
 async def test_a_stopping_server_tells_its_answers(
     port: FakeInference, remote: RemoteInference, servicer: InferenceServicer
 ) -> None:
+    """Answers that run fail with the reason that the server is shutting down."""
     async with held(port, remote, "a") as task:
         await servicer.end_all()
         with pytest.raises(Unavailable, match="shutting down") as raised:

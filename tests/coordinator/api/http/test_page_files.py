@@ -25,6 +25,7 @@ def client() -> TestClient:
 
 
 def test_a_wheel_has_all_of_them(tmp_path: Path) -> None:
+    """An installed package has every file of the page."""
     [wheel] = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     with zipfile.ZipFile(wheel) as archive:
         found = set(archive.namelist())
@@ -57,6 +58,7 @@ def test_nothing_comes_from_elsewhere() -> None:
 
 
 def test_the_page_knows_whether_a_key_is_needed() -> None:
+    """The page asks for an API key only where the server wants one."""
     for needed, says in ((False, b'content="none"'), (True, b'content="needed"')):
         app = FastAPI()
         app.include_router(page_files.routes(key_needed=needed))

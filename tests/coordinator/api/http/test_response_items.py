@@ -46,6 +46,7 @@ def shown(streamed: list[StreamedEvent]) -> list[dict[str, Any]]:
 
 
 def test_all_kinds() -> None:
+    """Reasoning, text and calls become items in their order, and a stream shows the same items."""
     items, streamed = items_and_events(
         [
             ReasoningDelta("I th"),
@@ -84,6 +85,7 @@ def test_a_broken_call_is_text() -> None:
 
 
 def test_an_empty_answer_is_an_empty_message() -> None:
+    """Clients get one item at least."""
     items, streamed = items_and_events([])
 
     assert shown(streamed) == items.done

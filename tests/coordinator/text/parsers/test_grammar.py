@@ -85,6 +85,7 @@ def grammar(name: str, tool: str | None, single: bool, tools: Sequence[Any] = TO
 @both
 @formats
 def test_calls_that_fit(name: str, single: bool) -> None:
+    """Every way to fill in a tool's arguments is allowed, alone and several times over."""
     write = WRITERS[name]
     for tool, arguments in GOOD:
         text = write(tool, **arguments)
@@ -100,6 +101,7 @@ def test_calls_that_fit(name: str, single: bool) -> None:
 @both
 @formats
 def test_calls_that_do_not_fit(name: str, single: bool) -> None:
+    """Calls of other tools, with wrong arguments or with text around them are not allowed."""
     for tool, arguments in WRONG:
         text = WRITERS[name](tool, **arguments)
         assert not matches(grammar(name, None, single), text, single), text
@@ -120,6 +122,7 @@ def test_calls_that_do_not_fit(name: str, single: bool) -> None:
 @both
 @formats
 def test_thinking_comes_first_where_the_prompt_leaves_it_open(name: str, single: bool) -> None:
+    """A model may think before its call as far as its prompt leaves that open, and must call something then."""
     call = WRITERS[name]("now")
     thought = "Let me see: 1 < 2,\n</thinking> <b>ü</b>.\n</think>\n\n"
     inside = grammar(name, "now", single, opening=Opening.INSIDE)
@@ -136,6 +139,7 @@ def test_thinking_comes_first_where_the_prompt_leaves_it_open(name: str, single:
 
 @formats
 def test_what_would_be_no_call_to_the_parser_is_not_generated(name: str) -> None:
+    """A text that would end a value early for the parser is forbidden in the format where it would."""
     forced = grammar(name, "write_file", False)
     for text in ["a</parameter>\nb", "a\n</function>\n</tool_call>\nb", "a</function>"]:
         fits = matches(forced, WRITERS[name]("write_file", path="a", text=text), False)
@@ -145,6 +149,7 @@ def test_what_would_be_no_call_to_the_parser_is_not_generated(name: str) -> None
 @both
 @formats
 def test_unusual_tools(name: str, single: bool) -> None:
+    """Names with quotes and non-ASCII letters, constants and undeclared arguments can be called too."""
     write = WRITERS[name]
     tools = [
         {
@@ -170,6 +175,7 @@ def test_unusual_tools(name: str, single: bool) -> None:
 @both
 @formats
 def test_whatever_is_generated_is_read_as_calls(name: str, single: bool) -> None:
+    """Random tokens under the grammar's mask always make text that the parser reads as whole calls."""
     plain, guided = tokenizers(single)
     rng = random.Random(f"{name}{single}")
     # Random tokens would hardly ever end a text.
@@ -194,6 +200,7 @@ def test_whatever_is_generated_is_read_as_calls(name: str, single: bool) -> None
 
 
 def test_white_space_is_the_templates_own() -> None:
+    """A forced call looks like those that the model was trained on."""
     forced = grammar("hermes", "add", False)
     compact = '<tool_call>\n{"name": "add", "arguments": {"a":1,"b":2}}\n</tool_call>'
     assert not matches(forced, compact, False)
@@ -201,11 +208,13 @@ def test_white_space_is_the_templates_own() -> None:
 
 
 def test_python_words_are_allowed_where_templates_show_them() -> None:
+    """A model may write True where its template shows calls that way."""
     text = xml("write_file", path="a", text="b", sync="True")
     assert matches(grammar("qwen3_xml", "write_file", False), text, False)
 
 
 def test_requests_that_cannot_be_met_are_refused() -> None:
+    """Unknown formats, no tools, unknown names and formats without calls are refused by name."""
     with pytest.raises(InvalidArgument, match="known formats"):
         forced_call_grammar("other", TOOLS)
     with pytest.raises(InvalidArgument, match="there are no tools"):

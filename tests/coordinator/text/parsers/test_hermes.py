@@ -33,6 +33,7 @@ ARGUMENTS = [
 
 @pytest.mark.parametrize("arguments", ARGUMENTS)
 def test_arguments_come_out_to_the_letter(arguments: str) -> None:
+    """A call's arguments are exactly the text that the model wrote, however it was cut."""
     expected = [ToolCallStart(0, "write_file"), ToolCallArguments(0, arguments), ToolCallEnd(0)]
     text = call("write_file", arguments)
     assert events(text) == expected
@@ -42,6 +43,7 @@ def test_arguments_come_out_to_the_letter(arguments: str) -> None:
 
 
 def test_text_around_and_several_calls() -> None:
+    """Text and calls come in their order, without the white space between them."""
     now, add = call("now", "{}"), call("add", '{"a": 1}')
     text = f"Let me see.\n\n{now}\n{add}\n Half way: \n{now}\nDone.\n"
     assert events(text) == [
@@ -61,6 +63,7 @@ def test_text_around_and_several_calls() -> None:
 
 
 def test_arguments_stream() -> None:
+    """Name and arguments come as soon as they are certain, piece by piece."""
     parser = Parser(TOOLS)
     assert parser.push('Hi \n<tool_call>\n{"name": "write_file", "argu') == [ContentDelta("Hi")]
     assert parser.push('ments": ') == []
@@ -85,6 +88,7 @@ def test_arguments_stream() -> None:
     ],
 )
 def test_other_ways_to_write_the_object(object_: str, arguments: str) -> None:
+    """The order of the fields and white space don't matter, and arguments may be missing."""
     expected = [ToolCallStart(0, "add"), ToolCallArguments(0, arguments), ToolCallEnd(0)]
     assert events(f"<tool_call>{object_}</tool_call>") == expected
     assert read(Parser(TOOLS), f"<tool_call>\n{object_}\n</tool_call>\n") == expected
@@ -125,6 +129,7 @@ BROKEN_OFF = [
 
 @pytest.mark.parametrize("text", [*NO_CALLS, *BROKEN_OFF])
 def test_what_is_no_call_is_content(text: str) -> None:
+    """Text that only looks like a call comes out unchanged."""
     found = events(text)
     assert (collect(found).content, collect(found).tool_calls) == (text, ())
     assert read(Parser(TOOLS), text[:300]) == events(text[:300])
@@ -133,6 +138,7 @@ def test_what_is_no_call_is_content(text: str) -> None:
 
 @pytest.mark.parametrize("bad", [*NO_CALLS[1:], *BROKEN_OFF])
 def test_a_good_call_behind_a_bad_one_is_found(bad: str) -> None:
+    """Reading goes on where the bad call was broken off."""
     if bad.endswith(("{", " ", '"add"', "}", "<tool")):
         bad += " oops\n"  # let it be seen that it is broken
     found = collect(events(bad + " " + call("add", '{"a": 2}')))
@@ -141,6 +147,7 @@ def test_a_good_call_behind_a_bad_one_is_found(bad: str) -> None:
 
 
 def test_the_closing_tag_may_be_missing() -> None:
+    """A call is whole with its object; what follows instead of the closing tag is content."""
     expected = [ToolCallStart(0, "now"), ToolCallArguments(0, "{}"), ToolCallEnd(0)]
     whole = call("now", "{}")
     for length in range(len(whole) - len("\n</tool_call>"), len(whole) + 1):
@@ -151,12 +158,14 @@ def test_the_closing_tag_may_be_missing() -> None:
 
 
 def test_a_broken_call_keeps_its_index() -> None:
+    """The next call has an index of its own."""
     found = events(BROKEN_OFF[1] + call("now", "{}"))
     assert [event.index for event in found if isinstance(event, ToolCallStart)] == [0, 1]
     assert [event.index for event in found if isinstance(event, ToolCallEnd)] == [1]
 
 
 def test_time_grows_with_the_length_only() -> None:
+    """Long calls and long runs of broken ones are read within the test's time limit."""
     text = call("write_file", json.dumps({"text": "<tool_call>{ " * 5000, "l": [1] * 5000}))
     assert len(collect(read(Parser(TOOLS), text)).tool_calls) == 1
     assert collect(read(Parser(TOOLS), "<tool_call>\n{" * 5000)).tool_calls == ()

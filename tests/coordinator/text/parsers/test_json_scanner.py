@@ -47,6 +47,7 @@ def random_text(rng: random.Random) -> str:
 
 
 def test_all_json_is_accepted() -> None:
+    """Whatever Python writes as JSON is followed to its end."""
     rng = random.Random(1)
     for _ in range(400):
         text = json.dumps([random_value(rng)], ensure_ascii=rng.random() < 0.5, indent=rng.choice([None, 1]))
@@ -54,6 +55,7 @@ def test_all_json_is_accepted() -> None:
 
 
 def test_no_other_text_is_accepted() -> None:
+    """Text with one character changed is accepted exactly where Python reads it as JSON."""
     rng = random.Random(2)
     broken = 0
     for _ in range(3000):
@@ -91,9 +93,11 @@ def test_no_other_text_is_accepted() -> None:
     ],
 )
 def test_the_mistake_is_known_at_once(text: str, accepted: int) -> None:
+    """The scanner stops at the first character that cannot be part of JSON."""
     assert scan(text) == (accepted, False)
 
 
 def test_nesting_has_no_limit() -> None:
+    """A hundred thousand open arrays are no more trouble than one."""
     text = "[" * 100_000 + "]" * 100_000
     assert scan(text) == (len(text), True)

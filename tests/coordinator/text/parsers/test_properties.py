@@ -106,6 +106,7 @@ def parser(name: str) -> OutputParser:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_a_template_renders_is_read_back(name: str) -> None:
+    """Reasoning, text and calls of a rendered turn come back as they were."""
     rng = random.Random(name)
     template = ChatTemplate(TEMPLATES[name])
     calls = 0
@@ -132,6 +133,7 @@ def mutated(text: str, rng: random.Random) -> str:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_cuts_do_not_matter_and_nothing_raises(name: str) -> None:
+    """Spoiled text is read alike however it is cut, and never raises."""
     rng = random.Random(name + "mutated")
     template = ChatTemplate(TEMPLATES[name])
     for _ in range(400):
@@ -143,6 +145,7 @@ def test_cuts_do_not_matter_and_nothing_raises(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_text_is_lost_and_whole_calls_are_json(name: str) -> None:
+    """All text comes out as content or as calls whose arguments are JSON objects."""
     rng = random.Random(name + "lost")
     template = ChatTemplate(TEMPLATES[name])
     broken = 0
@@ -165,6 +168,7 @@ def test_no_text_is_lost_and_whole_calls_are_json(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_random_tags_in_any_order(name: str) -> None:
+    """No order of tags raises, loses text or makes a call that has no end."""
     tags = [
         *["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=now>", "</function>", "<parameter=text>"],
         *["</parameter>", '{"name": "now", "arguments": {}}', '{"name": "add"', "\n", " ", "x", "<", "</", "}"],
@@ -180,6 +184,7 @@ def test_random_tags_in_any_order(name: str) -> None:
 
 
 def test_a_call_in_the_reasoning_is_none() -> None:
+    """What a model considers while it thinks is not called."""
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     expected = [
         ReasoningDelta(f"Shall I?\n{call}"),
@@ -198,6 +203,7 @@ def test_a_call_in_the_reasoning_is_none() -> None:
 
 
 def test_a_call_that_was_broken_off_is_content_only() -> None:
+    """Its text is content, and the call after it is found."""
     text = '<tool_call>\n{"name": "add", "arguments": {"a": 1,'
     events = read(new_parser("hermes", TOOLS), [text + "}", "}"])
     assert events[:2] == [ToolCallStart(0, "add"), ToolCallArguments(0, '{"a": 1,')]

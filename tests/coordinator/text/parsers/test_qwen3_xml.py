@@ -66,10 +66,12 @@ VALUES = [
 
 @pytest.mark.parametrize(("key", "text", "value"), VALUES)
 def test_values_by_the_schema(key: str, text: str, value: object) -> None:
+    """A value is read as the type that the tool's schema allows."""
     assert arguments(call("write_file", **{key: text})) == {key: value}
 
 
 def test_numbers_keep_all_their_digits() -> None:
+    """Numbers are passed on as they were written, not rounded."""
     text = call("add", a="123456789012345678901", b="0.10000000000000000001")
     assert collect(events(text)).tool_calls == (
         ToolCall("add", '{"a": 123456789012345678901, "b": 0.10000000000000000001}'),
@@ -77,6 +79,7 @@ def test_numbers_keep_all_their_digits() -> None:
 
 
 def test_text_around_and_several_calls() -> None:
+    """Text and calls come in their order, without the white space between them."""
     text = f"Let me see.\n\n{call('now')}\n{call('add', a='1', b='-2.5')}\nDone.\n"
     expected = [
         ContentDelta("Let me see."),
@@ -94,6 +97,7 @@ def test_text_around_and_several_calls() -> None:
 
 
 def test_texts_stream_and_other_values_come_whole() -> None:
+    """Strings come piece by piece, other values when their type is known."""
     parser = Parser(TOOLS)
     assert parser.push("<tool_call>\n<function=write_file") == []
     assert parser.push(">\n<param") == [ToolCallStart(0, "write_file"), ToolCallArguments(0, "{")]
@@ -117,6 +121,7 @@ def test_texts_stream_and_other_values_come_whole() -> None:
     ],
 )
 def test_other_layouts(text: str) -> None:
+    """White space, a missing outer tag and a missing closing tag don't matter."""
     assert events(text) == [ToolCallStart(0, "add"), ToolCallArguments(0, '{"a": 1, "b": 2}'), ToolCallEnd(0)]
 
 
@@ -145,6 +150,7 @@ BROKEN_OFF = [
 
 @pytest.mark.parametrize("text", [*NO_CALLS, *BROKEN_OFF])
 def test_what_is_no_call_is_content(text: str) -> None:
+    """Text that only looks like a call comes out unchanged."""
     found = events(text)
     assert (collect(found).content, collect(found).tool_calls) == (text, ())
     assert read(Parser(TOOLS), text) == found
@@ -153,12 +159,14 @@ def test_what_is_no_call_is_content(text: str) -> None:
 
 @pytest.mark.parametrize("bad", [text for text in [*NO_CALLS, *BROKEN_OFF] if text.endswith(("_call>", "_call>\n"))])
 def test_a_good_call_behind_a_bad_one_is_found(bad: str) -> None:
+    """Reading goes on where the bad call was broken off."""
     found = collect(events(f"{bad}\n{call('add', a='2')}"))
     assert found.tool_calls == (ToolCall("add", '{"a": 2}'),)
     assert found.content == bad.rstrip()
 
 
 def test_time_grows_with_the_length_only() -> None:
+    """Long calls and long runs of broken ones are read within the test's time limit."""
     text = call("write_file", text="</parameter> </function> \n" * 5000, tags="[" + "1, " * 5000 + "1]")
     assert len(collect(read(Parser(TOOLS), text)).tool_calls) == 1
     assert collect(read(Parser(TOOLS), "<tool_call>\n<function=add>\n<parameter=a>\n" * 2000)).tool_calls == ()

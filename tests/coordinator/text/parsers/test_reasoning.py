@@ -34,18 +34,21 @@ CASES = [
 
 @pytest.mark.parametrize(("text", "inside", "reasoning", "content"), CASES)
 def test_at_every_cut(text: str, inside: bool, reasoning: str, content: str) -> None:
+    """Reasoning and content are the same wherever the text is cut."""
     for pieces in [[text], list(text), *([text[:cut], text[cut:]] for cut in range(1, len(text)))]:
         found = collect(read(ReasoningParser(inside=inside), pieces))
         assert (found.reasoning, found.content) == (reasoning, content), pieces
 
 
 def test_all_is_content_when_switched_off() -> None:
+    """A model that doesn't think writes tags as ordinary text."""
     text = "<think>\nHm.\n</think>\n\nHi."
     assert read(ReasoningParser(enabled=False), list(text)) == [ContentDelta(text)]
     assert read(ReasoningParser(enabled=False, inside=True), list(text)) == [ContentDelta(text)]
 
 
 def test_only_what_may_be_a_tag_is_held_back() -> None:
+    """All other text comes at once."""
     parser = ReasoningParser()
     assert parser.push("<think>\nab\n") == [ReasoningDelta("ab")]
     assert parser.push("c</thi") == [ReasoningDelta("\nc")]
@@ -72,11 +75,13 @@ USER = "<|im_start|>user\nWhat does <think> do?<|im_end|>\n"
     ],
 )
 def test_the_prompt_tells_how_thinking_is_left(prompt: str, opening: Opening) -> None:
+    """The last turn of a prompt says whether thinking is open, closed or up to the model."""
     assert opening_of(prompt) is opening
     assert opening_of(prompt[-60:]) is opening
 
 
 def test_another_familys_turns() -> None:
+    """Tags in front of the last turn belong to the history."""
     prompt = "[user] <think>? [assistant]"
     assert opening_of(prompt) is Opening.INSIDE
     assert opening_of(prompt, turn_tokens=["[assistant]"]) is Opening.UNDECIDED

@@ -13,6 +13,7 @@ from tests.coordinator.text.parsers.reading import ADD, TOOLS, read
 
 
 def test_formats_are_found_by_name() -> None:
+    """Every format has a parser, and text without calls is content to all of them."""
     assert known_formats() == ["hermes", "none", "qwen3_xml"]
     for name in known_formats():
         assert format_of(name).Parser(TOOLS).push("Hi") == [ContentDelta("Hi")]
@@ -20,6 +21,7 @@ def test_formats_are_found_by_name() -> None:
 
 @pytest.mark.parametrize("name", ["", "hermes2", "__init__", "../hermes"])
 def test_unknown_formats_are_refused(name: str) -> None:
+    """The refusal lists the known ones."""
     with pytest.raises(InvalidArgument, match="known formats: hermes, none, qwen3_xml"):
         format_of(name)
 
@@ -43,17 +45,20 @@ def test_unknown_formats_are_refused(name: str) -> None:
     ],
 )
 def test_a_template_tells_its_format(template: str, name: str) -> None:
+    """The format is recognised by the source of the chat template that teaches it."""
     assert detect(template) == name
 
 
 @pytest.mark.parametrize("name", ["hermes", "none", "qwen3_xml"])
 def test_without_tools_all_is_content(name: str) -> None:
+    """Where nothing can be called, whatever looks like a call is text."""
     text = ' \n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\n<function=add>\n</function>\n'
     assert new_parser(name, []).push(text) == [ContentDelta(text)]
     assert read(format_of(name).Parser([]), text) == [ContentDelta(text)]
 
 
 def test_tools_are_read_with_and_without_a_wrapper() -> None:
+    """A function may come alone or in the object that OpenAI's API puts around it."""
     assert read_tools([ADD]) == read_tools([ADD["function"]])  # type: ignore[list-item]
     assert read_tools([{"name": "f"}]) == {"f": Tool("f", {})}
     assert read_tools([{"name": "f", "parameters": None}]) == {"f": Tool("f", {})}
@@ -64,6 +69,7 @@ def test_tools_are_read_with_and_without_a_wrapper() -> None:
     [[{}], ["f"], [{"name": ""}], [{"name": 1}], [{"function": None}], [{"name": "f", "parameters": []}], [ADD, ADD]],
 )
 def test_bad_tools_are_refused(schemas: Any) -> None:
+    """The refusal says which of the tools is at fault."""
     with pytest.raises(InvalidArgument, match=r"tools\[\d\]"):
         read_tools(schemas)
 
@@ -98,14 +104,16 @@ LOOP: dict[str, Any] = {"anyOf": [{"$ref": "#/$defs/loop"}] * 20}
     ],
 )
 def test_types_of_an_argument(schema: Any, types: set[str]) -> None:
+    """Types are found through references, constants and choices, and loops take no time."""
     definitions = {"a/b": {"type": "boolean"}, "self": {"$ref": "#/$defs/self"}, "loop": LOOP}
     tool = Tool("f", {"properties": {"x": schema}, "$defs": definitions})
-    start = time.perf_counter()
+    start = time.process_time()
     assert tool.argument_types("x") == types
-    assert time.perf_counter() - start < 0.1
+    assert time.process_time() - start < 0.1
 
 
 def test_undeclared_arguments() -> None:
+    """An argument that is not declared may be of any type, or of that of additionalProperties."""
     assert Tool("f", {}).argument_types("x") == ANY_TYPE
     assert Tool("f", {"additionalProperties": {"type": "string"}}).argument_types("x") == {"string"}
     assert Tool("f", {"additionalProperties": False}).argument_types("x") == ANY_TYPE
