@@ -18,5 +18,10 @@ class LayerRange:
     def __contains__(self, layer: int) -> bool:
         return self.first <= layer < self.last
 
+    def spread(self, parts: int) -> list[LayerRange]:
+        """Return so many contiguous runs of these layers, whose lengths differ by at most one."""
+        bounds = [self.first + len(self) * index // parts for index in range(parts + 1)]
+        return [LayerRange(first, last) for first, last in zip(bounds, bounds[1:], strict=False)]
+
     def __str__(self) -> str:
         return f"[{self.first}, {self.last})"

@@ -54,8 +54,7 @@ def spread(layers: LayerRange, devices: int) -> list[LayerRange]:
             "worker more layers",
             field="--target-devices",
         )
-    bounds = [layers.first + len(layers) * index // devices for index in range(devices + 1)]
-    return [LayerRange(first, last) for first, last in zip(bounds, bounds[1:], strict=False)]
+    return layers.spread(devices)
 
 
 def stage_shares(models: Models, layers: LayerRange, devices: int, *, draft_here: bool) -> list[Share]:

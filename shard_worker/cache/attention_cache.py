@@ -1,6 +1,6 @@
 """A session's attention keys and values on one device, in pages: one for the whole session, or more as it grows.
 
-Knows where a position lies, and nothing of what attends to it.
+It knows where a position lies, and nothing of what attends to it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ PAGE_ROWS = 256
 
 
 class AttentionCache:
-    """Keys (after norm and RoPE) and values of all attention layers of a segment, in pages of
-    [layers, 2, kv_heads, page rows, dim]; keys come first.
+    """Keys (after norm and RoPE) and values of all attention layers of a segment.
 
-    On the CPU there is one page for the whole session, whose untouched rows cost nothing. On a GPU pages are added as
-    the session grows. A ring's positions wrap around after `ring` slots. What is stored in 8-bit floats is rounded on
-    its way in, so that whatever attends to it sees what will be seen later.
+    They lie in pages of [layers, 2, kv_heads, page rows, head_dim], keys before values. On the CPU there is one page
+    for the whole session, whose untouched rows cost nothing; on a GPU pages are added as the session grows. Positions
+    of a ring wrap around after as many slots as it has. What is kept in 8-bit floats is rounded on its way in, so that
+    whatever attends to it sees what will be seen later.
+
+    slots: how many positions there is room for at most. page_rows: positions of a page. dtype: what keys and values are
+    kept in. pages: those allocated so far. addresses: of the pages, for kernels.
     """
 
     def __init__(
@@ -34,12 +37,17 @@ class AttentionCache:
         like: torch.Tensor,
         page_rows: int | None = None,
         ring: int | None = None,
-        kept: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """like: of the type that is computed in, on the device. kept: float8_e4m3fn; None for that type too."""
+        """Allocate the only page, or none yet.
+
+        capacity: positions of the longest session. like: a tensor on the device, of the type that is computed in.
+        page_rows: None for one page. ring: slots that positions wrap around, None for as many as positions. dtype:
+        float8_e4m3fn, or None for the type that is computed in.
+        """
         self.slots = capacity if ring is None else ring
         self.page_rows, self._ring, self._like = page_rows or self.slots, ring, like
-        self.dtype = kept or like.dtype
+        self.dtype = dtype or like.dtype
         self._shape = (layers, 2, kv_heads, self.page_rows, head_dim)
         self.pages: list[torch.Tensor] = []
         self.addresses: list[int] = []
@@ -48,39 +56,43 @@ class AttentionCache:
 
     @property
     def size_bytes(self) -> int:
-        """Of the pages so far."""
+        """Memory of the pages so far."""
         return sum(page.nbytes for page in self.pages)
 
     def has_room(self, length: int) -> bool:
-        """For the first `length` positions, without asking for memory."""
+        """Say whether there are pages for the first `length` positions."""
         return len(self.pages) * self.page_rows >= min(length, self.slots)
 
     def reserve(self, length: int) -> None:
-        """Make room for the first `length` positions."""
+        """Allocate what is missing for the first `length` positions."""
         while not self.has_room(length):
             self.pages.append(torch.empty(self._shape, dtype=self.dtype, device=self._like.device))
             self.addresses.append(self.pages[-1].data_ptr())
 
     def write(self, layers: slice, which: int, first: int, rows: torch.Tensor) -> None:
-        """Put back keys (which: 0) or values (1) [layers, kv_heads, n, dim] of n positions from `first` on, no more
-        than there are slots, as `read` gives them."""
+        """Put back what `read` gave: keys (which: 0) or values (1), [layers, kv_heads, n, head_dim].
+
+        They are those of n positions from `first` on, no more than there are slots.
+        """
         count = rows.shape[2]
         self.reserve(first + count)
         for page, start, done, size in self._pieces(first, count):
             page[layers, which, :, start : start + size].copy_(rows[:, :, done : done + size], non_blocking=True)
 
     def read(self, layers: slice, which: int, first: int, last: int) -> torch.Tensor:
-        """Keys (which: 0) or values (1) of positions [first, last) as they are kept: [layers, kv_heads, n, dim]; a view
-        where they lie side by side."""
+        """Return keys (which: 0) or values (1) of positions [first, last) as they are kept.
+
+        The result is [layers, kv_heads, last - first, head_dim], a view where the positions lie side by side.
+        """
         pieces = self._pieces(first, last - first)
         parts = [page[layers, which, :, start : start + size] for page, start, _, size in pieces]
         if not parts:
-            held, _, heads, _, dim = self._shape
-            return self._like.new_empty((len(range(held)[layers]), heads, 0, dim), dtype=self.dtype)
+            all_layers, _, heads, _, dim = self._shape
+            return self._like.new_empty((len(range(all_layers)[layers]), heads, 0, dim), dtype=self.dtype)
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
     def store(self, layer: int, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store rows [n, kv_heads, dim] of one layer from position `first` on."""
+        """Store rows [n, kv_heads, head_dim] of one layer from position `first` on."""
         if self.dtype is FLOAT8:
             keys, values = narrowed(keys), narrowed(values)
         count = len(keys)
@@ -90,16 +102,17 @@ class AttentionCache:
             page[layer, 1, :, start : start + size] = values[done : done + size].transpose(0, 1)
 
     def span(self, layer: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values in one layer's first slots, [kv_heads, slots, dim] each, to compute with."""
+        """Return keys and values in one layer's first slots to compute with, [kv_heads, slots, head_dim] each."""
         if len(self.pages) == 1:
-            held = self.pages[0][layer]
+            both = self.pages[0][layer]
         else:
-            held = torch.cat([page[layer] for page in self.pages[: -(-slots // self.page_rows)]], 2)
-        keys, values = held[:, :, :slots] if self.dtype is not FLOAT8 else widened(held[:, :, :slots], self._like.dtype)
+            both = torch.cat([page[layer] for page in self.pages[: -(-slots // self.page_rows)]], 2)
+        keys, values = both[:, :, :slots] if self.dtype is not FLOAT8 else widened(both[:, :, :slots], self._like.dtype)
         return keys, values
 
     def _pieces(self, first: int, count: int) -> Iterator[tuple[torch.Tensor, int, int, int]]:
-        """Runs of positions that lie side by side: page, row in it, rows before in `count`, rows."""
+        """Runs of positions that lie side by side: their page, their first row in it, how many of the `count` positions
+        came before, and how many they are."""
         done = 0
         while done < count:
             slot = first + done if self._ring is None else (first + done) % self._ring
@@ -111,7 +124,7 @@ class AttentionCache:
 
 @dataclass(frozen=True, slots=True)
 class AttentionView:
-    """A `StateView` of the keys (which: 0) or values (1) of some layers: [layers, kv_heads, n, dim]."""
+    """A `StateView` of the keys (which: 0) or values (1) of some layers: [layers, kv_heads, n, head_dim]."""
 
     cache: AttentionCache
     layers: slice

@@ -16,18 +16,31 @@ from shard_worker.ops import deltanet
 class RecurrentCache:
     """State, convolution inputs and, between a verify and its commit, the block's own rows of all linear layers.
 
-    state: float32 [layers, value_heads, key_dim, value_dim]. conv: [layers, taps - 1 + block, channels]; the first
-    taps - 1 rows are the last committed inputs, the others belong to the block in flight. keys, corrected, decays:
-    float32 [layers, value_heads, block, …], what advancing by some of the block's rows needs; decays are the running
-    sums of log decays where the block was computed as one, each row's own factor where its rows were one by one, or by
-    kernels.
+    taps: how many inputs the convolution spans.
+    state: float32 [layers, value_heads, key_dim, value_dim].
+    conv: [layers, taps - 1 + block, channels]; the first taps - 1 rows are the last committed inputs, the others belong
+    to the block in flight.
+    keys, corrected, decays: float32 [layers, value_heads, block, …], what advancing by some of the block's rows needs.
+    Decays are the running sums of log decays where the block was computed as one, and each row's own factor where its
+    rows were computed one by one, or by kernels.
+    addresses: of these five tensors, and behind them how many rows of a block there is room for.
     """
 
     def __init__(
-        self, layers: int, shape: LinearAttentionConfig, block_rows: int, like: torch.Tensor, *, exact: bool = False
+        self,
+        layers: int,
+        shape: LinearAttentionConfig,
+        block_rows: int,
+        like: torch.Tensor,
+        *,
+        row_by_row: bool = False,
     ) -> None:
-        """exact: blocks are computed row by row."""
-        self._exact = exact
+        """Allocate it, with states of zeros.
+
+        block_rows: rows of the largest verify. like: a tensor on the device, of the type that is computed in.
+        row_by_row: whether a block's rows are computed one by one.
+        """
+        self._row_by_row = row_by_row
         heads = shape.value_heads
 
         def zeros(*extents: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -39,9 +52,11 @@ class RecurrentCache:
         self.keys = zeros(heads, block_rows, shape.key_head_dim)
         self.corrected = zeros(heads, block_rows, shape.value_head_dim)
         self.decays = zeros(heads, block_rows)
-        memory = (self.state, self.conv, self.keys, self.corrected, self.decays)
-        self.addresses = (*(tensor.data_ptr() for tensor in memory), block_rows)
-        """Of state, conv, keys, corrected and decays, and how many rows of a block there is room for."""
+        self.addresses = (*(tensor.data_ptr() for tensor in self._tensors), block_rows)
+
+    @property
+    def _tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.state, self.conv, self.keys, self.corrected, self.decays
 
     @functools.cached_property
     def step_parameters(self) -> torch.Tensor:
@@ -50,10 +65,11 @@ class RecurrentCache:
 
     @property
     def size_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.state, self.conv, self.keys, self.corrected, self.decays))
+        """Memory that it takes."""
+        return sum(tensor.nbytes for tensor in self._tensors)
 
     def window(self, slot: int, rows: torch.Tensor, uncommitted: bool) -> torch.Tensor:
-        """Inputs of the convolution for new rows [n, channels]: the committed ones before them and they themselves."""
+        """Return the convolution's inputs for new rows [n, channels]: the committed ones before them, and the rows."""
         before = self.taps - 1
         if uncommitted:
             self.conv[slot, before : before + rows.shape[0]] = rows
@@ -63,14 +79,14 @@ class RecurrentCache:
         return window
 
     def advance_inputs(self, slot: int, rows: torch.Tensor) -> None:
-        """New rows [n, channels] count: the last ones are what the next convolution begins with."""
+        """Let new rows [n, channels] count: the last ones are what the next convolution begins with."""
         before = self.taps - 1
         if len(rows) < before:
             rows = torch.cat((self.conv[slot, :before], rows))
         self.conv[slot, :before] = rows[-before:]
 
     def record(self, slot: int, keys: torch.Tensor, corrected: torch.Tensor, decays: torch.Tensor) -> None:
-        """Keep what committing a part of the block in flight needs."""
+        """Keep what committing a part of the block in flight needs, of one layer: float32 [value_heads, n, …]."""
         rows = keys.shape[1]
         self.keys[slot, :, :rows] = keys
         self.corrected[slot, :, :rows] = corrected
@@ -79,7 +95,7 @@ class RecurrentCache:
     def commit(self, rows: int) -> None:
         """Advance all layers by the first `rows` rows of the block in flight."""
         before = self.taps - 1
-        commit = deltanet.commit_by_steps if self._exact else deltanet.commit
+        commit = deltanet.commit_by_steps if self._row_by_row else deltanet.commit
         commit(
             self.state.flatten(0, 1),
             self.keys[:, :, :rows].flatten(0, 1),

@@ -12,15 +12,19 @@ from dataclasses import dataclass
 import torch
 
 from services.layers import LayerRange
+from services.model.cached_tensors import CachedTensor, CacheDtype, Per
 from services.model.config import LayerKind, ModelConfig
+from services.model.layers import layer_caches
 from shard_worker.cache.attention_cache import AttentionCache, AttentionView
 from shard_worker.cache.prefix_state import GroupKind, StateView, TensorGroup, WholeView
 from shard_worker.cache.recurrent_cache import RecurrentCache
 
+_GROUP_KINDS = {Per.TOKEN: GroupKind.ROWS, Per.SESSION: GroupKind.STATE}
+
 
 @dataclass(slots=True, weakref_slot=True)
 class SegmentCaches:
-    """The caches of one segment, and each layer's place in them."""
+    """The caches of one segment. slots: each layer's place in the cache that it uses."""
 
     attention: AttentionCache | None
     recurrent: RecurrentCache | None
@@ -36,40 +40,45 @@ class SegmentCaches:
         like: torch.Tensor,
         page_rows: int | None = None,
         *,
-        exact: bool = False,
+        row_by_row: bool = False,
         kv_dtype: torch.dtype | None = None,
     ) -> SegmentCaches:
-        """Caches for layers of these kinds. capacity: positions; block_rows: rows of the largest verify; page_rows:
-        positions that are allocated at a time, by default all; exact: blocks are computed row by row; kv_dtype: see
-        `AttentionCache`."""
+        """Return empty caches for layers of these kinds.
+
+        capacity: positions of the longest session. block_rows: rows of its largest verify. like: a tensor on the
+        device, of the type that is computed in. page_rows: positions that are allocated at a time, None for all.
+        row_by_row: whether a block's rows are computed one by one. kv_dtype: what keys and values are kept in, None for
+        the type that is computed in.
+        """
         linear = kinds.count(LayerKind.LINEAR)
         attention = len(kinds) - linear
         recurrent = None
         if linear:
             assert config.linear is not None
-            recurrent = RecurrentCache(linear, config.linear, block_rows, like, exact=exact)
+            recurrent = RecurrentCache(linear, config.linear, block_rows, like, row_by_row=row_by_row)
         keys_and_values = None
         if attention:
             keys_and_values = AttentionCache(
-                attention, config.kv_heads, capacity, config.head_dim, like, page_rows, kept=kv_dtype
+                attention, config.kv_heads, capacity, config.head_dim, like, page_rows, dtype=kv_dtype
             )
         return cls(keys_and_values, recurrent, slots_of(kinds))
 
     @property
     def size_bytes(self) -> int:
+        """Memory that they take by now."""
         return sum(cache.size_bytes for cache in (self.attention, self.recurrent) if cache is not None)
 
     def has_room(self, length: int) -> bool:
-        """For the first `length` positions, without asking for memory."""
+        """Say whether there is memory for the first `length` positions already."""
         return self.attention is None or self.attention.has_room(length)
 
     def reserve(self, length: int) -> None:
-        """Make room for the first `length` positions."""
+        """Allocate what is missing for the first `length` positions."""
         if self.attention is not None:
             self.attention.reserve(length)
 
     def views(self) -> list[StateView]:
-        """In the order of `state_groups`."""
+        """Return a view for each of `state_groups`, in that order."""
         views: list[StateView] = []
         if self.attention is not None:
             views += [AttentionView(self.attention, slice(None), which) for which in (0, 1)]
@@ -85,32 +94,27 @@ class SegmentCaches:
 
 
 def slots_of(kinds: Sequence[LayerKind]) -> tuple[int, ...]:
-    """Each layer's place among those that share a cache with it: recurrent ones, or all that attend."""
+    """Return each layer's place among those that share a cache with it: recurrent ones, or all that attend."""
     linear = [kind is LayerKind.LINEAR for kind in kinds]
-    return tuple(linear[:layer].count(one) for layer, one in enumerate(linear))
+    return tuple(linear[:layer].count(is_linear) for layer, is_linear in enumerate(linear))
 
 
 def state_groups(
     config: ModelConfig, layers: LayerRange, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
 ) -> list[TensorGroup]:
-    """What sessions remember of these layers, as it is kept for a prefix."""
-    kinds = {layer: config.layer_kinds[layer] for layer in range(layers.first, layers.last)}
-    attention = [layer for layer, kind in kinds.items() if kind is not LayerKind.LINEAR]
-    linear = [layer for layer, kind in kinds.items() if kind is LayerKind.LINEAR]
-
-    def named(what: str, of: list[int]) -> tuple[str, ...]:
-        return tuple(f"layers.{layer}.{what}" for layer in of)
-
-    groups: list[TensorGroup] = []
-    if attention:
-        extents = (config.kv_heads, config.head_dim)
-        kept = kv_dtype or dtype
-        groups += [TensorGroup(GroupKind.ROWS, named(what, attention), extents, kept) for what in ("k", "v")]
-    if linear:
-        shape = config.linear
-        assert shape is not None
-        state = (shape.value_heads, shape.key_head_dim, shape.value_head_dim)
-        conv = (shape.conv_taps - 1, shape.conv_channels)
-        groups.append(TensorGroup(GroupKind.STATE, named("recurrent", linear), state, torch.float32))
-        groups.append(TensorGroup(GroupKind.STATE, named("conv", linear), conv, dtype))
-    return groups
+    """Say what a prefix keeps of these layers: equal tensors of all layers in a group, those of attention first."""
+    dtypes = {
+        CacheDtype.KEYS_AND_VALUES: kv_dtype or dtype,
+        CacheDtype.ACTIVATIONS: dtype,
+        CacheDtype.FLOAT32: torch.float32,
+    }
+    names: dict[CachedTensor, list[str]] = {}
+    # A sort keeps the order of equals.
+    for layer in sorted(range(layers.first, layers.last), key=lambda layer: config.layer_kinds[layer].mixer):
+        for tensor in layer_caches(config, layer):
+            names.setdefault(tensor, []).append(f"layers.{layer}.{tensor.name}")
+    return [
+        TensorGroup(_GROUP_KINDS[tensor.per], tuple(named), tensor.shape, dtypes[tensor.dtype])
+        for tensor, named in names.items()
+        if tensor.per in _GROUP_KINDS
+    ]

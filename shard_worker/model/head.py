@@ -1,4 +1,4 @@
-"""Final norm and lm_head of the last stage; the draft beside it shares the projection."""
+"""The final norm and lm_head of the last stage; a draft beside it shares lm_head."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ class Head:
     eps: float
 
     def logits(self, hidden: torch.Tensor, batch_invariant_rows: int | None = None) -> torch.Tensor:
-        """Residual stream [n, hidden] -> logits [n, vocab] in the weights' dtype. exact_rows: as of `Rows`."""
+        """Return the logits [n, vocab] of the residual stream [n, hidden], in the weights' dtype.
+
+        batch_invariant_rows: as in `Rows`.
+        """
         return self.project(rms_norm(hidden, self.norm, self.eps), batch_invariant_rows)
 
     def project(self, normed: torch.Tensor, batch_invariant_rows: int | None = None) -> torch.Tensor:
-        """lm_head alone, for rows that a draft has normed itself."""
+        """Return the logits of rows that a draft has normed itself: lm_head alone."""
         return self.weight.matmul(normed.to(self.weight.device, self.weight.dtype), None, batch_invariant_rows)

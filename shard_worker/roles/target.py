@@ -40,7 +40,7 @@ from shard_worker.session.relay import RelaySession
 from shard_worker.session.session import SessionHost, TargetSession
 from shard_worker.session_record import SessionRecord
 from shard_worker.snapshots.keeper import SnapshotKeeper
-from shard_worker.stage.exactness import allocate
+from shard_worker.stage.batch_invariance import allocate
 from shard_worker.stage.loader import CaptureRequest, StageLoader
 from shard_worker.stage.stage import Stage
 from shard_worker.weights.checkpoint import Checkpoint

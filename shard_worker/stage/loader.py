@@ -1,8 +1,9 @@
-"""Loads a stage from a checkpoint: only its own layers, checked name by name and shape by shape."""
+"""Loading a stage from a checkpoint: only its own layers, checked name by name and shape by shape."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -30,23 +31,36 @@ Progress = Callable[[int, int], None]
 """Called with bytes loaded so far and bytes in all."""
 
 
+@dataclass(frozen=True, slots=True)
 class CaptureRequest:
-    """Which blocks to capture, and the draft's `fc` [draft hidden, N * hidden], or None for plain slices."""
+    """What a draft wants of the target.
 
-    def __init__(self, layers: tuple[int, ...], fc: torch.Tensor | None) -> None:
-        self.layers, self.fc = layers, fc
+    layers: the 0-based blocks whose output it reads, in its own order. fc: its matrix [draft hidden, N * hidden] over
+    those N blocks, or None for the blocks' outputs as they are.
+    """
+
+    layers: tuple[int, ...]
+    fc: torch.Tensor | None
 
 
 class StageLoader:
-    """Reads one stage. `total_bytes` is known before anything is loaded."""
+    """Reads one stage.
+
+    config: the whole target's. dtype: that of matrices and activations. total_bytes: how much will be read, known
+    before anything is loaded.
+    """
 
     def __init__(
         self, checkpoint: Checkpoint, layers: LayerRange, dtype: str | None, kv_dtype: str | None = None
     ) -> None:
-        """kv_dtype: of attention keys and values, None for that of the weights.
+        """Check that the checkpoint has what the stage needs.
 
-        Raises InvalidArgument for layers that the model doesn't have and for missing, unknown or mis-shaped
-        tensors, Unimplemented for an unknown family or a quantised checkpoint."""
+        dtype: the name of an element type, None for the checkpoint's own. kv_dtype: that of attention keys and values,
+        None for the weights'.
+
+        Raises InvalidArgument for layers that the model doesn't have and for missing, unknown or mis-shaped tensors,
+        Unimplemented for an unknown family or a quantised checkpoint.
+        """
         self._checkpoint, self._layers = checkpoint, layers
         self.config = read_model_config(checkpoint.config)
         if layers.last > self.config.num_layers:
@@ -67,10 +81,12 @@ class StageLoader:
 
     @property
     def is_first(self) -> bool:
+        """Whether the stage begins with the embedding."""
         return self._layers.first == 0
 
     @property
     def is_last(self) -> bool:
+        """Whether the stage ends with lm_head."""
         return self._layers.last == self.config.num_layers
 
     def load(
@@ -81,16 +97,19 @@ class StageLoader:
         *,
         graphs: bool = True,
     ) -> Stage:
-        """The stage, its layers spread evenly over the devices in order. graphs: whether steps may be CUDA graphs.
+        """Return the stage, its layers spread evenly over the devices in order.
 
-        Raises FailedPrecondition for a device that cannot keep keys and values as they shall be.
+        capture: what a draft wants, None without one. on_progress: called after every tensor. graphs: whether steps may
+        run as CUDA graphs.
+
+        Raises FailedPrecondition for a device that cannot keep keys and values in the element type asked for.
         """
         if self._kv_dtype is not None:
             for device in devices:
                 check_float8(device, kernels=can_run(device, head_sizes(self.config)))
         loaded = resident = 0
 
-        def take(name: str, device: torch.device) -> torch.Tensor:
+        def load_tensor(name: str, device: torch.device) -> torch.Tensor:
             nonlocal loaded, resident
             cast = takes_model_dtype(name, self._checkpoint.shape(name))
             tensor = self._checkpoint.place(name, device, self.dtype if cast else self._checkpoint.dtype(name))
@@ -100,23 +119,24 @@ class StageLoader:
             return tensor
 
         segments = tuple(
-            self._load_segment(layers, device, capture, take) for layers, device in _spread(self._layers, devices)
+            self._load_segment(layers, device, capture, load_tensor)
+            for layers, device in _spread(self._layers, devices)
         )
         embedding = head = None
         if self.is_first:
-            embedding = take(self._tensors.embedding, devices[0].torch_device)
+            embedding = load_tensor(self._tensors.embedding, devices[0].torch_device)
         if self.is_last:
             last = devices[-1].torch_device
             shared = embedding is not None and self.config.tied_head and embedding.device == last
-            matrix = embedding if shared else take(self._tensors.head, last)
+            matrix = embedding if shared else load_tensor(self._tensors.head, last)
             assert matrix is not None
             weight = DenseWeight(matrix).prepared()
-            norm = norm_factor(self.config, take(self._tensors.norm, last))
+            norm = norm_factor(self.config, load_tensor(self._tensors.norm, last))
             head = Head(norm, weight, self.config.norm_eps)
             if shared and not isinstance(weight, DenseWeight):
                 # Not both in memory: rows are looked up in the mapped file.
                 embedding = self._checkpoint.tensor(self._tensors.embedding)
-        ends = len(segments) - 1
+        last_index = len(segments) - 1
         return Stage(
             config=self.config,
             layers=self._layers,
@@ -128,8 +148,8 @@ class StageLoader:
             captures=capture.layers if capture is not None else (),
             summed=capture is not None and capture.fc is not None,
             runners=tuple(
-                make_runner(segment, embedding if not place else None, head if place == ends else None, graphs=graphs)
-                for place, segment in enumerate(segments)
+                make_runner(segment, None if index else embedding, head if index == last_index else None, graphs=graphs)
+                for index, segment in enumerate(segments)
             ),
         )
 
@@ -138,11 +158,11 @@ class StageLoader:
         layers: LayerRange,
         device: Device,
         capture: CaptureRequest | None,
-        take: Callable[[str, torch.device], torch.Tensor],
+        load_tensor: Callable[[str, torch.device], torch.Tensor],
     ) -> Segment:
         weights = []
         for layer in range(layers.first, layers.last):
-            named = {short: take(name, device.torch_device) for short, name in self._layer_names[layer].items()}
+            named = {short: load_tensor(name, device.torch_device) for short, name in self._layer_names[layer].items()}
             weights.append(decoder.pack(self.config, layer, LayerTensors.of(named)))
         return Segment(
             config=self.config,
@@ -191,13 +211,11 @@ def row_operations(device: Device, config: ModelConfig) -> RowOperations:
 
 
 def _spread(layers: LayerRange, devices: Sequence[Device]) -> list[tuple[LayerRange, Device]]:
-    """Contiguous runs of layers for each device, sizes differing by at most one."""
+    """The layers of each device, in order."""
     if len(layers) < len(devices):
         raise InvalidArgument(
             f"{len(layers)} layers cannot be spread over {len(devices)} devices: name fewer devices or give "
             "this stage more layers",
             field="layers",
         )
-    bounds = [layers.first + len(layers) * index // len(devices) for index in range(len(devices) + 1)]
-    ranges = [LayerRange(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
-    return list(zip(ranges, devices, strict=True))
+    return list(zip(layers.spread(len(devices)), devices, strict=True))

@@ -20,32 +20,39 @@ from shard_worker.model.rows import PLAIN, RowOperations, make_rows
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Layers [first, last) on one device. frequencies: RoPE's, float32 on the device."""
+    """The target's layers [first, last) on one device."""
 
     config: ModelConfig
     layers: LayerRange
     device: Device
     weights: tuple[DecoderWeights, ...]
+    """One for each layer, in order."""
     frequencies: torch.Tensor
+    """RoPE's, float32 [rotary_dim / 2] on the device."""
     capture: Capture | None
+    """What a draft wants of these layers; None where it wants nothing."""
     dtype: torch.dtype
+    """The element type of matrices and activations."""
     operations: RowOperations = PLAIN
     """What is done to many rows between products."""
     kv_dtype: torch.dtype | None = None
     """What attention keys and values are kept in; None for `dtype`."""
 
-    def allocate(self, capacity: int, block_rows: int, *, exact: bool = False) -> SegmentCaches:
-        """Caches of one session. capacity: positions; block_rows: rows of its largest verify, which are computed one by
-        one if `exact`."""
+    def allocate(self, capacity: int, block_rows: int, *, row_by_row: bool = False) -> SegmentCaches:
+        """Return the caches of one session.
+
+        capacity: its most positions. block_rows: rows of its largest verify. row_by_row: whether those are computed one
+        by one.
+        """
         kinds = self.config.layer_kinds[self.layers.first : self.layers.last]
         like = torch.empty(0, dtype=self.dtype, device=self.device.torch_device)
         page_rows = PAGE_ROWS if self.device.is_gpu else None
         return SegmentCaches.allocate(
-            self.config, kinds, capacity, block_rows, like, page_rows, exact=exact, kv_dtype=self.kv_dtype
+            self.config, kinds, capacity, block_rows, like, page_rows, row_by_row=row_by_row, kv_dtype=self.kv_dtype
         )
 
     def state_groups(self) -> list[TensorGroup]:
-        """What is kept of a prefix, in the order of the caches' views."""
+        """Say what a prefix keeps of these layers, in the order of the caches' views."""
         return state_groups(self.config, self.layers, self.dtype, self.kv_dtype)
 
     def run(
@@ -57,9 +64,10 @@ class Segment:
         features: Features | None,
         batch_invariant_rows: int | None = None,
     ) -> torch.Tensor:
-        """hidden: [n, hidden] on any device -> [n, hidden] on this segment's. exact_rows: as of `Rows`.
+        """Run the layers on rows [n, hidden] of any device, and return [n, hidden] on this segment's device.
 
-        Captures are added to `features`, where there are any wanted.
+        features: what captured rows are added to, None where no draft wants any. uncommitted, batch_invariant_rows: as
+        in `Rows`.
         """
         hidden = hidden.to(self.device.torch_device)
         kinds = frozenset(self.config.layer_kinds[self.layers.first : self.layers.last])

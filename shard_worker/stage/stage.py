@@ -1,6 +1,6 @@
 """A stage of the target: its segments, the embedding where it is first, the head where it is last.
 
-Owns weights; a session's caches are in `StageState`. Knows nothing of processes, streams or sampling.
+It owns weights; a session's caches are in a `StageState`. It must not know processes, streams or sampling.
 """
 
 from __future__ import annotations
@@ -27,42 +27,51 @@ from shard_worker.stage.step_runner import StepRunner
 
 @dataclass(slots=True)
 class StageState:
-    """One session's memory on a stage. length: committed tokens; pending: rows of a verify not yet committed;
-    exact_rows: as of `Rows`, for decode and verify steps."""
+    """One session's memory on a stage."""
 
     capacity: int
+    """How many tokens there may be."""
     caches: list[SegmentCaches]
+    """One for each segment."""
     batch_invariant_rows: int | None = None
+    """As in `Rows`, for decode and verify steps."""
     length: int = 0
+    """Committed tokens."""
     pending: int = 0
+    """Rows of a verify that is not committed yet."""
 
     @property
     def size_bytes(self) -> int:
+        """Memory that the caches take by now."""
         return sum(caches.size_bytes for caches in self.caches)
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Layers [first, last) of the target. embedding: [vocab, hidden] on the first stage; head: on the
-    last.
-
-    captures: all target layers that the draft wants, here and elsewhere; summed: they travel as one sum, not as slices.
-    """
+    """The target's layers [first, last) in this worker."""
 
     config: ModelConfig
     layers: LayerRange
     segments: tuple[Segment, ...]
+    """The layers by device, in order."""
     embedding: torch.Tensor | None
+    """[vocab, hidden] on the first stage, None on others."""
     head: Head | None
+    """On the last stage, None on others."""
     dtype: torch.dtype
+    """The element type of matrices and activations."""
     weight_bytes: int
+    """Memory that the weights take."""
     captures: tuple[int, ...] = ()
+    """All target layers whose output the draft wants, here and elsewhere."""
     summed: bool = False
+    """Whether captured rows travel as one sum, and not as slices."""
     runners: tuple[StepRunner | None, ...] = ()
     """One a segment, for steps of few rows; None, or none at all, where plain torch does them."""
 
     @property
     def device(self) -> torch.device:
+        """Where rows come in."""
         return self.segments[0].device.torch_device
 
     @property
@@ -92,22 +101,28 @@ class Stage:
                         segment.run(rows, 0, False, segment.allocate(count, 1), None)
 
     def without_kernels(self) -> Stage:
-        """The same in plain torch."""
+        """Return the same stage in plain torch."""
         segments = (replace(segment, operations=PLAIN) for segment in self.segments)
         return replace(self, runners=(), segments=tuple(segments))
 
     def batch_invariant_rows(self, asked: int | None) -> int | None:
-        """Of a session that asked for so many: None where kernels run its steps, which are exact anyway."""
+        """Return what a session gets that asked for so many batch-invariant rows.
+
+        That is None where kernels run its steps, which are batch-invariant anyway.
+        """
         return asked if self.engine is StepEngine.TORCH else None
 
     def allocate(self, capacity: int, block_rows: int, batch_invariant_rows: int | None = None) -> StageState:
-        """Memory for one session of up to `capacity` tokens. exact_rows: see `exact_rows`."""
-        exact = batch_invariant_rows is not None
-        caches = [segment.allocate(capacity, block_rows, exact=exact) for segment in self.segments]
+        """Return the memory for one session of up to `capacity` tokens.
+
+        block_rows: rows of its largest verify. batch_invariant_rows: from the method of that name.
+        """
+        row_by_row = batch_invariant_rows is not None
+        caches = [segment.allocate(capacity, block_rows, row_by_row=row_by_row) for segment in self.segments]
         return StageState(capacity, caches, batch_invariant_rows)
 
     def state_groups(self) -> tuple[TensorGroup, ...]:
-        """What is kept of a prefix, in the order of a session's views; the last stage's logits come last."""
+        """Say what a prefix keeps, in the order of a session's views; the last stage's logits come last."""
         groups = [group for segment in self.segments for group in segment.state_groups()]
         if self.head is not None:
             weight = self.head.weight
@@ -115,7 +130,7 @@ class Stage:
         return tuple(groups)
 
     def embed(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Rows of the embedding, [n, hidden]."""
+        """Return the embedding's rows of these tokens, [n, hidden]."""
         assert self.embedding is not None
         rows = F.embedding(torch.tensor(tuple(token_ids), device=self.embedding.device), self.embedding)
         return rows.to(self.dtype)
@@ -129,8 +144,11 @@ class Stage:
         uncommitted: bool,
         hidden: torch.Tensor | None = None,
     ) -> StepOutput:
-        """The stage on the rows of these tokens; otherwise as `run`. With the logits of all rows where they come with
-        it. hidden: what the stage before made of the rows, where there is one; on the CPU."""
+        """Run the stage on the rows of these tokens, by kernels where they take such a step. Otherwise as `run`.
+
+        hidden: what the stage before made of the rows, on the CPU; None on the first stage. The logits of all rows are
+        in the output where kernels computed it.
+        """
         count = len(token_ids)
         runners = self._runners(count, uncommitted)
         if not runners:
@@ -148,9 +166,10 @@ class Stage:
     def run(
         self, state: StageState, hidden: torch.Tensor, features: Features | None, *, uncommitted: bool
     ) -> torch.Tensor:
-        """The stage's layers on rows [n, hidden] that follow the committed ones; captures are added to `features`.
+        """Run the stage's layers in plain torch on rows [n, hidden] that follow the committed ones; return [n, hidden].
 
-        Rows count at once unless deferred: then `commit` says later how many of them do.
+        features: what captured rows are added to, None where no draft wants any. Rows count at once unless they are
+        uncommitted: then `commit` says later how many of them do.
         """
         # Rows of a prompt come in the same chunks, whatever its answer is made by.
         batch_invariant_rows = state.batch_invariant_rows if uncommitted or len(hidden) == 1 else None
@@ -160,7 +179,7 @@ class Stage:
         return hidden
 
     def commit(self, state: StageState, length: int) -> None:
-        """Let the rows up to `length` of the verify in flight count."""
+        """Let the rows of the verify in flight count up to the position `length`."""
         rows = length - state.length
         runners = self._runners(state.pending, uncommitted=True)
         if runners:
@@ -172,7 +191,7 @@ class Stage:
         state.length, state.pending = length, 0
 
     def _runners(self, rows: int, uncommitted: bool) -> Sequence[StepRunner]:
-        """One a segment, where all of them take such a step; else none."""
+        """Return one runner for each segment where all of them take such a step, else none."""
         runners = [
             runner for runner in self.runners if runner is not None and runner.takes(rows, uncommitted=uncommitted)
         ]

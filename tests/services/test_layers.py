@@ -20,3 +20,13 @@ def test_order() -> None:
         LayerRange(0, 9),
         LayerRange(4, 5),
     ]
+
+
+def test_layers_are_spread_evenly() -> None:
+    """Runs follow each other, hold every layer once and differ in length by at most one."""
+    for parts in range(1, 8):
+        runs = LayerRange(3, 10).spread(parts)
+
+        assert [layer for run in runs for layer in range(run.first, run.last)] == list(range(3, 10))
+        assert max(map(len, runs)) - min(map(len, runs)) <= 1
+        assert len(runs) == parts

@@ -38,7 +38,7 @@ def test_rows_attend_to_what_is_kept(page_rows: int | None, window: int | None, 
     generator = torch.Generator().manual_seed(2)
     queries = torch.randn(5, HEADS, DIM, generator=generator).to(dtype)
     keys, values = (torch.randn(TOTAL, KV_HEADS, DIM, generator=generator).mul(3).to(dtype) for _ in range(2))
-    cache = AttentionCache(2, KV_HEADS, TOTAL, DIM, queries, page_rows, kept=FLOAT8)
+    cache = AttentionCache(2, KV_HEADS, TOTAL, DIM, queries, page_rows, dtype=FLOAT8)
     for first, last in ((0, 30), (30, 35), (35, TOTAL)):
         cache.store(1, first, keys[first:last], values[first:last])
 
@@ -56,7 +56,7 @@ def test_rows_attend_to_what_is_kept(page_rows: int | None, window: int | None, 
 def test_what_is_kept_is_put_back_as_it_is(page_rows: int | None) -> None:
     """Views read and write the bytes themselves: no second rounding, and nothing of it is wider."""
     rows = torch.randn(2, TOTAL, KV_HEADS, DIM, generator=torch.Generator().manual_seed(3))
-    one, other = (AttentionCache(1, KV_HEADS, TOTAL, DIM, rows, page_rows, kept=FLOAT8) for _ in range(2))
+    one, other = (AttentionCache(1, KV_HEADS, TOTAL, DIM, rows, page_rows, dtype=FLOAT8) for _ in range(2))
     one.store(0, 0, *rows)
     for which in (0, 1):
         read = AttentionView(one, slice(None), which).read(3, 33)

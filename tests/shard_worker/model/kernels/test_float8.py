@@ -24,7 +24,8 @@ def kept() -> dict[torch.dtype, AttentionCache]:
     """A cache that keeps what is computed in, and one of eight bits, over two pages' ends."""
     like = torch.empty(0, dtype=DTYPE, device=device().torch_device)
     caches = {
-        dtype: AttentionCache(LAYERS, KV_HEADS, CAPACITY, DIM, like, PAGE_ROWS, kept=dtype) for dtype in (DTYPE, FLOAT8)
+        dtype: AttentionCache(LAYERS, KV_HEADS, CAPACITY, DIM, like, PAGE_ROWS, dtype=dtype)
+        for dtype in (DTYPE, FLOAT8)
     }
     for cache in caches.values():
         cache.reserve(CAPACITY)
@@ -111,7 +112,7 @@ def test_plain_torch_fills_a_cache_likewise(kept: dict[torch.dtype, AttentionCac
     shape = HeadShape(HEADS, KV_HEADS, DIM, ROTARY, PAGE_ROWS, float8=True)
     linear(x, weight, heads=Heads(shape, norms, *rope, parameters, SLOT), eps=1e-6)
 
-    other = AttentionCache(LAYERS, KV_HEADS, CAPACITY, DIM, x, PAGE_ROWS, kept=FLOAT8)
+    other = AttentionCache(LAYERS, KV_HEADS, CAPACITY, DIM, x, PAGE_ROWS, dtype=FLOAT8)
     heads = x.view(ROWS, -1, DIM)
     turned = apply_rope(rms_norm(heads[:, : HEADS + KV_HEADS], norms, 1e-6), (rope[0][:, None], rope[1][:, None]))
     other.store(SLOT, BASE, turned[:, HEADS:], heads[:, HEADS + KV_HEADS :])

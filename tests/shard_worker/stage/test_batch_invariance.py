@@ -1,4 +1,4 @@
-"""Exact steps are promised where they hold, and refused elsewhere."""
+"""Batch-invariant steps are promised where they hold, and refused elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from services.errors import FailedPrecondition, InvalidArgument
 from services.layers import LayerRange
 from services.messages.steps import OpenSession
-from shard_worker.stage.exactness import allocate, check_exact
+from shard_worker.stage.batch_invariance import allocate, check_batch_invariance
 from shard_worker.stage.segment import Segment
 from shard_worker.stage.step_runner import StepRunner
 from tests.shard_worker.tiny import Tiny, load_split, load_stage
@@ -37,7 +37,7 @@ def request(**changes: Any) -> OpenSession:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["qwen3-sliding", "qwen3_5"])
-def test_a_stage_that_is_exact_passes(tiny: Tiny, name: str, dtype: str) -> None:
+def test_a_stage_that_is_batch_invariant_passes(tiny: Tiny, name: str, dtype: str) -> None:
     """First stages and last ones, with as many rows as may be asked for, or one; it is tried out once."""
     for stage in load_split(tiny.path(name), (2,), dtype=dtype):
         known: set[int] = set()
@@ -58,7 +58,7 @@ def test_a_stage_that_is_not_is_refused(tiny: Tiny) -> None:
 
     assert caught.value.reason == "NOT_EXACT"
     assert not known
-    check_exact(stage, 16)
+    check_batch_invariance(stage, 16)
 
 
 @pytest.mark.parametrize("rows", [15, 65])

@@ -1,7 +1,7 @@
-"""Whether a session's steps can be exact on this device: tried out once, before it is promised.
+"""Whether a session's steps can be batch-invariant on this device: tried out once, before it is promised.
 
-They rest on products that round a row alike wherever it stands among so many rows. No library promises that; those that
-were seen keep it.
+They rest on products that round a row alike wherever it stands among a fixed number of rows. No library promises that;
+those that were seen keep it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from shard_worker.ops.deltanet import CHUNK_ROWS
 from shard_worker.stage.stage import Stage, StageState
 
 
-def allocate(request: OpenSession, stage: Stage, known: set[int]) -> StageState:
-    """A session's memory. known: numbers of rows that were tried out on the stage; this one's is added.
+def allocate(request: OpenSession, stage: Stage, checked: set[int]) -> StageState:
+    """Return a session's memory.
 
-    Raises InvalidArgument for a number that blocks don't fit in, FailedPrecondition as `check_exact`.
+    checked: numbers of rows that were tried out on the stage; this request's is added.
+
+    Raises InvalidArgument for a number of rows that blocks don't fit in, FailedPrecondition as
+    `check_batch_invariance`.
     """
     asked = request.batch_invariant_rows
     if asked is not None and not request.block_rows <= asked <= CHUNK_ROWS:
@@ -26,28 +29,28 @@ def allocate(request: OpenSession, stage: Stage, known: set[int]) -> StageState:
             field="exact_rows",
         )
     rows = stage.batch_invariant_rows(asked)
-    if rows is not None and rows not in known:
-        check_exact(stage, rows)
-        known.add(rows)
+    if rows is not None and rows not in checked:
+        check_batch_invariance(stage, rows)
+        checked.add(rows)
     return stage.allocate(request.max_length, request.block_rows, rows)
 
 
 @torch.no_grad()
-def check_exact(stage: Stage, rows: int) -> None:
-    """Four steps over random rows. Raises FailedPrecondition where a row came out differently in another step."""
+def check_batch_invariance(stage: Stage, rows: int) -> None:
+    """Run four steps over random rows. Raises FailedPrecondition where a row came out differently in another step."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn((rows, stage.config.hidden_size), generator=generator).to(stage.dtype)
     whole, parts = (stage.allocate(rows, rows, rows) for _ in range(2))
     expected = stage.run(whole, hidden, None, uncommitted=True)
-    made = [stage.run(parts, hidden[:1], None, uncommitted=False)]
+    outputs = [stage.run(parts, hidden[:1], None, uncommitted=False)]
     if rows > 1:
-        # Each row one place further up, then the last one in the first place.
-        made.append(stage.run(parts, hidden[1:], None, uncommitted=True)[:-1])
+        # Each row one position further up, then the last one in the first position.
+        outputs.append(stage.run(parts, hidden[1:], None, uncommitted=True)[:-1])
         stage.commit(parts, rows - 1)
-        made.append(stage.run(parts, hidden[-1:], None, uncommitted=False))
-    same = torch.equal(torch.cat(made), expected)
+        outputs.append(stage.run(parts, hidden[-1:], None, uncommitted=False))
+    same = torch.equal(torch.cat(outputs), expected)
     if same and stage.head is not None:
-        logits = [stage.head.logits(part, rows) for part in made]
+        logits = [stage.head.logits(output, rows) for output in outputs]
         same = torch.equal(torch.cat(logits), stage.head.logits(expected, rows))
     if not same:
         raise FailedPrecondition(

@@ -1,4 +1,4 @@
-"""Exact steps: a row comes out bit for bit the same, whatever step it is part of; so does what is remembered of it."""
+"""Batch-invariant rows: one comes out bit for bit the same, whatever step it is part of, and so does its cache."""
 
 from __future__ import annotations
 
@@ -147,18 +147,18 @@ def test_without_it_they_differ(tiny: Tiny) -> None:
         assert difference.abs().max() > least, dtype
 
 
-def test_exact_steps_compute_what_others_do(tiny: Tiny) -> None:
+def test_batch_invariant_steps_compute_what_others_do(tiny: Tiny) -> None:
     """In float32 they differ from fast ones by rounding alone."""
     for name in ("qwen3-sliding", "qwen3_5"):
         stage = load_stage(tiny.path(name))
-        exact, fast = speculated(Run([stage], batch_invariant_rows=ROWS)), speculated(Run([stage]))
-        torch.testing.assert_close(exact, fast, rtol=0, atol=1e-4)
+        invariant, fast = speculated(Run([stage], batch_invariant_rows=ROWS)), speculated(Run([stage]))
+        torch.testing.assert_close(invariant, fast, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(96, 64), (33, 97), (1152, 384), (256, 3072)])
 def test_a_product_of_fixed_rows_rounds_every_row_alike(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    """Wherever a row stands, and whatever stands beside it: what exact steps rest on, on this machine."""
+    """Wherever a row stands, and whatever stands beside it: what batch-invariant steps rest on, on this machine."""
     generator = torch.Generator().manual_seed(1)
     dense = DenseWeight((torch.randn(shape, generator=generator) / shape[1] ** 0.5).to(dtype))
     x = torch.randn(ROWS, shape[1], generator=generator).to(dtype)
