@@ -133,7 +133,7 @@ class PrefixCache:
         """Drop a hit, because a worker doesn't have it after all."""
         self.drop([hit.entry.snapshot_id], lineages=[self.lineage(with_draft=with_draft)])
 
-    async def _load(self, lineage: Lineage, found: DiskEntry) -> Entry:
+    async def _load(self, lineage: Lineage, disk_entry: DiskEntry) -> Entry:
         """Bring an entry and what it builds on from disk into the workers.
 
         Raises DataLoss for a damaged entry, which is discarded, and what the workers raise.
@@ -143,9 +143,9 @@ class PrefixCache:
         places = self._cluster.snapshot_places(with_draft=lineage.draft is not None)
         parent: Entry | None = None
         async with self._loading:
-            for node in disk.chain(found):
-                known = index.get(node.snapshot_id)
-                if known is None:
+            for node in disk.chain(disk_entry):
+                entry = index.get(node.snapshot_id)
+                if entry is None:
                     try:
                         await self._import(node, places)
                     except FlashsplitError as error:
@@ -153,10 +153,10 @@ class PrefixCache:
                             await disk.discard(node, error.message)
                         self._free([node.snapshot_id])
                         raise
-                    known = Entry(node.snapshot_id, node.token_ids, parent, self._trimmable(lineage))
-                    index.add(known)
-                parent = known
-        self._spawn(disk.record_use(found))
+                    entry = Entry(node.snapshot_id, node.token_ids, parent, self._trimmable(lineage))
+                    index.add(entry)
+                parent = entry
+        self._spawn(disk.record_use(disk_entry))
         assert parent is not None
         return parent
 

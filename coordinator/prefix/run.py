@@ -67,11 +67,11 @@ class PrefixRun:
         """Return how to keep the session's present state, that behind these tokens; None where it is kept already."""
         parent, self._last_length = self._last, len(token_ids)
         entry = self._cache.new_entry(self._lineage, token_ids, parent)
-        known = self._saving.get(entry.snapshot_id)
+        present = self._saving.get(entry.snapshot_id)
         if not self._index_is_stale:
-            known = known or self._cache.get(self._lineage, entry.snapshot_id)
-        if known is not None:
-            self._last = known
+            present = present or self._cache.get(self._lineage, entry.snapshot_id)
+        if present is not None:
+            self._last = present
             return None
         self._last = self._saving[entry.snapshot_id] = entry
         return SnapshotSave(entry.snapshot_id, len(token_ids), None if parent is None else parent.snapshot_id)

@@ -207,11 +207,11 @@ class DiskCatalog:
 
     async def _scan(self, lineages: Collection[str] | None) -> None:
         """Bring the index up to date for these lineages, for all of them where there are none named."""
-        known = self.index.stamps()
+        stamps = self.index.stamps()
         if lineages is None:
-            changes = await in_thread(scan_all, self._store, known)
+            changes = await in_thread(scan_all, self._store, stamps)
         else:
-            changes = await in_thread(scan, self._store, lineages, known)
+            changes = await in_thread(scan, self._store, lineages, stamps)
         self._refreshed_s = time.monotonic()
         self._warn(changes)
         self.index.apply(changes)

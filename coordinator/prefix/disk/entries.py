@@ -115,29 +115,29 @@ class Scan:
     removed: tuple[EntryKey, ...]
 
 
-def scan(store: Store, lineages: Iterable[str], known: Mapping[EntryKey, str]) -> Scan:
+def scan(store: Store, lineages: Iterable[str], known_stamps: Mapping[EntryKey, str]) -> Scan:
     """Return what has changed in some lineages.
 
-    known: the stamps of the entries in memory; an entry whose stamp is the same is not read again. Raises StoreError
+    known_stamps: those of the entries in memory; an entry whose stamp is the same is not read again. Raises StoreError
     when the store cannot be listed.
     """
     entries: list[DiskEntry | UnreadableEntry] = []
     removed: list[EntryKey] = []
     for lineage in lineages:
         stamps = {EntryKey(lineage, name): stamp for name, stamp in store.entries(lineage).items()}
-        removed += [key for key in known if key.lineage == lineage and key not in stamps]
+        removed += [key for key in known_stamps if key.lineage == lineage and key not in stamps]
         for key, stamp in stamps.items():
-            if known.get(key) != stamp:
+            if known_stamps.get(key) != stamp:
                 entry = read_entry(store, key, stamp)
                 if entry is not None:
                     entries.append(entry)
     return Scan(tuple(entries), tuple(removed))
 
 
-def scan_all(store: Store, known: Mapping[EntryKey, str]) -> Scan:
+def scan_all(store: Store, known_stamps: Mapping[EntryKey, str]) -> Scan:
     """Return what has changed in all lineages, as `scan`."""
-    lineages = {*store.lineages(), *(key.lineage for key in known)}
-    return scan(store, sorted(lineages), known)
+    lineages = {*store.lineages(), *(key.lineage for key in known_stamps)}
+    return scan(store, sorted(lineages), known_stamps)
 
 
 def read_entry(store: Store, key: EntryKey, stamp: str) -> DiskEntry | UnreadableEntry | None:

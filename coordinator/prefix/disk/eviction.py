@@ -99,15 +99,15 @@ class VictimQueue:
         """Tell whether all that an entry builds on is there; every link is looked at once."""
         walked: list[EntryKey] = []
         node = entry
-        while (known := self._complete.get(node.key)) is None:
+        while (is_complete := self._complete.get(node.key)) is None:
             walked.append(node.key)
             if node.parent_key is None:
-                known = True
+                is_complete = True
                 break
             parent = self._index.get(node.parent_key)
             if parent is None:
-                known = False
+                is_complete = False
                 break
             node = parent
-        self._complete |= dict.fromkeys(walked, known)
-        return known
+        self._complete |= dict.fromkeys(walked, is_complete)
+        return is_complete

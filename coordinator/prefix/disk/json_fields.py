@@ -39,10 +39,10 @@ class JsonFields:
     def optional_hex(self, name: str, digits: int) -> str | None:
         return self._pop(name) if self._is_null(name) else self.hex(name, digits)  # type: ignore[return-value]
 
-    def choice(self, name: str, known: Sequence[str]) -> str:
+    def choice(self, name: str, choices: Sequence[str]) -> str:
         value = self._pop(name)
-        if not isinstance(value, str) or value not in known:
-            raise self._wrong(name, value, f"one of {', '.join(known)}")
+        if not isinstance(value, str) or value not in choices:
+            raise self._wrong(name, value, f"one of {', '.join(choices)}")
         return value
 
     def integer(self, name: str, least: int, most: int) -> int:

@@ -161,10 +161,10 @@ def manifest_from_json(data: bytes) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise ManifestError(f"the manifest is not JSON: {error}") from error
     fields = JsonFields(value, "manifest", ManifestError)
-    for name, known in (("version", VERSION), ("lineage_version", lineages.VERSION)):
+    for name, own_version in (("version", VERSION), ("lineage_version", lineages.VERSION)):
         version = fields.integer(name, 0, 2**31)
-        if version != known:
-            raise ForeignManifest(f"the manifest has {name} {version}, this release {known}", field=name)
+        if version != own_version:
+            raise ForeignManifest(f"the manifest has {name} {version}, this release {own_version}", field=name)
     lineage = Lineage(
         model=fields.text("model", MAX_NAME),
         dtype=fields.text("dtype", MAX_NAME),

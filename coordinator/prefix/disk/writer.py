@@ -116,9 +116,9 @@ class DiskWriter:
         try:
             await self._catalog.refresh([lineage.key])
             index = self._catalog.index
-            known = index.get(key)
-            if known is not None and index.chain(known):
-                return Saved(snapshot_id, known, size_bytes=known.size_bytes)
+            present = index.get(key)
+            if present is not None and index.chain(present):
+                return Saved(snapshot_id, present, size_bytes=present.size_bytes)
             chain: tuple[DiskEntry, ...] = ()
             if parent_id is not None:
                 parent = index.get(EntryKey(lineage.key, parent_id))

@@ -170,7 +170,6 @@ def open_store(location: str | Path, field: str | None = None) -> Store:
     kinds = {name: module for module in modules for name in module.SCHEMES}
     if scheme in kinds:
         store: Store = kinds[scheme].open_location(text, scheme, field)
-        return store
-    remote = import_module(f"{__name__}.remote")
-    other: Store = remote.open_location(text, scheme, field, known=kinds)
-    return other
+    else:
+        store = import_module(f"{__name__}.remote").open_location(text, scheme, field, other_schemes=kinds)
+    return store

@@ -50,8 +50,8 @@ _UPLOAD_BYTES = 16 << 20
 _VERSION_KEYS = ("ETag", "etag", "LastModified", "last_modified", "updated", "mtime", "modified", "created")
 
 
-def open_location(location: str, scheme: str, field: str, known: Collection[str] = ()) -> RemoteStore:
-    """Return the store at a URL. known: the schemes that other kinds of stores have, which errors list too.
+def open_location(location: str, scheme: str, field: str, other_schemes: Collection[str] = ()) -> RemoteStore:
+    """Return the store at a URL. other_schemes: those that other kinds of stores have, which errors list too.
 
     Raises InvalidArgument for a scheme that cannot be used, FailedPrecondition for one whose package is missing.
     """
@@ -69,7 +69,7 @@ def open_location(location: str, scheme: str, field: str, known: Collection[str]
     if scheme not in usable:
         raise InvalidArgument(
             f"{field} {location!r} has the scheme {scheme!r}, which snapshots cannot be kept in; known: "
-            f"{', '.join(sorted(filter(None, {*usable, *known})))}",
+            f"{', '.join(sorted(filter(None, {*usable, *other_schemes})))}",
             field=field,
         )
     try:
@@ -127,12 +127,12 @@ class RemoteStore:
         return sorted({name for name in names if LINEAGE_NAME.fullmatch(name)})
 
     def entries(self, lineage: str) -> dict[str, str]:
-        found = {}
+        stamps = {}
         for path, info in self._files(f"{self._root}/{lineage}").items():
             name, _, file = path.rpartition("/")
             if file == MANIFEST and ENTRY_NAME.fullmatch(name):
-                found[name] = f"{info.get('size')}-{_version(info)}"
-        return found
+                stamps[name] = f"{info.get('size')}-{_version(info)}"
+        return stamps
 
     def begin(self, key: EntryKey) -> RemoteEntryWriter:
         with _writing(self._entry(key)):
@@ -205,11 +205,11 @@ class RemoteStore:
         with _reading(path):
             self._fs.invalidate_cache()
             try:
-                found = self._fs.find(path, detail=True)
+                files = self._fs.find(path, detail=True)
             except FileNotFoundError:
                 return {}
         start = str(self._fs._strip_protocol(path)).rstrip("/") + "/"
-        return {str(name).removeprefix(start): info for name, info in found.items() if str(name).startswith(start)}
+        return {str(name).removeprefix(start): info for name, info in files.items() if str(name).startswith(start)}
 
     def _make_directory(self, path: str) -> None:
         # Object stores have none, and some refuse to be asked.

@@ -55,7 +55,7 @@ def test_split_is_proportional_with_one_layer_at_least(layers: int, weights: lis
 
     assert bounds(ranges) == expected
     assert all(len(part) >= 1 for part in ranges)
-    assert all(one.last == other.first for one, other in zip(ranges, ranges[1:], strict=False))
+    assert all(range_.last == after.first for range_, after in zip(ranges, ranges[1:], strict=False))
 
 
 def test_entries_are_devices_joined_devices_or_addresses() -> None:
@@ -149,10 +149,10 @@ def test_layers_may_be_named(devices: str, text: str, expected: list[int]) -> No
 
 def test_auto_leaves_the_layers_open() -> None:
     """--target-layer-split auto marks the plan and makes equal shares until workers have been measured."""
-    made = plan(target_devices="cpu,cpu,h:1", layer_split="auto")
+    auto_plan = plan(target_devices="cpu,cpu,h:1", layer_split="auto")
 
-    assert made.auto
-    assert bounds([stage.layers for stage in made.stages]) == [0, 4, 8, 12]
+    assert auto_plan.auto
+    assert bounds([stage.layers for stage in auto_plan.stages]) == [0, 4, 8, 12]
     assert not plan(target_devices="cpu,cpu,h:1", layer_split="1,1,1").auto
 
 

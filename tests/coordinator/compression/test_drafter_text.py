@@ -33,9 +33,9 @@ WORDS = [
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    found = Tokenizer.from_checkpoint(ROOT / "deploy" / "demo" / "target")
-    assert found is not None
-    return found
+    tokenizer = Tokenizer.from_checkpoint(ROOT / "deploy" / "demo" / "target")
+    assert tokenizer is not None
+    return tokenizer
 
 
 def in_order(part: str, whole: str) -> bool:
@@ -75,6 +75,7 @@ def test_any_cut_is_whole_characters_in_order(seed: int, tokenizer: Tokenizer) -
     ],
 )
 def test_the_question(text: str, question: str | None) -> None:
+    """The question is the last paragraph, or the end of a long one from a word's beginning on."""
     first, last = question_span(text)
     if question is None:
         assert last == len(text)
@@ -85,6 +86,7 @@ def test_the_question(text: str, question: str | None) -> None:
 
 
 def test_merge_spans() -> None:
+    """Spans that touch or overlap become one, and empty ones go."""
     spans: list[Span] = [(5, 7), (0, 2), (6, 9), (2, 3), (20, 20), (12, 13)]
     assert merge_spans(spans) == [(0, 3), (5, 9), (12, 13)]
     assert merge_spans([]) == []

@@ -28,6 +28,7 @@ SAID = {"role": "assistant", "content": "Much."}
     ],
 )
 def test_which_message(messages: list[dict[str, object]], index: int | None) -> None:
+    """The user's longest message may be shortened, and nothing where tools, a form or earlier answers are there."""
     assert compressible(messages, tools=False, structured=False) == index
     assert compressible(messages, tools=True, structured=False) is None
     assert compressible(messages, tools=False, structured=True) is None

@@ -27,6 +27,7 @@ from services.messages.inference_types import CompressionMode, CompressionParams
     ],
 )
 def test_ratios_and_curves(text: str, tokens: int, ratio: float) -> None:
+    """A number counts for all prompts; between points of a curve shares lie on a line, beyond them they are level."""
     assert parse_keep(text).ratio(tokens) == pytest.approx(ratio)
 
 
@@ -43,12 +44,14 @@ def test_ratios_and_curves(text: str, tokens: int, ratio: float) -> None:
     ],
 )
 def test_what_is_no_ratio(text: str, words: str) -> None:
+    """The refusal names the flag and says what would be accepted."""
     with pytest.raises(InvalidArgument, match=words) as refused:
         parse_keep(text)
     assert refused.value.where["field"] == "--prefill-keep-ratio"
 
 
 def test_a_request_has_its_own_way() -> None:
+    """A request may choose its mode and its share, which is brought into range; the rest stays the server's."""
     settings = CompressionSettings(CompressionMode.AUTO, 100, KeepCurve(((0, 0.1),)))
     assert settings.for_request(CompressionParams()) == settings
     asked = settings.for_request(CompressionParams(CompressionMode.ALWAYS, 7.0))

@@ -32,9 +32,9 @@ def location(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 @pytest.fixture
 def store(location: str) -> Store:
     """One that may be written to."""
-    found = open_store(location)
-    found.check()
-    return found
+    store = open_store(location)
+    store.check()
+    return store
 
 
 def disk_cache(store: Store, *, budget_bytes: int = 1 << 30, min_tokens: int = 1) -> DiskCache:
@@ -45,7 +45,7 @@ def disk_cache(store: Store, *, budget_bytes: int = 1 << 30, min_tokens: int = 1
 @pytest.fixture
 async def cache(store: Store) -> AsyncIterator[DiskCache]:
     """A started one with plenty of room."""
-    found = disk_cache(store)
-    await found.start()
-    yield found
-    await found.close()
+    cache = disk_cache(store)
+    await cache.start()
+    yield cache
+    await cache.close()

@@ -22,10 +22,10 @@ def entry(token_ids: Sequence[int], *, trimmable: bool, parent: Entry | None = N
 
 
 def index_of(*entries: Entry) -> PrefixIndex:
-    made = PrefixIndex()
-    for one in entries:
-        made.add(one)
-    return made
+    index = PrefixIndex()
+    for stored in entries:
+        index.add(stored)
+    return index
 
 
 @dataclass
@@ -35,25 +35,25 @@ class Reference:
     entries: dict[str, Entry] = field(default_factory=dict)
 
     def offers(self, token_ids: Sequence[int]) -> list[Match]:
-        found = []
-        for one in self.entries.values():
+        offers = []
+        for stored in self.entries.values():
             common = 0
-            for mine, theirs in zip(one.token_ids, token_ids, strict=False):
+            for mine, theirs in zip(stored.token_ids, token_ids, strict=False):
                 if mine != theirs:
                     break
                 common += 1
-            if common == len(one.token_ids):
-                found.append(Match(one, common))
-            elif one.trimmable:
-                found.append(Match(one, min(common, len(token_ids) - 1)))
-        return [match for match in found if match.length > 0]
+            if common == len(stored.token_ids):
+                offers.append(Match(stored, common))
+            elif stored.trimmable:
+                offers.append(Match(stored, min(common, len(token_ids) - 1)))
+        return [match for match in offers if match.length > 0]
 
     def remove(self, snapshot_id: str) -> set[str]:
         gone = {snapshot_id} & self.entries.keys()
         while more := {
-            one.snapshot_id
-            for one in self.entries.values()
-            if one.snapshot_id not in gone and one.parent is not None and one.parent.snapshot_id in gone
+            stored.snapshot_id
+            for stored in self.entries.values()
+            if stored.snapshot_id not in gone and stored.parent is not None and stored.parent.snapshot_id in gone
         }:
             gone |= more
         for name in gone:
@@ -97,37 +97,37 @@ def test_index_is_a_search_through_all_entries(
             if known and rng.random() < 0.12:
                 doomed = rng.choice(known).snapshot_id
                 removed = tested.remove(doomed)
-                names = [one.snapshot_id for one in removed]
+                names = [stored.snapshot_id for stored in removed]
                 assert set(names) == reference.remove(doomed)
                 assert len(names) == len(set(names))
                 assert names[0] == doomed
-                for position, one in enumerate(removed[1:], 1):
-                    assert one.parent is not None
-                    assert one.parent.snapshot_id in names[:position]
+                for position, stored in enumerate(removed[1:], 1):
+                    assert stored.parent is not None
+                    assert stored.parent.snapshot_id in names[:position]
                 family_removals += len(names) > 1
             elif tokens and rng.random() < 0.6:
-                above = [one for one in known if len(one.token_ids) < len(tokens)]
-                above = [one for one in above if tokens[: len(one.token_ids)] == one.token_ids]
+                above = [stored for stored in known if len(stored.token_ids) < len(tokens)]
+                above = [stored for stored in above if tokens[: len(stored.token_ids)] == stored.token_ids]
                 parent = rng.choice([None, *above])
                 new = entry(tokens, trimmable=rng.choice(kinds), parent=parent)
                 tested.add(new)
                 reference.entries.setdefault(new.snapshot_id, new)
 
             prompt = some_tokens(rng, known, alphabet)
-            found, offers = tested.find(prompt), reference.offers(prompt)
+            match, offers = tested.find(prompt), reference.offers(prompt)
             if not offers:
-                assert found is None
+                assert match is None
                 misses += 1
             else:
-                assert found in offers
+                assert match in offers
                 best = max(offer.length for offer in offers)
                 shortest = min(len(offer.entry.token_ids) for offer in offers if offer.length == best)
-                assert found is not None
-                assert (found.length, len(found.entry.token_ids)) == (best, shortest)
+                assert match is not None
+                assert (match.length, len(match.entry.token_ids)) == (best, shortest)
                 hits += 1
-                cuts += found.length < len(found.entry.token_ids)
+                cuts += match.length < len(match.entry.token_ids)
             assert len(tested) == len(reference.entries)
-            assert all(tested.get(name) is one for name, one in reference.entries.items())
+            assert all(tested.get(name) is stored for name, stored in reference.entries.items())
     assert hits > 50
     assert family_removals > 10
     assert (cuts > 50) == (True in kinds)
@@ -142,21 +142,21 @@ def test_nothing_is_left_behind(trimmable: bool) -> None:
     entries: list[Entry] = []
     for _ in range(60):
         tokens = some_tokens(rng, entries, 3) + (1,)
-        above = [one for one in entries if tokens[: len(one.token_ids)] == one.token_ids != tokens]
+        above = [stored for stored in entries if tokens[: len(stored.token_ids)] == stored.token_ids != tokens]
         entries.append(entry(tokens, trimmable=trimmable, parent=rng.choice([None, *above])))
         tested.add(entries[-1])
-    for one in rng.sample(entries, len(entries)):
-        tested.remove(one.snapshot_id)
+    for stored in rng.sample(entries, len(entries)):
+        tested.remove(stored.snapshot_id)
     assert len(tested) == 0
-    assert all(tested.find(one.token_ids) is None for one in entries)
+    assert all(tested.find(stored.token_ids) is None for stored in entries)
 
     def used_bytes(cycles: int) -> int:
         """Memory in use after entries have come and gone so often."""
         for _ in range(cycles):
-            for one in entries:
-                tested.add(one)
-            for one in entries[::2]:
-                tested.remove(one.snapshot_id)
+            for stored in entries:
+                tested.add(stored)
+            for stored in entries[::2]:
+                tested.remove(stored.snapshot_id)
             tested.clear()
         gc.collect()
         return tracemalloc.get_traced_memory()[0]
@@ -187,18 +187,18 @@ def test_prompt_about_as_long_as_the_entry(prompt: int, exact: int | None, cut: 
     """Equal prompts take all; shorter ones leave the last token to compute, which an exact entry cannot offer."""
     tokens = list(range(100, 200))
     for trimmable, expected in ((False, exact), (True, cut)):
-        found = index_of(entry(tokens[:40], trimmable=trimmable)).find(tokens[:prompt])
-        assert (found.length if found else None) == expected
+        match = index_of(entry(tokens[:40], trimmable=trimmable)).find(tokens[:prompt])
+        assert (match.length if match else None) == expected
 
 
 def test_other_suffix_takes_only_what_is_common() -> None:
     """A prompt that parts from an entry gets the common part of a cuttable one and nothing of an exact one."""
     kept, other = list(range(50)), [*range(45), 7, 7, 7]
     assert index_of(entry(kept, trimmable=False)).find(other) is None
-    found = index_of(entry(kept, trimmable=True)).find(other)
-    assert found is not None
-    assert found.length == 45
-    assert found.entry.token_ids[:45] == tuple(other[:45])
+    match = index_of(entry(kept, trimmable=True)).find(other)
+    assert match is not None
+    assert match.length == 45
+    assert match.entry.token_ids[:45] == tuple(other[:45])
 
 
 def test_exact_entry_wins_among_equals() -> None:
@@ -246,8 +246,8 @@ def test_second_add_keeps_the_first() -> None:
     tested = index_of(root, first, child)
     tested.add(entry([1, 2], trimmable=False))
     assert tested.get(first.snapshot_id) is first
-    assert [one.snapshot_id for one in tested.remove(root.snapshot_id)] == [
-        one.snapshot_id for one in (root, first, child)
+    assert [stored.snapshot_id for stored in tested.remove(root.snapshot_id)] == [
+        stored.snapshot_id for stored in (root, first, child)
     ]
     assert tested.remove(root.snapshot_id) == ()
     assert first.snapshot_id not in tested
@@ -272,16 +272,16 @@ def test_memory_grows_with_the_tokens_not_with_the_turns(trimmable: bool) -> Non
         entries.append(entry(tokens, trimmable=trimmable, parent=entries[-1] if entries else None))
     tracemalloc.start()
     try:
-        for one in entries:
-            tested.add(one)
+        for stored in entries:
+            tested.add(stored)
         used_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     # Listed once a block: about 1 KiB a turn. Listed once a turn and block, it would be a hundred times that.
     assert used_bytes < 4096 * len(entries)
-    found = tested.find([*tokens, 5])
-    assert found is not None
-    assert found.entry is entries[-1]
+    match = tested.find([*tokens, 5])
+    assert match is not None
+    assert match.entry is entries[-1]
 
 
 @pytest.mark.parametrize("trimmable", [True, False])
@@ -298,9 +298,9 @@ def test_long_prompts_and_many_entries_stay_cheap(trimmable: bool) -> None:
 
     prompt = list(document)
     started = time.process_time()
-    found = tested.find(prompt)
+    match = tested.find(prompt)
     seconds = time.process_time() - started
 
-    assert found is not None
-    assert found.length == (99_990 if trimmable else 90_000)
+    assert match is not None
+    assert match.length == (99_990 if trimmable else 90_000)
     assert seconds < 0.3

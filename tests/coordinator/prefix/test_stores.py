@@ -24,16 +24,16 @@ from tests.coordinator.prefix.disk.exports import files_of
 @pytest.fixture(params=["directory", "memory", "files through fsspec"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     """Two kinds of remote ones: file systems name and list things differently."""
-    found: Store
+    store: Store
     if request.param == "memory":
-        found = open_store("memory://stores/cache")
+        store = open_store("memory://stores/cache")
     elif request.param == "directory":
-        found = DirectoryStore(tmp_path / "cache")
+        store = DirectoryStore(tmp_path / "cache")
     else:
         root = str(tmp_path / "cache")
-        found = RemoteStore(fsspec.filesystem("file"), root, root, "--kv-cache-url")
-    found.check()
-    yield found
+        store = RemoteStore(fsspec.filesystem("file"), root, root, "--kv-cache-url")
+    store.check()
+    yield store
     if request.param == "memory":
         fsspec.filesystem("memory").rm("/stores", recursive=True)
 
@@ -315,9 +315,9 @@ def test_remote_orphans_are_swept_after_an_hour(monkeypatch: pytest.MonkeyPatch)
 def test_remote_writers_have_names_of_their_own() -> None:
     """So that two of them never write one file."""
     store = open_store("memory://tags/cache")
-    one, two = store.begin(KEY), store.begin(KEY)
-    assert one.tag != two.tag
-    check_part_name(f"draft.{one.tag}.safetensors")
+    first, second = store.begin(KEY), store.begin(KEY)
+    assert first.tag != second.tag
+    check_part_name(f"draft.{first.tag}.safetensors")
 
 
 def test_remote_failures_become_store_errors(monkeypatch: pytest.MonkeyPatch) -> None:

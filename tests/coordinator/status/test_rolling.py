@@ -54,6 +54,7 @@ def test_kinds_of_steps_are_told_apart() -> None:
 
 
 def test_old_steps_fall_out() -> None:
+    """Sums over recent seconds leave out older steps, while the total keeps them all."""
     clock = Clock()
     rolling = Rolling(2, 16, clock)
     rolling.add(step())

@@ -73,11 +73,11 @@ async def test_reflection(serve: Serve, dial: Dial) -> None:
         reflection_pb2.ServerReflectionRequest(list_services=""),
         reflection_pb2.ServerReflectionRequest(file_containing_symbol=stage.SERVICE),
     ]
-    listed, found = [response async for response in stub.ServerReflectionInfo(iter(requests))]
+    listed, described = [response async for response in stub.ServerReflectionInfo(iter(requests))]
     names = {service.name for service in listed.list_services_response.service}
     health_and_reflection = {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
     assert names == {*SERVICES, *health_and_reflection}
-    assert b"RunStage" in b"".join(found.file_descriptor_response.file_descriptor_proto)
+    assert b"RunStage" in b"".join(described.file_descriptor_response.file_descriptor_proto)
 
 
 async def test_an_unknown_method_is_unimplemented(serve: Serve, dial: Dial) -> None:

@@ -249,8 +249,8 @@ def resigned(ours: Certificates, usage: x509.ObjectIdentifier) -> TlsFiles:
         .not_valid_after(old.not_valid_after_utc)
         .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
     )
-    made = builder.sign(ours.authority.key, hashes.SHA256())
-    files.cert.write_bytes(made.public_bytes(Encoding.PEM))
+    certificate = builder.sign(ours.authority.key, hashes.SHA256())
+    files.cert.write_bytes(certificate.public_bytes(Encoding.PEM))
     return files
 
 

@@ -37,6 +37,7 @@ def test_a_program_for_each_vendor() -> None:
     ],
 )
 def test_refused_programs(texts: list[str], words: str) -> None:
+    """The refusal names the flag and what is wrong with its value."""
     with pytest.raises(InvalidArgument, match=re.escape(words)) as caught:
         parse_commands(texts)
     assert caught.value.where == {"field": "--worker-command"}

@@ -30,6 +30,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_made_and_removed(temporary: Path) -> None:
+    """A scratch directory is its user's alone, and gone with all it holds after removing it, once or twice."""
     scratch = Scratch()
     (scratch.path / "worker.log").write_text("x")
     assert scratch.path.parent == temporary

@@ -37,5 +37,6 @@ def test_environment(devices: str, parent: dict[str, str], child: dict[str, str]
 
 
 def test_the_child_knows_the_numbers() -> None:
+    """The child reads which numbers its GPUs have for its parent; nothing is known where nothing was hidden."""
     assert visible_numbers(environment_for("cuda:3+cuda:0", {})) == [3, 0]
     assert visible_numbers({}) is None

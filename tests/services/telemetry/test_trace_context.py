@@ -90,10 +90,10 @@ async def test_a_call_reaches_its_own_tasks_only() -> None:
 
     async def answer(name: str, headers: list[str]) -> tuple[str, str, object]:
         with calling(name, headers) as call:
-            found = await asyncio.create_task(seen())
-            assert found[1:] == (call.trace.trace_id, call.trace.trace_id)
+            seen_ids = await asyncio.create_task(seen())
+            assert seen_ids[1:] == (call.trace.trace_id, call.trace.trace_id)
         assert current_call() is None
-        return found
+        return seen_ids
 
     mine, yours = await asyncio.gather(answer("mine", [VALID]), answer("yours", []))
     assert (mine[0], mine[1], yours[0]) == ("mine", TRACE, "yours")

@@ -44,9 +44,9 @@ def run(
         [sys.executable, "-c", code], cwd=ROOT, env=kept | environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    told = [json.loads(line) for line in done.stderr.splitlines()]
-    spans = {line["name"]: line for line in told if "context" in line}
-    return done.stdout.strip(), spans, [line for line in told if "event" in line]
+    events = [json.loads(line) for line in done.stderr.splitlines()]
+    spans = {line["name"]: line for line in events if "context" in line}
+    return done.stdout.strip(), spans, [line for line in events if "event" in line]
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_off(environment: dict[str, str]) -> None:
 
 def test_console() -> None:
     """One line of JSON a span, below the caller's, with attributes, times and what went wrong."""
-    imported, spans, told = run(OTEL_TRACES_EXPORTER="console")
-    assert (imported, told) == ("True", [])
+    imported, spans, events = run(OTEL_TRACES_EXPORTER="console")
+    assert (imported, events) == ("True", [])
     above, below, phase = spans["above"], spans["below"], spans["phase"]
     assert above["parent_id"] == f"0x{SPAN}"
     assert {span["context"]["trace_id"] for span in spans.values()} == {f"0x{TRACE}"}
@@ -92,15 +92,15 @@ def test_a_client_that_records_nothing() -> None:
 
 def test_without_the_extra() -> None:
     """One line that says what to install; everything else works."""
-    _, spans, [told] = run(before="sys.modules['opentelemetry.sdk'] = None", OTEL_TRACES_EXPORTER="console")
+    _, spans, [events] = run(before="sys.modules['opentelemetry.sdk'] = None", OTEL_TRACES_EXPORTER="console")
     assert spans == {}
-    assert (told["event"], told["level"]) == ("tracing.unavailable", "warning")
-    assert "flashsplit[otel]" in told["why"]
+    assert (events["event"], events["level"]) == ("tracing.unavailable", "warning")
+    assert "flashsplit[otel]" in events["why"]
 
 
 def test_a_collector_that_is_gone() -> None:
     """It is told in our own log and holds up the end for a moment only."""
     began = time.monotonic()
-    _, _, told = run(OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:1")
+    _, _, events = run(OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:1")
     assert time.monotonic() - began < 8
-    assert {line["event"] for line in told} == {"tracing.notice"}
+    assert {line["event"] for line in events} == {"tracing.notice"}

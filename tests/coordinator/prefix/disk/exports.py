@@ -43,11 +43,11 @@ def tensors(owner: SnapshotOwner, layers: LayerRange | None, first: int, count: 
         return [SnapshotTensor(f"draft.layers.0.{name}", "float32", (1, rows, 3)) for name in "kv"]
     even = [layer for layer in range(layers.first, layers.last) if layer % 2 == 0]
     odd = [layer for layer in range(layers.first, layers.last) if layer % 2]
-    found = [SnapshotTensor(f"layers.{layer}.{name}", "bfloat16", (2, rows, 4)) for name in "kv" for layer in even]
-    found += [SnapshotTensor(f"layers.{layer}.recurrent", "float32", (2, 3, 3)) for layer in odd]
+    described = [SnapshotTensor(f"layers.{layer}.{name}", "bfloat16", (2, rows, 4)) for name in "kv" for layer in even]
+    described += [SnapshotTensor(f"layers.{layer}.recurrent", "float32", (2, 3, 3)) for layer in odd]
     if layers.last == LAYERS:
-        found.append(SnapshotTensor("logits", "float32", (11,)))
-    return found
+        described.append(SnapshotTensor("logits", "float32", (11,)))
+    return described
 
 
 def content(tensor: SnapshotTensor, token_ids: Sequence[int], first: int) -> bytes:
@@ -58,7 +58,7 @@ def content(tensor: SnapshotTensor, token_ids: Sequence[int], first: int) -> byt
 
 def contents(owner: SnapshotOwner, layers: LayerRange | None, token_ids: Sequence[int], first: int) -> dict[str, bytes]:
     """What a worker's snapshot must hold."""
-    return {one.name: content(one, token_ids, first) for one in tensors(owner, layers, first, len(token_ids))}
+    return {tensor.name: content(tensor, token_ids, first) for tensor in tensors(owner, layers, first, len(token_ids))}
 
 
 async def export(
@@ -82,7 +82,7 @@ async def export(
         parent_id=str(first) if first else None,
         tensors=tuple(held),
     )
-    pieces = [content(one, token_ids, first) for one in held]
+    pieces = [content(tensor, token_ids, first) for tensor in held]
     whole = b"".join(pieces)
     for offset in range(0, len(whole), chunk_bytes):
         yield SnapshotChunk(offset, whole[offset : offset + chunk_bytes])
@@ -133,13 +133,13 @@ async def take_in(frames: AsyncIterator[SnapshotFrame]) -> dict[str, bytes]:
     assert trailer is not None, "no trailer came"
     assert trailer.total_bytes == len(data) == header.size_bytes
     assert len(trailer.tensor_sha256) == len(header.tensors)
-    found, offset = {}, 0
+    imported, offset = {}, 0
     for tensor, digest in zip(header.tensors, trailer.tensor_sha256, strict=True):
-        found[tensor.name] = bytes(data[offset : offset + tensor.size_bytes])
+        imported[tensor.name] = bytes(data[offset : offset + tensor.size_bytes])
         offset += tensor.size_bytes
-        if hashlib.sha256(found[tensor.name]).digest() != digest:
+        if hashlib.sha256(imported[tensor.name]).digest() != digest:
             raise DataLoss(f"{tensor.name} does not match its digest")
-    return found
+    return imported
 
 
 async def restore(cache: DiskCache, entry: DiskEntry, edges: Iterable[int] = (0, LAYERS)) -> None:
@@ -151,29 +151,29 @@ async def restore(cache: DiskCache, entry: DiskEntry, edges: Iterable[int] = (0,
     for node in chain:
         for begin, end in zip(bounds, bounds[1:], strict=False):
             layers = LayerRange(begin, end)
-            found = await take_in(cache.frames(node, STAGE, layers, FINGERPRINTS[STAGE]))
-            assert found == contents(STAGE, layers, node.token_ids, node.first_token)
+            imported = await take_in(cache.frames(node, STAGE, layers, FINGERPRINTS[STAGE]))
+            assert imported == contents(STAGE, layers, node.token_ids, node.first_token)
         if node.lineage.draft is not None:
-            found = await take_in(cache.frames(node, DRAFT, None, FINGERPRINTS[DRAFT]))
-            assert found == contents(DRAFT, None, node.token_ids, node.first_token)
+            imported = await take_in(cache.frames(node, DRAFT, None, FINGERPRINTS[DRAFT]))
+            assert imported == contents(DRAFT, None, node.token_ids, node.first_token)
 
 
 def files_of(store: Store) -> list[str]:
     """All files of a store, relative to it, hidden ones at its top left out."""
     if store.location.startswith("memory://"):
         root = "/" + store.location.removeprefix("memory://")
-        found = [path.removeprefix(f"{root}/") for path in fsspec.filesystem("memory").find(root)]
+        paths = [path.removeprefix(f"{root}/") for path in fsspec.filesystem("memory").find(root)]
     else:
         base = Path(store.location)
-        found = [str(path.relative_to(base)) for path in base.rglob("*") if path.is_file()]
-    return sorted(path for path in found if not path.startswith("."))
+        paths = [str(path.relative_to(base)) for path in base.rglob("*") if path.is_file()]
+    return sorted(path for path in paths if not path.startswith("."))
 
 
 def leftovers(store: Store) -> list[str]:
     """Files and temporary directories that belong to no entry."""
     entries = {f"{lineage}/{name}" for lineage in store.lineages() for name in store.entries(lineage)}
-    found = [path for path in files_of(store) if path.rpartition("/")[0] not in entries]
+    paths = [path for path in files_of(store) if path.rpartition("/")[0] not in entries]
     if not store.location.startswith("memory://"):
         base = Path(store.location)
-        found += [str(path.relative_to(base)) for path in base.glob("*/.*")]
-    return found
+        paths += [str(path.relative_to(base)) for path in base.glob("*/.*")]
+    return paths

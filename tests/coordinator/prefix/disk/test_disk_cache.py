@@ -52,7 +52,7 @@ async def test_a_chain_is_restored_by_the_next_process(cache: DiskCache, store: 
     first = await save(cache, ids(10))
     second = await save(cache, ids(25), 10, edges=(0, 2, LAYERS))
     third = await save(cache, ids(26), 25, edges=(0, LAYERS))
-    assert [one.written for one in (first, second, third)] == [True] * 3
+    assert [result.written for result in (first, second, third)] == [True] * 3
     later = disk_cache(store)
     await later.start()
     entry = later.find(PLAIN, ids(40))
@@ -109,9 +109,9 @@ async def test_what_is_there_is_not_written_twice(cache: DiskCache, store: Store
     other = disk_cache(store)
     await other.start()
     assert (await save(cache, ids(10))).written
-    for one in (cache, other):
+    for server in (cache, other):
         asked = sources(PLAIN, ids(10))
-        again = await one.save(PLAIN, ids(10), 0, None, asked)
+        again = await server.save(PLAIN, ids(10), 0, None, asked)
         assert not again.written
         assert again.refusal == ""
         assert again.entry is not None
@@ -162,9 +162,9 @@ async def test_use_is_remembered(cache: DiskCache, store: Store) -> None:
     await cache.record_use(entry)
     later = disk_cache(store)
     await later.start()
-    for one in (cache, later):
-        leaf = one.find(PLAIN, ids(20))
-        root = one.find(PLAIN, ids(10))
+    for server in (cache, later):
+        leaf = server.find(PLAIN, ids(20))
+        root = server.find(PLAIN, ids(10))
         assert leaf is not None
         assert root is not None
         assert (leaf.usage.hits, root.usage.hits) == (2, 0)
@@ -232,9 +232,9 @@ async def test_saves_that_cannot_be(cache: DiskCache, store: Store) -> None:
 
 async def test_one_save_of_a_kind_at_a_time(cache: DiskCache) -> None:
     """The second of two that meet is refused; the first one's entry is whole."""
-    one, two = await asyncio.gather(save(cache, ids(300)), save(cache, ids(300)))
-    assert sorted([one.written, two.written]) == [False, True]
-    assert "already" in (one.refusal or two.refusal)
+    first, second = await asyncio.gather(save(cache, ids(300)), save(cache, ids(300)))
+    assert sorted([first.written, second.written]) == [False, True]
+    assert "already" in (first.refusal or second.refusal)
     entry = cache.find(PLAIN, ids(300))
     assert entry is not None
     await restore(cache, entry)
@@ -243,10 +243,10 @@ async def test_one_save_of_a_kind_at_a_time(cache: DiskCache) -> None:
 async def test_many_saves_at_once(cache: DiskCache) -> None:
     """Different prefixes don't wait for each other and don't mix."""
     saved = await asyncio.gather(*(save(cache, ids(40 + seed, seed=seed)) for seed in range(12)))
-    assert all(one.written for one in saved)
-    for one in saved:
-        assert one.entry is not None
-        await restore(cache, one.entry)
+    assert all(result.written for result in saved)
+    for result in saved:
+        assert result.entry is not None
+        await restore(cache, result.entry)
 
 
 async def test_a_large_part_travels_in_small_chunks(cache: DiskCache) -> None:
@@ -329,7 +329,7 @@ def _trailer(frames: Frames, **changes: object) -> Frames:
 
 def _rename(frames: Frames, names: dict[str, str]) -> Frames:
     assert isinstance(frames[0], SnapshotHeader)
-    renamed = tuple(replace(one, name=names.get(one.name, one.name)) for one in frames[0].tensors)
+    renamed = tuple(replace(tensor, name=names.get(tensor.name, tensor.name)) for tensor in frames[0].tensors)
     return _swap_header(frames, tensors=renamed)
 
 
@@ -472,9 +472,9 @@ async def test_empty_tensors_travel_too(cache: DiskCache) -> None:
 
     saved = await cache.save(PLAIN, ids(5), 0, None, [PartSource(STAGE, LayerRange(0, LAYERS), one())])
     assert saved.entry is not None
-    found = await take_in(cache.frames(saved.entry, STAGE, LayerRange(1, 3), FINGERPRINTS[STAGE]))
+    imported = await take_in(cache.frames(saved.entry, STAGE, LayerRange(1, 3), FINGERPRINTS[STAGE]))
     expected = contents(STAGE, LayerRange(1, 3), ids(5), 0)
-    assert found == {**expected, "layers.1.tail": b"", "layers.2.tail": b""}
+    assert imported == {**expected, "layers.1.tail": b"", "layers.2.tail": b""}
 
 
 async def _read_some(frames: AsyncIterator[SnapshotFrame], count: int) -> None:

@@ -66,7 +66,7 @@ async def import_all(cache: DiskCache, entry: DiskEntry) -> None:
 
 def problems(store: DirectoryStore, entry: DiskEntry) -> list[str]:
     """What `flashsplit cache verify` would say."""
-    return [one for part in entry.parts for one in verify_part(store, entry, part, lambda size: None)]
+    return [fault for part in entry.parts for fault in verify_part(store, entry, part, lambda size: None)]
 
 
 def _cut(path: Path, by: int) -> None:
@@ -193,10 +193,10 @@ async def test_manifests_in_each_others_places(
 ) -> None:
     """Valid by themselves, but not where they lie: neither entry is offered."""
     await save(cache, ids(30, seed=1), lineage=DRAFTED)
-    one = root / DRAFTED.key / saved.snapshot_id
+    directory = root / DRAFTED.key / saved.snapshot_id
     two = root / DRAFTED.key / DRAFTED.snapshot_id(ids(30, seed=1))
-    one.rename(root / "x")
-    two.rename(one)
+    directory.rename(root / "x")
+    two.rename(directory)
     (root / "x").rename(two)
     later = disk_cache(store)
     await later.start()
@@ -216,10 +216,10 @@ async def test_damaged_usage_is_no_usage(store: DirectoryStore, root: Path, usag
     path.write_bytes(usage)
     later = disk_cache(store)
     await later.start()
-    found = later.find(entry.lineage, ids(20))
-    assert found is not None
-    assert found.usage.hits == 0
-    await later.record_use(found)
+    entry = later.find(entry.lineage, ids(20))
+    assert entry is not None
+    assert entry.usage.hits == 0
+    await later.record_use(entry)
     assert json.loads(path.read_text())["hits"] == 1
 
 

@@ -62,9 +62,9 @@ class Zygote:
 
 @pytest.fixture(scope="module")
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    found = Zygote(tmp_path_factory.mktemp("zygote") / "log")
-    yield found
-    found.close()
+    zygote = Zygote(tmp_path_factory.mktemp("zygote") / "log")
+    yield zygote
+    zygote.close()
 
 
 async def whole(store: DirectoryStore, budget_bytes: int = 1 << 30) -> list[DiskEntry]:
@@ -75,14 +75,14 @@ async def whole(store: DirectoryStore, budget_bytes: int = 1 << 30) -> list[Disk
     cache = disk_cache(store, budget_bytes=budget_bytes)
     await cache.start()
     assert leftovers(store) == []
-    found = scan_all(store, {}).entries
-    for entry in found:
+    entries = scan_all(store, {}).entries
+    for entry in entries:
         assert isinstance(entry, DiskEntry), entry
-        assert [one for part in entry.parts for one in verify_part(store, entry, part, lambda size: None)] == []
+        assert [fault for part in entry.parts for fault in verify_part(store, entry, part, lambda size: None)] == []
         if cache.find(entry.lineage, entry.token_ids, whole=True) is not None:
             await restore(cache, cache.find(entry.lineage, entry.token_ids))  # type: ignore[arg-type]
-    assert sum(entry.size_bytes for entry in found) <= budget_bytes
-    return [entry for entry in found if isinstance(entry, DiskEntry)]
+    assert sum(entry.size_bytes for entry in entries) <= budget_bytes
+    return [entry for entry in entries if isinstance(entry, DiskEntry)]
 
 
 async def test_a_writer_killed_at_any_moment_leaves_a_miss_at_worst(zygote: Zygote, tmp_path: Path) -> None:

@@ -57,30 +57,30 @@ def entry(
 def order(entries: Sequence[DiskEntry | UnreadableEntry], *protected: DiskEntry) -> list[str]:
     """The names in the order in which they would go."""
     index = DiskIndex()
-    for one in entries:
-        index.add(one)
-    queue = VictimQueue(index, NOW, protected={one.key for one in protected})
-    found = []
+    for victim in entries:
+        index.add(victim)
+    queue = VictimQueue(index, NOW, protected={victim.key for victim in protected})
+    victims = []
     while (victim := queue.pop()) is not None:
         index.remove(victim.key)
         queue.removed(victim)
-        found.append(victim.key.snapshot_id)
+        victims.append(victim.key.snapshot_id)
     if not protected:
         assert index.total_bytes == 0
-    return found
+    return victims
 
 
 def names(*entries: DiskEntry | UnreadableEntry) -> list[str]:
-    return [one.key.snapshot_id for one in entries]
+    return [victim.key.snapshot_id for victim in entries]
 
 
 def test_worth_is_tokens_spared_for_bytes_weighted_by_use() -> None:
     """More tokens, fewer bytes, more hits and later ones are worth more."""
-    one = worth(entry(1), NOW)
-    assert worth(entry(1, count=200), NOW) > one
-    assert worth(entry(1, first=50), NOW) < one
-    assert worth(entry(1, size=2000), NOW) == pytest.approx(one / 2)
-    assert worth(entry(1, hits=1), NOW) > one
+    base = worth(entry(1), NOW)
+    assert worth(entry(1, count=200), NOW) > base
+    assert worth(entry(1, first=50), NOW) < base
+    assert worth(entry(1, size=2000), NOW) == pytest.approx(base / 2)
+    assert worth(entry(1, hits=1), NOW) > base
     assert worth(entry(1, hits=5), NOW) > worth(entry(1, hits=1), NOW)
     assert worth(entry(1, hits=5, idle_s=HOUR), NOW) > worth(entry(1, hits=5), NOW)
     # A clock that was set back is no reason to keep it for ever.
@@ -133,9 +133,9 @@ def test_what_cannot_be_used_goes_first() -> None:
     orphan = entry(1, count=90, first=50, hits=1000, idle_s=1)
     grandchild = entry(1, count=95, first=90, hits=1000, idle_s=1)
     well = entry(2, idle_s=500 * HOUR)
-    found = order([well, orphan, grandchild, foreign, broken])
-    assert sorted(found[:2]) == sorted(names(broken, foreign))
-    assert found[2:] == names(grandchild, orphan, well)
+    victims = order([well, orphan, grandchild, foreign, broken])
+    assert sorted(victims[:2]) == sorted(names(broken, foreign))
+    assert victims[2:] == names(grandchild, orphan, well)
     unreachable = UnreadableEntry(EntryKey(PLAIN.key, "c" * 40), Fault.UNREACHABLE, "EIO", 0, "")
     assert order([unreachable]) == []
 
@@ -220,10 +220,10 @@ async def test_saves_on_their_way_count(store: Store) -> None:
         )
     )
     assert used(store) <= 30_000
-    assert 2 <= sum(one.written for one in saved) < 6
-    for seed, one in enumerate(saved):
-        assert one.written != bool(one.refusal)
-        assert (cache.find(PLAIN, ids(60, seed=seed)) is not None) == one.written
+    assert 2 <= sum(result.written for result in saved) < 6
+    for seed, result in enumerate(saved):
+        assert result.written != bool(result.refusal)
+        assert (cache.find(PLAIN, ids(60, seed=seed)) is not None) == result.written
     assert leftovers(store) == []
 
 

@@ -55,9 +55,9 @@ def manifest(lineage: Lineage = DRAFTED, count: int = 20, first: int = 8) -> Man
 @pytest.mark.parametrize("first", [0, 8])
 def test_there_and_back(lineage: Lineage, first: int) -> None:
     """Nothing is lost, all tokens are in it."""
-    one = manifest(lineage, first=first)
-    data = one.to_json()
-    assert manifest_from_json(data) == one
+    original = manifest(lineage, first=first)
+    data = original.to_json()
+    assert manifest_from_json(data) == original
     assert json.loads(data)["token_ids"] == list(ids(20))
 
 
@@ -66,7 +66,9 @@ def test_keys_and_values_of_another_type_are_another_lineage() -> None:
     assert PLAIN.key == "2004f066cf6315be42831267e632cc69"
     assert DRAFTED.snapshot_id((1, 2, 3)) == "e4b944683043888f3b0977a054ae428accde1adf"
     assert "kv_dtype" not in json.loads(manifest().to_json())
-    assert len({one.key for one in (PLAIN, DRAFTED, FLOAT8, replace(FLOAT8, draft=None, draft_dtype=None))}) == 4
+    assert (
+        len({lineage.key for lineage in (PLAIN, DRAFTED, FLOAT8, replace(FLOAT8, draft=None, draft_dtype=None))}) == 4
+    )
     value = json.loads(manifest(FLOAT8).to_json())
     assert value["kv_dtype"] == "float8_e4m3fn"
     for other in ({**value, "kv_dtype": "float16"}, {**value, "kv_dtype": None}, {**value, "kv_dtype": 5}):
@@ -93,13 +95,13 @@ Change = Callable[[dict[str, Any]], object]
 
 
 def _part(value: dict[str, Any], index: int = 0) -> dict[str, Any]:
-    found: dict[str, Any] = value["parts"][index]
-    return found
+    parsed: dict[str, Any] = value["parts"][index]
+    return parsed
 
 
 def _tensor(value: dict[str, Any], index: int = 0) -> dict[str, Any]:
-    found: dict[str, Any] = value["parts"][0]["tensors"][index]
-    return found
+    parsed: dict[str, Any] = value["parts"][0]["tensors"][index]
+    return parsed
 
 
 BROKEN: dict[str, Change] = {
@@ -198,33 +200,33 @@ def test_what_is_no_manifest_at_all(data: bytes) -> None:
 def test_random_damage_never_gets_through_unnoticed() -> None:
     """Flipped bits raise ManifestError, or change a digest (which a restore finds) or what nothing depends on."""
     rng = random.Random(2)
-    one = manifest()
-    data = one.to_json()
+    original = manifest()
+    data = original.to_json()
     for _ in range(1500):
         damaged = bytearray(data)
         damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
         try:
-            found = manifest_from_json(bytes(damaged))
+            parsed = manifest_from_json(bytes(damaged))
         except ManifestError:
             continue
-        assert found.token_ids == one.token_ids
-        assert found.lineage == one.lineage
-        assert [part.file for part in found.parts] == [part.file for part in one.parts]
+        assert parsed.token_ids == original.token_ids
+        assert parsed.lineage == original.lineage
+        assert [part.file for part in parsed.parts] == [part.file for part in original.parts]
 
 
 def test_what_must_not_be_read_is_not_written() -> None:
     """The rules hold on the way out too; a name for people is made fit."""
-    one = manifest()
+    original = manifest()
     for wrong in (
-        replace(one, first_token=0),
-        replace(one, parent_id=None),
-        replace(one, snapshot_id=PLAIN.snapshot_id(one.token_ids)),
-        replace(one, parts=one.parts[1:]),
-        replace(one, token_ids=one.token_ids[:-1]),
+        replace(original, first_token=0),
+        replace(original, parent_id=None),
+        replace(original, snapshot_id=PLAIN.snapshot_id(original.token_ids)),
+        replace(original, parts=original.parts[1:]),
+        replace(original, token_ids=original.token_ids[:-1]),
     ):
         with pytest.raises(ManifestError):
             wrong.to_json()
-    odd = manifest_from_json(replace(one, model_name="a\nb\x1b[31m" + "c" * 1000).to_json())
+    odd = manifest_from_json(replace(original, model_name="a\nb\x1b[31m" + "c" * 1000).to_json())
     assert odd.model_name.startswith("a?b?[31mcc")
 
 

@@ -27,7 +27,7 @@ TENSORS = {
 
 
 def described(tensors: dict[str, torch.Tensor]) -> list[tuple[str, str, tuple[int, ...]]]:
-    return [(name, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for name, one in tensors.items()]
+    return [(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items()]
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -41,7 +41,7 @@ def reader(data: bytes) -> Callable[[int, int], bytes]:
 def written(tensors: dict[str, torch.Tensor], chunk: int = 7) -> bytes:
     output = BytesIO()
     writer = SafetensorsWriter(output, described(tensors))
-    whole = b"".join(raw(one) for one in tensors.values())
+    whole = b"".join(raw(tensor) for tensor in tensors.values())
     for start in range(0, len(whole), chunk):
         writer.write(whole[start : start + chunk])
     writer.finish()
@@ -53,11 +53,11 @@ def test_the_real_package_reads_what_is_written(tmp_path: Path) -> None:
     for chunk in (1, 7, 1000):
         path = tmp_path / "part.safetensors"
         path.write_bytes(written(TENSORS, chunk))
-        found = load_file(path)
-        assert set(found) == set(TENSORS)
+        loaded = load_file(path)
+        assert set(loaded) == set(TENSORS)
         for name, tensor in TENSORS.items():
-            assert found[name].dtype == tensor.dtype
-            assert raw(found[name]) == raw(tensor)
+            assert loaded[name].dtype == tensor.dtype
+            assert raw(loaded[name]) == raw(tensor)
 
 
 def test_what_the_real_package_writes_is_read(tmp_path: Path) -> None:
@@ -66,9 +66,9 @@ def test_what_the_real_package_writes_is_read(tmp_path: Path) -> None:
     save_file(TENSORS, path, metadata={"made": "elsewhere"})
     data = path.read_bytes()
     placed = read_placed(reader(data), len(data))
-    assert {one.name for one in placed} == set(TENSORS)
-    for one in placed:
-        assert data[one.offset : one.end] == raw(TENSORS[one.name])
+    assert {tensor.name for tensor in placed} == set(TENSORS)
+    for tensor in placed:
+        assert data[tensor.offset : tensor.end] == raw(TENSORS[tensor.name])
 
 
 def test_places_are_those_that_reading_finds() -> None:
@@ -78,8 +78,8 @@ def test_places_are_those_that_reading_finds() -> None:
     assert data.startswith(first)
     assert len(first) % 8 == 0
     assert placed[0].offset == len(first)
-    found = {one.name: one for one in read_placed(reader(data), len(data))}
-    assert found == {one.name: one for one in placed}
+    loaded = {tensor.name: tensor for tensor in read_placed(reader(data), len(data))}
+    assert loaded == {tensor.name: tensor for tensor in placed}
 
 
 def test_too_many_or_too_few_bytes_are_refused() -> None:
@@ -142,5 +142,5 @@ def test_random_damage_is_found_or_harmless() -> None:
             placed = read_placed(reader(bytes(damaged)), len(damaged))
         except DataLoss:
             continue
-        assert all(isinstance(one, PlacedTensor) for one in placed)
-        assert sum(one.size_bytes for one in placed) == len(data) - start
+        assert all(isinstance(tensor, PlacedTensor) for tensor in placed)
+        assert sum(tensor.size_bytes for tensor in placed) == len(data) - start
