@@ -50,10 +50,18 @@ class CompressFigures:
 @click.command(cls=GroupedCommand)
 @with_options
 @click.option("--prefill-drafter", required=True, type=click.Path(exists=True, file_okay=False, path_type=Path),
-              metavar="DIR", help="The small Qwen3 that reads.")  # fmt: skip
-@click.option("--prefill-device", metavar="DEVICE|ADDRESS", help="Where it runs.  [default: beside the first stage]")
+              metavar="DIR", help="The small Qwen3 that reads the prompts.")  # fmt: skip
+@click.option(
+    "--prefill-device", metavar="DEVICE|ADDRESS", help="Where that model runs.  [default: beside the first stage]"
+)
 @counts_option("--lengths", default="2048,8192,32768", help="Tokens of the prompts.")
-@click.option("--keep-ratio", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="Share that is kept.")
+@click.option(
+    "--keep-ratio",
+    type=click.FloatRange(0, 1),
+    default=0.05,
+    show_default=True,
+    help="Share of each prompt that is kept.",
+)
 async def compress(
     model: ModelOptions,
     workers: ClusterOptions,

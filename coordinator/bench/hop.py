@@ -40,7 +40,7 @@ class HopFigures:
 
 @click.command(cls=GroupedCommand)
 @with_options
-@click.option("--sizes", default=SIZES, show_default=True, metavar="SIZE[,SIZE…]", help="What a step carries.")
+@click.option("--sizes", default=SIZES, show_default=True, metavar="SIZE[,SIZE…]", help="Bytes that a step carries.")
 async def hop(output: OutputOptions, sizes: str) -> None:
     """Measure what a step costs on its way between two processes of this host.
 

@@ -67,7 +67,7 @@ class RequestOptions:
         int | None,
         Flag("Prompt tokens a step.  [default: as the server would]", type=click.IntRange(1, 8192), metavar="N"),
     ] = None
-    plain: Annotated[bool, Flag("Without speculation, even with a draft.")] = False
+    plain: Annotated[bool, Flag("Decode one token a step, even with a draft.")] = False
 
 
 @click.command(cls=GroupedCommand)

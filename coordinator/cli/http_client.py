@@ -41,7 +41,11 @@ class ClientOptions:
     ] = None
     api_key: Annotated[
         str | None,
-        Flag("What the server asks for; better in FLASHSPLIT_API_KEY.", metavar="KEY", envvar="FLASHSPLIT_API_KEY"),
+        Flag(
+            "The key that the server asks for; better in FLASHSPLIT_API_KEY.",
+            metavar="KEY",
+            envvar="FLASHSPLIT_API_KEY",
+        ),
     ] = None
     ssl_ca_certs: Annotated[
         Path | None,
@@ -54,7 +58,7 @@ class ClientOptions:
     ssl_certfile: Annotated[
         Path | None, Flag("This client's certificate, if one is asked for.", type=_FILE, metavar="FILE")
     ] = None
-    ssl_keyfile: Annotated[Path | None, Flag("Its key.", type=_FILE, metavar="FILE")] = None
+    ssl_keyfile: Annotated[Path | None, Flag("The certificate's key.", type=_FILE, metavar="FILE")] = None
 
     def connect(self) -> Server:
         """Return the server, not yet connected.

@@ -22,4 +22,4 @@ def test_every_command_and_flag_is_on_it() -> None:
     assert text.count("`--target-devices ENTRY[,ENTRY…]`") == 1
     serve = text.partition("## flashsplit serve\n")[2].partition("\n## ")[0]
     assert "[placement options](#placement-options)" in serve
-    assert "`--port INTEGER RANGE`: 0 takes a free one. [default: 8000" in serve
+    assert "`--port INTEGER RANGE`: The port of HTTP; 0 takes a free one. [default: 8000" in serve

@@ -46,7 +46,7 @@ class ConversationOptions:
     max_tokens: Annotated[
         int | None, Flag("Most tokens of an answer.  [default: as servers have it, 2048]", type=click.IntRange(1))
     ] = None
-    no_speculation: Annotated[bool, Flag("Plain decode, even with a draft loaded.")] = False
+    no_speculation: Annotated[bool, Flag("Decode one token a step, even with a draft loaded.")] = False
     no_history: Annotated[bool, Flag("Don't remember questions in the state directory.")] = False
 
     def settings(self) -> AnswerSettings:

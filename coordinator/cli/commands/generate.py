@@ -115,7 +115,7 @@ class AnswerOptions:
     stops: Annotated[
         tuple[str, ...], Flag("End before this text; may be given several times.", "--stop", metavar="STR")
     ] = ()
-    no_speculation: Annotated[bool, Flag("Plain decode, even with a draft loaded.")] = False
+    no_speculation: Annotated[bool, Flag("Decode one token a step, even with a draft loaded.")] = False
     ignore_eos: Annotated[bool, Flag("Don't end at the model's end-of-sequence tokens.")] = False
     prefill_chunk: Annotated[
         int | None,

@@ -30,7 +30,7 @@ Exit codes: 0 all is well, 1 no server answers or one of its workers doesn't, 2 
 
 @click.command(cls=GroupedCommand, epilog=_EPILOG)
 @with_options
-@click.option("--watch", is_flag=True, help="Again and again, until Ctrl-C.")
+@click.option("--watch", is_flag=True, help="Show it again and again, until Ctrl-C.")
 @click.option("--interval", type=click.FloatRange(0.2), default=1.0, show_default=True, metavar="SECONDS",
               help="With --watch: how long to wait in between.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print what the server says as one JSON object a line.")

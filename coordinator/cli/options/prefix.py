@@ -121,14 +121,14 @@ class PrefixOptions:
     prefix_cache_bytes: Annotated[
         str | None,
         Flag(
-            "Host memory for that in each local worker, like 8GiB; remote ones have their own flag.  [default: a tenth "
-            "of the memory, at most 4GiB]",
+            "Host memory for kept prefixes in each local worker, like 8GiB; remote ones have their own flag.  "
+            "[default: a tenth of the memory, at most 4GiB]",
             metavar="SIZE",
         ),
     ] = None
     store: StoreOptions = StoreOptions()
     kv_cache_budget: Annotated[
-        str, Flag("Most bytes on disk; what is worth least is given up first.", metavar="SIZE")
+        str, Flag("Most bytes that the store on disk may take; what is worth least is given up first.", metavar="SIZE")
     ] = "4GiB"
     kv_cache_min_tokens: Annotated[
         int, Flag("Shorter prefixes are not written to disk.", type=click.IntRange(1), metavar="N")

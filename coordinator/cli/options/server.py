@@ -21,10 +21,12 @@ _PORT = click.IntRange(0, 65535)
 class ListenOptions:
     """Where HTTP and gRPC listen."""
 
-    host: Annotated[str, Flag("Where HTTP listens.")] = "127.0.0.1"
-    port: Annotated[int, Flag("0 takes a free one.", type=_PORT)] = 8000
+    host: Annotated[
+        str, Flag("The address at which HTTP and gRPC listen; at 127.0.0.1 only this host reaches them.")
+    ] = "127.0.0.1"
+    port: Annotated[int, Flag("The port of HTTP; 0 takes a free one.", type=_PORT)] = 8000
     grpc: Annotated[bool, Flag("Listen for gRPC clients too.", "--grpc/--no-grpc")] = True
-    grpc_port: Annotated[int, Flag("Where, on the same host. 0 takes a free one.", type=_PORT)] = 50051
+    grpc_port: Annotated[int, Flag("The port of gRPC; 0 takes a free one.", type=_PORT)] = 50051
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,17 +36,17 @@ class AccessOptions:
     api_keys: Annotated[
         tuple[str, ...],
         Flag(
-            "Clients must send it; may be given several times, in FLASHSPLIT_API_KEYS with spaces between. Better in "
-            "a file.",
+            "A key that clients must send; may be given several times, in FLASHSPLIT_API_KEYS with spaces between. "
+            "Better in a file.",
             "--api-key",
             metavar="KEY",
         ),
     ] = ()
-    api_key_file: Annotated[Path | None, Flag("The same, one key a line.", metavar="FILE")] = None
+    api_key_file: Annotated[Path | None, Flag("A file of such keys, one a line.", metavar="FILE")] = None
     ssl_certfile: Annotated[Path | None, Flag("PEM certificate that clients see, HTTP and gRPC.", metavar="FILE")] = (
         None
     )
-    ssl_keyfile: Annotated[Path | None, Flag("Its key.", metavar="FILE")] = None
+    ssl_keyfile: Annotated[Path | None, Flag("The certificate's key.", metavar="FILE")] = None
     ssl_ca_certs: Annotated[Path | None, Flag("Who must have signed clients' own certificates.", metavar="FILE")] = None
     insecure: Annotated[bool, Flag("Listen beyond this host without TLS or without an API key.")] = False
 
@@ -94,7 +96,9 @@ class ServiceOptions:
     max_waiting_requests: Annotated[
         int, Flag("Requests that wait; more of them are told to come again (429).", type=click.IntRange(0), metavar="N")
     ] = 64
-    metrics_compat: Annotated[str | None, Flag("Metrics under these names too.", type=click.Choice(["vllm"]))] = None
+    metrics_compat: Annotated[
+        str | None, Flag("Show the metrics under the names of another server, too.", type=click.Choice(["vllm"]))
+    ] = None
     drain_timeout: Annotated[
         float,
         Flag("How long running answers may take to finish after SIGTERM.", type=click.FloatRange(0), metavar="SECONDS"),
