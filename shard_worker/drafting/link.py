@@ -94,7 +94,8 @@ async def restore_draft(
 class LocalDraftLink:
     """A `DraftLink` to a draft on the last stage's own devices, which shares its lm_head and embedding.
 
-    ahead: what issues a block together with the step before it, where that can be done.
+    state: the session's context in the draft. ahead: what issues a block together with the step before it, where that
+    can be done.
     """
 
     remote = False
@@ -109,12 +110,12 @@ class LocalDraftLink:
         record: SessionRecord,
         ahead: Ahead | None = None,
     ) -> None:
-        self._thread, self._engine, self._state, self.ahead = thread, engine, state, ahead
+        self._thread, self._engine, self.state, self.ahead = thread, engine, state, ahead
         self._keeper, self._location, self._record = keeper, location, record
 
     @property
     def held_bytes(self) -> int:
-        return self._state.size_bytes
+        return self.state.size_bytes
 
     async def advance(
         self, features: Features, start: int, request: DraftRequest | None, then: Then | None = None
@@ -134,24 +135,25 @@ class LocalDraftLink:
         if self.ahead is not None and self.ahead.issued:
             return self.ahead.draft_tokens()
         if not features.empty:
-            self._engine.append(self._state, features, start)
-        return () if request is None else self._engine.propose(self._state, request)
+            self._engine.append(self.state, features, start)
+        return () if request is None else self._engine.propose(self.state, request)
 
     async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
-        return await save_draft(self._keeper, self._state, save, self._location)
+        return await save_draft(self._keeper, self.state, save, self._location)
 
     async def restore_snapshot(self, restore: SnapshotRestore) -> SnapshotPart:
-        return await restore_draft(self._keeper, self._state, restore, self._location)
+        return await restore_draft(self._keeper, self.state, restore, self._location)
 
     async def close(self, why: str = CLOSED) -> None:
-        self._record.end(why, self._state.length)
+        self._record.end(why, self.state.length)
 
 
 class RemoteDraftLink:
     """A `DraftLink` to a draft in another worker.
 
-    device: where the last stage computes. projected: whether the draft has neither the target's embedding nor its
-    lm_head, so that this end sends it rows of `embedding` and turns its hidden rows into tokens by `project`.
+    session: the draft's session there. device: where the last stage computes. projected: whether the draft has neither
+    the target's embedding nor its lm_head, so that this end sends it rows of `embedding` and turns its hidden rows into
+    tokens by `project`.
     """
 
     remote, held_bytes = True, 0
@@ -166,7 +168,7 @@ class RemoteDraftLink:
         embedding: EmbeddingRows,
         project: Projection,
     ) -> None:
-        self._thread, self._session, self._device = thread, session, device
+        self._thread, self.session, self._device = thread, session, device
         self._projected, self._mask_token_id = projected, mask_token_id
         self._embedding, self._project = embedding, project
 
@@ -174,13 +176,13 @@ class RemoteDraftLink:
         self, features: Features, start: int, request: DraftRequest | None, then: Then | None = None
     ) -> tuple[int, ...]:
         for piece in await self._thread.submit(slices_to_wire, features, start):
-            await self._session.feature_slice(piece)
+            await self.session.feature_slice(piece)
         if request is None:
             return ()
         embed = None
         if self._projected:
             embed = await self._thread.submit(self._embed, request.token_id)
-        answer = await self._session.propose(
+        answer = await self.session.propose(
             Propose(request.step, request.position, request.token_id, request.tokens, embed)
         )
         if not isinstance(answer, WireTensor):
@@ -188,13 +190,13 @@ class RemoteDraftLink:
         return await self._thread.submit(self._most_probable, answer)
 
     async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
-        return await self._session.save_snapshot(save)
+        return await self.session.save_snapshot(save)
 
     async def restore_snapshot(self, restore: SnapshotRestore) -> SnapshotPart:
-        return await self._session.restore_snapshot(restore)
+        return await self.session.restore_snapshot(restore)
 
     async def close(self, why: str = CLOSED) -> None:
-        await self._session.close(why)
+        await self.session.close(why)
 
     def _embed(self, token_id: int) -> WireTensor:
         return to_wire(self._embedding((token_id, self._mask_token_id)))

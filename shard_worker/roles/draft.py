@@ -191,7 +191,10 @@ class DraftRole(WorkerRole[LoadDraft]):
 
 
 class LocalDraftSession:
-    """Implements `services.rpc.draft.DraftSession` on this worker's device."""
+    """Implements `services.rpc.draft.DraftSession` on this worker's device.
+
+    state: the session's context in the draft.
+    """
 
     def __init__(
         self,
@@ -202,7 +205,7 @@ class LocalDraftSession:
         request: OpenDraft,
         location: Location,
     ) -> None:
-        self._role, self._thread, self._loaded, self._state = role, thread, loaded, state
+        self._role, self._thread, self._loaded, self.state = role, thread, loaded, state
         self._max_length, self._location = request.max_length, location
         self._record = SessionRecord(request.request_id, request.trace, location, None)
         # The slices of one set of rows arrive one after the other, and count once all are there.
@@ -214,8 +217,8 @@ class LocalDraftSession:
 
     async def feature_slice(self, piece: FeatureSlice) -> None:
         rows = self._check_shape("features", piece.features)
-        check_start(self._state, piece.start_position)
-        if self._state.length + rows > self._max_length:
+        check_start(self.state, piece.start_position)
+        if self.state.length + rows > self._max_length:
             raise InvalidArgument(f"features reach beyond the session's {self._max_length} tokens", field="features")
         device = self._loaded.draft.device.torch_device
         if self._loaded.part.feature_transport is FeatureTransport.SUM:
@@ -239,7 +242,7 @@ class LocalDraftSession:
                 return
             features, self._gathered = self._gathered, Features()
         await self._thread.submit(
-            self._record.timed, self._loaded.engine.append, self._state, features, piece.start_position
+            self._record.timed, self._loaded.engine.append, self.state, features, piece.start_position
         )
 
     async def propose(self, request: Propose) -> DraftAnswer:
@@ -262,35 +265,35 @@ class LocalDraftSession:
         return await self._thread.submit(self._record.timed, self._hidden, request)
 
     async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
-        return await save_draft(self._loaded.keeper, self._state, save, self._location)
+        return await save_draft(self._loaded.keeper, self.state, save, self._location)
 
     async def restore_snapshot(self, restore: SnapshotRestore) -> SnapshotPart:
         if restore.length > self._max_length:
             raise InvalidArgument(
                 f"length is {restore.length}, the session holds {self._max_length} tokens", field="length"
             )
-        return await restore_draft(self._loaded.keeper, self._state, restore, self._location)
+        return await restore_draft(self._loaded.keeper, self.state, restore, self._location)
 
     @property
     def held_bytes(self) -> int:
         """Memory that the session's state takes by now."""
-        return self._state.size_bytes
+        return self.state.size_bytes
 
     async def close(self, why: str = CLOSED) -> None:
         if not self._closed:
             self._closed = True
             self._role.sessions.discard(self)
-            self._record.end(why, self._state.length)
+            self._record.end(why, self.state.length)
 
     def _draft_tokens(self, request: Propose) -> tuple[int, ...]:
         draft_request = DraftRequest(request.step, request.position, request.token_id, request.tokens)
-        return self._loaded.engine.propose(self._state, draft_request)
+        return self._loaded.engine.propose(self.state, draft_request)
 
     def _hidden(self, request: Propose) -> WireTensor:
         assert request.embed is not None
         engine = self._loaded.engine
         rows = from_wire(request.embed, engine.draft.device.torch_device)
-        return to_wire(engine.hidden(self._state, request.position, rows, request.tokens))
+        return to_wire(engine.hidden(self.state, request.position, rows, request.tokens))
 
     def _check_shape(self, field: str, tensor: WireTensor) -> int:
         """Return the number of rows. Raises InvalidArgument for what is not floats [rows, hidden]."""

@@ -33,7 +33,7 @@ def draft_of(client: Client) -> DFlashState | None:
     link: Any = last.draft
     if link is None:
         return None
-    return link._state if isinstance(link, LocalDraftLink) else link._session._state
+    return link.state if isinstance(link, LocalDraftLink) else link.session.state
 
 
 async def memory_of(client: Client, *, window: int | None = None) -> Memory:

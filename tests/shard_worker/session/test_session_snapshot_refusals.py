@@ -28,6 +28,7 @@ from services.net.channel import connect
 from services.net.server import Server
 from services.rpc.draft import DraftServicer, RemoteDraft
 from services.rpc.stage import RemoteStage, StageServicer
+from shard_worker.snapshots.keeper import SnapshotKeeper
 from tests.shard_worker.chain import BLOCK, BUDGET, DRAFT_ADDRESS, Chain, Client, MakeChain
 from tests.shard_worker.session.held_back import unanswered
 from tests.shard_worker.session.session_memory import differing, memory_of
@@ -259,7 +260,7 @@ async def test_a_parent_that_is_none_is_told(make_chain: MakeChain, parent: str)
 async def test_a_copy_that_fails_gives_its_room_back(make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the host has no memory left, the part says so; nothing is kept and no room stays taken."""
     chain = make_chain("qwen3", (2,))
-    [last] = stages_of_roles(chain)[-1:]
+    last = keepers_of(chain)[-1]
 
     def too_large(*_: object, **__: object) -> Any:
         raise RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: 9 bytes.")
@@ -274,7 +275,8 @@ async def test_a_copy_that_fails_gives_its_room_back(make_chain: MakeChain, monk
         assert not any(part.refusal for part in (await client.save("a")).parts)
 
 
-def stages_of_roles(chain: Chain) -> list[Any]:
+def keepers_of(chain: Chain) -> list[SnapshotKeeper]:
+    """Return what keeps the prefixes of each stage."""
     keepers = []
     for role in chain.roles:
         assert role.loaded is not None
@@ -523,8 +525,10 @@ async def test_a_caller_that_is_gone_while_a_save_is_on_its_way(
             async with asyncio.timeout(5):
                 while not any(store.held_bytes for store in chain.stores):
                     await asyncio.sleep(0.01)
-            client.session._stream.cancel()
-            await asyncio.sleep(0.05)
+            await client.session.close()
+            async with asyncio.timeout(5):
+                while chain.roles[0].open_sessions:
+                    await asyncio.sleep(0.01)
             release.set()
             await job
             await no_sessions(chain)
