@@ -162,7 +162,7 @@ def test_pods_have_time_to_drain_and_no_privileges(directory: Path) -> None:
 
 @everywhere
 def test_policies_let_in_whom_they_should(directory: Path) -> None:
-    """Workers: the coordinator and workers, on the port for steps. Clients: the coordinator's doors."""
+    """Workers: the coordinator and workers, on the port for steps. Clients: the coordinator's APIs."""
     objects = render(directory)
     policies, templates = of_kind(objects, "NetworkPolicy"), pods(objects)
     for name, policy in policies.items():
@@ -177,8 +177,8 @@ def test_policies_let_in_whom_they_should(directory: Path) -> None:
     [shard] = [port["containerPort"] for port in worker["ports"] if port["name"] == "shard"]
     assert rule["ports"] == [{"port": shard}]
     assert {"port": shard} in policies["workers"]["spec"]["egress"][0]["ports"]
-    [doors] = policies["coordinator"]["spec"]["ingress"]
-    assert {door["port"] for door in doors["ports"]} == {port["containerPort"] for port in coordinator["ports"]}
+    [apis] = policies["coordinator"]["spec"]["ingress"]
+    assert {api["port"] for api in apis["ports"]} == {port["containerPort"] for port in coordinator["ports"]}
 
 
 @everywhere

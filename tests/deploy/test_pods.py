@@ -28,7 +28,7 @@ QUESTION = "Calculate 4729 + 3485."
 
 @dataclass
 class Demo:
-    """All pods, ready. url: the HTTP door as the Service's clients see it; context: trusts its certificate."""
+    """All pods, ready. url: the HTTP API as the Service's clients see it; context: trusts its certificate."""
 
     coordinator: Pod
     workers: list[Pod]

@@ -1,4 +1,4 @@
-"""The doors for clients with certificates of their own, through the programs and the SDK as users run them."""
+"""The APIs for clients with certificates of their own, through the programs and the SDK as users run them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long prompts made shorter, through every door: what clients see of it, and who is left alone."""
+"""Long prompts made shorter, through every API: what clients see of it, and who is left alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gRPC door of `flashsplit serve` over the demo pair on two workers: the same tokens as every other way in."""
+"""The gRPC API of `flashsplit serve` over the demo pair on two workers: the same tokens as every other way in."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ async def test_senseless_requests_are_never_our_fault(channel: grpc.aio.Channel,
     """Random valid messages, half-way sensible ones among them: no INTERNAL, no UNKNOWN, and all is idle after."""
     hints = {"model": ["demo"], "role": ["user", "tool"], "max_tokens": [1, 2], "tool_calls": ["[]", "[{}]"]}
     hints |= {"temperature": [0.0, 1.0], "ids": [1, 7], "stop_token_ids": [3], "token_ids": [1, 99]}
-    messages = RandomMessages(random.Random("grpc door"), hints)
+    messages = RandomMessages(random.Random("grpc api"), hints)
     stub = pb_grpc.InferenceServiceStub(channel)
     seen = set()
     for _ in range(60):

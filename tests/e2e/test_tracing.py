@@ -1,4 +1,4 @@
-"""A client's ids and its trace, from both doors to every worker: in log lines, and as OpenTelemetry's spans."""
+"""A client's ids and its trace, from both APIs to every worker: in log lines, and as OpenTelemetry's spans."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def lines(log: Path, event: str | None = None) -> list[dict[str, Any]]:
     return [line for line in found if event in (None, line.get("event"))]
 
 
-def door_lines(log: Path) -> list[dict[str, Any]]:
+def api_lines(log: Path) -> list[dict[str, Any]]:
     return [*lines(log, "http.request"), *lines(log, "grpc.request")]
 
 
@@ -79,10 +79,10 @@ def test_both_doors_ids_reach_every_log(tmp_path: Path, start_worker: Callable[.
         ids = ["from-http", "from-grpc", unnamed, broken]
         until(lambda: all(len(lines(log, "session.closed")) >= len(ids) for log in logs), 10)
 
-        until(lambda: len(door_lines(server.log)) >= len(ids), 10)
-        doors = {line["request_id"]: line for line in door_lines(server.log)}
+        until(lambda: len(api_lines(server.log)) >= len(ids), 10)
+        calls = {line["request_id"]: line for line in api_lines(server.log)}
         finished = {line["request_id"]: line for line in lines(server.log, "request.finished")}
-    traces = {request_id: doors[request_id]["trace_id"] for request_id in ids}
+    traces = {request_id: calls[request_id]["trace_id"] for request_id in ids}
     assert traces["from-http"] == HTTP_TRACE
     assert traces["from-grpc"] == GRPC_TRACE
     assert len(set(traces.values())) == len(ids)

@@ -86,8 +86,8 @@ class InferenceServiceServicer:
     """
 
     def Generate(self, request, context):
-        """The continuation of a text or of tokens: `started`, then `delta`s, last `finished`. An error before or behind any
-        of them is the stream's status: INVALID_ARGUMENT, NOT_FOUND for another model's name, ALREADY_EXISTS for the id of
+        """Continues a text or tokens: `started` comes first, then `delta`s, and `finished` last. An error before or behind
+        any of them is the stream's status: INVALID_ARGUMENT, NOT_FOUND for another model's name, ALREADY_EXISTS for the id of
         a request that runs, RESOURCE_EXHAUSTED with google.rpc.RetryInfo when too many wait, UNAVAILABLE while the server
         shuts down or lost a worker, CANCELLED by Abort.
         """
@@ -96,28 +96,28 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Chat(self, request, context):
-        """The assistant's next message of a chat, as Generate.
+        """Answers with the assistant's next message of a chat, by the same events and errors as Generate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """What is served.
+        """Lists the models that are served.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """Version, model, where its layers are, readiness.
+        """Tells the version, the model, where its layers are, and whether the server is ready.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """How busy the server is.
+        """Tells how busy the server is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,21 +125,21 @@ class InferenceServiceServicer:
 
     def Abort(self, request, context):
         """Ends a request of this service that waits or runs: its stream gets CANCELLED with the reason REQUEST_ABORTED.
-        Answers when nothing is left of it. NOT_FOUND for an id that is none's.
+        The reply comes when nothing is left of the request. NOT_FOUND for an id that no request has.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """A text or a chat as tokens.
+        """Turns a text or a chat into tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Tokens as text.
+        """Turns tokens into text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
