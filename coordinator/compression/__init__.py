@@ -1,4 +1,5 @@
-"""Long prompts made shorter before the target reads them (PFlash): when, how much, and from text to text.
+"""Shortens long prompts before the target reads them (PFlash): when, by how much, and from text to text.
 
-A worker with the role `compress` says what to keep; here is everything around that question.
+It owns the worker with the role `compress`, which says which tokens to keep. It must not know how that worker chooses
+them, or how a request goes on.
 """

@@ -32,11 +32,9 @@ from services.processes.launch import Launch
 from services.processes.worker_process import WorkerFailed
 from services.rpc.peers import Peers
 from services.rpc.stage import StageSession
-from tests.coordinator.cluster.toy_worker import DYING, EXCEPTION_LINE, LAUNCH, LAYERS, ToyHost
+from tests.coordinator.cluster.toy_worker import DRAFT, DYING, EXCEPTION_LINE, LAUNCH, LAYERS, MODEL, ToyHost
 from tests.coordinator.conftest import Hosts
 from tests.services.fakes import WORKER, until
-
-MODEL, DRAFT = Path("/models/target"), Path("/models/draft")
 
 
 def cluster_of(

@@ -27,8 +27,11 @@ from tests.services.fakes import WORKER, FakeSnapshots, FakeStage, FakeWorker
 
 ROOT = Path(__file__).parents[3]
 
+MODEL, DRAFT = Path("/models/target"), Path("/models/draft")
+"""Checkpoints, of which toy workers read nothing."""
+
 LAYERS = 12
-"""Of every toy model."""
+"""How many layers every toy model has."""
 
 DYING = "float16"
 """A worker that is told to load weights of this type writes EXCEPTION_LINE and exits with code 3."""

@@ -18,8 +18,7 @@ from coordinator.prefix.stores import Store
 from services.errors import ResourceExhausted
 from services.messages.snapshots import SnapshotHeader
 from services.messages.steps import Location, SnapshotPart, SnapshotSaved
-from tests.coordinator.cluster.test_cluster import MODEL
-from tests.coordinator.cluster.toy_worker import ToyHost
+from tests.coordinator.cluster.toy_worker import MODEL, ToyHost
 from tests.coordinator.conftest import Hosts
 from tests.coordinator.prefix.conftest import disk_cache
 from tests.coordinator.prefix.disk.exports import FINGERPRINTS, LAYERS, PLAIN, STAGE, contents, export, ids

@@ -22,8 +22,7 @@ from services.messages.steps import (
     SnapshotSave,
     SnapshotSaved,
 )
-from tests.coordinator.cluster.test_cluster import MODEL
-from tests.coordinator.cluster.toy_worker import LAYERS, ToyHost
+from tests.coordinator.cluster.toy_worker import LAYERS, MODEL, ToyHost
 from tests.coordinator.conftest import Hosts
 from tests.coordinator.prefix.disk.exports import ids
 from tests.services.fakes import OPEN, FakeStage, FakeStageSession, until
