@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flashsplit.shard.v1 import draft_pb2, draft_service_pb2 as pb, stage_pb2
-from services.messages.frames import AnnouncedTensors, FrameKind, FrameKinds, TensorLimits
+from services.messages.frames import FrameKind, FrameKinds, TensorLimits
 from services.messages.session_frames import (
     check_request_id,
     part_from_message,
@@ -23,8 +23,8 @@ from services.messages.session_frames import (
     trace_from_message,
 )
 from services.messages.steps import FeatureSlice, SnapshotPart, SnapshotRestore, SnapshotSave
-from services.messages.tensors import OutgoingTensors, WireTensor
-from services.same_host.link import PayloadSender
+from services.messages.tensors import IncomingTensor, OutgoingTensors, WireTensor, incomplete
+from services.same_host.link import PayloadReader, PayloadSender
 from services.telemetry.trace_context import Trace
 
 
@@ -121,24 +121,30 @@ def part_to_response(part: SnapshotPart) -> pb.RunDraftResponse:
     return pb.RunDraftResponse(snapshot_part=part_to_message(part))
 
 
-def _slice_tensors(message: stage_pb2.FeatureSlice, _: TensorLimits) -> AnnouncedTensors:
-    return [("features", message.features)]
+def _slice_tensors(
+    message: stage_pb2.FeatureSlice, limits: TensorLimits, payloads: PayloadReader
+) -> list[IncomingTensor]:
+    return [incomplete(message.features, "features", limits.max_tensor_bytes, payloads)]
 
 
 def _propose_from_message(message: draft_pb2.Propose, embed: WireTensor | None = None) -> Propose:
     return Propose(message.step, message.position, message.token_id, message.tokens, embed)
 
 
-def _propose_tensors(message: draft_pb2.Propose, _: TensorLimits) -> AnnouncedTensors:
-    return [("embed.rows", message.embed.rows)] if message.HasField("embed") else []
+def _propose_tensors(message: draft_pb2.Propose, limits: TensorLimits, payloads: PayloadReader) -> list[IncomingTensor]:
+    if not message.HasField("embed"):
+        return []
+    return [incomplete(message.embed.rows, "embed.rows", limits.max_tensor_bytes, payloads)]
 
 
 def _answer_from_message(message: draft_pb2.Proposed, hidden: WireTensor | None = None) -> DraftAnswer:
     return tuple(message.tokens.token_ids) if hidden is None else hidden
 
 
-def _answer_tensors(message: draft_pb2.Proposed, _: TensorLimits) -> AnnouncedTensors:
-    return [("project.hidden", message.project.hidden)] if message.WhichOneof("result") == "project" else []
+def _answer_tensors(message: draft_pb2.Proposed, limits: TensorLimits, payloads: PayloadReader) -> list[IncomingTensor]:
+    if message.WhichOneof("result") != "project":
+        return []
+    return [incomplete(message.project.hidden, "project.hidden", limits.max_tensor_bytes, payloads)]
 
 
 DRAFT_FRAMES: FrameKinds[DraftRequest] = {

@@ -6,13 +6,12 @@ socket. This module must not know what a frame means.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from flashsplit.shard.v1 import tensor_pb2
 from services.errors import InvalidArgument
-from services.messages.tensors import TensorAssembler, incomplete
+from services.messages.tensors import IncomingTensor, TensorAssembler
 from services.same_host.link import NO_LINKS, PayloadReader
 
 FrameT = TypeVar("FrameT")
@@ -30,20 +29,18 @@ class TensorLimits:
 NO_TENSORS = TensorLimits()
 """For streams whose frames have no tensors."""
 
-AnnouncedTensors = Iterable[tuple[str, tensor_pb2.Tensor]]
-"""A frame's tensors in field order, each with the field's name for error messages."""
-
 
 @dataclass(frozen=True, slots=True)
 class FrameKind(Generic[FrameT_co]):
     """How one kind of frame is read.
 
-    from_message: makes the frame of its message and of its whole tensors, as further arguments. tensors: finds the
-    tensors that a message announces, or refuses them with InvalidArgument; None for a kind that has none.
+    from_message: makes the frame of its message and of its whole tensors, as further arguments. tensors: returns the
+    tensors that a message announces, in field order, or refuses them with InvalidArgument; None for a kind that has
+    none.
     """
 
     from_message: Callable[..., FrameT_co]
-    tensors: Callable[[Any, TensorLimits], AnnouncedTensors] | None = None
+    tensors: Callable[[Any, TensorLimits, PayloadReader], list[IncomingTensor]] | None = None
 
 
 FrameKinds = Mapping[str, FrameKind[FrameT]]
@@ -88,14 +85,9 @@ class FrameReader(Generic[FrameT]):
             body = getattr(message, name)
             if kind.tensors is None:
                 return kind.from_message(body)
-            assembler = self._assembler(kind.tensors(body, self._limits))
+            assembler = TensorAssembler(kind.tensors(body, self._limits, self._payloads), self._payloads)
         if not assembler.complete:
             self._unfinished = kind, body, assembler
             return None
         self._unfinished = None
         return kind.from_message(body, *assembler.tensors())
-
-    def _assembler(self, announced: AnnouncedTensors) -> TensorAssembler:
-        max_bytes, payloads = self._limits.max_tensor_bytes, self._payloads
-        tensors = [incomplete(tensor, field, max_bytes, payloads) for field, tensor in announced]
-        return TensorAssembler(tensors, payloads)

@@ -14,7 +14,7 @@ from services.errors import InvalidArgument
 from services.messages import output_frames
 from services.messages.description import range_from_message, range_to_message
 from services.messages.enums import EnumNumbers
-from services.messages.frames import AnnouncedTensors, FrameKind, FrameKinds, TensorLimits
+from services.messages.frames import FrameKind, FrameKinds, TensorLimits
 from services.messages.sampling import check_sampling, sampling_from_message, sampling_to_message
 from services.messages.snapshots import check_id
 from services.messages.steps import (
@@ -41,8 +41,8 @@ from services.messages.steps import (
     StepFeatures,
     StepKind,
 )
-from services.messages.tensors import OutgoingTensors, WireTensor
-from services.same_host.link import PayloadSender
+from services.messages.tensors import IncomingTensor, OutgoingTensors, WireTensor, incomplete
+from services.same_host.link import PayloadReader, PayloadSender
 from services.telemetry.trace_context import Trace, parse_traceparent
 
 MAX_STAGES = 1024
@@ -173,17 +173,14 @@ def request_to_messages(request: SessionRequest, sender: PayloadSender | None = 
     """
     message, tensors = pb.RunStageRequest(), OutgoingTensors(sender)
     match request:
-        case Forward(activation=None):
-            _fill_step(request, message.forward_from_tokens)
         case Forward():
-            _fill_step_with_activation(request, message.forward_from_activation, tensors)
-            _fill_features(request.features, message.forward_from_activation, tensors)
+            _fill_forward(request, message, tensors, features=True)
         case ForwardWithoutFeatures(forward):
-            _fill_step_with_activation(forward, message.forward_from_activation, tensors)
-            message.forward_from_activation.features_follow = True
+            _fill_forward(forward, message, tensors, features=False)
         case StepFeatures():
             message.step_features.step = request.step
-            _fill_features(request.features, message.step_features, tensors)
+            for piece in request.features:
+                slice_to_message(piece, message.step_features.features.add(), tensors)
         case SnapshotSave():
             message.snapshot_save.CopyFrom(save_to_message(request))
         case SnapshotRestore():
@@ -193,28 +190,22 @@ def request_to_messages(request: SessionRequest, sender: PayloadSender | None = 
         yield pb.RunStageRequest(chunk=chunk)
 
 
-def _fill_step(forward: Forward, message: stage_pb2.ForwardFromTokens | stage_pb2.ForwardFromActivation) -> None:
-    message.step, message.base_position = forward.step, forward.base_position
-    message.token_ids.extend(forward.token_ids)
-    message.kind, message.propose_tokens = _KINDS.number(forward.kind), forward.propose_tokens
-    message.more = forward.more
-
-
-def _fill_step_with_activation(
-    forward: Forward, message: stage_pb2.ForwardFromActivation, tensors: OutgoingTensors
-) -> None:
-    assert forward.activation is not None
-    _fill_step(forward, message)
-    tensors.put(forward.activation, message.activation)
-
-
-def _fill_features(
-    features: Sequence[FeatureSlice],
-    message: stage_pb2.ForwardFromActivation | stage_pb2.StepFeatures,
-    tensors: OutgoingTensors,
-) -> None:
-    for piece in features:
-        slice_to_message(piece, message.features.add(), tensors)
+def _fill_forward(forward: Forward, message: pb.RunStageRequest, tensors: OutgoingTensors, *, features: bool) -> None:
+    """Fill the message with a step. features: whether with those, or else they follow; without an activation there are
+    none."""
+    step: stage_pb2.ForwardFromTokens | stage_pb2.ForwardFromActivation
+    if forward.activation is None:
+        step = message.forward_from_tokens
+    else:
+        step = message.forward_from_activation
+        tensors.put(forward.activation, step.activation)
+        step.features_follow = not features
+        for piece in forward.features if features else ():
+            slice_to_message(piece, step.features.add(), tensors)
+    step.step, step.base_position = forward.step, forward.base_position
+    step.token_ids.extend(forward.token_ids)
+    step.kind, step.propose_tokens = _KINDS.number(forward.kind), forward.propose_tokens
+    step.more = forward.more
 
 
 def _forward_from_tokens(message: stage_pb2.ForwardFromTokens) -> Forward:
@@ -254,19 +245,23 @@ def _step_features_from_message(message: stage_pb2.StepFeatures, *features: Wire
     return StepFeatures(message.step, _slices_from_message(message, features))
 
 
-def _step_tensors(message: stage_pb2.ForwardFromActivation, limits: TensorLimits) -> AnnouncedTensors:
-    return [("activation", message.activation), *_feature_tensors(message, limits)]
+def _step_tensors(
+    message: stage_pb2.ForwardFromActivation, limits: TensorLimits, payloads: PayloadReader
+) -> list[IncomingTensor]:
+    features = _feature_tensors(message, limits, payloads)
+    return [incomplete(message.activation, "activation", limits.max_tensor_bytes, payloads), *features]
 
 
 def _feature_tensors(
-    message: stage_pb2.ForwardFromActivation | stage_pb2.StepFeatures, limits: TensorLimits
-) -> AnnouncedTensors:
+    message: stage_pb2.ForwardFromActivation | stage_pb2.StepFeatures, limits: TensorLimits, payloads: PayloadReader
+) -> list[IncomingTensor]:
     if len(message.features) > limits.max_feature_slices:
         raise InvalidArgument(
             f"the frame has {len(message.features)} feature slices, at most {limits.max_feature_slices} are expected",
             field="features",
         )
-    return [("features", piece.features) for piece in message.features]
+    max_bytes = limits.max_tensor_bytes
+    return [incomplete(piece.features, "features", max_bytes, payloads) for piece in message.features]
 
 
 def _slices_from_message(

@@ -136,7 +136,7 @@ class Forward:
             tensors.append(self.activation)
         return TOKEN_BYTES * len(self.token_ids) + sum(tensor.size_bytes for tensor in tensors)
 
-    def kept(self) -> Forward:
+    def with_own_memory(self) -> Forward:
         """Return the same step with an activation in memory of its own."""
         if self.activation is None:
             return self

@@ -249,8 +249,10 @@ class RemoteStageSession:
     async def events(self) -> AsyncIterator[Event]:
         """Yield what comes back, as the port says. Raises the FlashsplitError that ended the stream, if one did."""
         reader = FrameReader(EVENT_FRAMES)
-        while (event := await read_frame(self._stream, reader)) is not None:
-            yield event
+        while (message := await self._stream.read()) is not grpc.aio.EOF:
+            # No event has tensors, so that each message is one.
+            if (event := reader.read(message)) is not None:
+                yield event
 
     async def close(self, why: str = CLOSED) -> None:
         await self._stream.close()

@@ -218,7 +218,7 @@ class OutgoingStep:
 
     def lasting(self, sent: Forward) -> Forward:
         """Return what `as_sent` gave, with an activation that the next step does not overwrite."""
-        return sent.kept() if self.leaving.lent else sent
+        return sent.with_own_memory() if self.leaving.lent else sent
 
     @property
     def elapsed_ns(self) -> int:

@@ -123,6 +123,7 @@ async def test_back(ends: Ends) -> None:
     "change", [{"link_id": 1}, {"size_bytes": 0}, {"size_bytes": PIECE_BYTES + 1}, {"sequence": 9}, {"offset": 3}]
 )
 async def test_references_to_nothing(ends: Ends, change: dict[str, int]) -> None:
+    """A payload of another link, number, place or size than was announced is refused, and so is any without a link."""
     good = ends.link.sender().put(memoryview(DATA))
     assert good is not None
     for name, value in change.items():
@@ -145,6 +146,7 @@ async def test_a_client_that_goes(ends: Ends) -> None:
 
 
 async def test_a_server_that_goes(server: tuple[Server, SharedLinks], ends: Ends) -> None:
+    """When the server stops, the client's end is closed and puts nothing more anywhere."""
     await server[0].stop(0)
     await soon(lambda: ends.client.closed)
     assert ends.link.sender().put(memoryview(DATA)) is None
@@ -189,6 +191,7 @@ async def test_who_stops_opening_leaves_nothing(tmp_path: Path) -> None:
     ],
 )
 async def test_wrong_first_frames(ends: Ends, first: pb.ShareMemoryRequest, code: grpc.StatusCode) -> None:
+    """A call that does not begin with a segment that can be mapped ends with the status that says so."""
     call = pb_grpc.SharedMemoryServiceStub(ends.channel).ShareMemory()
     await call.write(first)
     with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -49,6 +49,7 @@ def test_payloads_survive_each_other(seed: int) -> None:
 
 
 def test_what_is_too_large_never_fits() -> None:
+    """A payload that is larger than the ring has no room in it, not even when the ring is empty."""
     ring = RingWriter(memoryview(bytearray(SIZE)), FIRST_OFFSET, SIZE)
     assert ring.put(memoryview(bytes(SIZE - FIRST_OFFSET - 63))) is None
     ring.release(7)

@@ -92,6 +92,7 @@ def test_a_killed_owner_leaves_no_trace() -> None:
     ],
 )
 def test_senseless_offers(own: OwnSegment, change: dict[str, object]) -> None:
+    """An offer whose numbers cannot be a segment's is refused before anything is opened."""
     with pytest.raises(InvalidArgument):
         PeerSegment(replace(own.offer, **change))  # type: ignore[arg-type]
 

@@ -184,6 +184,7 @@ def test_packets_of_no_stream_are_nobodys(pair: Pair) -> None:
 
 
 def test_what_is_too_large_is_not_sent(pair: Pair) -> None:
+    """A message above the largest packet is refused, and the socket goes on."""
     heard = Heard(pair.there, 1)
     assert not pair.send(1, bytes(LARGEST + 1))
     assert pair.send(1, bytes(LARGEST))
@@ -248,6 +249,7 @@ def test_who_hears_may_close(pair: Pair) -> None:
 
 @pytest.mark.parametrize("packet", [b"x", bytes(7)])
 def test_a_packet_without_a_header_closes(raw: Raw, packet: bytes) -> None:
+    """A packet that names no stream ends the socket, behind the messages that came before it."""
     heard = Heard(raw.end, 0)
     raw.theirs.send(struct.pack("<Q", 0) + b"good")
     raw.theirs.send(packet)
@@ -301,6 +303,7 @@ async def test_a_stranger_is_not_heard() -> None:
 
 
 async def test_who_goes_before_the_greeting_is_forgotten() -> None:
+    """Callers that connect and go leave no socket behind, and do not keep the caller out that stays."""
     before = open_sockets()
     listener, name, arrived = await accepted()
     for _ in range(3):
@@ -358,6 +361,7 @@ async def test_who_does_not_answer(listens: bool) -> None:
 
 
 async def test_a_caller_that_gives_up_leaves_nothing() -> None:
+    """A caller that is cancelled while it waits for an answer closes its socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as mute:
         name = f"flashsplit-test-{os.urandom(8).hex()}"
         mute.bind(f"\0{name}")

@@ -34,9 +34,9 @@ class End:
     def __init__(self, link: Callable[[], SharedLink], watcher: ThreadWatcher) -> None:
         self._link, self.watcher = link, watcher
         self.lanes: dict[int, StepLane] = {}
-        self.took: dict[int, list[Forward]] = {}
+        self.steps: dict[int, list[Forward]] = {}
         self.begun: list[tuple[Forward, bool]] = []
-        self.failed: list[FlashsplitError] = []
+        self.failures: list[FlashsplitError] = []
 
     @property
     def link(self) -> SharedLink:
@@ -46,12 +46,12 @@ class End:
         socket = self.link.step_socket
         assert socket is not None
         lane = self.lanes[stream_id] = StepLane(self.link, socket, stream_id)
-        took = self.took[stream_id] = []
+        steps = self.steps[stream_id] = []
 
         def begun(step: Forward, whole: bool) -> None:
-            self.begun.append((step.kept(), whole))
+            self.begun.append((step.with_own_memory(), whole))
 
-        lane.listen(took.append, self.failed.append, on_begun=begun, **limits)
+        lane.listen(steps.append, self.failures.append, on_begun=begun, **limits)
 
     def send(self, forward: Forward, stream_id: int = 1, wait_for_features: Callable[[], object] | None = None) -> bool:
         return self.watcher.call(lambda: self.lanes[stream_id].send(forward, wait_for_features))
@@ -61,9 +61,9 @@ class End:
         return self.watcher.call(lambda: socket is not None and socket.send(1, message))
 
     async def next(self, stream_id: int = 1) -> Forward:
-        await until(lambda: bool(self.took[stream_id] or self.failed), 5)
-        assert self.failed == []
-        return self.took[stream_id].pop(0)
+        await until(lambda: bool(self.steps[stream_id] or self.failures), 5)
+        assert self.failures == []
+        return self.steps[stream_id].pop(0)
 
 
 class LaneChain:
@@ -82,10 +82,10 @@ class LaneChain:
 
     async def refusal(self) -> FlashsplitError:
         """Of the next message; nothing was taken, and the step behind it is."""
-        await until(lambda: bool(self.below.failed), 5)
-        [error] = self.below.failed
-        self.below.failed.clear()
-        assert self.below.took[1] == []
+        await until(lambda: bool(self.below.failures), 5)
+        [error] = self.below.failures
+        self.below.failures.clear()
+        assert self.below.steps[1] == []
         expected = step(2 * MIN_SHARED_BYTES, 100)
         assert self.above.send(expected)
         assert await self.below.next() == expected

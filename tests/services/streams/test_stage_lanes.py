@@ -56,19 +56,19 @@ async def neighbours(request: pytest.FixtureRequest, serve: Serve, dial: Dial) -
         watcher.end()
 
 
-class Ears:
-    """What a lane hears."""
+class Heard:
+    """What a lane hheard."""
 
     def __init__(self, lane: StepLane | None) -> None:
         assert lane is not None
-        self.took: list[Forward] = []
-        self.failed: list[FlashsplitError] = []
-        lane.listen(self.took.append, self.failed.append, max_tensor_bytes=1 << 20, max_feature_slices=2)
+        self.steps: list[Forward] = []
+        self.failures: list[FlashsplitError] = []
+        lane.listen(self.steps.append, self.failures.append, max_tensor_bytes=1 << 20, max_feature_slices=2)
 
     async def next(self) -> Forward:
-        await until(lambda: bool(self.took or self.failed))
-        assert self.failed == []
-        return self.took.pop(0)
+        await until(lambda: bool(self.steps or self.failures))
+        assert self.failures == []
+        return self.steps.pop(0)
 
 
 async def answered(session: RemoteStageSession, forward: Forward) -> None:
@@ -83,8 +83,8 @@ async def test_both_ends_of_a_lane(neighbours: Neighbours) -> None:
     sessions = [await neighbours.stage.open(replace(OPEN, request_id=name), steps=True) for name in "ab"]
     theirs = neighbours.port.sessions
     assert [one.request.request_id for one in theirs] == ["a", "b"]
-    below = [Ears(one.above) for one in theirs]
-    above = [Ears(session.step_lane) for session in sessions]
+    below = [Heard(one.above) for one in theirs]
+    above = [Heard(session.step_lane) for session in sessions]
     caller, stage = neighbours.watchers
     for number in range(20):
         for index in (0, 1):
@@ -94,7 +94,7 @@ async def test_both_ends_of_a_lane(neighbours: Neighbours) -> None:
             assert stage.call(lambda index=index, up=up: theirs[index].above.send(up))
             assert await above[index].next() == up
             await answered(sessions[index], prefill(number))
-    assert [ears.took + ears.failed for ears in (*above, *below)] == [[]] * 4
+    assert [heard.steps + heard.failures for heard in (*above, *below)] == [[]] * 4
     assert [len(one.forwards) for one in theirs] == [20, 20]
     for session in sessions:
         await session.close()
@@ -112,6 +112,7 @@ async def test_who_does_not_want_one(neighbours: Neighbours) -> None:
 
 @pytest.mark.parametrize("neighbours", [(True, False), (False, True), (False, False)], indirect=True)
 async def test_both_sides_must_watch(neighbours: Neighbours) -> None:
+    """Where one side has no thread for steps, neither side has a lane, and the session goes on."""
     session = await neighbours.stage.open(OPEN, steps=True)
     assert session.step_lane is neighbours.port.session.above is None
     await answered(session, prefill())
@@ -119,6 +120,7 @@ async def test_both_sides_must_watch(neighbours: Neighbours) -> None:
 
 
 async def test_without_a_link_there_is_none(serve: Serve, dial: Dial) -> None:
+    """Without shared memory there is no lane for steps, and the session goes on."""
     port = FakeStage()
     server = await serve(StageServicer(port).register)
     session = await RemoteStage(await dial(server.address), server.address).open(OPEN, steps=True)

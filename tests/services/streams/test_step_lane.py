@@ -71,19 +71,19 @@ async def test_steps_arrive(chain: LaneChain, sizes: tuple[int, ...]) -> None:
     assert await chain.below.next() == sent
     assert chain.below.send(NEXT)
     assert await chain.above.next() == NEXT
-    assert chain.below.took == chain.above.took == {1: [], 2: []}
+    assert chain.below.steps == chain.above.steps == {1: [], 2: []}
 
 
 @pytest.mark.parametrize("size", [60, MIN_SHARED_BYTES, PIECE_BYTES])
 async def test_features_follow_in_a_packet_of_their_own(chain: LaneChain, size: int) -> None:
-    """Who takes the step hears of it as soon as its activation is there, before its features are; then all of it."""
+    """Who takes the step hheard of it as soon as its activation is there, before its features are; then all of it."""
     sent, heard = step(MIN_SHARED_BYTES, size, 80), threading.Event()
 
     def wait() -> None:
         deadline = time.monotonic() + 5
         while not chain.below.begun and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert chain.below.took[1] == []
+        assert chain.below.steps[1] == []
         heard.set()
 
     assert chain.above.send(sent, wait_for_features=wait)
@@ -102,6 +102,7 @@ async def test_without_features_nothing_is_waited_for(chain: LaneChain) -> None:
 
 @pytest.mark.parametrize("begun", [False, True])
 async def test_features_of_another_step_are_refused(chain: LaneChain, begun: bool) -> None:
+    """Features that come without their step, or behind another one, are refused by their step's number."""
     if begun:
         [message] = request_to_messages(ForwardWithoutFeatures(step(100, 60, number=3)))
         assert chain.above.send_raw(message.SerializeToString())
@@ -153,11 +154,11 @@ async def test_a_step_without_room_goes_another_way(chain: LaneChain, sizes: tup
         assert not chain.above.send(step(*sizes), 1)
         assert chain.above.send(expected, 2)
         assert await chain.below.next(2) == expected
-    assert chain.below.took[1] == chain.below.failed == []
+    assert chain.below.steps[1] == chain.below.failures == []
 
 
 async def test_a_closed_lane_gives_its_room_back(chain: LaneChain) -> None:
-    """Who reads its last step too late notices. It hears nothing more; another session's goes on. Twice is once."""
+    """Who reads its last step too late notices. It hheard nothing more; another session's goes on. Twice is once."""
     expected = step(PIECE_BYTES)
     with chain.below.watcher.held():
         assert chain.above.send(step(PIECE_BYTES, PIECE_BYTES, PIECE_BYTES), 1)
@@ -165,13 +166,13 @@ async def test_a_closed_lane_gives_its_room_back(chain: LaneChain) -> None:
         for _ in range(2):
             chain.above.watcher.call(chain.above.lanes[1].close)
         assert chain.above.send(expected, 2)
-    await until(lambda: chain.below.took[2] == [expected])
-    assert chain.below.took[1] == []
-    assert ["lies there" in error.message for error in chain.below.failed] == [True]
+    await until(lambda: chain.below.steps[2] == [expected])
+    assert chain.below.steps[1] == []
+    assert ["lies there" in error.message for error in chain.below.failures] == [True]
     assert chain.below.send(NEXT, 1)
     assert chain.below.send(NEXT, 2)
     assert await chain.above.next(2) == NEXT
-    assert chain.above.took[1] == []
+    assert chain.above.steps[1] == []
 
 
 # --- steps that are known before they come
@@ -310,6 +311,7 @@ async def test_messages_that_are_no_steps(chain: LaneChain, message: bytes, said
     ],
 )
 async def test_tensors_that_make_no_sense(chain: LaneChain, change: dict[str, Any], said: str) -> None:
+    """A tensor whose size, shape or type is not acceptable is refused, with a sentence that says why."""
     message = packet(SMALL)
     set_fields(message.forward_from_activation.activation, change)
     assert chain.above.send_raw(message.SerializeToString())
@@ -321,8 +323,8 @@ async def test_tensors_that_make_no_sense(chain: LaneChain, change: dict[str, An
 async def test_up_the_chain_come_no_tensors(chain: LaneChain) -> None:
     """Who listens without limits takes steps of tokens only."""
     assert chain.below.send(SMALL)
-    await until(lambda: bool(chain.above.failed))
-    [error] = chain.above.failed
+    await until(lambda: bool(chain.above.failures))
+    [error] = chain.above.failures
     assert isinstance(error, InvalidArgument)
     assert "1 feature slices, at most 0" in error.message
 
@@ -377,7 +379,7 @@ async def test_a_closed_link_carries_nothing(chain: LaneChain, side: str) -> Non
     for end in (chain.above, chain.below):
         for lane in end.lanes.values():
             end.watcher.call(lane.close)
-    assert chain.above.failed == chain.below.failed == []
+    assert chain.above.failures == chain.below.failures == []
 
 
 async def test_a_link_that_ends_in_the_midst(serve: Serve, dial: Dial) -> None:
@@ -390,30 +392,30 @@ async def test_a_link_that_ends_in_the_midst(serve: Serve, dial: Dial) -> None:
         for number in range(10):
             chain = LaneChain(await open_link(channel, server.address, watchers[0]), links, watchers)
             await chain.join()
-            took = steps_without_end(chain, sent)
-            await until(lambda took=took: len(took) > 2)
+            arrived = steps_without_end(chain, sent)
+            await until(lambda arrived=arrived: len(arrived) > 2)
             (chain.above if number % 2 else chain.below).link.close()
             await chain.client.close()
             await until(lambda there=chain.below: there.link.closed)
             assert not chain.above.send(sent)
             chain.below.watcher.call(lambda: None)
-            assert all(one == sent for one in took)
-            assert all("is closed" in error.message for error in chain.below.failed)
+            assert all(step == sent for step in arrived)
+            assert all("is closed" in error.message for error in chain.below.failures)
 
 
 def steps_without_end(chain: LaneChain, sent: Forward) -> list[Forward]:
     """What arrives: each is sent as soon as the one before has come, as in a session."""
-    took: list[Forward] = []
+    arrived: list[Forward] = []
 
     def go_on() -> bool:
         return chain.above.lanes[1].send(sent)
 
     def take(forward: Forward) -> None:
-        took.append(forward)
+        arrived.append(forward)
         chain.above.watcher.do(go_on)
 
     limits = {"max_tensor_bytes": MAX_TENSOR_BYTES, "max_feature_slices": MAX_SLICES}
     chain.below.lanes[1].close()
-    chain.below.lanes[1].listen(take, chain.below.failed.append, **limits)
+    chain.below.lanes[1].listen(take, chain.below.failures.append, **limits)
     assert chain.above.watcher.call(go_on)
-    return took
+    return arrived
