@@ -17,6 +17,7 @@ from shard_worker.stage.stage import Stage
 from shard_worker.stage.step_graph import StepOutput
 from shard_worker.stage.step_runner import StepRunner
 from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.weight import DenseWeight
 from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device
 from tests.shard_worker.tiny import Tiny, ids, load_draft, load_stage
 
@@ -43,7 +44,7 @@ def make(tiny: Tiny, name: str, **options: Any) -> tuple[DFlashDraft, DFlashRunn
     draft = load_draft(tiny.draft("qwen3", f"kernels-{name}", **options), NAME, device())
     generator = torch.Generator().manual_seed(1)
     embedding, head = (torch.randn(256, 64, generator=generator).to(draft.device.torch_device, DTYPE) for _ in range(2))
-    return draft, DFlashRunner(draft, head, graphs=ON_GPU), embedding, head
+    return draft, DFlashRunner(draft, DenseWeight(head), graphs=ON_GPU), embedding, head
 
 
 @pytest.mark.parametrize("name", SHAPES)
