@@ -11,13 +11,15 @@ from services.messages.description import FeatureTransport, HeadPlace
 from services.messages.steps import TOKEN_BYTES
 
 SUM_BYTES = 4
-"""Of an element of the float32 sum of features."""
+"""Bytes of an element of the float32 sum of features."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One connection. Bytes one way, with the stream, of a decode step, a verify of a whole block (0 without a draft)
-    and a prefill chunk; the answers that come back are a few token ids."""
+    """One connection, and the bytes that go down it in a decode step, a verify of a block and a prefill chunk.
+
+    verify_bytes is 0 without a draft. The answers that come back are a few token ids.
+    """
 
     source: str
     to: str
@@ -27,7 +29,7 @@ class Edge:
 
 
 def plan_edges(models: Models, plan: Plan, prefill_rows: int) -> list[Edge]:
-    """From the coordinator down the chain, and to the draft's own worker where there is one."""
+    """Return the connections from the coordinator down the chain, and to the draft's own worker where there is one."""
     draft, block = models.draft, models.block_rows if models.draft is not None else 0
     edges = [
         Edge("coordinator", "stage 0", TOKEN_BYTES, TOKEN_BYTES * block, TOKEN_BYTES * prefill_rows),
@@ -40,7 +42,7 @@ def plan_edges(models: Models, plan: Plan, prefill_rows: int) -> list[Edge]:
         row = feature_bytes(models, len(models.target.layers))
         projected = 0
         if models.head_place is HeadPlace.PROJECTED:
-            # Two embedding rows there, the guesses' hidden rows back.
+            # Two embedding rows there, the draft tokens' hidden rows back.
             projected = (2 + block - 1) * draft.hidden_size * draft.item_bytes
         last = f"stage {len(plan.stages) - 1}"
         edges.append(Edge(last, "draft", 0, row * block + projected, row * prefill_rows))
@@ -48,7 +50,7 @@ def plan_edges(models: Models, plan: Plan, prefill_rows: int) -> list[Edge]:
 
 
 def feature_bytes(models: Models, first_layer: int) -> int:
-    """Of one row: what the blocks before a layer captured for the draft."""
+    """Return the bytes of one row of what the blocks before a layer captured for the draft."""
     target, draft = models.target, models.draft
     captured = 0 if draft is None else draft.captured(LayerRange(0, first_layer))
     if draft is None or not captured:

@@ -1,4 +1,4 @@
-"""Asks workers how fast they are: the running ones, and local ones started for it and ended after."""
+"""Asking workers how fast they are: the running ones, and local ones started for it and ended after."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from services.processes.launch import Launch
 from services.processes.worker_process import WorkerProcess
 from services.rpc.peers import Peers
 
-Told = Callable[[str], None]
-"""Hears which worker is being measured."""
+OnWorker = Callable[[str], None]
+"""Called with the place of each worker before it is measured."""
 
 AUTO_LENGTH, AUTO_SESSIONS = 8192, 1
 """What must fit where a command does not say it: one session, of this length or the model's own."""
 
 
 def places_of(plan: Plan) -> list[WorkerPlace]:
-    """Of the stages in order, then of the draft's own worker."""
+    """Return the places of the stages in order, then of the draft's own worker."""
     return [*(stage.place for stage in plan.stages), *([plan.draft] if plan.draft is not None else [])]
 
 
 @contextlib.asynccontextmanager
 async def workers_at(places: Sequence[WorkerPlace], launch: Launch) -> AsyncIterator[tuple[str, ...]]:
-    """Addresses of these workers; the local ones, one for equal places, run as they would in a cluster."""
+    """Give the addresses of these workers. The local ones, one for equal places, run as they would in a cluster."""
     launch = replace(launch, threads=launch.threads or threads_each(list(places)), prefix_cache_bytes=0)
     processes = {
         place: WorkerProcess(place.devices, [Role.TARGET], launch) for place in places if place.devices is not None
@@ -56,42 +56,44 @@ async def measure_workers(
     peers: Peers,
     models: Models,
     model_path: str,
-    told: Told = lambda worker: None,
+    on_worker: OnWorker = lambda worker: None,
 ) -> tuple[WorkerSpeed, ...]:
-    """One after the other, because workers of one host would slow each other down; equal local places once. Their
-    places, and `addresses`, are those of the stages in order, then of the draft's own worker.
+    """Measure the workers of a plan, and return one speed for each stage in order, then for the draft's own worker.
+
+    addresses: theirs, in that order. They are measured one after the other, because workers of one host would slow each
+    other down; equal local places once.
 
     Raises Unavailable for a worker that doesn't answer, FailedPrecondition for one with open sessions.
     """
     target = models.target
-    wanted = MeasureRequest(model_path, target.dtype, target.weight_bytes, stages=len(plan.stages))
-    known: dict[WorkerPlace, WorkerSpeed] = {}
+    request = MeasureRequest(model_path, target.dtype, target.weight_bytes, stages=len(plan.stages))
+    speeds: dict[WorkerPlace, WorkerSpeed] = {}
     places = places_of(plan)
     for place, address in zip(places, addresses, strict=True):
-        if place in known:
+        if place in speeds:
             continue
-        told(str(place))
+        on_worker(str(place))
         try:
             worker = await peers.worker(address)
             description = await worker.describe()
-            devices = await worker.measure(wanted)
+            devices = await worker.measure(request)
             link = await worker.measure_link(target.hidden_size * target.item_bytes)
         except FlashsplitError as error:
             error.message = f"measuring {place}: {error.message}"
             raise
         held = sum(part.weight_bytes for part in (description.target, description.draft) if part is not None)
-        known[place] = WorkerSpeed(place, description.host, devices, link, held)
-    return tuple(known[place] for place in places)
+        speeds[place] = WorkerSpeed(place, description.host, devices, link, held)
+    return tuple(speeds[place] for place in places)
 
 
 class SplitChooser:
-    """Chooses the layers of a cluster whose workers have just been started: --target-layer-split auto."""
+    """What --target-layer-split auto does: it chooses the layers of a cluster whose workers have just been started."""
 
     def __init__(self, models: Models, model_path: str) -> None:
         self._models, self._model_path = models, model_path
 
     async def __call__(self, plan: Plan, addresses: Sequence[str], peers: Peers) -> Plan:
-        """The plan with its layers. Raises what `measure_workers` and `choose_split` raise."""
+        """Return the plan with its layers. Raises what `measure_workers` and `choose_split` raise."""
         workers = await measure_workers(plan, addresses, peers, self._models, self._model_path)
         stages = len(plan.stages)
         draft_worker = workers[stages] if plan.draft is not None else None

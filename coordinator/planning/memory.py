@@ -24,15 +24,16 @@ class Models:
 
     @property
     def block_rows(self) -> int:
-        """Rows of the largest verify."""
+        """How many rows the largest verify has."""
         return 1 if self.draft is None else self.draft.block_size
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One device's part of a stage, or the draft in a worker of its own (layers None). Weights in bytes.
+    """One device's part of a stage, or the draft in a worker of its own.
 
-    draft: the draft sits here. captures: blocks captured here for it.
+    layers: None in the draft's own worker. draft: whether the draft is here. captures: how many blocks are captured
+    here for it.
     """
 
     layers: LayerRange | None
@@ -42,12 +43,15 @@ class Share:
 
 
 def device_names(place: WorkerPlace) -> tuple[str, ...]:
-    """The devices of a worker that is to be started; of a running one only it knows them."""
+    """Return the names of the devices of a worker that is to be started; a running one alone knows its own."""
     return tuple((place.devices or str(place)).split("+"))
 
 
 def spread(layers: LayerRange, devices: int) -> list[LayerRange]:
-    """A worker's layers over its devices, as it spreads them. Raises InvalidArgument for fewer layers than devices."""
+    """Return the layers of each of a worker's devices, as the worker spreads them.
+
+    Raises InvalidArgument for fewer layers than devices.
+    """
     if len(layers) < devices:
         raise InvalidArgument(
             f"layers {layers} cannot be spread over {devices} devices of one worker: name fewer devices or give that "
@@ -58,7 +62,7 @@ def spread(layers: LayerRange, devices: int) -> list[LayerRange]:
 
 
 def stage_shares(models: Models, layers: LayerRange, devices: int, *, draft_here: bool) -> list[Share]:
-    """What each device of a stage's worker holds."""
+    """Return what each device of a stage's worker holds. draft_here: whether the last one holds the draft too."""
     target, draft = models.target, models.draft
     shares = []
     runs = spread(layers, devices)
@@ -81,7 +85,7 @@ def stage_shares(models: Models, layers: LayerRange, devices: int, *, draft_here
 
 
 def draft_share(models: Models) -> Share:
-    """What a draft's own worker holds."""
+    """Return what a draft's own worker holds."""
     target, draft = models.target, models.draft
     assert draft is not None
     head = target.vocab_size * target.hidden_size * draft.item_bytes if models.head_place is HeadPlace.LOADED else 0
@@ -89,7 +93,7 @@ def draft_share(models: Models) -> Share:
 
 
 def cache_bytes(models: Models, share: Share, length: int, sessions: int) -> int:
-    """Of so many sessions of up to `length` tokens."""
+    """Return the bytes of the caches of so many sessions of up to `length` tokens."""
     total = 0
     if share.layers is not None:
         layers = models.target.layers[share.layers.first : share.layers.last]
@@ -100,7 +104,10 @@ def cache_bytes(models: Models, share: Share, length: int, sessions: int) -> int
 
 
 def plan_shares(models: Models, plan: Plan, devices: Sequence[int]) -> list[list[Share]]:
-    """Of every stage in order and then of the draft's own worker. devices: how many each stage's worker has."""
+    """Return the shares of every stage in order and then of the draft's own worker.
+
+    devices: how many each stage's worker has.
+    """
     shares = []
     for index, stage in enumerate(plan.stages):
         last = index == len(plan.stages) - 1

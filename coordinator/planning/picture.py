@@ -13,21 +13,22 @@ from coordinator.planning.report import DeviceLoad, Report, ranges_text
 from services.sizes import format_size
 
 BAR = 48
-"""Characters of a bar."""
+"""How many characters wide a bar is."""
 
 
 def show(report: Report, console: Console) -> None:
-    """Everything, in the order in which one asks for it."""
+    """Print everything, in the order in which one asks for it."""
     for part in _parts(report):
         console.print(part, soft_wrap=isinstance(part, Text))
 
 
 def _parts(report: Report) -> Iterator[RenderableType]:
     target, sessions = report.models.target, report.sessions
-    many = "1 session" if sessions == 1 else f"{sessions} sessions"
-    kept = "" if target.kv_dtype == target.dtype else f", keys and values in {target.kv_dtype}"
+    count = "1 session" if sessions == 1 else f"{sessions} sessions"
+    cached_in = "" if target.kv_dtype == target.dtype else f", keys and values in {target.kv_dtype}"
     yield Text(
-        f"{len(target.layers)} layers, {format_size(target.weight_bytes)} in {target.dtype}{kept}; caches of {many}",
+        f"{len(target.layers)} layers, {format_size(target.weight_bytes)} in {target.dtype}{cached_in}; "
+        f"caches of {count}",
         style="bold",
     )
     yield _placement(report)
@@ -54,48 +55,48 @@ def _devices(report: Report) -> str:
 
 
 def _table(*headings: str) -> Table:
-    made = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
     for index, heading in enumerate(headings):
-        made.add_column(heading, justify="left" if index < 2 else "right")
-    return made
+        table.add_column(heading, justify="left" if index < 2 else "right")
+    return table
 
 
 def _placement(report: Report) -> Table:
-    made = _table("", "device", "layers", "weights", *(f"caches at {length}" for length in report.lengths), "free")
-    for one in report.devices:
-        layers = "" if one.share.layers is None else f"{one.share.layers.first}:{one.share.layers.last}"
-        made.add_row(
-            one.owner + (" + draft" if one.share.draft and one.owner != "draft" else ""),
-            _where(one),
+    table = _table("", "device", "layers", "weights", *(f"caches at {length}" for length in report.lengths), "free")
+    for load in report.devices:
+        layers = "" if load.share.layers is None else f"{load.share.layers.first}:{load.share.layers.last}"
+        table.add_row(
+            load.owner + (" + draft" if load.share.draft and load.owner != "draft" else ""),
+            _where(load),
             layers,
-            format_size(one.weight_bytes),
-            *(format_size(one.cache_bytes[length]) for length in report.lengths),
-            "not asked" if one.free_bytes is None else format_size(one.free_bytes),
+            format_size(load.weight_bytes),
+            *(format_size(load.cache_bytes[length]) for length in report.lengths),
+            "not asked" if load.free_bytes is None else format_size(load.free_bytes),
         )
-    return made
+    return table
 
 
-def _where(one: DeviceLoad) -> str:
-    return one.device if one.device == one.worker or one.device in one.worker else f"{one.device} at {one.worker}"
+def _where(load: DeviceLoad) -> str:
+    return load.device if load.device in load.worker else f"{load.device} at {load.worker}"
 
 
 def _bars(report: Report) -> Iterator[Text]:
     """A bar for every memory, its workers' parts in turn; without a known size, as wide as the fullest one."""
     length = max(report.lengths)
-    memories = list(dict.fromkeys(one.memory for one in report.devices))
+    memories = list(dict.fromkeys(load.memory for load in report.devices))
     used = {
-        memory: sum(one.weight_bytes + one.cache_bytes[length] for one in report.devices if one.memory == memory)
+        memory: sum(load.weight_bytes + load.cache_bytes[length] for load in report.devices if load.memory == memory)
         for memory in memories
     }
     widest = max(len(memory) for memory in memories)
     for memory in memories:
-        members = [one for one in report.devices if one.memory == memory]
+        members = [load for load in report.devices if load.memory == memory]
         free = members[0].free_bytes
         whole = max(used[memory], free) if free is not None else max(used.values())
         bar = Text(f"{memory:{widest}}  ", no_wrap=True)
         left = BAR
-        for index, one in enumerate(members):
-            for sign, size in (("█", one.weight_bytes), ("▒", one.cache_bytes[length])):
+        for index, load in enumerate(members):
+            for sign, size in (("█", load.weight_bytes), ("▒", load.cache_bytes[length])):
                 # What is there is seen, however small beside the rest.
                 count = min(left, max(round(BAR * size / max(whole, 1)), 1 if size else 0))
                 bar.append(sign * count, style=("cyan", "magenta")[index % 2])
@@ -108,17 +109,17 @@ def _bars(report: Report) -> Iterator[Text]:
 
 
 def _edges(report: Report) -> Table:
-    made = _table("bytes a step", "", "decode", "verify", "prefill of 512")
+    table = _table("bytes a step", "", "decode", "verify", "prefill of 512")
     for edge in report.edges:
         verify = format_size(edge.verify_bytes) if edge.verify_bytes else ""
         decode = format_size(edge.decode_bytes) if edge.decode_bytes else ""
-        made.add_row(f"{edge.source} → {edge.to}", "", decode, verify, format_size(edge.prefill_bytes))
-    return made
+        table.add_row(f"{edge.source} → {edge.to}", "", decode, verify, format_size(edge.prefill_bytes))
+    return table
 
 
 def _speeds(report: Report) -> Table:
     assert report.forecast is not None
-    made = _table(
+    table = _table(
         "measured", "", "reads GB/s", "GFLOP/s", "round trip ms", "link MB/s", "weights ms", "operators ms", "hop ms"
     )
     stages = report.forecast.prediction.stages
@@ -127,7 +128,7 @@ def _speeds(report: Report) -> Table:
         if index < len(stages):
             stage = stages[index]
             times = [f"{seconds * 1e3:.2f}" for seconds in (stage.read_s, stage.operators_s, stage.hop_s)]
-        made.add_row(
+        table.add_row(
             f"stage {index}" if index < len(stages) else "draft",
             f"{worker.place} on {worker.host}",
             " + ".join(f"{device.read_bytes_per_s / 1e9:.1f}" for device in worker.devices),
@@ -136,5 +137,5 @@ def _speeds(report: Report) -> Table:
             f"{worker.link.bytes_per_s / 1e6:.0f}",
             *times,
         )
-    made.caption = f"times of a plain step behind {CONTEXT} tokens"
-    return made
+    table.caption = f"times of a plain step behind {CONTEXT} tokens"
+    return table

@@ -1,4 +1,4 @@
-"""Chooses the layers of each worker from what was measured, and says where a smaller set of workers would be faster."""
+"""Choosing the layers of each worker from what was measured, and finding where fewer workers would be faster."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ Memory = Hashable
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What must fit beside the weights: so many sessions of up to `length` tokens."""
+    """What must fit beside the weights: so many sessions of up to `length` tokens each."""
 
     length: int
     sessions: int
 
 
 def memory_of(worker: WorkerSpeed, device: int) -> Memory:
-    """Devices of one name on one host are one memory."""
+    """Return what names a device's memory: devices of one name on one host are one memory."""
     return worker.host, worker.devices[device].name
 
 
 def free_bytes(workers: Sequence[WorkerSpeed]) -> dict[Memory, int]:
-    """What may be used of each memory: what is free, and what the workers hold and will give up."""
+    """Return the bytes that may be used of each memory: what is free, and what the workers hold and will give up."""
     free: dict[Memory, int] = {}
     held: dict[Memory, int] = {}
     for worker in workers:
@@ -51,7 +51,9 @@ def free_bytes(workers: Sequence[WorkerSpeed]) -> dict[Memory, int]:
 def choose_split(
     models: Models, plan: Plan, workers: Sequence[WorkerSpeed], draft_worker: WorkerSpeed | None, load: Load
 ) -> Plan:
-    """The plan with the fastest layers that fit. workers: one a stage; draft_worker: where the plan names one.
+    """Return the plan with the fastest layers that fit.
+
+    workers: one for each stage. draft_worker: the draft's own, where the plan names one.
 
     Raises FailedPrecondition when nothing fits, saying how much is missing.
     """
@@ -70,7 +72,10 @@ def choose_split(
 def faster_subset(
     models: Models, plan: Plan, workers: Sequence[WorkerSpeed], load: Load, *, by: float = 1.05
 ) -> tuple[tuple[int, ...], Prediction] | None:
-    """The workers, by their index, that alone would decode faster than the plan by that factor; None where none do."""
+    """Return the indices of workers that alone would decode faster than the plan by a factor, and their prediction.
+
+    None where no smaller set of workers would.
+    """
     model = models.target
     beside = plan.has_draft and plan.draft is None
     ranges = _fastest(models, workers, free_bytes(workers), load, draft_beside=beside, may_skip=True)
@@ -113,7 +118,7 @@ def _fastest(
 
 
 def taken_bytes(models: Models, share: Share, load: Load) -> int:
-    """Weights and caches."""
+    """Return the bytes that a share takes with its sessions: weights and caches."""
     return share.weight_bytes + cache_bytes(models, share, load.length, load.sessions)
 
 

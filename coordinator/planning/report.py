@@ -1,4 +1,4 @@
-"""A plan as figures: who holds what, how much of which memory, what travels, how fast. Printed by `report_table`."""
+"""A plan as figures: who holds what, how much of which memory, what travels, how fast. `picture` prints it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from services.messages.description import HeadPlace
 from services.sizes import format_size
 
 PREFILL_ROWS = 512
-"""Rows of a prefill chunk, as every command sends them unless told otherwise."""
+"""Rows of a prefill chunk, as every command sends them by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLoad:
-    """One device of one worker. Bytes; caches by context length; total and free are None where nobody has asked.
+    """One device of one worker, in bytes.
 
-    owner: "stage 0" or "draft". memory: devices with the same one share it.
+    owner: "stage 0" or "draft". memory: its name; devices that name the same one share it. cache_bytes: by context
+    length. total_bytes, free_bytes: None where nobody has asked the device.
     """
 
     owner: str
@@ -37,7 +38,7 @@ class DeviceLoad:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Plain decode as predicted. by_length: tokens a second behind that many tokens."""
+    """Plain decode as predicted. by_length: tokens a second, by the number of tokens before them."""
 
     prediction: Prediction
     by_length: Mapping[int, float]
@@ -46,7 +47,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that `flashsplit plan` says. notes: sentences for people."""
+    """All that `flashsplit plan` prints. lengths: the context lengths asked about. notes: sentences for people."""
 
     plan: Plan
     models: Models
@@ -70,8 +71,11 @@ def make_report(
     local_memory: tuple[int, int] | None = None,
     notes: Sequence[str] = (),
 ) -> Report:
-    """workers: as measured, one a stage and then the draft's own; empty where nothing was measured. local_memory: this
-    host's total and free bytes, for its CPU workers."""
+    """Return the figures of a plan.
+
+    workers: as measured, one for each stage and then the draft's own; empty where nothing was measured. local_memory:
+    this host's total and free bytes, for its CPU workers.
+    """
     stages = len(plan.stages)
     counts = [len(worker.devices) for worker in workers[:stages]] or [
         len(device_names(stage.place)) for stage in plan.stages
@@ -129,7 +133,7 @@ def make_report(
 
 
 def draft_reason(models: Models, plan: Plan) -> str | None:
-    """Why the draft is where it is, and what that takes."""
+    """Return why the draft is where it is, and what that takes; None without a draft."""
     draft, target = models.draft, models.target
     if draft is None:
         return None
@@ -152,12 +156,12 @@ def draft_reason(models: Models, plan: Plan) -> str | None:
 
 
 def overfull(loads: Sequence[DeviceLoad], load: Load) -> list[str]:
-    """A sentence for every memory that cannot hold its devices' weights and caches."""
+    """Return a sentence for every memory that cannot hold its devices' weights and caches."""
     sentences = []
-    for memory in dict.fromkeys(one.memory for one in loads):
-        members = [one for one in loads if one.memory == memory]
+    for memory in dict.fromkeys(device.memory for device in loads):
+        members = [device for device in loads if device.memory == memory]
         free = members[0].free_bytes
-        needed = sum(one.weight_bytes + one.cache_bytes[load.length] for one in members)
+        needed = sum(device.weight_bytes + device.cache_bytes[load.length] for device in members)
         if free is not None and needed > free:
             sentences.append(
                 f"{memory} has {format_size(free)} free and would need {format_size(needed)} for {load.sessions} "
@@ -167,7 +171,7 @@ def overfull(loads: Sequence[DeviceLoad], load: Load) -> list[str]:
 
 
 def as_json(report: Report) -> dict[str, object]:
-    """For programs; bytes, seconds and tokens a second."""
+    """Return the report for programs, in bytes, seconds and tokens a second."""
     target, draft, forecast = report.models.target, report.models.draft, report.forecast
     return {
         "dtype": target.dtype,
@@ -180,16 +184,18 @@ def as_json(report: Report) -> dict[str, object]:
         "target_layers": ranges_text(report.plan),
         "devices": [
             {
-                "owner": one.owner,
-                "worker": one.worker,
-                "device": one.device,
-                "layers": None if one.share.layers is None else [one.share.layers.first, one.share.layers.last],
-                "weight_bytes": one.weight_bytes,
-                "cache_bytes": {str(length): size for length, size in one.cache_bytes.items()},
-                "total_bytes": one.total_bytes,
-                "free_bytes": one.free_bytes,
+                "owner": device.owner,
+                "worker": device.worker,
+                "device": device.device,
+                "layers": None
+                if device.share.layers is None
+                else [device.share.layers.first, device.share.layers.last],
+                "weight_bytes": device.weight_bytes,
+                "cache_bytes": {str(length): size for length, size in device.cache_bytes.items()},
+                "total_bytes": device.total_bytes,
+                "free_bytes": device.free_bytes,
             }
-            for one in report.devices
+            for device in report.devices
         ],
         "edges": [
             {
@@ -238,5 +244,5 @@ def as_json(report: Report) -> dict[str, object]:
 
 
 def ranges_text(plan: Plan) -> str:
-    """As --target-layers takes it."""
+    """Return the plan's layers as --target-layers takes them."""
     return ",".join(f"{stage.layers.first}:{stage.layers.last}" for stage in plan.stages)

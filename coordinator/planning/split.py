@@ -26,7 +26,7 @@ Usage = Callable[[int, LayerRange], Mapping[Hashable, int]]
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """What one stage may hold."""
+    """Layers that one stage may hold, the seconds that they cost and the bytes that they take of each memory."""
 
     layers: LayerRange
     seconds: float
@@ -35,7 +35,11 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Partial:
-    """The first stages. slowest: 0 where it does not matter. shared: taken of the memories that several stages use."""
+    """Layers of the first stages.
+
+    seconds: their sum. slowest: of one stage, 0 where it does not matter. shared: bytes taken of each memory that
+    several stages use.
+    """
 
     seconds: float
     slowest: float
@@ -43,6 +47,7 @@ class _Partial:
     ranges: tuple[LayerRange, ...]
 
     def no_worse(self, other: _Partial) -> bool:
+        """Say whether nothing speaks for the other one."""
         return (
             self.seconds <= other.seconds
             and self.slowest <= other.slowest
@@ -59,32 +64,33 @@ def best_split(
     *,
     may_skip: bool = False,
 ) -> tuple[LayerRange, ...] | None:
-    """The most even of the splits whose summed cost is within TOLERANCE of the lowest; None where nothing fits.
+    """Return the most even of the splits whose summed cost is within TOLERANCE of the lowest; None where nothing fits.
 
-    may_skip: a stage may be left out, which costs and takes nothing; its range is empty. Otherwise each has a layer.
+    free: bytes of each memory. may_skip: whether a stage may be left out, which costs and takes nothing; its range is
+    empty then. Otherwise each stage has a layer.
     """
     choices = [_choices(num_layers, stage, stages, cost, usage, free, 0 if may_skip else 1) for stage in range(stages)]
     fastest = _search(num_layers, choices, free, math.inf, even=False)
     if fastest is None:
         return None
-    found = _search(num_layers, choices, free, fastest.seconds * (1 + TOLERANCE), even=True)
-    return (found or fastest).ranges
+    most_even = _search(num_layers, choices, free, fastest.seconds * (1 + TOLERANCE), even=True)
+    return (most_even or fastest).ranges
 
 
 def _choices(
     num_layers: int, stage: int, stages: int, cost: Cost, usage: Usage, free: Mapping[Hashable, int], least: int
 ) -> dict[int, list[_Choice]]:
-    """By first layer: what a stage may hold and what that costs, as far as it fits on its own."""
+    """Return, by first layer, what a stage may hold and what that costs, as far as it fits on its own."""
     following = stages - stage - 1
-    found: dict[int, list[_Choice]] = {}
+    choices: dict[int, list[_Choice]] = {}
     for first in range(num_layers + 1 - least):
         lasts = range(first + least, num_layers - least * following + 1) if following else [num_layers]
         for last in lasts:
             layers = LayerRange(first, last)
             seconds, taken = (cost(stage, layers), usage(stage, layers)) if len(layers) else (0.0, {})
             if not math.isinf(seconds) and all(size <= free[memory] for memory, size in taken.items()):
-                found.setdefault(first, []).append(_Choice(layers, seconds, taken))
-    return found
+                choices.setdefault(first, []).append(_Choice(layers, seconds, taken))
+    return choices
 
 
 def _search(
@@ -95,48 +101,48 @@ def _search(
     *,
     even: bool,
 ) -> _Partial | None:
-    """The split of the lowest slowest stage (even) or of the lowest sum, among those of at most `most` seconds."""
-    named = [{memory for found in stage.values() for choice in found for memory in choice.taken} for stage in choices]
-    shared = sorted({memory for memory in free if sum(memory in one for one in named) > 1}, key=str)
+    """Return the split whose slowest stage is fastest (even) or whose sum is lowest, of at most `most` seconds."""
+    used = [{memory for held in stage.values() for choice in held for memory in choice.taken} for stage in choices]
+    shared = sorted({memory for memory in free if sum(memory in memories for memories in used) > 1}, key=str)
     to_go = _seconds_to_go(num_layers, choices)
     reached: dict[int, list[_Partial]] = {0: [_Partial(0.0, 0.0, (0,) * len(shared), ())]}
-    for stage, found in enumerate(choices):
+    for stage, by_first in enumerate(choices):
         behind: dict[int, list[_Partial]] = {}
         for first, partials in reached.items():
-            for choice in found.get(first, ()):
+            for choice in by_first.get(first, ()):
                 rest = to_go[stage + 1].get(choice.layers.last, math.inf)
-                for one in partials:
-                    seconds = one.seconds + choice.seconds
+                for partial in partials:
+                    seconds = partial.seconds + choice.seconds
                     # Sums of the same numbers in another order differ in their last bits.
                     if math.isinf(rest) or seconds + rest > most * (1 + 1e-9):
                         continue
-                    used = tuple(
-                        size + choice.taken.get(memory, 0) for size, memory in zip(one.shared, shared, strict=True)
+                    taken = tuple(
+                        size + choice.taken.get(memory, 0) for size, memory in zip(partial.shared, shared, strict=True)
                     )
-                    if all(size <= free[memory] for size, memory in zip(used, shared, strict=True)):
-                        slowest = max(one.slowest, choice.seconds) if even else 0.0
-                        longer = _Partial(seconds, slowest, used, (*one.ranges, choice.layers))
+                    if all(size <= free[memory] for size, memory in zip(taken, shared, strict=True)):
+                        slowest = max(partial.slowest, choice.seconds) if even else 0.0
+                        longer = _Partial(seconds, slowest, taken, (*partial.ranges, choice.layers))
                         _keep(behind.setdefault(choice.layers.last, []), longer)
         reached = behind
-    return min(reached.get(num_layers, []), key=lambda one: (one.slowest, one.seconds), default=None)
+    return min(reached.get(num_layers, []), key=lambda partial: (partial.slowest, partial.seconds), default=None)
 
 
 def _seconds_to_go(num_layers: int, choices: Sequence[Mapping[int, Sequence[_Choice]]]) -> list[dict[int, float]]:
-    """By stage and first layer: the least that it and those behind it cost, were memory never shared."""
+    """Return, by stage and first layer, the least that it and those behind it cost, were memory never shared."""
     to_go: list[dict[int, float]] = [{num_layers: 0.0}]
-    for found in reversed(choices):
+    for by_first in reversed(choices):
         to_go.insert(
             0,
             {
                 first: min(choice.seconds + to_go[0].get(choice.layers.last, math.inf) for choice in some)
-                for first, some in found.items()
+                for first, some in by_first.items()
             },
         )
     return to_go
 
 
 def _keep(partials: list[_Partial], new: _Partial) -> None:
-    """Add one unless another is no worse; drop those that it makes needless."""
-    if not any(one.no_worse(new) for one in partials):
-        partials[:] = [one for one in partials if not new.no_worse(one)]
+    """Add a partial split unless another is no worse, and drop those that are worse than it."""
+    if not any(partial.no_worse(new) for partial in partials):
+        partials[:] = [partial for partial in partials if not new.no_worse(partial)]
         partials.append(new)

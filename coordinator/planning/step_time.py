@@ -18,15 +18,18 @@ from services.layers import LayerRange
 from services.messages.measure import DeviceSpeed, LinkSpeed
 
 COORDINATOR_S = 0.0001
-"""What the coordinator itself does for a token: text, stop strings, the next frame."""
+"""Seconds that the coordinator itself takes for a token: text, stop strings, the next frame."""
 
 SESSION_S = 0.00025
-"""What a session does around each stage's step: checks, positions, packing what comes and goes."""
+"""Seconds that a session takes around each stage's step: checks, positions, packing what comes and goes."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpeed:
-    """One worker, measured. host: where its devices are; held_bytes: weights that it gives up for new ones."""
+    """One worker, measured.
+
+    host: where its devices are. held_bytes: weights that it holds now and will give up for new ones.
+    """
 
     place: WorkerPlace
     host: str
@@ -37,8 +40,11 @@ class WorkerSpeed:
 
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """Where a stage's share of a step goes, in seconds: reading weights and caches, operators, the way there and
-    back. overlapping: reading and operators run at the same time."""
+    """Where a stage's share of a step goes.
+
+    read_s: reading weights and caches. operators_s: what operators cost beside that. hop_s: the way there and back.
+    overlapping: whether reading and operators run at the same time.
+    """
 
     read_s: float
     operators_s: float
@@ -47,13 +53,13 @@ class StageTime:
 
     @property
     def total_s(self) -> float:
-        """With what a session does around it."""
+        """The share, with what a session does around it."""
         both = (self.read_s, self.operators_s)
         return (max(both) if self.overlapping else sum(both)) + SESSION_S + self.hop_s
 
 
 def stage_time(model: ModelSize, layers: LayerRange, worker: WorkerSpeed, context: int) -> StageTime:
-    """A stage's share of a step with `context` tokens before it."""
+    """Return a stage's share of a step with `context` tokens before it."""
     read = operators = 0.0
     for device, run in zip(worker.devices, spread(layers, len(worker.devices)), strict=True):
         held = model.layers[run.first : run.last]
@@ -69,22 +75,24 @@ def stage_time(model: ModelSize, layers: LayerRange, worker: WorkerSpeed, contex
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of one placement at one context length."""
+    """The times of all stages of one placement, in a step with `context` tokens before it."""
 
     context: int
     stages: tuple[StageTime, ...]
 
     @property
     def step_s(self) -> float:
+        """Seconds of a whole step."""
         return sum(stage.total_s for stage in self.stages) + COORDINATOR_S
 
     @property
     def tokens_per_s(self) -> float:
+        """Plain decode's rate."""
         return 1 / self.step_s
 
 
 def predict(model: ModelSize, layers: Sequence[LayerRange], workers: Sequence[WorkerSpeed], context: int) -> Prediction:
-    """Plain decode over these stages."""
+    """Return the times of plain decode over these stages. layers, workers: one for each stage."""
     return Prediction(
         context,
         tuple(stage_time(model, part, worker, context) for part, worker in zip(layers, workers, strict=True)),
@@ -92,7 +100,7 @@ def predict(model: ModelSize, layers: Sequence[LayerRange], workers: Sequence[Wo
 
 
 def bottleneck(prediction: Prediction, workers: Sequence[WorkerSpeed]) -> str:
-    """The largest part of a step, in a sentence that says what it is and what would help."""
+    """Return a sentence that says what the largest part of a step is and what would make it smaller."""
     parts = []
     for index, (stage, worker) in enumerate(zip(prediction.stages, workers, strict=True)):
         name = f"stage {index} ({worker.place})"
