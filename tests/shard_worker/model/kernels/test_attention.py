@@ -44,13 +44,14 @@ def test_a_row_attends_alone_as_in_a_block(dim: int, dtype: torch.dtype) -> None
     shape = HeadShape(KV_HEADS * GROUP, KV_HEADS, dim, dim, PAGE_ROWS)
     queries = random(ROWS, shape.stride)
     together = attend(shape, queries, parameters_of(cache, BASE, ROWS), SLOT, CAPACITY)
-    alone = [
-        attend(shape, queries[row : row + 1], parameters_of(cache, BASE + row, 1), SLOT, CAPACITY)
-        for row in range(ROWS)
-    ]
 
     expected = dense(queries.view(ROWS, -1, dim), keys, values)
     near = 1e-5 if dtype is torch.float32 else 1e-2
     assert (together.double() - expected).norm() < near * expected.norm()
+    # What the CPU sums in one order, the interpreter's numpy does not for another number of rows.
     if ON_GPU:
+        alone = [
+            attend(shape, queries[row : row + 1], parameters_of(cache, BASE + row, 1), SLOT, CAPACITY)
+            for row in range(ROWS)
+        ]
         assert torch.equal(torch.cat(alone), together)
