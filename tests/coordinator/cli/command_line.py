@@ -34,14 +34,15 @@ def help_of(group: type[object]) -> str:
 
 
 def _invoke(group: type[object], words: Any, environment: Mapping[str, str] | None) -> tuple[Result, object]:
+    """Run a command that keeps what its group is, and return how it ended with that, None where it did not run."""
     taken: list[object] = []
 
     async def command(options: object) -> None:
         taken.append(options)
 
     command.__annotations__["options"] = group
-    made = click.command("command", context_settings={"max_content_width": 200})(with_options(command))
+    click_command = click.command("command", context_settings={"max_content_width": 200})(with_options(command))
     # Stores named by the environment of whoever runs the tests are none of theirs.
     clean = {"FLASHSPLIT_KV_CACHE_DIR": None, "FLASHSPLIT_KV_CACHE_URL": None}
-    result = CliRunner().invoke(made, [str(word) for word in words], env={**clean, **(environment or {})})
+    result = CliRunner().invoke(click_command, [str(word) for word in words], env={**clean, **(environment or {})})
     return result, taken[0] if taken else None

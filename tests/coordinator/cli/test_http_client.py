@@ -28,6 +28,7 @@ async def answering(
     requests: list[bytes] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Send the answer to one request."""
         head = await reader.readuntil(b"\r\n\r\n")
         length = next((line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")), b":0")
         requests.append(head + await reader.readexactly(int(length.partition(b":")[2])))

@@ -26,9 +26,9 @@ def test_prompts_are_texts_files_or_ids(files: ModelFiles, tmp_path: Path) -> No
     """The same text gives the same tokens from wherever it comes; several are several prompts."""
     (tmp_path / "a").write_text("Hello there")
     (tmp_path / "b").write_text("Bye")
-    given = parse(PromptOptions, "--prompt", "Hello there", "--prompt", "Bye").read(files)
+    typed = parse(PromptOptions, "--prompt", "Hello there", "--prompt", "Bye").read(files)
     read = parse(PromptOptions, "--prompt-file", tmp_path / "a", "--prompt-file", tmp_path / "b").read(files)
-    assert [source.prompt.token_ids for source in read] == [source.prompt.token_ids for source in given]
+    assert [source.prompt.token_ids for source in read] == [source.prompt.token_ids for source in typed]
     (ids,) = parse(PromptOptions, "--prompt-ids", "1, 2,3").read(files)
     assert (ids.prompt.token_ids, ids.messages) == ((1, 2, 3), ())
 
