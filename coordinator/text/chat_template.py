@@ -133,6 +133,7 @@ class _GenerationTag(Extension):
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
+        """Return the block's body as a scope of its own."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)
@@ -157,6 +158,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         )
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
+        """Refuse a forbidden attribute. Raises SecurityError for a private one."""
         # By default a forbidden attribute is only an error once it is used, so a template that
         # probes for one would render as if nothing had happened.
         if attribute.startswith("_"):

@@ -91,12 +91,15 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         await self._running.end_all(Unavailable("the server is shutting down: ask another one", reason="DRAINING"))
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        """Continue a text or tokens. See `inference.proto`."""
         await self._answer(request, pb.GenerateResponse, context)
 
     async def Chat(self, request: pb.ChatRequest, context: grpc.aio.ServicerContext) -> None:
+        """Answer with a chat's next message. See `inference.proto`."""
         await self._answer(request, pb.ChatResponse, context)
 
     async def ListModels(self, _: pb.ListModelsRequest, context: grpc.aio.ServicerContext) -> pb.ListModelsResponse:
+        """List the models that are served. See `inference.proto`."""
         async with answering(context):
             models = await self._port.models()
             return pb.ListModelsResponse(models=[server_pb2.Model(**asdict(model)) for model in models])
@@ -105,16 +108,19 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def GetServerInfo(
         self, _: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetServerInfoResponse:
+        """Tell what the server says of itself. See `inference.proto`."""
         async with answering(context):
             return pb.GetServerInfoResponse(server=info_to_message(await self._port.info()))
         raise AssertionError("answering() always ends the call")
 
     async def GetLoad(self, _: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:
+        """Tell how busy the server is. See `inference.proto`."""
         async with answering(context):
             return pb.GetLoadResponse(load=server_pb2.Load(**asdict(await self._port.load())))
         raise AssertionError("answering() always ends the call")
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
+        """End a request that waits or runs. See `inference.proto`."""
         async with answering(context):
             aborted = Cancelled("the request was aborted", reason="REQUEST_ABORTED")
             await self._running.end(request.request_id, aborted)
@@ -122,6 +128,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         raise AssertionError("answering() always ends the call")
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
+        """Turn a text or a chat into tokens. See `inference.proto`."""
         async with answering(context), within_deadline(context):
             prompt: str | Conversation = request.text
             if request.WhichOneof("prompt") == "conversation":
@@ -136,6 +143,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def Detokenize(
         self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.DetokenizeResponse:
+        """Turn tokens into text. See `inference.proto`."""
         async with answering(context), within_deadline(context):
             text = await self._port.detokenize(
                 tuple(request.token_ids),
@@ -210,13 +218,16 @@ class RemoteInference:
             call.cancel()
 
     async def models(self) -> tuple[Model, ...]:
+        """See `InferencePort`."""
         response = await self._call(self._stub.ListModels, pb.ListModelsRequest())
         return tuple(model_from_message(model) for model in response.models)
 
     async def info(self) -> ServerInfo:
+        """See `InferencePort`."""
         return info_from_message((await self._call(self._stub.GetServerInfo, pb.GetServerInfoRequest())).server)
 
     async def load(self) -> ServerLoad:
+        """See `InferencePort`."""
         return load_from_message((await self._call(self._stub.GetLoad, pb.GetLoadRequest())).load)
 
     async def abort(self, request_id: str) -> None:
@@ -226,6 +237,7 @@ class RemoteInference:
     async def tokenize(
         self, prompt: str | Conversation, *, add_special_tokens: bool = True, model: str | None = None
     ) -> tuple[int, ...]:
+        """See `InferencePort`."""
         request = pb.TokenizeRequest(add_special_tokens=add_special_tokens, model=model)
         if isinstance(prompt, str):
             request.text = prompt
@@ -236,6 +248,7 @@ class RemoteInference:
     async def detokenize(
         self, token_ids: tuple[int, ...], *, skip_special_tokens: bool = False, model: str | None = None
     ) -> str:
+        """See `InferencePort`."""
         request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens, model=model)
         return (await self._call(self._stub.Detokenize, request)).text
 

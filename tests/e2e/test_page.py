@@ -123,7 +123,7 @@ def test_an_answer_streams(page: Browser) -> None:
     assert any("--rows: 16" in style for style, _ in steps)
     assert all(title.endswith("rows kept") for _, title in steps)
     assert "rows kept on average" in str(one(page, "#blocks").get_attribute("aria-label"))
-    until(shows(page, "#acceptance-note", "of the draft's guesses were right"), 5)
+    until(shows(page, "#acceptance-note", "of the draft's tokens were accepted"), 5)
     until(lambda: all("compute " in text for text in texts(page, ".card .legend .busy")), 5)
     assert any("KiB so far" in text or "MiB so far" in text for text in texts(page, ".edge p"))
     assert texts(page, "#tile-kept")[0].endswith(" of 16")

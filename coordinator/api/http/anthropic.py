@@ -54,11 +54,15 @@ class Block(LenientModel):
 
 
 class AnthropicMessage(LenientModel):
+    """One message of a chat; its content is a text or blocks."""
+
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
 class AnthropicTool(LenientModel):
+    """A tool that may be called; input_schema is the JSON schema of its arguments."""
+
     type: str | None = None
     name: str = Field(min_length=1, max_length=128)
     description: str | None = None
@@ -66,6 +70,8 @@ class AnthropicTool(LenientModel):
 
 
 class ToolChoice(LenientModel):
+    """Which tool the model calls: what it likes, any of them, the named one, or none."""
+
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool = False

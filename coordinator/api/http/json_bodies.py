@@ -42,6 +42,7 @@ class _JsonRequest(Request):
     value: Any = None
 
     async def json(self) -> Any:
+        """Return the value that was read."""
         return self.value
 
 

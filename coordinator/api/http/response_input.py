@@ -48,12 +48,16 @@ class FlatTool(LenientModel):
 
 
 class TextFormat(LenientModel):
+    """What the answer's text must be: any text, any JSON object, or an object of a schema."""
+
     type: Literal["text", "json_object", "json_schema"]
     # `schema` itself is a method of pydantic's.
     json_schema: dict[str, Any] | None = Field(None, alias="schema")
 
 
 class TextOptions(LenientModel):
+    """Options of the answer's text."""
+
     format: TextFormat | None = None
 
 

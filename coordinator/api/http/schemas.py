@@ -64,26 +64,36 @@ class SamplingFields(_SamplingNumbers):
 
 
 class StreamOptions(LenientModel):
+    """Options of a streamed reply. include_usage: whether a last chunk tells the tokens."""
+
     include_usage: bool = False
 
 
 class ContentPart(LenientModel):
+    """A part of a message; this server reads text only."""
+
     type: str
     text: str | None = None
 
 
 class FunctionCall(LenientModel):
+    """The function that was called; arguments is a JSON object or its text."""
+
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(LenientModel):
+    """A call that the assistant made in an earlier message."""
+
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
 class ChatMessage(LenientModel):
+    """One message of a chat."""
+
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
@@ -93,17 +103,23 @@ class ChatMessage(LenientModel):
 
 
 class FunctionDefinition(LenientModel):
+    """A function that may be called; parameters is the JSON schema of its arguments."""
+
     name: str = Field(min_length=1, max_length=128)
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
 class Tool(LenientModel):
+    """A tool that may be called."""
+
     type: Literal["function"] = "function"
     function: FunctionDefinition
 
 
 class ResponseFormat(LenientModel):
+    """What the answer must be: any text, any JSON object, or an object of a schema."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
 

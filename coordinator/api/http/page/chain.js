@@ -164,7 +164,7 @@ function tiles({ tokens, requests, acceptance }) {
   } else if (acceptance.verifies) {
     const share = percent(acceptance.accepted_tokens / Math.max(1, acceptance.draft_tokens));
     const verifies = `${count(acceptance.verifies)} verified ${acceptance.verifies === 1 ? "block" : "blocks"}`;
-    setText(byId("acceptance-note"), `${verifies}; ${share} of the draft's guesses were right.`);
+    setText(byId("acceptance-note"), `${verifies}; ${share} of the draft's tokens were accepted.`);
   }
 }
 

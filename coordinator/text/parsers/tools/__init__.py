@@ -1,10 +1,6 @@
 """How models write tool calls: one module for each format, found by its name.
 
-A format module has:
-    Parser(tools)                               finds the calls of one answer; see the protocol below
-    is_taught_by(template) -> bool              whether a chat template, as source text, teaches the format
-    call_grammar(tool, rule, tag) -> [line]     Lark lines whose `rule` is one call of the tool; `tag` turns one of
-                                                `parsers.tags.TAGS` into a term
+A format module has what the protocol `Format` lists; `tag` there takes one of `parsers.tags.TAGS`.
 """
 
 from __future__ import annotations
@@ -32,11 +28,16 @@ class ToolParser(Protocol):
 
 
 class Format(Protocol):
-    """What a format module offers; see the package's docstring."""
+    """What a format's module offers."""
 
-    def Parser(self, tools: Sequence[ToolSchema]) -> ToolParser: ...
-    def is_taught_by(self, template: str) -> bool: ...
-    def call_grammar(self, tool: Tool, rule: str, tag: Callable[[str], str]) -> list[str]: ...
+    def Parser(self, tools: Sequence[ToolSchema]) -> ToolParser:
+        """Return a parser for one answer."""
+
+    def is_taught_by(self, template: str) -> bool:
+        """Return whether a chat template, as source text, teaches the format."""
+
+    def call_grammar(self, tool: Tool, rule: str, tag: Callable[[str], str]) -> list[str]:
+        """Return Lark lines whose `rule` is one call of the tool; `tag` turns a tag into a term."""
 
 
 def known_formats() -> list[str]:

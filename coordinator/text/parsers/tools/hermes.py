@@ -46,6 +46,7 @@ class _Reader:
         self._inner: list[int] = []  # where in it the first value inside begins and ends, if that is no scalar
 
     def read(self, text: str) -> Step:
+        """See `CallReader`."""
         position = 0 if self._length else skip_whitespace(text, 0)
         if position == len(text):
             return Step(Outcome.READING, 0)

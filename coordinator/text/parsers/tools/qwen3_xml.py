@@ -56,6 +56,7 @@ class _Reader:
         self._value: list[str] = []  # what there is of it, unless it streams
 
     def read(self, text: str) -> Step:
+        """See `CallReader`."""
         position = 0
         self._arguments = []
         while self._outcome is Outcome.READING and (end := self._next(text, position)) is not None:
