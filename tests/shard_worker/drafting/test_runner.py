@@ -50,7 +50,7 @@ def make(tiny: Tiny, name: str, **options: Any) -> tuple[DFlashDraft, DFlashRunn
 @pytest.mark.parametrize("name", SHAPES)
 @torch.inference_mode()
 def test_a_block_is_that_of_plain_torch(tiny: Tiny, name: str) -> None:
-    """Keys and values of the context, and the likeliest tokens where they are clear, along a context that grows."""
+    """Keys and values of the context, and the most probable tokens where they are clear, along a context that grows."""
     draft, runner, embedding, head = make(tiny, name, **SHAPES[name])
     own, expected = draft.allocate(640), draft.allocate(640)
     features = torch.randn(600, 64, generator=torch.Generator().manual_seed(3)).to(draft.device.torch_device)
