@@ -34,17 +34,17 @@ from shard_worker.stage.segment import Segment
 from shard_worker.weights.weight import DenseWeight, Weight
 
 READ_S, LAYER_S, MATMUL_S = 0.4, 0.3, 0.1
-"""How long each figure is measured: LAYER_S once a kind of layer and number of layers."""
+"""Seconds for which each figure is measured: LAYER_S once for each kind of layer and number of layers."""
 
 REST_S = 0.003
-"""Before each run, for each other stage that would compute meanwhile: the caches then hold other programs' data, which
-makes a stage slower by up to a fifth."""
+"""Seconds of rest before each run, for each other stage that would compute meanwhile: the caches then hold other
+programs' data, which makes a stage slower by up to a fifth."""
 
 MOST_STAGES = 4
-"""No rest is longer than with so many: it changes nothing any more, and measuring takes its time."""
+"""No rest is longer than with so many stages: it changes nothing any more, and measuring takes its time."""
 
 NARROW = 64
-"""Hidden and MLP width, and vocabulary, of what costs nothing to read."""
+"""Hidden and MLP width, and vocabulary, of layers whose weights cost nothing to read."""
 
 FEW, MANY, POSITION = 1, 5, 100
 PREFILL_ROWS = 512
@@ -55,15 +55,18 @@ MOST_BYTES = {"cpu": 256 << 20, "gpu": 2 << 30}
 """Most weights that are read in turns: above that no cache helps any more."""
 
 
-def measure(device: Device, config: Mapping[str, Any], wanted: MeasureRequest) -> DeviceSpeed:
-    """Runs on the device's thread. Errors as in `read_model_config`, ResourceExhausted when not even this fits."""
+def measure(device: Device, config: Mapping[str, Any], request: MeasureRequest) -> DeviceSpeed:
+    """Measure a device for a model; to be called on the device's thread. config: the model's config.json.
+
+    Raises what `read_model_config` raises, and ResourceExhausted when not even this fits.
+    """
     shape = read_model_config(config)
     described = describe(device)
     most = MOST_BYTES["gpu" if device.is_gpu else "cpu"]
     if described.free_bytes:
         most = min(most, described.free_bytes // 4)
-    rest_s = (min(wanted.stages, MOST_STAGES) - 1) * REST_S
-    probe = _Probe(device, shape, dtype_from_name(wanted.dtype), most, wanted.resident_bytes, rest_s)
+    rest_s = (min(request.stages, MOST_STAGES) - 1) * REST_S
+    probe = _Probe(device, shape, dtype_from_name(request.dtype), most, request.resident_bytes, rest_s)
     read_bytes_per_s, flops_per_s = probe.product_rates()
     layer_s, step_s = probe.layer_costs(read_bytes_per_s)
     speed = DeviceSpeed(
@@ -85,7 +88,11 @@ def measure(device: Device, config: Mapping[str, Any], wanted: MeasureRequest) -
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """What is measured, on which device. most_bytes: of weights at a time; rest_s: before each run."""
+    """What is measured, on which device.
+
+    most_bytes: weights that are held at a time. resident_bytes: weights that the stage would hold. rest_s: seconds of
+    rest before each run.
+    """
 
     device: Device
     shape: ModelConfig
@@ -95,7 +102,7 @@ class _Probe:
     rest_s: float
 
     def product_rates(self) -> tuple[float, float]:
-        """Bytes a second at one row, operations a second at PREFILL_ROWS."""
+        """Return bytes read a second by products of one row, and operations a second at PREFILL_ROWS."""
         extents = (2 * self.shape.mlp_size, self.shape.hidden_size)
         size = extents[0] * extents[1] * self.dtype.itemsize
         count = max(1, min(self.most_bytes, self.resident_bytes) // size)
@@ -111,13 +118,13 @@ class _Probe:
         return size / max(read_s - bare_s, read_s / 10), 2 * part.rows * part.columns * PREFILL_ROWS / full_s
 
     def copy_rate(self) -> float:
-        """Bytes read and written a second."""
+        """Return bytes read and written a second by a large copy."""
         source = torch.ones(self.most_bytes, dtype=torch.uint8, device=self.device.torch_device)
         target = torch.empty_like(source)
         return 2 * self.most_bytes / self._seconds(lambda: target.copy_(source), MATMUL_S)
 
     def layer_costs(self, read_bytes_per_s: float) -> tuple[dict[str, float], float]:
-        """Seconds of one layer of each kind beside reading its weights, and of a step apart from its layers."""
+        """Return seconds of one layer of each kind beside reading its weights, and of a step apart from its layers."""
         costs, steps = {}, []
         for kind in dict.fromkeys(self.shape.layer_kinds):
             shape = replace(self.shape, layer_kinds=(kind,), vocab_size=NARROW)
@@ -134,7 +141,7 @@ class _Probe:
         return costs, statistics.mean(steps)
 
     def choose_s(self) -> float:
-        """Seconds of the last stage's norm and of choosing a token, apart from reading lm_head."""
+        """Return seconds of the last stage's norm and of choosing a token, apart from reading lm_head."""
         device, vocabulary = self.device.torch_device, self.shape.vocab_size
         head = Head(torch.ones(NARROW, device=device), self._weight(NARROW, NARROW), 1e-6)
         hidden, logits = self._full(1, NARROW), self._full(1, vocabulary)
@@ -147,7 +154,7 @@ class _Probe:
         return self._seconds(choose, MATMUL_S)
 
     def _step(self, shape: ModelConfig, layers: int) -> Callable[[], None]:
-        """A step of one row through so many layers of one kind; heads and state are those of the model."""
+        """Return a step of one row through so many layers of one kind; heads and state are those of the model."""
         shape = replace(shape, layer_kinds=shape.layer_kinds * layers)
         weights = []
         for layer in range(layers):
@@ -174,12 +181,15 @@ class _Probe:
         return DenseWeight(self._full(*extents)).prepared()
 
     def _full(self, *extents: int) -> torch.Tensor:
-        made = torch.full(extents, 0.01, dtype=self.dtype, device=self.device.torch_device)
+        tensor = torch.full(extents, 0.01, dtype=self.dtype, device=self.device.torch_device)
         # Products of equal numbers take a GPU less power, and so less time, than any real ones.
-        return made.normal_(std=0.01) if self.device.is_gpu else made
+        return tensor.normal_(std=0.01) if self.device.is_gpu else tensor
 
     def _seconds(self, job: Callable[[], object], budget_s: float) -> float:
-        """Median time of one run, each after a rest, within the budget; at least three, after two that do not count."""
+        """Return the median time of one run, each after a rest, within the budget.
+
+        There are at least three runs, after two that do not count.
+        """
         for _ in range(2):
             job()
         self.device.synchronize()
@@ -204,6 +214,6 @@ def _products(x: torch.Tensor, weights: list[Weight]) -> Callable[[], None]:
 
 
 def _matrix_bytes(shape: ModelConfig, dtype: torch.dtype) -> int:
-    """Of one layer's matrices."""
+    """Bytes of one layer's matrices."""
     extents = layer_shapes(shape, 0).values()
     return sum(math.prod(extent) for extent in extents if len(extent) > 1) * dtype.itemsize

@@ -19,7 +19,8 @@ from shard_worker.weights.weight import Weight
 class Features:
     """Features of the rows of one step, gathered along the chain.
 
-    total: float32 [n, draft hidden], the sum so far, or None. slices: capture index -> [n, hidden].
+    total: float32 [n, draft hidden], the sum so far, or None. slices: [n, hidden] by place in the draft's list of
+    blocks.
     """
 
     total: torch.Tensor | None = None
@@ -27,38 +28,41 @@ class Features:
 
     @property
     def empty(self) -> bool:
+        """Whether nothing was captured yet."""
         return self.total is None and not self.slices
 
     @property
     def indices(self) -> list[int | None]:
-        """As they travel: None for the sum, and the slices in the draft's order."""
+        """What `tensors` are: None for the sum, and the slices' places in the draft's list."""
         return [*([None] if self.total is not None else []), *sorted(self.slices)]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """In the order of `indices`."""
+        """The sum and the slices, in the order in which they travel."""
         return [*([self.total] if self.total is not None else []), *(self.slices[i] for i in sorted(self.slices))]
 
     @property
     def count(self) -> int:
-        """Rows."""
+        """How many rows there are."""
         return len(self.tensors[0]) if not self.empty else 0
 
     @property
     def size_bytes(self) -> int:
+        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def rows(self, count: int) -> Features:
-        """The first `count` rows."""
+        """Return the features of the first `count` rows."""
         total = None if self.total is None else self.total[:count]
         return Features(total, {index: piece[:count] for index, piece in self.slices.items()})
 
     def add(self, part: torch.Tensor) -> None:
+        """Add rows [n, draft hidden] to the sum."""
         part = part.float()
         self.total = part if self.total is None else to_device(self.total, part.device) + part
 
     def to(self, device: torch.device) -> None:
-        """Move all of them."""
+        """Move all tensors to a device."""
         if self.total is not None:
             self.total = to_device(self.total, device)
         self.slices = {index: to_device(piece, device) for index, piece in self.slices.items()}
@@ -68,8 +72,8 @@ class Features:
 class Capture:
     """Which layers of a segment are captured.
 
-    indices: global layer -> place in the draft's list. fc: this segment's columns of the draft's `fc`,
-    [draft hidden, k * hidden], in order of the layers; None where the slices travel as they are.
+    indices: each captured layer's place in the draft's list, by global layer. fc: this segment's columns of the draft's
+    `fc`, [draft hidden, k * hidden], in order of the layers; None where the slices travel as they are.
     """
 
     indices: Mapping[int, int]
@@ -84,5 +88,5 @@ class Capture:
 
 
 def fc_columns(fc: torch.Tensor, indices: Mapping[int, int], hidden_size: int) -> torch.Tensor:
-    """The columns of `fc` [draft hidden, N * hidden] that belong to these captures, in order of their layers."""
+    """Return the columns of `fc` [draft hidden, N * hidden] that belong to these captures, in order of their layers."""
     return torch.cat([fc[:, i * hidden_size : (i + 1) * hidden_size] for i in indices.values()], -1)

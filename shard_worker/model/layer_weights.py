@@ -32,9 +32,11 @@ class LayerTensors:
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """qkv: rows [queries | keys | values | gates], each head after head; the gates only where the family has them.
+    """The weights of an attention mixer.
 
-    qk_norm: float32 [heads + kv_heads, head_dim], so that queries and keys are normed in one call.
+    qkv: the rows of [queries | keys | values | gates], each head after head; gates only where attention is gated.
+    qkv_bias: in the same order. qk_norm: float32 [heads + kv_heads, head_dim], so that queries and keys are normed in
+    one call. out: [hidden, heads * head_dim].
     """
 
     qkv: Weight
@@ -47,10 +49,12 @@ class AttentionWeights:
 
 @dataclass(frozen=True, slots=True)
 class LinearAttentionWeights:
-    """projection: rows [q, k, v | z | b | a]. taps: float32 [t, channels]. decay_rate: `-exp(A_log)`.
+    """The weights of a Gated DeltaNet mixer. All vectors are float32.
 
-    qk_scale: float32 [2 * key_heads, 1], what makes an RMSNorm of a key an L2 norm, with the query's 1/sqrt(dim) on
-    top.
+    projection: the rows of [q, k, v | z | b | a]: inputs of the convolution, gates, betas, decays. taps: [t, channels].
+    qk_scale: [2 * key_heads, 1], what makes an RMSNorm of a key an L2 norm, with the query's 1/sqrt(dim) on top.
+    decay_rate: `-exp(A_log)`, [value_heads]. dt_bias: [value_heads]. norm: [value_head_dim], of the gated norm. out:
+    [hidden, value_dim].
     """
 
     projection: Weight
@@ -64,7 +68,7 @@ class LinearAttentionWeights:
 
 @dataclass(frozen=True, slots=True)
 class MlpWeights:
-    """gate_up: [2 * mlp, hidden], gate rows first; down: [hidden, mlp]."""
+    """The weights of SwiGLU. gate_up: [2 * mlp, hidden], gate rows first. down: [hidden, mlp]."""
 
     gate_up: Weight
     down: Weight
@@ -72,7 +76,7 @@ class MlpWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """One layer. kind: of an attention mixer; the norms are float32 [hidden]."""
+    """The weights of one layer. input_norm, post_norm: float32 [hidden], before the mixer and before the MLP."""
 
     kind: LayerKind
     input_norm: torch.Tensor

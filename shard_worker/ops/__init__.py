@@ -1,1 +1,4 @@
-"""The math of a layer, as plain functions over tensors. Nothing here knows of families, sessions or processes."""
+"""The math of a layer, as plain functions over tensors.
+
+It keeps nothing. It must not know families, caches, sessions or processes.
+"""

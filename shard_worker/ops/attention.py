@@ -15,8 +15,10 @@ if torch.version.cuda or torch.version.hip:
 
 
 class Causal:
-    """In place of a mask: the queries are the last of the keys' positions, and each sees all up to its own. A GPU needs
-    no mask in memory for that."""
+    """Stands for a mask: the queries are the last of the keys' positions, and each sees all up to its own.
+
+    A GPU needs no mask in memory for that.
+    """
 
 
 def visibility(
@@ -26,9 +28,9 @@ def visibility(
     causal: bool,
     window: int | None,
 ) -> torch.Tensor:
-    """Which keys each query sees, bool [n, keys]. A negative key position marks an empty slot.
+    """Return which keys each query sees, bool [n, keys]. A negative key position marks an empty slot.
 
-    causal: no key after the query. window W: only keys with |distance| < W.
+    causal: whether a query sees no key after itself. window: W where it sees only keys with |distance| < W.
     """
     distance = query_positions[:, None] - key_positions[None, :]
     seen = (key_positions >= 0)[None, :].expand_as(distance)
@@ -42,7 +44,7 @@ def visibility(
 
 
 def grouped_mask(seen: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
-    """The additive mask that `attend` takes, [group * n, keys], from `visibility`."""
+    """Return the additive mask that `attend` takes, [group * n, keys]. seen: from `visibility`."""
     mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
     return mask.masked_fill_(~seen, float("-inf")).repeat(group, 1)
 
@@ -53,10 +55,10 @@ def attend(
     values: torch.Tensor,
     mask: torch.Tensor | Causal | None,
 ) -> torch.Tensor:
-    """softmax(q kᵀ / sqrt(head_dim) + mask) v.
+    """Return softmax(q kᵀ / sqrt(head_dim) + mask) v, [n, heads * head_dim].
 
     queries: [n, heads, head_dim]; keys, values: [kv_heads, span, head_dim]; mask: from `grouped_mask`, or None when
-    every query sees every key, or `Causal`. Returns [n, heads * head_dim].
+    every query sees every key, or `Causal`.
     """
     rows, heads, head_dim = queries.shape
     kv_heads = keys.shape[0]
@@ -74,9 +76,9 @@ def attend(
 
 
 def attend_each(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None) -> torch.Tensor:
-    """`attend` under a causal mask, one query after the other: each comes out bit for bit as it would alone.
+    """Do what `attend` does under a causal mask, one query at a time: each comes out bit for bit as it would alone.
 
-    queries: of the last rows of the span. window: see `visibility`. Else as in `attend`.
+    queries: of the last rows of the span. window: as in `visibility`. The rest is as in `attend`.
     """
     rows, span = len(queries), keys.shape[1]
     mixed = []

@@ -1,4 +1,4 @@
-"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464) and its causal convolution, with deferred state writes.
+"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464) and its causal convolution, with state writes that can wait.
 
 State S is [heads, key_dim, value_dim] in float32. One token: `S ← e^g S;  u = β (v - Sᵀk);  S ← S + k uᵀ;  o = Sᵀq`.
 Over a block the corrected values u of all rows come from one triangular solve, and the state after c of its rows is
@@ -12,13 +12,13 @@ from __future__ import annotations
 import torch
 
 CHUNK_ROWS = 64
+"""Rows that are computed as one block at most."""
 
 
 def causal_conv(window: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
-    """Depthwise causal convolution over time, in float32.
+    """Return the depthwise causal convolution over time, float32 [n, channels].
 
     window: [t - 1 + n, channels], the t - 1 inputs before the rows and the n rows; taps: float32 [t, channels].
-    Returns float32 [n, channels].
     """
     rows = window.shape[0] - taps.shape[0] + 1
     window = window.float()
@@ -36,7 +36,7 @@ def step(
     log_decay: torch.Tensor,
     beta: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One row; the state is updated in place.
+    """Run one row; the state is updated in place.
 
     q, k: [heads, 1, key_dim]; v: [heads, 1, value_dim]; log_decay, beta: [heads, 1]; all float32.
     Returns o and the corrected value u, [heads, 1, value_dim] each, and the decay e^g [heads, 1].
@@ -56,23 +56,25 @@ def block_by_steps(
     log_decay: torch.Tensor,
     beta: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `block`, row by row, each to the bits that `step` gives it; and what `commit_by_steps` needs: the corrected
-    values u and each row's decay e^g."""
+    """Do what `block` does row by row, each to the bits that `step` gives it.
+
+    Returns o, and what `commit_by_steps` needs: the corrected values u and each row's decay e^g.
+    """
     state = state.clone()
-    made = []
+    results = []
     for row in range(q.shape[1]):
-        one = slice(row, row + 1)
-        made.append(step(state, q[:, one], k[:, one], v[:, one], log_decay[:, one], beta[:, one]))
-    out, u, decay = (torch.cat(rows, 1) for rows in zip(*made, strict=True))
+        at = slice(row, row + 1)
+        results.append(step(state, q[:, at], k[:, at], v[:, at], log_decay[:, at], beta[:, at]))
+    out, u, decay = (torch.cat(rows, 1) for rows in zip(*results, strict=True))
     return out, u, decay
 
 
 def commit_by_steps(state: torch.Tensor, k: torch.Tensor, u: torch.Tensor, decay: torch.Tensor) -> None:
-    """As `commit`, to the bits that `step` gives the state. decay: [heads, c], each row's e^g."""
+    """Do what `commit` does, to the bits that `step` gives the state. decay: [heads, c], each row's e^g."""
     for row in range(k.shape[1]):
-        one = slice(row, row + 1)
-        state.mul_(decay[:, one, None])
-        state.baddbmm_(k[:, one].transpose(1, 2), u[:, one])
+        at = slice(row, row + 1)
+        state.mul_(decay[:, at, None])
+        state.baddbmm_(k[:, at].transpose(1, 2), u[:, at])
 
 
 def block(
@@ -83,7 +85,7 @@ def block(
     log_decay: torch.Tensor,
     beta: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Up to CHUNK_ROWS rows at once; the state is read, not written.
+    """Run up to CHUNK_ROWS rows at once; the state is read, not written.
 
     Shapes as in `step`, with n rows in place of 1. Returns o [heads, n, value_dim], and what `commit` needs: the
     corrected values u [heads, n, value_dim] and the running decay G [heads, n].
@@ -107,7 +109,7 @@ def block(
 
 
 def commit(state: torch.Tensor, k: torch.Tensor, u: torch.Tensor, running: torch.Tensor) -> None:
-    """Advance the state, in place, by the rows given: the first c rows of a `block`.
+    """Advance the state in place by the first c rows of a `block`.
 
     state: [heads, key_dim, value_dim]; k: [heads, c, key_dim]; u: [heads, c, value_dim]; running: [heads, c]. `heads`
     may run over several layers at once.
@@ -126,7 +128,7 @@ def prefill(
     log_decay: torch.Tensor,
     beta: torch.Tensor,
 ) -> torch.Tensor:
-    """Any number of rows, all of which count; the state is updated in place. Shapes as in `block`."""
+    """Run any number of rows, all of which count, and return o; the state is updated in place. Shapes as in `block`."""
     parts = []
     for first in range(0, q.shape[1], CHUNK_ROWS):
         rows = slice(first, first + CHUNK_ROWS)

@@ -6,7 +6,7 @@ import torch
 
 
 def inverse_frequencies(rotary_dim: int, theta: float, device: torch.device) -> torch.Tensor:
-    """`theta^(-2j / rotary_dim)` for j < rotary_dim / 2, float32."""
+    """Return `theta^(-2j / rotary_dim)` for j < rotary_dim / 2, float32 [rotary_dim / 2]."""
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=device).float() / rotary_dim
     return 1.0 / (theta**exponents)
 
@@ -14,7 +14,7 @@ def inverse_frequencies(rotary_dim: int, theta: float, device: torch.device) -> 
 def rope_table(
     positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and signed sin for rows at `positions` [n]: two [n, 1, rotary_dim] tensors.
+    """Return cos and signed sin for rows at `positions` [n]: two [n, 1, rotary_dim] tensors of `dtype`.
 
     The first half of sin is negative, so that `apply_rope` needs one swap of halves and no negation.
     """
@@ -24,7 +24,10 @@ def rope_table(
 
 
 def apply_rope(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotate the first rotary_dim elements of each head; the others pass through. x: [n, heads, head_dim]."""
+    """Rotate the first rotary_dim elements of each head of x [n, heads, head_dim]; the others pass through.
+
+    table: from `rope_table`.
+    """
     cos, sin = table
     width = cos.shape[-1]
     part = x[..., :width]

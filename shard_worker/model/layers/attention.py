@@ -1,4 +1,4 @@
-"""Attention sublayer: one fused projection, per-head q/k norms, RoPE, cache write, attention, optional output gate."""
+"""The attention mixer: one projection, per-head q/k norms, RoPE, cache write, attention, and maybe a gate."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(
     rows: Rows,
     caches: SegmentCaches,
 ) -> torch.Tensor:
-    """x: [n, hidden] -> [n, hidden]; keys and values of the rows are written to the cache first."""
+    """Return what rows x [n, hidden] become, [n, hidden]. Their keys and values are written to the cache first."""
     assert caches.attention is not None
     count, heads, kv_heads, head_dim = x.shape[0], config.heads, config.kv_heads, config.head_dim
     projected = weights.qkv.matmul(x, weights.qkv_bias, rows.batch_invariant_rows).view(count, -1, head_dim)

@@ -1,4 +1,4 @@
-"""Gated DeltaNet sublayer: one fused projection, causal convolution, gated delta rule, gated norm."""
+"""The Gated DeltaNet mixer (arXiv 2412.06464): one projection, causal convolution, gated delta rule, gated norm."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from shard_worker.ops.norm import rms_norm
 from shard_worker.weights.weight import concatenate
 
 L2_EPS = 1e-6
+"""What the L2 norm of queries and keys adds to the sum of squares."""
 
 
 def pack(config: ModelConfig, tensors: LayerTensors) -> LinearAttentionWeights:
@@ -45,7 +46,10 @@ def run(
     rows: Rows,
     caches: SegmentCaches,
 ) -> torch.Tensor:
-    """x: [n, hidden] -> [n, hidden]. Deferred rows leave the state as it is and are recorded for a later commit."""
+    """Return what rows x [n, hidden] become, [n, hidden].
+
+    Uncommitted rows leave the state as it is and are recorded for a later commit.
+    """
     shape, cache = sizes(config), caches.recurrent
     assert cache is not None
     count, heads = x.shape[0], shape.value_heads
@@ -80,7 +84,7 @@ def run(
 def _heads(
     shape: LinearAttentionConfig, mixed: torch.Tensor, qk_scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split float32 [n, channels] into normed q, k and v, each [value_heads, n, dim]."""
+    """Return the q, k (both normed) and v of mixed rows, float32 [n, channels]: each [value_heads, n, dim]."""
     count, dim = mixed.shape[0], shape.key_head_dim
     qk = mixed[:, : 2 * shape.key_dim].view(count, 2 * shape.key_heads, dim)
     # sum(x²) + eps, the L2 norm's, is mean(x²) + eps / dim, the RMSNorm's, times dim.
