@@ -85,7 +85,12 @@ class FrameReader(Generic[FrameT]):
             body = getattr(message, name)
             if kind.tensors is None:
                 return kind.from_message(body)
-            assembler = TensorAssembler(kind.tensors(body, self._limits, self._payloads), self._payloads)
+            incoming = kind.tensors(body, self._limits, self._payloads)
+            # Most tensors come whole, and need nothing that puts them together.
+            whole = [tensor.tensor() for tensor in incoming if tensor.complete]
+            if len(whole) == len(incoming):
+                return kind.from_message(body, *whole)
+            assembler = TensorAssembler(incoming, self._payloads)
         if not assembler.complete:
             self._unfinished = kind, body, assembler
             return None
