@@ -68,7 +68,7 @@ class PrefixIndex:
         self._listed: dict[bytes, dict[str, Entry]] = {}
 
     def __len__(self) -> int:
-        """How many entries there are."""
+        """Return how many entries there are."""
         return len(self._nodes)
 
     def __contains__(self, snapshot_id: object) -> bool:
