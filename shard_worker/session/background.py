@@ -7,13 +7,11 @@ from collections.abc import Callable, Coroutine
 
 
 class BackgroundTasks:
-    """The coroutines of one session that run in the background.
+    """The coroutines of one session that run in the background."""
 
-    failed: called with the error of each coroutine that raises one.
-    """
-
-    def __init__(self, failed: Callable[[Exception], None]) -> None:
-        self._failed = failed
+    def __init__(self, on_error: Callable[[Exception], None]) -> None:
+        """on_error: called with the error of each coroutine that raises one."""
+        self._on_error = on_error
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, work: Callable[..., Coroutine[None, None, None]], *args: object) -> None:
@@ -36,4 +34,4 @@ class BackgroundTasks:
         try:
             await work(*args)
         except Exception as error:
-            self._failed(error)
+            self._on_error(error)

@@ -129,9 +129,8 @@ class DeviceEvents:
 
     def handle_waiting(self) -> None:
         """Handle all that waits now; to be called on the event loop."""
-        with contextlib.suppress(IndexError):
-            while True:
-                self._handle(self._waiting.popleft())
+        while self._waiting:
+            self._handle(self._waiting.popleft())
 
 
 # --- errors
@@ -176,8 +175,8 @@ class TargetSession(ABC):
         self._in_order = asyncio.Lock()
         self._closed = False
         self._error: FlashsplitError | None = None
-        host.sessions.add(self)
         device.listen(self.max_tensor_bytes, self.max_feature_slices)
+        host.sessions.add(self)
 
     async def forward(self, forward: Forward) -> None:
         arrived_ns = time.monotonic_ns()
