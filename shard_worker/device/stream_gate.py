@@ -19,7 +19,7 @@ _DRIVER = "libcuda.so.1"
 
 
 class StreamGate:
-    """Of one device; use `on`. What stands behind a shut gate must be let pass before anything waits for the device."""
+    """Shuts and opens the stream of one device; use `on`. It must be open before anything waits for the device."""
 
     def __init__(self, device: Device, wait: ctypes._NamedFuncPointer) -> None:
         self._device, self._wait = device, wait
@@ -29,7 +29,7 @@ class StreamGate:
 
     @classmethod
     def on(cls, device: Device) -> StreamGate | None:
-        """None on a CPU, and where the driver has no such thing."""
+        """Return a device's gate; None on a CPU, and where the driver has no such thing."""
         if not device.is_gpu or build_vendor() != "cuda":
             # HIP waits only for memory of a kind that torch does not allocate.
             return None
@@ -48,7 +48,7 @@ class StreamGate:
         return gate
 
     def shut(self) -> None:
-        """What is queued on the current stream from now on waits. Raises RuntimeError when the driver refuses."""
+        """Make what is queued on the current stream from now on wait. Raises RuntimeError when the driver refuses."""
         number = self._shut + 1
         with self._device.current():
             stream = torch.cuda.current_stream().cuda_stream
@@ -58,5 +58,5 @@ class StreamGate:
         self._shut = number
 
     def open(self) -> None:
-        """Let it pass."""
+        """Let what waits run."""
         self._number[0] = self._shut

@@ -1,4 +1,4 @@
-"""A DFlash draft on a GPU by kernels, as two captured graphs: taking features of a step's rows, and guessing a block.
+"""A DFlash draft on a GPU by kernels, as two captured graphs: taking features of a step's rows, and proposing a block.
 
 As in `step_runner`, graphs know no session. A block may be issued before it is known on the host how many rows of the
 step before it count: the parameters of both graphs are then completed on the device.
@@ -25,13 +25,13 @@ from shard_worker.weights.weight import Weight
 
 
 class DFlashRunner:
-    """Of one draft and the lm_head [vocab, hidden] that it shares or has. One session's call at a time."""
+    """Runs one draft with the lm_head [vocab, hidden] that it shares or has. It takes one session's call at a time."""
 
     def __init__(self, draft: DFlashDraft, head: Weight, *, graphs: bool) -> None:
         config, device = draft.config, draft.device.torch_device
         self._draft, self._head, self.graphs = draft, head, graphs
         self.rows = next(rows for rows in ROW_COUNTS if rows >= config.block_size)
-        """Rows that both graphs are made with."""
+        """The number of rows that both graphs are made with."""
         self._kinds = tuple(dict.fromkeys(config.layer_kinds))
         pages = -(-config.max_position // PAGE_ROWS) + 1
         self.appending, self.proposing = (StepParameters(device, pages, len(self._kinds)) for _ in range(2))
@@ -50,11 +50,11 @@ class DFlashRunner:
 
     @property
     def known_row(self) -> torch.Tensor:
-        """Where the embedding of the block's known token belongs, [hidden]."""
+        """The row for the embedding of the block's known token, [hidden]."""
         return self._block[0]
 
     def takes(self, state: DFlashState, rows: int) -> bool:
-        """Whether features of so many rows, and a block behind them, can be had here."""
+        """Return whether features of so many rows, and a block behind them, can be computed here."""
         return rows <= self.rows and state.length + rows + self.rows <= self._draft.config.max_position
 
     def prepare(self, mask_row: torch.Tensor, embedding: torch.Tensor | None = None) -> None:
@@ -91,7 +91,7 @@ class DFlashRunner:
         state.length += len(mixed)
 
     def propose(self, state: DFlashState, embedded: torch.Tensor, draft_tokens: int) -> tuple[int, ...]:
-        """The draft's likeliest tokens behind the context. embedded: as in `DFlashDraft.propose`."""
+        """Return the draft's most probable tokens behind the context. embedded: as in `DFlashDraft.propose`."""
         with self._draft.device.current():
             if not self._masked:
                 self.prepare(embedded[1])
@@ -102,11 +102,11 @@ class DFlashRunner:
     # --- the pieces, for a caller that completes the parameters itself
 
     def send_append_parameters(self, state: DFlashState, rows: int) -> None:
-        """Send where rows behind the context go."""
+        """Send to the device where the next rows of the context go."""
         self._fill(self.appending, state, state.length, rows)
 
     def send_block_parameters(self, state: DFlashState, draft_tokens: int, *, behind: int = 0) -> None:
-        """Send where a block goes; `behind`: rows that may yet count before it."""
+        """Send to the device where a block goes. behind: rows that may yet count before it."""
         self._fill(self.proposing, state, state.length, draft_tokens + 1, behind)
 
     def launch_append(self, mixed: torch.Tensor) -> None:
@@ -117,7 +117,10 @@ class DFlashRunner:
         self._appended()
 
     def launch_block(self) -> torch.Tensor:
-        """Queue guessing: int64 [rows], of which row 1 and those behind it are the guesses. Overwritten by the next."""
+        """Queue a proposal: int64 [rows], of which row 1 and those behind it are the draft tokens.
+
+        The next call overwrites it.
+        """
         if self._proposed is None:
             self._proposed = self._captured(self._propose)
         self._proposed()

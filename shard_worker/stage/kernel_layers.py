@@ -1,4 +1,4 @@
-"""A segment's layers as kernels take them."""
+"""Describes a segment's layers to the kernels that run them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def kernel_layers(segment: Segment) -> decoder.Layers:
-    """A segment's layers as kernels take them."""
+    """Return a segment's layers as kernels take them."""
     from shard_worker.model.kernels import decoder, deltanet
     from shard_worker.model.kernels.heads import HeadShape
 

@@ -1,4 +1,4 @@
-"""What a captured step is for, what it writes, and where it stands between two calls of its runner."""
+"""A step's rows and results, what a captured graph is for, and the step that is on the device between two calls."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from shard_worker.device.dtypes import OnHost
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step made of its rows. logits [n, vocab] and the likeliest token of each row [n] where the head is.
+    """The results of a step. The next step of the same runner overwrites them: take what is needed before that.
 
-    on_host: of a step by kernels, the likeliest tokens where the head is, else `hidden`. The next step overwrites all
-    of it: take what is needed before that.
+    hidden: the rows behind the last layer, [n, hidden]. logits: [n, vocab] where the head is, else None. argmax: the
+    most probable token of each row, int64 [n], where the head is. on_host: of a step by kernels, a copy on the host of
+    `argmax` where the head is, else of `hidden`.
     """
 
     hidden: torch.Tensor
@@ -26,7 +27,11 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What a graph is captured for."""
+    """The kind of step that a graph is captured for.
+
+    rows: one of the numbers that steps are made with. uncommitted, featured: as of `StepRows`, where they make a
+    difference.
+    """
 
     rows: int
     uncommitted: bool
@@ -35,8 +40,11 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """Where a step's rows begin, and their tokens. deferred: it is decided later which of them count. featured: a draft
-    wants their features."""
+    """The rows of a step.
+
+    base: the first row's position. token_ids: a token for each row. uncommitted: it is decided later which of the rows
+    count. featured: a draft wants their features.
+    """
 
     base: int
     token_ids: tuple[int, ...]
@@ -46,8 +54,11 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True)
 class Prelaunched:
-    """A step that waits on the device to be released. caches: whose addresses it has been told. rows: those it has
-    been told of, None where they are not known yet."""
+    """A step that waits on the device to be released.
+
+    caches: those whose addresses are in its parameters. rows: those that are in its parameters, None where they are not
+    known yet.
+    """
 
     variant: Variant
     caches: SegmentCaches
@@ -62,13 +73,19 @@ class Released:
     caches: SegmentCaches
     rows: StepRows
 
-    def is_(self, variant: Variant, caches: SegmentCaches, rows: StepRows) -> bool:
+    def matches(self, variant: Variant, caches: SegmentCaches, rows: StepRows) -> bool:
+        """Return whether it is the step of these rows."""
         return self.caches is caches and (self.variant, self.rows) == (variant, rows)
 
 
 @dataclass(slots=True)
 class Captured:
-    """A graph, or None where steps are launched kernel by kernel, and what it writes to."""
+    """A graph and the memory that it writes to.
+
+    graph: None where steps are launched kernel by kernel. captured: the rows behind each layer that the draft reads,
+    where they are wanted one by one. total: their sum through the draft's `fc`, float32 [rows, hidden], where that is
+    wanted.
+    """
 
     graph: torch.cuda.CUDAGraph | None
     output: StepOutput

@@ -27,14 +27,14 @@ from shard_worker.stage.segment import Segment
 from shard_worker.stage.step_graph import Captured, Prelaunched, Released, StepOutput, StepRows, Variant
 
 ROW_COUNTS = (1, 16, 32, 64)
-"""Rows that steps are made with; a step of another number leaves the last ones unused."""
+"""The numbers of rows that steps are made with; a step of another number leaves the last rows unused."""
 
 BLOCK_ROWS = 16
 """Rows of the blocks that steps are captured for at the start; drafts are trained for so many, or fewer."""
 
 
 class StepRunner:
-    """Of one segment, with the embedding before it and the head behind it where they are on its device."""
+    """Runs the steps of one segment, with the embedding and the head where they are on its device."""
 
     def __init__(self, segment: Segment, embedding: torch.Tensor | None, head: Head | None, *, graphs: bool) -> None:
         from shard_worker.model.kernels.step_parameters import StepParameters
@@ -56,7 +56,7 @@ class StepRunner:
         self._prelaunched: Prelaunched | None = None
         self._released: Released | None = None
         self._filled: Callable[[], SegmentCaches | None] = lambda: None
-        """Whose addresses the next step's numbers hold."""
+        """Returns the caches whose addresses are in the step parameters, None where they are gone."""
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
 
     @property
@@ -64,7 +64,7 @@ class StepRunner:
         return self._graphs
 
     def takes(self, rows: int, *, uncommitted: bool) -> bool:
-        """Whether steps of so many rows run here. Rows that count at once come one by one, or many together."""
+        """Return whether steps of so many rows run here. Rows that count at once come one by one, or many together."""
         return rows == 1 or (uncommitted and rows <= ROW_COUNTS[-1])
 
     def prepare(self, *, drafted: bool) -> None:
@@ -93,15 +93,15 @@ class StepRunner:
         *,
         uncommitted: bool,
     ) -> StepOutput:
-        """A step of the rows of these tokens. hidden: the rows [n, hidden] from elsewhere, where no embedding is here,
-        on any device.
+        """Launch a step of the rows of these tokens, or release the one that was prelaunched for them.
 
-        base: the first row's position. Captures are added to `features`, where there are any wanted.
+        hidden: the rows [n, hidden] from the stage before, on any device, where no embedding is here. base: the first
+        row's position. features: what the draft reads of the rows is added to it; None where no draft wants it.
         """
         rows = StepRows(base, tuple(token_ids), uncommitted, features is not None)
         variant = self._variant(rows)
         released, self._released = self._released, None
-        begun = released is not None and released.is_(variant, caches, rows)
+        begun = released is not None and released.matches(variant, caches, rows)
         # First of all: others wait meanwhile, and this is but a few stores.
         passed = begun or self._release_with(variant, rows, hidden, caches)
         with self._segment.device.current():
@@ -156,7 +156,7 @@ class StepRunner:
         self._filled = weakref.ref(caches)
 
     def _tell(self, rows: StepRows) -> None:
-        """Of a step whose caches are known, behind `StepParameters.wait`."""
+        """Set the rows of a step whose caches are filled in, behind `StepParameters.wait`."""
         # The tokens in any case: what counts of a verify is decided by them.
         self._parameters.set_rows(rows.base, len(rows.token_ids), token_ids=rows.token_ids)
 
@@ -201,7 +201,7 @@ class StepRunner:
     def prelaunch(
         self, caches: SegmentCaches, length: int, *, known: StepRows | None = None, running: bool = False
     ) -> None:
-        """Launch a step like the last one now, which waits for its numbers: `run` then only tells them. For the time
+        """Launch a step like the last one now, which waits for its parameters: `run` then only sets them. For the time
         between two steps, of these caches in all likelihood, up to `length`.
 
         known: its rows, where they are that. running: the last one may not be done yet; then only for its own caches,
@@ -247,11 +247,14 @@ class StepRunner:
 
     @property
     def parameters(self) -> torch.Tensor:
-        """The numbers of the last step, on the device."""
+        """The parameters of the last step on the device, int64 [n]."""
         return self._parameters.tensor[0]
 
     def commit(self, caches: SegmentCaches, rows: int | torch.Tensor) -> None:
-        """Let the first `rows` rows of the step in flight count; a tensor, int64 [1 or more], says it on the device."""
+        """Let the first `rows` rows of the step in flight count.
+
+        rows: a number, or a tensor, int64 [1 or more], whose first element is the number.
+        """
         if caches.recurrent is None:
             return
         from shard_worker.model.kernels import deltanet
@@ -338,7 +341,10 @@ class StepRunner:
 def make_runner(
     segment: Segment, embedding: torch.Tensor | None, head: Head | None, *, graphs: bool
 ) -> StepRunner | None:
-    """None where plain torch has to do, as `can_run` says, and for layers that the kernels don't have."""
+    """Return a runner of a segment's steps.
+
+    Returns None where plain torch has to do, as `can_run` says, and for layers that the kernels don't have.
+    """
     usual = all(isinstance(weights, DecoderWeights) for weights in segment.weights)
     if not usual or not can_run(segment.device, head_sizes(segment.config)):
         return None

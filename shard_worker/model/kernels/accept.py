@@ -1,4 +1,4 @@
-"""Which rows of a verify count, decided on the device, and the draft's next step made ready with it.
+"""Decides on the device which rows of a verify count, and makes the draft's next step ready with it.
 
 What `shard_worker.sampling.acceptance` does, for greedy sessions: the longest run of draft tokens that are the target's
 own argmax too, and its own token after it.
@@ -13,7 +13,7 @@ import triton.language as tl
 from shard_worker.model.kernels.step_parameters import BASE, FIRST_TOKEN, ROWS, StepParameters
 
 STOPS = 8
-"""Stop tokens that there is room for."""
+"""The most stop tokens that there is room for."""
 
 
 @triton.jit(do_not_specialize=["stride", "hidden"])

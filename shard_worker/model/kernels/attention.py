@@ -20,16 +20,16 @@ from shard_worker.model.kernels.heads import HeadShape
 from shard_worker.model.kernels.step_parameters import BASE, FIRST_PAGE, ROWS
 
 _TILE_ROWS = 32
-"""Of queries, at most. More would be another matrix instruction, whose sums may differ in the last bit."""
+"""The most queries in a tile. More would be another matrix instruction, whose sums may differ in the last bit."""
 
 _TILE_BYTES = 32 << 10
-"""Of keys or values in a tile, at most."""
+"""The most bytes of keys or values in a tile."""
 
 _PROGRAMS = 264
 
 
 class Tiles(NamedTuple):
-    """How attention is cut. queries, keys: rows of a tile of each; warps: of a program."""
+    """How attention is cut. queries, keys: rows of a tile of each. warps: of a program."""
 
     queries: int
     keys: int
@@ -37,7 +37,7 @@ class Tiles(NamedTuple):
 
 
 def chunk_count(length: int) -> int:
-    """Chunks that the first `length` positions are cut into."""
+    """Return how many chunks the first `length` positions are cut into."""
     if length <= 4096:
         return -(-length // 128)
     if length <= 20480:
@@ -68,7 +68,7 @@ def _attend(
     ROWS_MADE: tl.constexpr, CHUNKS: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr, FLOAT8: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """For one key head: the softmax sums of its queries over every programs-th chunk.
+    """Compute the softmax sums of one key head's queries over every programs-th chunk.
 
     sums: float32 [KV_HEADS, CHUNKS, group * ROWS_MADE, DIM]; tops: float32 [KV_HEADS, CHUNKS, group * ROWS_MADE, 2],
     the largest score and the sum of weights.
@@ -139,7 +139,7 @@ def _combine(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr, ROWS_MADE: tl.constexpr,
     CHUNKS: tl.constexpr, MOST: tl.constexpr, TURN: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """One row and head of out [rows, HEADS * DIM] from its chunks, times the gate's sigmoid."""
+    """Combine the chunks of one row and head of out [rows, HEADS * DIM], times the gate's sigmoid."""
     row, head = tl.program_id(0), tl.program_id(1)
     group: tl.constexpr = HEADS // KV_HEADS
     line = (head // group * CHUNKS).to(tl.int64) * (group * ROWS_MADE) + row * group + head % group

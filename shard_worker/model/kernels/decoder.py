@@ -21,8 +21,11 @@ from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Layers in order, each with its slot in the caches of its kind. heads: by attention kind; delta: of recurrent
-    layers. longest: positions that any session may have. frequencies: RoPE's."""
+    """Layers in order, each with its slot in the caches of its kind.
+
+    heads: the shape of each kind of attention layer. delta: that of recurrent layers, None where there are none.
+    longest: positions that any session may have. frequencies: RoPE's, float32 [rotary_dim / 2]. eps: of all norms.
+    """
 
     weights: Sequence[DecoderWeights]
     slots: Sequence[int]
@@ -35,8 +38,11 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """hidden: [n, hidden] behind the last layer; normed: the same before the norm that follows, where one was named.
-    captured: the rows behind each layer asked for."""
+    """What layers made of their rows.
+
+    hidden: [n, hidden] behind the last layer. normed: the same on its way into the norm that follows, where one was
+    named. captured: the rows [n, hidden] behind each layer asked for.
+    """
 
     hidden: torch.Tensor
     normed: Normed | None

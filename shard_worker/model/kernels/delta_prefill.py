@@ -23,7 +23,7 @@ from shard_worker.model.layer_weights import LinearAttentionWeights
 CHUNK = 64
 
 _VALUES = 32
-"""Columns of a head's state that one program holds."""
+"""The columns of a head's state that one program holds."""
 
 _TWO_STAGES_BYTES = 208 << 10
 """Shared memory that a program takes whose next chunk is on its way while it works on one."""
@@ -53,7 +53,7 @@ def _chunks(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     CHUNK: tl.constexpr, SIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: what its rows' corrections are but for the state, and how rows see each other.
+    """Compute one chunk of one head: its rows' corrections but for the state, and how rows see each other.
 
     With A the strictly lower part of beta K Kᵀ ⊙ decay and T the inverse of 1 + A: corrected = T beta V,
     projected_keys = T beta e^G K; scores = Q Kᵀ ⊙ decay; running = G, the running sum of log decays.
@@ -107,7 +107,7 @@ def _walk(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     VALUES: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """VALUES columns of one head's state through all chunks; out: float32 [rows, VALUE_HEADS, VALUE_DIM]."""
+    """Take VALUES columns of one head's state through all chunks; out: float32 [rows, VALUE_HEADS, VALUE_DIM]."""
     head, part = tl.program_id(0), tl.program_id(1)
     channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     key_head = head // (VALUE_HEADS // KEY_HEADS)
@@ -145,7 +145,7 @@ def run_layer(
     slot: int,
     eps: float,
 ) -> torch.Tensor:
-    """Rows of a fused projection, all of which count -> [n, value_heads * value_dim], ready for the output projection.
+    """Take rows of a fused projection, all of which count, to [n, value_heads * value_dim] for the output projection.
 
     The state advances; the convolution's inputs are left to the caller.
     """

@@ -21,7 +21,7 @@ _VALUES = 16
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is fixed for a layer. layers: in a session's memory."""
+    """The sizes of a recurrent layer. layers: how many of them a session's memory has."""
 
     key_heads: int
     value_heads: int
@@ -36,7 +36,7 @@ class Shape:
 
     @property
     def width(self) -> int:
-        """Of the fused projection: [q, k, v | z | b | a]."""
+        """Numbers in a row of the fused projection [q, k, v | z | b | a]."""
         return self.channels + self.value_heads * (self.value_dim + 2)
 
 
@@ -46,7 +46,7 @@ def _mix(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     TAPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, LOGS: tl.constexpr,
 ):  # fmt: skip
-    """One row and head: convolution, SiLU and, for queries and keys, the L2 norm. For values also decay and beta.
+    """Compute one row and head: convolution, SiLU, for queries and keys the L2 norm, for values also decay and beta.
 
     LOGS: store the decay's logarithm instead of the decay.
     """
@@ -96,7 +96,7 @@ def _recur(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     VALUES: tl.constexpr, UNCOMMITTED: tl.constexpr,
 ):  # fmt: skip
-    """The recurrence of VALUES columns of a head's state over all rows; out: float32 [rows, VALUE_HEADS, VALUE_DIM]."""
+    """Take VALUES columns of a head's state through all rows; out: float32 [rows, VALUE_HEADS, VALUE_DIM]."""
     head, part = tl.program_id(0), tl.program_id(1)
     channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     ks, vs = tl.arange(0, KEY_DIM), part * VALUES + tl.arange(0, VALUES)
@@ -147,7 +147,7 @@ def _gate(
     out, projected, norm, gated, eps,
     VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One row and head: RMSNorm times SiLU of the gate."""
+    """Compute one row and head: RMSNorm times SiLU of the gate."""
     row, head = tl.program_id(0), tl.program_id(1)
     vs = tl.arange(0, VALUE_DIM)
     factors = tl.load(norm + vs)
@@ -243,8 +243,11 @@ def mix(
     *,
     logs: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the recurrence takes: float32 [n, channels], queries, keys and values, and [n, 2, value_heads], decays (or
-    their logarithms) and betas."""
+    """Return what the recurrence takes.
+
+    These are float32 [n, channels], queries, keys and values, and [n, 2, value_heads], decays (or their logarithms,
+    where `logs`) and betas.
+    """
     rows, device = len(projected), projected.device
     mixed = torch.empty((rows, shape.channels), dtype=torch.float32, device=device)
     gates = torch.empty((rows, 2, shape.value_heads), dtype=torch.float32, device=device)
@@ -257,7 +260,7 @@ def mix(
 
 
 def gate(shape: Shape, out: torch.Tensor, projected: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm of each head of float32 [n, value_heads, value_dim], times SiLU of z: [n, value_heads * value_dim]."""
+    """Return [n, value_heads * value_dim]: heads of out, float32 [n, value_heads, value_dim], normed, times SiLU(z)."""
     rows = len(out)
     gated = torch.empty((rows, shape.value_heads * shape.value_dim), dtype=projected.dtype, device=out.device)
     _gate[(rows, shape.value_heads)](

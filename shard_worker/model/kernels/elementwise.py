@@ -32,7 +32,7 @@ def _swiglu(gate_up, out, width, BLOCK: tl.constexpr):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x: [n, width]; weight: float32 [width]."""
+    """Return the RMSNorm of rows x [n, width] with weight, float32 [width]."""
     rows, width = x.shape
     out = torch.empty_like(x)
     _norm[(rows,)](x, weight, out, width, eps, BLOCK=triton.next_power_of_2(width), num_warps=8)
@@ -40,7 +40,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """[n, 2 * width] -> `silu(first half) * second half`, [n, width]."""
+    """Return `silu(first half) * second half`, [n, width], of rows [n, 2 * width]."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     _swiglu[(rows, triton.cdiv(width, _COLUMNS))](gate_up, out, width, BLOCK=_COLUMNS, num_warps=4)

@@ -13,9 +13,12 @@ from shard_worker.model.kernels.step_parameters import BASE, FIRST_PAGE, ROWS
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """An attention layer's heads. page: positions in a page of [layers, 2, kv_heads, page, dim]. ring: slots that
-    positions wrap around, 0 for none. window: 0 for none. gated: behind the values each query head has a gate. float8:
-    keys and values are kept as float8_e4m3fn."""
+    """An attention layer's heads.
+
+    dim: numbers of a head. rotary: of these, those that RoPE turns. page: positions in a page, which is [layers, 2,
+    kv_heads, page, dim]. ring: slots that positions wrap around, 0 for none. window: positions that a row sees, 0 for
+    all. gated: behind the values each query head has a gate. float8: keys and values are kept as float8_e4m3fn.
+    """
 
     heads: int
     kv_heads: int
@@ -34,14 +37,17 @@ class HeadShape:
 
     @property
     def stride(self) -> int:
-        """Of the projection's result: queries, and gates where there are any; 0 where it is keys and values alone."""
+        """Numbers in a row of the projection's result: queries, and gates; 0 where it makes keys and values alone."""
         return self.heads * self.dim * (2 if self.gated else 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What a projection needs to finish its heads. norms: float32 [heads + kv_heads, dim]; cos, sin: from `rope_table`;
-    slot: the layer's index in a page."""
+    """What a projection needs to finish its heads.
+
+    norms: the per-head norms' weights, float32 [heads + kv_heads, dim]. cos, sin: from `rope_table`. parameters: a row
+    of `StepParameters.tensor`. slot: the layer's index in a page.
+    """
 
     shape: HeadShape
     norms: torch.Tensor
@@ -57,8 +63,10 @@ def finish_heads(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, STRIDE: tl.constexpr,
     PAGE: tl.constexpr, RING: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
-    """Head `block` of rows ms, [n, DIM] in float32. Rounded wherever the plain form rounds, so that a cache may be
-    filled by either."""
+    """Finish head `block` of rows ms, [n, DIM] in float32.
+
+    It is rounded wherever the plain form rounds, so that a cache may be filled by either.
+    """
     kind = out.dtype.element_ty
     kept: tl.constexpr = tl.float8e4nv if FLOAT8 else kind
     ds = tl.arange(0, DIM)

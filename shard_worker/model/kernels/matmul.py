@@ -28,7 +28,11 @@ differ in the last bit."""
 
 
 class Config(NamedTuple):
-    """How a product is cut. width, depth: of a tile of weights; split: blocks that share an output tile."""
+    """How a product is cut.
+
+    width, depth: of a tile of weights. split: programs that share an output tile. warps: of a program. stages: tiles
+    that are on their way at a time.
+    """
 
     width: int
     depth: int
@@ -39,7 +43,7 @@ class Config(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Normed:
-    """Rows that an RMSNorm is due on: times its weights already, without the factor of each row.
+    """Rows that an RMSNorm is due on: multiplied by its weights already, but not by the factor of each row.
 
     scaled: [n, depth]. squares: float32 [parts, n], whose sum over the parts is that of the row's squares.
     """
@@ -51,7 +55,7 @@ class Normed:
 
 @triton.jit
 def _factor(squares, ms, rows, depth, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The RMSNorm's factor of rows ms."""
+    """Return the RMSNorm's factor of rows ms."""
     ps = tl.arange(0, BLOCK)
     mask = (ps < PARTS)[:, None] & (ms < rows)[None, :]
     parts = tl.load(squares + ps[:, None] * rows + ms[None, :], mask=mask, other=0.0)
@@ -66,7 +70,7 @@ def _finish(
     THEN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
     STRIDE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
-    """What follows the sums of a tile: the norm's factor, bias, SwiGLU, residual, and the next norm's beginning."""
+    """Do what follows the sums of a tile: the norm's factor, bias, SwiGLU, residual, and the next norm's beginning."""
     kept = (ms[:, None] < rows) & (ns[None, :] < width)
     at = ms[:, None] * width + ns[None, :]
     kind = out.dtype.element_ty
@@ -106,7 +110,7 @@ def _product(
     THEN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
     STRIDE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, FLOAT8: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out [rows, width] = x [rows, depth] times weight [width, depth] transposed, or a part of its sum.
+    """Compute a tile of out [rows, width], x [rows, depth] times weight [width, depth] transposed, or part of its sum.
 
     PAIRED: weight has 2 * width rows, gates before ups. TILES: of rows; those that share weights are neighbours.
     """
@@ -189,12 +193,12 @@ def linear(
     heads: Heads | None = None,
     config: Config | None = None,
 ) -> tuple[torch.Tensor, Normed | None]:
-    """x [n, depth] times weight [width, depth] transposed, n up to step_parameters.MAX_ROWS.
+    """Return x [n, depth] times weight [width, depth] transposed, and the rows on their way into the norm that follows.
 
-    bias: [width]. residual: [n, width], added at the end. paired: weight is [2 * width, depth], and the result is
-    silu(first half) * second half. norm: float32 [width], of the RMSNorm that the result goes through next. heads: the
-    result is queries (and gates), [n, heads.shape.stride]; keys and values go into the session's pages. eps: of either
-    norm that comes after the product.
+    n: at most step_parameters.MAX_ROWS. bias: [width]. residual: [n, width], added at the end. paired: weight
+    is [2 * width, depth], and the result is silu(first half) * second half. norm: float32 [width], of the RMSNorm that
+    the result goes through next. heads: the result is queries (and gates), [n, heads.shape.stride]; keys and values go
+    into the session's pages. eps: of either norm that comes after the product.
     """
     source = x.scaled if isinstance(x, Normed) else x
     rows, depth = source.shape
@@ -246,7 +250,7 @@ def _begin(x, norm, scaled, totals, rows, depth, BLOCK: tl.constexpr):
 
 
 def begin(x: torch.Tensor, norm: torch.Tensor, eps: float) -> Normed:
-    """Rows [n, depth] before an RMSNorm with float32 weights [depth]."""
+    """Begin the RMSNorm of rows [n, depth] with float32 weights [depth]."""
     rows, depth = x.shape
     parts = triton.cdiv(depth, 1024)
     made = Normed(torch.empty_like(x), torch.empty((parts, rows), dtype=torch.float32, device=x.device), eps)
@@ -258,9 +262,10 @@ def begin(x: torch.Tensor, norm: torch.Tensor, eps: float) -> Normed:
 def choose(
     width: int, depth: int, paired: bool, head_dim: int | None, size: int, target: KernelTarget | None
 ) -> Config:
-    """The cut for a shape: the same for any number of rows, so that a row's result is too. Tried on an H200.
+    """Return the cut for a shape: the same for any number of rows, so that a row's result is too. Tried on an H200.
 
-    size: of an element, in bytes; wider ones come in tiles of as many bytes.
+    size: of an element, in bytes; tiles of wider elements have as many bytes, and as many stages as there is shared
+    memory for.
     """
     if head_dim is not None:
         config, enough = Config(head_dim, 128 if head_dim <= 128 else 64, stages=4), 96
@@ -282,5 +287,5 @@ def choose(
 
 @functools.cache
 def _arrived(device: torch.device) -> torch.Tensor:
-    """Counts of parts that have arrived; each kernel leaves zeros behind."""
+    """Return counts of parts that have arrived, int32 [blocks]; each kernel leaves zeros behind."""
     return torch.zeros(_MAX_BLOCKS, dtype=torch.int32, device=device)

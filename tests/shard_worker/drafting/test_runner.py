@@ -126,7 +126,7 @@ class Pair:
             self.front.commit(self.front_state, self.state.length)
 
     def issue(self, tokens: list[int], draft_tokens: int) -> tuple[list[int], tuple[int, ...]]:
-        """A step and its block together: tokens produced and guesses for the next one."""
+        """A step and its block together: tokens produced and draft tokens for the next one."""
         features, uncommitted = Features(), len(tokens) > 1
         output = self.run(tokens, features, uncommitted=uncommitted)
         assert output.argmax is not None
@@ -159,7 +159,7 @@ class Pair:
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5-ratio-3"])
 @torch.inference_mode()
 def test_a_block_issued_ahead_is_the_same(tiny: Tiny, name: str, cut: int | None) -> None:
-    """Whatever number of rows counts, right guesses, wrong ones and stop tokens: tokens, guesses and what follows."""
+    """Whatever number of rows counts, right draft tokens, wrong ones and stop tokens: both results are the same."""
     stops = frozenset({7, 40, 200})
     here, there = Pair(tiny, name, stops, cut), Pair(tiny, name, stops, cut)
     prompt = ids(30)

@@ -272,8 +272,11 @@ def test_a_prelaunched_step_is_the_same(load: Load, name: str, part: tuple[int, 
 
 @torch.inference_mode()
 def decoded(stage: Stage, *, ahead: bool) -> list[torch.Tensor]:
-    """The likeliest tokens of one session's single rows, over pages' ends, and what they leave; ahead: each is launched
-    while the one before runs, and released before it is asked for, but for some where another session's step comes."""
+    """Return the most probable tokens of one session's single rows, over pages' ends, and what they leave.
+
+    ahead: each row is launched while the one before runs, and released before it is asked for, but for some where
+    another session's step comes.
+    """
     tokens, found = ids(640), []
     state, other = (stage.allocate(640, 16) for _ in range(2))
     runner = stage.runners[0]
