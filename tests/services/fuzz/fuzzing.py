@@ -133,7 +133,7 @@ def with_tensors(step: Forward, hidden: int, slices: int) -> Forward:
 
 
 def draft_frames(fingerprint: str, hidden: int) -> list[draft_pb.RunDraftRequest]:
-    """Features, a save and guesses."""
+    """Features, a save and a proposal."""
     frames = [draft_pb.RunDraftRequest(open={"request_id": "r", "fingerprint": fingerprint, "max_length": 64})]
     for index in range(2):
         message = stage_pb2.FeatureSlice(capture_index=index)
@@ -156,8 +156,8 @@ def restored_draft_frames(fingerprint: str, hidden: int) -> list[draft_pb.RunDra
 def load_frames(model: str, draft: str) -> list[worker_pb.LoadRequest]:
     capture = {"draft_path": draft, "transport": 2}
     target = worker_pb.LoadTarget(model_path=model, layers={"first": 0, "last": 2}, dtype=1, capture=capture)
-    guesser = worker_pb.LoadDraft(draft_path=draft, model_path=model, head_place=3, feature_transport=2, dtype=1)
-    return [worker_pb.LoadRequest(target=target), worker_pb.LoadRequest(draft=guesser)]
+    load_draft = worker_pb.LoadDraft(draft_path=draft, model_path=model, head_place=3, feature_transport=2, dtype=1)
+    return [worker_pb.LoadRequest(target=target), worker_pb.LoadRequest(draft=load_draft)]
 
 
 async def batter_snapshots(

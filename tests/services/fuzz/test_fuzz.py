@@ -79,7 +79,7 @@ async def test_stage_frames_on_a_fake(tensors: bool, serve: Serve, dial: Dial) -
 async def test_draft_frames_on_a_fake(serve: Serve, dial: Dial) -> None:
     """Random streams to a draft are answered in kind, and each opened session is freed exactly once."""
     port = FakeDraft()
-    # Guesses of a number that a caller names would be the fake's fault.
+    # Draft tokens of a number that a caller names would be the fake's fault.
     port.draft_tokens = (1, 2, 3)
     server = await serve(DraftServicer(port).register)
     channel = await dial(server.address)

@@ -123,12 +123,12 @@ async def engine(checkpoints: tuple[str, str], tmp_path: Path) -> AsyncIterator[
     second = TargetRole(replace(resources[1], roles={Role.DRAFT: beside}))
     apart = DraftRole(resources[2])
     capture = FeatureCapture(draft_path, FeatureTransport.SLICES)
-    guesser = LoadDraft(draft_path, target_path, HeadPlace.SHARED, FeatureTransport.SLICES)
+    load_draft = LoadDraft(draft_path, target_path, HeadPlace.SHARED, FeatureTransport.SLICES)
     for thread, role, part in [
         (threads[0], first, LoadTarget(target_path, LayerRange(0, 2), None, capture)),
         (threads[1], second, LoadTarget(target_path, LayerRange(2, 4), None, capture)),
-        (threads[1], beside, guesser),
-        (threads[2], apart, replace(guesser, head_place=HeadPlace.PROJECTED)),
+        (threads[1], beside, load_draft),
+        (threads[2], apart, replace(load_draft, head_place=HeadPlace.PROJECTED)),
     ]:
         await thread.submit(role.load, part, lambda loaded, total: None)
     transfer = SnapshotTransfer(

@@ -38,7 +38,7 @@ async def draft(port: FakeDraft, serve: Serve, dial: Dial) -> RemoteDraft:
 
 
 async def test_a_whole_session(port: FakeDraft, draft: RemoteDraft) -> None:
-    """Features and proposals go through in order, guesses come back, and closing frees the session once."""
+    """Features and proposals go through in order, draft tokens come back, and closing frees the session once."""
     session = await draft.open(OPEN)
     assert (session.host, session.device) == ("beta", "hip:0")
     assert port.session.request == OPEN
@@ -99,8 +99,8 @@ async def test_large_tensors_both_ways(port: FakeDraft, draft: RemoteDraft) -> N
     await session.close()
 
 
-async def test_no_guesses_are_an_answer_too(port: FakeDraft, draft: RemoteDraft) -> None:
-    """An empty list of guesses comes back as one."""
+async def test_no_draft_tokens_are_an_answer_too(port: FakeDraft, draft: RemoteDraft) -> None:
+    """An empty list of draft tokens comes back as one."""
     port.draft_tokens = ()
     session = await draft.open(OPEN)
     assert await session.propose(Propose(0, 0, 0, 0)) == ()

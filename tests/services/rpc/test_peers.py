@@ -75,8 +75,8 @@ async def test_all_services_share_a_channel(serve: Serve, peers: Peers, connecti
     session = await (await peers.stage(address)).open(OPEN)
     await session.forward(prefill())
     assert await anext(session.events()) == commit(prefill())
-    guessing = await (await peers.draft(address)).open(OpenDraft("r", "f", 9))
-    await asyncio.gather(session.close(), guessing.close())
+    draft = await (await peers.draft(address)).open(OpenDraft("r", "f", 9))
+    await asyncio.gather(session.close(), draft.close())
     assert connections == [address]
 
 
