@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -17,6 +18,9 @@ from typing import Any
 
 import pytest
 
+from coordinator.cluster.cluster import Cluster
+from services.messages.description import WorkerDescription
+from tests import forking
 from tests.reference import checkpoints, target
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +29,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Tests in a shell's background inherit that Ctrl-C is ignored, and so would what they start; a user's terminal
     # hands on no such thing.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fork all workers of these tests from one process, but for those of tests that ask for `own_processes`."""
+    with forking.server(tmp_path_factory.mktemp("forking")):
+        yield
+
+
+@pytest.fixture(scope="module")
+def own_processes() -> Iterator[None]:
+    """Start workers as users do: for tests that stop a worker's process, kill it or look into it."""
+    with forking.without():
+        yield
 
 
 @dataclass(frozen=True)
@@ -113,14 +131,25 @@ def until(holds: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.02)
 
 
+async def when_idle(cluster: Cluster, address: str) -> WorkerDescription:
+    """Wait until a worker has no session any more, and return what it says of itself.
+
+    A session ends with its stream, which a worker notices a moment after the answer is there.
+    """
+    async with asyncio.timeout(10):
+        while (worker := await (await cluster.worker(address)).describe()).open_sessions:
+            await asyncio.sleep(0.01)
+    return worker
+
+
 def children(pid: int) -> list[int]:
-    """Process ids of the direct children."""
+    """Process ids of the direct children, but for the fork server of these tests."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError, IndexError, ValueError):
                 text = Path(f"/proc/{entry}/stat").read_text()
-                if int(text.rpartition(")")[2].split()[1]) == pid:
+                if int(text.rpartition(")")[2].split()[1]) == pid and not forking.is_server(int(entry)):
                     found.append(int(entry))
     return found
 

@@ -31,6 +31,8 @@ from tests.e2e.conftest import generate, refusal
 from tests.e2e.server import DEMO, PAIR, Server, serving
 from tests.e2e.test_compressor import drafter  # noqa: F401  (a fixture)
 
+pytestmark = pytest.mark.usefixtures("own_processes")
+
 STORY = "The keeper of the lighthouse counts the ships, and writes each name down. Überraschung! 日本語。\n" * 40
 TEXT = STORY + "\nWhat does the keeper count?"
 CHAT: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": TEXT}]

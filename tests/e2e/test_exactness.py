@@ -16,7 +16,7 @@ from coordinator.cluster.loading import Checkpoints
 from coordinator.cluster.placement import make_plan
 from coordinator.engine.generation import generate
 from services.messages.description import FeatureTransport, HeadPlace
-from tests.e2e.conftest import ROOT, Pair, Worker, generate as run_generate
+from tests.e2e.conftest import ROOT, Pair, Worker, generate as run_generate, when_idle
 from tests.reference import target
 
 TOKENS = 60
@@ -64,8 +64,7 @@ async def answer_all(
         work = [one(cluster, number, prompt) for number, prompt in enumerate(prompts)]
         answers = list(await asyncio.gather(*work))
         for address in cluster.addresses:
-            worker = await (await cluster._peers.worker(address)).describe()
-            assert worker.open_sessions == 0
+            await when_idle(cluster, address)
     return answers
 
 

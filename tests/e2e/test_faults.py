@@ -30,6 +30,8 @@ from tests.e2e.conftest import (
 )
 from tests.reference import checkpoints, storage
 
+pytestmark = pytest.mark.usefixtures("own_processes")
+
 
 def describe(address: str) -> WorkerDescription:
     async def ask() -> WorkerDescription:

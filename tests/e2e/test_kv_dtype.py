@@ -62,7 +62,7 @@ async def test_a_session_holds_a_quarter(pairs: dict[str, Pair], start_worker: C
         )
         files = Checkpoints(pair.target, None, "float32", kv_dtype=kept)
         async with Cluster(plan, files, launch=Launch(threads=1)) as cluster:
-            workers = [await cluster._peers.worker(address) for address in addresses]
+            workers = [await cluster.worker(address) for address in addresses]
             asked = asyncio.ensure_future(complete(cluster, Request("r", (1, 2, 3), 300), None))
             while True:
                 found = [await worker.describe() for worker in workers]

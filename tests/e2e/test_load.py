@@ -13,6 +13,8 @@ import pytest
 
 from tests.e2e.server import PAIR, Server, serving
 
+pytestmark = pytest.mark.usefixtures("own_processes")
+
 CLIENTS = 64
 STORY = "The keeper of the lighthouse counts the ships, and writes each name down. " * 30
 CHATS: list[dict[str, Any]] = [

@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from coordinator.answer import Request
 from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.loading import Checkpoints
@@ -20,6 +22,8 @@ from coordinator.prefix.stores import open_store
 from services.processes.launch import Launch
 from services.rpc.payload_transport import PayloadTransport
 from tests.e2e.conftest import ROOT, children
+
+pytestmark = pytest.mark.usefixtures("own_processes")
 
 DEMO = ROOT / "deploy" / "demo"
 PROMPT = tuple(3 + 7 * number % 5000 for number in range(900))

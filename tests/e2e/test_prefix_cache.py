@@ -11,7 +11,7 @@ import pytest
 from coordinator.text.model_files import read_model_files
 from coordinator.text.prompt import chat_prompt
 from services.messages.sampling import SamplingParams
-from tests.e2e.conftest import ROOT, Pair, Worker
+from tests.e2e.conftest import ROOT, Pair, Worker, when_idle
 from tests.e2e.prefix_client import GREEDY, TOKENS, Client, client
 from tests.reference import checkpoints
 
@@ -72,8 +72,7 @@ async def test_taken_up_from_memory(
                     assert warm.stats.cached_tokens >= least, name
         await one.settle()
         for address in one.cluster.addresses:
-            worker = await (await one.cluster._peers.worker(address)).describe()
-            assert worker.open_sessions == 0
+            worker = await when_idle(one.cluster, address)
             assert 0 < worker.snapshot_bytes <= worker.snapshot_budget_bytes
 
 
@@ -151,7 +150,7 @@ async def test_a_full_memory_goes_on(
     async with client(pair, "cpu,cpu", prefix_cache_bytes=budget) as one:
         await one.ask(prompt, tokens=2)
         await one.settle()
-        worker = await (await one.cluster._peers.worker(one.cluster.addresses[-1])).describe()
+        worker = await when_idle(one.cluster, one.cluster.addresses[-1])
         assert 2 * worker.snapshot_bytes < budget < 4 * worker.snapshot_bytes
         for other in others:
             await one.ask(other, tokens=2)

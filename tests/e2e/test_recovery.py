@@ -9,8 +9,12 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.conftest import ROOT, end, until
 from tests.e2e.server import DEMO, Server, get, serving
+
+pytestmark = pytest.mark.usefixtures("own_processes")
 
 CLUSTER = """
 model: {demo}/target

@@ -22,6 +22,8 @@ from coordinator.status.worker_poll import ANSWER_S, FRESH_S
 from tests.e2e.conftest import ROOT, alive, flashsplit, until
 from tests.e2e.server import PAIR, Server, get, serving
 
+pytestmark = pytest.mark.usefixtures("own_processes")
+
 SUM = {"role": "user", "content": "Calculate 4729 + 3485."}
 # Long enough to be kept.
 ASK = [{"role": "system", "content": "You do sums, and show how. " * 20}, SUM]

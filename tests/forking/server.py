@@ -1,0 +1,135 @@
+"""The fork server of the tests: imports the worker's modules, torch above all, once, and forks workers on request.
+
+python -m tests.forking.server SOCKET
+
+It ends, with all workers that it forked, when its standard input ends. A worker is killed when the process that stands
+in for it (`startup/sitecustomize.py`) is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import json
+import os
+import random
+import selectors
+import signal
+import socket
+import sys
+from typing import Any
+
+MODULES = ("shard_worker.__main__", "shard_worker.worker", "shard_worker.stage.loader", "shard_worker.roles.target")
+MODULES += ("shard_worker.roles.draft", "shard_worker.measure.probe", "uvloop")
+_ABOVE = 256
+"""Received files are moved above this number first, so that none lies where another one belongs."""
+
+
+class Forked(Exception):
+    """Raised in a forked process, to leave the server's code behind. Holds what its worker was asked for."""
+
+
+class ForkServer:
+    """Connections to processes that stand in for workers, and the workers forked for them."""
+
+    def __init__(self, path: str) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(path)
+        self._listener.listen(64)
+        self._wakeup, self._waker = socket.socketpair()
+        self._wakeup.setblocking(False)
+        self._waker.setblocking(False)
+        self._workers: dict[int, socket.socket] = {}
+        signal.set_wakeup_fd(self._waker.fileno())
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for source in (self._listener, self._wakeup, sys.stdin):
+            self._selector.register(source, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        """Serve until standard input ends. Raises Forked in every process that it forks."""
+        while True:
+            for key, _ in self._selector.select():
+                source: Any = key.fileobj
+                if source is sys.stdin:
+                    for worker in self._workers:
+                        os.kill(worker, signal.SIGKILL)
+                    return
+                if source is self._listener:
+                    self._fork(self._listener.accept()[0])
+                elif source is self._wakeup:
+                    self._wakeup.recv(4096)
+                    self._reap()
+                else:
+                    self._pass_on(source, key.data)
+
+    def _fork(self, connection: socket.socket) -> None:
+        header, files, _, _ = socket.recv_fds(connection, 8, 64)
+        size, request = int.from_bytes(header, "little"), b""
+        while len(request) < size:
+            request += connection.recv(size - len(request))
+        worker = os.fork()
+        if not worker:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._selector.close()
+            for opened in (connection, self._listener, self._wakeup, self._waker, *self._workers.values()):
+                opened.close()
+            raise Forked(json.loads(request), files)
+        for number in files:
+            os.close(number)
+        self._workers[worker] = connection
+        self._selector.register(connection, selectors.EVENT_READ, worker)
+
+    def _pass_on(self, connection: socket.socket, worker: int) -> None:
+        """Signals that came for a worker; SIGKILL where whoever stands in for it is gone."""
+        with contextlib.suppress(ProcessLookupError):
+            for number in connection.recv(64) or [signal.SIGKILL]:
+                os.kill(worker, number)
+                if number == signal.SIGKILL:
+                    self._selector.unregister(connection)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                connection = self._workers.pop(ended[0])
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(connection)
+                with contextlib.suppress(OSError):
+                    connection.send(ended[1].to_bytes(8, "little"))
+                connection.close()
+
+
+def become(request: dict[str, Any], files: list[int]) -> None:
+    """Turn this process into the one that was asked for: its files, folder, environment, command line."""
+    os.setsid()
+    moved = [fcntl.fcntl(number, fcntl.F_DUPFD, _ABOVE) for number in files]
+    for number in files:
+        os.close(number)
+    for source, number in zip(moved, request["files"], strict=True):
+        os.dup2(source, number)
+        os.close(source)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.argv[1:] = request["arguments"]
+    random.seed()
+
+
+def main() -> None:
+    path = sys.argv[1]
+    for name in MODULES:
+        importlib.import_module(name)
+    try:
+        ForkServer(path).run()
+    except Forked as asked:
+        become(*asked.args)
+    else:
+        return
+    sys.argv[0] = "flashsplit-worker"
+    sys.modules["shard_worker.__main__"].main()
+
+
+if __name__ == "__main__":
+    main()
