@@ -2,7 +2,7 @@
 
 z-lab's files keep DFlash's own keys at the top level or under `dflash_config`; the speculators format nests the decoder
 under `transformer_layer_config` and counts captured layers from their input. What is read decides acceptance, not
-correctness, so nothing is guessed silently.
+correctness, so nothing is assumed silently.
 """
 
 from __future__ import annotations
