@@ -69,7 +69,7 @@ async def answers(
 
 @dataclass(frozen=True)
 class Difference:
-    """Between logits of one-row steps and of others. differing: positions with any; flipped: those whose likeliest
+    """Between logits of one-row steps and of others. differing: positions with any; flipped: those whose most probable
     token is another; deviation: the logits' own standard deviation."""
 
     positions: int
@@ -118,7 +118,9 @@ def main() -> None:
     parser.add_argument("--chats", type=int, default=12)
     parser.add_argument("--code", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--seeded", action="store_true", help="draw at temperature 1 instead of taking the likeliest")
+    parser.add_argument(
+        "--seeded", action="store_true", help="draw at temperature 1 instead of taking the most probable"
+    )
     given = parser.parse_args()
     configure_logs("error")
     asked, sampling = prompts(given.chats, given.code), SEEDED if given.seeded else GREEDY
@@ -142,7 +144,7 @@ def main() -> None:
         print(
             f"logits{' --exact' if exact else ''}: other ones at {differing} of {positions} positions, by up to "
             f"{max(one.largest for one in found):.3g} at a standard deviation of {found[0].deviation:.3g}, another "
-            f"likeliest token at {flipped}",
+            f"most probable token at {flipped}",
             flush=True,
         )
 

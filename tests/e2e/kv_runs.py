@@ -50,7 +50,7 @@ async def answers(
 
 @dataclass(frozen=True)
 class Difference:
-    """Over all positions: mean Kullback-Leibler divergence in nats, and how many have the same likeliest token."""
+    """Over all positions: mean Kullback-Leibler divergence in nats, and how many have the same most probable token."""
 
     positions: int
     divergence: float
@@ -108,7 +108,7 @@ def main() -> None:
     texts = [(*prompt, *answer.token_ids) for prompt, answer in zip(asked, kept[None], strict=True)]
     found = difference(stages[0], stages[1], texts)
     print(
-        f"over {found.positions} positions: divergence {found.divergence:.2g} nats, the same likeliest token at "
+        f"over {found.positions} positions: divergence {found.divergence:.2g} nats, the same most probable token at "
         f"{found.agreeing / found.positions:.2%}"
     )
 

@@ -30,7 +30,7 @@ PAIR = ("--model", DEMO / "target", "--draft", DEMO / "draft", "--dtype", "float
     ("dtype", "exact"), [("float32", False), pytest.param("bfloat16", True, marks=pytest.mark.slow)]
 )
 async def test_every_placement_gives_the_same_tokens(dtype: str, exact: bool) -> None:
-    """Plain and with DFlash, on one worker and on two: chats and code, with guesses accepted."""
+    """Plain and with DFlash, on one worker and on two: chats and code, with draft tokens accepted."""
     asked = prompts(2, 1)
     plain, dflash, split = [
         await answers(asked, devices, 48, speculate=speculate, kv_dtype=FLOAT8, dtype=dtype, exact=exact)

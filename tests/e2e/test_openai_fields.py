@@ -117,7 +117,7 @@ def test_bound_answers_over_speculation(client: openai.OpenAI, bound: Any, sampl
 
 
 def test_logprobs_streamed_are_the_whole_ones(client: openai.OpenAI) -> None:
-    """Each token once, in order, also those whose text is held back for a stop string; the likeliest beside it."""
+    """Each token once, in order, also those whose text is held back for a stop string; the most probable beside it."""
     fields: Any = {"temperature": 0, "logprobs": True, "top_logprobs": 4, "stop": ["carry 1.\nAdd the ones"]}
     whole = ask(client, **fields).choices[0].logprobs.content
     streamed = [

@@ -200,8 +200,8 @@ async def test_a_worker_that_lost_its_memory(
 
 
 async def test_speculation_goes_on_at_full_acceptance(tmp_path: Path) -> None:
-    """The demo pair, whose draft is good: as many guesses are accepted after a prefix from memory, and from disk on
-    another split with the draft apart, as in the uninterrupted run."""
+    """The demo pair, whose draft is good: as many draft tokens are accepted after a prefix from memory, and from disk
+    on another split with the draft apart, as in the uninterrupted run."""
     pair = Pair(DEMO / "target", DEMO / "draft", 12)
     files = read_model_files(pair.target)
     asked = [

@@ -38,7 +38,7 @@ def worker(folder: Path, name: str) -> subprocess.Popen[bytes]:
 
 
 def ask(server: Server) -> tuple[str, int]:
-    """An answer, and how many guesses of the draft were accepted for it."""
+    """An answer, and how many draft tokens were accepted for it."""
     body = {"messages": [{"role": "user", "content": "Calculate 4729 + 3485."}], "temperature": 0}
     request = urllib.request.Request(
         f"{server.url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}

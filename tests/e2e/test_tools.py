@@ -135,7 +135,7 @@ def test_none_and_no_tools_leave_text(client: openai.OpenAI) -> None:
 def test_forced_calls_fit_their_schema(
     client: openai.OpenAI, choice: Any, names: set[str], thinking: bool | None
 ) -> None:
-    """Nothing but a call comes, streamed or not, greedy or drawn, with the draft guessing or without."""
+    """Nothing but a call comes, streamed or not, greedy or drawn, with a draft or without."""
     extra: Any = {} if thinking is None else {"chat_template_kwargs": {"enable_thinking": thinking}}
     fields: Any = {
         "messages": SUM,

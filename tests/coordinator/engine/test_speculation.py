@@ -8,7 +8,7 @@ from coordinator.engine.speculation import Speculation
 
 
 def drive(speculation: Speculation, steps: int, accept: float, plain_s: float, verify_s: float) -> list[int]:
-    """Feed steps as a model would give them: `accept` of each block's guesses, time growing with the block."""
+    """Feed steps as a model would give them: `accept` of each block's draft tokens, time growing with the block."""
     lengths = []
     for _ in range(steps):
         draft_tokens = speculation.draft_tokens()
@@ -19,7 +19,7 @@ def drive(speculation: Speculation, steps: int, accept: float, plain_s: float, v
 
 
 def test_good_draft_keeps_whole_blocks() -> None:
-    """With most guesses accepted every step offers the whole block and nothing is probed."""
+    """With most draft tokens accepted every step offers the whole block and nothing is probed."""
     speculation = Speculation(16)
 
     assert drive(speculation, 50, accept=0.6, plain_s=1.0, verify_s=2.0) == [15] * 50
@@ -40,7 +40,7 @@ def test_useless_draft_is_rested_and_tried_again() -> None:
 
 
 def test_half_good_draft_gets_shorter_blocks() -> None:
-    """Where only the first guesses come true and rows are dear, the block shrinks but doesn't vanish."""
+    """Where only the first draft tokens come true and rows are dear, the block shrinks but doesn't vanish."""
     speculation = Speculation(16)
 
     lengths = drive(speculation, 100, accept=0.14, plain_s=1.0, verify_s=6.0)
@@ -71,7 +71,7 @@ def test_statistics_count_what_was_offered() -> None:
 
 @pytest.mark.parametrize("steps", [0, 5, 30])
 def test_switching_off_is_final(steps: int) -> None:
-    """Once the draft is lost no guesses are asked for any more, whatever state the choice was in."""
+    """Once the draft is lost no draft tokens are asked for any more, whatever state the choice was in."""
     speculation = Speculation(16)
     drive(speculation, steps, accept=0.0, plain_s=1.0, verify_s=2.0)
     speculation.switch_off("gone")
@@ -81,5 +81,5 @@ def test_switching_off_is_final(steps: int) -> None:
 
 
 def test_without_a_draft_every_step_is_plain() -> None:
-    """Block size 1 never guesses."""
+    """Block size 1 never draft tokens."""
     assert drive(Speculation(1), 20, accept=0.0, plain_s=1.0, verify_s=1.0) == [0] * 20

@@ -119,8 +119,8 @@ async def test_every_service_runs_between_certificates_of_one_authority(
         await session.forward(prefill())
         assert await anext(session.events()) == commit(prefill())
         await session.close()
-        guessing = await (await peers.draft(address)).open(OpenDraft("r", "f", 9))
-        await guessing.close()
+        drafting = await (await peers.draft(address)).open(OpenDraft("r", "f", 9))
+        await drafting.close()
         frames = (await peers.snapshots(address)).export_snapshot(SnapshotOwner.STAGE, "one")
         assert await anext(frames) == HEADER
         await frames.aclose()

@@ -49,7 +49,7 @@ def plain(run: Run, features: list[Features] | None = None) -> torch.Tensor:
 
 
 def speculated(run: Run, features: list[Features] | None = None) -> torch.Tensor:
-    """The same by verifies, whose guesses behind what counts are other tokens."""
+    """The same by verifies, whose draft tokens behind what counts are other tokens."""
     run(TOKENS[:30])
     logits, done = [], 30
     for rows, kept in BLOCKS:
@@ -120,7 +120,7 @@ def test_so_they_are_over_several_stages_with_captures(
     assert equal(state(runs[1]), state(unsplit))
     rows = [[torch.cat(tensors) for tensors in zip(*(one.tensors for one in run), strict=True)] for run in captured]
     if summed:
-        # The draft's own product, whose rounding only guesses depend on.
+        # The draft's own product, whose rounding only draft tokens depend on.
         torch.testing.assert_close(*rows, rtol=0, atol=0.05)
     else:
         assert equal(*rows)
