@@ -18,7 +18,7 @@ from shard_worker.model.kernels.accept import STOPS, accept
 from shard_worker.model.kernels.attention import rope_table
 from shard_worker.model.kernels.heads import Heads, HeadShape
 from shard_worker.model.kernels.matmul import begin, linear
-from shard_worker.model.kernels.step_parameters import StepParameters
+from shard_worker.model.kernels.step_parameters import ROWS, StepParameters
 from shard_worker.model.layer_weights import AttentionWeights
 from shard_worker.stage.step_runner import ROW_COUNTS
 from shard_worker.weights.weight import Weight
@@ -80,8 +80,10 @@ class DFlashRunner:
         for rows in ROW_COUNTS:
             if rows <= self.rows:
                 argmax, outcome = (torch.zeros(count, dtype=torch.int64, device=device) for count in (rows, 1 + rows))
-                parameters, known_row = self.proposing.tensor[0], self.known_row
-                accept(parameters, argmax, stops, outcome, self.appending, self.proposing, embedding, known_row)
+                # Of a verify of as many rows as there are tokens: those of the block say another number.
+                verify = self.proposing.tensor[0].clone()
+                verify[ROWS.value] = rows
+                accept(verify, argmax, stops, outcome, self.appending, self.proposing, embedding, self.known_row)
 
     def append(self, state: DFlashState, mixed: torch.Tensor) -> None:
         """Take features of the n committed rows that follow the context: `DFlashDraft.mix` of them, [n, hidden]."""

@@ -285,6 +285,7 @@ def test_with_a_key(tmp_path: Path, opened: Browser) -> None:
         until(lambda: texts(page, "#state") == ["ready"], 10)
 
 
+@pytest.mark.usefixtures("own_processes")
 def test_a_worker_and_a_server_that_die(tmp_path: Path, opened: Browser, start_worker: Callable[..., Worker]) -> None:
     """Both are shown as such, and said to who asks; a worker of the server's own is back soon."""
     page, remote = opened, start_worker()
