@@ -12,7 +12,7 @@ import os
 import platform
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
 
@@ -155,7 +155,7 @@ class Worker:
                     "something else",
                     reason="SESSIONS_OPEN",
                 )
-            log.info("load.started", part=str(part))
+            log.info("load.started", part=asdict(part))
             if role.snapshot_owner is not None:
                 # The prefixes in the store belong to the model that goes.
                 self._snapshots.clear(role.snapshot_owner)
