@@ -79,15 +79,15 @@ class Released:
 
 
 @dataclass(slots=True)
-class Captured:
+class CapturedStep:
     """A graph and the memory that it writes to.
 
-    graph: None where steps are launched kernel by kernel. captured: the rows behind each layer that the draft reads,
-    where they are wanted one by one. total: their sum through the draft's `fc`, float32 [rows, hidden], where that is
-    wanted.
+    graph: None where steps are launched kernel by kernel. layer_rows: the rows behind each layer that the draft
+    reads, where they are wanted one by one. total: their sum through the draft's `fc`, float32 [rows, hidden], where
+    that is wanted.
     """
 
     graph: torch.cuda.CUDAGraph | None
     output: StepOutput
-    captured: list[torch.Tensor] = field(default_factory=list)
+    layer_rows: list[torch.Tensor] = field(default_factory=list)
     total: torch.Tensor | None = None

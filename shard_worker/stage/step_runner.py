@@ -24,7 +24,7 @@ from shard_worker.model.kernel_support import can_run, head_sizes
 from shard_worker.model.layer_weights import DecoderWeights
 from shard_worker.stage.kernel_layers import kernel_layers
 from shard_worker.stage.segment import Segment
-from shard_worker.stage.step_graph import Captured, Prelaunched, Released, StepOutput, StepRows, Variant
+from shard_worker.stage.step_graph import CapturedStep, Prelaunched, Released, StepOutput, StepRows, Variant
 
 ROW_COUNTS = (1, 16, 32, 64)
 """The numbers of rows that steps are made with; a step of another number leaves the last rows unused."""
@@ -47,21 +47,37 @@ class StepRunner:
         # Page-locked, so that rows from another process are sent as part of a step.
         self._incoming = torch.zeros_like(self._hidden, device="cpu", pin_memory=device.type != "cpu")
         self._incoming_bytes = bytes_of(self._incoming)
-        leaving = self._hidden if head is None else torch.zeros(ROW_COUNTS[-1], dtype=torch.int64)
-        self._leaving = torch.zeros_like(leaving, device="cpu", pin_memory=device.type != "cpu")
-        self._recurrent = self._layers.delta is not None
-        self._made: dict[Variant, Captured] = {}
-        self._last: Variant | None = None
+        outgoing = self._hidden if head is None else torch.zeros(ROW_COUNTS[-1], dtype=torch.int64)
+        self._outgoing = torch.zeros_like(outgoing, device="cpu", pin_memory=device.type != "cpu")
+        self._has_recurrent_layers = self._layers.delta is not None
+        self._captured: dict[Variant, CapturedStep] = {}
+        self._last_variant: Variant | None = None
         self._gate = StreamGate.on(segment.device) if graphs else None
         self._prelaunched: Prelaunched | None = None
         self._released: Released | None = None
-        self._filled: Callable[[], SegmentCaches | None] = lambda: None
+        self._filled_caches: Callable[[], SegmentCaches | None] = lambda: None
         """Returns the caches whose addresses are in the step parameters, None where they are gone."""
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
 
     @property
     def graphs(self) -> bool:
+        """Whether steps are captured as CUDA graphs."""
         return self._graphs
+
+    @property
+    def prelaunched(self) -> Variant | None:
+        """The kind of step that waits on the device to be released, None where none does."""
+        return None if self._prelaunched is None else self._prelaunched.variant
+
+    @property
+    def released(self) -> Variant | None:
+        """The kind of step that `release` let begin and `run` was not called for yet, None where there is none."""
+        return None if self._released is None else self._released.variant
+
+    @property
+    def has_recurrent_layers(self) -> bool:
+        """Whether layers of the segment keep a recurrent state, which a step must advance only once."""
+        return self._has_recurrent_layers
 
     def takes(self, rows: int, *, uncommitted: bool) -> bool:
         """Return whether steps of so many rows run here. Rows that count at once come one by one, or many together."""
@@ -73,14 +89,14 @@ class StepRunner:
         drafted: blocks of a draft are verified, and it wants features; otherwise rows come one by one.
         """
         with self._segment.device.current():
-            self._prepared(self._key(1, uncommitted=False, featured=False))
+            self._capture_once(self._make_variant(1, uncommitted=False, featured=False))
             if not drafted:
                 return
-            self._prepared(self._key(1, uncommitted=False, featured=True))
-            self._prepared(self._key(BLOCK_ROWS, uncommitted=True, featured=True))
+            self._capture_once(self._make_variant(1, uncommitted=False, featured=True))
+            self._capture_once(self._make_variant(BLOCK_ROWS, uncommitted=True, featured=True))
             for rows in ROW_COUNTS:
                 if rows > BLOCK_ROWS:
-                    self._try(self._key(rows, uncommitted=True, featured=True))
+                    self._launch_on_scratch(self._make_variant(rows, uncommitted=True, featured=True))
             self.commit(self._segment.allocate(PAGE_ROWS, BLOCK_ROWS), 0)
 
     def run(
@@ -99,17 +115,17 @@ class StepRunner:
         row's position. features: what the draft reads of the rows is added to it; None where no draft wants it.
         """
         rows = StepRows(base, tuple(token_ids), uncommitted, features is not None)
-        variant = self._variant(rows)
+        variant = self._variant_of(rows)
         released, self._released = self._released, None
-        begun = released is not None and released.matches(variant, caches, rows)
+        was_released = released is not None and released.matches(variant, caches, rows)
         # First of all: others wait meanwhile, and this is but a few stores.
-        passed = begun or self._release_with(variant, rows, hidden, caches)
+        is_released = was_released or self._release_with_hidden(variant, rows, hidden, caches)
         with self._segment.device.current():
-            made = self._made[variant] if passed else self._start(variant, rows, hidden, caches)
-            if not begun:
+            step = self._captured[variant] if is_released else self._start(variant, rows, hidden, caches)
+            if not was_released:
                 self._parameters.record_launch()
-            self._last = variant
-            return self._output(made, len(token_ids), features)
+            self._last_variant = variant
+            return self._output(step, len(token_ids), features)
 
     def release(self, rows: StepRows, activation: memoryview | None, caches: SegmentCaches, *, certain: bool) -> None:
         """Let the prelaunched step begin where it is that of these rows, before `run` is called for it.
@@ -120,15 +136,15 @@ class StepRunner:
         prelaunched = self._prelaunched
         if prelaunched is None or prelaunched.caches is not caches:
             return
-        variant = prelaunched.variant if prelaunched.rows is rows else self._variant(rows)
-        if not certain and variant.uncommitted != self._recurrent:
+        variant = prelaunched.variant if prelaunched.rows is rows else self._variant_of(rows)
+        if not certain and variant.uncommitted != self._has_recurrent_layers:
             return
         if self._release(variant, rows, activation, caches):
             with self._segment.device.current():
                 self._parameters.record_launch()
             self._released = Released(variant, caches, rows)
 
-    def _release_with(
+    def _release_with_hidden(
         self, variant: Variant, rows: StepRows, hidden: torch.Tensor | None, caches: SegmentCaches
     ) -> bool:
         if self._prelaunched is None or (hidden is not None and hidden.device.type != "cpu"):
@@ -145,57 +161,59 @@ class StepRunner:
                 return False
             if prelaunched.caches is not caches:
                 self._fill(caches)
-            self._tell(rows)
+            self._set_rows(rows)
         if activation is not None:
-            self._bring(activation)
-        self._pass()
+            self._copy_activation(activation)
+        self._open_gate()
         return True
 
     def _fill(self, caches: SegmentCaches) -> None:
         self._parameters.fill(0, 0, attention=caches.attention, recurrent=caches.recurrent)
-        self._filled = weakref.ref(caches)
+        self._filled_caches = weakref.ref(caches)
 
-    def _tell(self, rows: StepRows) -> None:
+    def _set_rows(self, rows: StepRows) -> None:
         """Set the rows of a step whose caches are filled in, behind `StepParameters.wait`."""
         # The tokens in any case: what counts of a verify is decided by them.
         self._parameters.set_rows(rows.base, len(rows.token_ids), token_ids=rows.token_ids)
 
-    def _bring(self, activation: memoryview) -> None:
+    def _copy_activation(self, activation: memoryview) -> None:
         self._incoming_bytes[: len(activation)] = activation
 
-    def _start(self, variant: Variant, rows: StepRows, hidden: torch.Tensor | None, caches: SegmentCaches) -> Captured:
+    def _start(
+        self, variant: Variant, rows: StepRows, hidden: torch.Tensor | None, caches: SegmentCaches
+    ) -> CapturedStep:
         """Launch a step for which none was prelaunched."""
         count = len(rows.token_ids)
         self.cancel()
-        made = self._prepared(variant)
+        step = self._capture_once(variant)
         caches.reserve(rows.base + count)
         self._fill(caches)
-        self._tell(rows)
+        self._set_rows(rows)
         if hidden is not None:
             if hidden.device.type == "cpu":
-                self._bring(bytes_of(hidden))
+                self._copy_activation(bytes_of(hidden))
                 hidden = self._incoming[:count]
             self._hidden[:count].copy_(hidden, non_blocking=True)
-        if made.graph is None:
+        if step.graph is None:
             return self._launch(variant)
-        made.graph.replay()
-        return made
+        step.graph.replay()
+        return step
 
-    def _output(self, made: Captured, count: int, features: Features | None) -> StepOutput:
+    def _output(self, step: CapturedStep, count: int, features: Features | None) -> StepOutput:
         capture = self._segment.capture
         if features is not None and capture is not None:
             # Copies: they are used behind steps of other sessions.
-            if made.total is not None:
-                features.add(made.total[:count].clone())
+            if step.total is not None:
+                features.add(step.total[:count].clone())
             else:
-                captured = [piece[:count].clone() for piece in made.captured]
-                features.slices |= dict(zip(capture.indices.values(), captured, strict=True))
-        output = made.output
+                layer_rows = [rows[:count].clone() for rows in step.layer_rows]
+                features.slices |= dict(zip(capture.indices.values(), layer_rows, strict=True))
+        output = step.output
         return StepOutput(
             output.hidden[:count],
             None if output.logits is None else output.logits[:count],
             None if output.argmax is None else output.argmax[:count],
-            OnHost(self._leaving[:count], self._parameters.done),
+            OnHost(self._outgoing[:count], self._parameters.done),
         )
 
     def prelaunch(
@@ -208,24 +226,24 @@ class StepRunner:
         where they have room, and for rows that are not known.
         Until then the device must not be waited for, nor memory be asked for, except by `run` and `cancel`.
         """
-        variant = self._last
+        variant = self._last_variant
         if self._gate is None or variant is None or self._prelaunched is not None:
             return
-        if running and (self._filled() is not caches or not caches.has_room(length)):
+        if running and (self._filled_caches() is not caches or not caches.has_room(length)):
             return
         if not running:
             caches.reserve(length)
             self._fill(caches)
-            if known is not None and self._variant(known) != variant:
+            if known is not None and self._variant_of(known) != variant:
                 known = None
             if known is not None:
-                self._tell(known)
+                self._set_rows(known)
         with self._segment.device.current():
             self._gate.shut()
             self._prelaunched = Prelaunched(variant, caches, known)
             if self._embedding is None:
                 self._hidden[: variant.rows].copy_(self._incoming[: variant.rows], non_blocking=True)
-            graph = self._made[variant].graph
+            graph = self._captured[variant].graph
             assert graph is not None
             graph.replay()
 
@@ -235,12 +253,12 @@ class StepRunner:
         if self._prelaunched is not None:
             self._parameters.wait()
             self._parameters.set_rows(0, 0)
-            self._pass()
+            self._open_gate()
             with self._segment.device.current():
                 self._parameters.record_launch()
             self._segment.device.synchronize()
 
-    def _pass(self) -> None:
+    def _open_gate(self) -> None:
         assert self._gate is not None
         self._gate.open()
         self._prelaunched = None
@@ -268,39 +286,39 @@ class StepRunner:
                 count = torch.full((1,), count, dtype=torch.int64, device=self.parameters.device)
             deltanet.commit(self._layers.delta, caches.recurrent.step_parameters, count, caches.recurrent.conv)
 
-    def _variant(self, rows: StepRows) -> Variant:
-        return self._key(len(rows.token_ids), rows.uncommitted, rows.featured)
+    def _variant_of(self, rows: StepRows) -> Variant:
+        return self._make_variant(len(rows.token_ids), rows.uncommitted, rows.featured)
 
-    def _key(self, count: int, uncommitted: bool, featured: bool) -> Variant:
+    def _make_variant(self, count: int, uncommitted: bool, featured: bool) -> Variant:
         rows = next(rows for rows in ROW_COUNTS if count <= rows)
-        return Variant(rows, uncommitted and self._recurrent, featured and self._segment.capture is not None)
+        return Variant(rows, uncommitted and self._has_recurrent_layers, featured and self._segment.capture is not None)
 
-    def _prepared(self, variant: Variant) -> Captured:
-        if variant not in self._made:
+    def _capture_once(self, variant: Variant) -> CapturedStep:
+        if variant not in self._captured:
             # Kernels are compiled and loaded then, which a capture must not see.
-            made = self._try(variant)
-            self._made[variant] = self._capture(variant) if self._graphs else made
-        return self._made[variant]
+            step = self._launch_on_scratch(variant)
+            self._captured[variant] = self._capture(variant) if self._graphs else step
+        return self._captured[variant]
 
-    def _try(self, variant: Variant) -> Captured:
+    def _launch_on_scratch(self, variant: Variant) -> CapturedStep:
         """Launch a step once, on memory of no session."""
         scratch = self._segment.allocate(PAGE_ROWS, variant.rows)
         scratch.reserve(variant.rows)
         self._fill(scratch)
         self._parameters.set_rows(0, variant.rows)
-        made = self._launch(variant)
+        step = self._launch(variant)
         self._parameters.record_launch()
-        return made
+        return step
 
-    def _capture(self, variant: Variant) -> Captured:
+    def _capture(self, variant: Variant) -> CapturedStep:
         self._segment.device.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            made = self._launch(variant)
-        made.graph = graph
-        return made
+            step = self._launch(variant)
+        step.graph = graph
+        return step
 
-    def _launch(self, variant: Variant) -> Captured:
+    def _launch(self, variant: Variant) -> CapturedStep:
         from shard_worker.model.kernels import decoder
         from shard_worker.model.kernels.deltanet import commit
         from shard_worker.model.kernels.matmul import linear
@@ -313,29 +331,29 @@ class StepRunner:
             first = FIRST_TOKEN.value
             hidden = F.embedding(parameters[first : first + variant.rows], self._embedding)
         capture = segment.capture if variant.featured else None
-        wanted = [] if capture is None else [layer - segment.layers.first for layer in capture.indices]
+        capture_indices = [] if capture is None else [layer - segment.layers.first for layer in capture.indices]
         result = decoder.run(
             self._layers,
             hidden,
             dict.fromkeys(LayerKind, parameters),
             uncommitted=variant.uncommitted,
             then=None if self._head is None else self._head.norm,
-            capture=wanted,
+            capture=capture_indices,
         )
         if self._layers.delta is not None and not variant.uncommitted:
             commit(self._layers.delta, parameters, parameters[ROWS.value :], hidden, states=False)
-        made = Captured(None, StepOutput(result.hidden))
+        step = CapturedStep(None, StepOutput(result.hidden))
         if capture is not None and capture.fc is not None:
-            made.total = linear(torch.cat(result.captured, -1), capture.fc.tensor)[0].float()
+            step.total = linear(torch.cat(result.captured, -1), capture.fc.tensor)[0].float()
         elif capture is not None:
-            made.captured = result.captured
+            step.layer_rows = result.captured
         if self._head is not None and result.normed is not None:
             logits, _ = linear(result.normed, self._head.weight.tensor)
-            made.output = StepOutput(result.hidden, logits, logits.argmax(-1))
-        output = made.output
-        leaving = output.hidden if output.argmax is None else output.argmax
-        self._leaving[: variant.rows].copy_(leaving, non_blocking=True)
-        return made
+            step.output = StepOutput(result.hidden, logits, logits.argmax(-1))
+        output = step.output
+        outgoing = output.hidden if output.argmax is None else output.argmax
+        self._outgoing[: variant.rows].copy_(outgoing, non_blocking=True)
+        return step
 
 
 def make_runner(
@@ -345,7 +363,7 @@ def make_runner(
 
     Returns None where plain torch has to do, as `can_run` says, and for layers that the kernels don't have.
     """
-    usual = all(isinstance(weights, DecoderWeights) for weights in segment.weights)
-    if not usual or not can_run(segment.device, head_sizes(segment.config)):
+    are_decoders = all(isinstance(weights, DecoderWeights) for weights in segment.weights)
+    if not are_decoders or not can_run(segment.device, head_sizes(segment.config)):
         return None
     return StepRunner(segment, embedding, head, graphs=graphs)

@@ -19,16 +19,16 @@ STOPS = 8
 @triton.jit(do_not_specialize=["stride", "hidden"])
 def _accept(
     parameters, argmax, stops, outcome, appending, proposing, stride, embedding, known_row, hidden,
-    MADE: tl.constexpr, COPIES: tl.constexpr, STOPS: tl.constexpr, BLOCK: tl.constexpr,
+    STEP_ROWS: tl.constexpr, COPIES: tl.constexpr, STOPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    ms = tl.arange(0, MADE)
+    ms = tl.arange(0, STEP_ROWS)
     rows = tl.load(parameters + ROWS)
     chosen = tl.load(argmax + ms, mask=ms < rows, other=0)
     goes_on = ms + 1 < rows
     goes_on = goes_on & (chosen == tl.load(parameters + FIRST_TOKEN + 1 + ms, mask=goes_on, other=-1))
     for stop in tl.static_range(STOPS):
         goes_on = goes_on & (chosen != tl.load(stops + stop))
-    last = tl.min(tl.where(goes_on, MADE, ms), 0)
+    last = tl.min(tl.where(goes_on, STEP_ROWS, ms), 0)
     count = (last + 1).to(tl.int64)
     tl.store(outcome, count)
     tl.store(outcome + 1 + ms, chosen)
@@ -61,6 +61,6 @@ def accept(
     """
     _accept[(1,)](
         parameters, argmax, stops, outcome, appending.tensor, proposing.tensor, appending.tensor.shape[1],
-        embedding, known_row, embedding.shape[1], MADE=len(outcome) - 1, COPIES=len(appending.tensor),
+        embedding, known_row, embedding.shape[1], STEP_ROWS=len(outcome) - 1, COPIES=len(appending.tensor),
         STOPS=STOPS, BLOCK=1024, num_warps=4,
     )  # fmt: skip

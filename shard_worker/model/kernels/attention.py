@@ -65,12 +65,12 @@ def _chunk_start(chunk):
 def _attend(
     projected, parameters, sums, tops, slot, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr,
-    ROWS_MADE: tl.constexpr, CHUNKS: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, WINDOW: tl.constexpr,
+    STEP_ROWS: tl.constexpr, CHUNKS: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr, FLOAT8: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the softmax sums of one key head's queries over every programs-th chunk.
 
-    sums: float32 [KV_HEADS, CHUNKS, group * ROWS_MADE, DIM]; tops: float32 [KV_HEADS, CHUNKS, group * ROWS_MADE, 2],
+    sums: float32 [KV_HEADS, CHUNKS, group * STEP_ROWS, DIM]; tops: float32 [KV_HEADS, CHUNKS, group * STEP_ROWS, 2],
     the largest score and the sum of weights.
     """
     kv, program, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -83,7 +83,7 @@ def _attend(
     row, head = ms // group, kv * group + ms % group
     base, rows = tl.load(parameters + BASE).to(tl.int32), tl.load(parameters + ROWS).to(tl.int32)
     q_at = projected + row[:, None] * STRIDE + head[:, None] * DIM + ds[None, :]
-    q = tl.load(q_at, mask=(row < ROWS_MADE)[:, None], other=0.0)
+    q = tl.load(q_at, mask=(row < STEP_ROWS)[:, None], other=0.0)
     live = row < rows
     end = base + rows
     count = _chunks(end)
@@ -127,7 +127,7 @@ def _attend(
             weight = weight * kept + tl.sum(weights, 1)
             total = tl.dot(weights.to(kind), values, total * kept[:, None], input_precision=PRECISION)
             top = higher
-        line = (kv * CHUNKS + chunk).to(tl.int64) * (group * ROWS_MADE) + ms
+        line = (kv * CHUNKS + chunk).to(tl.int64) * (group * STEP_ROWS) + ms
         tl.store(sums + line[:, None] * DIM + ds[None, :], total, mask=live[:, None])
         tl.store(tops + line * 2, top, mask=live)
         tl.store(tops + line * 2 + 1, weight, mask=live)
@@ -136,20 +136,20 @@ def _attend(
 @triton.jit
 def _combine(
     projected, parameters, sums, tops, out,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr, ROWS_MADE: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr, STEP_ROWS: tl.constexpr,
     CHUNKS: tl.constexpr, MOST: tl.constexpr, TURN: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Combine the chunks of one row and head of out [rows, HEADS * DIM], times the gate's sigmoid."""
     row, head = tl.program_id(0), tl.program_id(1)
     group: tl.constexpr = HEADS // KV_HEADS
-    line = (head // group * CHUNKS).to(tl.int64) * (group * ROWS_MADE) + row * group + head % group
+    line = (head // group * CHUNKS).to(tl.int64) * (group * STEP_ROWS) + row * group + head % group
     ds, ts, every = tl.arange(0, DIM), tl.arange(0, TURN), tl.arange(0, MOST)
     # What the first chunks have is asked for before it is known how many there are.
     end = tl.load(parameters + BASE) + tl.load(parameters + ROWS)
-    tops_at = tops + (line + every * (group * ROWS_MADE)) * 2
+    tops_at = tops + (line + every * (group * STEP_ROWS)) * 2
     every_top = tl.load(tops_at, mask=every < CHUNKS, other=0.0)
     every_weight = tl.load(tops_at + 1, mask=every < CHUNKS, other=0.0)
-    at = line + ts * (group * ROWS_MADE)
+    at = line + ts * (group * STEP_ROWS)
     parts = tl.load(sums + at[:, None] * DIM + ds[None, :], mask=(ts < CHUNKS)[:, None], other=0.0)
     part_tops = tl.load(tops + at * 2, mask=ts < CHUNKS, other=0.0)
     count = _chunks(end.to(tl.int32))
@@ -158,7 +158,7 @@ def _combine(
     weight = tl.sum(tl.where(every < count, every_weight * tl.exp(every_top - top), 0.0), 0)
     total = tl.sum(tl.where((ts < count)[:, None], parts * tl.exp(part_tops - top)[:, None], 0.0), 0)
     for first in range(TURN, count, TURN):
-        at = line + (first + ts) * (group * ROWS_MADE)
+        at = line + (first + ts) * (group * STEP_ROWS)
         there = first + ts < count
         factor = tl.exp(tl.load(tops + at * 2, mask=there, other=float("-inf")) - top)
         parts = tl.load(sums + at[:, None] * DIM + ds[None, :], mask=there[:, None], other=0.0)
@@ -223,13 +223,13 @@ def attend(
     common = {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "DIM": shape.dim, "STRIDE": shape.stride}
     _attend[(shape.kv_heads, programs, parts)](
         projected, parameters, sums, tops, slot, shape.dim**-0.5,
-        **common, ROWS_MADE=rows, CHUNKS=chunks, PAGE=shape.page, RING=shape.ring,
+        **common, STEP_ROWS=rows, CHUNKS=chunks, PAGE=shape.page, RING=shape.ring,
         WINDOW=shape.window, CAUSAL=shape.causal, FLOAT8=shape.float8, BLOCK=tiles.queries,
         TILE=tiles.keys, PRECISION=product_precision(projected),
         num_warps=tiles.warps, num_stages=2,
     )  # fmt: skip
     _combine[(rows, shape.heads)](
-        projected, parameters, sums, tops, out, **common, ROWS_MADE=rows, CHUNKS=chunks,
+        projected, parameters, sums, tops, out, **common, STEP_ROWS=rows, CHUNKS=chunks,
         MOST=triton.next_power_of_2(chunks), TURN=16, GATED=shape.gated, num_warps=2,
     )  # fmt: skip
     return out

@@ -248,7 +248,7 @@ def in_turn(stage: Stage, *, prelaunched: bool) -> list[torch.Tensor]:
                 # What comes next is the other session's, and now and then of another number of rows.
                 stage.prelaunch(state, count)
                 assert stage.runners[0] is not None
-                assert stage.runners[0]._prelaunched is not None
+                assert stage.runners[0].prelaunched is not None
                 if turn % 3 == 0:
                     stage.cancel()
     stage.cancel()
@@ -333,7 +333,7 @@ def verified(stage: Stage, *, early: bool) -> list[torch.Tensor]:
                 known = (None, asked, replace(asked, token_ids=(*block[1:], 0)))[turn % 5 % 3]
                 stage.prelaunch(state, count, known=known)
             stage.release(state, asked, bytes_of(hidden), certain=turn % 3 == 0)
-            assert (runner._released is not None) == bool(turn)
+            assert (runner.released is not None) == bool(turn)
             if turn % 3 == 1:
                 first = other.length
                 between = rows[first : first + 16]
@@ -343,7 +343,7 @@ def verified(stage: Stage, *, early: bool) -> list[torch.Tensor]:
                 stage.prelaunch(other, 16)
         output = stage.step(state, block, None, uncommitted=True, hidden=hidden)
         # Waiting for the device itself would wait for what is prelaunched.
-        if runner._prelaunched is None:
+        if runner.prelaunched is None:
             made.append(output.hidden.cpu())
         elif output.on_host is not None:
             made.append(output.on_host.wait().clone())
@@ -380,7 +380,7 @@ def told(stage: Stage, *, early: bool) -> list[torch.Tensor]:
             stage.prelaunch(state, 1, known=asked if right else replace(asked, token_ids=(tokens[at] + 1,)))
             if turn % 3:
                 stage.release(state, asked, bytes_of(hidden), certain=turn % 4 != 3)
-                assert (runner._released is not None) == (turn % 4 != 3 or not runner._recurrent)
+                assert (runner.released is not None) == (turn % 4 != 3 or not runner.has_recurrent_layers)
         output = stage.step(state, tokens[at : at + 1], None, uncommitted=False, hidden=hidden)
         assert output.on_host is not None
         made.append(output.on_host.wait().clone())

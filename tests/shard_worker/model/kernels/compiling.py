@@ -400,7 +400,7 @@ def _spills_of(kernel: Any) -> int:
     return (int(stack) + int(local)) // 4
 
 
-_ALIKE = {"ROWS_MADE", "TILES", "CHUNKS", "MOST", "NORMED", "NORM_BLOCK", "SLOT", "MADE", "COPIES"}
+_ALIKE = {"STEP_ROWS", "TILES", "CHUNKS", "MOST", "NORMED", "NORM_BLOCK", "SLOT", "COPIES"}
 """Constants that say how often or how far, and not what is done."""
 
 
