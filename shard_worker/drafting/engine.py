@@ -90,16 +90,19 @@ class DraftEngine:
         return self.draft.propose(state, embedded, tokens)
 
 
-def make_engine(draft: Draft, embedding: EmbeddingRows, head: Weight, *, graphs: bool) -> DraftEngine:
+def make_engine(
+    draft: Draft, embedding: EmbeddingRows, head: Weight, *, graphs: bool, kernels: bool = True
+) -> DraftEngine:
     """Join a draft with the target's embedding and lm_head. It computes by kernels where they can run.
 
     head: lm_head, [vocab, hidden], on the draft's device. graphs: whether kernels may run as captured CUDA graphs.
+    kernels: whether there may be kernels at all.
     """
 
     def project(hidden: torch.Tensor) -> torch.Tensor:
         return head.matmul(hidden.to(head.dtype))
 
-    if head.dtype != draft.dtype or not draft.has_kernels:
+    if not kernels or head.dtype != draft.dtype or not draft.has_kernels:
         return DraftEngine(draft, embedding, project)
     return DraftEngine(draft, embedding, project, draft.make_runner(head, graphs=graphs))
 

@@ -297,7 +297,9 @@ class StageDrafts:
         """Return the draft joined with this stage's head; the same engine for the same two."""
         if self._engine is None or self._engine[0] is not stage or self._engine[1] is not draft:
             assert stage.head is not None
-            engine = make_engine(draft, embedding.rows, stage.head.weight, graphs=self._resources.graphs)
+            # A stage is left without runners where kernels failed: those of a draft beside it cannot be relied on.
+            kernels, graphs = bool(stage.runners), self._resources.graphs
+            engine = make_engine(draft, embedding.rows, stage.head.weight, graphs=graphs, kernels=kernels)
             self._engine = (stage, draft, engine)
         return self._engine[2]
 

@@ -252,6 +252,13 @@ class KernelDraft:
         self.prepared += 1
 
 
+class BrokenKernelDraft(KernelDraft):
+    """A draft whose kernels cannot be compiled."""
+
+    def prepare(self, mask_row: torch.Tensor, embedding: torch.Tensor | None) -> None:
+        raise RuntimeError("no compiler was found")
+
+
 class StageKernels:
     """Stands for the kernels of a stage, which a CPU does not have."""
 
@@ -277,4 +284,28 @@ def test_only_a_draft_of_this_target_is_prepared_with_it(tiny: Tiny, same: bool)
 
     assert draft.prepared == same
     assert role.loaded.stage.runners
+    chain.shutdown()
+
+
+async def test_sessions_draft_in_plain_torch_where_kernels_failed(tiny: Tiny) -> None:
+    """Where the kernels of a draft beside the stage cannot be compiled, its sessions do without them."""
+    prompt, _ = tiny.clear_prompt("qwen3_5", 12, 12)
+    chain = Chain(tiny.path("qwen3_5"), (3,), draft=tiny.draft("qwen3_5", "role", target_layer_ids=(6, 0)))
+    async with chain.session() as client:
+        expected = await client.speculate(prompt, 12)
+    role, draft_role = chain.roles[1], chain.draft_role
+    assert role.loaded is not None
+    assert draft_role is not None
+    assert draft_role.loaded is not None
+    draft: Any = BrokenKernelDraft(draft_role.loaded.draft)
+    draft_role.loaded = replace(draft_role.loaded, engine=DraftEngine(draft))
+    stage = replace(role.loaded.stage, runners=(cast(StepRunner, StageKernels()),))
+    role.loaded = replace(role.loaded, stage=stage)
+
+    role.prepare()
+    async with chain.session() as client:
+        answer = await client.speculate(prompt, 12)
+
+    assert answer.tokens == expected.tokens
+    assert answer.proposals == expected.proposals
     chain.shutdown()
