@@ -151,7 +151,7 @@ class DraftRole(WorkerRole[LoadDraft]):
             dtype=dtype_to_name(draft.dtype),
             weight_bytes=draft.weight_bytes,
             state_trimmable=trimmable(self.loaded.keeper.groups),
-            step_engine=self._step_engine(draft),
+            step_engine=self._step_engine(self.loaded),
         )
 
     async def open(self, request: OpenDraft) -> LocalDraftSession:
@@ -171,8 +171,10 @@ class DraftRole(WorkerRole[LoadDraft]):
         state = await self._thread.submit(loaded.draft.allocate, request.max_length)
         return LocalDraftSession(self, self._thread, loaded, state, request, self._location(None))
 
-    def _step_engine(self, draft: Draft) -> StepEngine:
-        if not draft.has_kernels:
+    def _step_engine(self, loaded: LoadedDraft) -> StepEngine:
+        # Beside a stage it is another engine that computes, by kernels where the draft has any.
+        shared = loaded.part.head_place is HeadPlace.SHARED
+        if not (loaded.draft.has_kernels if shared else loaded.engine.runner is not None):
             return StepEngine.TORCH
         return StepEngine.GRAPHS if self.resources.graphs else StepEngine.KERNELS
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, NotFound
-from services.messages.description import FeatureTransport, HeadPlace
+from services.messages.description import FeatureTransport, HeadPlace, StepEngine
 from services.messages.draft_session import OpenDraft, Propose
 from services.messages.loading import LoadDraft
 from services.messages.steps import FeatureSlice, Location, SnapshotRestore, SnapshotSave
 from services.messages.tensors import WireTensor
 from shard_worker.device.dtypes import from_wire, to_wire
 from shard_worker.device.executor import DeviceThread
+from shard_worker.drafting.drafters import Draft
 from shard_worker.roles.draft import DraftRole, LocalDraftSession
 from tests.reference import checkpoints, storage, target
 from tests.reference.dense_draft import DenseDraft
@@ -65,6 +68,34 @@ def pieces(role: DraftRole, transport: FeatureTransport, captures: torch.Tensor,
         return [FeatureSlice(start, to_wire(part), i) for i, part in enumerate(captures.split(HIDDEN, -1))]
     assert role.loaded is not None
     return [FeatureSlice(start, to_wire(role.loaded.draft.fc.matmul(captures)))]
+
+
+class KernelDraft:
+    """A draft that says that kernels could run it, and otherwise is what it wraps."""
+
+    has_kernels = True
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._draft, name)
+
+
+@pytest.mark.parametrize("place", [LOADED, PROJECTED])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_the_step_engine_is_the_one_that_computes(make_role: MakeRole, place: HeadPlace, kernels: bool) -> None:
+    """A draft that kernels could run is described as what it is where plain torch runs it, as after a failure."""
+    role = make_role(place, SUM)
+    assert role.loaded is not None
+    draft: Any = KernelDraft(role.loaded.draft)
+    runner: Any = draft if kernels else None
+    role.loaded = replace(role.loaded, engine=replace(role.loaded.engine, draft=draft, runner=runner))
+
+    described = role.describe()
+
+    assert described is not None
+    assert described.step_engine is (StepEngine.GRAPHS if kernels else StepEngine.TORCH)
 
 
 @pytest.mark.parametrize("place", [LOADED, PROJECTED])
