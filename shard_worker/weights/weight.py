@@ -140,9 +140,9 @@ class BlockedWeight(Weight):
 
 
 def concatenate(parts: Sequence[Weight]) -> Weight:
-    """Return the matrix of all the parts' rows, in order."""
+    """Return the matrix of all the parts' rows, in order. Of a single part it is that part, and no copy."""
     first, *others = parts
-    return first.concatenated(others)
+    return first.concatenated(others) if others else first
 
 
 def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:

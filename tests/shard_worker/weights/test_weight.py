@@ -49,6 +49,7 @@ def test_rows_are_selected_and_concatenated() -> None:
 
     assert torch.equal(weight.select_rows(slice(1, 3)).tensor, matrix[1:3])
     assert torch.equal(weight.select_rows(torch.tensor([5, 0])).tensor, matrix[[5, 0]])
+    assert concatenate([weight]) is weight
     joined = concatenate([weight, weight.select_rows(slice(0, 2))])
     assert (joined.rows, joined.columns) == (8, 4)
     assert torch.equal(joined.tensor, torch.cat((matrix, matrix[:2])))
