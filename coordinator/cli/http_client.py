@@ -147,7 +147,8 @@ class Server:
                     await reply.aread()
                     raise self._refusal(reply)
                 async for event in events:
-                    if event.data == "[DONE]":
+                    # Servers also send events without data, to keep a connection open or to set when to try again.
+                    if event.data in ("", "[DONE]"):
                         continue
                     chunk = json.loads(event.data)
                     if "error" in chunk:

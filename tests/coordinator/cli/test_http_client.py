@@ -83,6 +83,13 @@ async def test_a_stream_of_chunks() -> None:
             assert requests[0].endswith(b'{"messages":[]}')
 
 
+async def test_events_without_data_are_no_chunks() -> None:
+    """Servers that keep a connection open with them, or say when to try again, are understood."""
+    pieces = ["retry: 3000\n\n", "event: ping\n\n", 'id: 1\ndata: {"text": "a"}\n\n', "id: 2\n\n", "data: [DONE]\n\n"]
+    async with answering(pieces) as (server, _):
+        assert await chunks(server) == [{"text": "a"}]
+
+
 @pytest.mark.parametrize(
     ("pieces", "header", "words"),
     [
