@@ -148,7 +148,7 @@ async def test_proposals_are_those_of_the_dense_draft(
 @pytest.mark.parametrize("transport", [SUM, SLICES])
 @pytest.mark.parametrize("place", [HeadPlace.LOADED, HeadPlace.PROJECTED])
 @pytest.mark.parametrize("cuts", [(), (3,)])
-async def test_a_draft_of_its_own_worker_draft_tokens_alike(
+async def test_a_draft_of_its_own_worker_proposes_alike(
     tiny: Tiny, make_chain: MakeChain, cuts: tuple[int, ...], place: HeadPlace, transport: FeatureTransport
 ) -> None:
     """With its own copy of the head, or sending hidden rows back to be projected, the draft tokens are the same."""
