@@ -19,7 +19,7 @@ from services.net.server import Registration
 from services.rpc.draft import DraftServicer
 from shard_worker.cache.prefix_state import trimmable
 from shard_worker.device.dtypes import dtype_to_name, from_wire, to_wire
-from shard_worker.device.executor import DeviceThread
+from shard_worker.device.executor import DeviceThread, device_error
 from shard_worker.drafting.drafters import Draft, DraftState, drafter_of
 from shard_worker.drafting.embedding_rows import matrix_name, rows_of_checkpoint
 from shard_worker.drafting.engine import DraftEngine, DraftRequest, check_start, make_engine
@@ -112,6 +112,9 @@ class DraftRole(WorkerRole[LoadDraft]):
             try:
                 engine.prepare()
             except Exception as error:
+                if device_error(error) is not error:
+                    # Plain torch cannot do without memory, nor on a GPU that is broken.
+                    raise
                 # Whatever a compiler may lack on this host, plain torch has what it needs.
                 log.warning("kernels.failed", error=f"{type(error).__name__}: {error}"[:500])
                 engine = replace(engine, runner=None)

@@ -19,6 +19,7 @@ from services.messages.tensors import WireTensor
 from shard_worker.device.dtypes import from_wire, to_wire
 from shard_worker.device.executor import DeviceThread
 from shard_worker.drafting.drafters import Draft
+from shard_worker.drafting.drafters.dflash import DFlashDraft
 from shard_worker.roles.draft import DraftRole, LocalDraftSession
 from tests.reference import checkpoints, storage, target
 from tests.reference.dense_draft import DenseDraft
@@ -96,6 +97,42 @@ def test_the_step_engine_is_the_one_that_computes(make_role: MakeRole, place: He
 
     assert described is not None
     assert described.step_engine is (StepEngine.GRAPHS if kernels else StepEngine.TORCH)
+
+
+class FailingRunner:
+    """The kernels of a draft, which cannot be prepared."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def prepare(self, *_: object) -> None:
+        raise self._error
+
+
+def test_a_draft_is_loaded_without_kernels_that_cannot_be_compiled(
+    make_role: MakeRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain torch serves in their place."""
+    runner = FailingRunner(RuntimeError("no compiler was found"))
+    monkeypatch.setattr(DFlashDraft, "has_kernels", True)
+    monkeypatch.setattr(DFlashDraft, "make_runner", lambda *_, **__: runner)
+
+    described = make_role(LOADED, SUM).describe()
+
+    assert described is not None
+    assert described.step_engine is StepEngine.TORCH
+
+
+def test_a_draft_for_which_there_is_no_memory_is_not_loaded(
+    make_role: MakeRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that runs out while kernels are prepared is an error of the load."""
+    runner = FailingRunner(torch.OutOfMemoryError("CUDA out of memory"))
+    monkeypatch.setattr(DFlashDraft, "has_kernels", True)
+    monkeypatch.setattr(DFlashDraft, "make_runner", lambda *_, **__: runner)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        make_role(LOADED, SUM)
 
 
 @pytest.mark.parametrize("place", [LOADED, PROJECTED])
