@@ -99,4 +99,5 @@ def draft_format(name: str) -> DraftFormat:
 
 
 def _marks(raw: Mapping[str, Any]) -> list[str]:
-    return [*(raw.get("architectures") or []), str(raw.get("speculators_model_type") or "")]
+    speculators_type = raw.get("speculators_model_type")
+    return [*(raw.get("architectures") or []), *([str(speculators_type)] if speculators_type else [])]
