@@ -26,8 +26,10 @@ def test_imports_between_rooms_run_one_way() -> None:
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_room_says_what_it_owns(room: Path) -> None:
-    """A room's `__init__` begins with a docstring; one with more than that in it is itself a concept."""
+def test_every_room_says_what_it_is(room: Path) -> None:
+    """A room's `__init__` begins with a docstring of two to nine lines, the first of which is a sentence of its own."""
     described = ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8")))
     assert described is not None
-    assert described.strip().endswith(".") or "\n" in described
+    first, *others = described.strip().splitlines()
+    assert first.endswith(".")
+    assert 1 <= len(others) <= 8

@@ -1,4 +1,7 @@
-"""`flashsplit bench`: figures of this machine, each beside what it is to be compared with."""
+"""`flashsplit bench`: figures of this machine, each beside what it is to be compared with.
+
+It owns the sessions and workers that it measures, and ends them. Nothing that serves requests may import it.
+"""
 
 from __future__ import annotations
 

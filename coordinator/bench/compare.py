@@ -17,7 +17,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class FigurePair:
     """One measurement in both reports. what: was measured, in words; measure: the measurement's name."""
 
     what: str
@@ -66,7 +66,7 @@ def read(path: Path) -> dict[str, Any]:
     raise click.UsageError(f"{path} is no report of a bench: it must be what flashsplit bench … --json prints")
 
 
-def match(first: list[Row], second: list[Row]) -> list[Pair]:
+def match(first: list[Row], second: list[Row]) -> list[FigurePair]:
     """Return the measurements of what stands in both reports."""
     known = {tuple(identity(row).items()): row for row in second}
     pairs = []
@@ -76,11 +76,13 @@ def match(first: list[Row], second: list[Row]) -> list[Pair]:
             continue
         what = " ".join(identity(row).values())
         others = measures(other)
-        pairs += [Pair(what, name, value, others[name]) for name, value in measures(row).items() if name in others]
+        pairs += [
+            FigurePair(what, name, value, others[name]) for name, value in measures(row).items() if name in others
+        ]
     return pairs
 
 
-def table(pairs: list[Pair]) -> Table:
+def table(pairs: list[FigurePair]) -> Table:
     """Return the measurements for people."""
     figures = empty_table("", "", "first", "second", "ratio")
     before = None

@@ -34,7 +34,7 @@ _COMMON_NAME_CHARACTERS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class KeyPair:
     """A certificate and its key."""
 
     certificate: x509.Certificate
@@ -47,10 +47,10 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Authority(Pair):
+class Authority(KeyPair):
     """A certificate and key that sign others, each both a server's and a client's: workers call other workers."""
 
-    def issue(self, names: Sequence[str], days: float, *, now: datetime.datetime | None = None) -> Pair:
+    def issue(self, names: Sequence[str], days: float, *, now: datetime.datetime | None = None) -> KeyPair:
         """Return a certificate and key for one host.
 
         names: DNS names and addresses by which the host is dialled, the first one for people; days: how long it is
@@ -70,7 +70,7 @@ class Authority(Pair):
             .add_extension(x509.SubjectAlternativeName([_general_name(name) for name in names]), critical=False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False)
         )
-        return Pair(builder.sign(self.key, hashes.SHA256()), key)
+        return KeyPair(builder.sign(self.key, hashes.SHA256()), key)
 
 
 def make_authority(days: float, *, now: datetime.datetime | None = None) -> Authority:

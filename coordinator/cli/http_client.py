@@ -60,12 +60,12 @@ class ClientOptions:
     ] = None
     ssl_keyfile: Annotated[Path | None, Flag("The certificate's key.", type=_FILE, metavar="FILE")] = None
 
-    def connect(self) -> Server:
+    def connect(self) -> RemoteServer:
         """Return the server, not yet connected.
 
         Raises InvalidArgument for what is no URL and for files that cannot be used.
         """
-        return Server(server_url(self.url or DEFAULT_URL), self.api_key, self._tls())
+        return RemoteServer(server_url(self.url or DEFAULT_URL), self.api_key, self._tls())
 
     def _tls(self) -> ssl.SSLContext:
         """Return how certificates are checked and shown. Raises InvalidArgument for files that cannot be used."""
@@ -95,7 +95,7 @@ def server_url(text: str) -> str:
     return url
 
 
-class Server:
+class RemoteServer:
     """A connection to a server, open while it is entered as a context.
 
     Whatever goes wrong is raised as a FlashsplitError: Unavailable where nobody answers, Unauthenticated for a missing
@@ -114,7 +114,7 @@ class Server:
             trust_env=not is_loopback(f"[{host}]:0" if ":" in host else f"{host}:0"),
         )
 
-    async def __aenter__(self) -> Server:
+    async def __aenter__(self) -> RemoteServer:
         return self
 
     async def __aexit__(

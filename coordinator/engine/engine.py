@@ -30,7 +30,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """How many requests run and wait now, and the most that may."""
 
     running: int
@@ -94,9 +94,9 @@ class Engine:
         self._idle.set()
 
     @property
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """How busy the engine is."""
-        return Load(self._running, self._waiting, self._max_running, self._max_waiting, self._draining)
+        return EngineLoad(self._running, self._waiting, self._max_running, self._max_waiting, self._draining)
 
     @property
     def ready(self) -> bool:

@@ -15,7 +15,7 @@ from coordinator.cluster.cluster import Cluster
 from coordinator.engine.prefill_chunk import chunk_for
 from coordinator.engine.request_checks import check_request
 from coordinator.engine.speculation import Speculation
-from coordinator.engine.step_times import StageTime, StepTaken, StepTimes, sent_bytes, split_time
+from coordinator.engine.step_times import StageShare, StepTaken, StepTimes, sent_bytes, split_time
 from coordinator.prefix.cache import PrefixCache
 from coordinator.prefix.policy import chunks
 from coordinator.prefix.run import PrefixRun
@@ -330,7 +330,7 @@ class Generation:
         kind: StepKind,
         rows: int,
         commit: Commit,
-        stages: tuple[StageTime, ...],
+        stages: tuple[StageShare, ...],
         elapsed_ns: int = 0,
         draft_ns: int = 0,
     ) -> None:

@@ -11,7 +11,7 @@ from services.messages.steps import TOKEN_BYTES, Commit, StepKind
 
 
 @dataclass(frozen=True, slots=True)
-class StageTime:
+class StageShare:
     """One stage's part of a step's time. wire_ns: on the way between it and the stage above, down and up together."""
 
     forward_ns: int
@@ -33,15 +33,15 @@ class StepTaken:
     kept: int
     elapsed_ns: int
     draft_ns: int
-    stages: tuple[StageTime, ...]
+    stages: tuple[StageShare, ...]
     sent_bytes: tuple[int, ...]
 
 
-def split_time(commit: Commit, elapsed_ns: int) -> tuple[StageTime, ...]:
+def split_time(commit: Commit, elapsed_ns: int) -> tuple[StageShare, ...]:
     """Return each stage's part of a step. elapsed_ns: from sending the step to its answer."""
     stages = []
     for timing in commit.timings:
-        stages.append(StageTime(timing.forward_ns, max(0, elapsed_ns - timing.elapsed_ns)))
+        stages.append(StageShare(timing.forward_ns, max(0, elapsed_ns - timing.elapsed_ns)))
         elapsed_ns = timing.elapsed_ns - timing.forward_ns
     return tuple(stages)
 
@@ -59,7 +59,7 @@ class StepTimes:
     wire_ns: list[int] = field(default_factory=list)
     draft_ns: int = 0
 
-    def add(self, stages: tuple[StageTime, ...]) -> None:
+    def add(self, stages: tuple[StageShare, ...]) -> None:
         """Add one step's times."""
         if not self.forward_ns:
             self.forward_ns = [0] * len(stages)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from coordinator.cluster.placement import Plan, WorkerPlace, threads_each
 from coordinator.planning.memory import Models
-from coordinator.planning.planner import Load, choose_split
+from coordinator.planning.planner import SessionLoad, choose_split
 from coordinator.planning.step_time import WorkerSpeed
 from services.errors import FlashsplitError
 from services.messages.description import Role
@@ -97,5 +97,5 @@ class SplitChooser:
         workers = await measure_workers(plan, addresses, peers, self._models, self._model_path)
         stages = len(plan.stages)
         draft_worker = workers[stages] if plan.draft is not None else None
-        load = Load(min(AUTO_LENGTH, self._models.target.max_position), AUTO_SESSIONS)
+        load = SessionLoad(min(AUTO_LENGTH, self._models.target.max_position), AUTO_SESSIONS)
         return choose_split(self._models, plan, workers[:stages], draft_worker, load)

@@ -23,7 +23,7 @@ Memory = Hashable
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class SessionLoad:
     """What must fit beside the weights: so many sessions of up to `length` tokens each."""
 
     length: int
@@ -49,7 +49,7 @@ def free_bytes(workers: Sequence[WorkerSpeed]) -> dict[Memory, int]:
 
 
 def choose_split(
-    models: Models, plan: Plan, workers: Sequence[WorkerSpeed], draft_worker: WorkerSpeed | None, load: Load
+    models: Models, plan: Plan, workers: Sequence[WorkerSpeed], draft_worker: WorkerSpeed | None, load: SessionLoad
 ) -> Plan:
     """Return the plan with the fastest layers that fit.
 
@@ -70,7 +70,7 @@ def choose_split(
 
 
 def faster_subset(
-    models: Models, plan: Plan, workers: Sequence[WorkerSpeed], load: Load, *, by: float = 1.05
+    models: Models, plan: Plan, workers: Sequence[WorkerSpeed], load: SessionLoad, *, by: float = 1.05
 ) -> tuple[tuple[int, ...], Prediction] | None:
     """Return the indices of workers that alone would decode faster than the plan by a factor, and their prediction.
 
@@ -91,7 +91,7 @@ def _fastest(
     models: Models,
     workers: Sequence[WorkerSpeed],
     free: Mapping[Memory, int],
-    load: Load,
+    load: SessionLoad,
     *,
     draft_beside: bool,
     may_skip: bool = False,
@@ -117,12 +117,12 @@ def _fastest(
     return best_split(count, len(workers), cost, usage, free, may_skip=may_skip)
 
 
-def taken_bytes(models: Models, share: Share, load: Load) -> int:
+def taken_bytes(models: Models, share: Share, load: SessionLoad) -> int:
     """Return the bytes that a share takes with its sessions: weights and caches."""
     return share.weight_bytes + cache_bytes(models, share, load.length, load.sessions)
 
 
-def _does_not_fit(models: Models, free: Mapping[Memory, int], load: Load) -> str:
+def _does_not_fit(models: Models, free: Mapping[Memory, int], load: SessionLoad) -> str:
     whole = stage_shares(models, LayerRange(0, len(models.target.layers)), 1, draft_here=models.draft is not None)[0]
     caches = cache_bytes(models, whole, load.length, load.sessions)
     room = format_size(sum(max(size, 0) for size in free.values()))

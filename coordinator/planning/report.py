@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from coordinator.cluster.placement import Plan
 from coordinator.planning.edges import Edge, feature_bytes, plan_edges
 from coordinator.planning.memory import Models, Share, cache_bytes, device_names, plan_shares
-from coordinator.planning.planner import CONTEXT, Load
+from coordinator.planning.planner import CONTEXT, SessionLoad
 from coordinator.planning.step_time import Prediction, WorkerSpeed, bottleneck, predict
 from services.messages.description import HeadPlace
 from services.sizes import format_size
@@ -128,7 +128,7 @@ def make_report(
         draft_reason=draft_reason(models, plan),
         workers=tuple(workers),
         forecast=forecast,
-        notes=(*overfull(loads, Load(max(lengths), sessions)), *notes),
+        notes=(*overfull(loads, SessionLoad(max(lengths), sessions)), *notes),
     )
 
 
@@ -155,7 +155,7 @@ def draft_reason(models: Models, plan: Plan) -> str | None:
     )
 
 
-def overfull(loads: Sequence[DeviceLoad], load: Load) -> list[str]:
+def overfull(loads: Sequence[DeviceLoad], load: SessionLoad) -> list[str]:
     """Return a sentence for every memory that cannot hold its devices' weights and caches."""
     sentences = []
     for memory in dict.fromkeys(device.memory for device in loads):

@@ -39,7 +39,7 @@ class WorkerSpeed:
 
 
 @dataclass(frozen=True, slots=True)
-class StageTime:
+class PredictedStageTime:
     """Where a stage's share of a step goes.
 
     read_s: reading weights and caches. operators_s: what operators cost beside that. hop_s: the way there and back.
@@ -58,7 +58,7 @@ class StageTime:
         return (max(both) if self.overlapping else sum(both)) + SESSION_S + self.hop_s
 
 
-def stage_time(model: ModelSize, layers: LayerRange, worker: WorkerSpeed, context: int) -> StageTime:
+def stage_time(model: ModelSize, layers: LayerRange, worker: WorkerSpeed, context: int) -> PredictedStageTime:
     """Return a stage's share of a step with `context` tokens before it."""
     read = operators = 0.0
     for device, run in zip(worker.devices, spread(layers, len(worker.devices)), strict=True):
@@ -70,7 +70,7 @@ def stage_time(model: ModelSize, layers: LayerRange, worker: WorkerSpeed, contex
         last = worker.devices[-1]
         read += model.head_bytes / last.read_bytes_per_s
         operators += last.choose_s
-    return StageTime(read, operators, worker.link.round_trip_s, worker.devices[0].name != "cpu")
+    return PredictedStageTime(read, operators, worker.link.round_trip_s, worker.devices[0].name != "cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Prediction:
     """The times of all stages of one placement, in a step with `context` tokens before it."""
 
     context: int
-    stages: tuple[StageTime, ...]
+    stages: tuple[PredictedStageTime, ...]
 
     @property
     def step_s(self) -> float:

@@ -17,7 +17,7 @@ import grpc
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from coordinator.cli.certificate_authority import Authority, Pair, make_authority
+from coordinator.cli.certificate_authority import Authority, KeyPair, make_authority
 from tests.deploy.rendered import Object, of_kind
 from tests.deploy.sandbox import Program, Sandbox
 
@@ -121,7 +121,7 @@ class Cluster:
                 assert "emptyDir" in volume
         return paths
 
-    def _write(self, name: str, pair: Pair, authority: Authority) -> None:
+    def _write(self, name: str, pair: KeyPair, authority: Authority) -> None:
         """Keys in the form that cert-manager writes unless told otherwise."""
         directory = self.secret(name)
         directory.mkdir(parents=True)

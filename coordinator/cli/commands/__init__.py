@@ -1,1 +1,4 @@
-"""The verbs of `flashsplit`, one file each."""
+"""The verbs of `flashsplit`, one file each, found by name.
+
+A command puts option groups and rooms together and must not know how either does its work.
+"""

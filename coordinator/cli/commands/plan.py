@@ -22,7 +22,7 @@ from coordinator.cluster.placement import AUTO, Plan
 from coordinator.planning.measuring import measure_workers, places_of, workers_at
 from coordinator.planning.memory import Models
 from coordinator.planning.picture import show
-from coordinator.planning.planner import CONTEXT, Load, choose_split, faster_subset
+from coordinator.planning.planner import CONTEXT, SessionLoad, choose_split, faster_subset
 from coordinator.planning.report import Report, as_json, make_report
 from coordinator.planning.step_time import WorkerSpeed
 from coordinator.text.model_files import read_model_files
@@ -89,7 +89,7 @@ async def plan(
         report = make_report(models, drawn, lengths=lengths, sessions=sessions, local_memory=local)
     else:
         speeds = await _measure(workers, drawn, models, files.directory)
-        load = Load(max(lengths), sessions)
+        load = SessionLoad(max(lengths), sessions)
         chosen = _choose(models, drawn, speeds, load) if auto or drawn.auto else drawn
         notes = _advice(models, chosen, speeds[: len(chosen.stages)], load)
         report = make_report(models, chosen, lengths=lengths, sessions=sessions, workers=speeds, notes=notes)
@@ -152,7 +152,7 @@ async def _measure(options: ClusterOptions, drawn: Plan, models: Models, directo
         )
 
 
-def _choose(models: Models, drawn: Plan, workers: Sequence[WorkerSpeed], load: Load) -> Plan:
+def _choose(models: Models, drawn: Plan, workers: Sequence[WorkerSpeed], load: SessionLoad) -> Plan:
     """Return the fastest split that fits. Raises FailedPrecondition where none does."""
     stages = len(drawn.stages)
     draft_worker = workers[stages] if drawn.draft is not None else None
@@ -164,7 +164,7 @@ def _choose(models: Models, drawn: Plan, workers: Sequence[WorkerSpeed], load: L
         raise
 
 
-def _advice(models: Models, chosen: Plan, workers: Sequence[WorkerSpeed], load: Load) -> list[str]:
+def _advice(models: Models, chosen: Plan, workers: Sequence[WorkerSpeed], load: SessionLoad) -> list[str]:
     """Return what to know beside the figures: fewer workers that would be faster, if there are such."""
     faster = faster_subset(models, chosen, workers, load)
     if faster is None:

@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from coordinator.cli.http_client import ClientOptions, Server
+from coordinator.cli.http_client import ClientOptions, RemoteServer
 from coordinator.cli.option_groups import GroupedCommand, with_options
 from coordinator.cli.running import EXIT_ERROR
 from coordinator.status.report import Status
@@ -44,7 +44,7 @@ async def status(client: ClientOptions, watch: bool, interval: float, as_json: b
     # Where nobody looks at a terminal, tables are not squeezed to one's width.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
-    async def show(server: Server) -> Status:
+    async def show(server: RemoteServer) -> Status:
         """Print the server's status once, and return it."""
         report = await server.status()
         if as_json:
@@ -53,13 +53,13 @@ async def status(client: ClientOptions, watch: bool, interval: float, as_json: b
             console.print(picture(report, console, server.url))
         return report
 
-    async def repeat(server: Server, seconds: float) -> None:
+    async def repeat(server: RemoteServer, seconds: float) -> None:
         """Print the status again and again."""
         while True:
             await show(server)
             await asyncio.sleep(seconds)
 
-    async def live(server: Server, seconds: float) -> None:
+    async def live(server: RemoteServer, seconds: float) -> None:
         """Draw the status in place, again and again; wait for a server that has gone."""
         last: Status | None = None
         with Live(console=console, auto_refresh=False) as shown:

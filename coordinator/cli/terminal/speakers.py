@@ -12,7 +12,7 @@ from coordinator.answer import Answer
 from coordinator.api.http.chat_exchange import ToolUse, answer_exchange, prepare_exchange
 from coordinator.api.http.schemas import ChatRequest
 from coordinator.api.http.usage import timings_of
-from coordinator.cli.http_client import Server
+from coordinator.cli.http_client import RemoteServer
 from coordinator.engine.engine import Engine
 from coordinator.text.parsers.events import ContentDelta, Event, ReasoningDelta
 from services.messages.sampling import SamplingParams
@@ -78,7 +78,7 @@ class RemoteSpeaker:
     lost = False
     """A server that is gone may come back."""
 
-    def __init__(self, server: Server, model: str) -> None:
+    def __init__(self, server: RemoteServer, model: str) -> None:
         self._server, self.name, self.place = server, model, server.url
 
     async def answer(

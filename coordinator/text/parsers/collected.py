@@ -16,7 +16,7 @@ from coordinator.text.parsers.events import (
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
+class CollectedToolCall:
     """A whole call; `arguments` is the text of a JSON object."""
 
     name: str
@@ -29,7 +29,7 @@ class Collected:
 
     reasoning: str
     content: str
-    tool_calls: tuple[ToolCall, ...]
+    tool_calls: tuple[CollectedToolCall, ...]
 
 
 def collect(events: Iterable[Event]) -> Collected:
@@ -37,7 +37,7 @@ def collect(events: Iterable[Event]) -> Collected:
     reasoning: list[str] = []
     content: list[str] = []
     arguments: list[str] = []
-    calls: list[ToolCall] = []
+    calls: list[CollectedToolCall] = []
     name = ""
     for event in events:
         match event:
@@ -50,5 +50,5 @@ def collect(events: Iterable[Event]) -> Collected:
             case ToolCallArguments():
                 arguments.append(event.text)
             case ToolCallEnd():
-                calls.append(ToolCall(name, "".join(arguments)))
+                calls.append(CollectedToolCall(name, "".join(arguments)))
     return Collected("".join(reasoning), "".join(content), tuple(calls))

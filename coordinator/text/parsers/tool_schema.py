@@ -19,7 +19,7 @@ _MAX_NESTING = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
+class OfferedTool:
     """A function that the model may call; `parameters` is the JSON schema of its arguments."""
 
     name: str
@@ -45,12 +45,12 @@ class Tool:
         return _types(self.argument_schemas().get(name, others), self.parameters, set())
 
 
-def read_tools(schemas: Sequence[ToolSchema]) -> dict[str, Tool]:
+def read_tools(schemas: Sequence[ToolSchema]) -> dict[str, OfferedTool]:
     """Return tools by name.
 
     Raises InvalidArgument for one without a name, a name twice, or parameters that are no object.
     """
-    tools: dict[str, Tool] = {}
+    tools: dict[str, OfferedTool] = {}
     for index, schema in enumerate(schemas):
         function = schema.get("function", schema) if isinstance(schema, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
@@ -61,7 +61,7 @@ def read_tools(schemas: Sequence[ToolSchema]) -> dict[str, Tool]:
             raise InvalidArgument(f"tools[{index}].parameters must be a JSON schema, an object", field="tools")
         if name in tools:
             raise InvalidArgument(f"tools[{index}]: {name!r} is there already; names must differ", field="tools")
-        tools[name] = Tool(name, parameters or {})
+        tools[name] = OfferedTool(name, parameters or {})
     return tools
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.cli.http_client import ClientOptions, Server, server_url
+from coordinator.cli.http_client import ClientOptions, RemoteServer, server_url
 from services.errors import InvalidArgument, Unauthenticated, Unavailable
 
 STREAM = "content-type: text/event-stream"
@@ -20,7 +20,7 @@ STREAM = "content-type: text/event-stream"
 @asynccontextmanager
 async def answering(
     pieces: Sequence[str | bytes], status: str = "200 OK", header: str = STREAM, key: str | None = None
-) -> AsyncIterator[tuple[Server, list[bytes]]]:
+) -> AsyncIterator[tuple[RemoteServer, list[bytes]]]:
     """Give a client of a server that answers every request with these pieces, each sent for itself, and then closes.
 
     The list holds the requests that have come.
@@ -44,7 +44,7 @@ async def answering(
         yield server, requests
 
 
-async def chunks(server: Server) -> list[dict[str, Any]]:
+async def chunks(server: RemoteServer) -> list[dict[str, Any]]:
     """Return all chunks of a chat completion."""
     return [chunk async for chunk in server.chat({"messages": []})]
 

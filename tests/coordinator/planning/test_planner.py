@@ -15,7 +15,7 @@ from coordinator.planning.model_size import read_model_size
 from coordinator.planning.planner import (
     CONTEXT,
     RESERVE,
-    Load,
+    SessionLoad,
     choose_split,
     faster_subset,
     free_bytes,
@@ -28,7 +28,7 @@ from services.layers import LayerRange
 from services.messages.measure import DeviceSpeed
 from tests.coordinator.planning.conftest import KINDS, worker
 
-LOAD = Load(256, 1)
+LOAD = SessionLoad(256, 1)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_the_fast_device_gets_more(models: Models) -> None:
 @pytest.mark.parametrize("room", [1.02, 1.3, 2.0])
 def test_no_split_that_fits_is_faster(models: Models, sessions: int, room: float) -> None:
     """Against all splits of three workers, two of them in one memory, when that gets scarce."""
-    load = Load(256, sessions)
+    load = SessionLoad(256, sessions)
     (whole,) = plan_shares(models, planned([worker()]), [1])[0]
     size = int(taken_bytes(models, whole, load) * room)
     workers = [worker(free=size // 2), worker("cuda:0", free=size // 3, read=1e10), worker(free=size // 2)]
@@ -124,11 +124,11 @@ def test_no_split_that_fits_is_faster(models: Models, sessions: int, room: float
 def test_what_does_not_fit_says_what_is_missing(models: Models) -> None:
     """The sentence has the sizes and the options; with a little more it fits."""
     with pytest.raises(FailedPrecondition) as caught:
-        choose_split(models, planned([worker(free=1000)]), [worker(free=1000)], None, Load(4096, 3))
+        choose_split(models, planned([worker(free=1000)]), [worker(free=1000)], None, SessionLoad(4096, 3))
 
     words = ("of weights", "3 sessions of 4096 tokens", "1000 B usable", "--max-model-len", "--sessions", "--dtype")
     assert all(word in caught.value.message for word in words), caught.value.message
-    assert choose_split(models, planned([worker()]), [worker()], None, Load(4096, 3)).stages
+    assert choose_split(models, planned([worker()]), [worker()], None, SessionLoad(4096, 3)).stages
 
 
 def test_a_draft_elsewhere_takes_its_own_memory(models: Models) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.engine.step_times import StageTime, StepTaken, StepTimes, sent_bytes, split_time
+from coordinator.engine.step_times import StageShare, StepTaken, StepTimes, sent_bytes, split_time
 from coordinator.status.board import shares_of
 from coordinator.status.rolling import KEPT_S, Rolling
 from services.messages.steps import Commit, StageTiming, StepKind
@@ -22,7 +22,7 @@ class Clock:
 
 def step(kind: StepKind = StepKind.VERIFY, rows: int = 16, kept: int = 12, draft_ns: int = 20) -> StepTaken:
     """100 ns in all: 30 and 25 computed, 5 and 20 on the wire, 20 drafted."""
-    return StepTaken("r", kind, rows, kept, 100, draft_ns, (StageTime(30, 5), StageTime(25, 20)), (64, 1000, 0))
+    return StepTaken("r", kind, rows, kept, 100, draft_ns, (StageShare(30, 5), StageShare(25, 20)), (64, 1000, 0))
 
 
 def test_a_steps_time_is_split_over_computing_and_wire() -> None:
@@ -34,7 +34,7 @@ def test_a_steps_time_is_split_over_computing_and_wire() -> None:
     times.add(stages)
     times.add(stages)
 
-    assert stages == (StageTime(30, 10), StageTime(40, 15))
+    assert stages == (StageShare(30, 10), StageShare(40, 15))
     assert (times.forward_ns, times.wire_ns) == ([60, 80], [20, 30])
     assert sent_bytes(commit, 16) == (64, 1000, 7)
 

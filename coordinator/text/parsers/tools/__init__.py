@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from coordinator.text.parsers.events import Event
-from coordinator.text.parsers.tool_schema import Tool, ToolSchema
+from coordinator.text.parsers.tool_schema import OfferedTool, ToolSchema
 from services.errors import InvalidArgument
 
 NONE = "none"
@@ -36,7 +36,7 @@ class Format(Protocol):
     def is_taught_by(self, template: str) -> bool:
         """Return whether a chat template, as source text, teaches the format."""
 
-    def call_grammar(self, tool: Tool, rule: str, tag: Callable[[str], str]) -> list[str]:
+    def call_grammar(self, tool: OfferedTool, rule: str, tag: Callable[[str], str]) -> list[str]:
         """Return Lark lines whose `rule` is one call of the tool; `tag` turns a tag into a term."""
 
 

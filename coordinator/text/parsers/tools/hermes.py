@@ -18,7 +18,7 @@ from coordinator.text.parsers.json_scanner import JsonScanner
 from coordinator.text.parsers.lark import json_schema, literal
 from coordinator.text.parsers.tagged_calls import Outcome, Step, TaggedCallParser
 from coordinator.text.parsers.tags import END_TOOL_CALL, TOOL_CALL, WHITESPACE, skip_whitespace
-from coordinator.text.parsers.tool_schema import Tool, ToolSchema, read_tools
+from coordinator.text.parsers.tool_schema import OfferedTool, ToolSchema, read_tools
 
 # What stands in front of the arguments, their brace included, in text that is known to begin a JSON object.
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*\{')
@@ -37,7 +37,7 @@ class Parser(TaggedCallParser):
 class _Reader:
     """Reads the object of one call."""
 
-    def __init__(self, tools: Mapping[str, Tool]) -> None:
+    def __init__(self, tools: Mapping[str, OfferedTool]) -> None:
         self.name: str | None = None
         self._tools = tools
         self._scanner = JsonScanner()
@@ -116,7 +116,7 @@ def is_taught_by(template: str) -> bool:
     return _TAUGHT.search(template) is not None
 
 
-def call_grammar(tool: Tool, rule: str, tag: Callable[[str], str]) -> list[str]:
+def call_grammar(tool: OfferedTool, rule: str, tag: Callable[[str], str]) -> list[str]:
     """Return the Lark lines whose `rule` is one call of the tool."""
     head = f'\n{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": '
     return [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from coordinator.text.parsers.events import ContentDelta, Event
-from coordinator.text.parsers.tool_schema import Tool, ToolSchema
+from coordinator.text.parsers.tool_schema import OfferedTool, ToolSchema
 from services.errors import InvalidArgument
 
 
@@ -29,6 +29,6 @@ def is_taught_by(template: str) -> bool:
     return False
 
 
-def call_grammar(tool: Tool, rule: str, tag: Callable[[str], str]) -> list[str]:
+def call_grammar(tool: OfferedTool, rule: str, tag: Callable[[str], str]) -> list[str]:
     """Raises InvalidArgument, as there is no way to write a call."""
     raise InvalidArgument("the model's chat template teaches no tool calls, so none can be forced", field="tool_choice")

@@ -25,7 +25,7 @@ from coordinator.text.parsers.argument_values import quote, to_json
 from coordinator.text.parsers.lark import json_schema, literal
 from coordinator.text.parsers.tagged_calls import Outcome, Step, TaggedCallParser
 from coordinator.text.parsers.tags import END_TOOL_CALL, TOOL_CALL, begins, skip_whitespace, unfinished
-from coordinator.text.parsers.tool_schema import Tool, ToolSchema, read_tools
+from coordinator.text.parsers.tool_schema import OfferedTool, ToolSchema, read_tools
 
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"
 _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
@@ -44,7 +44,7 @@ class Parser(TaggedCallParser):
 class _Reader:
     """Reads one call. in_function: whether its function's tag has been opened already."""
 
-    def __init__(self, tools: Mapping[str, Tool], in_function: bool = False) -> None:
+    def __init__(self, tools: Mapping[str, OfferedTool], in_function: bool = False) -> None:
         self.name: str | None = None
         self._tools = tools
         self._outcome = Outcome.READING
@@ -158,7 +158,7 @@ def is_taught_by(template: str) -> bool:
     return TOOL_CALL in template and _FUNCTION in template
 
 
-def call_grammar(tool: Tool, rule: str, tag: Callable[[str], str]) -> list[str]:
+def call_grammar(tool: OfferedTool, rule: str, tag: Callable[[str], str]) -> list[str]:
     """Return the Lark lines whose `rule` is one call of the tool.
 
     The arguments come in the schema's order; of a string's limits only `enum` and `const` are kept.
@@ -185,7 +185,7 @@ def call_grammar(tool: Tool, rule: str, tag: Callable[[str], str]) -> list[str]:
     ]
 
 
-def _value_grammar(tool: Tool, name: str, schema: object, text: str) -> str:
+def _value_grammar(tool: OfferedTool, name: str, schema: object, text: str) -> str:
     """Return the term for a value and the tag that closes it."""
     types = tool.argument_types(name)
     limits = schema if isinstance(schema, Mapping) else {}

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from coordinator.text.parsers.collected import ToolCall, collect
+from coordinator.text.parsers.collected import CollectedToolCall, collect
 from coordinator.text.parsers.events import ContentDelta, Event, ToolCallArguments, ToolCallEnd, ToolCallStart
 from coordinator.text.parsers.tools.hermes import Parser
 from tests.coordinator.text.parsers.reading import TOOLS, read
@@ -142,7 +142,7 @@ def test_a_good_call_behind_a_bad_one_is_found(bad: str) -> None:
     if bad.endswith(("{", " ", '"add"', "}", "<tool")):
         bad += " oops\n"  # let it be seen that it is broken
     found = collect(events(bad + " " + call("add", '{"a": 2}')))
-    assert found.tool_calls == (ToolCall("add", '{"a": 2}'),)
+    assert found.tool_calls == (CollectedToolCall("add", '{"a": 2}'),)
     assert found.content == bad.rstrip()
 
 

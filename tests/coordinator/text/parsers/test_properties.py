@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.text.chat_template import ChatTemplate
-from coordinator.text.parsers.collected import Collected, ToolCall, collect
+from coordinator.text.parsers.collected import Collected, CollectedToolCall, collect
 from coordinator.text.parsers.events import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
 from coordinator.text.parsers.pipeline import OutputParser
 from coordinator.text.parsers.reasoning import ReasoningParser
@@ -209,4 +209,4 @@ def test_a_call_that_was_broken_off_is_content_only() -> None:
     assert events[:2] == [ToolCallStart(0, "add"), ToolCallArguments(0, '{"a": 1,')]
     assert collect(events) == Collected("", text + "}}", ())
     good = [ToolCallStart(1, "now"), ToolCallArguments(1, "{}"), ToolCallEnd(1)]
-    assert collect([*events, *good]) == Collected("", text + "}}", (ToolCall("now", "{}"),))
+    assert collect([*events, *good]) == Collected("", text + "}}", (CollectedToolCall("now", "{}"),))

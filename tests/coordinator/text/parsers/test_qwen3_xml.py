@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from coordinator.text.parsers.collected import ToolCall, collect
+from coordinator.text.parsers.collected import CollectedToolCall, collect
 from coordinator.text.parsers.events import ContentDelta, Event, ToolCallArguments, ToolCallEnd, ToolCallStart
 from coordinator.text.parsers.tools.qwen3_xml import Parser
 from tests.coordinator.text.parsers.reading import TOOLS, read
@@ -74,7 +74,7 @@ def test_numbers_keep_all_their_digits() -> None:
     """Numbers are passed on as they were written, not rounded."""
     text = call("add", a="123456789012345678901", b="0.10000000000000000001")
     assert collect(events(text)).tool_calls == (
-        ToolCall("add", '{"a": 123456789012345678901, "b": 0.10000000000000000001}'),
+        CollectedToolCall("add", '{"a": 123456789012345678901, "b": 0.10000000000000000001}'),
     )
 
 
@@ -161,7 +161,7 @@ def test_what_is_no_call_is_content(text: str) -> None:
 def test_a_good_call_behind_a_bad_one_is_found(bad: str) -> None:
     """Reading goes on where the bad call was broken off."""
     found = collect(events(f"{bad}\n{call('add', a='2')}"))
-    assert found.tool_calls == (ToolCall("add", '{"a": 2}'),)
+    assert found.tool_calls == (CollectedToolCall("add", '{"a": 2}'),)
     assert found.content == bad.rstrip()
 
 

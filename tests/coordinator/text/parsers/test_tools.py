@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from coordinator.text.parsers.events import ContentDelta
-from coordinator.text.parsers.tool_schema import ANY_TYPE, Tool, read_tools
+from coordinator.text.parsers.tool_schema import ANY_TYPE, OfferedTool, read_tools
 from coordinator.text.parsers.tools import detect, format_of, known_formats, new_parser
 from services.errors import InvalidArgument
 from tests.coordinator.text.parsers.reading import ADD, TOOLS, read
@@ -60,8 +60,8 @@ def test_without_tools_all_is_content(name: str) -> None:
 def test_tools_are_read_with_and_without_a_wrapper() -> None:
     """A function may come alone or in the object that OpenAI's API puts around it."""
     assert read_tools([ADD]) == read_tools([ADD["function"]])  # type: ignore[list-item]
-    assert read_tools([{"name": "f"}]) == {"f": Tool("f", {})}
-    assert read_tools([{"name": "f", "parameters": None}]) == {"f": Tool("f", {})}
+    assert read_tools([{"name": "f"}]) == {"f": OfferedTool("f", {})}
+    assert read_tools([{"name": "f", "parameters": None}]) == {"f": OfferedTool("f", {})}
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ LOOP: dict[str, Any] = {"anyOf": [{"$ref": "#/$defs/loop"}] * 20}
 def test_types_of_an_argument(schema: Any, types: set[str]) -> None:
     """Types are found through references, constants and choices, and loops take no time."""
     definitions = {"a/b": {"type": "boolean"}, "self": {"$ref": "#/$defs/self"}, "loop": LOOP}
-    tool = Tool("f", {"properties": {"x": schema}, "$defs": definitions})
+    tool = OfferedTool("f", {"properties": {"x": schema}, "$defs": definitions})
     start = time.process_time()
     assert tool.argument_types("x") == types
     assert time.process_time() - start < 0.1
@@ -114,8 +114,8 @@ def test_types_of_an_argument(schema: Any, types: set[str]) -> None:
 
 def test_undeclared_arguments() -> None:
     """An argument that is not declared may be of any type, or of that of additionalProperties."""
-    assert Tool("f", {}).argument_types("x") == ANY_TYPE
-    assert Tool("f", {"additionalProperties": {"type": "string"}}).argument_types("x") == {"string"}
-    assert Tool("f", {"additionalProperties": False}).argument_types("x") == ANY_TYPE
-    through = Tool("f", {"$ref": "#/$defs/all", "$defs": {"all": {"properties": {"x": {"type": "string"}}}}})
+    assert OfferedTool("f", {}).argument_types("x") == ANY_TYPE
+    assert OfferedTool("f", {"additionalProperties": {"type": "string"}}).argument_types("x") == {"string"}
+    assert OfferedTool("f", {"additionalProperties": False}).argument_types("x") == ANY_TYPE
+    through = OfferedTool("f", {"$ref": "#/$defs/all", "$defs": {"all": {"properties": {"x": {"type": "string"}}}}})
     assert through.argument_types("x") == {"string"}
