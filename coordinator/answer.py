@@ -107,6 +107,11 @@ class Answer:
     stop_string: str | None = None
     """The stop string that ended the answer, if one did."""
 
+    @property
+    def cut(self) -> bool:
+        """Whether max_tokens ended the answer, and not the model."""
+        return self.finish_reason == "length"
+
     def as_json(self) -> dict[str, Any]:
         """Return the object that `--json` prints; it has logprobs only where they were asked for."""
         fields = asdict(self)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
+from pydantic_core import from_json
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
@@ -34,6 +36,7 @@ from coordinator.text.parsers.events import (
     Event,
     ReasoningDelta,
     ToolCallArguments,
+    ToolCallCut,
     ToolCallEnd,
     ToolCallStart,
 )
@@ -226,8 +229,7 @@ async def _whole(engine: Engine, exchange: ChatExchange, head: dict[str, Any]) -
         if isinstance(part.content, Answer):
             answer = part.content
     assert answer is not None
-    parser = exchange.parser()
-    content = _content(exchange, [*parser.push(answer.text or ""), *parser.finish()])
+    content = _content(exchange, exchange.read(answer))
     stop = _stop(answer, any(block["type"] == "tool_use" for block in content))
     return {**head, "content": content, **stop, "usage": _usage(answer), "timings": timings_of(answer)}
 
@@ -253,9 +255,19 @@ def _content(exchange: ChatExchange, events: Iterable[Event]) -> list[dict[str, 
                 call, arguments = {"type": "tool_use", "id": _call_id(exchange, index), "name": name}, []
             case ToolCallArguments(_, text):
                 arguments.append(text)
-            case ToolCallEnd():
-                blocks.append({**call, "input": json.loads("".join(arguments))})
+            case ToolCallEnd() | ToolCallCut():
+                blocks.append({**call, "input": _input("".join(arguments))})
     return blocks or [{"type": "text", "text": ""}]
+
+
+def _input(arguments: str) -> object:
+    """Return the input of a call; of one that was cut the members that are whole, as Anthropic's SDKs read a stream."""
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        with contextlib.suppress(ValueError):  # nested too deeply
+            return from_json(arguments, allow_partial=True)
+        return {}
 
 
 async def _stream(
@@ -274,7 +286,8 @@ async def _stream(
             yield event("message_start", message=message)
             yield event("ping")
         answer = part.content if isinstance(part.content, Answer) else None
-        for parsed in parser.finish() if isinstance(part.content, Answer) else parser.push(part.content.text):
+        text = "" if isinstance(part.content, Answer) else part.content.text
+        for parsed in parser.push(text) if answer is None else parser.finish(cut=answer.cut):
             kind, block, delta = "", dict[str, Any](), dict[str, Any]()
             match parsed:
                 case ContentDelta():
@@ -295,7 +308,7 @@ async def _stream(
                     }
                 case ToolCallArguments():
                     kind, delta = f"call {parsed.index}", {"type": "input_json_delta", "partial_json": parsed.text}
-                case ToolCallEnd():
+                case ToolCallEnd() | ToolCallCut():
                     called = True
                     continue
             if kind != open_kind:

@@ -114,8 +114,7 @@ async def _whole(engine: Engine, exchange: ChatExchange, count: int, head: dict[
 
 
 def _choice(engine: Engine, exchange: ChatExchange, index: int, answer: Answer) -> dict[str, Any]:
-    parser = exchange.parser()
-    collected = collect([*parser.push(answer.text or ""), *parser.finish()])
+    collected = collect(exchange.read(answer))
     message: dict[str, Any] = {"role": "assistant", "content": collected.content}
     if collected.reasoning:
         message["reasoning_content"] = collected.reasoning
@@ -181,7 +180,7 @@ async def _stream(
             yield chunk(index, {"role": "assistant", "content": ""})
         if isinstance(content, Answer):
             answers.append(content)
-            for delta in deltas(index, parsers[index].finish()):
+            for delta in deltas(index, parsers[index].finish(cut=content.cut)):
                 yield chunk(index, delta)
             yield chunk(index, {}, finish_reason(content, index in called), timings=timings_of(content))
             continue

@@ -8,12 +8,13 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from coordinator.answer import Request
+from coordinator.answer import Answer, Request
 from coordinator.api.engine_requests import render
 from coordinator.api.http.body_conversion import choices_of, compression_params, make_chat, make_request
 from coordinator.api.http.choices import ChoicePart, answer_all
 from coordinator.api.http.schemas import ChatMessage, ResponseFormat, SamplingFields, Tool
 from coordinator.engine.engine import Engine
+from coordinator.text.parsers.events import Event
 from coordinator.text.parsers.grammar import forced_call_grammar
 from coordinator.text.parsers.lark import json_schema
 from coordinator.text.parsers.pipeline import OutputParser
@@ -61,6 +62,11 @@ class ChatExchange:
         """Return a new parser for one answer."""
         reasoning = ReasoningParser(inside=self.opening is Opening.INSIDE, enabled=self.thinks)
         return OutputParser(reasoning, new_parser(self.format, self.tools))
+
+    def read(self, answer: Answer) -> list[Event]:
+        """Return the events of a whole answer."""
+        parser = self.parser()
+        return [*parser.push(answer.text or ""), *parser.finish(cut=answer.cut)]
 
 
 async def prepare_exchange(

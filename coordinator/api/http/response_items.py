@@ -12,6 +12,7 @@ from coordinator.text.parsers.events import (
     Event,
     ReasoningDelta,
     ToolCallArguments,
+    ToolCallCut,
     ToolCallEnd,
     ToolCallStart,
 )
@@ -24,10 +25,10 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 class OutputItems:
-    """The output items of one answer. `done` are the complete ones; a call that was broken off is none of them.
+    """The output items of one answer. `done` are the complete ones, and the call in which the answer's length ended it.
 
-    A stream has begun to show such a call before that was known. It is closed there as incomplete, and its text comes
-    again in a message.
+    A call that was broken off is none of them. A stream has begun to show such a call before that was known. It is
+    closed there as incomplete, and its text comes again in a message.
     """
 
     def __init__(self, unique_id: str) -> None:
@@ -58,6 +59,8 @@ class OutputItems:
                 return [self._more("response.function_call_arguments.delta", text)]
             case ToolCallEnd():
                 return self._close("completed")
+            case ToolCallCut():
+                return self._close("incomplete", stays=True)
 
     def finish(self, status: str) -> list[StreamedEvent]:
         """Close the last item with this status and return the events; an empty answer becomes an empty message."""
@@ -82,7 +85,8 @@ class OutputItems:
         self._text.append(text)
         return event, {**self._place(), "delta": text, **fields}
 
-    def _close(self, status: str) -> list[StreamedEvent]:
+    def _close(self, status: str, *, stays: bool = False) -> list[StreamedEvent]:
+        """Close the open item with this status. stays: whether a call is one of the answer's items all the same."""
         if not self._kind:
             return []
         item, text, events = self._item(status), "".join(self._text), list[StreamedEvent]()
@@ -96,7 +100,7 @@ class OutputItems:
         if self._kind in _TEXTS:
             events.append(("response.content_part.done", {**self._place(), "part": self._part()}))
         events.append(("response.output_item.done", {"output_index": self._index, "item": item}))
-        if self._kind in _TEXTS or status == "completed":
+        if self._kind in _TEXTS or status == "completed" or stays:
             self.done.append(item)
         self._kind = ""
         return events

@@ -116,8 +116,8 @@ async def _whole(engine: Engine, exchange: ChatExchange, head: dict[str, Any]) -
         if isinstance(part.content, Answer):
             answer = part.content
     assert answer is not None
-    parser, items = exchange.parser(), OutputItems(exchange.request.unique_id)
-    for event in [*parser.push(answer.text or ""), *parser.finish()]:
+    items = OutputItems(exchange.request.unique_id)
+    for event in exchange.read(answer):
         items.add(event)
     items.finish(_status(answer))
     return _finished(engine, head, items, answer)
@@ -140,7 +140,8 @@ async def _stream(
                 yield numbered(("response.created", {"response": head}))
                 yield numbered(("response.in_progress", {"response": head}))
             answer = part.content if isinstance(part.content, Answer) else None
-            for event in parser.finish() if isinstance(part.content, Answer) else parser.push(part.content.text):
+            text = "" if isinstance(part.content, Answer) else part.content.text
+            for event in parser.push(text) if answer is None else parser.finish(cut=answer.cut):
                 for streamed in items.add(event):
                     yield numbered(streamed)
             if answer is not None:

@@ -10,6 +10,7 @@ from coordinator.text.parsers.events import (
     Event,
     ReasoningDelta,
     ToolCallArguments,
+    ToolCallCut,
     ToolCallEnd,
     ToolCallStart,
 )
@@ -17,7 +18,7 @@ from coordinator.text.parsers.events import (
 
 @dataclass(frozen=True, slots=True)
 class CollectedToolCall:
-    """A whole call; `arguments` is the text of a JSON object."""
+    """A call; `arguments` is the text of a JSON object, of a call that was cut its beginning."""
 
     name: str
     arguments: str
@@ -49,6 +50,6 @@ def collect(events: Iterable[Event]) -> Collected:
                 name, arguments = event.name, []
             case ToolCallArguments():
                 arguments.append(event.text)
-            case ToolCallEnd():
+            case ToolCallEnd() | ToolCallCut():
                 calls.append(CollectedToolCall(name, "".join(arguments)))
     return Collected("".join(reasoning), "".join(content), tuple(calls))

@@ -1,8 +1,9 @@
 """The events by which the parsers pass on an answer, piece by piece.
 
 A call is one `ToolCallStart`, any number of `ToolCallArguments`, whose texts joined are its arguments as a JSON object,
-and one `ToolCallEnd`. A call without an end was broken off: its text follows as content, unchanged and whole, and its
-earlier events are to be dropped.
+and one `ToolCallEnd`. One that the answer's length cut ends with `ToolCallCut` instead, and its arguments are the
+beginning of such an object. A call with neither was broken off: its text follows as content, unchanged and whole, and
+its earlier events are to be dropped.
 """
 
 from __future__ import annotations
@@ -47,4 +48,11 @@ class ToolCallEnd:
     index: int
 
 
-Event = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments | ToolCallEnd
+@dataclass(frozen=True, slots=True)
+class ToolCallCut:
+    """The answer may not be longer, and ends in the middle of the call."""
+
+    index: int
+
+
+Event = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments | ToolCallEnd | ToolCallCut

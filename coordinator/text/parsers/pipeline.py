@@ -20,9 +20,13 @@ class OutputParser:
         """Take more text; return the events that are certain now, possibly none."""
         return self._pass(self._reasoning.push(text))
 
-    def finish(self) -> list[Event]:
-        """Return the events of the text that was held back, now that no more can come."""
-        return self._pass(self._reasoning.finish()) + self._tools.finish()
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """Return the events of the text that was held back, now that no more can come.
+
+        cut: whether the answer's length ended the text, and not the model. What may have become a tag is dropped then,
+        and a call whose function is known stays one.
+        """
+        return self._pass(self._reasoning.finish(cut=cut)) + self._tools.finish(cut=cut)
 
     def _pass(self, events: Iterable[Event]) -> list[Event]:
         passed: list[Event] = []

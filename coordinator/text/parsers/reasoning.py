@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from enum import Enum, auto
 
 from coordinator.text.parsers.events import ContentDelta, Event, ReasoningDelta
-from coordinator.text.parsers.tags import END_THINK, THINK, begins, skip_whitespace, unfinished
+from coordinator.text.parsers.tags import END_THINK, THINK, WHITESPACE, begins, skip_whitespace, unfinished
 
 # Where the last turn of a prompt begins; a tag in front of it belongs to the history.
 _TURN_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -69,8 +69,13 @@ class ReasoningParser:
             events += self._content()
         return events
 
-    def finish(self) -> list[Event]:
-        """Return the events of the text that was held back, now that no more can come."""
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """Return the events of the text that was held back, now that no more can come.
+
+        cut: whether the answer's length ended the text. What may have become a tag is dropped then.
+        """
+        if cut and self._part in (_Part.BEGINNING, _Part.REASONING):
+            self._held = self._held[: len(self._held) - unfinished(self._held, THINK, END_THINK)].rstrip(WHITESPACE)
         if self._part is not _Part.REASONING:
             return self._content()
         rest, self._held = self._held, ""

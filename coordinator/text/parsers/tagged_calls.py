@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
-from coordinator.text.parsers.events import ContentDelta, Event, ToolCallArguments, ToolCallEnd, ToolCallStart
+from coordinator.text.parsers.events import (
+    ContentDelta,
+    Event,
+    ToolCallArguments,
+    ToolCallCut,
+    ToolCallEnd,
+    ToolCallStart,
+)
 from coordinator.text.parsers.tags import END_TOOL_CALL, WHITESPACE, begins, skip_whitespace, unfinished
 
 
@@ -78,13 +85,19 @@ class TaggedCallParser:
         events, self._events = self._events, []
         return events
 
-    def finish(self) -> list[Event]:
-        """Return the events of the text that was held back, now that no more can come."""
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """See `ToolParser`."""
         if self._part is _Part.CALL:
-            self._call.append(self._held)
-            self._give_up()
+            if not cut:
+                self._call.append(self._held)
+                self._give_up()
+            elif self._started:
+                self._events.append(ToolCallCut(self._index))
         elif self._part is _Part.TEXT:
-            self._add_content(self._held)
+            tag = unfinished(self._held, *self._openings) if cut else 0
+            text = self._held[: len(self._held) - tag]
+            # White space in front of a call is layout.
+            self._add_content(text.rstrip(WHITESPACE) if tag else text)
         # What may be held otherwise is the beginning of a closing tag, which belongs to the call.
         self._held = ""
         events, self._events = self._events, []

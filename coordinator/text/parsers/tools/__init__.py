@@ -23,8 +23,12 @@ class ToolParser(Protocol):
     def push(self, text: str) -> list[Event]:
         """Take more text; return the events that are certain now, possibly none."""
 
-    def finish(self) -> list[Event]:
-        """Return the events of the text that was held back, now that no more can come."""
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """Return the events of the text that was held back, now that no more can come.
+
+        cut: whether the answer's length ended the text, and not the model. A call whose function is known ends with
+        `ToolCallCut` then; what may only have become one is dropped.
+        """
 
 
 class Format(Protocol):

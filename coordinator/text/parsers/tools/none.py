@@ -19,7 +19,7 @@ class Parser:
         """See `ToolParser`."""
         return [ContentDelta(text)] if text else []
 
-    def finish(self) -> list[Event]:
+    def finish(self, *, cut: bool = False) -> list[Event]:
         """See `ToolParser`."""
         return []
 

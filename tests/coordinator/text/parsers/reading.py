@@ -45,12 +45,12 @@ TOOLS = [ADD, WRITE, NOW]
 
 class Parser(Protocol):
     def push(self, text: str) -> list[Event]: ...
-    def finish(self) -> list[Event]: ...
+    def finish(self, *, cut: bool = False) -> list[Event]: ...
 
 
-def read(parser: Parser, pieces: Iterable[str]) -> list[Event]:
-    """All events, pieces of the same thing joined."""
-    events = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
+def read(parser: Parser, pieces: Iterable[str], *, cut: bool = False) -> list[Event]:
+    """All events, pieces of the same thing joined. cut: the answer's length ended the text."""
+    events = [event for piece in pieces for event in parser.push(piece)] + parser.finish(cut=cut)
     merged: list[Event] = []
     for event in events:
         last = merged[-1] if merged else None

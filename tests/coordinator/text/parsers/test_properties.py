@@ -5,10 +5,18 @@ import random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings, strategies
 
 from coordinator.text.chat_template import ChatTemplate
 from coordinator.text.parsers.collected import Collected, CollectedToolCall, collect
-from coordinator.text.parsers.events import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
+from coordinator.text.parsers.events import (
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallCut,
+    ToolCallEnd,
+    ToolCallStart,
+)
 from coordinator.text.parsers.pipeline import OutputParser
 from coordinator.text.parsers.reasoning import ReasoningParser
 from coordinator.text.parsers.tools import new_parser
@@ -141,6 +149,37 @@ def test_cuts_do_not_matter_and_nothing_raises(name: str) -> None:
         whole = read(parser(name), [text])
         for longest in (1, 4, 30):
             assert read(parser(name), split(text, rng, longest)) == whole, text
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=40, deadline=None)
+@given(seed=strategies.integers(0, 2**32))
+def test_a_turn_that_is_cut_anywhere_never_shows_markup(name: str, seed: int) -> None:
+    """Wherever the length ends a turn, its text and calls so far are there, and nothing of a tag is text.
+
+    Only the last call may be a part, and its arguments begin as the whole ones do. In pieces it is read alike.
+    """
+    rng = random.Random(seed)
+    turn = random_turn(rng)
+    turn["content"] = turn["content"].replace("<", "")
+    text = ChatTemplate(TEMPLATES[name]).render([turn])
+    whole = collect(read(parser(name), [text]))
+    for end in range(len(text) + 1):
+        events = read(parser(name), [text[:end]], cut=True)
+        assert read(parser(name), split(text[:end], rng), cut=True) == events
+        found = collect(events)
+        assert whole.content.startswith(found.content.rstrip())
+        assert whole.reasoning.startswith(found.reasoning.rstrip())
+        assert len(found.tool_calls) == sum(isinstance(event, ToolCallStart) for event in events)
+        cut = [event.index for event in events if isinstance(event, ToolCallCut)]
+        assert cut in ([], [len(found.tool_calls) - 1])
+        *done, last = found.tool_calls or (None,)
+        assert tuple(done) == whole.tool_calls[: len(done)]
+        if last is not None:
+            same = whole.tool_calls[len(done)]
+            assert last.name == same.name
+            assert same.arguments.startswith(last.arguments)
+            assert cut or last == same
 
 
 @pytest.mark.parametrize("name", FORMATS)
