@@ -67,6 +67,7 @@ class StageStats:
 class Stats:
     """Figures of one answer. Times in milliseconds; decode begins with the first token.
 
+    draft_tokens: those that were verified; accepted_tokens: those of them that are part of the answer.
     acceptance_length: the mean number of tokens that a verify step produced, None without one. cached_tokens: prompt
     tokens that were not computed but restored from `cache_source` ("memory" or "disk", None where there were none),
     which took restore_ms. original_prompt_tokens: the prompt's length before it was compressed, which took

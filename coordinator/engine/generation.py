@@ -78,6 +78,7 @@ class Generation:
         # How many steps the workers go on with by themselves, and how many draft tokens each of them proposes.
         self._following = self._proposing = 0
         self._draft_tokens: tuple[int, ...] = ()
+        self._accepted = 0
         self._prefill_s = self._decode_s = 0.0
         self._looked_up_at = self._restored_at = self._run_at = 0.0
         self.phases: list[Phase] = []
@@ -223,12 +224,16 @@ class Generation:
         stages = split_time(commit, time.monotonic_ns() - sent_ns)
         self._times.add(stages)
         self._length, self._following = commit.length, commit.more
-        yield self._add(commit)
+        accepted = len(commit.token_ids) - 1 if draft_tokens else 0
+        piece = self._add(commit)
+        # What was accepted behind the answer's end is no part of the answer.
+        self._accepted += min(accepted, len(piece.token_ids))
+        yield piece
         drafted_ns = self._times.draft_ns
         if self._finish_reason is None:
             self._draft_tokens = await self._proposal(events, propose)
         elapsed_ns = time.monotonic_ns() - sent_ns
-        self._speculation.observe(len(draft_tokens), len(commit.token_ids) - 1 if draft_tokens else 0, elapsed_ns / 1e9)
+        self._speculation.observe(len(draft_tokens), accepted, elapsed_ns / 1e9)
         self._report(kind, len(rows), commit, stages, elapsed_ns, self._times.draft_ns - drafted_ns)
 
     def _more(self, remaining: int, draft_tokens: int) -> int:
@@ -370,7 +375,7 @@ class Generation:
             decode_tokens_per_s=decoded / self._decode_s if self._decode_s else 0.0,
             steps=speculation.steps,
             draft_tokens=speculation.offered,
-            accepted_tokens=speculation.accepted,
+            accepted_tokens=self._accepted,
             acceptance_length=speculation.acceptance_length,
             draft_ms=times.draft_ns / 1e6,
             stages=stages,

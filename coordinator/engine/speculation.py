@@ -32,15 +32,14 @@ HYSTERESIS = 1.05
 class Speculation:
     """The measurements and the choice for one request.
 
-    block_size: rows of the draft's block, one known token and the draft tokens; 1 switches speculation off. offered,
-    accepted: draft tokens that were verified, and how many of them were taken. produced_by_verify: tokens that verify
-    steps added to the answer. notes: what the request's figures say about it.
+    block_size: rows of the draft's block, one known token and the draft tokens; 1 switches speculation off. offered:
+    draft tokens that were verified. produced_by_verify: tokens that verify steps produced. notes: what the request's
+    figures say about it.
     """
 
     block_size: int
     steps: int = 0
     offered: int = 0
-    accepted: int = 0
     verify_steps: int = 0
     produced_by_verify: int = 0
     notes: list[str] = field(default_factory=list)
@@ -86,7 +85,6 @@ class Speculation:
         if draft_tokens:
             self.verify_steps += 1
             self.offered += draft_tokens
-            self.accepted += accepted
             self.produced_by_verify += accepted + 1
             for index in range(min(draft_tokens, accepted + 1)):
                 hit = 1.0 if index < accepted else 0.0

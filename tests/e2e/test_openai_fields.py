@@ -193,6 +193,52 @@ def test_usage_and_timings(client: openai.OpenAI) -> None:
     assert told["draft_n"] == told["draft_n_accepted"] + rejected
 
 
+def test_usage_counts_every_prompt_once_and_every_choice(client: openai.OpenAI) -> None:
+    """Streamed and whole, for prompts of different lengths, each with choices of different lengths."""
+    options: Any = {"include_usage": True}
+    prompts = [CODE, "import os\nimport sys\nfrom pathlib", "x"]
+    alone = [client.completions.create(model="demo", prompt=text, max_tokens=1).usage for text in prompts]
+    fields: Any = {
+        "model": "demo",
+        "prompt": prompts,
+        "n": 2,
+        "max_tokens": 9,
+        "temperature": 1,
+        "seed": 3,
+        "stop": "\n",
+    }
+    whole = client.completions.create(**fields)
+    streamed = list(client.completions.create(**fields, stream=True, stream_options=options))[-1]
+    chat = ask(client, STORY, n=3, max_tokens=7)
+    chat_streamed = list(ask(client, STORY, n=3, max_tokens=7, stream=True, stream_options=options))[-1]
+
+    expected = sum(usage.prompt_tokens for usage in alone if usage is not None)
+    assert len({usage.prompt_tokens for usage in alone if usage is not None}) == 3
+    for usage in (whole.usage, streamed.usage):
+        assert usage is not None
+        assert usage.prompt_tokens == expected
+        assert usage.total_tokens == expected + usage.completion_tokens
+    assert whole.usage is not None
+    assert streamed.usage is not None
+    assert 6 <= whole.usage.completion_tokens == streamed.usage.completion_tokens <= 6 * 9
+    assert (
+        chat.usage.prompt_tokens
+        == chat_streamed.usage.prompt_tokens
+        == ask(client, STORY, max_tokens=1).usage.prompt_tokens
+    )
+    assert chat.usage.completion_tokens == chat_streamed.usage.completion_tokens == 3 * 7
+
+
+@pytest.mark.parametrize("fields", [{"stop": [" "]}, {"stop": ["4"]}, {"max_tokens": 2}, {"max_tokens": 5}], ids=str)
+def test_no_more_draft_tokens_are_accepted_than_the_answer_has(client: openai.OpenAI, fields: Any) -> None:
+    """Whatever cuts a block that the model agreed with."""
+    reply = ask(client, temperature=0, **fields)
+    details = reply.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens < reply.usage.completion_tokens <= 13
+    assert details.accepted_prediction_tokens + details.rejected_prediction_tokens == reply.timings["draft_n"]
+    assert reply.timings["draft_n_accepted"] == details.accepted_prediction_tokens
+
+
 # --- what changes the answer
 
 

@@ -108,7 +108,7 @@ async def _whole(engine: Engine, exchange: ChatExchange, count: int, head: dict[
         **head,
         "object": "chat.completion",
         "choices": [_choice(engine, exchange, index, answer) for index, answer in enumerate(ordered)],
-        "usage": usage_of(ordered),
+        "usage": usage_of(answers, count),
         "timings": timings_of(ordered[0]),
     }
 
@@ -145,7 +145,7 @@ async def _stream(
 
     # The last chunk has the usage; null in the others says that it will come.
     no_usage = {"usage": None} if usage else {}
-    answers: list[Answer] = []
+    answers: dict[int, Answer] = {}
     parsers = [exchange.parser() for _ in range(count)]
     begun: set[int] = set()
     called: set[int] = set()
@@ -179,7 +179,7 @@ async def _stream(
             begun.add(index)
             yield chunk(index, {"role": "assistant", "content": ""})
         if isinstance(content, Answer):
-            answers.append(content)
+            answers[index] = content
             for delta in deltas(index, parsers[index].finish(cut=content.cut)):
                 yield chunk(index, delta)
             yield chunk(index, {}, finish_reason(content, index in called), timings=timings_of(content))
@@ -192,5 +192,5 @@ async def _stream(
             yield chunk(index, delta, logprobs=logprobs)
             logprobs = None
     if usage:
-        yield {**head, "object": "chat.completion.chunk", "choices": [], "usage": usage_of(answers)}
+        yield {**head, "object": "chat.completion.chunk", "choices": [], "usage": usage_of(answers, count)}
     yield "[DONE]"

@@ -51,8 +51,8 @@ def routes(engine: Engine) -> APIRouter:
         echoes = [_text(engine, request.prompt_ids) if body.echo else "" for request in requests]
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
-            return await event_stream(http, _stream(engine, requests, head, echoes, usage=usage))
-        return JSONResponse(await unless_gone(http, _whole(engine, requests, head, echoes)))
+            return await event_stream(http, _stream(engine, requests, body.n, head, echoes, usage=usage))
+        return JSONResponse(await unless_gone(http, _whole(engine, requests, body.n, head, echoes)))
 
     return router
 
@@ -66,7 +66,9 @@ def _choice(index: int, text: str, finish_reason: str | None, logprobs: dict[str
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-async def _whole(engine: Engine, requests: list[Request], head: dict[str, Any], echoes: list[str]) -> dict[str, Any]:
+async def _whole(
+    engine: Engine, requests: list[Request], count: int, head: dict[str, Any], echoes: list[str]
+) -> dict[str, Any]:
     answers: dict[int, Answer] = {}
     async for part in answer_all(engine, requests):
         if isinstance(part.content, Answer):
@@ -81,20 +83,20 @@ async def _whole(engine: Engine, requests: list[Request], head: dict[str, Any], 
         )
         for index, answer in enumerate(ordered)
     ]
-    return {**head, "choices": choices, "usage": usage_of(ordered), "timings": timings_of(ordered[0])}
+    return {**head, "choices": choices, "usage": usage_of(answers, count), "timings": timings_of(ordered[0])}
 
 
 async def _stream(
-    engine: Engine, requests: list[Request], head: dict[str, Any], echoes: list[str], *, usage: bool
+    engine: Engine, requests: list[Request], count: int, head: dict[str, Any], echoes: list[str], *, usage: bool
 ) -> AsyncGenerator[dict[str, Any] | str]:
     # The last chunk has the usage; null in the others says that it will come.
     head = {**head, "usage": None} if usage else head
-    answers: list[Answer] = []
+    answers: dict[int, Answer] = {}
     unsent_echoes = dict(enumerate(echoes))
     offsets = [len(echo) for echo in echoes]
     async for part in answer_all(engine, requests):
         if isinstance(part.content, Answer):
-            answers.append(part.content)
+            answers[part.index] = part.content
             choice = _choice(part.index, unsent_echoes.pop(part.index, ""), part.content.finish_reason)
             yield {**head, "choices": [choice], "timings": timings_of(part.content)}
             continue
@@ -106,5 +108,5 @@ async def _stream(
         if text or logprobs is not None:
             yield {**head, "choices": [_choice(part.index, text, None, logprobs)]}
     if usage:
-        yield {**head, "choices": [], "usage": usage_of(answers)}
+        yield {**head, "choices": [], "usage": usage_of(answers, count)}
     yield "[DONE]"

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from coordinator.answer import Answer
 
 
-def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return the usage of all choices of one prompt together; the prompt counts once."""
-    first = answers[0].stats
-    completion = sum(answer.stats.completion_tokens for answer in answers)
+def usage_of(answers: Mapping[int, Answer], choices: int) -> dict[str, Any]:
+    """Return the usage of one reply. Each of its prompts counts once, by the first of its choices.
+
+    answers: by the index of their choice, which are those of the first prompt, then those of the second and so on.
+    choices: how many there are of each prompt.
+    """
+    firsts = [answers[index].stats for index in range(0, len(answers), choices)]
+    prompt = sum(stats.prompt_tokens for stats in firsts)
+    completion = sum(answer.stats.completion_tokens for answer in answers.values())
     return {
-        "prompt_tokens": first.prompt_tokens,
+        "prompt_tokens": prompt,
         "completion_tokens": completion,
-        "total_tokens": first.prompt_tokens + completion,
-        "prompt_tokens_details": {"cached_tokens": first.cached_tokens},
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(stats.cached_tokens for stats in firsts)},
         "completion_tokens_details": {
-            "accepted_prediction_tokens": sum(answer.stats.accepted_tokens for answer in answers),
+            "accepted_prediction_tokens": sum(answer.stats.accepted_tokens for answer in answers.values()),
             "rejected_prediction_tokens": sum(
-                answer.stats.draft_tokens - answer.stats.accepted_tokens for answer in answers
+                answer.stats.draft_tokens - answer.stats.accepted_tokens for answer in answers.values()
             ),
         },
     }

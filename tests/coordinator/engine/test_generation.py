@@ -126,7 +126,8 @@ async def test_accepted_draft_tokens_save_steps() -> None:
     assert drafted.token_ids == plain.token_ids
     assert drafted.stats.steps < plain.stats.steps / 3
     assert drafted.stats.acceptance_length == 4.0
-    assert drafted.stats.accepted_tokens == drafted.stats.draft_tokens > 0
+    # The last block reaches one token beyond the end.
+    assert drafted.stats.accepted_tokens == drafted.stats.draft_tokens - 1 > 0
     assert drafted.stats.draft_ms > 0
 
 
@@ -135,6 +136,18 @@ async def test_rejected_draft_tokens_change_nothing() -> None:
     _, answer = await answered(ScriptedCluster(Script(LONG, guess=lambda index: 7), block_size=4), max_tokens=99)
     assert answer.token_ids == LONG
     assert answer.stats.accepted_tokens == 0
+
+
+@pytest.mark.parametrize("stop", ["t", "the q", "quick"])
+async def test_draft_tokens_behind_the_end_were_not_accepted(stop: str) -> None:
+    """Where a stop string cuts a block that was accepted whole, only what stands in the answer counts as accepted."""
+    cluster = ScriptedCluster(Script(LONG), block_size=8)
+    _, answer = await answered(cluster, max_tokens=99, stop_strings=(stop,))
+    verified = sum(len(step.token_ids) - 1 for step in cluster.session.forwards if step.kind is StepKind.VERIFY)
+    assert answer.stats.draft_tokens == verified
+    # The prompt gives the first token, and each verify one that no draft proposed.
+    assert answer.stats.accepted_tokens < len(answer.token_ids)
+    assert answer.stats.accepted_tokens <= verified
 
 
 async def test_no_draft_token_lies_beyond_the_answer() -> None:
