@@ -13,7 +13,7 @@ from importlib import import_module, metadata
 
 import click
 
-from services.telemetry.logs import FORMATS, configure_logs
+from coordinator.cli.command import log_options
 from services.telemetry.tracing import start_tracing
 
 _COMMANDS: Mapping[str, str] = {
@@ -51,22 +51,12 @@ class _LazyGroup(click.Group):
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(metadata.version("flashsplit"), prog_name="flashsplit")
-@click.option(
-    "--log-level",
-    default="warning",
-    show_default=True,
-    type=click.Choice(["debug", "info", "warning", "error"]),
-    help="Least important line to log.",
-)
-@click.option(
-    "--log-format",
-    type=click.Choice(FORMATS),
-    help="How log lines look.  [default: console on a terminal, json elsewhere]",
-)
-def main(log_level: str, log_format: str | None) -> None:
+def main() -> None:
     """One LLM, served from whatever GPUs its owner has."""
-    configure_logs(log_level, log_format)
     start_tracing("flashsplit")
+
+
+main.params += log_options()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from services.net.server import Server
 from services.processes.lifeline import die_with
 from services.rpc.payload_transport import PayloadTransport
 from services.sizes import parse_size
-from services.telemetry.logs import FORMATS, configure_logs
+from services.telemetry.logs import FORMATS, LEVELS, configure_logs
 from services.telemetry.tracing import start_tracing
 
 log = structlog.get_logger()
@@ -165,7 +165,7 @@ class Flags:
     "--log-level",
     default="info",
     show_default=True,
-    type=click.Choice(["debug", "info", "warning", "error"]),
+    type=click.Choice(LEVELS),
     help="Least important line to log.",
 )
 @click.option(

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from coordinator.bench.report import Row, empty_table, identity, measures, print_table
 from coordinator.bench.run_description import run_lines
+from coordinator.cli.command import Command
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -31,7 +32,7 @@ class FigurePair:
         return self.second / self.first if self.first else 0.0
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("first", type=_FILE)
 @click.argument("second", type=_FILE)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list instead of a table.")

@@ -14,10 +14,12 @@ from rich.table import Table
 from coordinator.answer import Request
 from coordinator.bench.counts import counts_option
 from coordinator.bench.report import OutputOptions, empty_table
+from coordinator.cli.command import Command
 from coordinator.cli.console import LoadBars, progress_bars
-from coordinator.cli.option_groups import GroupedCommand, with_options
+from coordinator.cli.option_groups import with_options
 from coordinator.cli.options.cluster import ClusterOptions
-from coordinator.cli.options.model import ModelOptions
+from coordinator.cli.options.config import config_option
+from coordinator.cli.options.model import CheckpointDirectory, ModelOptions
 from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.placement import parse_place
 from coordinator.compression.drafter_worker import DrafterWorker
@@ -47,9 +49,10 @@ class CompressFigures:
         return self.prefill_ms / (self.compress_ms + self.kept_prefill_ms)
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=Command)
 @with_options
-@click.option("--prefill-drafter", required=True, type=click.Path(exists=True, file_okay=False, path_type=Path),
+@config_option
+@click.option("--prefill-drafter", required=True, type=CheckpointDirectory(),
               metavar="DIR", help="The small Qwen3 that reads the prompts.")  # fmt: skip
 @click.option(
     "--prefill-device", metavar="DEVICE|ADDRESS", help="Where that model runs.  [default: beside the first stage]"

@@ -14,9 +14,11 @@ from rich.table import Table
 from coordinator.answer import Answer, Request
 from coordinator.bench.counts import counts_option
 from coordinator.bench.report import OutputOptions, empty_table
+from coordinator.cli.command import Command
 from coordinator.cli.console import LoadBars, progress_bars
-from coordinator.cli.option_groups import GroupedCommand, with_options
+from coordinator.cli.option_groups import with_options
 from coordinator.cli.options.cluster import ClusterOptions
+from coordinator.cli.options.config import config_option
 from coordinator.cli.options.model import ModelOptions
 from coordinator.cluster.cluster import Cluster
 from coordinator.engine.generation import generate as complete
@@ -48,8 +50,9 @@ class GenerateFigures:
     identical: int
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=Command)
 @with_options
+@config_option
 @counts_option("--workers", default="1,2,3", help="Without --target-devices: numbers of CPU workers.")
 @click.option(
     "--prompts",

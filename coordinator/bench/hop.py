@@ -12,8 +12,9 @@ import click
 from rich.table import Table
 
 from coordinator.bench.report import OutputOptions, empty_table
+from coordinator.cli.command import Command
 from coordinator.cli.console import progress_bars
-from coordinator.cli.option_groups import GroupedCommand, with_options
+from coordinator.cli.option_groups import with_options
 from services.bench.hop_probe import MAX_BYTES, HopProbe
 from services.errors import InvalidArgument
 from services.messages.description import Role
@@ -38,7 +39,7 @@ class HopFigures:
     shared_us: float
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=Command)
 @with_options
 @click.option("--sizes", default=SIZES, show_default=True, metavar="SIZE[,SIZE…]", help="Bytes that a step carries.")
 async def hop(output: OutputOptions, sizes: str) -> None:

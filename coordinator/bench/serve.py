@@ -18,9 +18,11 @@ from coordinator.answer import Request
 from coordinator.bench.checkpoints import CheckpointOptions
 from coordinator.bench.counts import counts_option
 from coordinator.bench.report import OutputOptions, empty_table
+from coordinator.cli.command import Command
 from coordinator.cli.console import LoadBars, progress_bars
-from coordinator.cli.option_groups import Flag, GroupedCommand, with_options
+from coordinator.cli.option_groups import Flag, with_options
 from coordinator.cli.options.cluster import ClusterOptions
+from coordinator.cli.options.config import config_option
 from coordinator.engine.engine import Engine
 from coordinator.engine.prefill_chunk import chunk_for
 from coordinator.text.model_files import read_model_files
@@ -70,8 +72,9 @@ class RequestOptions:
     plain: Annotated[bool, Flag("Decode one token a step, even with a draft.")] = False
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=Command)
 @with_options
+@config_option
 @counts_option("--clients", default="1,2,4,8,16", help="Clients at once.")
 async def serve(
     checkpoint: CheckpointOptions,

@@ -17,9 +17,11 @@ from rich.table import Table
 from coordinator.bench.checkpoints import CheckpointOptions
 from coordinator.bench.counts import counts_option
 from coordinator.bench.report import OutputOptions, empty_table
+from coordinator.cli.command import Command
 from coordinator.cli.console import LoadBars, progress_bars
-from coordinator.cli.option_groups import GroupedCommand, with_options
+from coordinator.cli.option_groups import with_options
 from coordinator.cli.options.cluster import ClusterOptions
+from coordinator.cli.options.config import config_option
 from coordinator.cluster.cluster import Cluster, SnapshotPlace
 from coordinator.prefix.cache import lineage_of
 from coordinator.prefix.disk.disk_cache import DiskCache, PartSource
@@ -62,8 +64,9 @@ class SnapshotFigures:
         return self.prefill_ms / self.disk_restore_ms
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=Command)
 @with_options
+@config_option
 @counts_option("--lengths", default="512,2048,8192", help="Tokens of the prefixes.", least=2)
 @click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Runs of everything but prefill.")
 @click.option("--prefill-chunk", type=click.IntRange(1, 8192), default=512, show_default=True, metavar="N",

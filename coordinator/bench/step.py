@@ -18,15 +18,18 @@ from coordinator.bench.checkpoints import CheckpointOptions
 from coordinator.bench.floor import Floor
 from coordinator.bench.report import OutputOptions, empty_table
 from coordinator.bench.step_bench import DRAFTING, KINDS, StepBench, StepFigures, StepSizes, times_decode
+from coordinator.cli.command import Command
 from coordinator.cli.console import LoadBars, progress_bars
-from coordinator.cli.option_groups import GroupedCommand, with_options
+from coordinator.cli.option_groups import with_options
 from coordinator.cli.options.cluster import ClusterOptions
+from coordinator.cli.options.config import config_option
 from coordinator.text.model_files import read_model_files
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=Command)
 @click.argument("kinds", nargs=-1, type=click.Choice(KINDS))
 @with_options
+@config_option
 async def step(
     checkpoint: CheckpointOptions,
     workers: ClusterOptions,
@@ -125,7 +128,7 @@ def single_kind(kind: str) -> click.Command:
         click.get_current_context().invoke(step, kinds=(*choice.beside, kind), **values)
 
     parameters = [option for option in step.params if option.name not in choice.without | {"kinds"}]
-    return GroupedCommand(kind, callback=measure, params=parameters, help=choice.help)
+    return Command(kind, callback=measure, params=parameters, help=choice.help)
 
 
 def table(rows: Sequence[StepFigures], ratios: Mapping[str, float]) -> Table:

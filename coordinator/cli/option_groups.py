@@ -5,7 +5,7 @@
         host: Annotated[str, Flag("Where HTTP listens.")] = "127.0.0.1"
         port: Annotated[int, Flag("0 takes a free one.", type=click.IntRange(0, 65535))] = 8000
 
-    @click.command(cls=GroupedCommand)
+    @click.command()
     @with_options
     async def serve(listen: ListenOptions) -> None: ...
 
@@ -56,17 +56,6 @@ class GroupOption(click.Option):
     def __init__(self, section: str, about: str, names: Sequence[str], **attributes: Any) -> None:
         super().__init__(names, **attributes)
         self.section, self.about = section, about
-
-
-class GroupedCommand(click.Command):
-    """A command whose help has a section for each group of options; use as `click.command(cls=GroupedCommand)`."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options: those of groups by their sections, then the command's own."""
-        for heading, options in sections(self.get_params(ctx)).items():
-            if records := [record for option in options if (record := option.get_help_record(ctx)) is not None]:
-                with formatter.section(heading):
-                    formatter.write_dl(records)
 
 
 def sections(parameters: Iterable[click.Parameter]) -> dict[str, list[click.Parameter]]:

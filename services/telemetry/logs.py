@@ -7,13 +7,14 @@ import sys
 
 import structlog
 
+LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("console", "json")
 
 
 def configure_logs(level: str = "info", form: str | None = None) -> None:
     """Set up the log of this process, once at its start.
 
-    level: the least important level that is logged: debug, info, warning or error. form: one of FORMATS; None chooses
+    level: the least important level that is logged, one of LEVELS. form: one of FORMATS; None chooses
     "json" where stderr is no terminal.
     """
     as_json = not sys.stderr.isatty() if form is None else form == "json"

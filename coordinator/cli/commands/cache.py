@@ -11,8 +11,9 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from coordinator.cli.command import Command
 from coordinator.cli.console import progress_bars
-from coordinator.cli.option_groups import GroupedCommand, with_options
+from coordinator.cli.option_groups import with_options
 from coordinator.cli.options.prefix import ShortStoreOptions
 from coordinator.cli.running import EXIT_ERROR
 from coordinator.prefix.disk.entries import DiskEntry, Fault, UnreadableEntry
@@ -55,7 +56,7 @@ def cache() -> None:
     """
 
 
-@cache.command(cls=GroupedCommand)
+@cache.command(cls=Command)
 @with_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 async def ls(store: ShortStoreOptions, as_json: bool) -> None:
@@ -88,7 +89,7 @@ async def ls(store: ShortStoreOptions, as_json: bool) -> None:
     _print_line(out, " · ".join(notes))
 
 
-@cache.command(cls=GroupedCommand, short_help="Tell everything about one snapshot.")
+@cache.command(cls=Command, short_help="Tell everything about one snapshot.")
 @click.argument("id_prefix", metavar="ID-PREFIX")
 @with_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with all tokens and tensors.")
@@ -111,7 +112,7 @@ async def show(id_prefix: str, store: ShortStoreOptions, as_json: bool) -> None:
     out.print(parts_table(entry))
 
 
-@cache.command(cls=GroupedCommand)
+@cache.command(cls=Command)
 @click.argument("id_prefixes", metavar="[ID-PREFIX]...", nargs=-1)
 @with_options
 async def verify(id_prefixes: tuple[str, ...], store: ShortStoreOptions) -> None:
@@ -156,7 +157,7 @@ async def verify(id_prefixes: tuple[str, ...], store: ShortStoreOptions) -> None
         sys.exit(EXIT_ERROR)
 
 
-@cache.command(cls=GroupedCommand)
+@cache.command(cls=Command)
 @click.argument("id_prefixes", metavar="[ID-PREFIX]...", nargs=-1)
 @with_options
 @click.option("--all", "everything", is_flag=True, help="Remove all snapshots of all models, unreadable ones too.")
@@ -190,7 +191,7 @@ async def rm(
     _print_line(stdout(), f"{sum(removed)} snapshots removed, {format_size(size)} freed")
 
 
-@cache.command(cls=GroupedCommand, short_help="Make room in the store.")
+@cache.command(cls=Command, short_help="Make room in the store.")
 @with_options
 @click.option("--budget", metavar="SIZE", help="Remove the least useful until what is left takes at most this: 4GiB.")
 @click.option("--older-than", metavar="AGE", help="Remove what was not used for so long: 12h, 7d.")

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from coordinator.cli.certificate_authority import Authority, check_name, make_authority, read_authority
+from coordinator.cli.command import Command
 from coordinator.cli.option_groups import with_options
 from services.errors import FlashsplitError, InvalidArgument
 
@@ -26,7 +27,7 @@ _EPILOG = """Examples:
 """
 
 
-@click.command(epilog=_EPILOG)
+@click.command(cls=Command, epilog=_EPILOG)
 @with_options
 @click.option(
     "--out",

@@ -10,8 +10,9 @@ from typing import Annotated
 import click
 from click.core import ParameterSource
 
+from coordinator.cli.command import Command, log_options
 from coordinator.cli.http_client import ClientOptions
-from coordinator.cli.option_groups import Flag, GroupedCommand, group_options, with_options
+from coordinator.cli.option_groups import Flag, group_options, with_options
 from coordinator.cli.options.cluster import ClusterOptions
 from coordinator.cli.options.model import OptionalModelOptions
 from coordinator.cli.options.prefix import PrefixOptions
@@ -54,7 +55,7 @@ class ConversationOptions:
         return AnswerSettings(self.sampling, self.max_tokens, speculate=not self.no_speculation)
 
 
-@click.command(cls=GroupedCommand, epilog=_EPILOG)
+@click.command(cls=Command, epilog=_EPILOG)
 @with_options
 async def chat(
     client: ClientOptions,
@@ -83,7 +84,7 @@ async def chat(
 def check_choice(context: click.Context, model: Path | None) -> None:
     """Raise InvalidArgument for options of the other way to chat, where they have no effect."""
     of_servers = {option.name for option in group_options(ClientOptions)}
-    of_both = {"model", *(option.name for option in group_options(ConversationOptions))}
+    of_both = {"model", *(option.name for option in [*group_options(ConversationOptions), *log_options()])}
     for parameter in context.command.params:
         name = parameter.name or ""
         # What the environment says of servers is not meant for this command alone.

@@ -12,9 +12,10 @@ import click
 from rich.table import Table
 
 from coordinator.answer import Answer, Request
+from coordinator.cli.command import Command
 from coordinator.cli.commands.generate import stream
 from coordinator.cli.console import LoadBars, console
-from coordinator.cli.option_groups import GroupedCommand, with_options
+from coordinator.cli.option_groups import with_options
 from coordinator.cli.options.cluster import ClusterOptions
 from coordinator.cli.options.model import OptionalModelOptions
 from coordinator.engine.generation import generate
@@ -27,7 +28,7 @@ PROMPT = "Calculate 4729 + 3485."
 DEMO = Path("deploy/demo")
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=Command)
 @with_options
 @click.option("--prompt", default=PROMPT, show_default=True, metavar="TEXT", help="What to ask.")
 @click.option("--max-tokens", type=click.IntRange(1), default=200, show_default=True, help="Most tokens to produce.")

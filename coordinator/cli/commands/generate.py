@@ -13,10 +13,12 @@ from typing import Annotated
 import click
 
 from coordinator.answer import Answer, Piece, Request
+from coordinator.cli.command import Command
 from coordinator.cli.console import console
-from coordinator.cli.option_groups import Flag, GroupedCommand, with_options
+from coordinator.cli.option_groups import Flag, with_options
 from coordinator.cli.options.cluster import ClusterOptions
 from coordinator.cli.options.compression import CompressionOptions
+from coordinator.cli.options.config import config_option
 from coordinator.cli.options.model import ModelOptions
 from coordinator.cli.options.prefix import PrefixOptions
 from coordinator.cli.options.sampling import SamplingFlags
@@ -142,8 +144,9 @@ class AnswerOptions:
         )
 
 
-@click.command(cls=GroupedCommand, epilog=_EPILOG)
+@click.command(cls=Command, epilog=_EPILOG)
 @with_options
+@config_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of streaming text.")
 async def generate(
     model: ModelOptions,

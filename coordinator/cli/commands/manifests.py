@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from coordinator.cli.command import Command
 from coordinator.cli.commands.serve import serve
 from coordinator.cli.option_groups import with_options
 from coordinator.config.file_fields import read_fields
@@ -23,7 +24,7 @@ _EPILOG = """Examples:
 """
 
 
-@click.command(epilog=_EPILOG)
+@click.command(cls=Command, epilog=_EPILOG)
 @with_options
 @click.option(
     "--config",

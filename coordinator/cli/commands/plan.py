@@ -14,9 +14,11 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from coordinator.cli.command import Command
 from coordinator.cli.console import console
-from coordinator.cli.option_groups import GroupedCommand, with_options
+from coordinator.cli.option_groups import with_options
 from coordinator.cli.options.cluster import ClusterOptions, PlacementOptions
+from coordinator.cli.options.config import config_option
 from coordinator.cli.options.model import ModelOptions
 from coordinator.cluster.placement import AUTO, Plan
 from coordinator.planning.measuring import measure_workers, places_of, workers_at
@@ -50,8 +52,9 @@ it printed.
 """
 
 
-@click.command(cls=GroupedCommand, epilog=_EPILOG)
+@click.command(cls=Command, epilog=_EPILOG)
 @with_options
+@config_option
 @click.option("--max-model-len", metavar="N[,N…]",
               help="Tokens of prompt and answer together, for which the caches are shown.  [default: 4096, 32768 and "
               "131072 as far as the model goes, and the model's own]")  # fmt: skip

@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import sys
-from pathlib import Path
 
 import click
 import structlog
@@ -15,16 +14,17 @@ import structlog
 from coordinator.api.grpc.server import GrpcServer
 from coordinator.api.http.app import create_app
 from coordinator.api.http.server import HttpServer
+from coordinator.cli.command import Command
 from coordinator.cli.console import console
-from coordinator.cli.option_groups import GroupedCommand, with_options
+from coordinator.cli.option_groups import with_options
 from coordinator.cli.options.cluster import ClusterOptions
 from coordinator.cli.options.compression import CompressionOptions
+from coordinator.cli.options.config import config_option
 from coordinator.cli.options.model import ModelOptions
 from coordinator.cli.options.prefix import PrefixOptions
 from coordinator.cli.options.server import AccessOptions, ListenOptions, ServiceOptions
 from coordinator.cli.started_model import start_model
 from coordinator.cluster.supervisor import supervised
-from coordinator.config.config_file import read_config
 from coordinator.engine.engine import Engine
 from coordinator.status.board import Board
 from coordinator.text.model_files import read_model_files
@@ -32,11 +32,9 @@ from coordinator.text.model_files import read_model_files
 log = structlog.get_logger()
 
 
-@click.command(cls=GroupedCommand, context_settings={"auto_envvar_prefix": "FLASHSPLIT"})
-@click.option("--config", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE.yaml",
-              is_eager=True, expose_value=False, callback=read_config,
-              help="Flags from a YAML file by their names. The command line and the environment win.")  # fmt: skip
+@click.command(cls=Command, context_settings={"auto_envvar_prefix": "FLASHSPLIT"})
 @with_options
+@config_option
 async def serve(
     model: ModelOptions,
     workers: ClusterOptions,
@@ -60,7 +58,7 @@ async def serve(
     files = read_model_files(model.model)
     async with contextlib.AsyncExitStack() as stack:
         started = await stack.enter_async_context(start_model(files, model.draft, workers, prefix, compression))
-        names = service.served_model_name or (model.model.absolute().name,)
+        names = service.names or (model.model.absolute().name,)
         engine = Engine(
             started.cluster,
             files,

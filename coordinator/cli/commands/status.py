@@ -10,8 +10,9 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from coordinator.cli.command import Command
 from coordinator.cli.http_client import ClientOptions, RemoteServer
-from coordinator.cli.option_groups import GroupedCommand, with_options
+from coordinator.cli.option_groups import with_options
 from coordinator.cli.running import EXIT_ERROR
 from coordinator.status.report import Status
 from coordinator.status.table import picture
@@ -28,7 +29,7 @@ Exit codes: 0 all is well, 1 no server answers or one of its workers doesn't, 2 
 """
 
 
-@click.command(cls=GroupedCommand, epilog=_EPILOG)
+@click.command(cls=Command, epilog=_EPILOG)
 @with_options
 @click.option("--watch", is_flag=True, help="Show it again and again, until Ctrl-C.")
 @click.option("--interval", type=click.FloatRange(0.2), default=1.0, show_default=True, metavar="SECONDS",

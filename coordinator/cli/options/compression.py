@@ -9,6 +9,7 @@ from typing import Annotated
 import click
 
 from coordinator.cli.option_groups import Flag
+from coordinator.cli.options.model import CheckpointDirectory
 from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.loading import LoadReporter
 from coordinator.cluster.placement import WorkerPlace, parse_place
@@ -32,6 +33,7 @@ class CompressionOptions:
         Flag(
             "A small Qwen3, like Qwen3-0.6B, that reads long prompts first and says which parts of them the end asks "
             "for; only these are computed. The answer is then that to the shorter prompt.",
+            type=CheckpointDirectory(),
             metavar="DIR",
         ),
     ] = None

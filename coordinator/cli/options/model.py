@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import click
 
 from coordinator.cli.option_groups import Flag
 
-_DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
-_TARGET = Flag("Target checkpoint, a Hugging Face directory.", type=_DIRECTORY, metavar="DIR")
-_DRAFT = Flag("DFlash draft checkpoint made for the target.", type=_DIRECTORY, metavar="DIR")
+
+class CheckpointDirectory(click.Path):
+    """The type of flags that name a checkpoint: a directory that is there."""
+
+    def __init__(self) -> None:
+        super().__init__(exists=True, file_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the directory. Refuses a model's name on the Hugging Face hub with how to download it."""
+        name = str(value)
+        if _HUB_NAME.fullmatch(name) and not Path(name).exists():
+            directory = name.partition("/")[2]
+            self.fail(
+                f"there is no directory {name!r}, and nothing is downloaded here. If it is a model of the Hugging Face "
+                f"hub: hf download {name} --local-dir {directory}, then name {directory}",
+                param,
+                ctx,
+            )
+        return super().convert(value, param, ctx)
+
+
+_TARGET = Flag("Target checkpoint, a Hugging Face directory.", type=CheckpointDirectory(), metavar="DIR")
+_DRAFT = Flag("DFlash draft checkpoint made for the target.", type=CheckpointDirectory(), metavar="DIR")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

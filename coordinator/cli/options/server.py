@@ -76,8 +76,9 @@ class ServiceOptions:
     served_model_name: Annotated[
         tuple[str, ...],
         Flag(
-            "What clients call the model; further ones are aliases.  [default: the directory]",
-            metavar="NAME",
+            "What clients call the model; further ones are aliases. May be given several times, too.  [default: the "
+            "directory]",
+            metavar="NAME[,NAME…]",
             # Its name before it was that of the flag.
             envvar="FLASHSPLIT_NAMES",
         ),
@@ -103,3 +104,9 @@ class ServiceOptions:
         float,
         Flag("How long running answers may take to finish after SIGTERM.", type=click.FloatRange(0), metavar="SECONDS"),
     ] = 60.0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What clients call the model, the name that is shown first; none where none was given."""
+        given = (name.strip() for names in self.served_model_name for name in names.split(","))
+        return tuple(dict.fromkeys(name for name in given if name))

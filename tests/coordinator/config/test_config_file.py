@@ -8,7 +8,9 @@ from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 
+from coordinator.__main__ import main
 from coordinator.cli.commands.serve import serve
 
 PAGE = Path(__file__).parents[3] / "docs" / "serving.md"
@@ -174,3 +176,21 @@ def test_the_cluster_of_the_serving_page(tmp_path: Path) -> None:
     assert params["target_devices"] == "cuda:0,hip:0,nas.example:7001"
     assert (params["target_layers"], params["draft_device"]) == ("0:20,20:28,28:36", "nas.example:7002")
     assert params["cluster_token_file"] == "token"
+
+
+@pytest.mark.parametrize("words", [["plan"], ["generate", "--prompt", "a"], ["bench", "decode"]], ids=" ".join)
+def test_one_file_is_for_all_commands_that_place_a_model(words: list[str], tmp_path: Path) -> None:
+    """Flags of serve alone are passed over; what no command knows is refused, whatever the command."""
+    (tmp_path / "config.json").write_text("{}")
+    lines = f"model: {tmp_path}\nport: 1\napi-key: a\ntarget-devices: cpu:7\n"
+    path = tmp_path / "cluster.yaml"
+    path.write_text(lines)
+    result = CliRunner().invoke(main, [*words, "--config", str(path)])
+    # The file named a checkpoint, which is read, and found to be none.
+    assert result.exit_code == 2
+    assert "num_hidden_layers" in result.stderr, result.stderr
+
+    path.write_text(lines.replace("port", "prot"))
+    result = CliRunner().invoke(main, [*words, "--config", str(path)])
+    assert result.exit_code == 2
+    assert f"'prot' is not a flag of {words[-1] if words[0] == 'bench' else words[0]}" in result.stderr

@@ -63,8 +63,20 @@ def test_defaults() -> None:
     """As the help says."""
     assert parse(ListenOptions) == ListenOptions(host="127.0.0.1", port=8000, grpc=True, grpc_port=50051)
     assert parse(ListenOptions, "--no-grpc", "--port", 0) == ListenOptions(grpc=False, port=0)
-    service = parse(ServiceOptions, "--served-model-name", "a", "--served-model-name", "b")
-    assert (service.served_model_name, service.max_model_len, service.drain_timeout) == (("a", "b"), None, 60.0)
+    service = parse(ServiceOptions)
+    assert (service.names, service.max_model_len, service.drain_timeout) == ((), None, 60.0)
+
+
+@pytest.mark.parametrize("line", ["--served-model-name a,b", "--served-model-name a --served-model-name b,a"])
+def test_several_names(line: str) -> None:
+    """In one value or several, each once; the first is shown."""
+    assert parse(ServiceOptions, *line.split()).names == ("a", "b")
+
+
+def test_names_of_the_environment() -> None:
+    """With commas or spaces between."""
+    for text in ("a,b", "a b"):
+        assert parse(ServiceOptions, environment={"FLASHSPLIT_NAMES": text}).names == ("a", "b")
 
 
 @pytest.mark.parametrize(
