@@ -13,6 +13,7 @@ from typing import Any
 from coordinator.answer import Request
 from coordinator.compression.prompts import shorten_chat, shorten_text
 from coordinator.compression.settings import CompressionSettings
+from coordinator.engine.context_overflow import ContextOverflow
 from coordinator.engine.engine import Engine
 from coordinator.text.chat_template import RESERVED_VARIABLES
 from coordinator.text.prompt import Prompt, chat_prompt, text_prompt
@@ -53,16 +54,14 @@ def make_request(
     """Return the engine's request, with the id and in the trace of the call that is being answered.
 
     prompt_field: what the client calls its prompt. request_id: None takes the call's id, or a new one outside of a
-    call. Raises InvalidArgument naming the field for a prompt that leaves no room for an answer, too many stop strings,
-    stop tokens outside of the vocabulary, and sampling parameters as `SamplingParams.completed` does.
+    call. Raises ContextOverflow for a prompt that leaves no room for an answer, InvalidArgument for too many stop
+    strings, stop tokens outside of the vocabulary, and sampling parameters as `SamplingParams.completed` does.
     """
     call = current_call()
     room = engine.max_model_len - len(prompt.token_ids)
     if room < 1:
-        raise InvalidArgument(
-            f"the prompt has {len(prompt.token_ids)} tokens, the context holds {engine.max_model_len}: shorten it",
-            reason="CONTEXT_OVERFLOW",
-            field=prompt_field,
+        raise ContextOverflow(
+            engine.max_model_len, len(prompt.token_ids), stopping.max_tokens or 1, chat=chat, field=prompt_field
         )
     if len(stopping.stop) > MAX_STOPS:
         raise InvalidArgument(f"stop has {len(stopping.stop)} strings; at most {MAX_STOPS} are accepted", field="stop")

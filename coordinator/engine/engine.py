@@ -17,6 +17,7 @@ from coordinator.answer import Answer, Phase, Request
 from coordinator.cluster.cluster import Cluster
 from coordinator.compression.compressor import Compressor
 from coordinator.engine.generation import Generation
+from coordinator.engine.request_checks import check_length
 from coordinator.engine.request_span import RequestSpan
 from coordinator.engine.step_times import StepTaken
 from coordinator.prefix.cache import PrefixCache
@@ -117,14 +118,7 @@ class Engine:
         span = RequestSpan(request, self.name)
         request = replace(request, trace=span.trace)
         generation = Generation(self.cluster, request, self.files.tokenizer, self.prefixes, self._pass_step)
-        if len(request.prompt_ids) + request.max_tokens > self.max_model_len:
-            raise InvalidArgument(
-                f"the prompt's {len(request.prompt_ids)} tokens and max_tokens {request.max_tokens} make "
-                f"{len(request.prompt_ids) + request.max_tokens}, the context holds {self.max_model_len}: shorten one "
-                "of them",
-                reason="CONTEXT_OVERFLOW",
-                field="max_tokens",
-            )
+        check_length(request, self.max_model_len)
         arrived = started = time.monotonic()
         outcome = "refused"
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from coordinator.answer import Request
 from coordinator.cluster.cluster import Cluster
+from coordinator.engine.context_overflow import ContextOverflow
 from coordinator.text.tokenizer import Tokenizer
 from services.errors import InvalidArgument
 from services.messages.output_frames import check_grammar, check_logprobs
@@ -21,15 +22,15 @@ def check_request(request: Request, cluster: Cluster, tokenizer: Tokenizer | Non
         raise InvalidArgument(
             f"prompt token {foreign[0]} is not in the model's vocabulary of {target.vocab_size}", field="prompt"
         )
-    length = len(request.prompt_ids) + request.max_tokens
-    if length > target.max_position:
-        raise InvalidArgument(
-            f"the prompt's {len(request.prompt_ids)} tokens and max_tokens {request.max_tokens} make {length}, the "
-            f"model's context holds {target.max_position}: shorten one of them",
-            reason="CONTEXT_OVERFLOW",
-            field="max_tokens",
-        )
+    check_length(request, target.max_position)
     if request.stop_strings and tokenizer is None:
         raise InvalidArgument("stop strings need a tokenizer and this checkpoint has none", field="stop")
     check_logprobs(request.logprobs)
     check_grammar(request.grammar)
+
+
+def check_length(request: Request, context: int) -> None:
+    """Raises ContextOverflow for a request whose prompt and longest answer are more than `context` tokens together."""
+    prompt_tokens = len(request.prompt_ids)
+    if prompt_tokens + request.max_tokens > context:
+        raise ContextOverflow(context, prompt_tokens, request.max_tokens, chat=request.chat, field="max_tokens")

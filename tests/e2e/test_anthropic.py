@@ -80,6 +80,26 @@ def test_count_tokens(client: anthropic.Anthropic) -> None:
     assert counted.input_tokens == answered.usage.input_tokens + (answered.usage.cache_read_input_tokens or 0)
 
 
+def test_what_is_beyond_the_context_is_refused_in_anthropics_words(client: anthropic.Anthropic) -> None:
+    """A prompt that is too long by itself, and one with which the answer asked for is."""
+    prompt = client.messages.count_tokens(model="target", messages=ASK).input_tokens
+    long: Any = [{"role": "user", "content": "word " * 5000}]
+    counted = client.messages.count_tokens(model="target", messages=long).input_tokens
+    for messages, most, words in (
+        (long, 1, f"prompt is too long: {counted} tokens > 4096 maximum"),
+        (
+            ASK,
+            4096,
+            f"input length and `max_tokens` exceed context limit: {prompt} + 4096 > 4096, decrease input length or "
+            "`max_tokens` and try again",
+        ),
+    ):
+        for stream in (False, True):
+            with pytest.raises(anthropic.BadRequestError) as refused:
+                client.messages.create(model="target", messages=messages, max_tokens=most, stream=stream)
+            assert refused.value.body["error"] == {"type": "invalid_request_error", "message": words}  # type: ignore[index]
+
+
 def test_refusals(client: anthropic.Anthropic, server: Server) -> None:
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(model="other", messages=ASK, max_tokens=1)

@@ -344,6 +344,38 @@ def test_what_real_clients_send_besides(client: openai.OpenAI) -> None:
     assert taken.usage.prompt_tokens == plain.usage.prompt_tokens
 
 
+LONG_CHAT: Any = [{"role": "user", "content": "word " * 5000}]
+
+
+def test_what_is_beyond_the_context_is_refused_in_openais_words(client: openai.OpenAI) -> None:
+    """Clients find out by these words, or by the code, that they should shorten a conversation."""
+    prompt = ask(client, max_tokens=1).usage.prompt_tokens
+    for limit in ("max_tokens", "max_completion_tokens"):
+        with pytest.raises(openai.BadRequestError) as refused:
+            ask(client, **{limit: 4096})
+        assert refused.value.code == "context_length_exceeded"
+        assert refused.value.body["message"] == (  # type: ignore[index]
+            f"This model's maximum context length is 4096 tokens. However, you requested {prompt + 4096} tokens "
+            f"({prompt} in the messages, 4096 in the completion). "
+            "Please reduce the length of the messages or completion."
+        )
+    words = r"This model's maximum context length is 4096 tokens\. However, you requested (\d+) tokens "
+    refusals: list[tuple[str, str, Any]] = [
+        ("messages", r"\((\d+) in the messages, 1 in", lambda: ask(client, LONG_CHAT, stream=True)),
+        ("messages", r"\((\d+) in the messages, 7 in", lambda: ask(client, LONG_CHAT, max_tokens=7)),
+        ("input", r"\((\d+) in the messages, 1 in", lambda: client.responses.create(model="demo", input=LONG_CHAT)),
+        (
+            "prompt",
+            r"\((\d+) in the prompt, 1 in",
+            lambda: client.completions.create(model="demo", prompt=[5] * 5000, max_tokens=1),
+        ),
+    ]
+    for param, detail, send in refusals:
+        with pytest.raises(openai.BadRequestError, match=words + detail) as refused:
+            send()
+        assert (refused.value.code, refused.value.param) == ("context_length_exceeded", param)
+
+
 async def test_the_async_client(server: Server) -> None:
     async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         whole = await client.chat.completions.create(model="demo", messages=ASK, temperature=0)

@@ -8,6 +8,8 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 
+from coordinator.engine import context_overflow
+from coordinator.engine.context_overflow import ContextOverflow
 from services.errors import FlashsplitError
 
 _STATUS: Mapping[str, tuple[int, str, str]] = {
@@ -23,7 +25,7 @@ _STATUS: Mapping[str, tuple[int, str, str]] = {
     "DEADLINE_EXCEEDED": (504, "server_error", "timeout_error"),
 }
 _CODES: Mapping[str, str] = {
-    "CONTEXT_OVERFLOW": "context_length_exceeded",
+    context_overflow.REASON: "context_length_exceeded",
     "MODEL_NOT_FOUND": "model_not_found",
     "QUEUE_FULL": "rate_limit_exceeded",
     "INVALID_API_KEY": "invalid_api_key",
@@ -48,6 +50,8 @@ class HttpError:
     code: str | None = None
     param: str | None = None
     retry_after_s: int | None = None
+    anthropic_message: str | None = None
+    """What clients of Anthropic's API are told instead of the message, None for the same."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -60,7 +64,10 @@ class HttpError:
 
     def anthropic(self) -> dict[str, Any]:
         """Return the body in the form of Anthropic's API."""
-        return {"type": "error", "error": {"type": self.anthropic_type, "message": self.message}}
+        return {
+            "type": "error",
+            "error": {"type": self.anthropic_type, "message": self.anthropic_message or self.message},
+        }
 
     def body(self, path: str) -> dict[str, Any]:
         """Return the body in the form of the API that a path belongs to."""
@@ -84,6 +91,7 @@ def to_http(error: BaseException) -> HttpError:
         code=_CODES.get(error.reason),
         param=error.where.get("field"),
         retry_after_s=int(retry) if retry is not None else (5 if status == 503 else None),
+        anthropic_message=error.anthropic_message if isinstance(error, ContextOverflow) else None,
     )
 
 

@@ -158,7 +158,9 @@ async def test_a_request_that_fails_is_reported_with_its_reason() -> None:
 async def test_a_request_beyond_the_context_is_refused() -> None:
     """The context may be set smaller than the model's own; prompt and answer have to fit together."""
     served = engine(max_model_len=10)
-    with pytest.raises(InvalidArgument, match="tokens 9 make 11, the context holds 10") as refused:
+    with pytest.raises(
+        InvalidArgument, match=r"maximum context length is 10 tokens\. However, you requested 11 tokens"
+    ) as refused:
         await answer(served, request("hi", max_tokens=9))
     assert (refused.value.reason, refused.value.where["field"]) == ("CONTEXT_OVERFLOW", "max_tokens")
     assert await answer(served, request("hi", max_tokens=8)) == "hello"

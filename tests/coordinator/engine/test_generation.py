@@ -225,7 +225,7 @@ async def test_closing_the_generator_closes_the_session() -> None:
         ({"prompt": ""}, "prompt", "the prompt is empty"),
         ({"prompt": [5, 999]}, "prompt", "prompt token 999 is not in the model's vocabulary of 258"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens is 0; it must be at least 1"),
-        ({"max_tokens": 4095}, "max_tokens", "the prompt's 2 tokens and max_tokens 4095 make 4097"),
+        ({"max_tokens": 4095}, "max_tokens", r"requested 4097 tokens \(2 in the prompt, 4095 in the completion"),
         ({"logprobs": 21}, "logprobs", "logprobs is 21"),
     ],
 )

@@ -206,7 +206,7 @@ async def test_a_forced_call_binds_the_answer_by_a_grammar(connect: Connect) -> 
         ({"top_p": 0}, "top_p", "greater than 0"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "logit_bias has the key 'x'; keys are token ids"),
         ({"n": 17}, "n", "less than or equal to 16"),
-        ({"max_tokens": 5000}, "max_tokens", "context holds 4096"),
+        ({"max_tokens": 5000}, "max_tokens", "maximum context length is 4096 tokens"),
         ({"stop": ["x"] * 65}, "stop", "stop has 65 strings; at most 64"),
         ({"stop_token_ids": [999]}, "stop_token_ids", "stop_token_ids has 999; they must be from 0 to 257"),
         ({"top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs: true"),

@@ -129,7 +129,7 @@ async def test_input_items_go_through_the_template(connect: Connect) -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored here"),
         ({"background": True}, "background", "leave it out and use stream"),
         ({"tools": [{"type": "web_search"}]}, "tools.0", "no other tools are built in"),
-        ({"max_output_tokens": 5000}, "max_output_tokens", "context holds 4096"),
+        ({"max_output_tokens": 5000}, "max_output_tokens", "maximum context length is 4096 tokens"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format", "text.format.schema is missing"),
         ({"top_k": -2}, "top_k", "greater than or equal to -1"),
     ],
