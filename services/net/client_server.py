@@ -48,27 +48,17 @@ class RequireKey(grpc.aio.ServerInterceptor):
 
 
 class ClientServer:
-    """Listens on a port of a host, 0 for a free one; its attribute `address` says where once it is started."""
+    """Listens on a port of a host, 0 for a free one; its attribute `address` says where once it listens."""
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        registrations: Sequence[Registration],
-        check_key: CheckKey,
-        tls: ClientTls | None = None,
-    ) -> None:
+    def __init__(self, host: str, port: int, check_key: CheckKey, tls: ClientTls | None = None) -> None:
         self.address = parse_address(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", "--host")
         self._tls = tls
         self._server = grpc.aio.server(interceptors=[RequireKey(check_key), RefuseGarbage()], options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        self._services = [register(self._server) for register in registrations]
-        listed = [*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME]
-        reflection.enable_server_reflection(listed, self._server)
+        self._services: list[str] = []
 
-    async def start(self) -> None:
-        """Listen. Raises Unavailable when the port is taken or the host is another one's."""
+    def listen(self) -> None:
+        """Take the port; calls wait until `start`. Raises Unavailable when it is taken or the host is another one's."""
         try:
             if self._tls is None:
                 port = self._server.add_insecure_port(self.address)
@@ -81,6 +71,13 @@ class ClientServer:
                 field="--grpc-port",
             ) from error
         self.address = f"{self.address.rpartition(':')[0]}:{port}"
+
+    async def start(self, registrations: Sequence[Registration]) -> None:
+        """Answer calls of these services, of health and of reflection, at the port that `listen` has taken."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._services = [register(self._server) for register in registrations]
+        listed = [*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(listed, self._server)
         await self._server.start()
 
     async def set_serving(self, serving: bool) -> None:

@@ -21,12 +21,15 @@ GRACE_S = 2.0
 
 
 class GrpcServer:
-    """Serves clients between entering and leaving an `async with`. The engine must be drained before it is left."""
+    """Listens between entering and leaving an `async with`, and answers once there is an engine (`serve`).
 
-    def __init__(self, engine: Engine, keys: ApiKeys, host: str, port: int, tls: ClientTls | None) -> None:
-        self._engine = engine
-        self._servicer = InferenceServicer(EnginePort(engine))
-        self._server = ClientServer(host, port, [self._servicer.register], keys.check, tls)
+    The engine must be drained before the server stops.
+    """
+
+    def __init__(self, keys: ApiKeys, host: str, port: int, tls: ClientTls | None) -> None:
+        self._server = ClientServer(host, port, keys.check, tls)
+        self._engine: Engine | None = None
+        self._servicer: InferenceServicer | None = None
         self._health: asyncio.Task[None] | None = None
 
     @property
@@ -35,31 +38,43 @@ class GrpcServer:
         return self._server.address
 
     async def __aenter__(self) -> GrpcServer:
-        """Start to listen. Raises Unavailable when the port is taken."""
-        await self._server.start()
-        self._health = asyncio.ensure_future(self._follow_health())
+        """Start to listen: calls wait until there is an engine. Raises Unavailable when the port is taken."""
+        self._server.listen()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop: requests that still run fail as "shutting down", finished answers reach their clients first."""
-        assert self._health is not None
-        self._health.cancel()
-        await asyncio.wait([self._health])
-        await self._server.set_serving(False)
-        load = self._engine.load
-        if load.running + load.waiting:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(GRACE_S):
-                    await self._servicer.end_all()
+        await self.stop()
+
+    async def serve(self, engine: Engine) -> None:
+        """Answer calls by an engine from now on."""
+        self._engine, self._servicer = engine, InferenceServicer(EnginePort(engine))
+        await self._server.start([self._servicer.register])
+        self._health = asyncio.ensure_future(self._follow_health(engine))
+
+    async def stop(self) -> None:
+        """Stop: requests that still run fail as "shutting down", finished answers reach their clients first.
+
+        May be called twice.
+        """
+        if self._health is not None:
+            self._health.cancel()
+            await asyncio.wait([self._health])
+            await self._server.set_serving(False)
+        if self._engine is not None and self._servicer is not None:
+            load = self._engine.load
+            if load.running + load.waiting:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(GRACE_S):
+                        await self._servicer.end_all()
         await self._server.stop(GRACE_S)
 
-    async def _follow_health(self) -> None:
+    async def _follow_health(self, engine: Engine) -> None:
         """Keep the health service as the engine is: NOT_SERVING while it drains and after a worker was lost."""
         serving = None
         while True:
-            if serving is not self._engine.ready:
-                serving = self._engine.ready
+            if serving is not engine.ready:
+                serving = engine.ready
                 await self._server.set_serving(serving)
             await asyncio.sleep(HEALTH_PERIOD_S)

@@ -72,6 +72,10 @@ class HttpServer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Take no more requests and end when those that run have ended, or GRACE_S later. May be called twice."""
         assert self._serving is not None
         self._server.should_exit = True
         await self._serving

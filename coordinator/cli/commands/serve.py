@@ -13,6 +13,7 @@ import structlog
 
 from coordinator.api.grpc.server import GrpcServer
 from coordinator.api.http.app import create_app
+from coordinator.api.http.loading import UntilLoaded
 from coordinator.api.http.server import HttpServer
 from coordinator.cli.command import Command
 from coordinator.cli.console import console
@@ -57,6 +58,12 @@ async def serve(
     keys, tls = access.load(listen.host)
     files = read_model_files(model.model)
     async with contextlib.AsyncExitStack() as stack:
+        # A port that is taken is told before anything is loaded.
+        door = UntilLoaded()
+        http_server = await stack.enter_async_context(HttpServer(door, listen.host, listen.port, tls))
+        grpc_server = None
+        if listen.grpc:
+            grpc_server = await stack.enter_async_context(GrpcServer(keys, listen.host, listen.grpc_port, tls))
         started = await stack.enter_async_context(start_model(files, model.draft, workers, prefix, compression))
         names = service.names or (model.model.absolute().name,)
         engine = Engine(
@@ -71,12 +78,13 @@ async def serve(
             compressor=started.compressor,
         )
         board = await stack.enter_async_context(Board(engine))
-        app = create_app(engine, keys, board, vllm_metrics=service.metrics_compat == "vllm")
         stop = _stop_signal()
-        http_server = await stack.enter_async_context(HttpServer(app, listen.host, listen.port, tls))
-        grpc_server = None
-        if listen.grpc:
-            grpc_server = await stack.enter_async_context(GrpcServer(engine, keys, listen.host, listen.grpc_port, tls))
+        # Both stop before the workers do.
+        door.app = create_app(engine, keys, board, vllm_metrics=service.metrics_compat == "vllm")
+        stack.push_async_callback(http_server.stop)
+        if grpc_server is not None:
+            await grpc_server.serve(engine)
+            stack.push_async_callback(grpc_server.stop)
         _print_banner(engine, http_server, grpc_server, with_key=bool(keys))
         # While it drains nothing is restored: workers that are told to stop as well let running answers end.
         async with supervised(started.cluster):
