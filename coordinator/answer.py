@@ -42,6 +42,8 @@ class Request:
     """How many of the most probable tokens to report beside each token (0 to 20); None reports no log-probabilities."""
     grammar: Grammar | None = None
     """What the output must be; a stop token can end it only where it is complete by this grammar."""
+    grammar_field: str = "grammar"
+    """The client's field that the grammar was made of, which a refusal names."""
     compression: Compression | None = None
     trace: Trace = field(default_factory=Trace)
     """Where the request stands in its client's trace."""

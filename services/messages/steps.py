@@ -29,7 +29,10 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an output must match. text: the schema, expression or grammar; empty for JSON_OBJECT, any JSON object."""
+    """What an output must match. text: the schema, expression or grammar; empty for JSON_OBJECT, any JSON object.
+
+    A LARK grammar may be in GBNF too, whose rules begin at `root`, as vLLM's examples have it.
+    """
 
     kind: GrammarKind
     text: str = ""

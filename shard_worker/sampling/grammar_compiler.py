@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
 
 from services.errors import FailedPrecondition, InvalidArgument
 from services.messages.output_frames import check_grammar, grammar_field
@@ -114,7 +115,11 @@ def _source(grammar: Grammar) -> str:
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(grammar.text)
         case GrammarKind.LARK:
-            return LLMatcher.grammar_from_lark(grammar.text)
+            try:
+                lark = any_to_lark(grammar.text) if "::=" in grammar.text else grammar.text
+            except Exception as error:  # the converter raises bare Exception
+                raise _refusal(grammar, str(error)) from None
+            return LLMatcher.grammar_from_lark(lark)
         case GrammarKind.JSON_OBJECT:
             text = '{"type": "object"}'
         case GrammarKind.JSON_SCHEMA:

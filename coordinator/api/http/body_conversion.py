@@ -13,6 +13,7 @@ from coordinator.answer import Request
 from coordinator.api import engine_requests
 from coordinator.api.engine_requests import TemplateChat, compressed_text, plain_prompt, tool_call
 from coordinator.api.http.schemas import MAX_PROMPTS, ChatMessage, SamplingFields, Tool
+from coordinator.api.http.structured import AnswerBound
 from coordinator.engine.engine import Engine
 from coordinator.text.prompt import Prompt
 from services.errors import InvalidArgument
@@ -20,20 +21,33 @@ from services.messages.inference_types import CompressionParams, Stopping
 
 
 def make_request(
-    engine: Engine, fields: SamplingFields, prompt: Prompt, max_tokens: int | None, *, chat: bool = True
+    engine: Engine,
+    fields: SamplingFields,
+    prompt: Prompt,
+    max_tokens: int | None,
+    *,
+    logprobs: int | None = None,
+    bound: AnswerBound | None = None,
+    chat: bool = True,
 ) -> Request:
-    """Return the engine's request. max_tokens: None takes what the context leaves, up to a default."""
+    """Return the engine's request.
+
+    max_tokens: None takes what the context leaves, up to a default. bound: what the answer must be.
+    """
     stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     stopping = Stopping(max_tokens, stops, tuple(fields.stop_token_ids or ()), fields.ignore_eos)
-    return engine_requests.make_request(
+    request = engine_requests.make_request(
         engine,
         prompt,
         fields.sampling_params(),
         stopping,
         speculate=fields.speculate,
+        logprobs=logprobs,
+        grammar=None if bound is None else bound.grammar,
         prompt_field="messages" if chat else "prompt",
         chat=chat,
     )
+    return request if bound is None else replace(request, grammar_field=bound.field)
 
 
 def compression_params(fields: SamplingFields) -> CompressionParams:
@@ -72,13 +86,19 @@ def make_chat(
 
 
 async def plain_prompts(
-    engine: Engine, prompt: str | list[str] | list[int] | list[list[int]], compression: CompressionParams
+    engine: Engine,
+    prompt: str | list[str] | list[int] | list[list[int]],
+    compression: CompressionParams,
+    *,
+    structured: bool = False,
 ) -> list[Prompt]:
     """Return each prompt of a completion, compressed as far as `compression` allows.
 
-    Raises InvalidArgument for an empty list and for one of more than MAX_PROMPTS.
+    structured: whether a grammar binds the answers. Raises InvalidArgument for an empty list and for one of more than
+    MAX_PROMPTS.
     """
-    return [await compressed_text(engine, plain, compression) for plain in await _prompts(engine, prompt)]
+    plain_ones = await _prompts(engine, prompt)
+    return [await compressed_text(engine, plain, compression, structured=structured) for plain in plain_ones]
 
 
 async def _prompts(engine: Engine, prompt: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:

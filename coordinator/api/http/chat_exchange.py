@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from coordinator.answer import Answer, Request
@@ -13,20 +12,17 @@ from coordinator.api.engine_requests import render
 from coordinator.api.http.body_conversion import choices_of, compression_params, make_chat, make_request
 from coordinator.api.http.choices import ChoicePart, answer_all
 from coordinator.api.http.schemas import ChatMessage, ResponseFormat, SamplingFields, Tool
+from coordinator.api.http.structured import AnswerBound, answer_bound
 from coordinator.engine.engine import Engine
 from coordinator.text.parsers.events import Event
-from coordinator.text.parsers.grammar import forced_call_grammar
-from coordinator.text.parsers.lark import json_schema
+from coordinator.text.parsers.grammar import behind_thinking, forced_call_grammar
 from coordinator.text.parsers.pipeline import OutputParser
 from coordinator.text.parsers.reasoning import Opening, ReasoningParser, opening_of
-from coordinator.text.parsers.tags import END_THINK, TAGS, THINK
+from coordinator.text.parsers.tags import TAGS, THINK
 from coordinator.text.parsers.tool_schema import read_tools
 from coordinator.text.parsers.tools import NONE, detect, new_parser
-from coordinator.text.prompt import Prompt
 from services.errors import InvalidArgument
 from services.messages.steps import Grammar, GrammarKind
-
-ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +51,6 @@ class ChatExchange:
     thinks: bool
     format: str
     tools: list[dict[str, Any]]
-    bound_by: str
-    """The client's field that the answer's grammar is made of, if there is one."""
 
     def parser(self) -> OutputParser:
         """Return a new parser for one answer."""
@@ -87,7 +81,8 @@ async def prepare_exchange(
     TemplateError where the chat template refuses the conversation.
     """
     chat = make_chat(messages, use.tools, variables)
-    structured = use.forced or (answer_format is not None and answer_format.type != "text")
+    bound = answer_bound(fields, answer_format, format_field)
+    structured = use.forced or bound is not None
     prompt = await render(engine, chat, compression_params(fields), structured=structured)
     template = engine.files.chat_template
     source = "" if template is None else template.source
@@ -95,44 +90,36 @@ async def prepare_exchange(
     opening = opening_of(prompt.text)
     tools = chat.tools or []
     read_tools(tools)  # refuses names that are there twice now, not when an answer is read
-    request = replace(make_request(engine, fields, prompt, max_tokens), logprobs=logprobs)
-    grammar = _grammar(engine, prompt, opening, call_format, tools, use, answer_format)
-    if grammar is not None:
-        request = replace(request, grammar=grammar)
-    bound_by = "tools" if use.forced else format_field
-    return ChatExchange(request, opening, THINK in source, call_format if tools else NONE, tools, bound_by)
+    bound = _bound(engine, opening, call_format, tools, use, bound)
+    request = make_request(engine, fields, prompt, max_tokens, logprobs=logprobs, bound=bound)
+    return ChatExchange(request, opening, THINK in source, call_format if tools else NONE, tools)
 
 
 async def answer_exchange(engine: Engine, exchange: ChatExchange, count: int = 1) -> AsyncGenerator[ChoicePart]:
-    """Answer with `count` choices, as `answer_all` does; a refusal of the grammar names the client's field."""
-    try:
-        async with contextlib.aclosing(answer_all(engine, choices_of(exchange.request, count))) as parts:
-            async for part in parts:
-                yield part
-    except InvalidArgument as error:
-        field = str(error.where.get("field", ""))
-        if not field.startswith("grammar"):
-            raise
-        raise InvalidArgument(
-            f"{exchange.bound_by} cannot be used: {error.message.removeprefix(f'{field} cannot be used: ')}",
-            reason=error.reason,
-            field=exchange.bound_by,
-        ) from error
+    """Answer with `count` choices, as `answer_all` does."""
+    async with contextlib.aclosing(answer_all(engine, choices_of(exchange.request, count))) as parts:
+        async for part in parts:
+            yield part
 
 
-def _grammar(
+def _bound(
     engine: Engine,
-    prompt: Prompt,
     opening: Opening,
     call_format: str,
     tools: list[dict[str, Any]],
     use: ToolUse,
-    answer_format: ResponseFormat | None,
-) -> Grammar | None:
+    bound: AnswerBound | None,
+) -> AnswerBound | None:
+    """Return what the whole answer is bound by: a forced call or what the client asks for, behind the thinking."""
     tokenizer = engine.files.tokenizer
     assert tokenizer is not None
     single = frozenset(tag for tag in TAGS if tokenizer.token_id(tag) is not None)
     if use.forced:
+        if bound is not None:
+            raise InvalidArgument(
+                f"tool_choice asks for a call, and {bound.field} for another answer: leave one of them out",
+                field=bound.field,
+            )
         if call_format == NONE:
             raise InvalidArgument(
                 "tool_choice asks for a call, and this model's chat template teaches no format of calls: leave it auto",
@@ -141,21 +128,8 @@ def _grammar(
         text = forced_call_grammar(
             call_format, tools, use.name, opening=opening, parallel=use.parallel, single_tokens=single
         )
-        return Grammar(GrammarKind.LARK, text)
-    if answer_format is None or answer_format.type == "text":
-        return None
-    schema = ANY_OBJECT
-    if answer_format.type == "json_schema":
-        schema_object = (answer_format.json_schema or {}).get("schema")
-        if not isinstance(schema_object, dict):
-            raise InvalidArgument(
-                "response_format.json_schema.schema is missing: give the JSON schema as an object",
-                field="response_format.json_schema",
-            )
-        schema = schema_object
-    if opening is not Opening.INSIDE:
-        return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+        return AnswerBound("tools", Grammar(GrammarKind.LARK, text))
+    if bound is None or opening is not Opening.INSIDE:
+        return bound
     # The model thinks first; only what comes after is bound.
-    end = f"thinking: /(?s:.*)/ {END_THINK}" if END_THINK in single else "thinking[lazy]: /(?s:.*)<\\/think>/"
-    body = json_schema(schema, lenient=False)
-    return Grammar(GrammarKind.LARK, f'start: thinking "\\n\\n" body\nbody: {body}\n{end}\n')
+    return AnswerBound(bound.field, behind_thinking(bound.grammar, single))

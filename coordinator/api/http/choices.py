@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from coordinator.answer import Answer, Piece, Request
 from coordinator.engine.engine import Engine
+from services.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ async def answer_all(engine: Engine, requests: Sequence[Request]) -> AsyncGenera
     """Answer all requests together; the first error, or closing the generator, ends them all.
 
     No more of them are begun at once than the engine runs at once, so that they don't fill its queue by themselves.
-    Raises the first error.
+    Raises the first error; a refusal of the grammar names the client's field that it was made of.
     """
     if len(requests) == 1:
         async with contextlib.aclosing(_answer(engine, requests[0], 0)) as parts:
@@ -60,8 +61,18 @@ async def answer_all(engine: Engine, requests: Sequence[Request]) -> AsyncGenera
 
 
 async def _answer(engine: Engine, request: Request, index: int) -> AsyncGenerator[ChoicePart]:
-    async with engine.answering(request) as generation, contextlib.aclosing(generation.pieces()) as pieces:
-        async for piece in pieces:
-            yield ChoicePart(index, piece)
-        assert generation.answer is not None
-        yield ChoicePart(index, generation.answer)
+    try:
+        async with engine.answering(request) as generation, contextlib.aclosing(generation.pieces()) as pieces:
+            async for piece in pieces:
+                yield ChoicePart(index, piece)
+            assert generation.answer is not None
+            yield ChoicePart(index, generation.answer)
+    except InvalidArgument as error:
+        field = str(error.where.get("field", ""))
+        if not field.startswith("grammar"):
+            raise
+        raise InvalidArgument(
+            f"{request.grammar_field} cannot be used: {error.message.removeprefix(f'{field} cannot be used: ')}",
+            reason=error.reason,
+            field=request.grammar_field,
+        ) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
@@ -20,6 +19,7 @@ from coordinator.api.http.json_bodies import JsonRoute
 from coordinator.api.http.logprobs import completion_logprobs
 from coordinator.api.http.replies import event_stream, unless_gone
 from coordinator.api.http.schemas import CompletionRequest
+from coordinator.api.http.structured import answer_bound
 from coordinator.api.http.usage import timings_of, usage_of
 from coordinator.engine.engine import Engine
 
@@ -32,12 +32,14 @@ def routes(engine: Engine) -> APIRouter:
     async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
         """The continuation of one or more prompts."""
         check_model(engine, body.model)
-        prompts = await unless_gone(http, plain_prompts(engine, body.prompt, compression_params(body)))
+        bound = answer_bound(body, body.response_format)
+        compression = compression_params(body)
+        prompts = await unless_gone(http, plain_prompts(engine, body.prompt, compression, structured=bound is not None))
         requests = [
             choice
             for number, prompt in enumerate(prompts)
             for choice in choices_of(
-                replace(make_request(engine, body, prompt, body.max_tokens, chat=False), logprobs=body.logprobs),
+                make_request(engine, body, prompt, body.max_tokens, logprobs=body.logprobs, bound=bound, chat=False),
                 body.n,
                 number * body.n,
             )

@@ -37,6 +37,26 @@ else:
     )
 
 
+class StructuredOutputs(LenientModel):
+    """What the answer must be, as vLLM has it: exactly one of these."""
+
+    json_schema: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Return the fields under the names that clients use."""
+        return {
+            "json": self.json_schema,
+            "regex": self.regex,
+            "choice": self.choice,
+            "grammar": self.grammar,
+            "json_object": self.json_object,
+        }
+
+
 class SamplingFields(_SamplingNumbers):
     """How tokens are chosen and where an answer ends, under the names of OpenAI and of vLLM.
 
@@ -48,6 +68,11 @@ class SamplingFields(_SamplingNumbers):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     speculate: bool = True
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     prefill_compression: CompressionMode | None = None
     prefill_keep_ratio: float | None = None
 
@@ -150,6 +175,7 @@ class CompletionRequest(SamplingFields):
     max_tokens: int | None = Field(16, ge=1)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     echo: bool = False
+    response_format: ResponseFormat | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     logprobs: int | None = Field(None, ge=0, le=20)

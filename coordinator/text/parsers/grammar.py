@@ -1,18 +1,20 @@
-"""Writes the grammar that makes a model call a tool in its own format, as `tool_choice` asks for.
+"""Writes the grammar that makes a model call a tool in its own format, as `tool_choice` asks for, or think first.
 
 The grammar is text in the Lark dialect of llguidance; the last stage compiles it and masks tokens by it.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 
-from coordinator.text.parsers.lark import literal
+from coordinator.text.parsers.lark import json_schema, literal, regex
 from coordinator.text.parsers.reasoning import Opening
 from coordinator.text.parsers.tags import END_THINK, THINK
 from coordinator.text.parsers.tool_schema import ToolSchema, read_tools
 from coordinator.text.parsers.tools import format_of
 from services.errors import InvalidArgument
+from services.messages.steps import Grammar, GrammarKind
 
 
 def forced_call_grammar(
@@ -51,11 +53,40 @@ def forced_call_grammar(
     for rule, tool in zip(rules, choices, strict=True):
         lines += module.call_grammar(tool, rule, tag)
     if opening is not Opening.CLOSED:
-        if END_THINK in single_tokens:
-            lines.append(f"thinking: /(?s:.*)/ {END_THINK}")
-        else:
-            lines.append("thinking[lazy]: /(?s:.*)<\\/think>/")
+        lines.append(_end_of_thinking(single_tokens))
     return "\n".join(lines) + "\n"
+
+
+def behind_thinking(grammar: Grammar, single_tokens: Collection[str] = ()) -> Grammar:
+    """Return a grammar for the end of the thinking that the prompt has opened, and behind it what `grammar` says.
+
+    single_tokens: as in `forced_call_grammar`. Raises InvalidArgument for a grammar in GBNF.
+    """
+    match grammar.kind:
+        case GrammarKind.JSON_OBJECT:
+            body = json_schema({"type": "object"}, lenient=False)
+        case GrammarKind.JSON_SCHEMA:
+            body = json_schema(json.loads(grammar.text), lenient=False)
+        case GrammarKind.REGEX:
+            body = regex(grammar.text)
+        case GrammarKind.LARK:
+            if "::=" in grammar.text and not grammar.text.lstrip().startswith("start"):
+                raise InvalidArgument(
+                    "the grammar is written in GBNF, and behind thinking it must be in Lark: write it so, or switch "
+                    "the thinking off",
+                    field="grammar",
+                )
+            body = f"%lark {{\n{grammar.text}\n}}"
+    return Grammar(
+        GrammarKind.LARK, f'start: thinking "\\n\\n" body\nbody: {body}\n{_end_of_thinking(single_tokens)}\n'
+    )
+
+
+def _end_of_thinking(single_tokens: Collection[str]) -> str:
+    """Return the rule `thinking`: any text up to the closing tag, which is one token of many tokenizers."""
+    if END_THINK in single_tokens:
+        return f"thinking: /(?s:.*)/ {END_THINK}"
+    return "thinking[lazy]: /(?s:.*)<\\/think>/"
 
 
 def _thinking(opening: Opening, tag: str) -> str:

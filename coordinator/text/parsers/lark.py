@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,17 @@ _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_sepa
 def literal(text: str) -> str:
     """Return a term that matches exactly this text."""
     return json.dumps(text)
+
+
+def regex(pattern: str) -> str:
+    """Return a term that matches a regular expression, which may have slashes and line breaks of its own."""
+    # A slash that is escaped already is a pair, and passed over as one.
+    escaped = re.sub(r"\\.|/", _escaped_slash, pattern, flags=re.DOTALL)
+    return f"/{escaped}/".replace("\n", r"\n")
+
+
+def _escaped_slash(match: re.Match[str]) -> str:
+    return r"\/" if match[0] == "/" else match[0]
 
 
 def json_schema(schema: Mapping[str, Any], *, lenient: bool = True) -> str:
