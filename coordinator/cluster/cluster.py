@@ -20,7 +20,7 @@ from services.layers import LayerRange
 from services.messages.description import DraftDescription, Role, TargetDescription, WorkerDescription
 from services.messages.sampling import SamplingParams
 from services.messages.snapshots import SnapshotOwner
-from services.messages.steps import DraftRoute, Grammar, Hop, OpenSession
+from services.messages.steps import DraftRoute, Failure, Grammar, Hop, OpenSession
 from services.processes.launch import DEFAULT_LAUNCH, Launch
 from services.processes.worker_process import WorkerFailed, WorkerProcess
 from services.rpc.peers import Peers
@@ -50,6 +50,9 @@ EXACT_ROWS = 16
 
 So answers with a draft and without one agree.
 """
+
+SILENT_S = 5.0
+"""How long a local worker may take to describe itself before it is ended, and started anew, to restore the cluster."""
 
 ChooseSplit = Callable[[Plan, Sequence[str], Peers], Awaitable[Plan]]
 """Returns the plan with its layers chosen; takes the plan and the addresses of its workers, the draft's last."""
@@ -89,6 +92,8 @@ class Cluster:
         self.trouble: FlashsplitError | None = None
         """What is wrong with the stages, as far as `lost` has found out; None while nothing is."""
         self._draft_lost = False
+        self._draft_reported = asyncio.Event()
+        """Set when a session has found that the draft's own worker does not answer."""
         self._deaths: dict[int, str] = {}
 
     @property
@@ -144,7 +149,8 @@ class Cluster:
                 prompt_length=prompt_length,
                 sampling=sampling,
                 stop_token_ids=stop_token_ids,
-                draft=DraftRoute(self.draft_address) if speculate and self.draft is not None else None,
+                # Also where it was lost just now: who asks for it counts on an answer about it.
+                draft=DraftRoute(self.draft_address) if speculate and self.draft_worker is not None else None,
                 logprobs=logprobs,
                 grammar=grammar,
                 trace=trace,
@@ -172,12 +178,22 @@ class Cluster:
     @property
     def draft(self) -> DraftDescription | None:
         """The draft; None without one and while its own worker is lost, when answers go on one token a step."""
-        return None if self.draft_worker is None or self._draft_lost else self.draft_worker.draft
+        lost = self._draft_lost or self._ended(len(self._plan.stages))
+        return None if self.draft_worker is None or lost else self.draft_worker.draft
 
     @property
     def alive(self) -> bool:
         """Whether all local stages run and, as far as `lost` has found out, the others too."""
         return self.trouble is None and not any(map(self._ended, range(len(self._plan.stages))))
+
+    def report_lost_draft(self, failure: Failure) -> None:
+        """Hear from a session that it has lost its draft.
+
+        Where that was because the draft's own worker does not answer, later sessions go without it until `restore`.
+        """
+        if failure.location.address == self.draft_address and failure.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
+            self._draft_lost = True
+            self._draft_reported.set()
 
     async def lost(self) -> FlashsplitError:
         """Wait until a worker ends or cannot be reached, and return the error that says which one and how.
@@ -186,10 +202,14 @@ class Cluster:
         """
         addresses = {*self.addresses, *([self.draft_address] if self.draft_address is not None else [])}
         broken = {address: asyncio.ensure_future(self._peers.lost(address)) for address in addresses}
+        reported = asyncio.ensure_future(self._draft_reported.wait())
         try:
-            await asyncio.wait([*broken.values(), *self._watchers.values()], return_when=asyncio.FIRST_COMPLETED)
+            signs = [*broken.values(), reported, *self._watchers.values()]
+            await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
             unreachable = [address for address, task in broken.items() if task.done()]
-            cause = broken[unreachable[0]].result() if unreachable else Unavailable("a worker has ended")
+            cause = Unavailable(f"the draft's worker at {self.draft_address} does not answer its sessions")
+            if not reported.done():
+                cause = broken[unreachable[0]].result() if unreachable else Unavailable("a worker has ended")
             error = await self.explain(cause)
             if any(address in self.addresses for address in unreachable) or not self.alive:
                 self.trouble = error
@@ -197,25 +217,48 @@ class Cluster:
                 self._draft_lost = True
             return error
         finally:
-            for task in broken.values():
+            for task in (*broken.values(), reported):
                 task.cancel()
-            await asyncio.gather(*broken.values(), return_exceptions=True)
+            await asyncio.gather(*broken.values(), reported, return_exceptions=True)
 
     async def restore(self) -> None:
-        """Start the local workers that ended again, and have every worker load what it does not hold.
+        """Start the local workers that ended or do not answer again, and have every worker load what it does not hold.
 
         Raises what starting a cluster raises; then it can be tried again.
         """
+        silent = await self._silent()
         for index in [*self._processes]:
             watcher = self._watchers.get(index)
-            if watcher is None or watcher.done():
+            if watcher is None or watcher.done() or index in silent:
                 if watcher is not None:
-                    self._deaths[index] = watcher.result().message
+                    self._deaths[index] = watcher.result().message if watcher.done() else silent[index]
+                    watcher.cancel()
                 await self._processes.pop(index).stop()
                 self._watchers.pop(index, None)
         await self._start()
+        # What sessions reported meanwhile was about the worker that was lost.
+        self._draft_reported.clear()
         self.trouble, self._draft_lost = None, False
         self._deaths.clear()
+
+    async def _silent(self) -> dict[int, str]:
+        """Return the local workers that run and do not answer, such as one that was stopped, each with a sentence."""
+
+        async def answers(process: WorkerProcess) -> bool:
+            try:
+                async with asyncio.timeout(SILENT_S):
+                    await (await self._peers.worker(process.address)).describe()
+            except (TimeoutError, FlashsplitError):
+                return False
+            return True
+
+        running = {index: process for index, process in self._processes.items() if not self._ended(index)}
+        answered = await asyncio.gather(*map(answers, running.values()))
+        return {
+            index: f"the worker for {process.device} (process {process.process_id}) did not answer for {SILENT_S:g} s"
+            for (index, process), answer in zip(running.items(), answered, strict=True)
+            if not answer
+        }
 
     def _ended(self, index: int) -> bool:
         watcher = self._watchers.get(index)

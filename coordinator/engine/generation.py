@@ -61,13 +61,11 @@ class Generation:
         check_request(request, cluster, tokenizer)
         self._cluster, self._request, self._on_step = cluster, request, on_step
         self._text = TextStream(tokenizer, request.stop_strings)
-        draft = cluster.draft if request.speculate else None
-        self._speculation = Speculation(1 if draft is None else draft.block_size)
-        self._draft_reach = 0 if draft is None else draft.max_position
-        self._chunk = request.prefill_chunk or chunk_for(cluster.workers)
+        self._prefixes = prefixes
         self._prefix: PrefixRun | None = None
-        if prefixes is not None:
-            self._prefix = PrefixRun(prefixes, request.prompt_ids, request.boundaries, with_draft=draft is not None)
+        self._speculation = Speculation(1)
+        self._draft_reach = 0
+        self._chunk = request.prefill_chunk or chunk_for(cluster.workers)
         self._times = StepTimes()
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -87,9 +85,7 @@ class Generation:
     async def pieces(self) -> AsyncGenerator[Piece]:
         """Yield the answer piece by piece. Raises the FlashsplitError that ended it, if one did."""
         try:
-            self._looked_up_at = time.monotonic()
-            if self._prefix is not None:
-                await self._prefix.begin()
+            await self._begin()
             try:
                 async with contextlib.aclosing(self._attempt()) as pieces:
                     async for piece in pieces:
@@ -106,6 +102,19 @@ class Generation:
                         yield piece
         except FlashsplitError as error:
             raise await self._cluster.explain(error) from error
+
+    async def _begin(self) -> None:
+        """Choose what the answer begins with: the draft as it is now that the request's turn has come, and the longest
+        kept prefix."""
+        request, draft = self._request, self._cluster.draft if self._request.speculate else None
+        if draft is not None:
+            self._speculation, self._draft_reach = Speculation(draft.block_size), draft.max_position
+        self._looked_up_at = time.monotonic()
+        if self._prefixes is not None:
+            self._prefix = PrefixRun(
+                self._prefixes, request.prompt_ids, request.boundaries, with_draft=draft is not None
+            )
+            await self._prefix.begin()
 
     async def _attempt(self) -> AsyncGenerator[Piece]:
         session: StageSession | None = await self._open()
@@ -270,13 +279,15 @@ class Generation:
         return event
 
     async def _proposal(self, events: AsyncIterator[Event], count: int) -> tuple[int, ...]:
-        if not count or self._speculation.block_size == 1:
+        if not count:
             return ()
         event = await self._next(events)
-        if isinstance(event, Proposal):
-            self._times.draft_ns += event.elapsed_ns
-            return event.token_ids
-        return ()
+        while isinstance(event, Failure):
+            event = await self._next(events)
+        if not isinstance(event, Proposal):
+            raise InternalError(f"stage 0 answered {type(event).__name__} where a proposal was due")
+        self._times.draft_ns += event.elapsed_ns
+        return event.token_ids
 
     async def _next(self, events: AsyncIterator[Event]) -> Event:
         """Return the next event but for those of snapshots. A lost draft is noted; any other failure is raised."""
@@ -291,9 +302,6 @@ class Generation:
         if event is None:
             raise InternalError("stage 0 ended the session without a reason")
         if isinstance(event, Failure):
-            if self._proposing:
-                # Steps that would follow by themselves wait for draft tokens that will not come.
-                self._following = 0
             if event.reason is not FailureReason.DRAFT_LOST:
                 raise error_named(
                     event.code,
@@ -304,6 +312,7 @@ class Generation:
                     device=event.location.device,
                 )
             self._speculation.switch_off(f"plain decode: the draft was lost ({event.message})")
+            self._cluster.report_lost_draft(event)
         return event
 
     # --- results

@@ -233,8 +233,11 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """The draft tokens for the step after `step`. elapsed_ns: from the first feature to the last draft token. followed:
-    as in `Commit`, for a step that waits for draft tokens."""
+    """The draft tokens for the step after `step`; none once the draft is lost.
+
+    elapsed_ns: from the first feature to the last draft token. followed: as in `Commit`, for a step that waits for
+    draft tokens.
+    """
 
     step: int
     token_ids: tuple[int, ...]
@@ -306,7 +309,8 @@ class FailureReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error further down the chain. After DRAFT_LOST the session goes on; after any other it is over.
+    """An error further down the chain. After DRAFT_LOST the session goes on, and proposals are empty; after any other
+    it is over.
 
     code: the name of the gRPC status code that the failing worker gave.
     """

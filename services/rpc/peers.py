@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 from collections import deque
 from collections.abc import Callable
 
@@ -74,7 +75,8 @@ class Peers:
         self._watcher = watcher
         self._connections: dict[tuple[str, str], Connection] = {}
         self._retired: deque[Connection] = deque()
-        self._connecting: dict[tuple[str, str], asyncio.Lock] = {}
+        self._connecting: dict[tuple[str, str], asyncio.Task[Connection]] = {}
+        """Attempts that run: all who want a connection wait for the same one."""
 
     async def worker(self, address: str) -> RemoteWorker:
         """Return the worker at an address."""
@@ -129,6 +131,10 @@ class Peers:
 
     async def close(self) -> None:
         """Close all connections; running calls end."""
+        attempts = [*self._connecting.values()]
+        for attempt in attempts:
+            attempt.cancel()
+        await asyncio.gather(*attempts, return_exceptions=True)
         connections, self._connections = self._connections, {}
         for connection in (*connections.values(), *self._retired):
             await connection.close()
@@ -136,19 +142,36 @@ class Peers:
 
     async def _connection(self, address: str, use: str = "steps") -> Connection:
         key = address, use
-        async with self._connecting.setdefault(key, asyncio.Lock()):
-            connection = self._connections.pop(key, None)
-            if connection is not None and not connection.usable:
+        if key not in self._connecting:
+            connection = self._connections.get(key)
+            if connection is not None and connection.usable:
+                return connection
+            self._connecting[key] = asyncio.ensure_future(self._reconnect(key))
+            # Where nobody waits for it any more, nobody needs to know how it ended.
+            self._connecting[key].add_done_callback(lambda attempt: attempt.cancelled() or attempt.exception())
+        attempt = self._connecting[key]
+        # Who stops waiting leaves the others their attempt.
+        await asyncio.wait([attempt])
+        if isinstance(error := attempt.exception(), FlashsplitError):
+            # Each of those who wait adds its own place to it.
+            raise copy.copy(error)
+        return attempt.result()
+
+    async def _reconnect(self, key: tuple[str, str]) -> Connection:
+        try:
+            if (old := self._connections.pop(key, None)) is not None:
                 # A worker that was gone is called anew, without waiting out the old channel's back-off. A worker that
                 # stops still answers the calls that run on the old one.
-                self._retired.append(connection)
+                self._retired.append(old)
                 if len(self._retired) > MAX_RETIRED:
                     await self._retired.popleft().close()
-                connection = None
-            if connection is None:
-                connection = await self._connect(address, self._watcher if use == "steps" else None)
-            self._connections[key] = connection
+            address, use = key
+            connection = self._connections[key] = await self._connect(
+                address, self._watcher if use == "steps" else None
+            )
             return connection
+        finally:
+            del self._connecting[key]
 
     async def _connect(self, address: str, watcher: Watcher | None) -> Connection:
         try:

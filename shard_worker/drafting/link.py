@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from services.errors import CLOSED, FailedPrecondition
+from services.errors import CLOSED, FailedPrecondition, FlashsplitError
 from services.messages.draft_session import Propose
 from services.messages.steps import FeatureSlice, Location, SnapshotPart, SnapshotRestore, SnapshotSave
 from services.messages.tensors import WireTensor
@@ -203,6 +203,29 @@ class RemoteDraftLink:
 
     def _most_probable(self, hidden: WireTensor) -> tuple[int, ...]:
         return tuple(self._project(from_wire(hidden, self._device)).argmax(-1).tolist())
+
+
+class LostDraftLink:
+    """A `DraftLink` to a draft that could not be reached when the session was opened: its first use raises why."""
+
+    remote, held_bytes = True, 0
+
+    def __init__(self, error: FlashsplitError) -> None:
+        self._error = error
+
+    async def advance(
+        self, features: Features, start: int, request: DraftRequest | None, then: Then | None = None
+    ) -> tuple[int, ...]:
+        raise self._error
+
+    async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
+        raise self._error
+
+    async def restore_snapshot(self, restore: SnapshotRestore) -> SnapshotPart:
+        raise self._error
+
+    async def close(self, why: str = CLOSED) -> None:
+        pass
 
 
 def slices_to_wire(features: Features, start: int) -> list[FeatureSlice]:

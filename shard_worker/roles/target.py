@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import structlog
 import torch
 
-from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument
+from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, Unavailable
 from services.messages.description import DraftDescription, FeatureTransport, HeadPlace, Role, TargetDescription
 from services.messages.draft_session import OpenDraft
 from services.messages.loading import LoadDraft, LoadTarget
@@ -26,7 +26,7 @@ from shard_worker.device.dtypes import dtype_to_name
 from shard_worker.drafting.drafters import Draft, DraftState, drafter_of
 from shard_worker.drafting.embedding_rows import EmbeddingRows, copied_embedding, resident_embedding, rows_of_stage
 from shard_worker.drafting.engine import DraftEngine, make_engine
-from shard_worker.drafting.link import DraftLink, LocalDraftLink, RemoteDraftLink
+from shard_worker.drafting.link import DraftLink, LocalDraftLink, LostDraftLink, RemoteDraftLink
 from shard_worker.measure.random_checkpoint import open_checkpoint
 from shard_worker.roles import MAX_ROWS, RoleResources, WorkerRole
 from shard_worker.roles.draft import DraftRole, LoadedDraft
@@ -47,6 +47,12 @@ from shard_worker.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from shard_worker.drafting.ahead import Ahead
+
+CAPTURE_MISMATCH = "CAPTURE_MISMATCH"
+"""The reason of the error where a draft reads other blocks than the stage captures."""
+
+DRAFT_ANSWER_S = 2.0
+"""How long the draft's own worker may take to describe itself while a session is opened."""
 
 log = structlog.get_logger()
 
@@ -304,15 +310,26 @@ class StageDrafts:
         return self._engine[2]
 
     async def open(self, request: OpenSession, stage: Stage, embedding: TargetEmbedding) -> DraftLink:
-        """Open the draft of a session that wants one.
+        """Open the draft of a session that wants one; where there is none now, the session begins by losing it.
 
-        Raises FailedPrecondition where none is loaded there, or one that reads other blocks; InvalidArgument where it
-        was made for another target.
+        Raises FailedPrecondition where the draft there reads other blocks; InvalidArgument where it was made for
+        another target.
         """
         assert request.draft is not None
-        if request.draft.address is None:
-            return await self._open_beside(request, stage, embedding)
-        return await self._open_remote(request, request.draft.address, stage, embedding)
+        address = request.draft.address
+        try:
+            if address is None:
+                return await self._open_beside(request, stage, embedding)
+            return await self._open_remote(request, address, stage, embedding)
+        except FlashsplitError as error:
+            if isinstance(error, InvalidArgument) or error.reason == CAPTURE_MISMATCH:
+                # No other answer would have this draft either.
+                raise
+            lost = error
+            if isinstance(error, FailedPrecondition):
+                # Its worker is there without the draft, as one is that was started again.
+                lost = Unavailable(error.message, reason=error.reason, **error.where)
+            return LostDraftLink(lost.located(address=address))
 
     @property
     def _loaded(self) -> LoadedDraft | None:
@@ -345,7 +362,12 @@ class StageDrafts:
         self, request: OpenSession, address: str, stage: Stage, embedding: TargetEmbedding
     ) -> RemoteDraftLink:
         assert stage.head is not None
-        description = (await (await self._resources.peers.worker(address)).describe()).draft
+        try:
+            # A session without a draft is answered sooner than one that waits for a worker to come back.
+            async with asyncio.timeout(DRAFT_ANSWER_S):
+                description = (await (await self._resources.peers.worker(address)).describe()).draft
+        except TimeoutError:
+            raise Unavailable(f"the draft's worker did not answer within {DRAFT_ANSWER_S:g} s") from None
         if description is None:
             raise FailedPrecondition(f"no draft is loaded at {address}", reason="NOT_LOADED")
         check_fit(description, stage.config)
@@ -428,7 +450,7 @@ def check_captures(draft: DraftConfig | DraftDescription, stage: Stage) -> None:
         raise FailedPrecondition(
             f"the draft reads blocks {list(draft.capture_layers)}, this stage captures {list(stage.captures)}: load "
             "the stages with the same draft",
-            reason="CAPTURE_MISMATCH",
+            reason=CAPTURE_MISMATCH,
             field="draft",
         )
 

@@ -14,7 +14,6 @@ from services.errors import CLOSED, InvalidArgument
 from services.messages.steps import (
     Commit,
     Event,
-    Failure,
     Forward,
     OpenSession,
     Proposal,
@@ -132,9 +131,6 @@ class FollowingSession:
                 event, following = self._after_commit(event)
             elif isinstance(event, Proposal):
                 following = self._next_step(event.token_ids, begun=event.followed)
-            elif isinstance(event, Failure) and self._answer is not None:
-                # The draft tokens that the next step waits for will not come.
-                self._step = self._answer = None
             # At once: nobody waits for the answer's way to the caller.
             if following is not None:
                 self._tasks.begin(self._follow, following)

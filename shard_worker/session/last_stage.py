@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
-from services.errors import FailedPrecondition, FlashsplitError
+from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, NotFound
 from services.messages.steps import (
     Commit,
     Event,
@@ -154,26 +154,26 @@ class LastStageSession(TargetSession):
     ) -> None:
         """Give the draft the features of committed rows from position `start` on, and have it propose where asked.
 
-        then: called on the device thread with the draft tokens, as `DraftLink.advance` says.
+        What it was asked for is answered with no draft tokens where there is no draft any more. then: called on the
+        device thread with the draft tokens, as `DraftLink.advance` says.
         """
-        draft = self.draft
-        if draft is None:
-            return
+        draft, draft_tokens = self.draft, tuple[int, ...]()
         started_ns = time.monotonic_ns()
-        try:
-            draft_tokens = await draft.advance(features, start, request, then)
-        except FlashsplitError as error:
-            await self._lose_draft(draft, error)
-            return
+        if draft is not None:
+            try:
+                draft_tokens = await draft.advance(features, start, request, then)
+            except FlashsplitError as error:
+                await self._lose_draft(draft, error)
         if request is not None:
+            # Who asked waits for it, also where the draft was lost before or meanwhile.
             elapsed_ns = time.monotonic_ns() - started_ns
             followed = self._device.is_followed(request.step)
             self._events.put_nowait(Proposal(request.step, draft_tokens, elapsed_ns, followed))
 
     async def _lose_draft(self, draft: DraftLink, error: FlashsplitError) -> None:
         self.draft = None
-        await draft.close()
         self._events.put_nowait(draft_lost(error, self._location))
+        await draft.close()
 
     # --- snapshots
 
@@ -201,8 +201,14 @@ class LastStageSession(TargetSession):
     async def _restore(self, restore: SnapshotRestore, own: SnapshotPart) -> None:
         self._verifier.observe(restore.token_ids)
         parts = [own]
-        if self.draft is not None:
-            parts.append(await self.draft.restore_snapshot(restore))
+        if (draft := self.draft) is not None:
+            try:
+                parts.append(await draft.restore_snapshot(restore))
+            except (NotFound, FailedPrecondition, InvalidArgument):
+                # The draft is there: the request may begin anew with it, or asks for what no draft could do.
+                raise
+            except FlashsplitError as error:
+                await self._lose_draft(draft, error)
         self._events.put_nowait(SnapshotRestored(restore.snapshot_id, restore.length, tuple(parts)))
 
     # --- its end

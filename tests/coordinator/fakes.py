@@ -138,7 +138,7 @@ class ScriptedSession:
         self.forwards: list[Forward] = []
         self.restores: list[SnapshotRestore] = []
         self.saves: list[SnapshotSave] = []
-        self.closed = False
+        self.closed = self.draft_lost = False
         self._events: asyncio.Queue[Event | FlashsplitError] = asyncio.Queue()
 
     async def forward(self, forward: Forward) -> None:
@@ -146,7 +146,8 @@ class ScriptedSession:
         event = self.script.failures.get(forward.step)
         if event is not None:
             self._events.put_nowait(event)
-            if not (isinstance(event, Failure) and event.reason is FailureReason.DRAFT_LOST):
+            self.draft_lost = isinstance(event, Failure) and event.reason is FailureReason.DRAFT_LOST
+            if not self.draft_lost:
                 return
         tokens = self._produced(forward)
         length = forward.base_position + len(forward.token_ids)
@@ -157,9 +158,10 @@ class ScriptedSession:
             entry = TokenLogprobs(self.script.logprob, tuple(range(65, 65 + count)), (self.script.logprob,) * count)
             logprobs = (entry,) * len(tokens)
         self._events.put_nowait(Commit(forward.step, length, tokens, (StageTiming(1000, 2000),), logprobs))
-        if forward.propose_tokens and event is None:
+        if forward.propose_tokens:
             first = length + 1 - self.opening["prompt_length"]
-            proposal = tuple(self.script.proposal(first + index) for index in range(forward.propose_tokens))
+            count = 0 if self.draft_lost else forward.propose_tokens
+            proposal = tuple(self.script.proposal(first + index) for index in range(count))
             self._events.put_nowait(Proposal(forward.step, proposal, 500))
 
     def _produced(self, forward: Forward) -> tuple[int, ...]:
@@ -223,6 +225,11 @@ class ScriptedCluster:
         self.sessions: list[ScriptedSession] = []
         self.kept: dict[str, int] = {}
         """The lengths of the snapshots that the worker keeps."""
+        self.lost_drafts: list[Failure] = []
+        """What sessions reported of the draft."""
+
+    def report_lost_draft(self, failure: Failure) -> None:
+        self.lost_drafts.append(failure)
 
     async def open(self, **opening: Any) -> StageSession:
         if self.script.open_error is not None:

@@ -27,7 +27,7 @@ from services.messages.description import HeadPlace, Role
 from services.messages.loading import LoadDraft, LoadTarget
 from services.messages.sampling import SamplingParams
 from services.messages.snapshots import SnapshotOwner
-from services.messages.steps import DraftRoute, Hop
+from services.messages.steps import DraftRoute, Failure, FailureReason, Hop, Location
 from services.processes.launch import Launch
 from services.processes.worker_process import WorkerFailed
 from services.rpc.peers import Peers
@@ -303,12 +303,38 @@ async def test_a_lost_draft_worker_and_its_return(hosts: Hosts) -> None:
         assert cluster.alive
         assert cluster.draft is None
         assert cluster.snapshot_places(with_draft=True) == cluster.snapshot_places(with_draft=False)
+        # A request that was about to begin with the draft hears from the stage that it is lost.
         session = await open_session(cluster, speculate=True)
-        assert stage.stage.session.request.draft is None
+        assert stage.stage.session.request.draft == DraftRoute(drafter.address)
         await session.close()
         await drafter.start()
         await cluster.restore()
         assert cluster.draft == WORKER.draft
+
+
+@pytest.mark.parametrize(("code", "known"), [("UNAVAILABLE", True), ("RESOURCE_EXHAUSTED", False)])
+async def test_a_session_that_lost_its_draft_tells_the_cluster(hosts: Hosts, code: str, known: bool) -> None:
+    """A worker that does not answer is lost for all at once, also while its connection stands; one that had no room
+    for a session is not, nor one that was at another address."""
+    stage, drafter = await hosts(2)
+
+    def failure(address: str) -> Failure:
+        return Failure(FailureReason.DRAFT_LOST, "gone", Location(None, "h", "cpu", address), code)
+
+    async with cluster_of(stage.address, draft=True, draft_device=drafter.address) as cluster:
+        lost = await watching(cluster)
+        cluster.report_lost_draft(failure("unix:/before.sock"))
+        assert cluster.draft is not None
+        cluster.report_lost_draft(failure(drafter.address))
+        assert (cluster.draft is None) == known
+        if known:
+            assert drafter.address in (await asyncio.wait_for(lost, 10)).message
+            assert cluster.alive
+            await cluster.restore()
+            assert cluster.draft == WORKER.draft
+            lost = await watching(cluster)
+        assert not lost.done()
+        lost.cancel()
 
 
 async def test_waiting_for_a_loss_can_be_given_up(hosts: Hosts) -> None:

@@ -16,7 +16,7 @@ from services.layers import LayerRange
 from services.messages.description import FeatureTransport, HeadPlace
 from services.messages.loading import FeatureCapture, LoadDraft, LoadTarget
 from services.messages.sampling import SamplingParams
-from services.messages.steps import DraftRoute, Hop
+from services.messages.steps import Commit, DraftRoute, Failure, FailureReason, Hop, Proposal, StepKind
 from shard_worker.device.executor import DeviceThread
 from shard_worker.drafting.drafters import Draft
 from shard_worker.drafting.engine import DraftEngine
@@ -169,8 +169,9 @@ async def test_a_refusal_further_down_says_where(chain: Chain) -> None:
     assert chain.roles[0].open_sessions == 0
 
 
-async def test_a_session_with_a_draft_needs_one(chain: Chain, tiny: Tiny) -> None:
-    """Without a draft beside the last stage, or at the named address, opening says what to do."""
+async def test_a_session_with_a_draft_begins_without_one(chain: Chain, tiny: Tiny) -> None:
+    """Without a draft beside the last stage, or at the named address, the session says so at its first step, answers
+    that, and proposes nothing."""
     bare = Chain(tiny.path("qwen3_5"))
     bare.directory.drafts[DRAFT_ADDRESS] = chain.draft_role
     assert chain.draft_role is not None
@@ -178,9 +179,16 @@ async def test_a_session_with_a_draft_needs_one(chain: Chain, tiny: Tiny) -> Non
     chain.draft_role.loaded = None
     try:
         for route, words in ((DraftRoute(), "beside the last stage"), (DraftRoute(DRAFT_ADDRESS), "at draft:1")):
-            with pytest.raises(FailedPrecondition, match=words) as caught:
-                await bare.roles[0].open(bare.request(draft=route))
-            assert caught.value.reason == "NOT_LOADED"
+            async with bare.session(draft=route) as client:
+                await client.send(client.frame(StepKind.DECODE, [1, 2], 3))
+                events = [await anext(client.events) for _ in range(3)]
+                [lost] = [event for event in events if isinstance(event, Failure)]
+                assert (lost.reason, lost.code) == (FailureReason.DRAFT_LOST, "UNAVAILABLE")
+                assert words in lost.message
+                [answer] = [event for event in events if isinstance(event, Commit)]
+                assert len(answer.token_ids) == 1
+                assert isinstance(events[-1], Proposal)
+                assert events[-1].token_ids == ()
     finally:
         chain.draft_role.loaded = loaded
         bare.shutdown()

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from services.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
-from services.messages.steps import Commit, Forward, Proposal, SnapshotSave, StepKind
+from services.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
+from services.messages.steps import Commit, Failure, Forward, Proposal, SnapshotSave, SnapshotSaved, StepKind
+from shard_worker.drafting.link import LostDraftLink
 from shard_worker.session.following import MAX_MORE
+from shard_worker.session.last_stage import LastStageSession
 from shard_worker.stage.stage import StageState
 from tests.shard_worker.chain import BLOCK, Chain, Client, MakeChain
 from tests.shard_worker.session.session_memory import stages_of
@@ -78,6 +80,26 @@ async def test_verifies_follow_with_draft_tokens(make_chain: MakeChain, name: st
         commits = await follow(client, PROMPT[-1], 7, propose=BLOCK - 1)
     assert len(commits) == 8
     assert [commit.token_ids for commit in commits[1:]][: len(expected.verified)] == expected.verified[:7]
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+async def test_steps_follow_without_draft_tokens_where_the_draft_is_lost(
+    make_chain: MakeChain, cuts: tuple[int, ...]
+) -> None:
+    """A step that asks for draft tokens, sent before its sender has heard of the loss, is followed all the same."""
+    chain = make_chain("qwen3", cuts, True)
+    async with chain.session() as client:
+        expected = await client.plain(PROMPT, 8)
+    async with chain.session() as client:
+        await client.prefill(PROMPT[:-1])
+        last = stages_of(client)[-1]
+        assert isinstance(last, LastStageSession)
+        last.draft = LostDraftLink(Unavailable("gone"))
+        await client.session.save_snapshot(SnapshotSave("lost", client.length))
+        await client.send(client.frame(StepKind.DECODE, PROMPT[-1:], BLOCK - 1, more=7))
+        events = [await anext(client.events) for _ in range(2 + 2 * 8)]
+        assert [type(event) for event in events] == [Failure, SnapshotSaved, *[Commit, Proposal] * 8]
+        assert tokens_of([event for event in events if isinstance(event, Commit)]) == expected
 
 
 @pytest.mark.parametrize("cuts", CUTS)

@@ -21,6 +21,7 @@ from services.messages.steps import (
     Forward,
     Location,
     OpenSession,
+    Proposal,
     StageIdentity,
     StepKind,
 )
@@ -197,9 +198,12 @@ async def test_a_lost_draft_is_reported_and_the_session_goes_on(
         assert failure.reason is FailureReason.DRAFT_LOST
         assert "draft worker" in failure.message
         assert error.message in failure.message
+        nothing = await anext(client.events)
+        assert isinstance(nothing, Proposal)
+        assert nothing.token_ids == ()
         assert chain.draft_role.open_sessions == 0
 
-        await client.send(client.frame(VERIFY, truth[3:6], BLOCK - 1))
-        assert (await client.commit()).token_ids == tuple(truth[4:7])
+        commit, none = await client.step(VERIFY, truth[3:6], BLOCK - 1)
+        assert (commit.token_ids, none) == (tuple(truth[4:7]), ())
         assert await client.plain(truth[6:7], 5) == truth[7:12]
     assert draft.failed == 1
