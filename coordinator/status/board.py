@@ -74,6 +74,20 @@ class Board:
             edges=self._edges(),
         )
 
+    async def cache_usage(self) -> float:
+        """Return the share of the memory for sessions' caches that open ones take, 0 to 1, in the fullest worker.
+
+        That memory is what they take and what is free on the worker's devices. A worker that runs requests on several
+        devices counts with all of them; one that doesn't say how much is free counts as empty.
+        """
+        shares = [0.0]
+        for worker in await self._poll.ask():
+            description = worker.description
+            free = sum(device.free_bytes for device in description.devices)
+            if free:
+                shares.append(description.session_bytes / (description.session_bytes + free))
+        return round(max(shares), 6)
+
     def _worker(self, worker: PolledWorker) -> report.WorkerStatus:
         description, index, rolling = worker.description, worker.stage, self.figures.rolling
         target = description.target if index is not None else None

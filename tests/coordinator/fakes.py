@@ -208,6 +208,7 @@ class ScriptedCluster:
 
     addresses = (PLACE.address,)
     launch = DEFAULT_LAUNCH
+    draft_address = None
 
     def __init__(self, script: Script | None = None, *, block_size: int = 0) -> None:
         self.script = script or Script()
@@ -239,6 +240,10 @@ class ScriptedCluster:
 
     async def explain(self, error: FlashsplitError) -> FlashsplitError:
         return error
+
+    def death(self, index: int) -> str | None:
+        """Why a worker cannot be asked how it does: nobody is there."""
+        return f"stage {index} is a script"
 
     def snapshot_places(self, *, with_draft: bool) -> tuple[SnapshotPlace, ...]:
         places = [SnapshotPlace(PLACE.address, SnapshotOwner.STAGE, LayerRange(0, 12), self.target.fingerprint)]

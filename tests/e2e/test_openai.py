@@ -243,7 +243,30 @@ def test_operators_see(server: Server, client: openai.OpenAI) -> None:
     assert float(values['flashsplit_generation_tokens_total{model_name="demo"}']) > 0
     assert float(values['flashsplit_accepted_tokens_total{model_name="demo"}']) > 0
     assert float(values['flashsplit_cached_tokens_total{model_name="demo",source="memory"}']) > 0
-    assert 'vllm:num_requests_running{model_name="demo"}' in values
+    assert values['vllm:num_requests_running{engine="0",model_name="demo"}'] == "0.0"
+    assert 0 <= float(values['vllm:kv_cache_usage_perc{engine="0",model_name="demo"}']) < 1
+    assert float(values['vllm:request_success_total{engine="0",finished_reason="stop",model_name="demo"}']) > 0
+
+
+def test_gaps_between_tokens_add_up_to_the_decode(server: Server, client: openai.OpenAI) -> None:
+    """Their count is that of the tokens behind the first, their sum no more than the time that those took."""
+
+    def gaps() -> tuple[float, float]:
+        lines = [line.rsplit(" ", 1) for line in get(f"{server.url}/metrics")[1].splitlines()]
+        kinds = ("count", "sum")
+        values = {name: float(value) for name, value in lines if name.startswith("vllm:inter_token_latency_seconds")}
+        count, seconds = (
+            values[f'vllm:inter_token_latency_seconds_{kind}{{engine="0",model_name="demo"}}'] for kind in kinds
+        )
+        return count, seconds
+
+    count, seconds = gaps()
+    extra = {"ignore_eos": True, "speculate": False}
+    made = client.chat.completions.create(model="demo", messages=ASK, max_tokens=20, extra_body=extra)  # type: ignore[arg-type]
+    more, longer = gaps()
+    assert more - count == 19
+    assert made.model_extra is not None
+    assert 0 < longer - seconds < 1.2 * made.model_extra["timings"]["predicted_ms"] / 1e3
 
 
 def test_sigterm_drains(tmp_path_factory: pytest.TempPathFactory) -> None:

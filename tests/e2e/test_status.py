@@ -234,7 +234,7 @@ def test_with_a_key_and_workers_that_fail(tmp_path: Any) -> None:
         request = urllib.request.Request(f"{server.url}/v1/events", headers={"x-api-key": KEY})
         with urllib.request.urlopen(request, timeout=20) as events:
             assert events.readline().startswith(b"event: blocks")
-            began = time.monotonic()
             server.process.terminate()
             server.process.wait(20)
-            assert time.monotonic() - began < 4
+            # What uvicorn says of replies that it had to cut.
+            assert "timeout graceful shutdown exceeded" not in server.log.read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Set
 from importlib import metadata
 
 import structlog
@@ -12,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.api.api_keys import ApiKeys
@@ -42,23 +44,30 @@ def create_app(engine: Engine, keys: ApiKeys, board: Board, *, vllm_metrics: boo
         version=metadata.version("flashsplit"),
         description="One LLM, served from whatever GPUs its owner has: OpenAI's and Anthropic's APIs.",
     )
-    app.include_router(operator_routes.routes(engine, Metrics(engine, vllm_names=vllm_metrics)))
-    app.include_router(status_routes.routes(engine, board))
-    app.include_router(page_files.routes(key_needed=bool(keys)))
-    for part in (chat, completions, responses, anthropic):
-        app.include_router(part.routes(engine))
+    metrics = Metrics(engine, board, vllm_names=vllm_metrics)
+    routers = [
+        operator_routes.routes(engine, metrics),
+        status_routes.routes(engine, board),
+        page_files.routes(key_needed=bool(keys)),
+        *(part.routes(engine) for part in (chat, completions, responses, anthropic)),
+    ]
+    for router in routers:
+        app.include_router(router)
     app.add_exception_handler(Exception, _failed)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
-    app.add_middleware(RequestMiddleware, keys=keys)
+    routes = [*app.routes, *(route for router in routers for route in router.routes)]
+    paths = frozenset(route.path for route in routes if isinstance(route, Route))
+    app.add_middleware(RequestMiddleware, keys=keys, metrics=metrics, paths=paths)
     return app
 
 
 class RequestMiddleware:
     """What happens around every request: its id, the API key, the limit of its body, errors, one line in the log."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
-        self._app, self._keys = app, keys
+    def __init__(self, app: ASGIApp, keys: ApiKeys, metrics: Metrics, paths: Set[str]) -> None:
+        """paths: those of all routes, by which requests are counted."""
+        self._app, self._keys, self._metrics, self._paths = app, keys, metrics, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -92,6 +101,7 @@ class RequestMiddleware:
                     raise
                 await _respond(request, error)(scope, receive, answer)
         finally:
+            self._metrics.count_reply(request.method, self._route_path(scope), status)
             write = log.debug if request.url.path == POLLED else log.info
             write(
                 "http.request",
@@ -102,6 +112,12 @@ class RequestMiddleware:
                 status=status,
                 ms=round((time.monotonic() - started) * 1e3, 1),
             )
+
+    def _route_path(self, scope: Scope) -> str:
+        """Return the path of the route that a request is for, "other" for one that there is none for."""
+        # A request that was refused before it came to its route is known by its own path.
+        path = str(getattr(scope.get("route"), "path", scope["path"]))
+        return path if path in self._paths else "other"
 
 
 class TooLarge(Exception):

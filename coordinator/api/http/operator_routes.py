@@ -42,7 +42,7 @@ def routes(engine: Engine, metrics: Metrics) -> APIRouter:
     )
     async def scrape() -> Response:
         """Prometheus metrics."""
-        return Response(metrics.text(), media_type=CONTENT_TYPE)
+        return Response(await metrics.text(), media_type=CONTENT_TYPE)
 
     @router.get("/version", tags=["Operations"], responses=QUERY_ERRORS)
     async def version() -> dict[str, str]:

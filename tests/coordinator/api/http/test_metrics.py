@@ -1,0 +1,143 @@
+"""/metrics over a scripted engine: requests that were refused at the door, gaps between tokens, vLLM's names."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from coordinator.api.http.app import MAX_BODY_BYTES
+from coordinator.api.http.metrics import Metrics
+from coordinator.engine.engine import Engine
+from coordinator.status.board import Board
+from tests.coordinator.api.http.conftest import Client, Connect
+from tests.coordinator.fakes import Script, engine, says
+from tests.services.fakes import until
+
+CHAT = "/v1/chat/completions"
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+JSON = {"content-type": "application/json"}
+KEY = {"x-api-key": "secret"}
+
+
+async def replies(client: Client) -> dict[tuple[str, str, str], float]:
+    """How many requests were answered, by method, path and status."""
+    text = (await client.http.get("/metrics", headers=KEY)).text
+    return {
+        (sample.labels["method"], sample.labels["path"], sample.labels["status"]): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "flashsplit_http_requests_total"
+    }
+
+
+async def test_requests_that_are_refused_at_the_door_count(connect: Connect) -> None:
+    """Whatever the reason: by method, path and status. A path that a client made up is none."""
+    release = asyncio.Event()
+    served = engine(Script(hold=release), max_running=1, max_waiting=0)
+    client = await connect(served, "secret")
+    http = client.http
+    running = asyncio.ensure_future(client.post(CHAT, HI, **KEY))
+    await until(lambda: served.load.running == 1)
+    refused = {
+        ("POST", CHAT, "400"): [
+            await http.post(CHAT, content=b"{", headers={**JSON, **KEY}),
+            await http.post(CHAT, json={**HI, "temperature": "hot"}, headers=KEY),
+            await http.post(CHAT, json={**HI, "max_tokens": 1 << 20}, headers=KEY),
+        ],
+        ("POST", CHAT, "401"): [await http.post(CHAT, json=HI)],
+        ("POST", CHAT, "404"): [await http.post(CHAT, json={**HI, "model": "other"}, headers=KEY)],
+        ("POST", CHAT, "413"): [
+            await http.post(CHAT, content=b"", headers={**JSON, **KEY, "content-length": str(MAX_BODY_BYTES + 1)})
+        ],
+        ("POST", CHAT, "429"): [await http.post(CHAT, json=HI, headers=KEY)],
+        ("GET", CHAT, "405"): [await http.get(CHAT, headers=KEY)],
+        ("GET", "/v1/models/{name:path}", "404"): [await http.get("/v1/models/other", headers=KEY)],
+        ("GET", "other", "404"): [await http.get(f"/{path}", headers=KEY) for path in ("a", "b/c")],
+        ("other", CHAT, "405"): [await http.request("BREW", CHAT, headers=KEY)],
+    }
+    release.set()
+    await running
+
+    counted = await replies(client)
+    for (method, path, status), answers in refused.items():
+        assert {str(reply.status_code) for reply in answers} == {status}, (path, status)
+        assert counted.pop((method, path, status)) == len(answers), (method, path, status)
+    assert counted == {("POST", CHAT, "200"): 1}
+
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+"""Values by a sample's name and labels."""
+
+
+async def numbers(served: Engine, *, vllm: bool = True, ask: Any = None) -> Samples:
+    """The values of all samples, by name and labels but for the model's name, after a chat was asked."""
+    async with Board(served) as board:
+        metrics = Metrics(served, board, vllm_names=vllm)
+        if ask is not None:
+            await ask()
+        text = (await metrics.text()).decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            assert sample.labels.pop("model_name", "demo") == "demo"
+            found[sample.name, frozenset(sample.labels.items())] = sample.value
+    return found
+
+
+@pytest.mark.parametrize("block_size", [0, 4])
+async def test_every_gap_between_tokens_counts(block_size: int, connect: Connect) -> None:
+    """One observation for each token behind the first, also where a step brings several."""
+    served = engine(Script(says("forty-two")), block_size=block_size)
+    client = await connect(served)
+
+    async def ask() -> None:
+        assert (await client.post(CHAT, HI))[0] == 200
+
+    found = await numbers(served, ask=ask)
+    tokens = found["flashsplit_generation_tokens_total", frozenset()]
+    assert tokens == len("forty-two") + 1
+    assert found["flashsplit_inter_token_latency_seconds_count", frozenset()] >= tokens - 1
+    assert found["flashsplit_time_per_output_token_seconds_count", frozenset()] == 1
+
+
+async def test_the_names_of_vllm(connect: Connect) -> None:
+    """What its dashboards and the schedulers made for it ask for, with its labels; without the flag none of it."""
+    served = engine(Script(says("hello")))
+    client = await connect(served)
+
+    async def ask() -> None:
+        await client.post(CHAT, HI)
+        await client.post(CHAT, {**HI, "max_tokens": 2})
+
+    assert not [name for name, _ in await numbers(served, vllm=False) if name.startswith("vllm:")]
+    found = {
+        (name, labels - {("engine", "0")}): value
+        for (name, labels), value in (await numbers(served, ask=ask)).items()
+        if name.startswith("vllm:") and ("engine", "0") in labels
+    }
+    ended = {
+        reason: found["vllm:request_success_total", frozenset({("finished_reason", reason)})]
+        for reason in ("stop", "length", "abort")
+    }
+    assert ended == {"stop": 1, "length": 1, "abort": 0}
+    plain = {name: value for (name, labels), value in found.items() if not labels}
+    assert plain["vllm:generation_tokens_total"] == len("hello") + 1 + 2
+    assert plain["vllm:prompt_tokens_total"] == plain["vllm:request_prompt_tokens_sum"]
+    assert plain["vllm:num_requests_running"] == plain["vllm:num_requests_waiting"] == 0
+    assert 0 <= plain["vllm:kv_cache_usage_perc"] <= 1
+    for name in (
+        "request_prompt_tokens",
+        "request_generation_tokens",
+        "request_queue_time_seconds",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+        "request_inference_time_seconds",
+        "time_to_first_token_seconds",
+        "request_time_per_output_token_seconds",
+        "e2e_request_latency_seconds",
+    ):
+        assert plain[f"vllm:{name}_count"] == 2, name
+    assert plain["vllm:inter_token_latency_seconds_count"] >= len("hello") + 1
