@@ -6,6 +6,7 @@ import secrets
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from services.messages.inference_types import PromptToken
 from services.messages.sampling import SamplingParams
 from services.messages.steps import Grammar, TokenLogprobs
 from services.telemetry.trace_context import Trace
@@ -40,6 +41,8 @@ class Request:
     """Positions of the prompt at which turns of a chat end; the states there are worth keeping."""
     logprobs: int | None = None
     """How many of the most probable tokens to report beside each token (0 to 20); None reports no log-probabilities."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens. All of the prompt is computed then, whatever is kept of it."""
     grammar: Grammar | None = None
     """What the output must be; a stop token can end it only where it is complete by this grammar."""
     grammar_field: str = "grammar"
@@ -99,7 +102,8 @@ class Stats:
 class Answer:
     """A finished answer. text is None for a checkpoint without a tokenizer.
 
-    logprobs: one for each of token_ids, None where the request asked for none.
+    logprobs: one for each of token_ids, None where the request asked for none. prompt: the prompt's tokens, None where
+    the request did not ask for their log-probabilities.
     """
 
     token_ids: tuple[int, ...]
@@ -109,6 +113,7 @@ class Answer:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     stop_string: str | None = None
     """The stop string that ended the answer, if one did."""
+    prompt: tuple[PromptToken, ...] | None = None
 
     @property
     def cut(self) -> bool:
@@ -116,20 +121,26 @@ class Answer:
         return self.finish_reason == "length"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object that `--json` prints; it has logprobs only where they were asked for."""
+        """Return the object that `--json` prints; it has logprobs and prompt only where they were asked for."""
         fields = asdict(self)
-        if self.logprobs is None:
-            del fields["logprobs"]
+        for name in ("logprobs", "prompt"):
+            if fields[name] is None:
+                del fields[name]
         return fields
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an answer as it comes. logprobs: one for each of token_ids where they were asked for, else none."""
+    """A part of an answer as it comes. logprobs: one for each of token_ids where they were asked for, else none.
+
+    prompt: the next tokens of the prompt, where their log-probabilities were asked for, else none. Such pieces come
+    first, and nothing else is in them.
+    """
 
     token_ids: tuple[int, ...]
     text: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt: tuple[PromptToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

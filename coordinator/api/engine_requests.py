@@ -59,10 +59,9 @@ def make_request(
     """
     call = current_call()
     room = engine.max_model_len - len(prompt.token_ids)
-    if room < 1:
-        raise ContextOverflow(
-            engine.max_model_len, len(prompt.token_ids), stopping.max_tokens or 1, chat=chat, field=prompt_field
-        )
+    if room < (0 if stopping.max_tokens == 0 else 1):
+        answer = 1 if stopping.max_tokens is None else stopping.max_tokens
+        raise ContextOverflow(engine.max_model_len, len(prompt.token_ids), answer, chat=chat, field=prompt_field)
     if len(stopping.stop) > MAX_STOPS:
         raise InvalidArgument(f"stop has {len(stopping.stop)} strings; at most {MAX_STOPS} are accepted", field="stop")
     vocabulary = engine.cluster.target.vocab_size
@@ -146,13 +145,27 @@ async def render(
 
 
 async def compressed_text(
-    engine: Engine, prompt: Prompt, compression: CompressionParams, *, structured: bool = False
+    engine: Engine, prompt: Prompt, compression: CompressionParams | None, *, structured: bool = False
 ) -> Prompt:
     """Return a plain prompt, compressed where that is allowed and worth it; the arguments are those of `render`."""
     settings = _compression(engine, compression)
     if engine.compressor is None or settings is None:
         return prompt
     return await shorten_text(engine.compressor, settings, _call_id(), engine.files, prompt, structured=structured)
+
+
+def allowed_compression(wish: CompressionParams, prompt_logprobs: int | None) -> CompressionParams | None:
+    """Return what a request wishes of compression; None, which forbids it, where log-probabilities of the prompt are
+    asked for: they are those of every token of it. Raises InvalidArgument where the request asks for both."""
+    if prompt_logprobs is None:
+        return wish
+    if wish.mode is CompressionMode.ALWAYS:
+        raise InvalidArgument(
+            "prefill_compression is always, and log-probabilities of the prompt are asked for, which are those of the "
+            "whole prompt: leave out one of them",
+            field="prefill_compression",
+        )
+    return None
 
 
 def _compression(engine: Engine, compression: CompressionParams | None) -> CompressionSettings | None:

@@ -128,6 +128,7 @@ class Cluster:
         stop_token_ids: frozenset[int],
         speculate: bool,
         logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         grammar: Grammar | None = None,
         trace: Trace | None = None,
     ) -> StageSession:
@@ -152,6 +153,7 @@ class Cluster:
                 # Also where it was lost just now: who asks for it counts on an answer about it.
                 draft=DraftRoute(self.draft_address) if speculate and self.draft_worker is not None else None,
                 logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
                 grammar=grammar,
                 trace=trace,
                 batch_invariant_rows=max(EXACT_ROWS, block_rows, self._draft_rows) if self._exact else None,

@@ -22,6 +22,7 @@ from coordinator.prefix.run import PrefixRun
 from coordinator.text.text_stream import TextStream
 from coordinator.text.tokenizer import Tokenizer
 from services.errors import FlashsplitError, InternalError, NotFound, error_named
+from services.messages.inference_types import PromptToken
 from services.messages.steps import (
     Commit,
     Event,
@@ -69,6 +70,7 @@ class Generation:
         self._times = StepTimes()
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt: list[PromptToken] = []
         # All tokens that the session has committed or will, also those behind the answer's end.
         self._sequence: list[int] = list(request.prompt_ids)
         self._finish_reason: str | None = None
@@ -105,7 +107,7 @@ class Generation:
 
     async def _begin(self) -> None:
         """Choose what the answer begins with: the draft as it is now that the request's turn has come, and the longest
-        kept prefix."""
+        kept prefix; a prompt that is scored is computed from its first token on."""
         request, draft = self._request, self._cluster.draft if self._request.speculate else None
         if draft is not None:
             self._speculation, self._draft_reach = Speculation(draft.block_size), draft.max_position
@@ -114,7 +116,8 @@ class Generation:
             self._prefix = PrefixRun(
                 self._prefixes, request.prompt_ids, request.boundaries, with_draft=draft is not None
             )
-            await self._prefix.begin()
+            if request.prompt_logprobs is None:
+                await self._prefix.begin()
 
     async def _attempt(self) -> AsyncGenerator[Piece]:
         session: StageSession | None = await self._open()
@@ -144,6 +147,7 @@ class Generation:
             stop_token_ids=request.stop_token_ids,
             speculate=self._speculation.block_size > 1,
             logprobs=request.logprobs,
+            prompt_logprobs=request.prompt_logprobs,
             grammar=request.grammar,
             trace=request.trace,
         )
@@ -171,6 +175,7 @@ class Generation:
             self._stats(session),
             logprobs,
             self._text.stop_string,
+            tuple(self._prompt) if self._request.prompt_logprobs is not None else None,
         )
 
     def _note_phases(self) -> None:
@@ -207,6 +212,8 @@ class Generation:
                 commit = await self._commit(events)
                 unanswered -= 1
                 self._report(StepKind.PREFILL, commit.length - answered, commit, split_time(commit, 0))
+                if self._request.prompt_logprobs is not None:
+                    yield self._add_prompt(prompt[answered : commit.length], commit)
                 answered = commit.length
         self._length = commit.length
         yield self._add(commit)
@@ -274,7 +281,7 @@ class Generation:
         if not isinstance(event, Commit):
             raise InternalError(f"stage 0 answered {type(event).__name__} where a commit was due")
         if self._request.logprobs is not None and len(event.logprobs) != len(event.token_ids):
-            raise InternalError("the last stage told no log-probabilities: install the same flashsplit on all hosts")
+            raise _untold()
         self._sequence += event.token_ids
         return event
 
@@ -317,11 +324,21 @@ class Generation:
 
     # --- results
 
+    def _add_prompt(self, token_ids: tuple[int, ...], commit: Commit) -> Piece:
+        """Add a prefill step's tokens, with their log-probabilities, to those of the prompt, and return them."""
+        first = [] if self._prompt else [None]
+        logprobs = [*first, *commit.prompt_logprobs]
+        if len(logprobs) != len(token_ids):
+            raise _untold()
+        added = tuple(map(PromptToken, token_ids, logprobs))
+        self._prompt += added
+        return Piece((), prompt=added)
+
     def _add(self, commit: Commit) -> Piece:
         """Add a step's tokens to the answer, one by one, up to the one that ends it, and return them as a piece."""
         texts: list[str] = []
         added: list[int] = []
-        for token_id in commit.token_ids:
+        for token_id in commit.token_ids[: self._request.max_tokens - len(self._token_ids)]:
             added.append(token_id)
             self._token_ids.append(token_id)
             if token_id in self._request.stop_token_ids:
@@ -332,9 +349,8 @@ class Generation:
             if stopped:
                 self._finish_reason = "stop"
                 break
-            if len(self._token_ids) == self._request.max_tokens:
-                self._finish_reason = "length"
-                break
+        if self._finish_reason is None and len(self._token_ids) == self._request.max_tokens:
+            self._finish_reason = "length"
         logprobs = commit.logprobs[: len(added)]
         self._logprobs += logprobs
         return Piece(tuple(added), "".join(texts), logprobs)
@@ -369,7 +385,7 @@ class Generation:
                 session.stages, times.forward_ns or zeros, times.wire_ns or zeros, strict=True
             )
         )
-        decoded = len(self._token_ids) - 1
+        decoded = max(0, len(self._token_ids) - 1)
         compressed = self._request.compression or Compression()
         hit = self._prefix.hit if self._prefix is not None else None
         restored_ms = self._prefix.restored_ms if self._prefix is not None else 0.0
@@ -392,6 +408,10 @@ class Generation:
             original_prompt_tokens=compressed.original_tokens,
             compress_ms=compressed.elapsed_ms,
         )
+
+
+def _untold() -> InternalError:
+    return InternalError("the last stage told no log-probabilities: install the same flashsplit on all hosts")
 
 
 async def generate(

@@ -15,8 +15,8 @@ def check_request(request: Request, cluster: Cluster, tokenizer: Tokenizer | Non
     target = cluster.target
     if not request.prompt_ids:
         raise InvalidArgument("the prompt is empty: give at least one token", field="prompt")
-    if request.max_tokens < 1:
-        raise InvalidArgument(f"max_tokens is {request.max_tokens}; it must be at least 1", field="max_tokens")
+    if request.max_tokens < 0:
+        raise InvalidArgument(f"max_tokens is {request.max_tokens}; it must be at least 0", field="max_tokens")
     foreign = [token for token in request.prompt_ids if not 0 <= token < target.vocab_size]
     if foreign:
         raise InvalidArgument(
@@ -26,6 +26,7 @@ def check_request(request: Request, cluster: Cluster, tokenizer: Tokenizer | Non
     if request.stop_strings and tokenizer is None:
         raise InvalidArgument("stop strings need a tokenizer and this checkpoint has none", field="stop")
     check_logprobs(request.logprobs)
+    check_logprobs(request.prompt_logprobs, "prompt_logprobs")
     check_grammar(request.grammar)
 
 

@@ -25,6 +25,7 @@ from services.messages.inference_types import (
     GenerateRequest,
     Message,
     Model,
+    PromptToken,
     ServerInfo,
     ServerLoad,
     SpeculationFigures,
@@ -77,8 +78,10 @@ def request_from_message(request: pb.GenerateRequest | pb.ChatRequest) -> Genera
         prompt = tuple(request.token_ids.ids)
     else:
         raise InvalidArgument("prompt is missing: give text or token_ids", field="prompt")
-    stopping, logprobs = request.stopping, given(request, "logprobs")
+    stopping = request.stopping
+    logprobs, prompt_logprobs = given(request, "logprobs"), given(request, "prompt_logprobs")
     output_frames.check_logprobs(logprobs)
+    output_frames.check_logprobs(prompt_logprobs, "prompt_logprobs")
     return GenerateRequest(
         prompt,
         sampling_from_message(request.sampling),
@@ -93,6 +96,7 @@ def request_from_message(request: pb.GenerateRequest | pb.ChatRequest) -> Genera
         compression=CompressionParams(
             _COMPRESSIONS.get(request.prefill_compression), given(request, "prefill_keep_ratio")
         ),
+        prompt_logprobs=prompt_logprobs,
     )
 
 
@@ -104,6 +108,7 @@ def request_to_message(request: GenerateRequest) -> pb.GenerateRequest | pb.Chat
         "speculate": request.speculate,
         "model": request.model,
         "logprobs": request.logprobs,
+        "prompt_logprobs": request.prompt_logprobs,
         "prefill_compression": _COMPRESSION_NUMBERS[request.compression.mode],
         "prefill_keep_ratio": request.compression.keep_ratio,
     }
@@ -186,6 +191,10 @@ def event_to_message(event: AnswerEvent, response: T) -> T:
             message.delta.text = event.text
             for logprobs in event.logprobs:
                 output_frames.logprobs_to_message(logprobs, message.delta.logprobs.add())
+            for token in event.prompt:
+                entry = message.delta.prompt.add(token_id=token.token_id)
+                if token.logprobs is not None:
+                    output_frames.logprobs_to_message(token.logprobs, entry.logprobs)
         case Finished():
             finished = message.finished
             finished.finish_reason = _FINISH_NUMBERS[event.finish_reason]
@@ -202,11 +211,17 @@ def event_from_message(response: pb.GenerateResponse | pb.ChatResponse) -> Answe
         case "started":
             return Started(response.started.request_id, response.started.prompt_tokens)
         case "delta":
-            logprobs = output_frames.logprobs_of_tokens(response.delta)
-            return Delta(tuple(response.delta.token_ids), response.delta.text, logprobs)
+            delta = response.delta
+            logprobs = output_frames.logprobs_of_tokens(delta)
+            return Delta(tuple(delta.token_ids), delta.text, logprobs, tuple(map(_prompt_token, delta.prompt)))
         case "finished":
             return _finished(response.finished)
     return None
+
+
+def _prompt_token(message: generation_pb2.PromptToken) -> PromptToken:
+    logprobs = output_frames.logprobs_from_message(message.logprobs) if message.HasField("logprobs") else None
+    return PromptToken(message.token_id, logprobs)
 
 
 def _finished(message: generation_pb2.Finished) -> Finished:

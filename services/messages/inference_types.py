@@ -68,7 +68,8 @@ class GenerateRequest:
     """A request for an answer.
 
     model: None means the one that is served. logprobs: how many of the most probable tokens to report beside each
-    token with their log-probabilities, None for none at all. grammar: what the answer must be, None for anything.
+    token with their log-probabilities, None for none at all. prompt_logprobs: the same of the prompt's tokens. grammar:
+    what the answer must be, None for anything.
     """
 
     prompt: str | tuple[int, ...] | Conversation
@@ -79,6 +80,7 @@ class GenerateRequest:
     logprobs: int | None = None
     grammar: Grammar | None = None
     compression: CompressionParams = CompressionParams()
+    prompt_logprobs: int | None = None
 
 
 class FinishReason(StrEnum):
@@ -104,12 +106,25 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptToken:
+    """A token of a prompt. logprobs: None for the prompt's first token, which follows nothing."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
-    """A part of an answer. logprobs: one entry for each token where they were asked for, else none."""
+    """A part of an answer. logprobs: one entry for each token where they were asked for, else none.
+
+    prompt: tokens of the prompt where their log-probabilities were asked for, which come in order and before the
+    answer's; else none.
+    """
 
     token_ids: tuple[int, ...]
     text: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt: tuple[PromptToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,18 +16,16 @@ GrammarMessage = stage_pb2.Grammar | generation_pb2.Grammar
 LogprobsMessage = stage_pb2.TokenLogprobs | generation_pb2.TokenLogprobs
 
 MAX_ALTERNATIVES = 20
-"""The most tokens whose log-probabilities are reported beside each produced one."""
+"""The most tokens whose log-probabilities are reported beside each one."""
 
 MAX_GRAMMAR_BYTES = 256 * 1024
 """The longest grammar, in UTF-8."""
 
 
-def check_logprobs(alternatives: int | None) -> None:
+def check_logprobs(alternatives: int | None, field: str = "logprobs") -> None:
     """Check a number of alternatives, None for no log-probabilities. Raises InvalidArgument for too many."""
     if alternatives is not None and not 0 <= alternatives <= MAX_ALTERNATIVES:
-        raise InvalidArgument(
-            f"logprobs is {alternatives}; it must be between 0 and {MAX_ALTERNATIVES}", field="logprobs"
-        )
+        raise InvalidArgument(f"{field} is {alternatives}; it must be between 0 and {MAX_ALTERNATIVES}", field=field)
 
 
 def check_grammar(grammar: Grammar | None) -> None:
@@ -77,22 +75,26 @@ def logprobs_to_message(logprobs: TokenLogprobs, message: LogprobsMessage) -> No
     message.logprob = logprobs.logprob
     message.top_token_ids.extend(logprobs.top_token_ids)
     message.top_logprobs.extend(logprobs.top_logprobs)
+    message.rank = logprobs.rank
 
 
 def logprobs_of_tokens(message: stage_pb2.Commit | generation_pb2.Delta) -> tuple[TokenLogprobs, ...]:
     """Return the log-probabilities of each of the message's tokens, or none at all.
 
-    Raises InvalidArgument for another number of them, for alternatives that are too many or lack a number, and for what
-    is no log-probability.
+    Raises InvalidArgument for another number of them, and as `logprobs_from_message`.
     """
     if message.logprobs and len(message.logprobs) != len(message.token_ids):
         raise InvalidArgument(
             f"logprobs has {len(message.logprobs)} entries for {len(message.token_ids)} tokens", field="logprobs"
         )
-    return tuple(map(_logprobs_from_message, message.logprobs))
+    return tuple(map(logprobs_from_message, message.logprobs))
 
 
-def _logprobs_from_message(message: LogprobsMessage) -> TokenLogprobs:
+def logprobs_from_message(message: LogprobsMessage) -> TokenLogprobs:
+    """Return one token's log-probabilities.
+
+    Raises InvalidArgument for alternatives that are too many or lack a number, and for what is no log-probability.
+    """
     if len(message.top_token_ids) != len(message.top_logprobs) or len(message.top_logprobs) > MAX_ALTERNATIVES:
         raise InvalidArgument(
             f"logprobs has {len(message.top_logprobs)} numbers for {len(message.top_token_ids)} alternatives; "
@@ -103,4 +105,4 @@ def _logprobs_from_message(message: LogprobsMessage) -> TokenLogprobs:
     wrong = [value for value in (message.logprob, *message.top_logprobs) if not value <= 0]
     if wrong:
         raise InvalidArgument(f"logprobs has {wrong[0]}, which is no log-probability", field="logprobs")
-    return TokenLogprobs(message.logprob, tuple(message.top_token_ids), tuple(message.top_logprobs))
+    return TokenLogprobs(message.logprob, tuple(message.top_token_ids), tuple(message.top_logprobs), message.rank)

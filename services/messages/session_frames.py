@@ -87,13 +87,13 @@ def open_to_message(request: OpenSession) -> stage_pb2.Open:
         stop_token_ids=sorted(request.stop_token_ids),
         traceparent=request.trace.traceparent if request.trace is not None else None,
         exact_rows=request.batch_invariant_rows,
+        logprobs=request.logprobs,
+        prompt_logprobs=request.prompt_logprobs,
     )
     if request.draft is not None:
         message.draft.SetInParent()
         if request.draft.address is not None:
             message.draft.address = request.draft.address
-    if request.logprobs is not None:
-        message.logprobs = request.logprobs
     if request.grammar is not None:
         output_frames.grammar_to_message(request.grammar, message.grammar)
     return message
@@ -115,6 +115,8 @@ def open_from_message(message: stage_pb2.Open) -> OpenSession:
         draft = DraftRoute(parse_address(message.draft.address, "draft.address") if elsewhere else None)
     logprobs = message.logprobs if message.HasField("logprobs") else None
     output_frames.check_logprobs(logprobs)
+    prompt_logprobs = message.prompt_logprobs if message.HasField("prompt_logprobs") else None
+    output_frames.check_logprobs(prompt_logprobs, "prompt_logprobs")
     sampling = sampling_from_message(message.sampling)
     check_sampling(sampling)
     return OpenSession(
@@ -136,6 +138,7 @@ def open_from_message(message: stage_pb2.Open) -> OpenSession:
         grammar=output_frames.grammar_from_message(message.grammar) if message.HasField("grammar") else None,
         trace=trace_from_message(message),
         batch_invariant_rows=message.exact_rows if message.HasField("exact_rows") else None,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
@@ -350,6 +353,8 @@ def _commit_to_message(commit: Commit) -> stage_pb2.Commit:
         )
     for logprobs in commit.logprobs:
         output_frames.logprobs_to_message(logprobs, message.logprobs.add())
+    for logprobs in commit.prompt_logprobs:
+        output_frames.logprobs_to_message(logprobs, message.prompt_logprobs.add())
     return message
 
 
@@ -358,8 +363,17 @@ def _commit_from_message(message: stage_pb2.Commit) -> Commit:
         StageTiming(timing.forward_ns, timing.elapsed_ns, timing.passed_bytes) for timing in message.timings
     )
     logprobs = output_frames.logprobs_of_tokens(message)
-    token_ids = tuple(message.token_ids)
-    return Commit(message.step, message.length, token_ids, timings, logprobs, message.more, message.followed)
+    prompt_logprobs = tuple(map(output_frames.logprobs_from_message, message.prompt_logprobs))
+    return Commit(
+        message.step,
+        message.length,
+        tuple(message.token_ids),
+        timings,
+        logprobs,
+        message.more,
+        message.followed,
+        prompt_logprobs,
+    )
 
 
 def _proposal_from_message(message: stage_pb2.Proposal) -> Proposal:

@@ -64,7 +64,7 @@ class OpenSession:
     more. draft: None for a session without speculation. logprobs: how many alternatives to report beside each token,
     None for no log-probabilities. grammar: what the output must match, None for anything. batch_invariant_rows: the
     number of rows of which plain torch makes its products, so that a row has the same bits in every step; None for
-    whatever is fastest.
+    whatever is fastest. prompt_logprobs: as `logprobs`, of the prompt's tokens behind the first one.
     """
 
     request_id: str
@@ -83,6 +83,7 @@ class OpenSession:
     grammar: Grammar | None = None
     trace: Trace | None = None
     batch_invariant_rows: int | None = None
+    prompt_logprobs: int | None = None
 
 
 class StepKind(StrEnum):
@@ -201,16 +202,17 @@ class StageTiming:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of probabilities at the place of one produced token.
+    """Natural logarithms of probabilities at the place of one token, produced or of the prompt.
 
     They are those of the model's own logits: before bias, penalties, grammar, temperature and what follows. logprob:
-    the produced token's. top_token_ids, top_logprobs: the most probable tokens in falling order, among which the
-    produced one need not be.
+    the token's own. top_token_ids, top_logprobs: the most probable tokens in falling order, among which it need not
+    be. rank: how many tokens are at least as probable as it, itself included; 0 where nobody counted them.
     """
 
     logprob: float
     top_token_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +222,8 @@ class Commit:
     length: the tokens that count after it. token_ids: those that it produced, none after a prefill. timings: from this
     stage to the last one. logprobs: one for each of token_ids where the session asked for them, else none. more: how
     many steps still follow by themselves. followed: whether the next one has begun already, through step lanes.
+    prompt_logprobs: one for each token of the step that is part of the prompt, but for the prompt's first, where the
+    session asked for them, else none.
     """
 
     step: int
@@ -229,6 +233,7 @@ class Commit:
     logprobs: tuple[TokenLogprobs, ...] = ()
     more: int = 0
     followed: bool = False
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

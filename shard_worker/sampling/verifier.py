@@ -16,7 +16,7 @@ from services.messages.steps import Forward, OpenSession, StepKind, TokenLogprob
 from shard_worker.model.features import Features
 from shard_worker.sampling.acceptance import accept
 from shard_worker.sampling.last_row import LastRow
-from shard_worker.sampling.logprobs import token_logprobs
+from shard_worker.sampling.logprobs import prompt_logprobs, token_logprobs
 from shard_worker.sampling.sampler import Sampler
 from shard_worker.stage.stage import Stage, StageState
 from shard_worker.stage.step_graph import StepOutput
@@ -44,12 +44,13 @@ class StepOutcome:
     """What a step produced on the last stage.
 
     token_ids: the tokens, none after a prefill. logprobs: one for each of them where the request asked for them, else
-    none. features: those of all rows of the step. forward_ns: how long it took. committed: the stage has committed the
-    rows that count already.
+    none. prompt_logprobs: as in `Commit`. features: those of all rows of the step. forward_ns: how long it took.
+    committed: the stage has committed the rows that count already.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...]
     features: Features
     forward_ns: int
     committed: bool
@@ -82,9 +83,11 @@ class Verifier:
 
         state: the session's memory. meanwhile: called, before the device is waited for, where nothing but the argmax is
         still needed of it. then: called with the produced tokens as soon as they are known. Errors as in
-        `Sampler.choose`.
+        `Sampler.choose`, and for log-probabilities as `token_logprobs` does.
         """
         forward, output, features = step.forward, step.output, step.features
+        # Before the last row is another one, and before anything of the output can be overwritten.
+        of_prompt = self._prompt_logprobs(forward, output)
         tokens, kind = forward.token_ids, forward.kind
         ahead = self._may_go_ahead(forward, output, features)
         produced: list[int] = []
@@ -114,7 +117,7 @@ class Verifier:
                 self._remember_last(output, committed_rows)
         if ahead is not None and kind is StepKind.VERIFY:
             state.length, state.pending = state.length + committed_rows, 0
-        return StepOutcome(tuple(produced), logprobs, features, elapsed_ns, ahead is not None)
+        return StepOutcome(tuple(produced), logprobs, of_prompt, features, elapsed_ns, ahead is not None)
 
     @property
     def _is_greedy(self) -> bool:
@@ -124,6 +127,22 @@ class Verifier:
     def _remember_last(self, output: StepOutput, committed_rows: int) -> None:
         # A copy: a view would hold all rows of a prefill, and a step's are overwritten by the next.
         self.last.hidden = output.hidden[committed_rows - 1 : committed_rows].clone()
+
+    def _prompt_logprobs(self, forward: Forward, output: StepOutput) -> tuple[TokenLogprobs, ...]:
+        """Return the log-probabilities of the step's own tokens where the request asked for them: of those that are
+        part of the prompt, but for its first token, before which there is no row."""
+        request, head, last = self._request, self._stage.head, self.last.hidden
+        prompt_rows = max(0, request.prompt_length - forward.base_position)
+        tokens = forward.token_ids[:prompt_rows]
+        if request.prompt_logprobs is None or forward.kind is StepKind.VERIFY or not tokens:
+            return ()
+        assert head is not None
+        rows = output.hidden[: len(tokens) - 1]
+        if last is None:
+            tokens = tokens[1:]
+        else:
+            rows = torch.cat([last, rows])
+        return prompt_logprobs(head, rows, tokens, request.prompt_logprobs)
 
     def _choose(self, forward: Forward, output: StepOutput) -> tuple[list[int], tuple[TokenLogprobs, ...]]:
         head, tokens, kind = self._stage.head, forward.token_ids, forward.kind

@@ -152,8 +152,14 @@ def check_save(save: SnapshotSave, length: int) -> None:
 def check_restore(restore: SnapshotRestore, request: OpenSession, vocab_size: int) -> None:
     """Check the prefix from which a session is to begin.
 
-    Raises InvalidArgument for a length that the session does not hold, and for another number of tokens.
+    Raises InvalidArgument for a length that the session does not hold, for another number of tokens, and where the
+    session asked for the log-probabilities of its prompt, which a prefix does not keep.
     """
+    if request.prompt_logprobs is not None:
+        raise InvalidArgument(
+            "the session asked for prompt_logprobs, and a kept prefix has none: begin at the first token",
+            field="prompt_logprobs",
+        )
     if not 1 <= restore.length <= request.max_length:
         raise InvalidArgument(
             f"length is {restore.length}; the session holds 1 to {request.max_length} tokens", field="length"

@@ -147,7 +147,15 @@ class LastStageSession(TargetSession):
         passed_bytes = features.size_bytes if self.draft is not None and self.draft.remote else 0
         timing = StageTiming(outcome.forward_ns, elapsed_ns, passed_bytes)
         followed = not forward.propose_tokens and self._device.is_followed(forward.step)
-        return Commit(forward.step, length, outcome.token_ids, (timing,), outcome.logprobs, followed=followed)
+        return Commit(
+            forward.step,
+            length,
+            outcome.token_ids,
+            (timing,),
+            outcome.logprobs,
+            followed=followed,
+            prompt_logprobs=outcome.prompt_logprobs,
+        )
 
     async def _advance_draft(
         self, features: Features, start: int, request: DraftRequest | None, then: Callable[[tuple[int, ...]], None]

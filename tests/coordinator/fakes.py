@@ -153,16 +153,28 @@ class ScriptedSession:
         length = forward.base_position + len(forward.token_ids)
         if forward.kind is StepKind.VERIFY:
             length = forward.base_position + len(tokens)
-        logprobs: tuple[TokenLogprobs, ...] = ()
-        if (count := self.opening["logprobs"]) is not None:
-            entry = TokenLogprobs(self.script.logprob, tuple(range(65, 65 + count)), (self.script.logprob,) * count)
-            logprobs = (entry,) * len(tokens)
-        self._events.put_nowait(Commit(forward.step, length, tokens, (StageTiming(1000, 2000),), logprobs))
+        of_prompt = max(0, min(self.opening["prompt_length"], length) - max(1, forward.base_position))
+        commit = Commit(
+            forward.step,
+            length,
+            tokens,
+            (StageTiming(1000, 2000),),
+            self._logprobs(self.opening["logprobs"], len(tokens)),
+            prompt_logprobs=self._logprobs(self.opening["prompt_logprobs"], of_prompt),
+        )
+        self._events.put_nowait(commit)
         if forward.propose_tokens:
             first = length + 1 - self.opening["prompt_length"]
             count = 0 if self.draft_lost else forward.propose_tokens
             proposal = tuple(self.script.proposal(first + index) for index in range(count))
             self._events.put_nowait(Proposal(forward.step, proposal, 500))
+
+    def _logprobs(self, alternatives: int | None, count: int) -> tuple[TokenLogprobs, ...]:
+        """What the script says of so many tokens, which have rank 3."""
+        if alternatives is None:
+            return ()
+        number, ids = self.script.logprob, tuple(range(65, 65 + alternatives))
+        return (TokenLogprobs(number, ids, (number,) * alternatives, 3),) * count
 
     def _produced(self, forward: Forward) -> tuple[int, ...]:
         """The tokens that a step adds to the answer."""

@@ -144,12 +144,13 @@ def test_logprobs_streamed_are_the_whole_ones(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("echo", [False, True])
 def test_logprobs_of_completions(client: openai.OpenAI, echo: bool) -> None:
-    """Streamed pieces put together are the whole, offsets into the text included."""
+    """Streamed pieces put together are the whole, offsets into the text included; an echo has the prompt's before."""
     fields: Any = {
         "model": "demo", "prompt": CODE, "temperature": 0, "max_tokens": 14, "logprobs": 3, "echo": echo,
         "stop": ["never said"],
     }  # fmt: skip
-    whole = client.completions.create(**fields).choices[0]
+    reply = client.completions.create(**fields)
+    whole = reply.choices[0]
     chunks = [chunk.choices[0] for chunk in client.completions.create(**fields, stream=True)]
     parts = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
 
@@ -159,7 +160,13 @@ def test_logprobs_of_completions(client: openai.OpenAI, echo: bool) -> None:
     assert "".join(chunk.text for chunk in chunks) == whole.text
     for token, offset in zip(whole.logprobs.tokens or [], whole.logprobs.text_offset or [], strict=True):
         assert whole.text[offset : offset + len(token)] == token
-    assert all(len(top) == 3 for top in whole.logprobs.top_logprobs or [])
+    prompt_tokens = reply.usage.prompt_tokens if echo and reply.usage else 0
+    assert len(whole.logprobs.tokens or []) == prompt_tokens + 14
+    top_logprobs: Any = whole.logprobs.top_logprobs
+    # A token of the prompt stands beside the most probable ones where it is none of them.
+    assert [len(top or ()) for top in top_logprobs[:prompt_tokens]] == ([0, 4, 3, 3, 3, 3, 3] if echo else [])
+    assert all(len(top) == 3 for top in top_logprobs[prompt_tokens:])
+    assert [number is None for number in whole.logprobs.token_logprobs or []].count(True) == echo
 
 
 def test_usage_and_timings(client: openai.OpenAI) -> None:

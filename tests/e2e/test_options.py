@@ -36,16 +36,17 @@ SAMPLING: Mapping[str, list[dict[str, Any]]] = {
 }
 REQUEST: Mapping[str, list[dict[str, Any]]] = {
     "prompt_ids": [{"prompt_ids": PROMPT[:1]}, {"prompt_ids": PROMPT * 3}],
-    "max_tokens": [{"max_tokens": 1}, {"max_tokens": 60}],
+    "max_tokens": [{"max_tokens": 0}, {"max_tokens": 1}, {"max_tokens": 60}],
     "stop_token_ids": [{"stop_token_ids": frozenset(range(0, 256, 9)), "sampling": SamplingParams(**HOT)}],
     "speculate": [{"speculate": False}, {"speculate": False, "sampling": SamplingParams(**HOT)}],
     "prefill_chunk": [{"prefill_chunk": 1}, {"prefill_chunk": 7}, {"prefill_chunk": 4096}],
     "boundaries": [{"boundaries": (5, 20)}],
     "logprobs": [{"logprobs": 0}, {"logprobs": 20, "sampling": SamplingParams(**HOT)}],
+    "prompt_logprobs": [{"prompt_logprobs": 0, "max_tokens": 0}, {"prompt_logprobs": 20, "prefill_chunk": 7}],
 }
 ELSEWHERE = {
     "request_id", "trace", "unique_id", "chat", "compression",
-    "stop_strings", "grammar",  # need a tokenizer: test_demo_pair.py, test_structured_output.py
+    "stop_strings", "grammar", "grammar_field",  # need a tokenizer: test_demo_pair.py, test_structured_output.py
     "sampling",
 }  # fmt: skip
 
@@ -102,3 +103,5 @@ async def test_one_worker_and_three(case: str, pairs: dict[str, Pair], tmp_path:
             for mine, theirs in zip(whole.logprobs or (), split.logprobs or (), strict=True):
                 assert mine.top_token_ids == theirs.top_token_ids, change
                 assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+            # The same chunks through other processes have the same bits.
+            assert split.prompt == whole.prompt, change

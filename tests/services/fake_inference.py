@@ -16,6 +16,7 @@ from services.messages.inference_types import (
     FinishReason,
     GenerateRequest,
     Model,
+    PromptToken,
     ServerInfo,
     ServerLoad,
     SpeculationFigures,
@@ -33,6 +34,8 @@ FINISHED = Finished(
     SpeculationFigures(4, 30, 20, 6.25, ("plain decode: why not",)),
 )
 ANSWER: tuple[AnswerEvent, ...] = (
+    Delta((), prompt=(PromptToken(2**32 - 1), PromptToken(0, TokenLogprobs(-0.5, (7, 2), (-0.25, -1.5), 2)))),
+    Delta((), prompt=(PromptToken(1, TokenLogprobs(0.0)),)),
     Delta((5, 6), "ab"),
     Delta((), "c"),
     Delta((7,), "", (TokenLogprobs(-0.5, (7, 2), (-0.5, -1.25)),)),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from importlib import metadata
 
 from coordinator.answer import Answer
 from coordinator.api.engine_requests import (
+    allowed_compression,
     check_model,
     compressed_text,
     make_request,
@@ -49,12 +51,13 @@ class EnginePort:
         engine = self._engine
         check_model(engine, request.model)
         chat = None
+        compression = allowed_compression(request.compression, request.prompt_logprobs)
         if isinstance(request.prompt, Conversation):
             chat = template_chat(request.prompt)
-            prompt = await render(engine, chat, request.compression, structured=request.grammar is not None)
+            prompt = await render(engine, chat, compression, structured=request.grammar is not None)
         else:
             prompt = await plain_prompt(engine, request.prompt)
-            prompt = await compressed_text(engine, prompt, request.compression, structured=request.grammar is not None)
+            prompt = await compressed_text(engine, prompt, compression, structured=request.grammar is not None)
         prepared = make_request(
             engine,
             prompt,
@@ -67,11 +70,12 @@ class EnginePort:
             prompt_field="prompt" if chat is None else "conversation",
             chat=chat is not None,
         )
+        prepared = replace(prepared, prompt_logprobs=request.prompt_logprobs)
         async with engine.answering(prepared) as generation:
             yield Started(request_id, len(prepared.prompt_ids))
             async with contextlib.aclosing(generation.pieces()) as pieces:
                 async for piece in pieces:
-                    yield Delta(piece.token_ids, piece.text, piece.logprobs)
+                    yield Delta(piece.token_ids, piece.text, piece.logprobs, piece.prompt)
         assert generation.answer is not None
         yield _finished(generation.answer)
 

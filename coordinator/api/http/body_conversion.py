@@ -11,7 +11,13 @@ from typing import Any
 
 from coordinator.answer import Request
 from coordinator.api import engine_requests
-from coordinator.api.engine_requests import TemplateChat, compressed_text, plain_prompt, tool_call
+from coordinator.api.engine_requests import (
+    TemplateChat,
+    allowed_compression,
+    compressed_text,
+    plain_prompt,
+    tool_call,
+)
 from coordinator.api.http.schemas import MAX_PROMPTS, ChatMessage, SamplingFields, Tool
 from coordinator.api.http.structured import AnswerBound
 from coordinator.engine.engine import Engine
@@ -27,6 +33,7 @@ def make_request(
     max_tokens: int | None,
     *,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     bound: AnswerBound | None = None,
     chat: bool = True,
 ) -> Request:
@@ -47,12 +54,14 @@ def make_request(
         prompt_field="messages" if chat else "prompt",
         chat=chat,
     )
+    request = replace(request, prompt_logprobs=prompt_logprobs)
     return request if bound is None else replace(request, grammar_field=bound.field)
 
 
-def compression_params(fields: SamplingFields) -> CompressionParams:
-    """Return whether and how far the client wants its prompt compressed."""
-    return CompressionParams(fields.prefill_compression, fields.prefill_keep_ratio)
+def compression_params(fields: SamplingFields, prompt_logprobs: int | None = None) -> CompressionParams | None:
+    """Return whether and how far the client wants its prompt compressed; arguments as of `allowed_compression`."""
+    params = CompressionParams(fields.prefill_compression, fields.prefill_keep_ratio)
+    return allowed_compression(params, prompt_logprobs)
 
 
 def choices_of(request: Request, count: int, before: int = 0) -> list[Request]:
@@ -88,7 +97,7 @@ def make_chat(
 async def plain_prompts(
     engine: Engine,
     prompt: str | list[str] | list[int] | list[list[int]],
-    compression: CompressionParams,
+    compression: CompressionParams | None,
     *,
     structured: bool = False,
 ) -> list[Prompt]:

@@ -10,12 +10,12 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from coordinator.answer import Answer
+from coordinator.answer import Answer, Piece
 from coordinator.api.engine_requests import check_model
 from coordinator.api.http.chat_exchange import ChatExchange, ToolUse, answer_exchange, prepare_exchange
 from coordinator.api.http.documented import ANSWER, OPENAI_ERRORS
 from coordinator.api.http.json_bodies import JsonRoute
-from coordinator.api.http.logprobs import chat_logprobs
+from coordinator.api.http.logprobs import chat_logprobs, vllm_prompt_logprobs
 from coordinator.api.http.replies import event_stream, unless_gone
 from coordinator.api.http.schemas import ChatRequest
 from coordinator.api.http.usage import timings_of, usage_of
@@ -53,6 +53,7 @@ def routes(engine: Engine) -> APIRouter:
                 variables=body.chat_template_kwargs,
                 answer_format=body.response_format,
                 logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+                prompt_logprobs=body.prompt_logprobs,
             ),
         )
         head = {
@@ -100,9 +101,12 @@ def call_id(exchange: ChatExchange, choice: int, index: int) -> str:
 
 async def _whole(engine: Engine, exchange: ChatExchange, count: int, head: dict[str, Any]) -> dict[str, Any]:
     answers: dict[int, Answer] = {}
+    prompt: list[dict[str, Any] | None] = []
     async for part in answer_exchange(engine, exchange, count):
         if isinstance(part.content, Answer):
             answers[part.index] = part.content
+        else:
+            prompt += _prompt_logprobs(engine, exchange, part.content)
     ordered = [answers[index] for index in range(count)]
     return {
         **head,
@@ -110,7 +114,12 @@ async def _whole(engine: Engine, exchange: ChatExchange, count: int, head: dict[
         "choices": [_choice(engine, exchange, index, answer) for index, answer in enumerate(ordered)],
         "usage": usage_of(answers, count),
         "timings": timings_of(ordered[0]),
+        **({"prompt_logprobs": prompt} if prompt else {}),
     }
+
+
+def _prompt_logprobs(engine: Engine, exchange: ChatExchange, piece: Piece) -> list[dict[str, Any] | None]:
+    return vllm_prompt_logprobs(engine.files.tokenizer, piece.prompt, exchange.request.prompt_logprobs or 0)
 
 
 def _choice(engine: Engine, exchange: ChatExchange, index: int, answer: Answer) -> dict[str, Any]:
@@ -147,6 +156,7 @@ async def _stream(
     no_usage = {"usage": None} if usage else {}
     answers: dict[int, Answer] = {}
     parsers = [exchange.parser() for _ in range(count)]
+    prompt: list[dict[str, Any] | None] = []
     begun: set[int] = set()
     called: set[int] = set()
 
@@ -175,9 +185,14 @@ async def _stream(
 
     async for part in answer_exchange(engine, exchange, count):
         index, content = part.index, part.content
+        if isinstance(content, Piece) and content.prompt:
+            prompt += _prompt_logprobs(engine, exchange, content)
+            continue
         if index not in begun:
             begun.add(index)
-            yield chunk(index, {"role": "assistant", "content": ""})
+            # They come with the first choice; another one may be quicker.
+            of_prompt: dict[str, Any] = {"prompt_logprobs": prompt} if prompt and not index else {}
+            yield chunk(index, {"role": "assistant", "content": ""}, **of_prompt)
         if isinstance(content, Answer):
             answers[index] = content
             for delta in deltas(index, parsers[index].finish(cut=content.cut)):

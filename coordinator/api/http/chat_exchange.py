@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from coordinator.answer import Answer, Request
@@ -74,6 +74,7 @@ async def prepare_exchange(
     answer_format: ResponseFormat | None = None,
     format_field: str = "response_format",
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
 ) -> ChatExchange:
     """Render and check a conversation and return it as a request.
 
@@ -83,7 +84,7 @@ async def prepare_exchange(
     chat = make_chat(messages, use.tools, variables)
     bound = answer_bound(fields, answer_format, format_field)
     structured = use.forced or bound is not None
-    prompt = await render(engine, chat, compression_params(fields), structured=structured)
+    prompt = await render(engine, chat, compression_params(fields, prompt_logprobs), structured=structured)
     template = engine.files.chat_template
     source = "" if template is None else template.source
     call_format = detect(source)
@@ -91,13 +92,20 @@ async def prepare_exchange(
     tools = chat.tools or []
     read_tools(tools)  # refuses names that are there twice now, not when an answer is read
     bound = _bound(engine, opening, call_format, tools, use, bound)
-    request = make_request(engine, fields, prompt, max_tokens, logprobs=logprobs, bound=bound)
+    request = make_request(
+        engine, fields, prompt, max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, bound=bound
+    )
     return ChatExchange(request, opening, THINK in source, call_format if tools else NONE, tools)
 
 
 async def answer_exchange(engine: Engine, exchange: ChatExchange, count: int = 1) -> AsyncGenerator[ChoicePart]:
-    """Answer with `count` choices, as `answer_all` does."""
-    async with contextlib.aclosing(answer_all(engine, choices_of(exchange.request, count))) as parts:
+    """Answer with `count` choices, as `answer_all` does.
+
+    Log-probabilities of the prompt, which is the same for all, come with the first choice.
+    """
+    first, *others = choices_of(exchange.request, count)
+    choices = [first, *(replace(other, prompt_logprobs=None) for other in others)]
+    async with contextlib.aclosing(answer_all(engine, choices)) as parts:
         async for part in parts:
             yield part
 

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from coordinator.answer import Answer, Request
+from coordinator.answer import Answer, Piece, Request
 from coordinator.api.engine_requests import check_model
 from coordinator.api.http.body_conversion import choices_of, compression_params, make_request, plain_prompts
 from coordinator.api.http.choices import answer_all
 from coordinator.api.http.documented import ANSWER, OPENAI_ERRORS
 from coordinator.api.http.json_bodies import JsonRoute
-from coordinator.api.http.logprobs import completion_logprobs
+from coordinator.api.http.logprobs import CompletionLogprobs, vllm_prompt_logprobs
 from coordinator.api.http.replies import event_stream, unless_gone
 from coordinator.api.http.schemas import CompletionRequest
 from coordinator.api.http.structured import answer_bound
 from coordinator.api.http.usage import timings_of, usage_of
 from coordinator.engine.engine import Engine
+from coordinator.text.prompt import Prompt
+from coordinator.text.tokenizer import Tokenizer
+from services.messages.inference_types import PromptToken
 
 
 def routes(engine: Engine) -> APIRouter:
@@ -32,14 +35,23 @@ def routes(engine: Engine) -> APIRouter:
     async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
         """The continuation of one or more prompts."""
         check_model(engine, body.model)
-        bound = answer_bound(body, body.response_format)
-        compression = compression_params(body)
+        bound, prompt_logprobs = answer_bound(body, body.response_format), _prompt_logprobs(body)
+        compression = compression_params(body, prompt_logprobs)
         prompts = await unless_gone(http, plain_prompts(engine, body.prompt, compression, structured=bound is not None))
         requests = [
             choice
             for number, prompt in enumerate(prompts)
             for choice in choices_of(
-                make_request(engine, body, prompt, body.max_tokens, logprobs=body.logprobs, bound=bound, chat=False),
+                make_request(
+                    engine,
+                    body,
+                    prompt,
+                    body.max_tokens,
+                    logprobs=body.logprobs,
+                    prompt_logprobs=prompt_logprobs,
+                    bound=bound,
+                    chat=False,
+                ),
                 body.n,
                 number * body.n,
             )
@@ -50,65 +62,104 @@ def routes(engine: Engine) -> APIRouter:
             "created": int(time.time()),
             "model": body.model or engine.name,
         }
-        echoes = [_text(engine, request.prompt_ids) if body.echo else "" for request in requests]
+        tokenizer = engine.files.tokenizer
+        choices = [
+            _Choice(tokenizer, body, index, _text(tokenizer, prompts[index // body.n]) if body.echo else "")
+            for index in range(len(requests))
+        ]
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
-            return await event_stream(http, _stream(engine, requests, body.n, head, echoes, usage=usage))
-        return JSONResponse(await unless_gone(http, _whole(engine, requests, body.n, head, echoes)))
+            return await event_stream(http, _stream(engine, requests, body.n, head, choices, usage=usage))
+        return JSONResponse(await unless_gone(http, _whole(engine, requests, body.n, head, choices)))
 
     return router
 
 
-def _text(engine: Engine, token_ids: tuple[int, ...]) -> str:
-    tokenizer = engine.files.tokenizer
-    return "" if tokenizer is None else tokenizer.decode(token_ids)
+def _prompt_logprobs(body: CompletionRequest) -> int | None:
+    """Return how many of the most probable tokens to report at the places of the prompt's, None for no
+    log-probabilities of the prompt: what `prompt_logprobs` asks for and what `echo` with `logprobs` does."""
+    asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    return max((count for count in asked if count is not None), default=None)
 
 
-def _choice(index: int, text: str, finish_reason: str | None, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+def _text(tokenizer: Tokenizer | None, prompt: Prompt) -> str:
+    """Return a prompt's text as the client wrote it, or that of its token ids."""
+    if prompt.text or tokenizer is None:
+        return prompt.text
+    return tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+
+
+class _Choice:
+    """Makes the objects of one choice: one for all of it, or one after the other for parts of it."""
+
+    def __init__(self, tokenizer: Tokenizer | None, body: CompletionRequest, index: int, echo: str) -> None:
+        """echo: the prompt's text, where it is asked for."""
+        self._tokenizer, self._body, self._index = tokenizer, body, index
+        self._logprobs = CompletionLogprobs(tokenizer, body.logprobs or 0, len(echo))
+        # What the first object says of the prompt.
+        self._echo = echo
+        self._echoed_logprobs: list[dict[str, list[Any]]] = []
+        self._prompt_logprobs: list[dict[str, Any] | None] = []
+
+    def take_prompt(self, prompt: Sequence[PromptToken]) -> None:
+        """Take the prompt's next tokens, all of which come before the first object is made."""
+        body = self._body
+        if body.echo and body.logprobs is not None:
+            self._echoed_logprobs.append(self._logprobs.of_prompt(prompt))
+        if body.prompt_logprobs is not None:
+            self._prompt_logprobs += vllm_prompt_logprobs(self._tokenizer, prompt, body.prompt_logprobs)
+
+    def made_of(self, piece: Piece, finish_reason: str | None = None) -> dict[str, Any]:
+        """Return the object of the answer's next piece; the first one begins with what was asked of the prompt."""
+        text, self._echo = self._echo + piece.text, ""
+        parts, self._echoed_logprobs = self._echoed_logprobs, []
+        if piece.logprobs:
+            parts.append(self._logprobs.of_answer(piece.token_ids, piece.logprobs))
+        logprobs = {name: [entry for part in parts for entry in part[name]] for name in parts[0]} if parts else None
+        made = {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        if self._prompt_logprobs:
+            made["prompt_logprobs"], self._prompt_logprobs = self._prompt_logprobs, []
+        return made
 
 
 async def _whole(
-    engine: Engine, requests: list[Request], count: int, head: dict[str, Any], echoes: list[str]
+    engine: Engine, requests: list[Request], count: int, head: dict[str, Any], choices: list[_Choice]
 ) -> dict[str, Any]:
     answers: dict[int, Answer] = {}
     async for part in answer_all(engine, requests):
         if isinstance(part.content, Answer):
             answers[part.index] = part.content
-    ordered = [answers[index] for index in range(len(requests))]
-    choices = [
-        _choice(
-            index,
-            echoes[index] + (answer.text or ""),
-            answer.finish_reason,
-            completion_logprobs(engine.files.tokenizer, answer.token_ids, answer.logprobs or (), len(echoes[index])),
-        )
-        for index, answer in enumerate(ordered)
-    ]
-    return {**head, "choices": choices, "usage": usage_of(answers, count), "timings": timings_of(ordered[0])}
+        else:
+            choices[part.index].take_prompt(part.content.prompt)
+    made = []
+    for index, choice in enumerate(choices):
+        answer = answers[index]
+        piece = Piece(answer.token_ids, answer.text or "", answer.logprobs or ())
+        made.append(choice.made_of(piece, answer.finish_reason))
+    return {**head, "choices": made, "usage": usage_of(answers, count), "timings": timings_of(answers[0])}
 
 
 async def _stream(
-    engine: Engine, requests: list[Request], count: int, head: dict[str, Any], echoes: list[str], *, usage: bool
+    engine: Engine, requests: list[Request], count: int, head: dict[str, Any], choices: list[_Choice], *, usage: bool
 ) -> AsyncGenerator[dict[str, Any] | str]:
     # The last chunk has the usage; null in the others says that it will come.
     head = {**head, "usage": None} if usage else head
     answers: dict[int, Answer] = {}
-    unsent_echoes = dict(enumerate(echoes))
-    offsets = [len(echo) for echo in echoes]
     async for part in answer_all(engine, requests):
-        if isinstance(part.content, Answer):
-            answers[part.index] = part.content
-            choice = _choice(part.index, unsent_echoes.pop(part.index, ""), part.content.finish_reason)
-            yield {**head, "choices": [choice], "timings": timings_of(part.content)}
-            continue
-        text = unsent_echoes.pop(part.index, "") + part.content.text
-        offset = offsets[part.index]
-        logprobs = completion_logprobs(engine.files.tokenizer, part.content.token_ids, part.content.logprobs, offset)
-        if logprobs is not None:
-            offsets[part.index] += sum(map(len, logprobs["tokens"]))
-        if text or logprobs is not None:
-            yield {**head, "choices": [_choice(part.index, text, None, logprobs)]}
+        choice, content = choices[part.index], part.content
+        if isinstance(content, Answer):
+            answers[part.index] = content
+            yield {
+                **head,
+                "choices": [choice.made_of(Piece(()), content.finish_reason)],
+                "timings": timings_of(content),
+            }
+        elif content.prompt:
+            choice.take_prompt(content.prompt)
+        else:
+            made = choice.made_of(content)
+            if made["text"] or made["logprobs"] or "prompt_logprobs" in made:
+                yield {**head, "choices": [made]}
     if usage:
         yield {**head, "choices": [], "usage": usage_of(answers, count)}
     yield "[DONE]"

@@ -161,6 +161,7 @@ class ChatRequest(SamplingFields):
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -172,13 +173,14 @@ class CompletionRequest(SamplingFields):
 
     model: str | None = None
     prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: int | None = Field(16, ge=1)
+    max_tokens: int | None = Field(16, ge=0)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     echo: bool = False
     response_format: ResponseFormat | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
 
 
 class TokenizeRequest(LenientModel):

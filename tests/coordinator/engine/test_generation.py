@@ -13,7 +13,7 @@ from coordinator.engine.step_times import StepTaken
 from coordinator.prefix.cache import PrefixCache
 from coordinator.prefix.policy import KeepPolicy
 from services.errors import InternalError, InvalidArgument, Unavailable
-from services.messages.steps import Failure, FailureReason, StepKind
+from services.messages.steps import Failure, FailureReason, StepKind, TokenLogprobs
 from tests.coordinator.fakes import END, PLACE, Script, ScriptedCluster, byte_tokenizer, request, says
 
 TOKENIZER = byte_tokenizer()
@@ -100,6 +100,42 @@ async def test_log_probabilities_come_with_their_tokens() -> None:
     assert answer.logprobs is not None
     assert all(len(piece.logprobs) == len(piece.token_ids) for piece in pieces)
     assert [entry.top_token_ids for entry in answer.logprobs] == [(65, 66)] * len(answer.token_ids)
+
+
+async def test_a_prompt_s_log_probabilities_come_first() -> None:
+    """In a piece for each chunk, all but the first token with one; alone where no answer is wanted."""
+    for max_tokens, text, drafted in ((64, "hello", 0), (0, "", 0), (0, "", 4)):
+        cluster = ScriptedCluster(block_size=drafted)
+        pieces, answer = await answered(
+            cluster, prompt="abcde", prefill_chunk=2, prompt_logprobs=1, max_tokens=max_tokens
+        )
+        of_prompt = [piece.prompt for piece in pieces if piece.prompt]
+        assert [piece.prompt for piece in pieces[:3]] == of_prompt
+        assert [len(tokens) for tokens in of_prompt] == [2, 2, 1]
+        assert not any(piece.text or piece.token_ids or piece.logprobs for piece in pieces[:3])
+        assert answer.prompt == tuple(token for tokens in of_prompt for token in tokens)
+        assert bytes(token.token_id for token in answer.prompt) == b"abcde"
+        first, *others = answer.prompt
+        assert first.logprobs is None
+        assert {token.logprobs for token in others} == {TokenLogprobs(-0.5, (65,), (-0.5,), 3)}
+        assert answer.text == text
+        if not max_tokens:
+            assert (answer.finish_reason, answer.token_ids, answer.stats.decode_tokens_per_s) == ("length", (), 0.0)
+            assert cluster.session.opening["max_length"] == 5
+    _, answer = await answered(ScriptedCluster())
+    assert answer.prompt is None
+
+
+async def test_a_kept_prefix_is_not_used_where_the_prompt_is_scored() -> None:
+    """Its positions have no logits. It is kept all the same, for others, and nobody's is lost."""
+    cluster: Any = ScriptedCluster()
+    async with PrefixCache(cluster, "text", policy=KeepPolicy(min_tokens=4)) as prefixes:
+        for wish, cached, saves in ((0, 0, 1), (None, 16, 0), (0, 0, 0)):
+            fields: Any = {"prompt": "once upon a time", "prompt_logprobs": wish, "max_tokens": 0}
+            _, answer = await answered(cluster, prefixes=prefixes, **fields)
+            await prefixes.close()
+            assert (answer.token_ids, answer.stats.cached_tokens) == ((), cached)
+            assert (len(cluster.session.restores), len(cluster.session.saves)) == (cached // 16, saves)
 
 
 # --- prefill
@@ -203,10 +239,12 @@ async def test_log_probabilities_that_don_t_come_are_an_error() -> None:
 
     class Forgetful(ScriptedCluster):
         async def open(self, **opening: Any) -> Any:
-            return await super().open(**{**opening, "logprobs": None})
+            return await super().open(**{**opening, "logprobs": None, "prompt_logprobs": None})
 
     with pytest.raises(InternalError, match="no log-probabilities"):
         await answered(Forgetful(), logprobs=1)
+    with pytest.raises(InternalError, match="told no log-probabilities"):
+        await answered(Forgetful(), prompt_logprobs=1)
 
 
 async def test_closing_the_generator_closes_the_session() -> None:
@@ -224,9 +262,10 @@ async def test_closing_the_generator_closes_the_session() -> None:
     [
         ({"prompt": ""}, "prompt", "the prompt is empty"),
         ({"prompt": [5, 999]}, "prompt", "prompt token 999 is not in the model's vocabulary of 258"),
-        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0; it must be at least 1"),
+        ({"max_tokens": -1}, "max_tokens", "max_tokens is -1; it must be at least 0"),
         ({"max_tokens": 4095}, "max_tokens", r"requested 4097 tokens \(2 in the prompt, 4095 in the completion"),
         ({"logprobs": 21}, "logprobs", "logprobs is 21"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs", "prompt_logprobs is -1"),
     ],
 )
 def test_requests_that_cannot_fit_are_refused(fields: dict[str, Any], field: str, text: str) -> None:

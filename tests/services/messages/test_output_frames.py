@@ -16,7 +16,7 @@ from tests.services.fakes import OPEN
 
 SCHEMA, OBJECT, REGEX, LARK = GrammarKind
 NO_MORE = TokenLogprobs(-0.5)
-THREE = TokenLogprobs(-1.5, (7, 2**32 - 1, 0), (-0.25, -1.5, float("-inf")))
+THREE = TokenLogprobs(-1.5, (7, 2**32 - 1, 0), (-0.25, -1.5, float("-inf")), 2)
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 20])
@@ -27,6 +27,7 @@ THREE = TokenLogprobs(-1.5, (7, 2**32 - 1, 0), (-0.25, -1.5, float("-inf")))
 def test_open_round_trip(logprobs: int | None, grammar: Grammar | None) -> None:
     """Every kind of grammar comes back; no alternatives and no log-probabilities stay different."""
     request = replace(OPEN, logprobs=logprobs, grammar=grammar)
+    assert open_from_message(open_to_message(replace(OPEN, prompt_logprobs=logprobs))).prompt_logprobs == logprobs
     raw = open_to_message(request).SerializeToString()
     assert open_from_message(stage_pb2.Open.FromString(raw)) == request
 
@@ -56,6 +57,8 @@ def test_sizes_are_limited() -> None:
     assert refused.value.where["field"] == "grammar.regex"
     with pytest.raises(InvalidArgument, match="logprobs is 21; it must be between 0 and 20"):
         open_from_message(open_to_message(replace(OPEN, logprobs=21)))
+    with pytest.raises(InvalidArgument, match="prompt_logprobs is 21; it must be between 0 and 20"):
+        open_from_message(open_to_message(replace(OPEN, prompt_logprobs=21)))
 
 
 def test_texts_that_are_none_are_refused() -> None:
@@ -69,9 +72,9 @@ def test_texts_that_are_none_are_refused() -> None:
 @pytest.mark.parametrize("logprobs", [(), (NO_MORE, NO_MORE), (THREE, TokenLogprobs(0.0, (1,), (-0.0,)))])
 def test_commits_round_trip(logprobs: tuple[TokenLogprobs, ...]) -> None:
     """With and without log-probabilities and alternatives, the certain and the impossible included."""
-    commit = Commit(4, 9, (1, 2), (), logprobs)
-    raw = event_to_message(commit).SerializeToString()
-    assert FrameReader(EVENT_FRAMES).read(pb.RunStageResponse.FromString(raw)) == commit
+    for commit in (Commit(4, 9, (1, 2), (), logprobs), Commit(4, 9, (1, 2), (), (), prompt_logprobs=logprobs)):
+        raw = event_to_message(commit).SerializeToString()
+        assert FrameReader(EVENT_FRAMES).read(pb.RunStageResponse.FromString(raw)) == commit
 
 
 @pytest.mark.parametrize(
@@ -90,3 +93,7 @@ def test_senseless_logprobs_are_refused(logprobs: tuple[TokenLogprobs, ...], tex
     message = event_to_message(Commit(4, 9, (1, 2), (), logprobs))
     with pytest.raises(InvalidArgument, match=text):
         FrameReader(EVENT_FRAMES).read(message)
+    if len(logprobs) > 1:
+        message = event_to_message(Commit(4, 9, (), (), prompt_logprobs=logprobs))
+        with pytest.raises(InvalidArgument, match=text):
+            FrameReader(EVENT_FRAMES).read(message)

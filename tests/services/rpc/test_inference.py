@@ -92,6 +92,8 @@ async def all_of(events: AsyncIterator[AnswerEvent]) -> list[AnswerEvent]:
         GenerateRequest(()),
         GenerateRequest(TALK, FULL, Stopping(2**32 - 1), logprobs=0, grammar=Grammar(GrammarKind.JSON_OBJECT)),
         GenerateRequest("x", logprobs=20, grammar=Grammar(GrammarKind.JSON_SCHEMA, "{}")),
+        GenerateRequest("x", prompt_logprobs=0),
+        GenerateRequest(TALK, prompt_logprobs=20),
     ],
 )
 async def test_what_is_asked_arrives(ask: GenerateRequest, port: FakeInference, remote: RemoteInference) -> None:
@@ -252,7 +254,7 @@ async def test_abort_ends_an_answer(port: FakeInference, remote: RemoteInference
         await remote.abort("a")
     assert unknown.value.reason == "REQUEST_NOT_FOUND"
     port.hold = None
-    assert len(await all_of(remote.answer(GenerateRequest("x"), "a"))) == 5
+    assert len(await all_of(remote.answer(GenerateRequest("x"), "a"))) == 1 + len(ANSWER)
 
 
 async def test_abort_reaches_an_answer_that_nobody_reads(port: FakeInference, channel: grpc.aio.Channel) -> None:
@@ -337,4 +339,4 @@ async def test_senseless_requests(method: str, valid: Any, port: FakeInference, 
     assert method == "Abort" or seen["OK"] > 1, seen
     assert port.open == 0
     remote = RemoteInference(channel, "here")
-    assert len(await all_of(remote.answer(replace(GenerateRequest("x"), model=None)))) == 5
+    assert len(await all_of(remote.answer(replace(GenerateRequest("x"), model=None)))) == 1 + len(ANSWER)

@@ -26,7 +26,7 @@ from flashsplit.inference.v1 import generation_pb2 as flashsplit_dot_inference_d
 from flashsplit.inference.v1 import server_pb2 as flashsplit_dot_inference_dot_v1_dot_server__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'flashsplit/inference/v1/inference.proto\x12\x17\x66lashsplit.inference.v1\x1a(flashsplit/inference/v1/generation.proto\x1a$flashsplit/inference/v1/server.proto\"\xfb\x03\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x36\n\ttoken_ids\x18\x02 \x01(\x0b\x32!.flashsplit.inference.v1.TokenIdsH\x00\x12\x33\n\x08sampling\x18\x03 \x01(\x0b\x32!.flashsplit.inference.v1.Sampling\x12\x33\n\x08stopping\x18\x04 \x01(\x0b\x32!.flashsplit.inference.v1.Stopping\x12\x16\n\tspeculate\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12\x12\n\x05model\x18\x06 \x01(\tH\x02\x88\x01\x01\x12\x15\n\x08logprobs\x18\x07 \x01(\rH\x03\x88\x01\x01\x12\x36\n\x07grammar\x18\x08 \x01(\x0b\x32 .flashsplit.inference.v1.GrammarH\x04\x88\x01\x01\x12H\n\x13prefill_compression\x18\t \x01(\x0e\x32+.flashsplit.inference.v1.PrefillCompression\x12\x1f\n\x12prefill_keep_ratio\x18\n \x01(\x01H\x05\x88\x01\x01\x42\x08\n\x06promptB\x0c\n\n_speculateB\x08\n\x06_modelB\x0b\n\t_logprobsB\n\n\x08_grammarB\x15\n\x13_prefill_keep_ratio\"\xb8\x01\n\x10GenerateResponse\x12\x33\n\x07started\x18\x01 \x01(\x0b\x32 .flashsplit.inference.v1.StartedH\x00\x12/\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x1e.flashsplit.inference.v1.DeltaH\x00\x12\x35\n\x08\x66inished\x18\x03 \x01(\x0b\x32!.flashsplit.inference.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\xe2\x03\n\x0b\x43hatRequest\x12;\n\x0c\x63onversation\x18\x01 \x01(\x0b\x32%.flashsplit.inference.v1.Conversation\x12\x33\n\x08sampling\x18\x02 \x01(\x0b\x32!.flashsplit.inference.v1.Sampling\x12\x33\n\x08stopping\x18\x03 \x01(\x0b\x32!.flashsplit.inference.v1.Stopping\x12\x16\n\tspeculate\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x12\n\x05model\x18\x05 \x01(\tH\x01\x88\x01\x01\x12\x15\n\x08logprobs\x18\x06 \x01(\rH\x02\x88\x01\x01\x12\x36\n\x07grammar\x18\x07 \x01(\x0b\x32 .flashsplit.inference.v1.GrammarH\x03\x88\x01\x01\x12H\n\x13prefill_compression\x18\x08 \x01(\x0e\x32+.flashsplit.inference.v1.PrefillCompression\x12\x1f\n\x12prefill_keep_ratio\x18\t \x01(\x01H\x04\x88\x01\x01\x42\x0c\n\n_speculateB\x08\n\x06_modelB\x0b\n\t_logprobsB\n\n\x08_grammarB\x15\n\x13_prefill_keep_ratio\"\xb4\x01\n\x0c\x43hatResponse\x12\x33\n\x07started\x18\x01 \x01(\x0b\x32 .flashsplit.inference.v1.StartedH\x00\x12/\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x1e.flashsplit.inference.v1.DeltaH\x00\x12\x35\n\x08\x66inished\x18\x03 \x01(\x0b\x32!.flashsplit.inference.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x13\n\x11ListModelsRequest\"D\n\x12ListModelsResponse\x12.\n\x06models\x18\x01 \x03(\x0b\x32\x1e.flashsplit.inference.v1.Model\"\x16\n\x14GetServerInfoRequest\"L\n\x15GetServerInfoResponse\x12\x33\n\x06server\x18\x01 \x01(\x0b\x32#.flashsplit.inference.v1.ServerInfo\"\x10\n\x0eGetLoadRequest\">\n\x0fGetLoadResponse\x12+\n\x04load\x18\x01 \x01(\x0b\x32\x1d.flashsplit.inference.v1.Load\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\xc0\x01\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12=\n\x0c\x63onversation\x18\x02 \x01(\x0b\x32%.flashsplit.inference.v1.ConversationH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x01\x88\x01\x01\x12\x12\n\x05model\x18\x04 \x01(\tH\x02\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokensB\x08\n\x06_model\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"a\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x1b\n\x13skip_special_tokens\x18\x02 \x01(\x08\x12\x12\n\x05model\x18\x03 \x01(\tH\x00\x88\x01\x01\x42\x08\n\x06_model\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t2\xa1\x06\n\x10InferenceService\x12\x61\n\x08Generate\x12(.flashsplit.inference.v1.GenerateRequest\x1a).flashsplit.inference.v1.GenerateResponse0\x01\x12U\n\x04\x43hat\x12$.flashsplit.inference.v1.ChatRequest\x1a%.flashsplit.inference.v1.ChatResponse0\x01\x12\x65\n\nListModels\x12*.flashsplit.inference.v1.ListModelsRequest\x1a+.flashsplit.inference.v1.ListModelsResponse\x12n\n\rGetServerInfo\x12-.flashsplit.inference.v1.GetServerInfoRequest\x1a..flashsplit.inference.v1.GetServerInfoResponse\x12\\\n\x07GetLoad\x12\'.flashsplit.inference.v1.GetLoadRequest\x1a(.flashsplit.inference.v1.GetLoadResponse\x12V\n\x05\x41\x62ort\x12%.flashsplit.inference.v1.AbortRequest\x1a&.flashsplit.inference.v1.AbortResponse\x12_\n\x08Tokenize\x12(.flashsplit.inference.v1.TokenizeRequest\x1a).flashsplit.inference.v1.TokenizeResponse\x12\x65\n\nDetokenize\x12*.flashsplit.inference.v1.DetokenizeRequest\x1a+.flashsplit.inference.v1.DetokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'flashsplit/inference/v1/inference.proto\x12\x17\x66lashsplit.inference.v1\x1a(flashsplit/inference/v1/generation.proto\x1a$flashsplit/inference/v1/server.proto\"\xad\x04\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x36\n\ttoken_ids\x18\x02 \x01(\x0b\x32!.flashsplit.inference.v1.TokenIdsH\x00\x12\x33\n\x08sampling\x18\x03 \x01(\x0b\x32!.flashsplit.inference.v1.Sampling\x12\x33\n\x08stopping\x18\x04 \x01(\x0b\x32!.flashsplit.inference.v1.Stopping\x12\x16\n\tspeculate\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12\x12\n\x05model\x18\x06 \x01(\tH\x02\x88\x01\x01\x12\x15\n\x08logprobs\x18\x07 \x01(\rH\x03\x88\x01\x01\x12\x36\n\x07grammar\x18\x08 \x01(\x0b\x32 .flashsplit.inference.v1.GrammarH\x04\x88\x01\x01\x12H\n\x13prefill_compression\x18\t \x01(\x0e\x32+.flashsplit.inference.v1.PrefillCompression\x12\x1f\n\x12prefill_keep_ratio\x18\n \x01(\x01H\x05\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0b \x01(\rH\x06\x88\x01\x01\x42\x08\n\x06promptB\x0c\n\n_speculateB\x08\n\x06_modelB\x0b\n\t_logprobsB\n\n\x08_grammarB\x15\n\x13_prefill_keep_ratioB\x12\n\x10_prompt_logprobs\"\xb8\x01\n\x10GenerateResponse\x12\x33\n\x07started\x18\x01 \x01(\x0b\x32 .flashsplit.inference.v1.StartedH\x00\x12/\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x1e.flashsplit.inference.v1.DeltaH\x00\x12\x35\n\x08\x66inished\x18\x03 \x01(\x0b\x32!.flashsplit.inference.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x94\x04\n\x0b\x43hatRequest\x12;\n\x0c\x63onversation\x18\x01 \x01(\x0b\x32%.flashsplit.inference.v1.Conversation\x12\x33\n\x08sampling\x18\x02 \x01(\x0b\x32!.flashsplit.inference.v1.Sampling\x12\x33\n\x08stopping\x18\x03 \x01(\x0b\x32!.flashsplit.inference.v1.Stopping\x12\x16\n\tspeculate\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x12\n\x05model\x18\x05 \x01(\tH\x01\x88\x01\x01\x12\x15\n\x08logprobs\x18\x06 \x01(\rH\x02\x88\x01\x01\x12\x36\n\x07grammar\x18\x07 \x01(\x0b\x32 .flashsplit.inference.v1.GrammarH\x03\x88\x01\x01\x12H\n\x13prefill_compression\x18\x08 \x01(\x0e\x32+.flashsplit.inference.v1.PrefillCompression\x12\x1f\n\x12prefill_keep_ratio\x18\t \x01(\x01H\x04\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\n \x01(\rH\x05\x88\x01\x01\x42\x0c\n\n_speculateB\x08\n\x06_modelB\x0b\n\t_logprobsB\n\n\x08_grammarB\x15\n\x13_prefill_keep_ratioB\x12\n\x10_prompt_logprobs\"\xb4\x01\n\x0c\x43hatResponse\x12\x33\n\x07started\x18\x01 \x01(\x0b\x32 .flashsplit.inference.v1.StartedH\x00\x12/\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x1e.flashsplit.inference.v1.DeltaH\x00\x12\x35\n\x08\x66inished\x18\x03 \x01(\x0b\x32!.flashsplit.inference.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x13\n\x11ListModelsRequest\"D\n\x12ListModelsResponse\x12.\n\x06models\x18\x01 \x03(\x0b\x32\x1e.flashsplit.inference.v1.Model\"\x16\n\x14GetServerInfoRequest\"L\n\x15GetServerInfoResponse\x12\x33\n\x06server\x18\x01 \x01(\x0b\x32#.flashsplit.inference.v1.ServerInfo\"\x10\n\x0eGetLoadRequest\">\n\x0fGetLoadResponse\x12+\n\x04load\x18\x01 \x01(\x0b\x32\x1d.flashsplit.inference.v1.Load\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\xc0\x01\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12=\n\x0c\x63onversation\x18\x02 \x01(\x0b\x32%.flashsplit.inference.v1.ConversationH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x01\x88\x01\x01\x12\x12\n\x05model\x18\x04 \x01(\tH\x02\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokensB\x08\n\x06_model\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"a\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x1b\n\x13skip_special_tokens\x18\x02 \x01(\x08\x12\x12\n\x05model\x18\x03 \x01(\tH\x00\x88\x01\x01\x42\x08\n\x06_model\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t2\xa1\x06\n\x10InferenceService\x12\x61\n\x08Generate\x12(.flashsplit.inference.v1.GenerateRequest\x1a).flashsplit.inference.v1.GenerateResponse0\x01\x12U\n\x04\x43hat\x12$.flashsplit.inference.v1.ChatRequest\x1a%.flashsplit.inference.v1.ChatResponse0\x01\x12\x65\n\nListModels\x12*.flashsplit.inference.v1.ListModelsRequest\x1a+.flashsplit.inference.v1.ListModelsResponse\x12n\n\rGetServerInfo\x12-.flashsplit.inference.v1.GetServerInfoRequest\x1a..flashsplit.inference.v1.GetServerInfoResponse\x12\\\n\x07GetLoad\x12\'.flashsplit.inference.v1.GetLoadRequest\x1a(.flashsplit.inference.v1.GetLoadResponse\x12V\n\x05\x41\x62ort\x12%.flashsplit.inference.v1.AbortRequest\x1a&.flashsplit.inference.v1.AbortResponse\x12_\n\x08Tokenize\x12(.flashsplit.inference.v1.TokenizeRequest\x1a).flashsplit.inference.v1.TokenizeResponse\x12\x65\n\nDetokenize\x12*.flashsplit.inference.v1.DetokenizeRequest\x1a+.flashsplit.inference.v1.DetokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,37 +34,37 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'flashsplit.inference.v1.inf
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST']._serialized_start=149
-  _globals['_GENERATEREQUEST']._serialized_end=656
-  _globals['_GENERATERESPONSE']._serialized_start=659
-  _globals['_GENERATERESPONSE']._serialized_end=843
-  _globals['_CHATREQUEST']._serialized_start=846
-  _globals['_CHATREQUEST']._serialized_end=1328
-  _globals['_CHATRESPONSE']._serialized_start=1331
-  _globals['_CHATRESPONSE']._serialized_end=1511
-  _globals['_LISTMODELSREQUEST']._serialized_start=1513
-  _globals['_LISTMODELSREQUEST']._serialized_end=1532
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1534
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1602
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=1604
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=1626
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=1628
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=1704
-  _globals['_GETLOADREQUEST']._serialized_start=1706
-  _globals['_GETLOADREQUEST']._serialized_end=1722
-  _globals['_GETLOADRESPONSE']._serialized_start=1724
-  _globals['_GETLOADRESPONSE']._serialized_end=1786
-  _globals['_ABORTREQUEST']._serialized_start=1788
-  _globals['_ABORTREQUEST']._serialized_end=1822
-  _globals['_ABORTRESPONSE']._serialized_start=1824
-  _globals['_ABORTRESPONSE']._serialized_end=1839
-  _globals['_TOKENIZEREQUEST']._serialized_start=1842
-  _globals['_TOKENIZEREQUEST']._serialized_end=2034
-  _globals['_TOKENIZERESPONSE']._serialized_start=2036
-  _globals['_TOKENIZERESPONSE']._serialized_end=2073
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2075
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2172
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2174
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2208
-  _globals['_INFERENCESERVICE']._serialized_start=2211
-  _globals['_INFERENCESERVICE']._serialized_end=3012
+  _globals['_GENERATEREQUEST']._serialized_end=706
+  _globals['_GENERATERESPONSE']._serialized_start=709
+  _globals['_GENERATERESPONSE']._serialized_end=893
+  _globals['_CHATREQUEST']._serialized_start=896
+  _globals['_CHATREQUEST']._serialized_end=1428
+  _globals['_CHATRESPONSE']._serialized_start=1431
+  _globals['_CHATRESPONSE']._serialized_end=1611
+  _globals['_LISTMODELSREQUEST']._serialized_start=1613
+  _globals['_LISTMODELSREQUEST']._serialized_end=1632
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1634
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1702
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=1704
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=1726
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=1728
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=1804
+  _globals['_GETLOADREQUEST']._serialized_start=1806
+  _globals['_GETLOADREQUEST']._serialized_end=1822
+  _globals['_GETLOADRESPONSE']._serialized_start=1824
+  _globals['_GETLOADRESPONSE']._serialized_end=1886
+  _globals['_ABORTREQUEST']._serialized_start=1888
+  _globals['_ABORTREQUEST']._serialized_end=1922
+  _globals['_ABORTRESPONSE']._serialized_start=1924
+  _globals['_ABORTRESPONSE']._serialized_end=1939
+  _globals['_TOKENIZEREQUEST']._serialized_start=1942
+  _globals['_TOKENIZEREQUEST']._serialized_end=2134
+  _globals['_TOKENIZERESPONSE']._serialized_start=2136
+  _globals['_TOKENIZERESPONSE']._serialized_end=2173
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2175
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2272
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2274
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2308
+  _globals['_INFERENCESERVICE']._serialized_start=2311
+  _globals['_INFERENCESERVICE']._serialized_end=3112
 # @@protoc_insertion_point(module_scope)

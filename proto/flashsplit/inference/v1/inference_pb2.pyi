@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "sampling", "stopping", "speculate", "model", "logprobs", "grammar", "prefill_compression", "prefill_keep_ratio")
+    __slots__ = ("text", "token_ids", "sampling", "stopping", "speculate", "model", "logprobs", "grammar", "prefill_compression", "prefill_keep_ratio", "prompt_logprobs")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class GenerateRequest(_message.Message):
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     PREFILL_COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     PREFILL_KEEP_RATIO_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: _generation_pb2.TokenIds
     sampling: _generation_pb2.Sampling
@@ -30,7 +31,8 @@ class GenerateRequest(_message.Message):
     grammar: _generation_pb2.Grammar
     prefill_compression: _generation_pb2.PrefillCompression
     prefill_keep_ratio: float
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_generation_pb2.Sampling, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.Stopping, _Mapping]] = ..., speculate: _Optional[bool] = ..., model: _Optional[str] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[_generation_pb2.Grammar, _Mapping]] = ..., prefill_compression: _Optional[_Union[_generation_pb2.PrefillCompression, str]] = ..., prefill_keep_ratio: _Optional[float] = ...) -> None: ...
+    prompt_logprobs: int
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_generation_pb2.Sampling, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.Stopping, _Mapping]] = ..., speculate: _Optional[bool] = ..., model: _Optional[str] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[_generation_pb2.Grammar, _Mapping]] = ..., prefill_compression: _Optional[_Union[_generation_pb2.PrefillCompression, str]] = ..., prefill_keep_ratio: _Optional[float] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "delta", "finished")
@@ -43,7 +45,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[_generation_pb2.Started, _Mapping]] = ..., delta: _Optional[_Union[_generation_pb2.Delta, _Mapping]] = ..., finished: _Optional[_Union[_generation_pb2.Finished, _Mapping]] = ...) -> None: ...
 
 class ChatRequest(_message.Message):
-    __slots__ = ("conversation", "sampling", "stopping", "speculate", "model", "logprobs", "grammar", "prefill_compression", "prefill_keep_ratio")
+    __slots__ = ("conversation", "sampling", "stopping", "speculate", "model", "logprobs", "grammar", "prefill_compression", "prefill_keep_ratio", "prompt_logprobs")
     CONVERSATION_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     STOPPING_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +55,7 @@ class ChatRequest(_message.Message):
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     PREFILL_COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     PREFILL_KEEP_RATIO_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     conversation: _generation_pb2.Conversation
     sampling: _generation_pb2.Sampling
     stopping: _generation_pb2.Stopping
@@ -62,7 +65,8 @@ class ChatRequest(_message.Message):
     grammar: _generation_pb2.Grammar
     prefill_compression: _generation_pb2.PrefillCompression
     prefill_keep_ratio: float
-    def __init__(self, conversation: _Optional[_Union[_generation_pb2.Conversation, _Mapping]] = ..., sampling: _Optional[_Union[_generation_pb2.Sampling, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.Stopping, _Mapping]] = ..., speculate: _Optional[bool] = ..., model: _Optional[str] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[_generation_pb2.Grammar, _Mapping]] = ..., prefill_compression: _Optional[_Union[_generation_pb2.PrefillCompression, str]] = ..., prefill_keep_ratio: _Optional[float] = ...) -> None: ...
+    prompt_logprobs: int
+    def __init__(self, conversation: _Optional[_Union[_generation_pb2.Conversation, _Mapping]] = ..., sampling: _Optional[_Union[_generation_pb2.Sampling, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.Stopping, _Mapping]] = ..., speculate: _Optional[bool] = ..., model: _Optional[str] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[_generation_pb2.Grammar, _Mapping]] = ..., prefill_compression: _Optional[_Union[_generation_pb2.PrefillCompression, str]] = ..., prefill_keep_ratio: _Optional[float] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class ChatResponse(_message.Message):
     __slots__ = ("started", "delta", "finished")

@@ -13,6 +13,8 @@ from coordinator.engine.engine import Engine
 from services.errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from services.messages.inference_types import (
     AnswerEvent,
+    CompressionMode,
+    CompressionParams,
     Conversation,
     Delta,
     Finished,
@@ -86,6 +88,21 @@ async def test_what_is_asked_for_reaches_the_chain() -> None:
     assert all(len(event.logprobs) == len(event.token_ids) for event in received if isinstance(event, Delta))
     assert isinstance(received[-1], Finished)
     assert received[-1].finish_reason is FinishReason.LENGTH
+
+
+async def test_a_prompt_is_scored() -> None:
+    """Its tokens come before the answer's, which may have none; not of a prompt that is to be compressed."""
+    for prompt in ("hi", HI):
+        received = await events(engine(), GenerateRequest(prompt, stopping=Stopping(0), prompt_logprobs=2))
+        tokens = [token for event in received if isinstance(event, Delta) for token in event.prompt]
+        assert isinstance(received[0], Started)
+        assert len(tokens) == received[0].prompt_tokens
+        assert [token.logprobs is None for token in tokens] == [True] + [False] * (len(tokens) - 1)
+        assert isinstance(received[-1], Finished)
+        assert received[-1].usage.completion_tokens == 0
+    always = CompressionParams(CompressionMode.ALWAYS)
+    with pytest.raises(InvalidArgument, match="prefill_compression is always, and log-probabilities of the prompt"):
+        await events(engine(), GenerateRequest("hi", prompt_logprobs=0, compression=always))
 
 
 async def test_speculation_s_figures() -> None:

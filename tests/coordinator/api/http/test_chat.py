@@ -150,6 +150,29 @@ async def test_log_probabilities(connect: Connect) -> None:
     assert [entry["token"] for entry in streamed] == ["a", "b", "<|im_end|>"]
 
 
+async def test_log_probabilities_of_the_prompt(connect: Connect) -> None:
+    """In vLLM's form beside the choices: once for all of them, streamed in the first choice's first chunk."""
+    client = await connect(engine())
+    reply = await whole(client, prompt_logprobs=1, n=2)
+    tokens = client.engine.cluster.sessions[0].forwards[0].token_ids
+    first, second, *others = reply["prompt_logprobs"]
+    assert (first, len(others)) == (None, len(tokens) - 2)
+    own = {"logprob": -0.5, "rank": 3, "decoded_token": chr(tokens[1])}
+    assert second == {str(tokens[1]): own, "65": {"logprob": -0.5, "rank": 1, "decoded_token": "A"}}
+    assert [session.opening["prompt_logprobs"] for session in client.engine.cluster.sessions] == [1, None]
+
+    streamed = await chunks(client, prompt_logprobs=1, n=2)
+    [told] = [chunk for chunk in streamed if "prompt_logprobs" in chunk]
+    assert told["prompt_logprobs"] == reply["prompt_logprobs"]
+    assert told["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert told["choices"][0]["index"] == 0
+    assert (text(streamed), text(streamed, 1)) == ("hello", "hello")
+    assert "prompt_logprobs" not in await whole(client)
+    for wrong in (21, -1):
+        error = await refusal(client, 400, prompt_logprobs=wrong)
+        assert (error["param"], f"given {wrong}" in error["message"]) == ("prompt_logprobs", True)
+
+
 # --- tools
 
 
