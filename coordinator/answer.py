@@ -34,6 +34,10 @@ class Request:
     sampling: SamplingParams = SamplingParams()
     stop_token_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
+    include_stop: bool = False
+    """Whether the text has what ended it, a stop string or a stop token that is text."""
+    skip_special_tokens: bool = True
+    """Whether special tokens have no text."""
     speculate: bool = True
     prefill_chunk: int | None = None
     """Prompt tokens of one prefill step; None takes what suits the workers."""

@@ -7,7 +7,7 @@ import contextlib
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from coordinator.answer import Request
@@ -15,6 +15,7 @@ from coordinator.compression.prompts import shorten_chat, shorten_text
 from coordinator.compression.settings import CompressionSettings
 from coordinator.engine.context_overflow import ContextOverflow
 from coordinator.engine.engine import Engine
+from coordinator.text.bad_words import bad_token_sequences
 from coordinator.text.chat_template import RESERVED_VARIABLES
 from coordinator.text.prompt import Prompt, chat_prompt, text_prompt
 from services.errors import InvalidArgument, NotFound
@@ -55,7 +56,8 @@ def make_request(
 
     prompt_field: what the client calls its prompt. request_id: None takes the call's id, or a new one outside of a
     call. Raises ContextOverflow for a prompt that leaves no room for an answer, InvalidArgument for too many stop
-    strings, stop tokens outside of the vocabulary, and sampling parameters as `SamplingParams.completed` does.
+    strings, tokens outside of the vocabulary, min_tokens above max_tokens, bad words as `bad_token_sequences`, and
+    sampling parameters as `SamplingParams.completed` does.
     """
     call = current_call()
     room = engine.max_model_len - len(prompt.token_ids)
@@ -65,20 +67,32 @@ def make_request(
     if len(stopping.stop) > MAX_STOPS:
         raise InvalidArgument(f"stop has {len(stopping.stop)} strings; at most {MAX_STOPS} are accepted", field="stop")
     vocabulary = engine.cluster.target.vocab_size
-    foreign = [token for token in stopping.stop_token_ids if not 0 <= token < vocabulary]
-    if foreign:
+    listed = {
+        "stop_token_ids": stopping.stop_token_ids,
+        "allowed_token_ids": sampling.allowed_token_ids,
+        "bad_token_sequences": [token for sequence in sampling.bad_token_sequences for token in sequence],
+    }
+    for field, tokens in listed.items():
+        foreign = [token for token in tokens if not 0 <= token < vocabulary]
+        if foreign:
+            raise InvalidArgument(f"{field} has {foreign[0]}; they must be from 0 to {vocabulary - 1}", field=field)
+    max_tokens = min(room, DEFAULT_MAX_TOKENS) if stopping.max_tokens is None else stopping.max_tokens
+    if (sampling.min_tokens or 0) > max_tokens:
         raise InvalidArgument(
-            f"stop_token_ids has {foreign[0]}; they must be from 0 to {vocabulary - 1}", field="stop_token_ids"
+            f"min_tokens is {sampling.min_tokens}; it must be at most max_tokens, {max_tokens}", field="min_tokens"
         )
+    bad = sampling.bad_token_sequences + bad_token_sequences(engine.files.tokenizer, sampling.bad_words)
     own = frozenset() if stopping.ignore_eos else engine.files.stop_token_ids
     return Request(
         request_id=request_id or _call_id(),
         prompt_ids=prompt.token_ids,
         boundaries=prompt.boundaries,
-        max_tokens=min(room, DEFAULT_MAX_TOKENS) if stopping.max_tokens is None else stopping.max_tokens,
-        sampling=sampling.completed(),
+        max_tokens=max_tokens,
+        sampling=replace(sampling, bad_words=(), bad_token_sequences=bad).completed(),
         stop_token_ids=own | frozenset(stopping.stop_token_ids),
         stop_strings=tuple(stop for stop in stopping.stop if stop),
+        include_stop=stopping.include_stop_str_in_output,
+        skip_special_tokens=not stopping.keep_special_tokens,
         speculate=speculate,
         logprobs=logprobs,
         grammar=grammar,

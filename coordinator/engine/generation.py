@@ -61,7 +61,13 @@ class Generation:
         """on_step is called with every answered step. Raises InvalidArgument for a request that does not fit."""
         check_request(request, cluster, tokenizer)
         self._cluster, self._request, self._on_step = cluster, request, on_step
-        self._text = TextStream(tokenizer, request.stop_strings)
+        self._text = TextStream(
+            tokenizer,
+            request.stop_strings,
+            min_tokens=request.sampling.min_tokens or 0,
+            include_stop=request.include_stop,
+            skip_special_tokens=request.skip_special_tokens,
+        )
         self._prefixes = prefixes
         self._prefix: PrefixRun | None = None
         self._speculation = Speculation(1)
@@ -342,6 +348,8 @@ class Generation:
             added.append(token_id)
             self._token_ids.append(token_id)
             if token_id in self._request.stop_token_ids:
+                if self._request.include_stop:
+                    texts.append(self._text.push(token_id)[0])
                 self._finish_reason = "stop"
                 break
             text, stopped = self._text.push(token_id)

@@ -14,8 +14,21 @@ from coordinator.text.tokenizer import IncrementalDecoder, Tokenizer
 class TextStream:
     """The text of one answer; without a tokenizer there is none."""
 
-    def __init__(self, tokenizer: Tokenizer | None, stop_strings: Sequence[str]) -> None:
-        self._decoder = IncrementalDecoder(tokenizer) if tokenizer is not None else None
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        stop_strings: Sequence[str],
+        *,
+        min_tokens: int = 0,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        """min_tokens: in the text of so many tokens no stop string is looked for. include_stop: the text ends with the
+        stop string that ended it, and not in front of it. skip_special_tokens: special tokens have no text."""
+        self._min_tokens, self._include_stop, self._tokens = min_tokens, include_stop, 0
+        self._decoder: IncrementalDecoder | None = None
+        if tokenizer is not None:
+            self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens)
         self._stops = StopStrings(stop_strings) if stop_strings else None
         self._parts: list[str] = []
 
@@ -33,6 +46,7 @@ class TextStream:
         """Take a token; return the text that may be shown now, and whether a stop string has ended the answer."""
         if self._decoder is None:
             return "", False
+        self._tokens += 1
         return self._pass(self._decoder.push([token_id]))
 
     def finish(self) -> tuple[str, bool]:
@@ -41,14 +55,21 @@ class TextStream:
             return "", False
         text, stopped = self._pass(self._decoder.finish())
         if self._stops is not None and not stopped:
-            rest = self._stops.finish()
+            rest = self._with_stop(self._stops.finish())
             self._parts.append(rest)
             return text + rest, self._stops.stopped
         return text, stopped
 
     def _pass(self, text: str) -> tuple[str, bool]:
         stopped = False
-        if self._stops is not None:
+        if self._stops is not None and self._tokens > self._min_tokens:
+            was_stopped = self._stops.stopped
             text, stopped = self._stops.push(text)
+            if not was_stopped:
+                text = self._with_stop(text)
         self._parts.append(text)
         return text, stopped
+
+    def _with_stop(self, text: str) -> str:
+        assert self._stops is not None
+        return text + (self._stops.met or "") if self._include_stop else text

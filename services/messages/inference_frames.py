@@ -86,7 +86,12 @@ def request_from_message(request: pb.GenerateRequest | pb.ChatRequest) -> Genera
         prompt,
         sampling_from_message(request.sampling),
         Stopping(
-            given(stopping, "max_tokens"), tuple(stopping.stop), tuple(stopping.stop_token_ids), stopping.ignore_eos
+            given(stopping, "max_tokens"),
+            tuple(stopping.stop),
+            tuple(stopping.stop_token_ids),
+            stopping.ignore_eos,
+            stopping.include_stop_str_in_output,
+            stopping.keep_special_tokens,
         ),
         speculate=request.speculate if request.HasField("speculate") else True,
         model=given(request, "model"),

@@ -16,12 +16,19 @@ from services.messages.steps import Grammar, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """Where an answer ends. max_tokens: the most tokens it may have, None where the client doesn't say."""
+    """Where an answer ends, and what of its end is text.
+
+    max_tokens: the most tokens it may have, None where the client doesn't say. include_stop_str_in_output: whether the
+    text ends with the stop string, or a stop token's text, and not in front of it. keep_special_tokens: whether special
+    tokens have text.
+    """
 
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    keep_special_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,8 @@ def _number(help: str, accepted: Range, http: Range, **more: float) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. The processors run in the order of the fields.
+    """How tokens are chosen. The processors run in the order of the fields; what forbids tokens, which stands behind
+    the seed, comes in front of the temperature.
 
     None means "not given" in every place. A client's request gets the APIs' defaults from `completed`; on a worker
     whatever is not given is off: without a temperature, as with 0, the answer is greedy. The seed keys counter-based
@@ -148,6 +149,19 @@ class SamplingParams:
         http=Range(ge=-(2**63), lt=2**64),
     )
 
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that may be chosen; none for all of them."""
+    bad_words: tuple[str, ...] = ()
+    """Words that the output must not have, as clients give them; to a worker they go as `bad_token_sequences`."""
+    bad_token_sequences: tuple[tuple[int, ...], ...] = ()
+    """The last token of each must not follow the others of it in the output."""
+    min_tokens: int | None = _number(
+        "Let no stop token end the answer before it has this many tokens.",
+        accepted=Range("at least 0", ge=0),
+        http=Range(ge=0, le=2**31 - 1),
+        off=0,
+    )
+
     def numbers(self) -> dict[str, float]:
         """Return the numbers that are given, by name."""
         values = {parameter.name: getattr(self, parameter.name) for parameter in PARAMETERS}
@@ -188,7 +202,7 @@ def _parameters() -> tuple[Parameter, ...]:
 
 
 PARAMETERS: tuple[Parameter, ...] = _parameters()
-"""All parameters that are numbers, in the order of their processors; `logit_bias` is the only other one."""
+"""All parameters that are numbers, in the order of their processors."""
 
 
 def check_sampling(sampling: SamplingParams) -> None:
@@ -197,6 +211,8 @@ def check_sampling(sampling: SamplingParams) -> None:
         value = getattr(sampling, parameter.name)
         if value is not None and not parameter.accepted.holds(value):
             raise _refusal(parameter.name, value, parameter.accepted.words)
+    if not all(sampling.bad_token_sequences):
+        raise InvalidArgument("bad_token_sequences has an empty one; each has at least one token", field="bad_words")
     for token, bias in sampling.logit_bias.items():
         if not _ADDED.holds(bias):
             raise _refusal(f"logit_bias[{token}]", bias, _ADDED.words)
@@ -208,7 +224,9 @@ def _refusal(name: str, value: float, accepted: str) -> InvalidArgument:
 
 def sampling_to_message(sampling: SamplingParams, message: type[M]) -> M:
     """Return the parameters as the `Sampling` message of either contract; what is not given stays absent there."""
-    return message(**{entry.name: getattr(sampling, entry.name) for entry in fields(sampling)})
+    known = message.DESCRIPTOR.fields_by_name
+    values = {entry.name: getattr(sampling, entry.name) for entry in fields(sampling) if entry.name in known}
+    return message(**values | {"bad_token_sequences": [{"ids": ids} for ids in sampling.bad_token_sequences]})
 
 
 def sampling_from_message(message: stage_pb2.Sampling | generation_pb2.Sampling) -> SamplingParams:
@@ -219,4 +237,7 @@ def sampling_from_message(message: stage_pb2.Sampling | generation_pb2.Sampling)
     """
     values = {descriptor.name: value for descriptor, value in message.ListFields()}
     values["logit_bias"] = dict(values.get("logit_bias", {}))
+    for name in ("allowed_token_ids", "bad_words"):
+        values[name] = tuple(values.get(name, ()))
+    values["bad_token_sequences"] = tuple(tuple(entry.ids) for entry in values.get("bad_token_sequences", ()))
     return SamplingParams(**values)

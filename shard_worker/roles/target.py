@@ -273,7 +273,9 @@ class TargetRole(WorkerRole[LoadTarget]):
         device = stage.head.weight.device
         if request.grammar is not None:
             grammar = await asyncio.to_thread(loaded.grammars.compile, request.grammar, request, device)
-        return Sampler(request.sampling, request.prompt_length, stage.config.vocab_size, device, grammar)
+        return Sampler(
+            request.sampling, request.prompt_length, stage.config.vocab_size, device, grammar, request.stop_token_ids
+        )
 
     async def _open_next(self, request: OpenSession, *, steps: bool) -> StageSession:
         """Open the session on the next stage of the route. steps: steps may go there by a lane."""

@@ -9,13 +9,14 @@ answer independent of draft, split and block length.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Set as AbstractSet
 
 import torch
 
 from services.errors import InvalidArgument
 from services.messages.sampling import SamplingParams
 from shard_worker.sampling.grammar import GrammarState
+from shard_worker.sampling.masks import TokenMasks
 
 
 def uniform(seed: int, position: int) -> float:
@@ -25,7 +26,9 @@ def uniform(seed: int, position: int) -> float:
 
 
 class Sampler:
-    """Chooses the tokens of one request. It owns the token counts that penalties need, and the grammar's state."""
+    """Chooses the tokens of one request. It owns the token counts that penalties need, the forbidden tokens and the
+    grammar's state.
+    """
 
     def __init__(
         self,
@@ -34,10 +37,12 @@ class Sampler:
         vocab_size: int,
         device: torch.device,
         grammar: GrammarState | None = None,
+        stop_token_ids: AbstractSet[int] = frozenset(),
     ) -> None:
         """prompt_length: tokens before the output, which presence and frequency penalties leave out. vocab_size:
-        columns of the logits. device: where the logits are."""
+        columns of the logits. device: where the logits are. stop_token_ids: the tokens that end the output."""
         self._sampling, self._prompt_length, self._device, self._grammar = sampling, prompt_length, device, grammar
+        self._masks = TokenMasks(sampling, stop_token_ids, prompt_length, vocab_size, device)
         self._bias: torch.Tensor | None = None
         if sampling.logit_bias:
             self._bias = torch.zeros(vocab_size, device=device)
@@ -57,7 +62,7 @@ class Sampler:
     def is_greedy(self) -> bool:
         """Whether the chosen tokens are the argmax of the unprocessed logits."""
         processed = self._bias is not None or self._counts is not None or self._grammar is not None
-        return not self._sampling.temperature and not processed
+        return not self._sampling.temperature and not processed and not self._masks.active
 
     def observe(self, token_ids: Sequence[int], first_position: int) -> None:
         """Count committed tokens, the first of which stands at `first_position`.
@@ -66,6 +71,7 @@ class Sampler:
         """
         if self._grammar is not None:
             self._grammar.observe(token_ids, first_position)
+        self._masks.observe(token_ids, first_position)
         if self._counts is None or not token_ids:
             return
         tokens = torch.tensor(token_ids, device=self._device)
@@ -81,20 +87,24 @@ class Sampler:
         first_position: int,
         argmax: torch.Tensor | None = None,
     ) -> list[int]:
-        """Return one token after each of a step's last n rows; after fewer where the grammar says that the rows from
-        some row on cannot count.
+        """Return one token after each of a step's last n rows; after fewer where the grammar or what is forbidden says
+        that the rows from some row on cannot count.
 
         logits: [n, vocab]. token_ids: the tokens of all rows of the step (at least n), not yet observed, from
         `first_position` on; none for the one row of logits behind all that was observed. argmax: int64 [n], the argmax
-        of each row where it is known. Raises InvalidArgument and ResourceExhausted as `GrammarState.allowed` does.
+        of each row where it is known. Raises InvalidArgument and ResourceExhausted as `GrammarState.allowed` and
+        `TokenMasks.apply` do.
         """
         if argmax is not None and self.is_greedy:
             return argmax.tolist()
-        first_drawn = first_position + len(token_ids) - len(logits) + 1
+        rows = len(logits)
+        first_drawn = first_position + len(token_ids) - rows + 1
         logits = self.adjusted(logits, token_ids, first_position)
         if self._grammar is not None:
-            allowed = self._grammar.allowed(token_ids, first_position, len(logits))
+            allowed = self._grammar.allowed(token_ids, first_position, rows)
             logits = logits[: len(allowed)].masked_fill(~allowed, float("-inf"))
+        if self._masks.active:
+            logits = self._masks.apply(logits, token_ids, first_position, rows)
         if not self._sampling.temperature:
             return logits.argmax(-1).tolist()
         numbers = [uniform(self._sampling.seed or 0, first_drawn + row) for row in range(len(logits))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from services.errors import FailedPrecondition, InvalidArgument
@@ -48,7 +48,14 @@ def check_limits(request: OpenSession, stage: Stage, max_rows: int) -> None:
         if not 1 <= value <= most:
             raise InvalidArgument(f"{field} is {value}; it must be between 1 and {most}", field=field)
     vocabulary = stage.config.vocab_size
-    for field, tokens in (("logit_bias", request.sampling.logit_bias), ("stop_token_ids", request.stop_token_ids)):
+    sampling = request.sampling
+    named: dict[str, Collection[int]] = {
+        "logit_bias": sampling.logit_bias,
+        "stop_token_ids": request.stop_token_ids,
+        "allowed_token_ids": sampling.allowed_token_ids,
+        "bad_token_sequences": [token for sequence in sampling.bad_token_sequences for token in sequence],
+    }
+    for field, tokens in named.items():
         if any(token >= vocabulary for token in tokens):
             raise InvalidArgument(f"{field} has token {max(tokens)}; they must be below {vocabulary}", field=field)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import httpx2
 import openai
 import pytest
 
@@ -129,3 +130,65 @@ def test_bounds_that_cannot_be_held(client: openai.OpenAI, fields: Any, param: s
             ask()
         assert caught.value.param == param
         assert words in str(caught.value)
+
+
+# --- which tokens may come, and what of the end is text
+
+
+def answer(client: openai.OpenAI, **fields: Any) -> tuple[str, int, str]:
+    """The text of a greedy chat, its tokens and why it ended; with a draft it is the same as without."""
+    answers = set()
+    for speculate in (True, False):
+        reply = client.chat.completions.create(
+            model="qwen",
+            messages=[{"role": "user", "content": "Calculate 2 + 3."}],
+            temperature=0,
+            max_tokens=50,
+            extra_body={**fields, "speculate": speculate},
+        )
+        assert reply.usage is not None
+        choice = reply.choices[0]
+        answers.add((choice.message.content or "", reply.usage.completion_tokens, choice.finish_reason))
+    [found] = answers
+    return found
+
+
+def test_min_tokens(client: openai.OpenAI) -> None:
+    """The answer begins as without, and no end comes before so many tokens, by a stop token or by a stop string."""
+    text, tokens, reason = answer(client)
+    assert reason == "stop"
+    longer, more, _ = answer(client, min_tokens=tokens + 9)
+    assert more >= tokens + 9
+    assert longer.startswith(text)
+    stop = text[:3]
+    assert answer(client, stop=[stop])[0] == ""
+    assert answer(client, stop=[stop], min_tokens=tokens - 1)[0].startswith(text[: len(text) - 8])
+    with pytest.raises(openai.BadRequestError, match="min_tokens is 51; it must be at most max_tokens, 50"):
+        answer(client, min_tokens=51)
+
+
+def test_bad_words_and_allowed_tokens(client: openai.OpenAI, server: Server) -> None:
+    """A word of the answer no longer comes when it is bad; where tokens are allowed, no other ones do."""
+    text, _, _ = answer(client)
+    assert " = " in text
+    assert " = " not in answer(client, bad_words=["="])[0]
+    with pytest.raises(openai.BadRequestError, match="bad_words has ''"):
+        answer(client, bad_words=[""])
+    tokenize = {"prompt": "0 1 2 3 4 5 6 7 8 9"}
+    digits = httpx2.post(f"{server.url}/tokenize", json=tokenize).json()["tokens"]
+    numbers, _, reason = answer(client, allowed_token_ids=digits)
+    assert (re.fullmatch(r"[0-9 ]+", numbers) is not None, reason) == (True, "length")
+    with pytest.raises(openai.BadRequestError, match="allowed_token_ids has -1; they must be from 0"):
+        answer(client, allowed_token_ids=[-1])
+
+
+def test_the_end_as_text(client: openai.OpenAI) -> None:
+    """The stop string and special tokens are text where a client wants them."""
+    text, _, _ = answer(client)
+    stop = text[4:7]
+    assert answer(client, stop=[stop])[0] == text[: text.index(stop)]
+    assert answer(client, stop=[stop], include_stop_str_in_output=True)[0] == text[: text.index(stop) + 3]
+    assert answer(client, include_stop_str_in_output=True)[0] == text
+    special = answer(client, include_stop_str_in_output=True, skip_special_tokens=False)[0]
+    assert special.startswith(text)
+    assert special.endswith("<|im_end|>")

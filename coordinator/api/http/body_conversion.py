@@ -42,7 +42,14 @@ def make_request(
     max_tokens: None takes what the context leaves, up to a default. bound: what the answer must be.
     """
     stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
-    stopping = Stopping(max_tokens, stops, tuple(fields.stop_token_ids or ()), fields.ignore_eos)
+    stopping = Stopping(
+        max_tokens,
+        stops,
+        tuple(fields.stop_token_ids or ()),
+        fields.ignore_eos,
+        fields.include_stop_str_in_output,
+        not fields.skip_special_tokens,
+    )
     request = engine_requests.make_request(
         engine,
         prompt,

@@ -66,7 +66,11 @@ class SamplingFields(_SamplingNumbers):
     logit_bias: dict[str, float] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     speculate: bool = True
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -83,7 +87,9 @@ class SamplingFields(_SamplingNumbers):
             if not key.isascii() or not key.isdigit() or len(key) > 10 or int(key) >= 2**31:
                 raise InvalidArgument(f"logit_bias has the key {key[:80]!r}; keys are token ids", field="logit_bias")
             bias[int(key)] = value
-        sampling = SamplingParams(bias, **{entry.name: getattr(self, entry.name) for entry in PARAMETERS})
+        numbers = {entry.name: getattr(self, entry.name) for entry in PARAMETERS}
+        allowed, bad_words = tuple(self.allowed_token_ids or ()), tuple(self.bad_words or ())
+        sampling = SamplingParams(bias, allowed_token_ids=allowed, bad_words=bad_words, **numbers)
         # -1 switches top-k off as well as 0.
         return replace(sampling, top_k=0) if sampling.top_k == -1 else sampling
 

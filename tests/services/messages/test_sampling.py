@@ -26,8 +26,9 @@ NUMBERS = {
     "top_p": 0.5,
     "min_p": 0.125,
     "seed": 2**64 - 1,
+    "min_tokens": 5,
 }
-FULL = SamplingParams({3: -1.5, 7: 0.0}, **NUMBERS)
+FULL = SamplingParams({3: -1.5, 7: 0.0}, allowed_token_ids=(1, 2), bad_token_sequences=((1,), (2, 3)), **NUMBERS)
 MESSAGES = [stage_pb2.Sampling, generation_pb2.Sampling]
 
 
@@ -36,7 +37,8 @@ def test_the_contracts_have_the_parameters_of_the_definition(
     message: type[stage_pb2.Sampling | generation_pb2.Sampling],
 ) -> None:
     """A parameter that is defined but in no message, or the other way round, would be lost on its way."""
-    assert set(message.DESCRIPTOR.fields_by_name) == {entry.name for entry in fields(SamplingParams)}
+    only_clients = set() if message is generation_pb2.Sampling else {"bad_words"}
+    assert set(message.DESCRIPTOR.fields_by_name) == {entry.name for entry in fields(SamplingParams)} - only_clients
 
 
 @pytest.mark.parametrize("message", MESSAGES)
@@ -45,6 +47,14 @@ def test_parameters_survive_both_contracts(message: type[stage_pb2.Sampling]) ->
     for sampling in (FULL, SamplingParams(), SamplingParams(top_k=0, min_p=0.0, presence_penalty=0.0)):
         raw = sampling_to_message(sampling, message).SerializeToString()
         assert sampling_from_message(message.FromString(raw)) == sampling
+
+
+def test_bad_words_come_from_clients() -> None:
+    """Workers get tokens in their place."""
+    raw = sampling_to_message(SamplingParams(bad_words=("no", "never")), generation_pb2.Sampling)
+    assert sampling_from_message(raw).bad_words == ("no", "never")
+    with pytest.raises(InvalidArgument, match="bad_token_sequences has an empty one"):
+        check_sampling(SamplingParams(bad_token_sequences=((1,), ())))
 
 
 def test_numbers_name_what_is_given() -> None:

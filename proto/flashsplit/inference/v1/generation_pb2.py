@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(flashsplit/inference/v1/generation.proto\x12\x17\x66lashsplit.inference.v1\x1a\x1cgoogle/protobuf/struct.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xa9\x01\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x14\n\x07\x63ontent\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x11\n\x04name\x18\x03 \x01(\tH\x01\x88\x01\x01\x12\x17\n\ntool_calls\x18\x04 \x01(\tH\x02\x88\x01\x01\x12\x19\n\x0ctool_call_id\x18\x05 \x01(\tH\x03\x88\x01\x01\x42\n\n\x08_contentB\x07\n\x05_nameB\r\n\x0b_tool_callsB\x0f\n\r_tool_call_id\"\x97\x01\n\x0c\x43onversation\x12\x32\n\x08messages\x18\x01 \x03(\x0b\x32 .flashsplit.inference.v1.Message\x12\x12\n\x05tools\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x35\n\x14\x63hat_template_kwargs\x18\x03 \x01(\x0b\x32\x17.google.protobuf.StructB\x08\n\x06_tools\"\xc4\x03\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x44\n\nlogit_bias\x18\t \x03(\x0b\x32\x30.flashsplit.inference.v1.Sampling.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seed\"l\n\x08Stopping\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x42\r\n\x0b_max_tokens\"c\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x04 \x01(\tH\x00\x42\t\n\x07grammar\"[\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\x12\x0c\n\x04rank\x18\x04 \x01(\r\"Y\n\x0bPromptToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x38\n\x08logprobs\x18\x02 \x01(\x0b\x32&.flashsplit.inference.v1.TokenLogprobs\"4\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\"\x98\x01\n\x05\x44\x65lta\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x38\n\x08logprobs\x18\x03 \x03(\x0b\x32&.flashsplit.inference.v1.TokenLogprobs\x12\x34\n\x06prompt\x18\x04 \x03(\x0b\x32$.flashsplit.inference.v1.PromptToken\"\xcc\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12:\n\x0c\x63\x61\x63he_source\x18\x03 \x01(\x0e\x32$.flashsplit.inference.v1.CacheSource\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\x12#\n\x16original_prompt_tokens\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x19\n\x17_original_prompt_tokens\"\x8d\x01\n\x07Timings\x12\x12\n\nprefill_ms\x18\x01 \x01(\x01\x12\x12\n\nrestore_ms\x18\x02 \x01(\x01\x12\x11\n\tdecode_ms\x18\x03 \x01(\x01\x12 \n\x18\x64\x65\x63ode_tokens_per_second\x18\x04 \x01(\x01\x12\x10\n\x08\x64raft_ms\x18\x05 \x01(\x01\x12\x13\n\x0b\x63ompress_ms\x18\x06 \x01(\x01\"\x90\x01\n\x0bSpeculation\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x03 \x01(\r\x12\x1e\n\x11\x61\x63\x63\x65ptance_length\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05notes\x18\x05 \x03(\tB\x14\n\x12_acceptance_length\"\xe5\x01\n\x08\x46inished\x12<\n\rfinish_reason\x18\x01 \x01(\x0e\x32%.flashsplit.inference.v1.FinishReason\x12-\n\x05usage\x18\x02 \x01(\x0b\x32\x1e.flashsplit.inference.v1.Usage\x12\x31\n\x07timings\x18\x03 \x01(\x0b\x32 .flashsplit.inference.v1.Timings\x12\x39\n\x0bspeculation\x18\x04 \x01(\x0b\x32$.flashsplit.inference.v1.Speculation*\x94\x01\n\x12PrefillCompression\x12#\n\x1fPREFILL_COMPRESSION_UNSPECIFIED\x10\x00\x12\x1b\n\x17PREFILL_COMPRESSION_OFF\x10\x01\x12\x1c\n\x18PREFILL_COMPRESSION_AUTO\x10\x02\x12\x1e\n\x1aPREFILL_COMPRESSION_ALWAYS\x10\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*[\n\x0b\x43\x61\x63heSource\x12\x1c\n\x18\x43\x41\x43HE_SOURCE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x43\x41\x43HE_SOURCE_MEMORY\x10\x01\x12\x15\n\x11\x43\x41\x43HE_SOURCE_DISK\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(flashsplit/inference/v1/generation.proto\x12\x17\x66lashsplit.inference.v1\x1a\x1cgoogle/protobuf/struct.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xa9\x01\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x14\n\x07\x63ontent\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x11\n\x04name\x18\x03 \x01(\tH\x01\x88\x01\x01\x12\x17\n\ntool_calls\x18\x04 \x01(\tH\x02\x88\x01\x01\x12\x19\n\x0ctool_call_id\x18\x05 \x01(\tH\x03\x88\x01\x01\x42\n\n\x08_contentB\x07\n\x05_nameB\r\n\x0b_tool_callsB\x0f\n\r_tool_call_id\"\x97\x01\n\x0c\x43onversation\x12\x32\n\x08messages\x18\x01 \x03(\x0b\x32 .flashsplit.inference.v1.Message\x12\x12\n\x05tools\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x35\n\x14\x63hat_template_kwargs\x18\x03 \x01(\x0b\x32\x17.google.protobuf.StructB\x08\n\x06_tools\"\xda\x04\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x44\n\nlogit_bias\x18\t \x03(\x0b\x32\x30.flashsplit.inference.v1.Sampling.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\n \x01(\rH\x08\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x0b \x03(\r\x12>\n\x13\x62\x61\x64_token_sequences\x18\x0c \x03(\x0b\x32!.flashsplit.inference.v1.TokenIds\x12\x11\n\tbad_words\x18\r \x03(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_min_tokens\"\xad\x01\n\x08Stopping\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x12\"\n\x1ainclude_stop_str_in_output\x18\x05 \x01(\x08\x12\x1b\n\x13keep_special_tokens\x18\x06 \x01(\x08\x42\r\n\x0b_max_tokens\"c\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x04 \x01(\tH\x00\x42\t\n\x07grammar\"[\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\x12\x0c\n\x04rank\x18\x04 \x01(\r\"Y\n\x0bPromptToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x38\n\x08logprobs\x18\x02 \x01(\x0b\x32&.flashsplit.inference.v1.TokenLogprobs\"4\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\"\x98\x01\n\x05\x44\x65lta\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x38\n\x08logprobs\x18\x03 \x03(\x0b\x32&.flashsplit.inference.v1.TokenLogprobs\x12\x34\n\x06prompt\x18\x04 \x03(\x0b\x32$.flashsplit.inference.v1.PromptToken\"\xcc\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12:\n\x0c\x63\x61\x63he_source\x18\x03 \x01(\x0e\x32$.flashsplit.inference.v1.CacheSource\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\x12#\n\x16original_prompt_tokens\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x19\n\x17_original_prompt_tokens\"\x8d\x01\n\x07Timings\x12\x12\n\nprefill_ms\x18\x01 \x01(\x01\x12\x12\n\nrestore_ms\x18\x02 \x01(\x01\x12\x11\n\tdecode_ms\x18\x03 \x01(\x01\x12 \n\x18\x64\x65\x63ode_tokens_per_second\x18\x04 \x01(\x01\x12\x10\n\x08\x64raft_ms\x18\x05 \x01(\x01\x12\x13\n\x0b\x63ompress_ms\x18\x06 \x01(\x01\"\x90\x01\n\x0bSpeculation\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x03 \x01(\r\x12\x1e\n\x11\x61\x63\x63\x65ptance_length\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05notes\x18\x05 \x03(\tB\x14\n\x12_acceptance_length\"\xe5\x01\n\x08\x46inished\x12<\n\rfinish_reason\x18\x01 \x01(\x0e\x32%.flashsplit.inference.v1.FinishReason\x12-\n\x05usage\x18\x02 \x01(\x0b\x32\x1e.flashsplit.inference.v1.Usage\x12\x31\n\x07timings\x18\x03 \x01(\x0b\x32 .flashsplit.inference.v1.Timings\x12\x39\n\x0bspeculation\x18\x04 \x01(\x0b\x32$.flashsplit.inference.v1.Speculation*\x94\x01\n\x12PrefillCompression\x12#\n\x1fPREFILL_COMPRESSION_UNSPECIFIED\x10\x00\x12\x1b\n\x17PREFILL_COMPRESSION_OFF\x10\x01\x12\x1c\n\x18PREFILL_COMPRESSION_AUTO\x10\x02\x12\x1e\n\x1aPREFILL_COMPRESSION_ALWAYS\x10\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*[\n\x0b\x43\x61\x63heSource\x12\x1c\n\x18\x43\x41\x43HE_SOURCE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x43\x41\x43HE_SOURCE_MEMORY\x10\x01\x12\x15\n\x11\x43\x41\x43HE_SOURCE_DISK\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,12 +34,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_PREFILLCOMPRESSION']._serialized_start=2240
-  _globals['_PREFILLCOMPRESSION']._serialized_end=2388
-  _globals['_FINISHREASON']._serialized_start=2390
-  _globals['_FINISHREASON']._serialized_end=2485
-  _globals['_CACHESOURCE']._serialized_start=2487
-  _globals['_CACHESOURCE']._serialized_end=2578
+  _globals['_PREFILLCOMPRESSION']._serialized_start=2456
+  _globals['_PREFILLCOMPRESSION']._serialized_end=2604
+  _globals['_FINISHREASON']._serialized_start=2606
+  _globals['_FINISHREASON']._serialized_end=2701
+  _globals['_CACHESOURCE']._serialized_start=2703
+  _globals['_CACHESOURCE']._serialized_end=2794
   _globals['_TOKENIDS']._serialized_start=99
   _globals['_TOKENIDS']._serialized_end=122
   _globals['_MESSAGE']._serialized_start=125
@@ -47,27 +47,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONVERSATION']._serialized_start=297
   _globals['_CONVERSATION']._serialized_end=448
   _globals['_SAMPLING']._serialized_start=451
-  _globals['_SAMPLING']._serialized_end=903
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=734
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=782
-  _globals['_STOPPING']._serialized_start=905
-  _globals['_STOPPING']._serialized_end=1013
-  _globals['_GRAMMAR']._serialized_start=1015
-  _globals['_GRAMMAR']._serialized_end=1114
-  _globals['_TOKENLOGPROBS']._serialized_start=1116
-  _globals['_TOKENLOGPROBS']._serialized_end=1207
-  _globals['_PROMPTTOKEN']._serialized_start=1209
-  _globals['_PROMPTTOKEN']._serialized_end=1298
-  _globals['_STARTED']._serialized_start=1300
-  _globals['_STARTED']._serialized_end=1352
-  _globals['_DELTA']._serialized_start=1355
-  _globals['_DELTA']._serialized_end=1507
-  _globals['_USAGE']._serialized_start=1510
-  _globals['_USAGE']._serialized_end=1714
-  _globals['_TIMINGS']._serialized_start=1717
-  _globals['_TIMINGS']._serialized_end=1858
-  _globals['_SPECULATION']._serialized_start=1861
-  _globals['_SPECULATION']._serialized_end=2005
-  _globals['_FINISHED']._serialized_start=2008
-  _globals['_FINISHED']._serialized_end=2237
+  _globals['_SAMPLING']._serialized_end=1053
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=869
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=917
+  _globals['_STOPPING']._serialized_start=1056
+  _globals['_STOPPING']._serialized_end=1229
+  _globals['_GRAMMAR']._serialized_start=1231
+  _globals['_GRAMMAR']._serialized_end=1330
+  _globals['_TOKENLOGPROBS']._serialized_start=1332
+  _globals['_TOKENLOGPROBS']._serialized_end=1423
+  _globals['_PROMPTTOKEN']._serialized_start=1425
+  _globals['_PROMPTTOKEN']._serialized_end=1514
+  _globals['_STARTED']._serialized_start=1516
+  _globals['_STARTED']._serialized_end=1568
+  _globals['_DELTA']._serialized_start=1571
+  _globals['_DELTA']._serialized_end=1723
+  _globals['_USAGE']._serialized_start=1726
+  _globals['_USAGE']._serialized_end=1930
+  _globals['_TIMINGS']._serialized_start=1933
+  _globals['_TIMINGS']._serialized_end=2074
+  _globals['_SPECULATION']._serialized_start=2077
+  _globals['_SPECULATION']._serialized_end=2221
+  _globals['_FINISHED']._serialized_start=2224
+  _globals['_FINISHED']._serialized_end=2453
 # @@protoc_insertion_point(module_scope)

@@ -28,7 +28,7 @@ from flashsplit.shard.v1 import shared_memory_pb2 as flashsplit_dot_shard_dot_v1
 from flashsplit.shard.v1 import tensor_pb2 as flashsplit_dot_shard_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x66lashsplit/shard/v1/stage.proto\x12\x13\x66lashsplit.shard.v1\x1a!flashsplit/shard/v1/failure.proto\x1a\x1f\x66lashsplit/shard/v1/model.proto\x1a\'flashsplit/shard/v1/shared_memory.proto\x1a flashsplit/shard/v1/tensor.proto\"\x9d\x03\n\x08Sampling\x12@\n\nlogit_bias\x18\x01 \x03(\x0b\x32,.flashsplit.shard.v1.Sampling.LogitBiasEntry\x12\x1f\n\x12repetition_penalty\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x04 \x01(\x02H\x02\x88\x01\x01\x12\x13\n\x0btemperature\x18\x05 \x01(\x02\x12\x12\n\x05top_k\x18\x06 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x02H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x02H\x05\x88\x01\x01\x12\x0c\n\x04seed\x18\t \x01(\x04\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_p\"c\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x04 \x01(\tH\x00\x42\t\n\x07grammar\"G\n\x03Hop\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12/\n\x06layers\x18\x02 \x01(\x0b\x32\x1f.flashsplit.shard.v1.LayerRange\".\n\nDraftRoute\x12\x14\n\x07\x61\x64\x64ress\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\n\n\x08_address\"\x95\x05\n\x04Open\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\r\n\x05stage\x18\x03 \x01(\r\x12/\n\x06layers\x18\x04 \x01(\x0b\x32\x1f.flashsplit.shard.v1.LayerRange\x12\'\n\x05route\x18\x05 \x03(\x0b\x32\x18.flashsplit.shard.v1.Hop\x12\x12\n\nmax_length\x18\x06 \x01(\r\x12\x10\n\x08max_rows\x18\x07 \x01(\r\x12\x12\n\nblock_rows\x18\x0c \x01(\r\x12\x15\n\rprompt_length\x18\x08 \x01(\r\x12/\n\x08sampling\x18\t \x01(\x0b\x32\x1d.flashsplit.shard.v1.Sampling\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x33\n\x05\x64raft\x18\x0b \x01(\x0b\x32\x1f.flashsplit.shard.v1.DraftRouteH\x00\x88\x01\x01\x12\x15\n\x08logprobs\x18\r \x01(\rH\x01\x88\x01\x01\x12\x32\n\x07grammar\x18\x0e \x01(\x0b\x32\x1c.flashsplit.shard.v1.GrammarH\x02\x88\x01\x01\x12\x18\n\x0btraceparent\x18\x0f \x01(\tH\x03\x88\x01\x01\x12\x31\n\x04lane\x18\x10 \x01(\x0b\x32\x1e.flashsplit.shard.v1.FrameLaneH\x04\x88\x01\x01\x12\x17\n\nexact_rows\x18\x11 \x01(\rH\x05\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x12 \x01(\rH\x06\x88\x01\x01\x42\x08\n\x06_draftB\x0b\n\t_logprobsB\n\n\x08_grammarB\x0e\n\x0c_traceparentB\x07\n\x05_laneB\r\n\x0b_exact_rowsB\x12\n\x10_prompt_logprobs\"\x9e\x01\n\x11\x46orwardFromTokens\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x15\n\rbase_position\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\x07\x12+\n\x04kind\x18\x04 \x01(\x0e\x32\x1d.flashsplit.shard.v1.StepKind\x12\x16\n\x0epropose_tokens\x18\x05 \x01(\r\x12\x0c\n\x04more\x18\x06 \x01(\r\"\xa1\x02\n\x15\x46orwardFromActivation\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x15\n\rbase_position\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12+\n\x04kind\x18\x04 \x01(\x0e\x32\x1d.flashsplit.shard.v1.StepKind\x12\x16\n\x0epropose_tokens\x18\x05 \x01(\r\x12/\n\nactivation\x18\x06 \x01(\x0b\x32\x1b.flashsplit.shard.v1.Tensor\x12\x33\n\x08\x66\x65\x61tures\x18\x07 \x03(\x0b\x32!.flashsplit.shard.v1.FeatureSlice\x12\x0c\n\x04more\x18\x08 \x01(\r\x12\x17\n\x0f\x66\x65\x61tures_follow\x18\t \x01(\x08\"Q\n\x0cStepFeatures\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x33\n\x08\x66\x65\x61tures\x18\x02 \x03(\x0b\x32!.flashsplit.shard.v1.FeatureSlice\"\x83\x01\n\x0c\x46\x65\x61tureSlice\x12\x1a\n\rcapture_index\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0estart_position\x18\x02 \x01(\r\x12-\n\x08\x66\x65\x61tures\x18\x03 \x01(\x0b\x32\x1b.flashsplit.shard.v1.TensorB\x10\n\x0e_capture_index\"q\n\rStageIdentity\x12/\n\x08location\x18\x01 \x01(\x0b\x32\x1d.flashsplit.shard.v1.Location\x12/\n\x06layers\x18\x02 \x01(\x0b\x32\x1f.flashsplit.shard.v1.LayerRange\"]\n\x06Opened\x12\x32\n\x06stages\x18\x01 \x03(\x0b\x32\".flashsplit.shard.v1.StageIdentity\x12\x0c\n\x04lane\x18\x02 \x01(\x08\x12\x11\n\tstep_lane\x18\x03 \x01(\x08\"K\n\x0bStageTiming\x12\x12\n\nforward_ns\x18\x01 \x01(\x04\x12\x12\n\nelapsed_ns\x18\x02 \x01(\x04\x12\x14\n\x0cpassed_bytes\x18\x03 \x01(\x04\"[\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\x12\x0c\n\x04rank\x18\x04 \x01(\r\"\xff\x01\n\x06\x43ommit\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x31\n\x07timings\x18\x04 \x03(\x0b\x32 .flashsplit.shard.v1.StageTiming\x12\x34\n\x08logprobs\x18\x05 \x03(\x0b\x32\".flashsplit.shard.v1.TokenLogprobs\x12\x0c\n\x04more\x18\x06 \x01(\r\x12\x10\n\x08\x66ollowed\x18\x07 \x01(\x08\x12;\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\".flashsplit.shard.v1.TokenLogprobs\"Q\n\x08Proposal\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\nelapsed_ns\x18\x03 \x01(\x04\x12\x10\n\x08\x66ollowed\x18\x04 \x01(\x08*~\n\x08StepKind\x12\x19\n\x15STEP_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11STEP_KIND_PREFILL\x10\x01\x12\x14\n\x10STEP_KIND_DECODE\x10\x02\x12\x14\n\x10STEP_KIND_VERIFY\x10\x03\x12\x14\n\x10STEP_KIND_RESUME\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x66lashsplit/shard/v1/stage.proto\x12\x13\x66lashsplit.shard.v1\x1a!flashsplit/shard/v1/failure.proto\x1a\x1f\x66lashsplit/shard/v1/model.proto\x1a\'flashsplit/shard/v1/shared_memory.proto\x1a flashsplit/shard/v1/tensor.proto\"\xa1\x04\n\x08Sampling\x12@\n\nlogit_bias\x18\x01 \x03(\x0b\x32,.flashsplit.shard.v1.Sampling.LogitBiasEntry\x12\x1f\n\x12repetition_penalty\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x04 \x01(\x02H\x02\x88\x01\x01\x12\x13\n\x0btemperature\x18\x05 \x01(\x02\x12\x12\n\x05top_k\x18\x06 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x02H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x02H\x05\x88\x01\x01\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x17\n\nmin_tokens\x18\n \x01(\rH\x06\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x0b \x03(\r\x12?\n\x13\x62\x61\x64_token_sequences\x18\x0c \x03(\x0b\x32\".flashsplit.shard.v1.TokenSequence\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\r\n\x0b_min_tokens\"\x1c\n\rTokenSequence\x12\x0b\n\x03ids\x18\x01 \x03(\r\"c\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x04 \x01(\tH\x00\x42\t\n\x07grammar\"G\n\x03Hop\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12/\n\x06layers\x18\x02 \x01(\x0b\x32\x1f.flashsplit.shard.v1.LayerRange\".\n\nDraftRoute\x12\x14\n\x07\x61\x64\x64ress\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\n\n\x08_address\"\x95\x05\n\x04Open\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\r\n\x05stage\x18\x03 \x01(\r\x12/\n\x06layers\x18\x04 \x01(\x0b\x32\x1f.flashsplit.shard.v1.LayerRange\x12\'\n\x05route\x18\x05 \x03(\x0b\x32\x18.flashsplit.shard.v1.Hop\x12\x12\n\nmax_length\x18\x06 \x01(\r\x12\x10\n\x08max_rows\x18\x07 \x01(\r\x12\x12\n\nblock_rows\x18\x0c \x01(\r\x12\x15\n\rprompt_length\x18\x08 \x01(\r\x12/\n\x08sampling\x18\t \x01(\x0b\x32\x1d.flashsplit.shard.v1.Sampling\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x33\n\x05\x64raft\x18\x0b \x01(\x0b\x32\x1f.flashsplit.shard.v1.DraftRouteH\x00\x88\x01\x01\x12\x15\n\x08logprobs\x18\r \x01(\rH\x01\x88\x01\x01\x12\x32\n\x07grammar\x18\x0e \x01(\x0b\x32\x1c.flashsplit.shard.v1.GrammarH\x02\x88\x01\x01\x12\x18\n\x0btraceparent\x18\x0f \x01(\tH\x03\x88\x01\x01\x12\x31\n\x04lane\x18\x10 \x01(\x0b\x32\x1e.flashsplit.shard.v1.FrameLaneH\x04\x88\x01\x01\x12\x17\n\nexact_rows\x18\x11 \x01(\rH\x05\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x12 \x01(\rH\x06\x88\x01\x01\x42\x08\n\x06_draftB\x0b\n\t_logprobsB\n\n\x08_grammarB\x0e\n\x0c_traceparentB\x07\n\x05_laneB\r\n\x0b_exact_rowsB\x12\n\x10_prompt_logprobs\"\x9e\x01\n\x11\x46orwardFromTokens\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x15\n\rbase_position\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\x07\x12+\n\x04kind\x18\x04 \x01(\x0e\x32\x1d.flashsplit.shard.v1.StepKind\x12\x16\n\x0epropose_tokens\x18\x05 \x01(\r\x12\x0c\n\x04more\x18\x06 \x01(\r\"\xa1\x02\n\x15\x46orwardFromActivation\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x15\n\rbase_position\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12+\n\x04kind\x18\x04 \x01(\x0e\x32\x1d.flashsplit.shard.v1.StepKind\x12\x16\n\x0epropose_tokens\x18\x05 \x01(\r\x12/\n\nactivation\x18\x06 \x01(\x0b\x32\x1b.flashsplit.shard.v1.Tensor\x12\x33\n\x08\x66\x65\x61tures\x18\x07 \x03(\x0b\x32!.flashsplit.shard.v1.FeatureSlice\x12\x0c\n\x04more\x18\x08 \x01(\r\x12\x17\n\x0f\x66\x65\x61tures_follow\x18\t \x01(\x08\"Q\n\x0cStepFeatures\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x33\n\x08\x66\x65\x61tures\x18\x02 \x03(\x0b\x32!.flashsplit.shard.v1.FeatureSlice\"\x83\x01\n\x0c\x46\x65\x61tureSlice\x12\x1a\n\rcapture_index\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0estart_position\x18\x02 \x01(\r\x12-\n\x08\x66\x65\x61tures\x18\x03 \x01(\x0b\x32\x1b.flashsplit.shard.v1.TensorB\x10\n\x0e_capture_index\"q\n\rStageIdentity\x12/\n\x08location\x18\x01 \x01(\x0b\x32\x1d.flashsplit.shard.v1.Location\x12/\n\x06layers\x18\x02 \x01(\x0b\x32\x1f.flashsplit.shard.v1.LayerRange\"]\n\x06Opened\x12\x32\n\x06stages\x18\x01 \x03(\x0b\x32\".flashsplit.shard.v1.StageIdentity\x12\x0c\n\x04lane\x18\x02 \x01(\x08\x12\x11\n\tstep_lane\x18\x03 \x01(\x08\"K\n\x0bStageTiming\x12\x12\n\nforward_ns\x18\x01 \x01(\x04\x12\x12\n\nelapsed_ns\x18\x02 \x01(\x04\x12\x14\n\x0cpassed_bytes\x18\x03 \x01(\x04\"[\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\x12\x0c\n\x04rank\x18\x04 \x01(\r\"\xff\x01\n\x06\x43ommit\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x31\n\x07timings\x18\x04 \x03(\x0b\x32 .flashsplit.shard.v1.StageTiming\x12\x34\n\x08logprobs\x18\x05 \x03(\x0b\x32\".flashsplit.shard.v1.TokenLogprobs\x12\x0c\n\x04more\x18\x06 \x01(\r\x12\x10\n\x08\x66ollowed\x18\x07 \x01(\x08\x12;\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\".flashsplit.shard.v1.TokenLogprobs\"Q\n\x08Proposal\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\nelapsed_ns\x18\x03 \x01(\x04\x12\x10\n\x08\x66ollowed\x18\x04 \x01(\x08*~\n\x08StepKind\x12\x19\n\x15STEP_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11STEP_KIND_PREFILL\x10\x01\x12\x14\n\x10STEP_KIND_DECODE\x10\x02\x12\x14\n\x10STEP_KIND_VERIFY\x10\x03\x12\x14\n\x10STEP_KIND_RESUME\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,38 +37,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_STEPKIND']._serialized_start=2892
-  _globals['_STEPKIND']._serialized_end=3018
+  _globals['_STEPKIND']._serialized_start=3054
+  _globals['_STEPKIND']._serialized_end=3180
   _globals['_SAMPLING']._serialized_start=200
-  _globals['_SAMPLING']._serialized_end=613
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=469
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=517
-  _globals['_GRAMMAR']._serialized_start=615
-  _globals['_GRAMMAR']._serialized_end=714
-  _globals['_HOP']._serialized_start=716
-  _globals['_HOP']._serialized_end=787
-  _globals['_DRAFTROUTE']._serialized_start=789
-  _globals['_DRAFTROUTE']._serialized_end=835
-  _globals['_OPEN']._serialized_start=838
-  _globals['_OPEN']._serialized_end=1499
-  _globals['_FORWARDFROMTOKENS']._serialized_start=1502
-  _globals['_FORWARDFROMTOKENS']._serialized_end=1660
-  _globals['_FORWARDFROMACTIVATION']._serialized_start=1663
-  _globals['_FORWARDFROMACTIVATION']._serialized_end=1952
-  _globals['_STEPFEATURES']._serialized_start=1954
-  _globals['_STEPFEATURES']._serialized_end=2035
-  _globals['_FEATURESLICE']._serialized_start=2038
-  _globals['_FEATURESLICE']._serialized_end=2169
-  _globals['_STAGEIDENTITY']._serialized_start=2171
-  _globals['_STAGEIDENTITY']._serialized_end=2284
-  _globals['_OPENED']._serialized_start=2286
-  _globals['_OPENED']._serialized_end=2379
-  _globals['_STAGETIMING']._serialized_start=2381
-  _globals['_STAGETIMING']._serialized_end=2456
-  _globals['_TOKENLOGPROBS']._serialized_start=2458
-  _globals['_TOKENLOGPROBS']._serialized_end=2549
-  _globals['_COMMIT']._serialized_start=2552
-  _globals['_COMMIT']._serialized_end=2807
-  _globals['_PROPOSAL']._serialized_start=2809
-  _globals['_PROPOSAL']._serialized_end=2890
+  _globals['_SAMPLING']._serialized_end=745
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=586
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=634
+  _globals['_TOKENSEQUENCE']._serialized_start=747
+  _globals['_TOKENSEQUENCE']._serialized_end=775
+  _globals['_GRAMMAR']._serialized_start=777
+  _globals['_GRAMMAR']._serialized_end=876
+  _globals['_HOP']._serialized_start=878
+  _globals['_HOP']._serialized_end=949
+  _globals['_DRAFTROUTE']._serialized_start=951
+  _globals['_DRAFTROUTE']._serialized_end=997
+  _globals['_OPEN']._serialized_start=1000
+  _globals['_OPEN']._serialized_end=1661
+  _globals['_FORWARDFROMTOKENS']._serialized_start=1664
+  _globals['_FORWARDFROMTOKENS']._serialized_end=1822
+  _globals['_FORWARDFROMACTIVATION']._serialized_start=1825
+  _globals['_FORWARDFROMACTIVATION']._serialized_end=2114
+  _globals['_STEPFEATURES']._serialized_start=2116
+  _globals['_STEPFEATURES']._serialized_end=2197
+  _globals['_FEATURESLICE']._serialized_start=2200
+  _globals['_FEATURESLICE']._serialized_end=2331
+  _globals['_STAGEIDENTITY']._serialized_start=2333
+  _globals['_STAGEIDENTITY']._serialized_end=2446
+  _globals['_OPENED']._serialized_start=2448
+  _globals['_OPENED']._serialized_end=2541
+  _globals['_STAGETIMING']._serialized_start=2543
+  _globals['_STAGETIMING']._serialized_end=2618
+  _globals['_TOKENLOGPROBS']._serialized_start=2620
+  _globals['_TOKENLOGPROBS']._serialized_end=2711
+  _globals['_COMMIT']._serialized_start=2714
+  _globals['_COMMIT']._serialized_end=2969
+  _globals['_PROPOSAL']._serialized_start=2971
+  _globals['_PROPOSAL']._serialized_end=3052
 # @@protoc_insertion_point(module_scope)
