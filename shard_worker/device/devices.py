@@ -64,19 +64,23 @@ class Device:
 class KernelTarget:
     """What flashsplit's kernels need to know of a GPU: whether they can run there, and what their tiles must fit into.
 
-    architecture: as compilers name it, "sm_90" or "gfx942". shared_bytes: shared memory that one program may take.
-    lane_registers: registers of 32 bits that a thread may have. tile_bytes: the largest tile of keys or values that
-    four warps' registers hold beside the sums of attention, in bytes. one_tile_height: whether tiles of more than 16
-    rows are summed in another order than those of 16. lack: why the kernels cannot run there, None where they can.
-    float8_lack: why they cannot convert float8_e4m3fn, None where they can. float32_precision: how products of float32
-    are made, as Triton's `input_precision`.
+    architecture: as compilers name it, "sm_90" or "gfx942". processors: those that run programs side by side.
+    shared_bytes: shared memory that one program may take. lane_registers: registers of 32 bits that a thread may have.
+    tile_bytes: the largest tile of keys or values that four warps' registers hold beside the sums of attention, in
+    bytes. one_tile_height: whether tiles of more than 16 rows are summed in another order than those of 16.
+    tensor_engine: whether an engine of its own fetches tiles, and the matrix instructions behind it sum in the same
+    order as those for 16 rows. lack: why the kernels cannot run there, None where they can. float8_lack: why they
+    cannot convert float8_e4m3fn, None where they can.
+    float32_precision: how products of float32 are made, as Triton's `input_precision`.
     """
 
     architecture: str
+    processors: int
     shared_bytes: int
     lane_registers: int
     tile_bytes: int
     one_tile_height: bool
+    tensor_engine: bool
     lack: str | None
     float8_lack: str | None
     float32_precision: str
@@ -110,10 +114,13 @@ def cuda_target(properties: Any) -> KernelTarget:
 
     return KernelTarget(
         architecture=f"sm_{properties.major}{properties.minor}",
+        processors=properties.multi_processor_count,
         shared_bytes=properties.shared_memory_per_block_optin,
         lane_registers=255,
         tile_bytes=32 << 10,
         one_tile_height=False,
+        # Seen to keep the order on Hopper. Others have such an engine too, but nobody has compared their sums.
+        tensor_engine=capability == (9, 0),
         lack=lack(_KERNEL_CAPABILITY),
         float8_lack=lack(_FLOAT8_CAPABILITY),
         # The matrix units know tf32 only. Three passes are as good as float32 but for the last bits, and far faster
@@ -132,12 +139,14 @@ def hip_target(properties: Any) -> KernelTarget:
     float8 = architecture.startswith(_HIP_FLOAT8)
     return KernelTarget(
         architecture=architecture,
+        processors=properties.multi_processor_count,
         shared_bytes=shared_bytes,
         lane_registers=256 if rdna else 512,
         # On RDNA each warp holds the whole tile.
         tile_bytes=4 << 10 if rdna else 32 << 10,
         # Other heights are other instructions, or lie otherwise over a program's warps.
         one_tile_height=True,
+        tensor_engine=False,
         lack=lack,
         float8_lack=None if float8 else f"{architecture} has another 8-bit type, or none",
         float32_precision="ieee",

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from shard_worker.model.kernels.step_parameters import BASE, FIRST_PAGE, ROWS
+from shard_worker.model.kernels.sums import row_sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +61,10 @@ class Heads:
 @triton.jit
 def finish_heads(
     acc, out, norms, cos, sin, parameters, slot, eps, block, ms, rows,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, STRIDE: tl.constexpr,
-    PAGE: tl.constexpr, RING: tl.constexpr, FLOAT8: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
+    STRIDE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
-    """Finish head `block` of rows ms, [n, DIM] in float32.
+    """Finish head `block` of rows ms, [BLOCK_ROWS, DIM] in float32.
 
     It is rounded wherever the plain form rounds, so that a cache may be filled by either.
     """
@@ -72,7 +73,7 @@ def finish_heads(
     ds = tl.arange(0, DIM)
     if block < HEADS + KV_HEADS:
         x = acc.to(kind).to(tl.float32)
-        x *= tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+        x *= tl.rsqrt(row_sums(x * x, BLOCK_ROWS, DIM) / DIM + eps)[:, None]
         x = (x * tl.load(norms + block * DIM + ds)[None, :]).to(kind).to(tl.float32)
         paired = tl.where(ds < ROTARY // 2, ds + ROTARY // 2, tl.where(ds < ROTARY, ds - ROTARY // 2, ds))
         y = tl.gather(x, tl.broadcast_to(paired[None, :], x.shape), 1)

@@ -1,37 +1,46 @@
-"""Products of a few rows with a large matrix, at the rate at which its weights can be read.
+"""Products of 1 to 512 rows with a large matrix, at the rate at which its weights can be read.
 
-All rows of a tile share one pass over the weights, and a row's result does not depend on how many others there are:
-one row is computed as 16 are, and more are several times 16. What comes before and after a product in a layer (the
-RMSNorm's factor, bias, SwiGLU, residual) happens in the same kernel. Where blocks share an output, the last one to
-arrive adds the parts up, in order.
+All rows of a tile share one pass over the weights, and a row's result does not depend on how many others there are: a
+sum over the depth is cut into parts at places that follow from the matrix alone, each part is summed in order, and then
+the parts are, by the program that holds them all or by the last one to arrive. Tiles of any shape keep that order.
+What comes before and after a product in a layer (the RMSNorm's factor, bias, SwiGLU, residual) happens in the same
+kernel.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from shard_worker.device import devices
 from shard_worker.device.devices import KernelTarget, product_precision
 from shard_worker.model.kernels.heads import Heads, finish_heads
+from shard_worker.model.kernels.sums import row_sums
 
 _MAX_BLOCKS = 1 << 16
 
 _TILE_ROWS = 16
-"""Tiles of another height are other matrix instructions, or are spread over a program's warps in another way: sums then
-differ in the last bit."""
+"""Rows of the smallest tile, and of every tile where a matrix instruction for more rows sums in another order."""
+
+_UNIT = 256
+"""A part of the depth has a multiple of so many columns, but for the last one; tiles' depths divide it."""
+
+SQUARES_WIDTH = 32
+"""Columns of a row whose squares are summed up first, for the RMSNorm that follows."""
 
 
 class Config(NamedTuple):
     """How a product is cut.
 
-    width, depth: of a tile of weights. split: programs that share an output tile. warps: of a program. stages: tiles
-    that are on their way at a time.
+    width, depth: of a tile of weights. split: parts of the depth. warps: of a program. stages: tiles that are on their
+    way at a time. height: rows of a tile. serial: one program sums up all parts of a tile; otherwise each has a program
+    of its own. descriptors: tiles are fetched by the GPU's engine for tensors.
     """
 
     width: int
@@ -39,33 +48,39 @@ class Config(NamedTuple):
     split: int = 1
     warps: int = 4
     stages: int = 4
+    height: int = _TILE_ROWS
+    serial: bool = False
+    descriptors: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Normed:
     """Rows that an RMSNorm is due on: multiplied by its weights already, but not by the factor of each row.
 
-    scaled: [n, depth]. squares: float32 [parts, n], whose sum over the parts is that of the row's squares.
+    scaled: [n, depth]. squares: float32 [n, depth / SQUARES_WIDTH], rounded up: the sums of so many columns' squares.
+    factors: float32 [n], of each row, where they are computed already.
     """
 
     scaled: torch.Tensor
     squares: torch.Tensor
     eps: float
+    factors: torch.Tensor | None = None
 
 
 @triton.jit
-def _factor(squares, ms, rows, depth, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the RMSNorm's factor of rows ms."""
+def _factor(squares, ms, rows, depth, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr, HEIGHT: tl.constexpr):
+    """Return the RMSNorm's factor of rows ms, [HEIGHT]. BLOCK: PARTS or more, a power of two."""
     ps = tl.arange(0, BLOCK)
-    mask = (ps < PARTS)[:, None] & (ms < rows)[None, :]
-    parts = tl.load(squares + ps[:, None] * rows + ms[None, :], mask=mask, other=0.0)
-    return tl.rsqrt(tl.sum(parts, 0) / depth + eps)
+    mask = (ms < rows)[:, None] & (ps < PARTS)[None, :]
+    parts = tl.load(squares + ms[:, None] * PARTS + ps[None, :], mask=mask, other=0.0)
+    return tl.rsqrt(row_sums(parts, HEIGHT, BLOCK) / depth + eps)
 
 
 @triton.jit
 def _finish(
     acc, other, out, squares, bias, residual, norm, scaled, totals, cos, sin, parameters, slot, block, ms, ns, rows,
     width, depth, eps, next_eps,
+    BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, SQUARES: tl.constexpr,
     NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, PAIRED: tl.constexpr,
     THEN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
     STRIDE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, FLOAT8: tl.constexpr,
@@ -74,8 +89,11 @@ def _finish(
     kept = (ms[:, None] < rows) & (ns[None, :] < width)
     at = ms[:, None] * width + ns[None, :]
     kind = out.dtype.element_ty
-    if NORMED > 0:
-        factor = _factor(squares, ms, rows, depth, eps, NORMED, NORM_BLOCK)
+    if NORMED >= 0:
+        if NORMED > 0:
+            factor = _factor(squares, ms, rows, depth, eps, NORMED, NORM_BLOCK, BLOCK_ROWS)
+        else:
+            factor = tl.load(squares + ms, mask=ms < rows, other=0.0)
         acc *= factor[:, None]
         if PAIRED:
             other *= factor[:, None]
@@ -88,8 +106,8 @@ def _finish(
         acc = acc.to(kind).to(tl.float32) + tl.load(residual + at, mask=kept, other=0.0).to(tl.float32)
     if DIM > 0:
         finish_heads(
-            acc, out, norm, cos, sin, parameters, slot, next_eps, block, ms, rows, HEADS, KV_HEADS, DIM, ROTARY, STRIDE,
-            PAGE, RING, FLOAT8,
+            acc, out, norm, cos, sin, parameters, slot, next_eps, block, ms, rows, BLOCK_ROWS, HEADS, KV_HEADS, DIM,
+            ROTARY, STRIDE, PAGE, RING, FLOAT8,
         )  # fmt: skip
     else:
         tl.store(out + at, acc.to(kind), mask=kept)
@@ -97,87 +115,107 @@ def _finish(
         acc = tl.where(kept, acc.to(kind).to(tl.float32), 0.0)
         factors = tl.load(norm + ns, mask=ns < width, other=0.0)
         tl.store(scaled + at, (acc * factors[None, :]).to(kind), mask=kept)
-        tl.store(totals + block * rows + ms, tl.sum(acc * acc, 1), mask=ms < rows)
+        each: tl.constexpr = BLOCK_WIDTH // SQUARES
+        sums = row_sums(tl.reshape(acc * acc, (BLOCK_ROWS * each, SQUARES)), BLOCK_ROWS * each, SQUARES)
+        parts = block * each + tl.arange(0, each)
+        inside = (ms[:, None] < rows) & (parts[None, :] * SQUARES < width)
+        at = ms[:, None] * tl.cdiv(width, SQUARES) + parts[None, :]
+        tl.store(totals + at, tl.reshape(sums, (BLOCK_ROWS, each)), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "slot"])
+@triton.jit(do_not_specialize=["rows", "slot", "tiles"])
 def _product(
     x, weight, out, squares, bias, residual, norm, scaled, totals, cos, sin, parameters, slot, partial, arrived,
-    rows, width, depth, eps, next_eps,
-    BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr, SPLIT: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, EVEN_WIDTH: tl.constexpr, EVEN_DEPTH: tl.constexpr,
+    rows, tiles, width, depth, eps, next_eps,
+    BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr, UNIT: tl.constexpr,
+    SPLIT: tl.constexpr, SERIAL: tl.constexpr, DESCRIPTORS: tl.constexpr, ALONE: tl.constexpr, STAGES: tl.constexpr,
+    EVEN_WIDTH: tl.constexpr, EVEN_DEPTH: tl.constexpr, SQUARES: tl.constexpr,
     NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, PAIRED: tl.constexpr,
     THEN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
     STRIDE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, FLOAT8: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of out [rows, width], x [rows, depth] times weight [width, depth] transposed, or part of its sum.
 
-    PAIRED: weight has 2 * width rows, gates before ups. TILES: of rows; those that share weights are neighbours.
+    tiles: of rows; those that share weights are neighbours. ALONE: there is but one. PAIRED: weight has 2 * width rows,
+    gates before ups.
     """
     tile, part = tl.program_id(0), tl.program_id(1)
-    block = tile // TILES
+    block = tile // tiles
     inside, ks = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_DEPTH)
-    ms = tile % TILES * BLOCK_ROWS + inside
+    ms = tile % tiles * BLOCK_ROWS + inside
     ns = block * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
-    share = tl.cdiv(tl.cdiv(depth, BLOCK_DEPTH), SPLIT) * BLOCK_DEPTH
-    first = part * share
-    last = tl.minimum(first + share, depth)
-    # The last block reads some rows twice rather than rows that are not there.
-    held = ns if EVEN_WIDTH else tl.minimum(ns, width - 1)
-    x_at = x + ms[:, None] * depth + first + ks[None, :]
-    w_at = (weight + held.to(tl.int64) * depth + first)[None, :] + ks[:, None]
-    present = (ms < rows)[:, None]
-    # Read once, unless neighbours read it too.
-    evict: tl.constexpr = "evict_first" if TILES == 1 else ""
-    acc = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
-    other = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
-    for k in tl.range(first, last, BLOCK_DEPTH, num_stages=STAGES):
-        if EVEN_DEPTH:
-            x_tile = tl.load(x_at, mask=present, other=0.0)
-            w_tile = tl.load(w_at, eviction_policy=evict)
+    share = tl.cdiv(tl.cdiv(depth, UNIT), SPLIT) * UNIT
+    total = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
+    other_total = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
+    for turn in tl.static_range(SPLIT if SERIAL else 1):
+        first = (part + turn) * share
+        last = tl.minimum(first + share, depth)
+        acc = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
+        other = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
+        if DESCRIPTORS:
+            for k in tl.range(first, last, BLOCK_DEPTH, num_stages=STAGES):
+                x_tile = x.load([tile % tiles * BLOCK_ROWS, k])
+                acc = tl.dot(x_tile, weight.load([block * BLOCK_WIDTH, k]).T, acc, input_precision=PRECISION)
+                if PAIRED:
+                    u_tile = weight.load([block * BLOCK_WIDTH + width, k])
+                    other = tl.dot(x_tile, u_tile.T, other, input_precision=PRECISION)
         else:
-            x_tile = tl.load(x_at, mask=present & (k + ks < last)[None, :], other=0.0)
-            w_tile = tl.load(w_at, mask=(k + ks < last)[:, None], other=0.0)
-        acc = tl.dot(x_tile, w_tile, acc, input_precision=PRECISION)
-        if PAIRED:
-            u_at = w_at + width.to(tl.int64) * depth
-            u_tile = (
-                tl.load(u_at, eviction_policy=evict)
-                if EVEN_DEPTH
-                else tl.load(u_at, mask=(k + ks < last)[:, None], other=0.0)
-            )
-            other = tl.dot(x_tile, u_tile, other, input_precision=PRECISION)
-        x_at += BLOCK_DEPTH
-        w_at += BLOCK_DEPTH
+            # The last block reads some rows twice rather than rows that are not there.
+            held = ns if EVEN_WIDTH else tl.minimum(ns, width - 1)
+            x_at = x + ms[:, None] * depth + first + ks[None, :]
+            w_at = (weight + held.to(tl.int64) * depth + first)[None, :] + ks[:, None]
+            present = (ms < rows)[:, None]
+            # Read once, unless neighbours read it too.
+            evict: tl.constexpr = "evict_first" if ALONE else ""
+            for k in tl.range(first, last, BLOCK_DEPTH, num_stages=STAGES):
+                if EVEN_DEPTH:
+                    x_tile = tl.load(x_at, mask=present, other=0.0)
+                    w_tile = tl.load(w_at, eviction_policy=evict)
+                else:
+                    x_tile = tl.load(x_at, mask=present & (k + ks < last)[None, :], other=0.0)
+                    w_tile = tl.load(w_at, mask=(k + ks < last)[:, None], other=0.0)
+                acc = tl.dot(x_tile, w_tile, acc, input_precision=PRECISION)
+                if PAIRED:
+                    u_at = w_at + width.to(tl.int64) * depth
+                    u_tile = (
+                        tl.load(u_at, eviction_policy=evict)
+                        if EVEN_DEPTH
+                        else tl.load(u_at, mask=(k + ks < last)[:, None], other=0.0)
+                    )
+                    other = tl.dot(x_tile, u_tile, other, input_precision=PRECISION)
+                x_at += BLOCK_DEPTH
+                w_at += BLOCK_DEPTH
+        total += acc
+        other_total += other
 
-    if SPLIT == 1:
+    if SPLIT == 1 or SERIAL:
         _finish(
-            acc, other, out, squares, bias, residual, norm, scaled, totals, cos, sin, parameters, slot, block, ms, ns,
-            rows, width, depth, eps, next_eps, NORMED, NORM_BLOCK, BIASED, ADDED, PAIRED, THEN, HEADS, KV_HEADS, DIM,
-            ROTARY, STRIDE, PAGE, RING, FLOAT8,
+            total, other_total, out, squares, bias, residual, norm, scaled, totals, cos, sin, parameters, slot, block,
+            ms, ns, rows, width, depth, eps, next_eps, BLOCK_ROWS, BLOCK_WIDTH, SQUARES, NORMED, NORM_BLOCK, BIASED,
+            ADDED, PAIRED, THEN, HEADS, KV_HEADS, DIM, ROTARY, STRIDE, PAGE, RING, FLOAT8,
         )  # fmt: skip
     else:
         size: tl.constexpr = BLOCK_ROWS * BLOCK_WIDTH
         step: tl.constexpr = size * 2 if PAIRED else size
         parts = partial + (tile * SPLIT).to(tl.int64) * step
         inner = inside[:, None] * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)[None, :]
-        tl.store(parts + part * step + inner, acc)
+        tl.store(parts + part * step + inner, total)
         if PAIRED:
-            tl.store(parts + part * step + size + inner, other)
+            tl.store(parts + part * step + size + inner, other_total)
         # All of this block's parts are written before it counts itself.
         tl.debug_barrier()
         if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1:
-            acc = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
-            other = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
+            total = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
+            other_total = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
             for turn in tl.static_range(SPLIT):
-                acc += tl.load(parts + turn * step + inner, cache_modifier=".cg")
+                total += tl.load(parts + turn * step + inner, cache_modifier=".cg")
                 if PAIRED:
-                    other += tl.load(parts + turn * step + size + inner, cache_modifier=".cg")
+                    other_total += tl.load(parts + turn * step + size + inner, cache_modifier=".cg")
             tl.store(arrived + tile, 0)
             _finish(
-                acc, other, out, squares, bias, residual, norm, scaled, totals, cos, sin, parameters, slot, block, ms,
-                ns, rows, width, depth, eps, next_eps, NORMED, NORM_BLOCK, BIASED, ADDED, PAIRED, THEN, HEADS, KV_HEADS,
-                DIM, ROTARY, STRIDE, PAGE, RING, FLOAT8,
+                total, other_total, out, squares, bias, residual, norm, scaled, totals, cos, sin, parameters, slot,
+                block, ms, ns, rows, width, depth, eps, next_eps, BLOCK_ROWS, BLOCK_WIDTH, SQUARES, NORMED, NORM_BLOCK,
+                BIASED, ADDED, PAIRED, THEN, HEADS, KV_HEADS, DIM, ROTARY, STRIDE, PAGE, RING, FLOAT8,
             )  # fmt: skip
 
 
@@ -206,28 +244,34 @@ def linear(
     shape = None if heads is None else heads.shape
     out = torch.empty((rows, width if shape is None else shape.stride), dtype=source.dtype, device=source.device)
     dim, size = None if shape is None else shape.dim, source.dtype.itemsize
-    config = config or choose(width, depth, paired, dim, size, devices.kernel_target(source.device))
-    blocks, tiles = triton.cdiv(width, config.width), triton.cdiv(rows, _TILE_ROWS)
-    partial = out
-    if config.split > 1:
-        each = _TILE_ROWS * config.width * (2 if paired else 1)
-        partial = torch.empty(blocks * tiles * config.split * each, dtype=torch.float32, device=source.device)
-    following = None
+    config = config or choose(width, depth, paired, dim, size, devices.kernel_target(source.device), rows)
+    blocks, tiles = triton.cdiv(width, config.width), triton.cdiv(rows, config.height)
+    partial, programs = out, 1 if config.serial else config.split
+    if programs > 1:
+        each = config.height * config.width * (2 if paired else 1)
+        partial = torch.empty(blocks * tiles * programs * each, dtype=torch.float32, device=source.device)
+    following, normed = None, x if isinstance(x, Normed) else None
     if norm is not None:
-        totals = torch.empty((blocks, rows), dtype=torch.float32, device=source.device)
+        totals = torch.empty((rows, triton.cdiv(width, SQUARES_WIDTH)), dtype=torch.float32, device=source.device)
         following = Normed(torch.empty_like(out), totals, eps)
-    parts = len(x.squares) if isinstance(x, Normed) else 0
-    _product[(blocks * tiles, config.split)](
-        source, weight, out, x.squares if isinstance(x, Normed) else None, bias, residual,
+    squares = None if normed is None else normed.squares if normed.factors is None else normed.factors
+    read_x, read_weight = source, weight
+    if config.descriptors:
+        read_x = TensorDescriptor.from_tensor(source, [config.height, config.depth])
+        read_weight = TensorDescriptor.from_tensor(weight, [config.width, config.depth])
+    _product[(blocks * tiles, programs)](
+        read_x, read_weight, out, squares, bias, residual,
         norm if heads is None else heads.norms,
         following.scaled if following else None, following.squares if following else None,
         heads.cos if heads else None, heads.sin if heads else None, heads.parameters if heads else None,
         heads.slot if heads else 0, partial, _arrived(source.device),
-        rows, width, depth, x.eps if isinstance(x, Normed) else 0.0, eps,
-        BLOCK_ROWS=_TILE_ROWS, BLOCK_WIDTH=config.width, BLOCK_DEPTH=config.depth, SPLIT=config.split, TILES=tiles,
-        STAGES=config.stages,
-        EVEN_WIDTH=width % config.width == 0, EVEN_DEPTH=depth % (config.depth * config.split) == 0,
-        NORMED=parts, NORM_BLOCK=triton.next_power_of_2(max(parts, 1)), BIASED=bias is not None,
+        rows, tiles, width, depth, normed.eps if normed else 0.0, eps,
+        BLOCK_ROWS=config.height, BLOCK_WIDTH=config.width, BLOCK_DEPTH=config.depth, UNIT=_UNIT, SPLIT=config.split,
+        SERIAL=config.serial, DESCRIPTORS=config.descriptors, ALONE=tiles == 1, STAGES=config.stages,
+        EVEN_WIDTH=width % config.width == 0, EVEN_DEPTH=depth % config.depth == 0, SQUARES=SQUARES_WIDTH,
+        NORMED=-1 if normed is None else normed.squares.shape[1] if normed.factors is None else 0,
+        NORM_BLOCK=1 if normed is None else triton.next_power_of_2(normed.squares.shape[1]),
+        BIASED=bias is not None,
         ADDED=residual is not None, PAIRED=paired, THEN=norm is not None,
         HEADS=shape.heads if shape else 0, KV_HEADS=shape.kv_heads if shape else 0, DIM=shape.dim if shape else 0,
         ROTARY=shape.rotary if shape else 0, STRIDE=shape.stride if shape else 0, PAGE=shape.page if shape else 0,
@@ -235,38 +279,78 @@ def linear(
         PRECISION=product_precision(source),
         num_warps=config.warps,
     )  # fmt: skip
-    return out, following
+    return out, following if following is None else _with_factors(following)
 
 
 @triton.jit
-def _begin(x, norm, scaled, totals, rows, depth, BLOCK: tl.constexpr):
-    row, part = tl.program_id(0), tl.program_id(1)
-    ks = part * BLOCK + tl.arange(0, BLOCK)
+def _begin(x, norm, scaled, totals, rows, depth, BLOCK: tl.constexpr, SQUARES: tl.constexpr):
+    row, block = tl.program_id(0), tl.program_id(1)
+    ks = block * BLOCK + tl.arange(0, BLOCK)
     inside = ks < depth
     wide = tl.load(x + row * depth + ks, mask=inside, other=0.0).to(tl.float32)
     factors = tl.load(norm + ks, mask=inside, other=0.0)
     tl.store(scaled + row * depth + ks, (wide * factors).to(scaled.dtype.element_ty), mask=inside)
-    tl.store(totals + part * rows + row, tl.sum(wide * wide, 0))
+    sums = row_sums(tl.reshape(wide * wide, (BLOCK // SQUARES, SQUARES)), BLOCK // SQUARES, SQUARES)
+    parts = block * (BLOCK // SQUARES) + tl.arange(0, BLOCK // SQUARES)
+    tl.store(totals + row * tl.cdiv(depth, SQUARES) + parts, sums, mask=parts * SQUARES < depth)
 
 
 def begin(x: torch.Tensor, norm: torch.Tensor, eps: float) -> Normed:
-    """Begin the RMSNorm of rows [n, depth] with float32 weights [depth]."""
+    """Begin the RMSNorm of rows [n, depth] with float32 weights [depth], as the product that made them would have."""
     rows, depth = x.shape
-    parts = triton.cdiv(depth, 1024)
-    made = Normed(torch.empty_like(x), torch.empty((parts, rows), dtype=torch.float32, device=x.device), eps)
-    _begin[(rows, parts)](x, norm, made.scaled, made.squares, rows, depth, BLOCK=1024, num_warps=4)
-    return made
+    totals = torch.empty((rows, triton.cdiv(depth, SQUARES_WIDTH)), dtype=torch.float32, device=x.device)
+    made = Normed(torch.empty_like(x), totals, eps)
+    _begin[(rows, triton.cdiv(depth, 1024))](
+        x, norm, made.scaled, made.squares, rows, depth, BLOCK=1024, SQUARES=SQUARES_WIDTH, num_warps=4
+    )
+    return _with_factors(made)
+
+
+@triton.jit
+def _factors(squares, factors, rows, depth, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    ms = tl.program_id(0) + tl.arange(0, 1)
+    tl.store(factors + ms, _factor(squares, ms, rows, depth, eps, PARTS, BLOCK, 1))
+
+
+def _with_factors(normed: Normed) -> Normed:
+    """Compute the factors once where there are many rows, rather than in every program of the product that follows."""
+    rows, parts = normed.squares.shape
+    if rows <= _TILE_ROWS:
+        return normed
+    factors = torch.empty(rows, dtype=torch.float32, device=normed.squares.device)
+    depth, block = normed.scaled.shape[1], triton.next_power_of_2(parts)
+    _factors[(rows,)](normed.squares, factors, rows, depth, normed.eps, PARTS=parts, BLOCK=block, num_warps=1)
+    return replace(normed, factors=factors)
 
 
 @functools.cache
 def choose(
+    width: int,
+    depth: int,
+    paired: bool,
+    head_dim: int | None,
+    size: int,
+    target: KernelTarget | None,
+    rows: int = _TILE_ROWS,
+) -> Config:
+    """Return the cut for a shape and a number of rows. Tried on an H200.
+
+    The parts of the depth are the same for any number of rows, so that a row's result is too. size: of an element, in
+    bytes; tiles of wider elements have as many bytes, and as many stages as there is shared memory for.
+    """
+    config = _choose_for_few(width, depth, paired, head_dim, size, target)
+    if rows <= _TILE_ROWS or target is None or target.one_tile_height or size != 2:
+        return config
+    if target.tensor_engine and depth % 8 == 0:
+        return _choose_for_many(config.split, width, paired, head_dim, target, rows)
+    # More rows would be another matrix instruction on some GPUs.
+    return config._replace(height=2 * _TILE_ROWS, stages=2) if config.width <= 128 else config
+
+
+def _choose_for_few(
     width: int, depth: int, paired: bool, head_dim: int | None, size: int, target: KernelTarget | None
 ) -> Config:
-    """Return the cut for a shape: the same for any number of rows, so that a row's result is too. Tried on an H200.
-
-    size: of an element, in bytes; tiles of wider elements have as many bytes, and as many stages as there is shared
-    memory for.
-    """
+    """Return the cut for up to 16 rows."""
     if head_dim is not None:
         config, enough = Config(head_dim, 128 if head_dim <= 128 else 64, stages=4), 96
     elif paired:
@@ -283,6 +367,44 @@ def choose(
     while target is not None and stages > 2 and (stages - 1) * stage > target.shared_bytes:
         stages -= 1
     return config._replace(split=split, stages=stages)
+
+
+def _choose_for_many(
+    split: int, width: int, paired: bool, head_dim: int | None, target: KernelTarget, rows: int
+) -> Config:
+    """Return the cut for more than 16 rows: tiles so large that each of the GPU's processors gets about one."""
+    highest, serial, resident = max(64, min(256, triton.next_power_of_2(rows))), False, 1
+
+    def programs(tile: tuple[int, int]) -> int:
+        return triton.cdiv(rows, tile[0]) * triton.cdiv(width, tile[1])
+
+    if paired:
+        # There are two tiles of weights, and two of sums.
+        tile = (64, 64) if highest < 256 else (128, 64) if rows <= 256 else (128, 128)
+        resident = programs(tile) // target.processors + 1 if tile == (64, 64) else 1
+    elif split == 1 and head_dim is None:
+        tile = highest, 128
+    else:
+        tiles = [(64, 64), (64, 128), (128, 128)] if head_dim is None else [(64, head_dim), (128, head_dim)]
+        tiles = [(height, wide) for height, wide in tiles if height * wide <= 128 * 128]
+        serial = split > 1 and programs(tiles[0]) * split > target.processors
+        fitting = [tile for tile in tiles if programs(tile) <= target.processors]
+        tile = fitting[0] if fitting else (64, head_dim or 128)
+        resident = programs(tile) // target.processors + 1 if serial else 1
+    height, wide = tile
+    resident = min(resident, 3 if height * wide <= 64 * 128 else 1)
+    depth = 128 if resident == 1 and height * wide <= 64 * 128 and not paired else 64
+    stage = (height + wide * (2 if paired else 1)) * depth * 2
+    return Config(
+        wide,
+        depth,
+        split,
+        warps=8 if height * wide >= 128 * 128 else 4,
+        stages=min(4 if wide > 128 else 6, (target.shared_bytes // resident - 1024) // stage),
+        height=height,
+        serial=serial,
+        descriptors=True,
+    )
 
 
 @functools.cache

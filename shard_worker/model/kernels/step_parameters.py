@@ -22,7 +22,7 @@ STATE, INPUTS, KEYS, CORRECTED, DECAYS, ROOM = (tl.constexpr(index) for index in
 """Indices of what recurrent layers need: the addresses of the states, of the convolution's inputs and of the records of
 rows that may be rolled back, and for how many such rows there is room."""
 
-FIRST_TOKEN, MAX_ROWS = tl.constexpr(16), 64
+FIRST_TOKEN, MAX_ROWS = tl.constexpr(16), 512
 """The index of the first row's token; the others follow. The most rows that a step can have."""
 
 FIRST_PAGE = tl.constexpr(16 + MAX_ROWS)

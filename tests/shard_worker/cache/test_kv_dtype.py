@@ -124,7 +124,9 @@ def test_the_refusal_comes_before_any_weights(tiny: Tiny, monkeypatch: pytest.Mo
     """A stage on a GPU that has another 8-bit type is not begun to load."""
     # What is known of a GPU is kept, so this one has a number that no other test uses.
     gpu = Device("hip:7", torch.device("cuda", 7))
-    described = SimpleNamespace(gcnArchName="gfx90a:sramecc+", shared_memory_per_block=1 << 16)
+    described = SimpleNamespace(
+        gcnArchName="gfx90a:sramecc+", multi_processor_count=104, shared_memory_per_block=1 << 16
+    )
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", "7.1")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: described)

@@ -165,7 +165,9 @@ def test_what_kernels_lack_on_nvidias_gpus(
 ) -> None:
     """Kernels need Ampere's matrix instructions, eight bits those of Ada; shared memory is what torch tells."""
     major, minor = capability
-    target = cuda_target(SimpleNamespace(major=major, minor=minor, shared_memory_per_block_optin=101376))
+    target = cuda_target(
+        SimpleNamespace(major=major, minor=minor, multi_processor_count=84, shared_memory_per_block_optin=101376)
+    )
 
     assert target.architecture == f"sm_{major}{minor}"
     assert target.shared_bytes == 101376
@@ -187,7 +189,11 @@ def test_what_kernels_lack_on_nvidias_gpus(
 )
 def test_what_kernels_lack_on_amds_gpus(architecture: str, runs: bool, float8: bool) -> None:
     """Kernels need matrix instructions, which Vega and RDNA 2 have not; the refusal names the architecture."""
-    target = hip_target(SimpleNamespace(gcnArchName=f"{architecture}:sramecc+:xnack-", shared_memory_per_block=65536))
+    target = hip_target(
+        SimpleNamespace(
+            gcnArchName=f"{architecture}:sramecc+:xnack-", multi_processor_count=60, shared_memory_per_block=65536
+        )
+    )
 
     assert target.architecture == architecture
     assert target.lack == (None if runs else f"Triton has no matrix instructions for {architecture}")
@@ -196,8 +202,13 @@ def test_what_kernels_lack_on_amds_gpus(architecture: str, runs: bool, float8: b
 
 def test_builds_that_do_not_tell_shared_memory() -> None:
     """AMD's GPUs have 64 KiB for a program, whether torch says so or not."""
-    assert hip_target(SimpleNamespace(gcnArchName="gfx1100")).shared_bytes == 65536
-    assert hip_target(SimpleNamespace(gcnArchName="gfx950", shared_memory_per_block=163840)).shared_bytes == 163840
+    assert hip_target(SimpleNamespace(gcnArchName="gfx1100", multi_processor_count=48)).shared_bytes == 65536
+    assert (
+        hip_target(
+            SimpleNamespace(gcnArchName="gfx950", multi_processor_count=256, shared_memory_per_block=163840)
+        ).shared_bytes
+        == 163840
+    )
 
 
 def test_a_cpu_is_no_target_of_kernels() -> None:

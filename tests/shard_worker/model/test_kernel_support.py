@@ -32,11 +32,17 @@ def pretend(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
 
 
 def nvidia(major: int, minor: int, shared_kib: int = 99) -> KernelTarget:
-    return cuda_target(SimpleNamespace(major=major, minor=minor, shared_memory_per_block_optin=shared_kib << 10))
+    return cuda_target(
+        SimpleNamespace(
+            major=major, minor=minor, multi_processor_count=132, shared_memory_per_block_optin=shared_kib << 10
+        )
+    )
 
 
 def amd(architecture: str) -> KernelTarget:
-    return hip_target(SimpleNamespace(gcnArchName=architecture, shared_memory_per_block=65536))
+    return hip_target(
+        SimpleNamespace(gcnArchName=architecture, multi_processor_count=104, shared_memory_per_block=65536)
+    )
 
 
 @pytest.mark.parametrize("target", [nvidia(8, 0), nvidia(9, 0), nvidia(12, 0), amd("gfx90a"), amd("gfx1201")])

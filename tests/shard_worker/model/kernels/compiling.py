@@ -37,11 +37,17 @@ WARP_SIZES = {"gfx908": 64, "gfx90a": 64, "gfx942": 64, "gfx950": 64}
 
 
 def _cuda(major: int, minor: int, shared_kib: int) -> KernelTarget:
-    return cuda_target(SimpleNamespace(major=major, minor=minor, shared_memory_per_block_optin=shared_kib << 10))
+    return cuda_target(
+        SimpleNamespace(
+            major=major, minor=minor, multi_processor_count=132, shared_memory_per_block_optin=shared_kib << 10
+        )
+    )
 
 
 def _hip(architecture: str, shared_kib: int = 64) -> KernelTarget:
-    return hip_target(SimpleNamespace(gcnArchName=architecture, shared_memory_per_block=shared_kib << 10))
+    return hip_target(
+        SimpleNamespace(gcnArchName=architecture, multi_processor_count=104, shared_memory_per_block=shared_kib << 10)
+    )
 
 
 TARGETS = {

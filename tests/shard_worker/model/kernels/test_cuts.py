@@ -42,6 +42,23 @@ def test_products_on_an_h100(
     assert matmul.choose(width, depth, paired, dim, size, H100) == expected
 
 
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize(("width", "depth", "paired", "dim", "size"), [product[:5] for product in PRODUCTS_27B])
+def test_a_sum_has_the_same_parts_for_any_number_of_rows(
+    target: KernelTarget, width: int, depth: int, paired: bool, dim: int | None, size: int
+) -> None:
+    """Tiles may have any shape that fits, where instructions for many rows keep the order of those for few."""
+    few, *many = (matmul.choose(width, depth, paired, dim, size, target, rows) for rows in (1, 17, 64, 128, 256, 512))
+    for config in many:
+        assert config.split == few.split
+        assert config.height == 16 or not target.one_tile_height
+        assert config.height <= 32 or target.tensor_engine
+        if config.descriptors:
+            stage = (config.height + config.width * (2 if paired else 1)) * config.depth * size
+            assert config.stages >= 2
+            assert config.stages * stage < target.shared_bytes
+
+
 def test_prefill_on_an_h100() -> None:
     """Two chunks in shared memory, eight warps for each."""
     assert delta_prefill.choose(H100) == delta_prefill.Cut(warps=8, stages=2)
