@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Mapping
 
 import grpc
@@ -145,6 +146,20 @@ def ending(error: BaseException | None) -> str:
     # gRPC raises errors of its own where a stream is gone.
     is_stream_gone = isinstance(error, asyncio.CancelledError | grpc.aio.BaseError)
     return "cancelled" if is_stream_gone else InternalError.code.name.lower()
+
+
+_SOCKET = re.compile(r"unix:[^\s,:;()\[\]]+")
+
+
+def without_sockets(text: str) -> str:
+    """Return a text for clients: where workers of this host listen is nothing that they are told."""
+    return _SOCKET.sub("a local worker", text)
+
+
+def for_clients(error: FlashsplitError) -> FlashsplitError:
+    """Return an error as clients get it, who are not told where workers of this host listen."""
+    where = {key: without_sockets(value) for key, value in error.where.items()}
+    return error_named(error.code_name, without_sockets(error.message), reason=error.reason, **where)
 
 
 def to_status(error: FlashsplitError) -> grpc.Status:

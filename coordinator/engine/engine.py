@@ -23,6 +23,7 @@ from coordinator.engine.step_times import StepTaken
 from coordinator.prefix.cache import PrefixCache
 from coordinator.text.model_files import ModelFiles
 from services.errors import FlashsplitError, InvalidArgument, ResourceExhausted, Unavailable
+from services.telemetry.trace_context import current_call
 
 RETRY_AFTER_S = 1
 """When a client that was turned away should try again."""
@@ -164,6 +165,9 @@ class Engine:
             total_ms=round(finished.total_s * 1e3, 1),
             **figures,
         )
+        if stats is not None and (call := current_call()) is not None:
+            call.tokens.prompt += stats.prompt_tokens
+            call.tokens.completion += stats.completion_tokens
         if stats is not None and self.compressor is not None:
             self.compressor.observe_prefill(stats.prompt_tokens - stats.cached_tokens, stats.prefill_ms / 1e3)
         for listener in self.listeners:

@@ -14,10 +14,13 @@ import structlog
 from flashsplit.inference.v1 import inference_pb2 as pb, inference_pb2_grpc as pb_grpc, server_pb2
 from services.errors import (
     Cancelled,
+    DeadlineExceeded,
     FlashsplitError,
+    InternalError,
     InvalidArgument,
     Unavailable,
     answering,
+    for_clients,
     rpc_failures_as_errors,
 )
 from services.messages.inference_frames import (
@@ -36,7 +39,8 @@ from services.messages.inference_frames import (
 from services.messages.inference_types import AnswerEvent, Conversation, GenerateRequest, Model, ServerInfo, ServerLoad
 from services.rpc.running_calls import HEADER, RunningCalls, request_id_of, traceparents_of, within_deadline
 from services.telemetry import trace_context
-from services.telemetry.trace_context import calling
+from services.telemetry.logs import access_log
+from services.telemetry.trace_context import Call, calling
 
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
@@ -78,8 +82,9 @@ class InferencePort(Protocol):
 class InferenceServicer(pb_grpc.InferenceServiceServicer):
     """Serves a port over gRPC, and knows which answers run under which request id."""
 
-    def __init__(self, port: InferencePort) -> None:
-        self._port, self._running = port, RunningCalls()
+    def __init__(self, port: InferencePort, *, access_log: bool = True) -> None:
+        """access_log: whether each answered call has a line in the log."""
+        self._port, self._running, self._access_log = port, RunningCalls(), access_log
 
     def register(self, server: grpc.aio.Server) -> str:
         """Add the service to a server and return its name."""
@@ -156,7 +161,8 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def _answer(
         self, request: pb.GenerateRequest | pb.ChatRequest, response: type[Any], context: grpc.aio.ServicerContext
     ) -> None:
-        started, request_id, trace_id, status = time.monotonic(), None, None, "CANCELLED"
+        started, request_id, status = time.monotonic(), None, "CANCELLED"
+        call: Call | None = None
         try:
             async with answering(context):
                 request_id = request_id_of(context)
@@ -164,7 +170,6 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                 await context.send_initial_metadata(())
                 try:
                     with calling(request_id, traceparents_of(context)) as call:
-                        trace_id = call.trace.trace_id
                         async with self._running.named(request_id), within_deadline(context):
                             events = self._port.answer(request_from_message(request), request_id)
                             async with contextlib.aclosing(events):
@@ -173,15 +178,18 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                     status = "OK"
                 except FlashsplitError as error:
                     status = error.code_name
-                    error.located(request_id=request_id)
-                    raise
+                    if isinstance(error, Unavailable | DeadlineExceeded | InternalError):
+                        log.warning("grpc.failed", why=error.message, request_id=request_id)
+                    raise for_clients(error.located(request_id=request_id)) from error
         finally:
-            log.info(
+            (access_log.info if self._access_log else log.debug)(
                 "grpc.request",
                 request_id=request_id,
-                trace_id=trace_id,
+                trace_id=call.trace.trace_id if call is not None else None,
                 method=request.DESCRIPTOR.name.removesuffix("Request"),
                 status=status,
+                prompt_tokens=call.tokens.prompt if call is not None else 0,
+                completion_tokens=call.tokens.completion if call is not None else 0,
                 ms=round((time.monotonic() - started) * 1e3, 1),
             )
 

@@ -11,6 +11,12 @@ LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("console", "json")
 
 
+access_log: structlog.typing.FilteringBoundLogger = structlog.wrap_logger(
+    None, wrapper_class=structlog.make_filtering_bound_logger(logging.INFO)
+)
+"""Where the line of each request goes that a server has answered: it is written whatever level the log has."""
+
+
 def configure_logs(level: str = "info", form: str | None = None) -> None:
     """Set up the log of this process, once at its start.
 
@@ -28,9 +34,35 @@ def configure_logs(level: str = "info", form: str | None = None) -> None:
         tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
         processors += [structlog.processors.ExceptionRenderer(tracebacks), structlog.processors.JSONRenderer()]
     else:
+        processors.append(_events_as_lines)
         processors.append(structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback))
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+
+
+def _events_as_lines(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Write log events within an event, such as a lost worker's last lines, as lines that people can read."""
+    for name, value in event.items():
+        if isinstance(value, list) and any(isinstance(line, dict) for line in value):
+            event[name] = _Lines("".join(f"\n    {_line(line)}" for line in value))
+    return event
+
+
+class _Lines(str):
+    """A text of several lines, which is shown as it is."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _line(event: object) -> str:
+    if not isinstance(event, dict):
+        return str(event)
+    head = [str(event.get(name, "")) for name in ("timestamp", "level", "event")]
+    rest = [f"{name}={value}" for name, value in event.items() if name not in ("timestamp", "level", "event")]
+    return " ".join([*head, *rest])

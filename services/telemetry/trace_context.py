@@ -73,12 +73,21 @@ def trace_of(headers: Sequence[str]) -> Trace:
     return (parse_traceparent(headers[0]) if len(headers) == 1 else None) or Trace()
 
 
+@dataclass(slots=True)
+class TokenCount:
+    """How many tokens the answers to a call had, and the prompts that they answer, all of its choices together."""
+
+    prompt: int = 0
+    completion: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A client's call, as the server that took it names it."""
+    """A client's call, as the server that took it names it. tokens: grows while the call is answered."""
 
     request_id: str
     trace: Trace
+    tokens: TokenCount = field(default_factory=TokenCount)
 
 
 _call: ContextVar[Call | None] = ContextVar("call", default=None)

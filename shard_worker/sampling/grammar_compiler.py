@@ -25,9 +25,9 @@ MAX_REASON = 500
 """The most characters of llguidance's reason that an error quotes."""
 
 _END = "<|flashsplit:end of grammar|>"
-# Spaces between JSON tokens are bounded: a weak model would go on with them until the answer's last token. A schema's
-# own "x-guidance" may say otherwise.
-_JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
+# Between JSON tokens stands nothing, one space, or the end of a line and the next one's indentation: a weak model would
+# go on with spaces and blank lines until the answer's last token. A schema's own "x-guidance" may say otherwise.
+_JSON_OPTIONS: Any = {"whitespace_pattern": r"\x20|\x0D?\x0A[\x20\x09]{0,32}"}
 
 
 class GrammarCompiler:

@@ -32,15 +32,16 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *arguments: object) -> Iterator[Server]:
-    """Start on a free port and wait until it is ready; ended at the end."""
+def serving(folder: Path, *arguments: object, log_level: str | None = "info") -> Iterator[Server]:
+    """Start on a free port and wait until it is ready; ended at the end. log_level: None for the server's own."""
     log = folder / "serve.log"
     ports = ["--port", "0", "--grpc-port", "0"]
-    command = [sys.executable, "-m", "coordinator", "--log-level", "info", "serve", *ports, *map(str, arguments)]
+    level = [] if log_level is None else ["--log-level", log_level]
+    command = [sys.executable, "-m", "coordinator", *level, "serve", *ports, *map(str, arguments)]
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, text=True)
     try:
-        until(lambda: "serve.ready" in log.read_text() or process.poll() is not None, 90)
+        until(lambda: "curl http" in log.read_text() or process.poll() is not None, 90)
         assert process.poll() is None, log.read_text()
         line = next(line for line in log.read_text().splitlines() if line.startswith("curl http"))
         yield Server(process, line.split()[1].removesuffix("/v1/chat/completions"), log)

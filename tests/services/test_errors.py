@@ -21,6 +21,7 @@ from services.errors import (
     InvalidArgument,
     Unavailable,
     error_named,
+    for_clients,
     from_rpc_error,
     to_status,
 )
@@ -215,3 +216,17 @@ def test_cut_calls_are_unavailable() -> None:
     assert type(cut) is Unavailable
     assert cut.message == "a does not answer: no details"
     assert type(from_rpc_error(rpc_error(grpc.StatusCode.ABORTED, "x", b""))) is InternalError
+
+
+def test_clients_are_not_told_where_workers_of_this_host_listen() -> None:
+    """Neither in the sentence nor in the fields; what is said of other hosts stays, and so do kind and reason."""
+    error = Unavailable(
+        "stage 1 (cpu on vm, unix:/tmp/flashsplit-a_1/worker.sock): unix:///run/b.sock: closed; gpu-a:7001 is there",
+        reason="LOST",
+        address="unix:/tmp/flashsplit-a_1/worker.sock",
+        stage=1,
+    )
+    told = for_clients(error)
+    assert told.message == "stage 1 (cpu on vm, a local worker): a local worker: closed; gpu-a:7001 is there"
+    assert (type(told), told.reason) == (Unavailable, "LOST")
+    assert told.where == {"address": "a local worker", "stage": "1"}

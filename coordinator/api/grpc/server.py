@@ -26,7 +26,9 @@ class GrpcServer:
     The engine must be drained before the server stops.
     """
 
-    def __init__(self, keys: ApiKeys, host: str, port: int, tls: ClientTls | None) -> None:
+    def __init__(self, keys: ApiKeys, host: str, port: int, tls: ClientTls | None, *, access_log: bool = True) -> None:
+        """access_log: whether each request has a line in the log."""
+        self._access_log = access_log
         self._server = ClientServer(host, port, keys.check, tls)
         self._engine: Engine | None = None
         self._servicer: InferenceServicer | None = None
@@ -49,7 +51,7 @@ class GrpcServer:
 
     async def serve(self, engine: Engine) -> None:
         """Answer calls by an engine from now on."""
-        self._engine, self._servicer = engine, InferenceServicer(EnginePort(engine))
+        self._engine, self._servicer = engine, InferenceServicer(EnginePort(engine), access_log=self._access_log)
         await self._server.start([self._servicer.register])
         self._health = asyncio.ensure_future(self._follow_health(engine))
 

@@ -18,11 +18,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.api.api_keys import ApiKeys
 from coordinator.api.http import anthropic, chat, completions, operator_routes, page_files, responses, status_routes
-from coordinator.api.http.errors import HttpError, invalid_body, to_http
+from coordinator.api.http.errors import HttpError, invalid_body, logged
 from coordinator.api.http.metrics import Metrics
 from coordinator.api.http.replies import ClientGone
 from coordinator.engine.engine import Engine
 from coordinator.status.board import Board
+from services.telemetry import logs
 from services.telemetry.trace_context import Call, calling
 
 MAX_BODY_BYTES = 32 << 20
@@ -31,14 +32,19 @@ MAX_BODY_BYTES = 32 << 20
 OPEN_PATHS = frozenset({"/health", "/"})
 """Paths that need no API key, as the page's own files don't."""
 
-POLLED = status_routes.PATH
-"""A path that watchers ask for every second; its requests are logged for debugging only."""
+POLLED = frozenset({"/health", "/ready", "/metrics", status_routes.PATH})
+"""Paths that probes and watchers ask for all the time; their requests are logged for debugging only."""
 
 log = structlog.get_logger()
 
 
-def create_app(engine: Engine, keys: ApiKeys, board: Board, *, vllm_metrics: bool = False) -> FastAPI:
-    """Return the HTTP APIs over an engine, and the page that uses them."""
+def create_app(
+    engine: Engine, keys: ApiKeys, board: Board, *, vllm_metrics: bool = False, access_log: bool = True
+) -> FastAPI:
+    """Return the HTTP APIs over an engine, and the page that uses them.
+
+    vllm_metrics: whether metrics have vLLM's names too. access_log: whether each request has a line in the log.
+    """
     app = FastAPI(
         title="flashsplit",
         version=metadata.version("flashsplit"),
@@ -58,16 +64,17 @@ def create_app(engine: Engine, keys: ApiKeys, board: Board, *, vllm_metrics: boo
     app.add_exception_handler(HTTPException, _http)
     routes = [*app.routes, *(route for router in routers for route in router.routes)]
     paths = frozenset(route.path for route in routes if isinstance(route, Route))
-    app.add_middleware(RequestMiddleware, keys=keys, metrics=metrics, paths=paths)
+    app.add_middleware(RequestMiddleware, keys=keys, metrics=metrics, paths=paths, access_log=access_log)
     return app
 
 
 class RequestMiddleware:
     """What happens around every request: its id, the API key, the limit of its body, errors, one line in the log."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, metrics: Metrics, paths: Set[str]) -> None:
-        """paths: those of all routes, by which requests are counted."""
+    def __init__(self, app: ASGIApp, keys: ApiKeys, metrics: Metrics, paths: Set[str], *, access_log: bool) -> None:
+        """paths: those of all routes, by which requests are counted. access_log: whether each has a line in the log."""
         self._app, self._keys, self._metrics, self._paths = app, keys, metrics, paths
+        self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -102,14 +109,16 @@ class RequestMiddleware:
                 await _respond(request, error)(scope, receive, answer)
         finally:
             self._metrics.count_reply(request.method, self._route_path(scope), status)
-            write = log.debug if request.url.path == POLLED else log.info
-            write(
+            quiet = not self._access_log or request.url.path in POLLED
+            (log.debug if quiet else logs.access_log.info)(
                 "http.request",
                 request_id=call.request_id,
                 trace_id=call.trace.trace_id,
                 method=request.method,
                 path=request.url.path,
                 status=status,
+                prompt_tokens=call.tokens.prompt,
+                completion_tokens=call.tokens.completion,
                 ms=round((time.monotonic() - started) * 1e3, 1),
             )
 
@@ -166,9 +175,7 @@ def _respond(request: Request, error: BaseException) -> Response:
             413, f"the body is larger than {MAX_BODY_BYTES} bytes", "invalid_request_error", "request_too_large"
         )
     else:
-        known = to_http(error)
-    if known.status == 500:
-        log.error("http.failed", path=request.url.path, exc_info=error)
+        known = logged(error, "http.failed", request.url.path)
     return JSONResponse(known.body(request.url.path), known.status, headers=known.headers)
 
 

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import structlog
 from fastapi.exceptions import RequestValidationError
 
 from coordinator.engine import context_overflow
 from coordinator.engine.context_overflow import ContextOverflow
-from services.errors import FlashsplitError
+from services.errors import FlashsplitError, without_sockets
+
+log = structlog.get_logger()
 
 _STATUS: Mapping[str, tuple[int, str, str]] = {
     # gRPC code: HTTP status, OpenAI's type, Anthropic's type.
@@ -85,7 +88,7 @@ def to_http(error: BaseException) -> HttpError:
     return HttpError(
         status,
         # A library's words may go on behind the first line: those are for operators.
-        error.message.partition("\n")[0],
+        without_sockets(error.message.partition("\n")[0]),
         openai_type,
         anthropic_type,
         code=_CODES.get(error.reason),
@@ -93,6 +96,17 @@ def to_http(error: BaseException) -> HttpError:
         retry_after_s=int(retry) if retry is not None else (5 if status == 503 else None),
         anthropic_message=error.anthropic_message if isinstance(error, ContextOverflow) else None,
     )
+
+
+def logged(error: BaseException, event: str, path: str) -> HttpError:
+    """Return what a client is told of an exception. What an operator has to know of it goes to the log as this event:
+    all of an unexpected one, of a failed or missing worker what is said of it."""
+    known = to_http(error)
+    if known.status == 500:
+        log.error(event, path=path, exc_info=error)
+    elif known.status > 500:
+        log.warning(event, path=path, why=str(error))
+    return known
 
 
 def invalid_body(error: RequestValidationError) -> HttpError:

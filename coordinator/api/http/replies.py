@@ -7,18 +7,15 @@ import json
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
-import structlog
 from sse_starlette import EventSourceResponse
 from starlette.requests import Request
 
-from coordinator.api.http.errors import to_http
+from coordinator.api.http.errors import logged
 
 T = TypeVar("T")
 
 KEEP_ALIVE_S = 10
 """Between comments that keep a connection open during a long prefill."""
-
-log = structlog.get_logger()
 
 
 class ClientGone(Exception):
@@ -67,9 +64,7 @@ async def event_stream(
             async for event in events:
                 yield _frame(event)
         except Exception as error:
-            known = to_http(error)
-            if known.status >= 500:
-                log.exception("http.stream_failed", path=path)
+            known = logged(error, "http.stream_failed", path)
             body = json.dumps(known.body(path))
             yield {"event": "error", "data": body} if path.startswith("/v1/messages") else {"data": body}
         finally:

@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import structlog
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -15,15 +14,13 @@ from coordinator.answer import Answer
 from coordinator.api.engine_requests import check_model
 from coordinator.api.http.chat_exchange import ChatExchange, answer_exchange, prepare_exchange
 from coordinator.api.http.documented import ANSWER, OPENAI_ERRORS
-from coordinator.api.http.errors import to_http
+from coordinator.api.http.errors import logged
 from coordinator.api.http.json_bodies import JsonRoute
 from coordinator.api.http.replies import event_stream, unless_gone
 from coordinator.api.http.response_input import ResponsesRequest, answer_format, make_messages, refuse_stored, tool_use
 from coordinator.api.http.response_items import OutputItems, StreamedEvent
 from coordinator.api.http.usage import timings_of
 from coordinator.engine.engine import Engine
-
-log = structlog.get_logger()
 
 
 def routes(engine: Engine) -> APIRouter:
@@ -151,8 +148,6 @@ async def _stream(
     except Exception as error:
         if number < 0:  # nothing was sent: it gets a status
             raise
-        known = to_http(error)
-        if known.status >= 500:
-            log.exception("http.stream_failed", path="/v1/responses")
+        known = logged(error, "http.stream_failed", "/v1/responses")
         failed = {"code": known.code or "server_error", "message": known.message}
         yield numbered(("response.failed", {"response": {**head, "status": "failed", "error": failed}}))

@@ -63,7 +63,9 @@ async def serve(
         http_server = await stack.enter_async_context(HttpServer(door, listen.host, listen.port, tls))
         grpc_server = None
         if listen.grpc:
-            grpc_server = await stack.enter_async_context(GrpcServer(keys, listen.host, listen.grpc_port, tls))
+            grpc_server = await stack.enter_async_context(
+                GrpcServer(keys, listen.host, listen.grpc_port, tls, access_log=service.access_log)
+            )
         started = await stack.enter_async_context(start_model(files, model.draft, workers, prefix, compression))
         names = service.names or (model.model.absolute().name,)
         engine = Engine(
@@ -80,7 +82,9 @@ async def serve(
         board = await stack.enter_async_context(Board(engine))
         stop = _stop_signal()
         # Both stop before the workers do.
-        door.app = create_app(engine, keys, board, vllm_metrics=service.metrics_compat == "vllm")
+        door.app = create_app(
+            engine, keys, board, vllm_metrics=service.metrics_compat == "vllm", access_log=service.access_log
+        )
         stack.push_async_callback(http_server.stop)
         if grpc_server is not None:
             await grpc_server.serve(engine)

@@ -100,6 +100,14 @@ class ServiceOptions:
     metrics_compat: Annotated[
         str | None, Flag("Show the metrics under the names of another server, too.", type=click.Choice(["vllm"]))
     ] = None
+    access_log: Annotated[
+        bool,
+        Flag(
+            "Write a line for each request to the log, whatever --log-level is: what was asked, its status, tokens and "
+            "time. Probes of health and metrics have none.",
+            "--access-log/--no-access-log",
+        ),
+    ] = True
     drain_timeout: Annotated[
         float,
         Flag("How long running answers may take to finish after SIGTERM.", type=click.FloatRange(0), metavar="SECONDS"),

@@ -18,6 +18,7 @@ log = structlog.get_logger()
 log.debug("too.quiet")
 structlog.contextvars.bind_contextvars(request_id="r1")
 log.info("worker.ready", address="unix:/a")
+log.info("cluster.lost", last_lines=[{{"event": "load.started", "part": 3}}, "Segmentation fault"])
 prompt = "my secret prompt".upper()
 try:
     len(prompt) / 0
@@ -38,9 +39,10 @@ def run(form: str | None) -> list[str]:
 @pytest.mark.parametrize("form", ["json", None])
 def test_json_where_no_terminal_reads(form: str | None) -> None:
     """One JSON object a line on stderr, with level, time, context and a traceback without local variables."""
-    ready, failed = [json.loads(line) for line in run(form)]
+    ready, lost, failed = [json.loads(line) for line in run(form)]
     assert {"event": "worker.ready", "level": "info", "address": "unix:/a", "request_id": "r1"}.items() <= ready.items()
     assert ready["timestamp"].endswith("Z")
+    assert lost["last_lines"] == [{"event": "load.started", "part": 3}, "Segmentation fault"]
     assert failed["exception"][0]["exc_type"] == "ZeroDivisionError"
 
 
@@ -48,4 +50,6 @@ def test_text_for_people() -> None:
     """Plain lines and a plain traceback when JSON is not wanted."""
     lines = run("console")
     assert "worker.ready" in lines[0]
+    assert lines[2].split() == ["load.started", "part=3"]
+    assert lines[3].startswith("    Segmentation fault")
     assert lines[-1] == "ZeroDivisionError: division by zero"

@@ -56,6 +56,29 @@ def now(grammar: GrammarState, position: int) -> set[int]:
 # --- masks
 
 
+@pytest.mark.parametrize("grammar", [Grammar(OBJECT), Grammar(SCHEMA, '{"type": "object"}')])
+def test_json_may_be_laid_out_but_not_padded(
+    grammar: Grammar, compiler: GrammarCompiler, tokenizer: tokenizers.Tokenizer
+) -> None:
+    """On one line or indented, as programs write it; blank lines and runs of spaces are no part of it."""
+
+    def fits_all(text: str) -> bool:
+        checked = state(compiler, grammar)
+        for position, token in enumerate(tokenizer.encode(text, add_special_tokens=False).ids):
+            if token not in now(checked, position):
+                return False
+            checked.observe([token], position)
+        return True
+
+    value = {"a": 1, "b": [1, {"c": None}]}
+    for indent in (None, 1, 2, 4, "\t"):
+        assert fits_all(json.dumps(value, indent=indent)), indent
+    assert fits_all(json.dumps(value, indent=2).replace("\n", "\r\n"))
+    assert fits_all(json.dumps(value, separators=(",", ":")))
+    for text in ('{\n\n"a": 1}', '{"a":\n \n1}', '{"a":   1}', '\n{"a": 1}', '{"a": 1\n\n}'):
+        assert not fits_all(text), text
+
+
 def test_all_tokens_that_may_follow_and_no_other(compiler: GrammarCompiler, tokenizer: tokenizers.Tokenizer) -> None:
     """The mask has exactly those tokens whose texts begin a matching text of any length."""
     texts = {token: tokenizer.decode([token]) for token in range(VOCAB)}
