@@ -221,6 +221,7 @@ def text_of(engine: Engine, token_ids: Sequence[int], field: str, *, skip_specia
     if tokenizer is None:
         raise InvalidArgument("this model has no tokenizer", field=field)
     with naming(field):
+        tokenizer.check_known(token_ids)
         return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
 

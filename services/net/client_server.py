@@ -10,13 +10,13 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from services.addresses import parse_address
 from services.errors import Unavailable, answering
 from services.net.channel import SERVER_OPTIONS
 from services.net.client_tls import ClientTls
 from services.net.interceptors import RefuseGarbage
+from services.net.reflection import enable_reflection
 from services.net.server import Registration
 
 CheckKey = Callable[[str, str], None]
@@ -76,8 +76,7 @@ class ClientServer:
         """Answer calls of these services, of health and of reflection, at the port that `listen` has taken."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._services = [register(self._server) for register in registrations]
-        listed = [*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME]
-        reflection.enable_server_reflection(listed, self._server)
+        enable_reflection([*self._services, health.SERVICE_NAME], self._server)
         await self._server.start()
 
     async def set_serving(self, serving: bool) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from services.addresses import grpc_target, parse_address, socket_path
 from services.errors import Unavailable
@@ -20,6 +19,7 @@ from services.net.channel import SERVER_OPTIONS
 from services.net.cluster_token import RequireToken
 from services.net.health_port import HealthPort
 from services.net.interceptors import RefuseGarbage
+from services.net.reflection import enable_reflection
 from services.net.security import OPEN, Security
 
 Registration = Callable[[grpc.aio.Server], str]
@@ -50,9 +50,7 @@ class Server:
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._services = [register(self._server) for register in registrations]
-        reflection.enable_server_reflection(
-            [*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
-        )
+        enable_reflection([*self._services, health.SERVICE_NAME], self._server)
         self._health_port = None if not health_port else HealthPort(self._requested, health_port, self._health)
 
     async def start(self) -> None:

@@ -114,3 +114,16 @@ def test_refusals(client: anthropic.Anthropic, server: Server) -> None:
         anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0).messages.create(
             model="target", messages=ASK, max_tokens=1
         )
+
+
+def test_models_and_request_ids(client: anthropic.Anthropic) -> None:
+    """The names of the model in the published form, in pages too; each reply, errors as well, has its id."""
+    [model] = list(client.models.list(limit=1))
+    assert (model.type, model.id, model.display_name, model.lifecycle) == ("model", "target", "target", "active")
+    assert model.max_input_tokens
+    assert model.created_at.year > 2020
+    assert client.models.retrieve("target") == model
+    with pytest.raises(anthropic.NotFoundError) as refused:
+        client.models.retrieve("other")
+    assert refused.value.request_id
+    assert client.messages.create(model="target", messages=ASK, max_tokens=1)._request_id

@@ -156,6 +156,7 @@ def test_sizes(server: Server) -> None:
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [7, 8192]}, "tokens"),
         ("/detokenize", {"tokens": ["x"]}, "tokens.0"),
     ],
 )  # fmt: skip

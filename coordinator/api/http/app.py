@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from importlib import metadata
 
 import structlog
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.api.api_keys import ApiKeys
-from coordinator.api.http import anthropic, chat, completions, operator_routes, page_files, responses, status_routes
-from coordinator.api.http.errors import HttpError, invalid_body, logged
+from coordinator.api.http import (
+    anthropic,
+    chat,
+    completions,
+    model_list,
+    operator_routes,
+    page_files,
+    responses,
+    status_routes,
+)
+from coordinator.api.http.errors import HttpError, error_reply, invalid_body, logged, speaks_anthropic
+from coordinator.api.http.head import HeadAsGet
 from coordinator.api.http.metrics import Metrics
 from coordinator.api.http.replies import ClientGone
 from coordinator.engine.engine import Engine
@@ -39,11 +50,18 @@ log = structlog.get_logger()
 
 
 def create_app(
-    engine: Engine, keys: ApiKeys, board: Board, *, vllm_metrics: bool = False, access_log: bool = True
+    engine: Engine,
+    keys: ApiKeys,
+    board: Board,
+    *,
+    vllm_metrics: bool = False,
+    access_log: bool = True,
+    cors_origins: Sequence[str] = (),
 ) -> FastAPI:
     """Return the HTTP APIs over an engine, and the page that uses them.
 
     vllm_metrics: whether metrics have vLLM's names too. access_log: whether each request has a line in the log.
+    cors_origins: web sites whose pages may use the APIs.
     """
     app = FastAPI(
         title="flashsplit",
@@ -55,7 +73,7 @@ def create_app(
         operator_routes.routes(engine, metrics),
         status_routes.routes(engine, board),
         page_files.routes(key_needed=bool(keys)),
-        *(part.routes(engine) for part in (chat, completions, responses, anthropic)),
+        *(part.routes(engine) for part in (model_list, chat, completions, responses, anthropic)),
     ]
     for router in routers:
         app.include_router(router)
@@ -64,7 +82,17 @@ def create_app(
     app.add_exception_handler(HTTPException, _http)
     routes = [*app.routes, *(route for router in routers for route in router.routes)]
     paths = frozenset(route.path for route in routes if isinstance(route, Route))
+    app.add_middleware(HeadAsGet)
     app.add_middleware(RequestMiddleware, keys=keys, metrics=metrics, paths=paths, access_log=access_log)
+    if cors_origins:
+        # Outside of all else: a browser asks beforehand, without a key, and reads refusals too.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "request-id", "retry-after"],
+        )
     return app
 
 
@@ -93,7 +121,8 @@ class RequestMiddleware:
             nonlocal begun, status
             if message["type"] == "http.response.start":
                 begun, status = True, message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", call.request_id.encode())]
+                names = (b"x-request-id", *([b"request-id"] if speaks_anthropic(request) else []))
+                message["headers"] = [*message["headers"], *((name, call.request_id.encode()) for name in names)]
             await send(message)
 
         try:
@@ -157,14 +186,16 @@ async def _failed(request: Request, error: Exception) -> Response:
 async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     known = invalid_body(error)
-    return JSONResponse(known.body(request.url.path), known.status)
+    return error_reply(request, known)
 
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
     known = HttpError(error.status_code, f"{error.detail}: {request.method} {request.url.path}", kind, kind)
-    return JSONResponse(known.body(request.url.path), known.status, headers=error.headers)
+    reply = error_reply(request, known)
+    reply.headers.update(error.headers or {})
+    return reply
 
 
 def _respond(request: Request, error: BaseException) -> Response:
@@ -176,7 +207,7 @@ def _respond(request: Request, error: BaseException) -> Response:
         )
     else:
         known = logged(error, "http.failed", request.url.path)
-    return JSONResponse(known.body(request.url.path), known.status, headers=known.headers)
+    return error_reply(request, known)
 
 
 def _clean(text: str) -> str:

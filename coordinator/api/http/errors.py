@@ -8,6 +8,8 @@ from typing import Any
 
 import structlog
 from fastapi.exceptions import RequestValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 from coordinator.engine import context_overflow
 from coordinator.engine.context_overflow import ContextOverflow
@@ -33,6 +35,7 @@ _CODES: Mapping[str, str] = {
     "QUEUE_FULL": "rate_limit_exceeded",
     "INVALID_API_KEY": "invalid_api_key",
 }
+_ANTHROPIC = "/v1/messages"
 _NAMES: Mapping[str, Mapping[str, str]] = {
     # The shared code names fields as chat completions do; here, by path, what another API calls them.
     "/v1/responses": {
@@ -74,9 +77,22 @@ class HttpError:
 
     def body(self, path: str) -> dict[str, Any]:
         """Return the body in the form of the API that a path belongs to."""
-        if path.startswith("/v1/messages"):
+        if path.startswith(_ANTHROPIC):
             return self.anthropic()
         return replace(self, param=_NAMES.get(path, {}).get(self.param or "", self.param)).openai()
+
+
+def speaks_anthropic(request: Request) -> bool:
+    """Return whether a client expects replies in the form of Anthropic's API: by the path, or by a header of it where
+    both APIs have a path in common."""
+    path = request.url.path
+    return path.startswith(_ANTHROPIC) or (path.startswith("/v1/models") and "anthropic-version" in request.headers)
+
+
+def error_reply(request: Request, error: HttpError) -> JSONResponse:
+    """Return an error as the client of a request expects it."""
+    body = error.anthropic() if speaks_anthropic(request) else error.body(request.url.path)
+    return JSONResponse(body, error.status, headers=error.headers)
 
 
 def to_http(error: BaseException) -> HttpError:

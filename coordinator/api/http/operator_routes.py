@@ -1,4 +1,4 @@
-"""The routes for operators and clients' tools: health, readiness, metrics, version, models, tokens."""
+"""The routes for operators and clients' tools: health, readiness, metrics, version, tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from coordinator.api.http.metrics import CONTENT_TYPE, Metrics
 from coordinator.api.http.schemas import DetokenizeRequest, TokenizeRequest
 from coordinator.engine.engine import Engine
 from coordinator.text.prompt import text_prompt
-from services.errors import InvalidArgument, NotFound
+from services.errors import InvalidArgument
 
 
 def routes(engine: Engine, metrics: Metrics) -> APIRouter:
@@ -48,16 +48,6 @@ def routes(engine: Engine, metrics: Metrics) -> APIRouter:
     async def version() -> dict[str, str]:
         return {"version": metadata.version("flashsplit")}
 
-    @router.get("/v1/models", tags=["OpenAI"], responses=QUERY_ERRORS)
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(engine, name) for name in (engine.name, *engine.aliases)]}
-
-    @router.get("/v1/models/{name:path}", tags=["OpenAI"], responses=BODY_ERRORS)
-    async def model(name: str) -> dict[str, Any]:
-        if not engine.serves(name):
-            raise NotFound(f"model {name!r} is not served here", reason="MODEL_NOT_FOUND", field="model")
-        return _model(engine, name)
-
     @router.post("/tokenize", tags=["Tokens"], responses=BODY_ERRORS)
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         """A text's or a chat's token ids."""
@@ -87,14 +77,3 @@ def _tokens(engine: Engine, body: TokenizeRequest) -> list[int]:
     chat = make_chat(body.messages or [], None, None)
     text = template.render(chat.messages, add_generation_prompt=body.add_generation_prompt)
     return list(tokenizer.encode(text, add_special_tokens=False))
-
-
-def _model(engine: Engine, name: str) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": engine.created,
-        "owned_by": "flashsplit",
-        "root": engine.name,
-        "max_model_len": engine.max_model_len,
-    }

@@ -19,6 +19,7 @@ from coordinator.status.board import Board
 from coordinator.status.report import Status
 
 PATH = "/v1/status"
+EVENTS_PATH = "/v1/events"
 
 INTERVAL_S = 0.1
 """Between two events; the blocks that were answered meanwhile go out together."""
@@ -34,7 +35,7 @@ def routes(engine: Engine, board: Board) -> APIRouter:
         the prefix cache bring. A worker that doesn't answer within two seconds is told as such."""
         return await board.status()
 
-    @router.get("/v1/events", response_model=None, responses={**QUERY_ERRORS, **EVENTS})
+    @router.get(EVENTS_PATH, response_model=None, responses={**QUERY_ERRORS, **EVENTS})
     async def events(http: Request) -> Response:
         """Server-sent events named `blocks`, until the client goes: decode steps of all requests as they are answered,
         each with its request's id, rows sent, rows kept and milliseconds."""

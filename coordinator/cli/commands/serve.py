@@ -83,7 +83,12 @@ async def serve(
         stop = _stop_signal()
         # Both stop before the workers do.
         door.app = create_app(
-            engine, keys, board, vllm_metrics=service.metrics_compat == "vllm", access_log=service.access_log
+            engine,
+            keys,
+            board,
+            vllm_metrics=service.metrics_compat == "vllm",
+            access_log=service.access_log,
+            cors_origins=access.origins,
         )
         stack.push_async_callback(http_server.stop)
         if grpc_server is not None:

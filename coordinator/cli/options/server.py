@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +15,7 @@ from services.addresses import is_loopback
 from services.errors import InvalidArgument
 from services.net.client_tls import ClientTls, load_client_tls
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
 _PORT = click.IntRange(0, 65535)
 
 
@@ -48,7 +50,31 @@ class AccessOptions:
     )
     ssl_keyfile: Annotated[Path | None, Flag("The certificate's key.", metavar="FILE")] = None
     ssl_ca_certs: Annotated[Path | None, Flag("Who must have signed clients' own certificates.", metavar="FILE")] = None
+    cors_origins: Annotated[
+        tuple[str, ...],
+        Flag(
+            "Web sites whose pages may use the HTTP APIs from a browser, like https://chat.example; * for all. May be "
+            "given several times, too.  [default: none]",
+            metavar="ORIGIN[,ORIGIN…]",
+        ),
+    ] = ()
     insecure: Annotated[bool, Flag("Listen beyond this host without TLS or without an API key.")] = False
+
+    def __post_init__(self) -> None:
+        """Raise InvalidArgument for an origin of another form than browsers send it in."""
+        for origin in self.origins:
+            if origin != "*" and _ORIGIN.fullmatch(origin) is None:
+                raise InvalidArgument(
+                    f"--cors-origins {origin!r} must be scheme, host and port as browsers send them, like "
+                    "https://chat.example or http://localhost:3000, or * for all",
+                    field="--cors-origins",
+                )
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """The web sites whose pages may use the HTTP APIs."""
+        given = (origin.strip() for origins in self.cors_origins for origin in origins.split(","))
+        return tuple(dict.fromkeys(origin for origin in given if origin))
 
     def load(self, host: str) -> tuple[ApiKeys, ClientTls | None]:
         """Return the keys and the certificates, None without any. host: where the server will listen.

@@ -66,18 +66,31 @@ async def test_health_can_be_watched(serve: Serve, dial: Dial) -> None:
 
 
 async def test_reflection(serve: Serve, dial: Dial) -> None:
-    """Reflection lists every service and has the file that defines it."""
+    """Under both of its names reflection lists every service and has the files that define it, its own as well."""
     server = await serve(*registrations())
-    stub = reflection_pb2_grpc.ServerReflectionStub(await dial(server.address))
-    requests = [
-        reflection_pb2.ServerReflectionRequest(list_services=""),
-        reflection_pb2.ServerReflectionRequest(file_containing_symbol=stage.SERVICE),
-    ]
-    listed, described = [response async for response in stub.ServerReflectionInfo(iter(requests))]
-    names = {service.name for service in listed.list_services_response.service}
-    health_and_reflection = {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
-    assert names == {*SERVICES, *health_and_reflection}
-    assert b"RunStage" in b"".join(described.file_descriptor_response.file_descriptor_proto)
+    channel = await dial(server.address)
+    stubs = {
+        "grpc.reflection.v1alpha.ServerReflection": reflection_pb2_grpc.ServerReflectionStub(
+            channel
+        ).ServerReflectionInfo,
+        # As a client's own stub for v1 does it: its messages are the same.
+        "grpc.reflection.v1.ServerReflection": channel.stream_stream(
+            "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        ),
+    }
+    for own_name, call in stubs.items():
+        requests = [
+            reflection_pb2.ServerReflectionRequest(list_services=""),
+            reflection_pb2.ServerReflectionRequest(file_containing_symbol=stage.SERVICE),
+            reflection_pb2.ServerReflectionRequest(file_containing_symbol=own_name),
+        ]
+        listed, *described = [response async for response in call(iter(requests))]
+        names = {service.name for service in listed.list_services_response.service}
+        assert names == {*SERVICES, "grpc.health.v1.Health", *stubs}
+        for reply, text in zip(described, (b"RunStage", own_name.rpartition(".")[0].encode()), strict=True):
+            assert text in b"".join(reply.file_descriptor_response.file_descriptor_proto)
 
 
 async def test_an_unknown_method_is_unimplemented(serve: Serve, dial: Dial) -> None:

@@ -48,12 +48,13 @@ async def connect() -> AsyncIterator[Connect]:
     """Serve an engine and connect a client to it; both end with the test.
 
     network: over a port, so that a client can go; otherwise the application is called in this process, which is faster.
+    options: further ones of `create_app`.
     """
     async with contextlib.AsyncExitStack() as stack:
 
-        async def serve(engine: Engine, *keys: str, network: bool = False) -> Client:
+        async def serve(engine: Engine, *keys: str, network: bool = False, **options: Any) -> Client:
             board = await stack.enter_async_context(Board(engine))
-            app = create_app(engine, ApiKeys(keys), board)
+            app = create_app(engine, ApiKeys(keys), board, **options)
             where: dict[str, Any] = {"base_url": "http://test", "transport": httpx2.ASGITransport(app)}
             if network:
                 where = {"base_url": (await stack.enter_async_context(HttpServer(app, "127.0.0.1", 0, None))).url}

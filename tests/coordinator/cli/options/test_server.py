@@ -67,6 +67,16 @@ def test_defaults() -> None:
     assert (service.names, service.max_model_len, service.drain_timeout) == ((), None, 60.0)
 
 
+def test_web_sites_that_may_use_the_apis() -> None:
+    """None by default; what browsers never send is refused, because it would never match."""
+    assert parse(AccessOptions).origins == ()
+    given = parse(AccessOptions, "--cors-origins", "https://a.example,http://[::1]:3000", "--cors-origins", "*")
+    assert given.origins == ("https://a.example", "http://[::1]:3000", "*")
+    for origin in ("a.example", "https://a.example/", "https://a.example/chat"):
+        said = refusal(AccessOptions, "--cors-origins", origin)
+        assert f"--cors-origins '{origin}' must be scheme, host and port" in said
+
+
 @pytest.mark.parametrize("line", ["--served-model-name a,b", "--served-model-name a --served-model-name b,a"])
 def test_several_names(line: str) -> None:
     """In one value or several, each once; the first is shown."""
