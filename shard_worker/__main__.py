@@ -304,6 +304,7 @@ async def _serve(flags: Flags, roles: tuple[Role, ...], security: Security, budg
     log.info("worker.ready", address=server.address, device=flags.devices, roles=[str(role) for role in roles])
     await stopping.wait()
     await server.set_serving(False)
+    worker.life.end()
     ending = asyncio.ensure_future(worker.end_links_when_idle())
     await server.stop(flags.drain_timeout)
     ending.cancel()

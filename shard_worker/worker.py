@@ -28,6 +28,7 @@ from services.messages.steps import Location
 from services.model.checkpoint_files import read_config
 from services.net.security import OPEN, Security
 from services.net.server import Registration
+from services.rpc.liveness import Life, LivenessServicer
 from services.rpc.payload_transport import PayloadTransport
 from services.rpc.peers import Peers
 from services.rpc.shared_memory import SharedMemoryServicer
@@ -75,7 +76,8 @@ class WorkerConfig:
 class Worker:
     """One worker.
 
-    address: where others reach it, known once it listens. roles: what it offers, by name.
+    address: where others reach it, known once it listens. roles: what it offers, by name. life: what it tells of itself
+    with its heartbeats.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -87,6 +89,7 @@ class Worker:
             caller=lambda: f"the worker at {self.address}",
             watcher=self._thread,
         )
+        self.life = Life()
         self._links = SharedLinks()
         self._sharing = SharedMemoryServicer(self._links, self._thread)
         self._snapshots = SnapshotStore(config.snapshot_budget_bytes)
@@ -114,6 +117,7 @@ class Worker:
         transfer = SnapshotTransfer(self._snapshots, self._keepers)
         return [
             WorkerServicer(self).register,
+            LivenessServicer(self.life, self._peers).register,
             SnapshotServicer(transfer, self._links).register,
             self._sharing.register,
             *(service for role in self.roles.values() for service in role.registrations()),
@@ -159,9 +163,10 @@ class Worker:
             if role.snapshot_owner is not None:
                 # The prefixes in the store belong to the model that goes.
                 self._snapshots.clear(role.snapshot_owner)
-            async for progress in self._run_load(role, part):
-                yield progress
-            await self._thread.submit(role.prepare)
+            with self.life.patience():
+                async for progress in self._run_load(role, part):
+                    yield progress
+                await self._thread.submit(role.prepare)
             log.info("load.finished")
             yield await self.describe()
 

@@ -23,6 +23,7 @@ from services.messages.snapshots import SnapshotOwner
 from services.messages.steps import DraftRoute, Failure, Grammar, Hop, OpenSession
 from services.processes.launch import DEFAULT_LAUNCH, Launch
 from services.processes.worker_process import WorkerFailed, WorkerProcess
+from services.rpc.liveness import Edge
 from services.rpc.peers import Peers
 from services.rpc.snapshots import RemoteSnapshots
 from services.rpc.stage import StageSession
@@ -51,8 +52,10 @@ EXACT_ROWS = 16
 So answers with a draft and without one agree.
 """
 
-SILENT_S = 5.0
-"""How long a local worker may take to describe itself before it is ended, and started anew, to restore the cluster."""
+CAUSE_S = 0.5
+"""How long the cause of a broken connection may take to show."""
+
+_FIRST = asyncio.FIRST_COMPLETED
 
 ChooseSplit = Callable[[Plan, Sequence[str], Peers], Awaitable[Plan]]
 """Returns the plan with its layers chosen; takes the plan and the addresses of its workers, the draft's last."""
@@ -91,10 +94,14 @@ class Cluster:
         """The address of the draft's own worker; None where the draft is beside the last stage or there is none."""
         self.trouble: FlashsplitError | None = None
         """What is wrong with the stages, as far as `lost` has found out; None while nothing is."""
-        self._draft_lost = False
+        # By the stage's index; that of the draft's own worker follows the last stage's.
+        self._lost: dict[int, FlashsplitError] = {}
+        self._unfit = set[int]()
+        """The local ones among the lost whose processes have not been ended yet."""
         self._draft_reported = asyncio.Event()
         """Set when a session has found that the draft's own worker does not answer."""
-        self._deaths: dict[int, str] = {}
+        self._edges: dict[int, Edge] = {}
+        """The connections of the workers among each other, by the index of the worker to which they lead."""
 
     @property
     def target(self) -> TargetDescription:
@@ -180,7 +187,8 @@ class Cluster:
     @property
     def draft(self) -> DraftDescription | None:
         """The draft; None without one and while its own worker is lost, when answers go on one token a step."""
-        lost = self._draft_lost or self._ended(len(self._plan.stages))
+        own = len(self._plan.stages)
+        lost = self.draft_address is not None and (own in self._lost or self._ended(own))
         return None if self.draft_worker is None or lost else self.draft_worker.draft
 
     @property
@@ -194,87 +202,94 @@ class Cluster:
         Where that was because the draft's own worker does not answer, later sessions go without it until `restore`.
         """
         if failure.location.address == self.draft_address and failure.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
-            self._draft_lost = True
+            why = f"the worker at {self.draft_address} does not answer its sessions: {failure.message}"
+            self._lost[len(self._plan.stages)] = Unavailable(why)
             self._draft_reported.set()
 
     async def lost(self) -> FlashsplitError:
-        """Wait until a worker ends or cannot be reached, and return the error that says which one and how.
+        """Wait until one more worker is lost, and return the error that says which one and how.
 
-        From then on the cluster is not alive or, where it was the draft's own worker, has no draft.
+        A worker is lost when it ends, falls silent, says that its device hangs, or cannot be reached: by this process,
+        the stage before it or a session. From then on the cluster is not alive or, where it was the draft's own worker,
+        has no draft.
         """
-        addresses = {*self.addresses, *([self.draft_address] if self.draft_address is not None else [])}
-        broken = {address: asyncio.ensure_future(self._peers.lost(address)) for address in addresses}
-        reported = asyncio.ensure_future(self._draft_reported.wait())
+        addresses = [*self.addresses, *([] if self.draft_address is None else [self.draft_address])]
+        watched = [index for index in range(len(addresses)) if index not in self._lost]
+        nodes = {index: asyncio.ensure_future(self._peers.lost(addresses[index])) for index in watched}
+        edges = {index: asyncio.ensure_future(edge.lost()) for index, edge in self._edges.items() if index in watched}
+        deaths = {index: self._watchers[index] for index in watched if index in self._watchers}
+        own = len(self._plan.stages)
+        reports = {own: asyncio.ensure_future(self._draft_reported.wait())}
+        signs = edges, nodes, deaths
         try:
-            signs = [*broken.values(), reported, *self._watchers.values()]
-            await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
-            unreachable = [address for address, task in broken.items() if task.done()]
-            cause = Unavailable(f"the draft's worker at {self.draft_address} does not answer its sessions")
-            if not reported.done():
-                cause = broken[unreachable[0]].result() if unreachable else Unavailable("a worker has ended")
+            await asyncio.wait([task for group in (*signs, reports) for task in group.values()], return_when=_FIRST)
+            self._draft_reported.clear()
+            # Requests are refused from now on, whatever else is found out about the cause.
+            hints = {index: task.result() for group in signs for index, task in group.items() if task.done()}
+            if hints and min(hints) < own:
+                hint = hints[min(hints)]
+                self.trouble = Unavailable(f"{self._name(min(hints))}: {hint.message}", reason=hint.reason)
+            if not any(task.done() for group in (nodes, deaths, reports) for task in group.values()):
+                # Where a worker is gone, the one before it may know that a moment sooner than this process.
+                await asyncio.wait([*nodes.values(), *deaths.values()], timeout=CAUSE_S, return_when=_FIRST)
+            gone: dict[int, FlashsplitError] = {
+                index: task.result() for group in (nodes, deaths) for index, task in group.items() if task.done()
+            }
+            if reports[own].done():
+                gone.setdefault(own, self._lost[own])
+            # A link breaks with the worker at either of its ends.
+            broken = {index: task.result() for index, task in edges.items() if task.done() and index - 1 not in gone}
+            index, cause = next(iter((gone or broken).items()))
             error = await self.explain(cause)
-            if any(address in self.addresses for address in unreachable) or not self.alive:
+            if error is cause:
+                error = with_name(error, self._name(index))
+            self._lost |= dict.fromkeys({**gone, **broken}, error)
+            self._unfit.update(index for index in gone if index in self._processes)
+            if min(self._lost) < own:
                 self.trouble = error
-            else:
-                self._draft_lost = True
             return error
         finally:
-            for task in (*broken.values(), reported):
+            tasks = [*nodes.values(), *edges.values(), *reports.values()]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*broken.values(), reported, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def restore(self) -> None:
-        """Start the local workers that ended or do not answer again, and have every worker load what it does not hold.
+        """Start the local workers that are lost again, and have every worker load what it does not hold.
 
         Raises what starting a cluster raises; then it can be tried again.
         """
-        silent = await self._silent()
         for index in [*self._processes]:
             watcher = self._watchers.get(index)
-            if watcher is None or watcher.done() or index in silent:
-                if watcher is not None:
-                    self._deaths[index] = watcher.result().message if watcher.done() else silent[index]
-                    watcher.cancel()
+            trouble = self._peers.trouble(self._processes[index].address)
+            if watcher is None or watcher.done() or index in self._unfit or trouble is not None:
+                if watcher is not None and watcher.done():
+                    self._lost[index] = watcher.result()
                 await self._processes.pop(index).stop()
-                self._watchers.pop(index, None)
+                self._unfit.discard(index)
+                if watcher is not None:
+                    self._watchers.pop(index).cancel()
         await self._start()
         # What sessions reported meanwhile was about the worker that was lost.
         self._draft_reported.clear()
-        self.trouble, self._draft_lost = None, False
-        self._deaths.clear()
-
-    async def _silent(self) -> dict[int, str]:
-        """Return the local workers that run and do not answer, such as one that was stopped, each with a sentence."""
-
-        async def answers(process: WorkerProcess) -> bool:
-            try:
-                async with asyncio.timeout(SILENT_S):
-                    await (await self._peers.worker(process.address)).describe()
-            except (TimeoutError, FlashsplitError):
-                return False
-            return True
-
-        running = {index: process for index, process in self._processes.items() if not self._ended(index)}
-        answered = await asyncio.gather(*map(answers, running.values()))
-        return {
-            index: f"the worker for {process.device} (process {process.process_id}) did not answer for {SILENT_S:g} s"
-            for (index, process), answer in zip(running.items(), answered, strict=True)
-            if not answer
-        }
+        self.trouble = None
+        self._lost.clear()
+        self._unfit.clear()
 
     def _ended(self, index: int) -> bool:
         watcher = self._watchers.get(index)
         return watcher is not None and watcher.done()
 
-    def death(self, index: int) -> str | None:
-        """Return how a local worker ended that is not back yet, as a sentence; None for all others.
+    def loss(self, index: int) -> str | None:
+        """Return how a worker was lost that is not back yet, as a sentence; None for all others.
 
         index: the stage's; that of the draft's own worker follows the last stage's.
         """
         watcher = self._watchers.get(index)
         if watcher is not None and watcher.done() and not watcher.cancelled():
             return watcher.result().message
-        return self._deaths.get(index)
+        error = self._lost.get(index)
+        return None if error is None else error.message
 
     def snapshot_places(self, *, with_draft: bool) -> tuple[SnapshotPlace, ...]:
         """Return where the parts of a prefix's state are kept: the stages in order, then the draft."""
@@ -301,7 +316,7 @@ class Cluster:
         if error.code_name not in ("UNAVAILABLE", "CANCELLED", "INTERNAL") or not self._watchers:
             return error
         # A broken connection is often noticed before the end of the process.
-        await asyncio.wait(self._watchers.values(), timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(self._watchers.values(), timeout=CAUSE_S, return_when=_FIRST)
         for index, task in self._watchers.items():
             if not task.done():
                 continue
@@ -319,6 +334,7 @@ class Cluster:
         """End local workers and close connections. Safe to call twice."""
         for watcher in self._watchers.values():
             watcher.cancel()
+        self._leave_edges()
         with contextlib.suppress(Exception):
             await self._peers.close()
         await asyncio.gather(*(process.stop() for process in self._processes.values()))
@@ -343,6 +359,8 @@ class Cluster:
                 for index, (stage, address) in enumerate(zip(self._plan.stages, self.addresses, strict=True))
             ]
             self.workers = tuple(await self._or_death(_all(loads)))
+            self._leave_edges()
+            await self._or_death(_all(self._watch_edge(index) for index in range(1, stages)))
         except FlashsplitError as error:
             self.trouble = error
             raise
@@ -353,6 +371,28 @@ class Cluster:
             self.draft_worker = await self._or_death(load)
             assert self.draft_worker.draft is not None
             check_fit(self.draft_worker.draft, self.target)
+            if self.draft_address is not None:
+                await self._or_death(self._watch_edge(stages))
+
+    async def _watch_edge(self, index: int) -> None:
+        """Have the worker before this one in the chain connect to it, and watch over that connection.
+
+        index: the stage's, from 1 on; that of the draft's own worker follows the last stage's. Raises Unavailable,
+        named after the worker, where it is not reached.
+        """
+        address = self.addresses[index] if index < len(self.addresses) else self.draft_address
+        assert address is not None
+        try:
+            edge = await self._peers.edge(self.addresses[index - 1], address)
+        except FlashsplitError as error:
+            raise with_name(error, self._name(index)) from error
+        if edge is not None:
+            self._edges[index] = edge
+
+    def _leave_edges(self) -> None:
+        for edge in self._edges.values():
+            edge.close()
+        self._edges.clear()
 
     async def _start_worker(self, index: int, place: WorkerPlace, launch: Launch) -> str:
         """Start the worker of one place unless it runs already, and return its address."""
@@ -383,7 +423,7 @@ class Cluster:
         """Return the work's result. Raises the death of a local worker as soon as one dies meanwhile."""
         task = asyncio.ensure_future(work)
         try:
-            await asyncio.wait([task, *self._watchers.values()], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([task, *self._watchers.values()], return_when=_FIRST)
             if not task.done() or (isinstance(task.exception(), FlashsplitError)):
                 error = task.exception() if task.done() else None
                 raise await self.explain(error if isinstance(error, FlashsplitError) else Unavailable("a worker died"))

@@ -93,9 +93,9 @@ class WorkerPoll:
             beside = cluster.draft is not None and cluster.draft_address is None and index == stages - 1
             # The draft is loaded after the stage: only the later description knows of it.
             description = cluster.draft_worker if beside and cluster.draft_worker is not None else known
-            workers.append(PolledWorker(f"stage {index}", address, description, cluster.death(index), index, beside))
+            workers.append(PolledWorker(f"stage {index}", address, description, cluster.loss(index), index, beside))
         if cluster.draft_address is not None and cluster.draft_worker is not None:
-            death = cluster.death(stages)
+            death = cluster.loss(stages)
             workers.append(PolledWorker("draft", cluster.draft_address, cluster.draft_worker, death, draft=True))
         return workers
 

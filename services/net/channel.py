@@ -1,8 +1,8 @@
 """Channel options, the same on both sides of every edge, and opening a channel to a worker.
 
 Message sizes are bounded: larger payloads are cut into chunks (`services.messages.tensors`). A dead process is noticed
-at once by its closed socket. Pings notice a dead host or a frozen process within some seconds; a worker that computes
-for long is not mistaken for one, because gRPC answers pings on threads of its own.
+at once by its closed socket. Whether a worker lives that says nothing is known from its heartbeats
+(`services.rpc.liveness`); pings notice half a minute later what those don't, above all callers that are gone.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ _COMMON: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 64 << 10),
-    ("grpc.keepalive_time_ms", 8_000),
-    ("grpc.keepalive_timeout_ms", 4_000),
-    # Pings that gRPC sends of its own accord while data flows hold keepalive back, and wait a minute unless told.
-    ("grpc.http2.ping_timeout_ms", 4_000),
+    ("grpc.keepalive_time_ms", 10_000),
+    # Anything that comes counts as an answer here.
+    ("grpc.keepalive_timeout_ms", 20_000),
+    # Here only the answer counts, to pings that gRPC sends of its own accord while data flows: over a slow link it
+    # waits behind the data for longer than any number here could say.
+    ("grpc.http2.ping_timeout_ms", 2**31 - 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
 CLIENT_OPTIONS: list[tuple[str, int]] = [

@@ -9,7 +9,7 @@ from typing import Protocol
 import grpc
 
 from flashsplit.shard.v1 import compress_service_pb2 as pb, compress_service_pb2_grpc as pb_grpc
-from services.errors import Unavailable, answering, rpc_failures_as_errors
+from services.errors import Unavailable, answering
 from services.messages.compression import (
     Compressed,
     CompressProgress,
@@ -19,6 +19,7 @@ from services.messages.compression import (
     request_from_message,
     request_to_message,
 )
+from services.streams.client_stream import ClientStream, Guard, unguarded
 
 SERVICE = pb.DESCRIPTOR.services_by_name["CompressService"].full_name
 
@@ -53,9 +54,9 @@ class CompressServicer(pb_grpc.CompressServiceServicer):
 class RemoteCompressor:
     """A drafter at the other end of a channel."""
 
-    def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
+    def __init__(self, channel: grpc.aio.Channel, address: str, guard: Guard = unguarded) -> None:
         self._stub = pb_grpc.CompressServiceStub(channel)
-        self._address = address
+        self._address, self._guard = address, guard
 
     async def compress(
         self,
@@ -67,16 +68,17 @@ class RemoteCompressor:
         """Return what to keep. Errors as in `CompressPort`, and DataLoss for ranges that are none of the prompt's."""
         compressed: Compressed | None = None
         call = self._stub.Compress(request_to_message(request), timeout=timeout_s)
+        stream = ClientStream(call, address=self._address)
+        self._guard(stream)
         try:
-            with rpc_failures_as_errors(address=self._address):
-                async for response in call:
-                    match event_from_message(response, len(request.token_ids)):
-                        case Compressed() as compressed:
-                            pass
-                        case CompressProgress() as progress:
-                            on_progress(progress)
+            while (response := await stream.read()) is not grpc.aio.EOF:
+                match event_from_message(response, len(request.token_ids)):
+                    case Compressed() as compressed:
+                        pass
+                    case CompressProgress() as progress:
+                        on_progress(progress)
         finally:
-            call.cancel()
+            stream.cancel()
         if compressed is None:
             raise Unavailable(f"{self._address} ended Compress without an answer", address=self._address)
         return compressed

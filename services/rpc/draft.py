@@ -30,7 +30,7 @@ from services.messages.draft_session import (
 from services.messages.frames import FrameKinds, FrameReader, TensorLimits
 from services.messages.steps import FeatureSlice, SnapshotPart, SnapshotRestore, SnapshotSave
 from services.same_host.link import NO_LINKS, LinkSender, SharedLink, SharedLinks
-from services.streams.client_stream import ClientStream
+from services.streams.client_stream import ClientStream, Guard, unguarded
 from services.streams.frame_reading import read_frame
 from services.streams.server_stream import ServerStream
 from services.telemetry.trace_context import log_for
@@ -121,13 +121,16 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
 class RemoteDraft:
     """A `DraftPort` at the other end of a channel."""
 
-    def __init__(self, channel: grpc.aio.Channel, address: str, link: SharedLink | None = None) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, address: str, link: SharedLink | None = None, guard: Guard = unguarded
+    ) -> None:
         """link: the memory shared with the worker there."""
         self._stub = pb_grpc.DraftServiceStub(channel)
-        self._address, self._link = address, link
+        self._address, self._link, self._guard = address, link, guard
 
     async def open(self, request: OpenDraft) -> RemoteDraftSession:
         stream = ClientStream(self._stub.RunDraft(), address=self._address)
+        self._guard(stream)
         message = open_to_message(request)
         lane = None if self._link is None else self._link.begin_lane(message.lane)
         try:

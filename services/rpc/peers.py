@@ -16,6 +16,7 @@ from services.net.channel import connect
 from services.net.security import OPEN, Security
 from services.rpc.compress import RemoteCompressor
 from services.rpc.draft import RemoteDraft
+from services.rpc.liveness import Edge, Heartbeats, watch_edge
 from services.rpc.payload_transport import PayloadTransport, share_memory
 from services.rpc.shared_memory import ClientLink
 from services.rpc.snapshots import RemoteSnapshots
@@ -31,10 +32,20 @@ log = structlog.get_logger()
 
 
 class Connection:
-    """A channel to a worker, and the memory shared with it, if any."""
+    """A channel to a worker, what tells that the worker lives, and the memory shared with it, if any.
 
-    def __init__(self, channel: grpc.aio.Channel, shared: ClientLink | None) -> None:
-        self.channel, self._shared = channel, shared
+    heartbeats: by which it is known that the worker lives; None for a connection that is to have some of its own.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, address: str, heartbeats: Heartbeats | None = None) -> None:
+        self.channel = channel
+        self._owns_heartbeats = heartbeats is None
+        self.heartbeats = Heartbeats(channel, address) if heartbeats is None else heartbeats
+        self._shared: ClientLink | None = None
+
+    def share(self, shared: ClientLink | None) -> None:
+        """Use this memory from now on."""
+        self._shared = shared
 
     @property
     def link(self) -> SharedLink | None:
@@ -45,10 +56,12 @@ class Connection:
     @property
     def usable(self) -> bool:
         """Whether new calls can use it."""
-        return self.channel.get_state() == grpc.ChannelConnectivity.READY
+        return self.heartbeats.lost is None and self.channel.get_state() == grpc.ChannelConnectivity.READY
 
     async def close(self) -> None:
         """Close the channel; running calls end."""
+        if self._owns_heartbeats:
+            await self.heartbeats.close()
         if self._shared is not None:
             await self._shared.close()
         await self.channel.close()
@@ -80,27 +93,30 @@ class Peers:
 
     async def worker(self, address: str) -> RemoteWorker:
         """Return the worker at an address."""
-        return RemoteWorker((await self._connection(address)).channel, address)
+        connection = await self._connection(address)
+        return RemoteWorker(connection.channel, address, connection.heartbeats.guard)
 
     async def stage(self, address: str) -> RemoteStage:
         """Return the stage of the worker at an address."""
         connection = await self._connection(address)
-        return RemoteStage(connection.channel, address, connection.link)
+        return RemoteStage(connection.channel, address, connection.link, connection.heartbeats.guard)
 
     async def draft(self, address: str) -> RemoteDraft:
         """Return the draft of the worker at an address."""
         connection = await self._connection(address)
-        return RemoteDraft(connection.channel, address, connection.link)
+        return RemoteDraft(connection.channel, address, connection.link, connection.heartbeats.guard)
 
     async def compressor(self, address: str) -> RemoteCompressor:
         """Return the drafter with which the worker at an address compresses prompts."""
-        return RemoteCompressor((await self._connection(address)).channel, address)
+        connection = await self._connection(address)
+        return RemoteCompressor(connection.channel, address, connection.heartbeats.guard)
 
     async def snapshots(self, address: str) -> RemoteSnapshots:
         """Return the kept prefixes of the worker at an address, on a connection of their own: no step may wait behind a
         snapshot."""
-        connection = await self._connection(address, "snapshots")
-        return RemoteSnapshots(connection.channel, address, connection.link)
+        heartbeats = (await self._connection(address)).heartbeats
+        connection = await self._connection(address, "snapshots", heartbeats)
+        return RemoteSnapshots(connection.channel, address, connection.link, heartbeats.guard)
 
     async def awaited(self, address: str, seconds: float) -> None:
         """Call a worker that is still starting until it answers, for at most so many seconds.
@@ -118,16 +134,41 @@ class Peers:
                             return
                         log.info("worker.awaited", address=address, why=error.message)
 
+    async def reach(self, address: str) -> None:
+        """Connect to a worker, unless that is done."""
+        await self._connection(address)
+
     async def lost(self, address: str) -> Unavailable:
-        """Wait until the connection for steps breaks, or cannot be made, and return the error that says so."""
+        """Wait until the connection for steps breaks or cannot be made, or the worker there falls silent or says that
+        it cannot compute, and return the error that says so."""
         try:
-            channel = (await self._connection(address)).channel
+            connection = await self._connection(address)
         except Unavailable as error:
             return error
-        await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+        broken = asyncio.ensure_future(connection.channel.wait_for_state_change(grpc.ChannelConnectivity.READY))
+        troubled = asyncio.ensure_future(connection.heartbeats.trouble())
+        try:
+            await asyncio.wait([broken, troubled], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            broken.cancel()
+            troubled.cancel()
+            await asyncio.gather(broken, troubled, return_exceptions=True)
+        if not troubled.cancelled():
+            return troubled.result()
         return Unavailable(
             f"the connection to the worker at {address} broke", reason="WORKER_UNREACHABLE", address=address
         )
+
+    def trouble(self, address: str) -> Unavailable | None:
+        """Return what is known to be wrong with a worker now; None where nothing is, and where it was never called."""
+        connection = self._connections.get((address, "steps"))
+        return None if connection is None else connection.heartbeats.present_trouble
+
+    async def edge(self, address: str, peer: str) -> Edge | None:
+        """Have the worker at an address connect to another one, and watch over that connection; None where it is of a
+        release that cannot."""
+        connection = await self._connection(address)
+        return await watch_edge(connection.channel, address, peer, connection.heartbeats)
 
     async def close(self) -> None:
         """Close all connections; running calls end."""
@@ -140,13 +181,14 @@ class Peers:
             await connection.close()
         self._retired.clear()
 
-    async def _connection(self, address: str, use: str = "steps") -> Connection:
+    async def _connection(self, address: str, use: str = "steps", heartbeats: Heartbeats | None = None) -> Connection:
+        """heartbeats: those of another connection to the same worker, where this one is to have none of its own."""
         key = address, use
         if key not in self._connecting:
             connection = self._connections.get(key)
-            if connection is not None and connection.usable:
+            if connection is not None and connection.usable and heartbeats in (None, connection.heartbeats):
                 return connection
-            self._connecting[key] = asyncio.ensure_future(self._reconnect(key))
+            self._connecting[key] = asyncio.ensure_future(self._reconnect(key, heartbeats))
             # Where nobody waits for it any more, nobody needs to know how it ended.
             self._connecting[key].add_done_callback(lambda attempt: attempt.cancelled() or attempt.exception())
         attempt = self._connecting[key]
@@ -157,7 +199,7 @@ class Peers:
             raise copy.copy(error)
         return attempt.result()
 
-    async def _reconnect(self, key: tuple[str, str]) -> Connection:
+    async def _reconnect(self, key: tuple[str, str], heartbeats: Heartbeats | None) -> Connection:
         try:
             if (old := self._connections.pop(key, None)) is not None:
                 # A worker that was gone is called anew, without waiting out the old channel's back-off. A worker that
@@ -165,23 +207,25 @@ class Peers:
                 self._retired.append(old)
                 if len(self._retired) > MAX_RETIRED:
                     await self._retired.popleft().close()
-            address, use = key
-            connection = self._connections[key] = await self._connect(
-                address, self._watcher if use == "steps" else None
-            )
+            connection = self._connections[key] = await self._connect(key[0], heartbeats)
             return connection
         finally:
             del self._connecting[key]
 
-    async def _connect(self, address: str, watcher: Watcher | None) -> Connection:
+    async def _connect(self, address: str, heartbeats: Heartbeats | None) -> Connection:
         try:
             channel = await connect(address, timeout_s=self._timeout_s, security=self._security)
         except Unavailable as error:
             if self._caller is not None:
                 error.message = f"{self._caller()}: {error.message}"
             raise
+        connection = Connection(channel, address, heartbeats)
+        watcher = self._watcher if heartbeats is None else None
         try:
-            return Connection(channel, await share_memory(channel, address, self._transport, watcher))
+            connection.share(
+                await share_memory(channel, address, self._transport, watcher, connection.heartbeats.guard)
+            )
         except BaseException:
-            await channel.close()
+            await connection.close()
             raise
+        return connection

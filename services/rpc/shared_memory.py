@@ -21,7 +21,7 @@ from services.same_host.frame_socket import FrameListener, connect_frames
 from services.same_host.link import SEGMENT_BYTES, SharedLink, SharedLinks
 from services.same_host.segment import OwnSegment, PeerSegment, SegmentOffer, available
 from services.same_host.step_socket import StepListener, StepSocket, Watcher, connect_steps
-from services.streams.client_stream import ClientStream
+from services.streams.client_stream import ClientStream, Guard, unguarded
 
 log = structlog.get_logger()
 
@@ -112,16 +112,20 @@ class ClientLink:
             self.link.close()
 
 
-async def open_link(channel: grpc.aio.Channel, address: str, watcher: Watcher | None = None) -> ClientLink:
+async def open_link(
+    channel: grpc.aio.Channel, address: str, watcher: Watcher | None = None, guard: Guard = unguarded
+) -> ClientLink:
     """Share memory with the process at the other end of a channel.
 
-    watcher: the thread to which its steps may come directly, None where they may not. Raises FailedPrecondition where
+    watcher: the thread to which its steps may come directly, None where they may not. guard: of the call for as long
+    as which the memory is shared. Raises FailedPrecondition where
     the two processes cannot share memory.
     """
     if not available():
         raise FailedPrecondition("this system has no anonymous files to share memory by", reason="NOT_SHARED")
     own = _own()
     stream = ClientStream(pb_grpc.SharedMemoryServiceStub(channel).ShareMemory(), address=address)
+    guard(stream)
     try:
         await stream.send(shared_memory_pb2.ShareMemoryRequest(segment=_to_message(own.offer)))
         response = await stream.read()

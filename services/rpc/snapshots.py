@@ -29,7 +29,7 @@ from services.messages.snapshots import (
     frame_to_message,
 )
 from services.same_host.link import NO_LINKS, LinkSender, SharedLink, SharedLinks
-from services.streams.client_stream import ClientStream
+from services.streams.client_stream import ClientStream, Guard, unguarded
 
 SERVICE = pb.DESCRIPTOR.services_by_name["SnapshotService"].full_name
 
@@ -147,10 +147,12 @@ def _request(frame: SnapshotFrame, sender: LinkSender | None) -> snapshot_pb2.Pr
 class RemoteSnapshots:
     """The kept prefixes of a worker at the other end of a channel."""
 
-    def __init__(self, channel: grpc.aio.Channel, address: str, link: SharedLink | None = None) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, address: str, link: SharedLink | None = None, guard: Guard = unguarded
+    ) -> None:
         """link: memory shared with the worker there."""
         self._stub = pb_grpc.SnapshotServiceStub(channel)
-        self._address, self._link = address, link
+        self._address, self._link, self._guard = address, link, guard
         self._links = SharedLinks() if link is None else SharedLinks(link)
 
     async def export_snapshot(
@@ -162,13 +164,13 @@ class RemoteSnapshots:
         )
         if self._link is not None:
             request.link_id, request.transfer_id = self._link.link_id, self._link.begin_transfer()
-        call = self._stub.PrefixSnapshotExport(request)
+        stream = ClientStream(self._stub.PrefixSnapshotExport(request), address=self._address)
+        self._guard(stream)
         try:
-            with rpc_failures_as_errors(address=self._address):
-                async for response in call:
-                    yield frame_from_message(response, self._links)
+            while (response := await stream.read()) is not grpc.aio.EOF:
+                yield frame_from_message(response, self._links)
         finally:
-            call.cancel()
+            stream.cancel()
             if self._link is not None:
                 self._link.end_transfer(request.transfer_id)
 
@@ -178,6 +180,7 @@ class RemoteSnapshots:
         Raises DataLoss when `frames` ends without a trailer.
         """
         stream = ClientStream(self._stub.PrefixSnapshotImport(), address=self._address)
+        self._guard(stream)
         sender = None if self._link is None else self._link.sender()
         try:
             await stream.send(_request(await anext(frames), None))

@@ -46,7 +46,7 @@ from services.messages.steps import (
     StageIdentity,
 )
 from services.same_host.link import NO_LINKS, LinkSender, SharedLink, SharedLinks
-from services.streams.client_stream import ClientStream
+from services.streams.client_stream import ClientStream, Guard, unguarded
 from services.streams.frame_reading import read_frame
 from services.streams.server_stream import ServerStream
 from services.streams.step_lane import StepLane
@@ -176,10 +176,12 @@ class StageServicer(pb_grpc.StageServiceServicer):
 class RemoteStage:
     """A `StagePort` at the other end of a channel."""
 
-    def __init__(self, channel: grpc.aio.Channel, address: str, link: SharedLink | None = None) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, address: str, link: SharedLink | None = None, guard: Guard = unguarded
+    ) -> None:
         """link: the memory shared with the worker there."""
         self._stub = pb_grpc.StageServiceStub(channel)
-        self._address, self._link = address, link
+        self._address, self._link, self._guard = address, link, guard
 
     async def open(
         self, request: OpenSession, above: StepLane | None = None, *, steps: bool = False
@@ -189,6 +191,7 @@ class RemoteStage:
         steps: whether to have a lane for steps that follow by themselves.
         """
         stream = ClientStream(self._stub.RunStage(), stage=request.stage, address=self._address)
+        self._guard(stream)
         opening = pb.RunStageRequest(open=open_to_message(request))
         lane = None if self._link is None else self._link.begin_lane(opening.open.lane)
         step_lane = self._step_lane(opening.open.lane) if lane is not None and steps else None

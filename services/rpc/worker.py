@@ -29,7 +29,7 @@ from services.messages.measure import (
     speed_to_message,
 )
 from services.rpc.link_speed import measure_link
-from services.streams.client_stream import ClientStream
+from services.streams.client_stream import ClientStream, Guard, unguarded
 
 SERVICE = pb.DESCRIPTOR.services_by_name["WorkerService"].full_name
 DESCRIBE_TIMEOUT_S = 5.0
@@ -111,9 +111,9 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
 class RemoteWorker:
     """A `WorkerPort` at the other end of a channel."""
 
-    def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
+    def __init__(self, channel: grpc.aio.Channel, address: str, guard: Guard = unguarded) -> None:
         self._stub = pb_grpc.WorkerServiceStub(channel)
-        self._address = address
+        self._address, self._guard = address, guard
 
     async def describe(self) -> WorkerDescription:
         request = pb.DescribeRequest(protocol_major=PROTOCOL_MAJOR, protocol_minor=PROTOCOL_MINOR)
@@ -130,12 +130,16 @@ class RemoteWorker:
     ) -> WorkerDescription:
         """Load a part and return the worker's new description; errors as in `WorkerPort.load`."""
         worker = None
-        with rpc_failures_as_errors(address=self._address):
-            async for response in self._stub.Load(part_to_message(part)):
+        stream = ClientStream(self._stub.Load(part_to_message(part)), address=self._address)
+        self._guard(stream)
+        try:
+            while (response := await stream.read()) is not grpc.aio.EOF:
                 if response.WhichOneof("event") == "worker":
                     worker = worker_from_message(response.worker)
                 else:
                     on_progress(LoadProgress(response.progress.loaded_bytes, response.progress.total_bytes))
+        finally:
+            stream.cancel()
         if worker is None:
             raise Unavailable(f"{self._address} ended Load without a description", address=self._address)
         return worker

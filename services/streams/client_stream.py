@@ -28,15 +28,16 @@ _T = TypeVar("_T")
 
 
 class ClientStream:
-    """One bidirectional call, whose messages may go through a lane. One task may write while another reads.
+    """One call, whose messages may go through a lane. One task may write while another reads.
 
     where: the place that errors of this stream name (stage, address, ...), where the server doesn't name it.
     """
 
-    def __init__(self, call: grpc.aio.StreamStreamCall, **where: object) -> None:
+    def __init__(self, call: grpc.aio.StreamStreamCall | grpc.aio.UnaryStreamCall, **where: object) -> None:
         self.where = where
         self._call = call
         self._closed = False
+        self._failure: FlashsplitError | None = None
         # Iterated, because read() gives up unread frames as soon as a write has failed.
         self._frames = aiter(call)
         self._reading = asyncio.Lock()
@@ -75,6 +76,11 @@ class ClientStream:
                 await self._call.write(message)
         except (grpc.RpcError, asyncio.InvalidStateError):
             return False
+        except asyncio.CancelledError:
+            # Also what a call that `fail` ended says to the task that writes.
+            if self._failure is None or _is_cancelled():
+                raise
+            return False
         return True
 
     async def read(self) -> Any:
@@ -100,9 +106,10 @@ class ClientStream:
                 pass
             except asyncio.CancelledError:
                 # Also what a call cancelled by another task's close() says to the task that reads.
-                task = asyncio.current_task()
-                if not self._closed or task is None or task.cancelling():
+                if not self._closed or _is_cancelled():
                     raise
+        if self._failure is not None:
+            raise self._failure
         if self._closed:
             return grpc.aio.EOF
         status = await self._final_status()
@@ -134,6 +141,13 @@ class ClientStream:
         except (TimeoutError, FlashsplitError, grpc.aio.BaseError):
             pass
         finally:
+            self.cancel()
+
+    def fail(self, error: FlashsplitError) -> None:
+        """End the stream at once; `read` raises this error then, unless the stream was over."""
+        if not self._closed and not self._call.done():
+            # Each stream has one of its own, as those who pass it on add to it.
+            self._failure = type(error)(error.message, reason=error.reason, **error.where).located(**self.where)
             self.cancel()
 
     def cancel(self) -> None:
@@ -172,6 +186,20 @@ class ClientStream:
         """Keep the call's first status: a write that fails later would overwrite what the server said."""
         if self._first_status is None:
             self._first_status = _status_of(call)
+
+
+Guard = Callable[[ClientStream], None]
+"""Sees to it that a stream ends when the worker at its other end is known to be lost."""
+
+
+def unguarded(_: ClientStream) -> None:
+    """Leave a stream to itself: gRPC alone notices that nobody is there."""
+
+
+def _is_cancelled() -> bool:
+    """Return whether somebody has cancelled the task that runs."""
+    task = asyncio.current_task()
+    return task is None or bool(task.cancelling())
 
 
 def _status_of(call: grpc.aio.StreamStreamCall) -> grpc.aio.AioRpcError:

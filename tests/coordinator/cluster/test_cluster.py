@@ -369,7 +369,7 @@ async def test_a_killed_local_worker_and_its_return() -> None:
     """Its death is the error, and stays known until another process has its part."""
     async with cluster_of("cpu,cpu") as cluster:
         first, second = (worker.process_id for worker in cluster.workers)
-        assert cluster.death(1) is None
+        assert cluster.loss(1) is None
         lost = await watching(cluster)
         os.kill(second, signal.SIGKILL)
         error = await asyncio.wait_for(lost, 10)
@@ -377,13 +377,13 @@ async def test_a_killed_local_worker_and_its_return() -> None:
         assert error.reason == "WORKER_DIED"
         assert all(word in error.message for word in ("stage 1", str(second), "SIGKILL")), error.message
         assert not cluster.alive
-        death = cluster.death(1)
+        death = cluster.loss(1)
         assert death is not None
         assert "SIGKILL" in death
-        assert cluster.death(0) is None
+        assert cluster.loss(0) is None
         await cluster.restore()
         assert cluster.alive
-        assert cluster.death(1) is None
+        assert cluster.loss(1) is None
         assert cluster.workers[0].process_id == first
         assert cluster.workers[1].process_id not in (first, second)
 
@@ -447,3 +447,53 @@ async def test_leaving_while_workers_start(tmp_path: Path) -> None:
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert not alive(int(started.read_text()))
+
+
+async def test_a_link_between_two_stages_that_breaks(hosts: Hosts) -> None:
+    """The cluster hears of it though both stages answer it, and is restored once they reach each other again."""
+    first, second = await hosts(2)
+    async with cluster_of(at([first, second])) as cluster:
+        lost = await watching(cluster)
+        first.peers.fail(Unavailable("the link is cut"))
+        error = await lost
+        assert error.message == "stage 1: the link is cut"
+        assert not cluster.alive
+        assert cluster.loss(0) is None
+        assert cluster.loss(1) == error.message
+        with pytest.raises(Unavailable, match="stage 1: the link is cut"):
+            await cluster.restore()
+        assert not cluster.alive
+        first.peers.fault = None
+        await cluster.restore()
+        assert cluster.alive
+        assert cluster.loss(1) is None
+
+
+async def test_a_device_that_hangs(hosts: Hosts) -> None:
+    """A worker that says that its device hangs is lost until it says that it is back."""
+    [only] = await hosts(1)
+    async with cluster_of(only.address) as cluster:
+        lost = await watching(cluster)
+        only.life.trouble = only.worker.fault = Unavailable("cpu has not done with a step", reason="DEVICE_HUNG")
+        assert (await lost).message == "stage 0: cpu has not done with a step"
+        assert not cluster.alive
+        with pytest.raises(Unavailable, match="has not done with a step"):
+            await cluster.restore()
+        assert not cluster.alive
+        only.life.trouble = only.worker.fault = None
+        await cluster.restore()
+        assert cluster.alive
+
+
+async def test_a_local_worker_that_is_stopped_is_started_anew() -> None:
+    """A process that was stopped is lost though it has not ended; another one takes its place."""
+    async with cluster_of("cpu,cpu") as cluster:
+        before = cluster.workers[1].process_id
+        lost = await watching(cluster)
+        os.kill(before, signal.SIGSTOP)
+        assert "stage 1: " in (await lost).message
+        assert not cluster.alive
+        await cluster.restore()
+        assert cluster.alive
+        assert not alive(before)
+        assert cluster.workers[1].process_id not in (before, cluster.workers[0].process_id)

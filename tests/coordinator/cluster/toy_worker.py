@@ -15,11 +15,13 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
+from services.errors import Unavailable
 from services.messages.description import Role, WorkerDescription
 from services.messages.loading import LoadDraft, LoadPart, LoadProgress, LoadTarget
 from services.net.server import Server
 from services.processes.launch import Launch
 from services.processes.lifeline import die_with
+from services.rpc.liveness import Life, LivenessServicer
 from services.rpc.snapshots import SnapshotServicer
 from services.rpc.stage import StageServicer
 from services.rpc.worker import WorkerServicer
@@ -89,32 +91,58 @@ class ToyWorker(FakeWorker):
         yield self.description
 
 
+class ToyPeers:
+    """A worker's connections to others, as far as these are watched. `fault`: what is wrong with all of them."""
+
+    def __init__(self) -> None:
+        self.fault: Unavailable | None = None
+        self._changed = asyncio.Event()
+
+    def fail(self, fault: Unavailable) -> None:
+        """Lose them all."""
+        self.fault = fault
+        self._changed.set()
+
+    async def reach(self, address: str) -> None:
+        if self.fault is not None:
+            raise self.fault
+
+    async def lost(self, address: str) -> Unavailable:
+        await self._changed.wait()
+        assert self.fault is not None
+        return self.fault
+
+
 class ToyHost:
     """A toy worker in this process, its fakes for a test to look at, and its server, which can be stopped and begun."""
 
     def __init__(self, address: str, roles: tuple[Role, ...] = (Role.TARGET, Role.DRAFT)) -> None:
         self.address, self._roles = address, roles
         self.worker, self.stage, self.snapshots = ToyWorker(roles), FakeStage(), FakeSnapshots()
+        self.life, self.peers = Life(), ToyPeers()
         self._server: Server | None = None
 
     async def start(self) -> None:
         """Listen, as a worker that holds nothing yet."""
         fresh = ToyWorker(self._roles)
         fresh.fingerprint, fresh.fault = self.worker.fingerprint, self.worker.fault
-        self.worker = fresh
+        self.worker, self.life = fresh, Life()
         servicers = WorkerServicer(self.worker), StageServicer(self.stage), SnapshotServicer(self.snapshots)
-        self._server = Server(self.address, [servicer.register for servicer in servicers])
+        liveness = LivenessServicer(self.life, self.peers)
+        self._server = Server(self.address, [servicer.register for servicer in (*servicers, liveness)])
         await self._server.start()
 
     async def stop(self) -> None:
         """Be gone, at once. Safe to call twice."""
         if self._server is not None:
             server, self._server = self._server, None
+            self.life.end()
             await server.stop(0)
 
 
 async def _serve(address: str, roles: tuple[Role, ...]) -> None:
-    servicers = WorkerServicer(ToyWorker(roles, dies=True)), StageServicer(FakeStage())
+    liveness = LivenessServicer(Life(), ToyPeers())
+    servicers = WorkerServicer(ToyWorker(roles, dies=True)), StageServicer(FakeStage()), liveness
     server = Server(address, [servicer.register for servicer in servicers])
     stopping = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)

@@ -19,7 +19,6 @@ from services.rpc import payload_transport
 from services.rpc.payload_transport import PayloadTransport, share_memory
 from services.rpc.shared_memory import ClientLink, SharedMemoryServicer, open_link
 from services.same_host.link import MIN_SHARED_BYTES, NO_LINKS, PIECE_BYTES, SEGMENT_BYTES, SharedLink, SharedLinks
-from services.same_host.step_socket import Watcher
 from tests.services.thread_watcher import ThreadWatcher
 
 DATA = os.urandom(MIN_SHARED_BYTES)
@@ -213,7 +212,7 @@ async def test_which_transport(server: tuple[Server, SharedLinks], ends: Ends, m
             await found.close()
     assert await share_memory(channel, "gpu.example:7001", PayloadTransport.AUTO) is None
 
-    async def fails(channel: grpc.aio.Channel, address: str, watcher: Watcher | None) -> ClientLink:
+    async def fails(*_: object) -> ClientLink:
         raise FailedPrecondition("not here", reason="NOT_SHARED")
 
     monkeypatch.setattr(payload_transport, "open_link", fails)

@@ -1,0 +1,42 @@
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class HeartbeatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WorkerProcess(_message.Message):
+    __slots__ = ("boot_id", "process_id", "started_ticks")
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
+    STARTED_TICKS_FIELD_NUMBER: _ClassVar[int]
+    boot_id: str
+    process_id: int
+    started_ticks: int
+    def __init__(self, boot_id: _Optional[str] = ..., process_id: _Optional[int] = ..., started_ticks: _Optional[int] = ...) -> None: ...
+
+class HeartbeatsResponse(_message.Message):
+    __slots__ = ("process", "silence_ms", "trouble", "trouble_reason")
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    SILENCE_MS_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_REASON_FIELD_NUMBER: _ClassVar[int]
+    process: WorkerProcess
+    silence_ms: int
+    trouble: str
+    trouble_reason: str
+    def __init__(self, process: _Optional[_Union[WorkerProcess, _Mapping]] = ..., silence_ms: _Optional[int] = ..., trouble: _Optional[str] = ..., trouble_reason: _Optional[str] = ...) -> None: ...
+
+class WatchPeerRequest(_message.Message):
+    __slots__ = ("address",)
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    def __init__(self, address: _Optional[str] = ...) -> None: ...
+
+class WatchPeerResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

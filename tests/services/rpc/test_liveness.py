@@ -1,0 +1,270 @@
+"""Heartbeats between real processes and through real links: who is lost, who is merely slow, and who hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from services.errors import Unavailable
+from services.messages.snapshots import SnapshotOwner
+from services.rpc.liveness import (
+    BEAT_S,
+    DEVICE_HUNG,
+    LONGEST_S,
+    SILENT_S,
+    WORKER_SILENT,
+    Life,
+    LivenessServicer,
+    Regularity,
+)
+from services.rpc.peers import Peers
+from services.rpc.snapshots import SnapshotServicer
+from services.rpc.stage import StageServicer
+from services.rpc.worker import WorkerServicer
+from services.same_host.process import ProcessId, own_process, state_of
+from tests.links import link
+from tests.services.conftest import Serve
+from tests.services.fakes import OPEN, WORKER, FakeSnapshots, FakeStage, FakeWorker, prefill, stays
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+async def peers() -> AsyncIterator[Peers]:
+    """Connections that wait a second for an answer."""
+    peers = Peers(timeout_s=1.0)
+    yield peers
+    await peers.close()
+
+
+def port(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+async def watching(peers: Peers, address: str) -> asyncio.Task[Unavailable]:
+    """Wait for the loss of a worker in a task that has begun to watch it."""
+    await peers.reach(address)
+    lost = asyncio.create_task(peers.lost(address))
+    # The first heartbeat is there by then.
+    assert await stays(lambda: not lost.done(), 2 * BEAT_S)
+    return lost
+
+
+# --- silence
+
+
+async def test_a_worker_behind_a_silent_link_is_lost(serve: Serve, peers: Peers) -> None:
+    """Where nothing comes through any more, without an end of the connection: sessions, snapshots and the connection
+    itself end with an error that names the worker; when the link is back the worker is reached again."""
+    registrations = [StageServicer(FakeStage()).register, WorkerServicer(FakeWorker()).register]
+    registrations += [SnapshotServicer(FakeSnapshots()).register, LivenessServicer(Life(), peers).register]
+    server = await serve(*registrations, address="127.0.0.1:0")
+    with link(port(server.address)) as way:
+        session = await (await peers.stage(way.address)).open(OPEN)
+        snapshots = await peers.snapshots(way.address)
+        lost = await watching(peers, way.address)
+        events = session.events()
+        await session.forward(prefill())
+        await anext(events)
+        way.silent = True
+        with pytest.raises(Unavailable, match=f"{way.address} has been silent for") as raised:
+            await anext(events)
+        assert raised.value.reason == WORKER_SILENT
+        assert raised.value.where["stage"] == "1"
+        assert (await lost).reason == WORKER_SILENT
+        with pytest.raises(Unavailable, match="silent"):
+            await anext(snapshots.export_snapshot(SnapshotOwner.STAGE, "one"))
+        with pytest.raises(Unavailable, match="no worker answers"):
+            await peers.worker(way.address)
+        way.silent = False
+        assert await (await peers.worker(way.address)).describe() == WORKER
+        again = await (await peers.stage(way.address)).open(OPEN)
+        await again.forward(prefill())
+        await anext(again.events())
+        await again.close()
+
+
+async def test_the_neighbours_edge_is_watched(serve: Serve, peers: Peers) -> None:
+    """A caller hears of the link between two workers, of which it uses neither end itself."""
+    far = await serve(LivenessServicer(Life(), peers).register, address="127.0.0.1:0")
+    between = Peers(timeout_s=1.0)
+    near = await serve(LivenessServicer(Life(), between).register)
+    with link(port(far.address)) as way:
+        edge = await peers.edge(near.address, way.address)
+        assert edge is not None
+        lost = asyncio.create_task(edge.lost())
+        assert await stays(lambda: not lost.done(), 0.2)
+        way.silent = True
+        error = await lost
+        assert (error.code_name, error.reason) == ("UNAVAILABLE", WORKER_SILENT)
+        assert way.address in error.message
+        with pytest.raises(Unavailable, match=f"no worker answers at {way.address}"):
+            await peers.edge(near.address, way.address)
+    await between.close()
+
+
+async def test_a_worker_without_heartbeats_is_not_lost(serve: Serve, peers: Peers) -> None:
+    """One of an older release is used as before, and its links to others are not watched."""
+    server = await serve(WorkerServicer(FakeWorker()).register)
+    lost = await watching(peers, server.address)
+    assert await peers.edge(server.address, server.address) is None
+    assert await stays(lambda: not lost.done(), SILENT_S + 2 * BEAT_S)
+    lost.cancel()
+
+
+@dataclass(frozen=True)
+class LivingWorker:
+    """A process with heartbeats at an address."""
+
+    process: subprocess.Popen[str]
+    address: str
+
+    def tell(self, what: str) -> None:
+        assert self.process.stdin is not None
+        print(what, file=self.process.stdin, flush=True)
+
+
+@pytest.fixture
+async def living(tmp_path: Path, peers: Peers) -> AsyncIterator[LivingWorker]:
+    """A process of this host."""
+    address = f"unix:{tmp_path}/a.sock"
+    command = [sys.executable, "-m", "tests.services.rpc.living_worker", address]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    try:
+        await peers.awaited(address, 30)
+        yield LivingWorker(process, address)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+
+
+async def test_a_process_that_computes_is_awaited(living: LivingWorker, peers: Peers) -> None:
+    """A process of this host that can be seen to compute is not lost, though its event loop is held up."""
+    lost = await watching(peers, living.address)
+    living.tell(f"compute {SILENT_S + 6 * BEAT_S}")
+    assert await stays(lambda: not lost.done(), SILENT_S + 8 * BEAT_S)
+    lost.cancel()
+
+
+async def test_a_process_that_waits_is_lost(living: LivingWorker, peers: Peers) -> None:
+    """A process of this host whose event loop waits for something else than events is lost."""
+    lost = await watching(peers, living.address)
+    living.tell("sleep 60")
+    assert (await lost).reason == WORKER_SILENT
+
+
+async def test_a_stopped_process_is_lost_until_it_goes_on(living: LivingWorker, peers: Peers) -> None:
+    """SIGSTOP leaves its sockets open; after SIGCONT it is reached again."""
+    lost = await watching(peers, living.address)
+    living.process.send_signal(signal.SIGSTOP)
+    assert (await lost).reason == WORKER_SILENT
+    living.process.send_signal(signal.SIGCONT)
+    (await watching(peers, living.address)).cancel()
+
+
+# --- what a worker says of itself
+
+
+async def test_trouble_is_told_and_taken_back(serve: Serve, peers: Peers) -> None:
+    """A worker whose device hangs is lost for those who watch it, until it says otherwise; its sessions stay."""
+    life = Life()
+    server = await serve(LivenessServicer(life, peers).register, StageServicer(FakeStage()).register)
+    lost = await watching(peers, server.address)
+    session = await (await peers.stage(server.address)).open(OPEN)
+    life.trouble = Unavailable("cpu has not done with a step", reason=DEVICE_HUNG)
+    error = await lost
+    assert (error.reason, error.message) == (DEVICE_HUNG, "cpu has not done with a step")
+    assert (await peers.lost(server.address)).reason == DEVICE_HUNG
+    await session.forward(prefill())
+    await anext(session.events())
+    life.trouble = None
+    await asyncio.sleep(2 * BEAT_S)
+    lost = await watching(peers, server.address)
+    assert await stays(lambda: not lost.done(), 2 * BEAT_S)
+    lost.cancel()
+    await session.close()
+
+
+async def test_a_worker_that_stops_says_so(serve: Serve, peers: Peers) -> None:
+    """The end of the heartbeats is no silence, and holds up no server that stops."""
+    life = Life()
+    server = await serve(LivenessServicer(life, peers).register)
+    lost = await watching(peers, server.address)
+    edge = await peers.edge(server.address, server.address)
+    assert edge is not None
+    life.end()
+    assert (await edge.lost()).code_name == "UNAVAILABLE"
+    assert await stays(lambda: not lost.done(), SILENT_S + 2 * BEAT_S)
+    async with asyncio.timeout(2):
+        await server.stop(10)
+    assert (await lost).reason == "WORKER_UNREACHABLE"
+
+
+# --- how long silence may last
+
+
+def beats(regularity: Regularity, gaps_s: list[float], announced_s: float = 0.0) -> None:
+    now = 0.0
+    regularity.heard(now, announced_s)
+    for gap_s in gaps_s:
+        now += gap_s
+        regularity.heard(now, announced_s)
+
+
+@pytest.mark.parametrize(
+    ("gaps_s", "announced_s", "allowed_s"),
+    [
+        ([0.25] * 100, 0.0, SILENT_S),
+        ([0.25, 1.0], 0.0, 4.0),
+        ([0.25, 100.0], 0.0, LONGEST_S),
+        ([1.0, *[0.25] * 200], 0.0, SILENT_S),
+        ([0.25], 30.0, 30.0),
+    ],
+    ids=["regular", "late of late", "very late", "regular again", "loading"],
+)
+def test_how_long_a_worker_may_be_silent(gaps_s: list[float], announced_s: float, allowed_s: float) -> None:
+    """Longer where its heartbeats came less regularly of late, and as long as it asks for."""
+    regularity = Regularity()
+    beats(regularity, gaps_s, announced_s)
+    assert regularity.allowed_s == allowed_s
+
+
+def test_silence_is_counted_in_looks() -> None:
+    """Whoever did not run itself has looked once, however long that was."""
+    regularity = Regularity()
+    regularity.heard(0.0, 0.0)
+    regularity.look()
+    regularity.look()
+    assert regularity.silent_s == 2 * BEAT_S
+    regularity.heard(60.0, 0.0)
+    assert regularity.silent_s == 0
+
+
+# --- processes
+
+
+def test_processes_are_told_apart() -> None:
+    """A process is seen by its number and its start, and not where either is another one's or it is on another host."""
+    own = own_process()
+    state = state_of(own)
+    assert state is not None
+    assert not state.stopped
+    assert state.wants_to_run
+    assert own.process_id == os.getpid()
+    for other in (
+        ProcessId("", own.process_id, own.started_ticks),
+        ProcessId("other", own.process_id, own.started_ticks),
+        ProcessId(own.boot_id, own.process_id, own.started_ticks + 1),
+        ProcessId(own.boot_id, 2**22 + 1, own.started_ticks),
+    ):
+        assert state_of(other) is None
