@@ -169,6 +169,30 @@ def test_logprobs_of_completions(client: openai.OpenAI, echo: bool) -> None:
     assert [number is None for number in whole.logprobs.token_logprobs or []].count(True) == echo
 
 
+async def test_a_prompt_is_scored_alike_by_every_api(client: openai.OpenAI, server: Server) -> None:
+    """Its echo, vLLM's form of a completion and of a chat, and gRPC's: the same numbers, and no answer unless asked."""
+    chat: Any = client.post("/../tokenize", body={"messages": ASK}, cast_to=object)["tokens"]  # type: ignore[index]
+    fields: Any = {"model": "demo", "max_tokens": 0, "echo": True, "logprobs": 2, "extra_body": {"prompt_logprobs": 2}}
+    reply = client.completions.create(prompt=chat, **fields)
+    [choice] = reply.choices
+    told = next(iter(ask(client, max_tokens=1, stream=True, extra_body={"prompt_logprobs": 2})))
+    channel = await connect(server.grpc, timeout_s=5)
+    asked = GenerateRequest(tuple(chat), stopping=Stopping(0), prompt_logprobs=2)
+    events = [event async for event in RemoteInference(channel, "the server").answer(asked)]
+    await channel.close()
+
+    prompt = [token for event in events if isinstance(event, Delta) for token in event.prompt]
+    assert [token.token_id for token in prompt] == chat
+    numbers = [None if token.logprobs is None else token.logprobs.logprob for token in prompt]
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_logprobs == numbers
+    assert (choice.finish_reason, reply.usage and reply.usage.completion_tokens) == ("length", 0)
+    by_id: Any = choice.model_extra["prompt_logprobs"] if choice.model_extra else None
+    assert by_id == told.model_extra["prompt_logprobs"]
+    assert [entry and entry[str(token)]["logprob"] for token, entry in zip(chat, by_id, strict=True)] == numbers
+    assert client.completions.create(prompt=chat, **fields).usage == reply.usage
+
+
 def test_usage_and_timings(client: openai.OpenAI) -> None:
     """Usage comes last if it is asked for, and every other chunk says that it will; speculation's figures add up."""
     options: Any = {"include_usage": True}

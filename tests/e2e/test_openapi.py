@@ -24,7 +24,16 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 EXAMPLES = int(os.environ.get("OPENAPI_EXAMPLES", "12"))
 ASKING = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
 COUNTING = ["/v1/messages/count_tokens", "/tokenize", "/detokenize"]
-READING = ["/health", "/ready", "/metrics", "/version", "/v1/models", "/v1/models/{name}", "/v1/status"]
+READING = [
+    "/health",
+    "/ready",
+    "/metrics",
+    "/version",
+    "/tokenizer_info",
+    "/v1/models",
+    "/v1/models/{name}",
+    "/v1/status",
+]
 ENDLESS = ["/v1/events"]
 LIMITS = {"max_tokens": 2, "max_completion_tokens": 2, "max_output_tokens": 2, "n": 2}
 

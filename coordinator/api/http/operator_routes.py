@@ -17,6 +17,7 @@ from coordinator.api.http.metrics import CONTENT_TYPE, Metrics
 from coordinator.api.http.schemas import DetokenizeRequest, TokenizeRequest
 from coordinator.engine.engine import Engine
 from coordinator.text.prompt import text_prompt
+from coordinator.text.tokenizer import read_settings, special_tokens
 from services.errors import InvalidArgument
 
 
@@ -63,7 +64,18 @@ def routes(engine: Engine, metrics: Metrics) -> APIRouter:
         check_model(engine, body.model)
         return {"prompt": text_of(engine, body.tokens, "tokens")}
 
+    @router.get("/tokenizer_info", tags=["Tokens"], responses=QUERY_ERRORS)
+    async def tokenizer_info() -> dict[str, Any]:
+        """The tokenizer's settings, special tokens and chat template, as its checkpoint has them."""
+        return await asyncio.to_thread(_tokenizer_settings, engine)
+
     return router
+
+
+def _tokenizer_settings(engine: Engine) -> dict[str, Any]:
+    files = engine.files
+    settings = read_settings(files.directory / "tokenizer_config.json") | special_tokens(files.directory)
+    return settings | ({} if files.chat_template is None else {"chat_template": files.chat_template.source})
 
 
 def _tokens(engine: Engine, body: TokenizeRequest) -> list[int]:
