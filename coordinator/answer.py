@@ -79,8 +79,8 @@ class Stats:
     draft_tokens: those that were verified; accepted_tokens: those of them that are part of the answer.
     acceptance_length: the mean number of tokens that a verify step produced, None without one. cached_tokens: prompt
     tokens that were not computed but restored from `cache_source` ("memory" or "disk", None where there were none),
-    which took restore_ms. original_prompt_tokens: the prompt's length before it was compressed, which took
-    compress_ms; None where it was not.
+    which took restore_ms. draft_lost: whether a draft that the answer should have had was lost. original_prompt_tokens:
+    the prompt's length before it was compressed, which took compress_ms; None where it was not.
     """
 
     prompt_tokens: int
@@ -98,6 +98,7 @@ class Stats:
     draft_ms: float
     stages: tuple[StageStats, ...]
     notes: tuple[str, ...] = ()
+    draft_lost: bool = False
     original_prompt_tokens: int | None = None
     compress_ms: float = 0.0
 

@@ -117,6 +117,8 @@ class Generation:
         request, draft = self._request, self._cluster.draft if self._request.speculate else None
         if draft is not None:
             self._speculation, self._draft_reach = Speculation(draft.block_size), draft.max_position
+        elif request.speculate and self._cluster.draft_worker is not None:
+            self._speculation.lose_draft("its worker is gone")
         self._looked_up_at = time.monotonic()
         if self._prefixes is not None:
             self._prefix = PrefixRun(
@@ -324,7 +326,7 @@ class Generation:
                     host=event.location.host,
                     device=event.location.device,
                 )
-            self._speculation.switch_off(f"plain decode: the draft was lost ({event.message})")
+            self._speculation.lose_draft(event.message)
             self._cluster.report_lost_draft(event)
         return event
 
@@ -413,6 +415,7 @@ class Generation:
             draft_ms=times.draft_ns / 1e6,
             stages=stages,
             notes=(*(() if compressed.note is None else (compressed.note,)), *speculation.notes),
+            draft_lost=speculation.draft_lost,
             original_prompt_tokens=compressed.original_tokens,
             compress_ms=compressed.elapsed_ms,
         )

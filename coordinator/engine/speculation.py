@@ -33,8 +33,8 @@ class Speculation:
     """The measurements and the choice for one request.
 
     block_size: rows of the draft's block, one known token and the draft tokens; 1 switches speculation off. offered:
-    draft tokens that were verified. produced_by_verify: tokens that verify steps produced. notes: what the request's
-    figures say about it.
+    draft tokens that were verified. produced_by_verify: tokens that verify steps produced. draft_lost: whether the
+    draft was lost, before the answer began or on its way. notes: what the request's figures say about it.
     """
 
     block_size: int
@@ -42,6 +42,7 @@ class Speculation:
     offered: int = 0
     verify_steps: int = 0
     produced_by_verify: int = 0
+    draft_lost: bool = False
     notes: list[str] = field(default_factory=list)
     _survival: list[float] = field(default_factory=list)
     _seconds: dict[int, float] = field(default_factory=dict)
@@ -67,6 +68,11 @@ class Speculation:
     def draft_tokens(self) -> int:
         """Return how many draft tokens the next step should verify."""
         return self._planned[0] if self._planned else self._current
+
+    def lose_draft(self, why: str) -> None:
+        """Go on without a draft, because it was lost."""
+        self.draft_lost = True
+        self.switch_off(f"plain decode: the draft was lost ({why})")
 
     def switch_off(self, note: str) -> None:
         """Go on without a draft. note: why, for the request's figures."""

@@ -127,8 +127,9 @@ class BlockedWeight(Weight):
     def matmul(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, batch_invariant_rows: int | None = None
     ) -> torch.Tensor:
-        if batch_invariant_rows is not None and len(x) < batch_invariant_rows:
-            return self.matmul(_padded(x, batch_invariant_rows), bias)[: len(x)]
+        rows = _multiplied_rows(max(len(x), batch_invariant_rows or 0))
+        if rows > len(x):
+            return self.matmul(_padded(x, rows), bias)[: len(x)]
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._blocks, bias, "none", [], "")
         return product
 
@@ -143,6 +144,20 @@ def concatenate(parts: Sequence[Weight]) -> Weight:
     """Return the matrix of all the parts' rows, in order. Of a single part it is that part, and no copy."""
     first, *others = parts
     return first.concatenated(others) if others else first
+
+
+def _multiplied_rows(rows: int) -> int:
+    """Return how many rows are multiplied in place of so many: beyond the largest block of a draft, the next power of
+    two, or what lies halfway to it.
+
+    For every number of rows oneDNN writes code of its own, half a MiB for each shape of a matrix, and keeps it: prompts
+    of all lengths would take hundreds of MiB, and wait for the code.
+    """
+    if rows <= BLOCKED_FOR:
+        return rows
+    power = 1 << (rows - 1).bit_length()
+    between = power * 3 // 4
+    return between if rows <= between else power
 
 
 def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:

@@ -253,7 +253,7 @@ class ScriptedCluster:
     async def explain(self, error: FlashsplitError) -> FlashsplitError:
         return error
 
-    def death(self, index: int) -> str | None:
+    def loss(self, index: int) -> str | None:
         """Why a worker cannot be asked how it does: nobody is there."""
         return f"stage {index} is a script"
 

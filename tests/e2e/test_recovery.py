@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
 import urllib.request
 from pathlib import Path
 
+import openai
 import pytest
 
-from tests.e2e.conftest import ROOT, end, until
-from tests.e2e.server import DEMO, Server, get, serving
+from tests.e2e.conftest import ROOT, children, end, until
+from tests.e2e.server import DEMO, PAIR, Server, get, serving
 
 pytestmark = pytest.mark.usefixtures("own_processes")
 
@@ -80,3 +83,62 @@ def test_workers_that_come_back(tmp_path: Path) -> None:
     finally:
         for process in workers.values():
             end(process)
+
+
+SUMS = [(4729, 3485), (17, 4), (812, 9), (5555, 4321)]
+
+
+async def calculate(client: openai.AsyncOpenAI, number: int, begun: asyncio.Event) -> tuple[str, bool]:
+    """The answer to one of SUMS, and whether its timings say that the draft was lost. begun: set at its first piece."""
+    first, second = SUMS[number % len(SUMS)]
+    text, notes = "", []
+    async with await client.chat.completions.create(
+        model="target",
+        messages=[{"role": "user", "content": f"Calculate {first} + {second}."}],
+        temperature=0,
+        max_tokens=24,
+        stream=True,
+        stream_options={"include_usage": True},
+    ) as chunks:
+        async for chunk in chunks:
+            begun.set()
+            text += chunk.choices[0].delta.content or "" if chunk.choices else ""
+            notes += (chunk.model_extra or {}).get("timings", {}).get("notes", [])
+    return text, any("the draft was lost" in note for note in notes)
+
+
+def metric(server: Server, name: str) -> float:
+    """The value of one of the server's metrics."""
+    lines = [line for line in get(f"{server.url}/metrics")[1].splitlines() if line.startswith(f"flashsplit_{name}")]
+    return float(lines[0].split()[-1])
+
+
+async def test_answers_go_on_when_the_drafts_worker_is_killed_or_stopped(tmp_path: Path) -> None:
+    """Under 16 requests that run and 4 that wait: all get the tokens that they get alone, some of them plainly, and the
+    draft is back when its worker is."""
+    options = ("--target-devices", "cpu,cpu", "--draft-device", "cpu", "--threads", 1)
+    with serving(tmp_path, *PAIR, *options, "--max-concurrent-requests", 16) as server:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120
+        ) as client:
+            alone = [await calculate(client, number, asyncio.Event()) for number in range(len(SUMS))]
+            assert not any(lost for _, lost in alone)
+            for fault in (signal.SIGKILL, signal.SIGSTOP):
+                drafter = next(pid for pid in children(server.process.pid) if is_drafter(pid))
+                begun = [asyncio.Event() for _ in range(20)]
+                asking = [asyncio.ensure_future(calculate(client, number, event)) for number, event in enumerate(begun)]
+                await asyncio.wait(
+                    [asyncio.ensure_future(event.wait()) for event in begun], return_when=asyncio.FIRST_COMPLETED
+                )
+                os.kill(drafter, fault)
+                answers = await asyncio.gather(*asking)
+                assert [text for text, _ in answers] == [alone[number % len(SUMS)][0] for number in range(20)]
+                assert any(lost for _, lost in answers)
+                assert metric(server, "answers_without_draft_total") >= sum(lost for _, lost in answers)
+                until(lambda: metric(server, "draft_ready") == 1, 60)
+                assert [await calculate(client, number, asyncio.Event()) for number in range(len(SUMS))] == alone
+
+
+def is_drafter(pid: int) -> bool:
+    """Whether a process is the draft's own worker."""
+    return b"--roles\0draft\0" in Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -74,6 +74,10 @@ class Metrics:
         running.labels(engine.name).set_function(lambda: engine.load.running)
         waiting.labels(engine.name).set_function(lambda: engine.load.waiting)
         ready.set_function(lambda: engine.ready)
+        if engine.cluster.draft_worker is not None:
+            text = "1 when answers have the draft, 0 while its worker is lost."
+            draft_ready = Gauge("flashsplit_draft_ready", text, registry=self._registry)
+            draft_ready.set_function(lambda: engine.cluster.draft is not None)
         self._cache_usage = gauge(
             "kv_cache_usage_ratio", "Of the memory free for caches of open sessions, what they take; fullest worker."
         )
@@ -91,6 +95,9 @@ class Metrics:
         self._hits = counter("prefix_cache_hits", "Prompt tokens found there.")
         self._draft = counter("draft_tokens", "Tokens that the draft proposed.")
         self._accepted = counter("accepted_tokens", "Draft tokens that were accepted.")
+        self._draft_lost = counter(
+            "answers_without_draft", "Answers that were plain, all or in part: the draft was lost."
+        )
         self._steps = counter("decode_steps", "Steps through all stages after the first token.")
         self._forward = counter("stage_forward_seconds", "Decode time that a stage computed.", "stage", "device")
         self._wire = counter("stage_wire_seconds", "Decode time between a stage and the one above.", "stage", "device")
@@ -143,6 +150,7 @@ class Metrics:
             self._restore.labels(model).observe(stats.restore_ms / 1e3)
         self._draft.labels(model).inc(stats.draft_tokens)
         self._accepted.labels(model).inc(stats.accepted_tokens)
+        self._draft_lost.labels(model).inc(stats.draft_lost)
         self._steps.labels(model).inc(stats.steps)
         self._inference.labels(model).observe(finished.total_s - finished.queued_s)
         self._prefill.labels(model).observe(before_first_s)
