@@ -18,22 +18,33 @@ from coordinator.manifests.workers import pod_workers
 from services.errors import InvalidArgument
 
 HEADER = "# Written by flashsplit manifests: change the cluster file and write it again.\n"
+BASE = "base"
+"""Where in an overlay's directory the objects stand that every cluster has alike, if they are written with it."""
+
+_PACKAGED_BASE = Path(__file__).with_name(BASE)
+# In a checkout they are where the other manifests are.
+_SHIPPED_BASE = (
+    _PACKAGED_BASE if _PACKAGED_BASE.is_dir() else Path(__file__).parents[2] / "deploy" / "kubernetes" / "base"
+)
 _KUSTOMIZE = "kustomize.config.k8s.io/v1beta1"
 
 
-def overlay(file: ServeFile, directory: Path, base: Path, beside: Path) -> dict[PurePosixPath, str]:
+def overlay(file: ServeFile, directory: Path, base: Path | None, beside: Path) -> dict[PurePosixPath, str]:
     """Return file contents by their paths in the overlay's directory.
 
-    base: deploy/kubernetes/base. beside: the directory of the cluster file, from where it names components.
-    Raises InvalidArgument naming the field, its value and what to write.
+    base: the objects that every cluster has alike, to refer to; None to have them among the files. beside: the
+    directory of the cluster file, from where it names components. Raises InvalidArgument naming the field, its value
+    and what to write.
     """
-    for part in ("coordinator", "worker"):
-        if not (base / part / "kustomization.yaml").is_file():
-            raise InvalidArgument(
-                f"--base {str(base)!r} has no {part}/kustomization.yaml: name deploy/kubernetes/base of a checkout of "
-                "flashsplit",
-                field="--base",
-            )
+    shared: dict[PurePosixPath, str] = {}
+    if base is None:
+        shared = {
+            PurePosixPath(BASE, path.relative_to(_SHIPPED_BASE)): HEADER + path.read_text(encoding="utf-8")
+            for path in _SHIPPED_BASE.glob("*/*.yaml")
+        }
+        base = directory / BASE
+    else:
+        _check_base(base)
     pods = read_fields(ClusterPods, file.cluster.kubernetes, "kubernetes")
     workers = pod_workers(file)
     files: dict[str, list[Any]] = {"serve.yaml": [serve_flags(file, pods, workers)]}
@@ -65,7 +76,7 @@ def overlay(file: ServeFile, directory: Path, base: Path, beside: Path) -> dict[
                 "patches": [{"path": "worker.yaml"}],
             }
         ]
-    return {PurePosixPath(path): _text(documents) for path, documents in files.items() if documents}
+    return shared | {PurePosixPath(path): _text(documents) for path, documents in files.items() if documents}
 
 
 def write_overlay(directory: Path, files: Mapping[PurePosixPath, str]) -> None:
@@ -73,7 +84,7 @@ def write_overlay(directory: Path, files: Mapping[PurePosixPath, str]) -> None:
 
     Raises InvalidArgument, before anything is written, for a file in the way that somebody else has written.
     """
-    old = {path for pattern in ("*.yaml", "worker-*/*.yaml") for path in directory.glob(pattern)}
+    old = {path for pattern in ("*.yaml", "worker-*/*.yaml", f"{BASE}/*/*.yaml") for path in directory.glob(pattern)}
     for path in files:
         existing = directory / path
         if existing.exists() and not existing.read_text(encoding="utf-8", errors="replace").startswith(HEADER):
@@ -93,6 +104,17 @@ def write_overlay(directory: Path, files: Mapping[PurePosixPath, str]) -> None:
             (directory / path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise InvalidArgument(f"--out {error.filename}: {error.strerror}", field="--out") from error
+
+
+def _check_base(base: Path) -> None:
+    """Raise InvalidArgument for a directory that lacks what overlays refer to."""
+    for part in ("coordinator", "worker"):
+        if not (base / part / "kustomization.yaml").is_file():
+            raise InvalidArgument(
+                f"--base {str(base)!r} has no {part}/kustomization.yaml: name deploy/kubernetes/base of a checkout of "
+                "flashsplit, or leave it out to have its files written with the overlay",
+                field="--base",
+            )
 
 
 def _component(directory: Path, beside: Path, name: str) -> str:

@@ -42,12 +42,11 @@ _EPILOG = """Examples:
 @click.option(
     "--base",
     type=click.Path(file_okay=False, path_type=Path),
-    default=Path("deploy/kubernetes/base"),
-    show_default=True,
     metavar="DIR",
-    help="The objects that every cluster has alike; the overlay refers to them.",
+    help="Where the objects are that every cluster has alike, such as deploy/kubernetes/base of a checkout; the "
+    "overlay refers to them.  [default: they are written with it, in base/]",
 )
-async def manifests(config: Path, out: Path | None, base: Path) -> None:
+async def manifests(config: Path, out: Path | None, base: Path | None) -> None:
     """Write a Kustomize overlay that runs a cluster file on Kubernetes.
 
     Each worker becomes a StatefulSet with a certificate of its own, the coordinator a Deployment. What the file says of
