@@ -45,14 +45,14 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
 
-    def open(self, url: str) -> None:
+    def open(self, url: str, path: str = "/") -> None:
         """A server's page, in the window's usual size; what was before is forgotten."""
         self.driver.get("about:blank")
         for kind in ("performance", "browser"):
             self.driver.get_log(kind)
         self.look()
         self._home = f"{url}/"
-        self.driver.get(self._home)
+        self.driver.get(f"{url}{path}")
 
     def check(self) -> None:
         """Fails the test where something was complained of, or anybody but the page's own server was asked for

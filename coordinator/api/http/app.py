@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from coordinator.api.api_keys import ApiKeys
 from coordinator.api.http import (
     anthropic,
+    api_page,
     chat,
     completions,
     model_list,
@@ -67,12 +68,15 @@ def create_app(
         title="flashsplit",
         version=metadata.version("flashsplit"),
         description="One LLM, served from whatever GPUs its owner has: OpenAI's and Anthropic's APIs.",
+        docs_url=None,
+        redoc_url=None,
     )
     metrics = Metrics(engine, board, vllm_names=vllm_metrics)
     routers = [
         operator_routes.routes(engine, metrics),
         status_routes.routes(engine, board),
         page_files.routes(key_needed=bool(keys)),
+        api_page.routes(),
         *(part.routes(engine) for part in (model_list, chat, completions, responses, anthropic)),
     ]
     for router in routers:
