@@ -125,7 +125,12 @@ class Engine:
         try:
             async with self._turn():
                 started, outcome = time.monotonic(), "cancelled"
-                yield generation
+                try:
+                    yield generation
+                finally:
+                    if (call := current_call()) is not None:
+                        call.tokens.prompt += len(request.prompt_ids)
+                        call.tokens.completion += generation.completion_tokens
             if generation.answer is not None:
                 outcome = generation.answer.finish_reason
         except FlashsplitError as error:
@@ -165,9 +170,6 @@ class Engine:
             total_ms=round(finished.total_s * 1e3, 1),
             **figures,
         )
-        if stats is not None and (call := current_call()) is not None:
-            call.tokens.prompt += stats.prompt_tokens
-            call.tokens.completion += stats.completion_tokens
         if stats is not None and self.compressor is not None:
             self.compressor.observe_prefill(stats.prompt_tokens - stats.cached_tokens, stats.prefill_ms / 1e3)
         for listener in self.listeners:

@@ -90,6 +90,11 @@ class Generation:
         self.phases: list[Phase] = []
         self.answer: Answer | None = None
 
+    @property
+    def completion_tokens(self) -> int:
+        """How many tokens the answer has so far."""
+        return len(self._token_ids)
+
     async def pieces(self) -> AsyncGenerator[Piece]:
         """Yield the answer piece by piece. Raises the FlashsplitError that ended it, if one did."""
         try:

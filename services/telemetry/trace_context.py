@@ -75,7 +75,7 @@ def trace_of(headers: Sequence[str]) -> Trace:
 
 @dataclass(slots=True)
 class TokenCount:
-    """How many tokens the answers to a call had, and the prompts that they answer, all of its choices together."""
+    """How many tokens the answers to a call have so far, and their prompts, all of its choices together."""
 
     prompt: int = 0
     completion: int = 0

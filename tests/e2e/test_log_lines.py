@@ -34,14 +34,25 @@ async def test_a_line_for_each_request(tmp_path_factory: pytest.TempPathFactory)
                 pass
             with pytest.raises(openai.NotFoundError):
                 client.chat.completions.create(model="other", messages=ASK)
+            gone = client.chat.completions.create(
+                model="target", messages=ASK, max_tokens=3000, stream=True, extra_body={"ignore_eos": True}
+            )
+            for _ in range(4):
+                next(gone)
+            gone.close()
+            until(lambda: len(lines(server, "http.request")) == 4, 30)
         with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as other:
             message = other.messages.create(model="target", messages=ASK, max_tokens=7)
-        until(lambda: len(lines(server, "http.request")) == 4, 10)
+        until(lambda: len(lines(server, "http.request")) == 5, 30)
         assert whole.usage is not None
         prompt = whole.usage.prompt_tokens
+        *told, cut, last = lines(server, "http.request")
+        # What was computed for a client that went counts too.
+        assert cut["prompt_tokens"] == prompt
+        assert 3 <= cut["completion_tokens"] < 3000
         assert [
             (line["method"], line["path"], line["status"], line["prompt_tokens"], line["completion_tokens"])
-            for line in lines(server, "http.request")
+            for line in (*told, last)
         ] == [
             ("POST", "/v1/chat/completions", 200, 2 * prompt, whole.usage.completion_tokens),
             ("POST", "/v1/chat/completions", 200, prompt, 5),
