@@ -20,6 +20,36 @@ _LENGTHS = tuple(float(length) for length in range(1, 17))
 _TOKENS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 
+_COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    # Without prefix and _total: what it counts, and its labels beside the model's name.
+    "requests": ("Requests by how they ended.", ("outcome",)),
+    "prompt_tokens": ("Tokens of prompts.", ()),
+    "generation_tokens": ("Tokens of answers.", ()),
+    "cached_tokens": ("Prompt tokens not computed, by where they were kept.", ("source",)),
+    "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", ()),
+    "prefix_cache_hits": ("Prompt tokens found there.", ()),
+    "draft_tokens": ("Tokens that the draft proposed.", ()),
+    "accepted_tokens": ("Draft tokens that were accepted.", ()),
+    "answers_without_draft": ("Answers that were plain, all or in part: the draft was lost.", ()),
+    "decode_steps": ("Steps through all stages after the first token.", ()),
+    "stage_forward_seconds": ("Decode time that a stage computed.", ("stage", "device")),
+    "stage_wire_seconds": ("Decode time between a stage and the one above.", ("stage", "device")),
+}
+_HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
+    "request_prompt_tokens": ("Tokens of a request's prompt.", _TOKENS),
+    "request_generation_tokens": ("Tokens of a request's answer.", _TOKENS),
+    "queue_seconds": ("From a request's arrival to its turn.", _SECONDS),
+    "inference_seconds": ("From a request's turn to its end.", _SECONDS),
+    "prefill_seconds": ("From a request's turn to its first token.", _SECONDS),
+    "decode_seconds": ("From an answer's first token to its last.", _SECONDS),
+    "time_to_first_token_seconds": ("From a request's arrival to its first token.", _SECONDS),
+    "inter_token_latency_seconds": ("From a token to the next; tokens of one step share its time.", _TOKEN_SECONDS),
+    "time_per_output_token_seconds": ("Mean over an answer's tokens.", _TOKEN_SECONDS),
+    "request_seconds": ("From a request's arrival to its end.", _SECONDS),
+    "prefix_restore_seconds": ("Taking up a kept prefix.", _SECONDS),
+    "acceptance_length": ("Mean tokens a verify produced, by answer.", _LENGTHS),
+}
+
 # Ours, without prefix and _total -> vLLM's.
 _ALIASES = {
     "requests_running": "num_requests_running",
@@ -56,67 +86,37 @@ class Metrics:
     """
 
     def __init__(self, engine: Engine, board: Board, *, vllm_names: bool = False) -> None:
-        self._registry = CollectorRegistry()
+        self._registry = registry = CollectorRegistry()
         self._vllm_names, self._model, self._board = vllm_names, engine.name, board
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"flashsplit_{name}", text, ("model_name", *labels), registry=self._registry)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"flashsplit_{name}", text, ("model_name",), registry=self._registry, buckets=buckets)
-
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"flashsplit_{name}", text, ("model_name",), registry=self._registry)
-
-        running = gauge("requests_running", "Requests that run.")
-        waiting = gauge("requests_waiting", "Requests that wait.")
-        ready = Gauge("flashsplit_ready", "1 when a request would be taken.", registry=self._registry)
-        running.labels(engine.name).set_function(lambda: engine.load.running)
-        waiting.labels(engine.name).set_function(lambda: engine.load.waiting)
-        ready.set_function(lambda: engine.ready)
-        if engine.cluster.draft_worker is not None:
-            text = "1 when answers have the draft, 0 while its worker is lost."
-            draft_ready = Gauge("flashsplit_draft_ready", text, registry=self._registry)
-            draft_ready.set_function(lambda: engine.cluster.draft is not None)
-        self._cache_usage = gauge(
-            "kv_cache_usage_ratio", "Of the memory free for caches of open sessions, what they take; fullest worker."
-        )
+        self._counters = {
+            name: Counter(f"flashsplit_{name}", text, ("model_name", *labels), registry=registry)
+            for name, (text, labels) in _COUNTERS.items()
+        }
+        self._histograms = {
+            name: Histogram(f"flashsplit_{name}", text, ("model_name",), registry=registry, buckets=buckets)
+            for name, (text, buckets) in _HISTOGRAMS.items()
+        }
         self._replies = Counter(
             "flashsplit_http_requests",
             "HTTP requests by what they were answered, those that were refused at the door among them.",
             ("method", "path", "status"),
-            registry=self._registry,
+            registry=registry,
         )
-        self._requests = counter("requests", "Requests by how they ended.", "outcome")
-        self._prompt = counter("prompt_tokens", "Tokens of prompts.")
-        self._generated = counter("generation_tokens", "Tokens of answers.")
-        self._cached = counter("cached_tokens", "Prompt tokens not computed, by where they were kept.", "source")
-        self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        self._hits = counter("prefix_cache_hits", "Prompt tokens found there.")
-        self._draft = counter("draft_tokens", "Tokens that the draft proposed.")
-        self._accepted = counter("accepted_tokens", "Draft tokens that were accepted.")
-        self._draft_lost = counter(
-            "answers_without_draft", "Answers that were plain, all or in part: the draft was lost."
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"flashsplit_{name}", text, ("model_name",), registry=registry).labels(engine.name)
+
+        gauge("requests_running", "Requests that run.").set_function(lambda: engine.load.running)
+        gauge("requests_waiting", "Requests that wait.").set_function(lambda: engine.load.waiting)
+        self._cache_usage = gauge(
+            "kv_cache_usage_ratio", "Of the memory free for caches of open sessions, what they take; fullest worker."
         )
-        self._steps = counter("decode_steps", "Steps through all stages after the first token.")
-        self._forward = counter("stage_forward_seconds", "Decode time that a stage computed.", "stage", "device")
-        self._wire = counter("stage_wire_seconds", "Decode time between a stage and the one above.", "stage", "device")
-        self._prompt_length = histogram("request_prompt_tokens", "Tokens of a request's prompt.", _TOKENS)
-        self._answer_length = histogram("request_generation_tokens", "Tokens of a request's answer.", _TOKENS)
-        self._queued = histogram("queue_seconds", "From a request's arrival to its turn.", _SECONDS)
-        self._inference = histogram("inference_seconds", "From a request's turn to its end.", _SECONDS)
-        self._prefill = histogram("prefill_seconds", "From a request's turn to its first token.", _SECONDS)
-        self._decode = histogram("decode_seconds", "From an answer's first token to its last.", _SECONDS)
-        self._first = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", _SECONDS)
-        self._gap = histogram(
-            "inter_token_latency_seconds",
-            "From a token to the next; tokens of one step share its time.",
-            _TOKEN_SECONDS,
-        ).labels(engine.name)
-        self._token = histogram("time_per_output_token_seconds", "Mean over an answer's tokens.", _TOKEN_SECONDS)
-        self._total = histogram("request_seconds", "From a request's arrival to its end.", _SECONDS)
-        self._restore = histogram("prefix_restore_seconds", "Taking up a kept prefix.", _SECONDS)
-        self._length = histogram("acceptance_length", "Mean tokens a verify produced, by answer.", _LENGTHS)
+        ready = Gauge("flashsplit_ready", "1 when a request would be taken.", registry=registry)
+        ready.set_function(lambda: engine.ready)
+        if engine.cluster.draft_worker is not None:
+            text = "1 when answers have the draft, 0 while its worker is lost."
+            draft_ready = Gauge("flashsplit_draft_ready", text, registry=registry)
+            draft_ready.set_function(lambda: engine.cluster.draft is not None)
         engine.listeners.append(self.observe)
         engine.step_listeners.append(self._step)
 
@@ -124,45 +124,51 @@ class Metrics:
         """Count one HTTP request. path: that of a route, not what a client made up."""
         self._replies.labels(method if method in _METHODS else "other", path, str(status)).inc()
 
+    def _add(self, name: str, amount: float, *labels: str) -> None:
+        self._counters[name].labels(self._model, *labels).inc(amount)
+
+    def _observe(self, name: str, value: float, times: int = 1) -> None:
+        histogram = self._histograms[name].labels(self._model)
+        for _ in range(times):
+            histogram.observe(value)
+
     def _step(self, step: StepTaken) -> None:
-        if step.kind is not StepKind.PREFILL:
-            for _ in range(step.kept):
-                self._gap.observe(step.elapsed_ns / 1e9 / step.kept)
+        if step.kind is not StepKind.PREFILL and step.kept:
+            self._observe("inter_token_latency_seconds", step.elapsed_ns / 1e9 / step.kept, step.kept)
 
     def observe(self, finished: FinishedRequest) -> None:
         """Count one request."""
-        model = self._model
-        self._requests.labels(model, finished.outcome).inc()
-        self._queued.labels(model).observe(finished.queued_s)
-        self._total.labels(model).observe(finished.total_s)
+        self._add("requests", 1, finished.outcome)
+        self._observe("queue_seconds", finished.queued_s)
+        self._observe("request_seconds", finished.total_s)
         if finished.answer is None:
             return
         stats = finished.answer.stats
-        before_first_s = (stats.restore_ms + stats.prefill_ms) / 1e3
-        self._prompt.labels(model).inc(stats.prompt_tokens)
-        self._generated.labels(model).inc(stats.completion_tokens)
-        self._prompt_length.labels(model).observe(stats.prompt_tokens)
-        self._answer_length.labels(model).observe(stats.completion_tokens)
-        self._queries.labels(model).inc(stats.prompt_tokens)
-        self._hits.labels(model).inc(stats.cached_tokens)
+        prefill_s, decode_s = (stats.restore_ms + stats.prefill_ms) / 1e3, stats.decode_ms / 1e3
+        self._add("prompt_tokens", stats.prompt_tokens)
+        self._add("generation_tokens", stats.completion_tokens)
+        self._add("prefix_cache_queries", stats.prompt_tokens)
+        self._add("prefix_cache_hits", stats.cached_tokens)
+        self._add("draft_tokens", stats.draft_tokens)
+        self._add("accepted_tokens", stats.accepted_tokens)
+        self._add("answers_without_draft", stats.draft_lost)
+        self._add("decode_steps", stats.steps)
+        self._observe("request_prompt_tokens", stats.prompt_tokens)
+        self._observe("request_generation_tokens", stats.completion_tokens)
+        self._observe("inference_seconds", finished.total_s - finished.queued_s)
+        self._observe("prefill_seconds", prefill_s)
+        self._observe("decode_seconds", decode_s)
+        self._observe("time_to_first_token_seconds", finished.queued_s + prefill_s)
         if stats.cache_source is not None:
-            self._cached.labels(model, stats.cache_source).inc(stats.cached_tokens)
-            self._restore.labels(model).observe(stats.restore_ms / 1e3)
-        self._draft.labels(model).inc(stats.draft_tokens)
-        self._accepted.labels(model).inc(stats.accepted_tokens)
-        self._draft_lost.labels(model).inc(stats.draft_lost)
-        self._steps.labels(model).inc(stats.steps)
-        self._inference.labels(model).observe(finished.total_s - finished.queued_s)
-        self._prefill.labels(model).observe(before_first_s)
-        self._decode.labels(model).observe(stats.decode_ms / 1e3)
-        self._first.labels(model).observe(finished.queued_s + before_first_s)
+            self._add("cached_tokens", stats.cached_tokens, stats.cache_source)
+            self._observe("prefix_restore_seconds", stats.restore_ms / 1e3)
         if stats.completion_tokens > 1:
-            self._token.labels(model).observe(stats.decode_ms / 1e3 / (stats.completion_tokens - 1))
+            self._observe("time_per_output_token_seconds", decode_s / (stats.completion_tokens - 1))
         if stats.acceptance_length is not None:
-            self._length.labels(model).observe(stats.acceptance_length)
+            self._observe("acceptance_length", stats.acceptance_length)
         for index, stage in enumerate(stats.stages):
-            self._forward.labels(model, str(index), stage.device).inc(stage.forward_ms / 1e3)
-            self._wire.labels(model, str(index), stage.device).inc(stage.wire_ms / 1e3)
+            self._add("stage_forward_seconds", stage.forward_ms / 1e3, str(index), stage.device)
+            self._add("stage_wire_seconds", stage.wire_ms / 1e3, str(index), stage.device)
 
     def collect(self) -> Iterator[Metric]:
         """Return all metrics, and those that vLLM has again under its names where that was asked for."""
@@ -173,7 +179,7 @@ class Metrics:
 
     async def text(self) -> bytes:
         """Return all metrics in Prometheus' text format, as soon as the workers have said what their caches take."""
-        self._cache_usage.labels(self._model).set(await self._board.cache_usage())
+        self._cache_usage.set(await self._board.cache_usage())
         return generate_latest(self)
 
     def _as_vllm(self, metric: Metric) -> Iterator[Metric]:
