@@ -28,6 +28,7 @@ lint: $(VENV)/.lint proto
 # The pages of docs/ as a site in site/; --strict ends it at a link that leads nowhere.
 docs: $(VENV)/.docs
 	$(BIN)/python docs/reference.py
+	$(BIN)/python docs/fields.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file .mkdocs.yml
 
 # The stubs are committed; this writes them anew. Files of messages alone need no service stubs.

@@ -104,11 +104,17 @@ def make_request(
 
 @dataclass(frozen=True, slots=True)
 class TemplateChat:
-    """A conversation in the form that chat templates take. variables: the template's own switches."""
+    """A conversation in the form that chat templates take.
+
+    variables: the template's own switches. continued: whether the answer goes on with the last message. opened: whether
+    the prompt opens a turn of the assistant, where it does not.
+    """
 
     messages: list[dict[str, object]]
     tools: list[dict[str, object]] | None
     variables: dict[str, Any]
+    continued: bool = False
+    opened: bool = True
 
 
 def template_chat(conversation: Conversation) -> TemplateChat:
@@ -141,9 +147,17 @@ async def render(
             field="chat_template_kwargs",
         )
     with naming("messages"):
-        prompt = await asyncio.to_thread(chat_prompt, engine.files, chat.messages, tools=chat.tools, **chat.variables)
+        prompt = await asyncio.to_thread(
+            chat_prompt,
+            engine.files,
+            chat.messages,
+            tools=chat.tools,
+            add_generation_prompt=chat.opened,
+            continue_final_message=chat.continued,
+            **chat.variables,
+        )
     settings = _compression(engine, compression)
-    if engine.compressor is None or settings is None:
+    if engine.compressor is None or settings is None or chat.continued or not chat.opened:
         return prompt
     return await shorten_chat(
         engine.compressor,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -24,7 +24,9 @@ from services.errors import InvalidArgument
 # Loop rounds and macro calls that one rendering may take; a long chat takes some thousands.
 MAX_STEPS = 1_000_000
 # What `render` fills in itself, so what a request's own variables must not be called.
-RESERVED_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt"})
+RESERVED_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt", "continue_final_message"})
+# Stands for a moment behind the text of a message that the answer goes on with; Unicode keeps it for such uses.
+_MARK = "\ufdd0"
 # Names under which clients send a model's reasoning; templates read the first two.
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
@@ -58,6 +60,8 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self._environment = _Environment()
         self._default = self._compile(source)
+        self.variables = frozenset(meta.find_undeclared_variables(self._environment.parse(self.source)))
+        """The names that the template reads."""
         self._tool_use = self._default if tool_use is None else self._compile(tool_use)
 
     @classmethod
@@ -117,6 +121,30 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template can provoke any error its operations can raise
             raise TemplateError(f"{self._origin}: rendering failed ({type(error).__name__}: {_line(error)})") from error
+
+    def render_continued(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        **variables: object,
+    ) -> str:
+        """Return the prompt for a conversation whose last message is unfinished: it ends with that message's text.
+
+        Raises TemplateError as `render`, and for a last message without text, with tool calls, or whose text the
+        template does not show as it is.
+        """
+        *before, last = messages or [{}]
+        text = last.get("content")
+        if not isinstance(text, str) or not text or last.get("tool_calls"):
+            raise TemplateError("messages: the last one cannot be continued: it must have text and no tool calls")
+        marked = {**last, "content": f"{text}{_MARK}"}
+        prompt, mark, _ = self.render(
+            [*before, marked], add_generation_prompt=False, tools=tools, **variables
+        ).partition(_MARK)
+        if not mark:
+            raise TemplateError("messages: the chat template does not show the last one's text: it cannot be continued")
+        return prompt
 
     def _compile(self, source: str) -> jinja2.Template:
         try:

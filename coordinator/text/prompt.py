@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from coordinator.answer import Compression
@@ -33,9 +33,14 @@ def chat_prompt(
     /,
     *,
     tools: Sequence[Mapping[str, object]] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     **variables: Any,
 ) -> Prompt:
     """Return the prompt that the checkpoint's chat template makes of messages; `variables` are its own switches.
+
+    add_generation_prompt: whether it opens a turn of the assistant. continue_final_message: whether it ends with the
+    text of the last message instead, so that the answer goes on with it.
 
     Raises InvalidArgument when the checkpoint has no template, TemplateError when the template refuses the messages.
     """
@@ -43,10 +48,22 @@ def chat_prompt(
     if template is None or tokenizer is None:
         raise InvalidArgument(f"{files.directory} has no chat template: leave out --chat", field="--chat")
     # The template writes the special tokens itself.
-    text = template.render(messages, tools=tools, **variables)
+    if continue_final_message:
+        text = template.render_continued(messages, tools=tools, **variables)
+    else:
+        text = template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
     token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
     boundaries = turn_boundaries(template, tokenizer, messages, token_ids, tools=tools, **variables)
     return Prompt(token_ids, boundaries, text)
+
+
+def last_tokens(prompt: Prompt, count: int) -> Prompt:
+    """Return the last `count` tokens of a prompt, without its text, and all of it where it has no more."""
+    cut = len(prompt.token_ids) - count
+    if cut <= 0:
+        return prompt
+    boundaries = tuple(boundary - cut for boundary in prompt.boundaries if boundary > cut)
+    return replace(prompt, token_ids=prompt.token_ids[cut:], boundaries=boundaries, text="")
 
 
 def text_prompt(files: ModelFiles, text: str) -> Prompt:

@@ -10,8 +10,13 @@ from typing import Any
 import anthropic
 import httpx2
 import openai
+import pydantic
 import pytest
 
+from services.messages.inference_types import Conversation, Delta, GenerateRequest, Message, Stopping
+from services.messages.sampling import SamplingParams
+from services.net.channel import connect
+from services.rpc.inference import RemoteInference
 from tests.e2e.qwen import INTRODUCTION, write_qwen
 from tests.e2e.server import DEMO, Server, serving
 from tests.shard_worker.schemas import fits
@@ -192,3 +197,69 @@ def test_the_end_as_text(client: openai.OpenAI) -> None:
     special = answer(client, include_stop_str_in_output=True, skip_special_tokens=False)[0]
     assert special.startswith(text)
     assert special.endswith("<|im_end|>")
+
+
+async def test_the_same_over_grpc(client: openai.OpenAI, server: Server) -> None:
+    """gRPC takes the same parameters, and the answers are those of HTTP."""
+    fields: dict[str, Any] = {"min_tokens": 40, "bad_words": ["="], "stop": [" 5"], "include_stop_str_in_output": True}
+    text, tokens, _ = answer(client, **fields)
+    channel = await connect(server.grpc, timeout_s=5)
+    request = GenerateRequest(
+        Conversation((Message("user", "Calculate 2 + 3."),)),
+        SamplingParams(temperature=0.0, min_tokens=40, bad_words=("=",)),
+        Stopping(50, (" 5",), include_stop_str_in_output=True),
+    )
+    deltas = [event async for event in RemoteInference(channel, "the server").answer(request)]
+    await channel.close()
+    told = [event for event in deltas if isinstance(event, Delta)]
+    assert "".join(delta.text for delta in told) == text
+    assert sum(len(delta.token_ids) for delta in told) == tokens >= 40
+
+
+# --- Anthropic's
+
+
+class Sum(pydantic.BaseModel):
+    """What a client of Anthropic's parses an answer into."""
+
+    a: int
+    carry: bool
+
+
+def test_messages_parse(claude: anthropic.Anthropic) -> None:
+    """The SDK gets an object of its class, and a bad schema names the client's field."""
+    fields: Any = {"model": "qwen", "max_tokens": 100, "messages": ASK}
+    parsed = claude.messages.parse(**fields, output_format=Sum)
+    assert isinstance(parsed.parsed_output, Sum)
+    with pytest.raises(anthropic.BadRequestError, match="output_config.format cannot be used"):
+        claude.messages.create(**fields, output_config={"format": {"type": "json_schema", "schema": {"type": "no"}}})
+
+
+def test_thinking_blocks(claude: anthropic.Anthropic) -> None:
+    """Enabled they come, streamed too; disabled they don't."""
+    fields: Any = {"model": "qwen", "max_tokens": 1100, "messages": [{"role": "user", "content": INTRODUCTION}]}
+    on: Any = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "extra_body": {"temperature": 0}}
+    whole = claude.messages.create(**fields, **on)
+    assert [block.type for block in whole.content] == ["thinking", "text"]
+    with claude.messages.stream(**fields, **on) as stream:
+        assert [block.to_dict() for block in stream.get_final_message().content] == [
+            block.to_dict() for block in whole.content
+        ]
+    off = claude.messages.create(**fields, thinking={"type": "disabled"}, extra_body={"temperature": 0})
+    assert "thinking" not in [block.type for block in off.content]
+
+
+def test_an_answer_that_has_begun_goes_on(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    """Over both APIs the rest of the greedy answer comes behind its beginning."""
+    whole, _, _ = answer(client)
+    begun: Any = [
+        {"role": "user", "content": "Calculate 2 + 3."},
+        {"role": "assistant", "content": whole[: whole.index(" =")]},
+    ]
+    rest = whole[whole.index(" =") :]
+    message = claude.messages.create(model="qwen", max_tokens=50, messages=begun, extra_body={"temperature": 0})
+    assert message.content[0].to_dict()["text"] == rest
+    chat = client.chat.completions.create(
+        model="qwen", max_tokens=50, messages=begun, temperature=0, extra_body={"continue_final_message": True}
+    )
+    assert chat.choices[0].message.content == rest

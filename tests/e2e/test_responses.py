@@ -130,7 +130,7 @@ def test_a_limit_leaves_it_incomplete(client: openai.OpenAI) -> None:
         ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role", "developer"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content", "input_text"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "1"}]}, "input.0.arguments", "JSON object"),
-        ({"input": "long " * 5000}, "input", "shorten"),
+        ({"input": "long " * 5000}, "input", "reduce the length"),
         ({"max_output_tokens": 0}, "max_output_tokens", "greater"),
         ({"max_output_tokens": 100000}, "max_output_tokens", "100000"),
         ({"tools": [{"type": "web_search"}]}, "tools.0", "function"),

@@ -405,7 +405,7 @@ def test_messages_think(claude: anthropic.Anthropic) -> None:
     """Thinking is a block in front of the text, streamed as its own events, and may be sent back."""
     fields: Any = {
         "model": "qwen",
-        "max_tokens": 60,
+        "max_tokens": 1100,
         "extra_body": {**THINKING, "temperature": 0},
         "thinking": {"type": "enabled", "budget_tokens": 1024},
     }

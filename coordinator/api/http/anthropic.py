@@ -15,9 +15,9 @@ from starlette.responses import JSONResponse, Response
 
 from coordinator.answer import Answer
 from coordinator.api.engine_requests import check_model, render
-from coordinator.api.http.body_conversion import make_chat
-from coordinator.api.http.chat_exchange import ChatExchange, ToolUse, answer_exchange, prepare_exchange
+from coordinator.api.http.chat_exchange import ChatExchange, Talk, ToolUse, answer_exchange, prepare_exchange
 from coordinator.api.http.documented import ANSWER, ANTHROPIC_ERRORS
+from coordinator.api.http.field_decisions import Api, refuse_fields
 from coordinator.api.http.json_bodies import JsonRoute
 from coordinator.api.http.replies import event_stream, unless_gone
 from coordinator.api.http.schemas import (
@@ -25,10 +25,12 @@ from coordinator.api.http.schemas import (
     FunctionCall,
     FunctionDefinition,
     LenientModel,
+    ResponseFormat,
     SamplingFields,
     Tool,
     ToolCall,
 )
+from coordinator.api.http.thinking import adaptive_variables, thinking_variables
 from coordinator.api.http.usage import timings_of
 from coordinator.engine.engine import Engine
 from coordinator.text.parsers.events import (
@@ -80,6 +82,32 @@ class ToolChoice(LenientModel):
     disable_parallel_tool_use: bool = False
 
 
+class Thinking(LenientModel):
+    """Whether the model thinks before it answers.
+
+    budget_tokens: how much, which a chat template may read as `thinking_budget`. display: whether that is shown.
+    """
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1024)
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class JsonFormat(LenientModel):
+    """The JSON schema that the answer's text must fit."""
+
+    type: Literal["json_schema"]
+    # `schema` itself is a method of pydantic's.
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(LenientModel):
+    """What the answer must be, and how much effort it takes, which a chat template may read as `reasoning_effort`."""
+
+    format: JsonFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
 class CountRequest(LenientModel):
     """The body of /v1/messages/count_tokens."""
 
@@ -88,6 +116,10 @@ class CountRequest(LenientModel):
     system: str | list[Block] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class MessagesRequest(CountRequest, SamplingFields):
@@ -96,7 +128,6 @@ class MessagesRequest(CountRequest, SamplingFields):
     max_tokens: int = Field(ge=1)
     stop_sequences: list[str] | None = None
     stream: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 def routes(engine: Engine) -> APIRouter:
@@ -107,16 +138,18 @@ def routes(engine: Engine) -> APIRouter:
     async def messages(body: MessagesRequest, http: HttpRequest) -> Response:
         """A chat, answered by the model; `stream` gives named server-sent events."""
         check_model(engine, body.model)
+        refuse_fields(Api.MESSAGES, body)
         body.stop = body.stop_sequences
+        answer_format, format_field = _answer_format(body)
         exchange = await unless_gone(
             http,
             prepare_exchange(
                 engine,
                 body,
-                make_messages(body),
-                _tool_use(body),
+                _talk(engine, body, body.max_tokens),
                 max_tokens=body.max_tokens,
-                variables=body.chat_template_kwargs,
+                answer_format=answer_format,
+                format_field=format_field,
             ),
         )
         head = {
@@ -125,18 +158,70 @@ def routes(engine: Engine) -> APIRouter:
             "role": "assistant",
             "model": body.model or engine.name,
         }
+        shown = body.thinking is None or body.thinking.display != "omitted"
         if body.stream:
-            return await event_stream(http, _stream(engine, exchange, head))
-        return JSONResponse(await unless_gone(http, _whole(engine, exchange, head)))
+            return await event_stream(http, _stream(engine, exchange, head, shown))
+        return JSONResponse(await unless_gone(http, _whole(engine, exchange, head, shown)))
 
     @router.post("/v1/messages/count_tokens", response_model=None)
     async def count_tokens(body: CountRequest) -> dict[str, int]:
         """How many tokens a conversation takes."""
         check_model(engine, body.model)
-        prompt = await render(engine, make_chat(make_messages(body), _tool_use(body).tools, None))
+        refuse_fields(Api.MESSAGES, body)
+        chat, _ = _talk(engine, body).in_template(engine)
+        prompt = await render(engine, chat)
         return {"input_tokens": len(prompt.token_ids)}
 
     return router
+
+
+def _talk(engine: Engine, body: CountRequest, max_tokens: int | None = None) -> Talk:
+    """Return the conversation; where its last message is a text of the assistant's, the answer goes on with that.
+
+    Raises InvalidArgument for thinking that the model cannot do or leave, or that leaves no room for an answer.
+    """
+    template, thinking, variables = engine.files.chat_template, body.thinking, dict[str, Any]()
+    continued = body.messages[-1].role == "assistant" and not _calls(body.messages[-1])
+    if body.output_config is not None and body.output_config.effort is not None:
+        variables["reasoning_effort"] = body.output_config.effort
+    if thinking is not None and thinking.type == "adaptive":
+        variables |= adaptive_variables(template)
+    elif thinking is not None:
+        enabled = thinking.type == "enabled"
+        variables |= thinking_variables(template, enabled, "thinking")
+        if enabled and continued:
+            raise InvalidArgument(
+                "thinking is enabled, and the last message is the assistant's: an answer that has begun cannot be "
+                "thought over; leave one of them out",
+                field="thinking",
+            )
+    if thinking is not None and thinking.budget_tokens is not None:
+        if max_tokens is not None and thinking.budget_tokens >= max_tokens:
+            raise InvalidArgument(
+                f"thinking.budget_tokens is {thinking.budget_tokens}; it must be below max_tokens, {max_tokens}",
+                field="thinking.budget_tokens",
+            )
+        variables["thinking_budget"] = thinking.budget_tokens
+    variables |= body.chat_template_kwargs or {}
+    return Talk(make_messages(body), _tool_use(body), variables, continued)
+
+
+def _calls(message: AnthropicMessage) -> bool:
+    return not isinstance(message.content, str) and any(block.type == "tool_use" for block in message.content)
+
+
+def _answer_format(body: CountRequest) -> tuple[ResponseFormat | None, str]:
+    """Return what the answer must be, and the field that says so. Raises InvalidArgument for two fields that do."""
+    configured = body.output_config.format if body.output_config is not None else None
+    if configured is not None and body.output_format is not None:
+        raise InvalidArgument(
+            "output_config.format and output_format each say what the answer must be: give one of them",
+            field="output_format",
+        )
+    found, field = (configured, "output_config.format") if configured else (body.output_format, "output_format")
+    if found is None:
+        return None, field
+    return ResponseFormat(type="json_schema", json_schema={"schema": found.json_schema}), field
 
 
 def make_messages(body: CountRequest) -> list[ChatMessage]:
@@ -223,15 +308,21 @@ def _stop(answer: Answer, called: bool) -> dict[str, Any]:
     return {"stop_reason": "tool_use" if called else "end_turn", "stop_sequence": None}
 
 
-async def _whole(engine: Engine, exchange: ChatExchange, head: dict[str, Any]) -> dict[str, Any]:
+async def _whole(engine: Engine, exchange: ChatExchange, head: dict[str, Any], shown: bool) -> dict[str, Any]:
+    """Return the message. shown: whether the text of its thinking is."""
     answer = None
     async for part in answer_exchange(engine, exchange):
         if isinstance(part.content, Answer):
             answer = part.content
     assert answer is not None
-    content = _content(exchange, exchange.read(answer))
+    content = _content(exchange, _displayed(exchange.read(answer), shown))
     stop = _stop(answer, any(block["type"] == "tool_use" for block in content))
     return {**head, "content": content, **stop, "usage": _usage(answer), "timings": timings_of(answer)}
+
+
+def _displayed(events: Iterable[Event], shown: bool) -> list[Event]:
+    """Return the events with the text of thinking left out where it is not shown; its block stays."""
+    return [ReasoningDelta("") if isinstance(event, ReasoningDelta) and not shown else event for event in events]
 
 
 def _content(exchange: ChatExchange, events: Iterable[Event]) -> list[dict[str, Any]]:
@@ -271,7 +362,7 @@ def _input(arguments: str) -> object:
 
 
 async def _stream(
-    engine: Engine, exchange: ChatExchange, head: dict[str, Any]
+    engine: Engine, exchange: ChatExchange, head: dict[str, Any], shown: bool
 ) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
     def event(kind: str, **fields: Any) -> tuple[str, dict[str, Any]]:
         return kind, {"type": kind, **fields}
@@ -287,7 +378,8 @@ async def _stream(
             yield event("ping")
         answer = part.content if isinstance(part.content, Answer) else None
         text = "" if isinstance(part.content, Answer) else part.content.text
-        for parsed in parser.push(text) if answer is None else parser.finish(cut=answer.cut):
+        events = parser.push(text) if answer is None else parser.finish(cut=answer.cut)
+        for parsed in _displayed(events, shown):
             kind, block, delta = "", dict[str, Any](), dict[str, Any]()
             match parsed:
                 case ContentDelta():
@@ -297,7 +389,7 @@ async def _stream(
                         continue
                 case ReasoningDelta():
                     kind, block = "thinking", {"type": "thinking", "thinking": "", "signature": ""}
-                    delta = {"type": "thinking_delta", "thinking": parsed.text}
+                    delta = {"type": "thinking_delta", "thinking": parsed.text} if parsed.text else {}
                 case ToolCallStart():
                     kind = f"call {parsed.index}"
                     block = {

@@ -21,7 +21,8 @@ from coordinator.api.engine_requests import (
 from coordinator.api.http.schemas import MAX_PROMPTS, ChatMessage, SamplingFields, Tool
 from coordinator.api.http.structured import AnswerBound
 from coordinator.engine.engine import Engine
-from coordinator.text.prompt import Prompt
+from coordinator.text.fill_in import fill_in_ids
+from coordinator.text.prompt import Prompt, last_tokens
 from services.errors import InvalidArgument
 from services.messages.inference_types import CompressionParams, Stopping
 
@@ -65,6 +66,17 @@ def make_request(
     return request if bound is None else replace(request, grammar_field=bound.field)
 
 
+def truncated(engine: Engine, fields: SamplingFields, prompt: Prompt, max_tokens: int | None) -> Prompt:
+    """Return the prompt, or as many of its last tokens as `truncate_prompt_tokens` asks for.
+
+    max_tokens: what -1 leaves room for; one token where the client doesn't say.
+    """
+    count = fields.truncate_prompt_tokens
+    if count is None:
+        return prompt
+    return last_tokens(prompt, max(1, engine.max_model_len - (max_tokens or 1)) if count == -1 else count)
+
+
 def compression_params(fields: SamplingFields, prompt_logprobs: int | None = None) -> CompressionParams | None:
     """Return whether and how far the client wants its prompt compressed; arguments as of `allowed_compression`."""
     params = CompressionParams(fields.prefill_compression, fields.prefill_keep_ratio)
@@ -88,9 +100,14 @@ def choices_of(request: Request, count: int, before: int = 0) -> list[Request]:
 
 
 def make_chat(
-    messages: Sequence[ChatMessage], tools: Sequence[Tool] | None, variables: Mapping[str, Any] | None
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool] | None,
+    variables: Mapping[str, Any] | None,
+    *,
+    continued: bool = False,
+    opened: bool = True,
 ) -> TemplateChat:
-    """Return the conversation in the form that chat templates take.
+    """Return the conversation in the form that chat templates take; continued and opened are those of `TemplateChat`.
 
     Raises InvalidArgument for content that is not text and for tool calls whose arguments are no JSON object.
     """
@@ -98,6 +115,8 @@ def make_chat(
         [_plain_message(message, index) for index, message in enumerate(messages)],
         [tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
         dict(variables or {}),
+        continued,
+        opened,
     )
 
 
@@ -106,27 +125,44 @@ async def plain_prompts(
     prompt: str | list[str] | list[int] | list[list[int]],
     compression: CompressionParams | None,
     *,
+    suffix: str | None = None,
+    add_special_tokens: bool = True,
     structured: bool = False,
 ) -> list[Prompt]:
     """Return each prompt of a completion, compressed as far as `compression` allows.
 
-    structured: whether a grammar binds the answers. Raises InvalidArgument for an empty list and for one of more than
-    MAX_PROMPTS.
+    suffix: what comes behind the answer, where the model fills in the middle of a text. structured: whether a grammar
+    binds the answers. Raises InvalidArgument for an empty list, for one of more than MAX_PROMPTS, and for a suffix
+    beside token ids or where the model has no tokens for it.
     """
-    plain_ones = await _prompts(engine, prompt)
+    if suffix:
+        return [_fill_in(engine, text, suffix) for text in ([prompt] if isinstance(prompt, str) else prompt)]
+    plain_ones = await _prompts(engine, prompt, add_special_tokens)
     return [await compressed_text(engine, plain, compression, structured=structured) for plain in plain_ones]
 
 
-async def _prompts(engine: Engine, prompt: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
+def _fill_in(engine: Engine, prefix: str | int | list[int], suffix: str) -> Prompt:
+    if not isinstance(prefix, str):
+        raise InvalidArgument("suffix needs a prompt of text, and this one is of token ids", field="suffix")
+    return Prompt(fill_in_ids(engine.files.tokenizer, prefix, suffix))
+
+
+async def _prompts(
+    engine: Engine, prompt: str | list[str] | list[int] | list[list[int]], add_special_tokens: bool
+) -> list[Prompt]:
     if isinstance(prompt, str):
-        return [await plain_prompt(engine, prompt)]
+        return [await plain_prompt(engine, prompt, add_special_tokens=add_special_tokens)]
     if not prompt:
         raise InvalidArgument("prompt is an empty list: give a text or token ids", field="prompt")
     if isinstance(prompt[0], int):
         return [await plain_prompt(engine, [token for token in prompt if isinstance(token, int)])]
     if len(prompt) > MAX_PROMPTS:
         raise InvalidArgument(f"prompt has {len(prompt)} prompts; at most {MAX_PROMPTS} are taken", field="prompt")
-    return [await plain_prompt(engine, item) for item in prompt if not isinstance(item, int)]
+    return [
+        await plain_prompt(engine, item, add_special_tokens=add_special_tokens)
+        for item in prompt
+        if not isinstance(item, int)
+    ]
 
 
 def _plain_message(message: ChatMessage, index: int) -> dict[str, object]:

@@ -12,12 +12,14 @@ from starlette.responses import JSONResponse, Response
 
 from coordinator.answer import Answer, Piece
 from coordinator.api.engine_requests import check_model
-from coordinator.api.http.chat_exchange import ChatExchange, ToolUse, answer_exchange, prepare_exchange
+from coordinator.api.http.chat_exchange import ChatExchange, Talk, ToolUse, answer_exchange, prepare_exchange
 from coordinator.api.http.documented import ANSWER, OPENAI_ERRORS
+from coordinator.api.http.field_decisions import Api, refuse_fields
 from coordinator.api.http.json_bodies import JsonRoute
 from coordinator.api.http.logprobs import chat_logprobs, vllm_prompt_logprobs
 from coordinator.api.http.replies import event_stream, unless_gone
 from coordinator.api.http.schemas import ChatRequest
+from coordinator.api.http.thinking import effort_variables
 from coordinator.api.http.usage import timings_of, usage_of
 from coordinator.engine.engine import Engine
 from coordinator.text.parsers.collected import collect
@@ -40,6 +42,7 @@ def routes(engine: Engine) -> APIRouter:
     async def chat_completions(body: ChatRequest, http: HttpRequest) -> Response:
         """A chat, answered by the model; `stream` gives server-sent events."""
         check_model(engine, body.model)
+        refuse_fields(Api.CHAT, body)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidArgument("top_logprobs needs logprobs: true", field="top_logprobs")
         exchange = await unless_gone(
@@ -47,10 +50,8 @@ def routes(engine: Engine) -> APIRouter:
             prepare_exchange(
                 engine,
                 body,
-                body.messages,
-                tool_use(body),
+                _talk(engine, body),
                 max_tokens=body.max_completion_tokens or body.max_tokens,
-                variables=body.chat_template_kwargs,
                 answer_format=body.response_format,
                 logprobs=(body.top_logprobs or 0) if body.logprobs else None,
                 prompt_logprobs=body.prompt_logprobs,
@@ -69,10 +70,34 @@ def routes(engine: Engine) -> APIRouter:
     return router
 
 
+def _talk(engine: Engine, body: ChatRequest) -> Talk:
+    """Return the conversation. Raises InvalidArgument for fields of it that the chat template cannot heed."""
+    template = engine.files.chat_template
+    if body.continue_final_message and body.add_generation_prompt:
+        raise InvalidArgument(
+            "continue_final_message and add_generation_prompt are both true: the answer goes on with the last message "
+            "or begins one",
+            field="add_generation_prompt",
+        )
+    variables = effort_variables(template, body.reasoning_effort, "reasoning_effort")
+    if body.verbosity is not None:
+        variables["verbosity"] = body.verbosity
+    if body.documents:
+        if template is not None and "documents" not in template.variables:
+            raise InvalidArgument(
+                "documents are given, and this model's chat template reads none: put them into a message",
+                field="documents",
+            )
+        variables["documents"] = body.documents
+    variables |= body.chat_template_kwargs or {}
+    opened = body.add_generation_prompt is not False
+    return Talk(body.messages, tool_use(body), variables, body.continue_final_message, opened)
+
+
 def tool_use(body: ChatRequest) -> ToolUse:
     """Return what `tools` and `tool_choice` mean together. Raises InvalidArgument for a choice of another form."""
     choice, tools = body.tool_choice, body.tools or []
-    parallel = (body.model_extra or {}).get("parallel_tool_calls") is not False
+    parallel = body.parallel_tool_calls is not False
     if choice is None or choice == "auto":
         return ToolUse(tools, parallel=parallel)
     if choice == "none":

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from coordinator.answer import Answer, Request
-from coordinator.api.engine_requests import render
-from coordinator.api.http.body_conversion import choices_of, compression_params, make_chat, make_request
+from coordinator.api.engine_requests import TemplateChat, render
+from coordinator.api.http.body_conversion import choices_of, compression_params, make_chat, make_request, truncated
 from coordinator.api.http.choices import ChoicePart, answer_all
 from coordinator.api.http.schemas import ChatMessage, ResponseFormat, SamplingFields, Tool
 from coordinator.api.http.structured import AnswerBound, answer_bound
 from coordinator.engine.engine import Engine
+from coordinator.text import said_tools
 from coordinator.text.parsers.events import Event
 from coordinator.text.parsers.grammar import behind_thinking, forced_call_grammar
 from coordinator.text.parsers.pipeline import OutputParser
@@ -21,6 +22,7 @@ from coordinator.text.parsers.reasoning import Opening, ReasoningParser, opening
 from coordinator.text.parsers.tags import TAGS, THINK
 from coordinator.text.parsers.tool_schema import read_tools
 from coordinator.text.parsers.tools import NONE, detect, new_parser
+from coordinator.text.said_tools import say_tools
 from services.errors import InvalidArgument
 from services.messages.steps import Grammar, GrammarKind
 
@@ -36,6 +38,36 @@ class ToolUse:
     forced: bool = False
     name: str | None = None
     parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """A conversation as a client sends it, with the tools that may be called and the chat template's variables.
+
+    continued: whether the answer goes on with the last message. opened: whether the prompt opens a turn of the
+    assistant, where it does not.
+    """
+
+    messages: Sequence[ChatMessage]
+    use: ToolUse
+    variables: dict[str, Any] | None = None
+    continued: bool = False
+    opened: bool = True
+
+    def in_template(self, engine: Engine) -> tuple[TemplateChat, str]:
+        """Return the conversation as the model's chat template takes it, and the format in which tools are called.
+
+        Where the template teaches no format that is known here, the tools are said in the messages. Raises
+        InvalidArgument as `make_chat` does.
+        """
+        chat = make_chat(self.messages, self.use.tools, self.variables, continued=self.continued, opened=self.opened)
+        if not chat.tools:
+            return chat, NONE
+        template = engine.files.chat_template
+        call_format = NONE if template is None else detect(template.source)
+        if call_format != NONE:
+            return chat, call_format
+        return replace(chat, messages=say_tools(chat.messages, chat.tools), tools=None), said_tools.FORMAT
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +98,9 @@ class ChatExchange:
 async def prepare_exchange(
     engine: Engine,
     fields: SamplingFields,
-    messages: Sequence[ChatMessage],
-    use: ToolUse,
+    talk: Talk,
     *,
     max_tokens: int | None,
-    variables: dict[str, Any] | None = None,
     answer_format: ResponseFormat | None = None,
     format_field: str = "response_format",
     logprobs: int | None = None,
@@ -81,21 +111,26 @@ async def prepare_exchange(
     format_field: what the client calls answer_format. Raises InvalidArgument naming the client's field, and
     TemplateError where the chat template refuses the conversation.
     """
-    chat = make_chat(messages, use.tools, variables)
+    use = talk.use
+    tools = [tool.model_dump(exclude_none=True) for tool in use.tools]
+    read_tools(tools)  # refuses names that are there twice now, not when an answer is read
+    chat, call_format = talk.in_template(engine)
     bound = answer_bound(fields, answer_format, format_field)
-    structured = use.forced or bound is not None
-    prompt = await render(engine, chat, compression_params(fields, prompt_logprobs), structured=structured)
+    # What tools are said to be must stay as it is too.
+    structured = bool(tools) or bound is not None
+    rendered = await render(engine, chat, compression_params(fields, prompt_logprobs), structured=structured)
+    prompt = truncated(engine, fields, rendered, max_tokens)
     template = engine.files.chat_template
     source = "" if template is None else template.source
-    call_format = detect(source)
-    opening = opening_of(prompt.text)
-    tools = chat.tools or []
-    read_tools(tools)  # refuses names that are there twice now, not when an answer is read
+    opening = opening_of(rendered.text)
+    if talk.continued and opening is Opening.UNDECIDED:
+        opening = Opening.CLOSED  # the answer has begun, and thinking comes first
+    thinks = THINK in source and not (talk.continued and opening is Opening.CLOSED)
     bound = _bound(engine, opening, call_format, tools, use, bound)
     request = make_request(
         engine, fields, prompt, max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, bound=bound
     )
-    return ChatExchange(request, opening, THINK in source, call_format if tools else NONE, tools)
+    return ChatExchange(request, opening, thinks, call_format, tools)
 
 
 async def answer_exchange(engine: Engine, exchange: ChatExchange, count: int = 1) -> AsyncGenerator[ChoicePart]:
@@ -127,11 +162,6 @@ def _bound(
             raise InvalidArgument(
                 f"tool_choice asks for a call, and {bound.field} for another answer: leave one of them out",
                 field=bound.field,
-            )
-        if call_format == NONE:
-            raise InvalidArgument(
-                "tool_choice asks for a call, and this model's chat template teaches no format of calls: leave it auto",
-                field="tool_choice",
             )
         text = forced_call_grammar(
             call_format, tools, use.name, opening=opening, parallel=use.parallel, single_tokens=single

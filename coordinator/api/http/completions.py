@@ -12,9 +12,10 @@ from starlette.responses import JSONResponse, Response
 
 from coordinator.answer import Answer, Piece, Request
 from coordinator.api.engine_requests import check_model
-from coordinator.api.http.body_conversion import choices_of, compression_params, make_request, plain_prompts
+from coordinator.api.http.body_conversion import choices_of, compression_params, make_request, plain_prompts, truncated
 from coordinator.api.http.choices import answer_all
 from coordinator.api.http.documented import ANSWER, OPENAI_ERRORS
+from coordinator.api.http.field_decisions import Api, refuse_fields
 from coordinator.api.http.json_bodies import JsonRoute
 from coordinator.api.http.logprobs import CompletionLogprobs, vllm_prompt_logprobs
 from coordinator.api.http.replies import event_stream, unless_gone
@@ -35,9 +36,21 @@ def routes(engine: Engine) -> APIRouter:
     async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
         """The continuation of one or more prompts."""
         check_model(engine, body.model)
+        refuse_fields(Api.COMPLETIONS, body)
         bound, prompt_logprobs = answer_bound(body, body.response_format), _prompt_logprobs(body)
         compression = compression_params(body, prompt_logprobs)
-        prompts = await unless_gone(http, plain_prompts(engine, body.prompt, compression, structured=bound is not None))
+        prompts = await unless_gone(
+            http,
+            plain_prompts(
+                engine,
+                body.prompt,
+                compression,
+                suffix=body.suffix,
+                add_special_tokens=body.add_special_tokens,
+                structured=bound is not None,
+            ),
+        )
+        prompts = [truncated(engine, body, prompt, body.max_tokens) for prompt in prompts]
         requests = [
             choice
             for number, prompt in enumerate(prompts)

@@ -9,14 +9,13 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from coordinator.api.engine_requests import check_model, text_of
-from coordinator.api.http.body_conversion import make_chat
+from coordinator.api.engine_requests import check_model, plain_prompt, render, text_of
+from coordinator.api.http.chat_exchange import Talk, ToolUse
 from coordinator.api.http.documented import BODY_ERRORS, METRICS, NOT_READY, QUERY_ERRORS
 from coordinator.api.http.json_bodies import JsonRoute
 from coordinator.api.http.metrics import CONTENT_TYPE, Metrics
 from coordinator.api.http.schemas import DetokenizeRequest, TokenizeRequest
 from coordinator.engine.engine import Engine
-from coordinator.text.prompt import text_prompt
 from coordinator.text.tokenizer import read_settings, special_tokens
 from services.errors import InvalidArgument
 
@@ -55,7 +54,7 @@ def routes(engine: Engine, metrics: Metrics) -> APIRouter:
         check_model(engine, body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidArgument("give exactly one of prompt and messages", field="prompt")
-        tokens = await asyncio.to_thread(_tokens, engine, body)
+        tokens = await _tokens(engine, body)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": engine.max_model_len}
 
     @router.post("/detokenize", tags=["Tokens"], responses=BODY_ERRORS)
@@ -78,14 +77,10 @@ def _tokenizer_settings(engine: Engine) -> dict[str, Any]:
     return settings | ({} if files.chat_template is None else {"chat_template": files.chat_template.source})
 
 
-def _tokens(engine: Engine, body: TokenizeRequest) -> list[int]:
-    tokenizer, template = engine.files.tokenizer, engine.files.chat_template
+async def _tokens(engine: Engine, body: TokenizeRequest) -> list[int]:
     if body.prompt is not None:
-        if body.add_special_tokens or tokenizer is None:
-            return list(text_prompt(engine.files, body.prompt).token_ids)
-        return list(tokenizer.encode(body.prompt, add_special_tokens=False))
-    if template is None or tokenizer is None:
-        raise InvalidArgument("this checkpoint has no chat template: send prompt instead", field="messages")
-    chat = make_chat(body.messages or [], None, None)
-    text = template.render(chat.messages, add_generation_prompt=body.add_generation_prompt)
-    return list(tokenizer.encode(text, add_special_tokens=False))
+        return list((await plain_prompt(engine, body.prompt, add_special_tokens=body.add_special_tokens)).token_ids)
+    use, opened = ToolUse(body.tools or []), body.add_generation_prompt
+    talk = Talk(body.messages or [], use, body.chat_template_kwargs, body.continue_final_message, opened)
+    chat, _ = talk.in_template(engine)
+    return list((await render(engine, chat)).token_ids)

@@ -56,9 +56,16 @@ class TextFormat(LenientModel):
 
 
 class TextOptions(LenientModel):
-    """Options of the answer's text."""
+    """Options of the answer's text. verbosity: how long it is, where the chat template reads that."""
 
     format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class Reasoning(LenientModel):
+    """How much the model thinks. Its thinking comes whole, whatever kind of summary is asked for."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class ResponsesRequest(SamplingFields):
@@ -74,27 +81,8 @@ class ResponsesRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     metadata: dict[str, Any] | None = None
-    background: bool | None = None
-    previous_response_id: str | None = None
-    conversation: str | dict[str, Any] | None = None
-    prompt: dict[str, Any] | None = None
+    reasoning: Reasoning | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-
-def refuse_stored(body: ResponsesRequest) -> None:
-    """Raises InvalidArgument for fields that name stored replies, conversations or prompts: nothing is stored here."""
-    for field in ("previous_response_id", "conversation", "prompt"):
-        if getattr(body, field) is not None:
-            raise InvalidArgument(
-                f"{field} is {str(getattr(body, field))[:80]!r}, and nothing is stored here: send the whole "
-                "conversation as input",
-                field=field,
-            )
-    if body.background:
-        raise InvalidArgument(
-            "background is true, and no reply is stored here to be fetched later: leave it out and use stream",
-            field="background",
-        )
 
 
 def make_messages(body: ResponsesRequest) -> list[ChatMessage]:

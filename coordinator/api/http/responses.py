@@ -12,13 +12,15 @@ from starlette.responses import JSONResponse, Response
 
 from coordinator.answer import Answer
 from coordinator.api.engine_requests import check_model
-from coordinator.api.http.chat_exchange import ChatExchange, answer_exchange, prepare_exchange
+from coordinator.api.http.chat_exchange import ChatExchange, Talk, answer_exchange, prepare_exchange
 from coordinator.api.http.documented import ANSWER, OPENAI_ERRORS
 from coordinator.api.http.errors import logged
+from coordinator.api.http.field_decisions import Api, refuse_fields
 from coordinator.api.http.json_bodies import JsonRoute
 from coordinator.api.http.replies import event_stream, unless_gone
-from coordinator.api.http.response_input import ResponsesRequest, answer_format, make_messages, refuse_stored, tool_use
+from coordinator.api.http.response_input import ResponsesRequest, answer_format, make_messages, tool_use
 from coordinator.api.http.response_items import OutputItems, StreamedEvent
+from coordinator.api.http.thinking import effort_variables
 from coordinator.api.http.usage import timings_of
 from coordinator.engine.engine import Engine
 
@@ -31,16 +33,14 @@ def routes(engine: Engine) -> APIRouter:
     async def responses(body: ResponsesRequest, http: HttpRequest) -> Response:
         """A conversation, answered by the model; `stream` gives named server-sent events."""
         check_model(engine, body.model)
-        refuse_stored(body)
+        refuse_fields(Api.RESPONSES, body)
         exchange = await unless_gone(
             http,
             prepare_exchange(
                 engine,
                 body,
-                make_messages(body),
-                tool_use(body),
+                _talk(engine, body),
                 max_tokens=body.max_output_tokens,
-                variables=body.chat_template_kwargs,
                 answer_format=answer_format(body),
                 format_field="text.format",
             ),
@@ -51,6 +51,14 @@ def routes(engine: Engine) -> APIRouter:
         return JSONResponse(await unless_gone(http, _whole(engine, exchange, head)))
 
     return router
+
+
+def _talk(engine: Engine, body: ResponsesRequest) -> Talk:
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    variables = effort_variables(engine.files.chat_template, effort, "reasoning.effort")
+    if body.text is not None and body.text.verbosity is not None:
+        variables["verbosity"] = body.text.verbosity
+    return Talk(make_messages(body), tool_use(body), {**variables, **(body.chat_template_kwargs or {})})
 
 
 def _head(engine: Engine, body: ResponsesRequest, exchange: ChatExchange) -> dict[str, Any]:

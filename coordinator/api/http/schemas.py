@@ -1,6 +1,7 @@
 """The bodies that clients may send to the HTTP APIs, as pydantic models.
 
-Unknown fields are accepted and ignored; wrong types and values are refused.
+Wrong types and values are refused. What the fields mean that are published and are none of a model's says
+`field_decisions`; others are ignored.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class SamplingFields(_SamplingNumbers):
     stop_token_ids: list[int] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -171,6 +173,12 @@ class ChatRequest(SamplingFields):
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
+    documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -179,6 +187,8 @@ class CompletionRequest(SamplingFields):
 
     model: str | None = None
     prompt: str | list[str] | list[int] | list[list[int]]
+    suffix: str | None = None
+    add_special_tokens: bool = True
     max_tokens: int | None = Field(16, ge=0)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     echo: bool = False
@@ -195,8 +205,11 @@ class TokenizeRequest(LenientModel):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 class DetokenizeRequest(LenientModel):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from coordinator.answer import Answer
-from coordinator.api.http.chat_exchange import ToolUse, answer_exchange, prepare_exchange
+from coordinator.api.http.chat_exchange import Talk, ToolUse, answer_exchange, prepare_exchange
 from coordinator.api.http.schemas import ChatRequest
 from coordinator.api.http.usage import timings_of
 from coordinator.cli.http_client import RemoteServer
@@ -123,7 +123,9 @@ class LocalSpeaker:
         self, messages: Sequence[Message], settings: AnswerSettings
     ) -> AsyncGenerator[AnswerPart | AnswerEnd]:
         body = ChatRequest.model_validate(settings.body(messages))
-        exchange = await prepare_exchange(self._engine, body, body.messages, ToolUse([]), max_tokens=body.max_tokens)
+        exchange = await prepare_exchange(
+            self._engine, body, Talk(body.messages, ToolUse([])), max_tokens=body.max_tokens
+        )
         parser = exchange.parser()
         async with contextlib.aclosing(answer_exchange(self._engine, exchange)) as events:
             async for event in events:
@@ -131,7 +133,7 @@ class LocalSpeaker:
                     for part in _parts(parser.push(event.content.text)):
                         yield part
                     continue
-                for part in _parts(parser.finish()):
+                for part in _parts(parser.finish(cut=event.content.cut)):
                     yield part
                 yield AnswerEnd(event.content.finish_reason, timings_of(event.content))
 

@@ -1,5 +1,6 @@
 """Chat templates against transformers on the same sources, and a sandbox that holds."""
 
+import inspect
 import json
 import threading
 from datetime import datetime
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from coordinator.text import chat_template
 from coordinator.text.chat_template import RESERVED_VARIABLES, ChatTemplate, TemplateError
+from coordinator.text.prompt import chat_prompt
 
 CHATML = """\
 {%- for message in messages %}
@@ -406,8 +408,7 @@ def test_nesting_without_end_is_refused() -> None:
         ChatTemplate(CHATML).render([nested])
 
 
-def test_the_reserved_names_are_the_parameters_of_render() -> None:
+def test_the_reserved_names_are_the_parameters() -> None:
     """No variable of a client can take the place of a parameter."""
-    code = ChatTemplate.render.__code__
-    named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    assert frozenset(named) == RESERVED_VARIABLES
+    named = {*inspect.signature(ChatTemplate.render).parameters, *inspect.signature(chat_prompt).parameters}
+    assert named - {"files", "variables"} == RESERVED_VARIABLES

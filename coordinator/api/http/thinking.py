@@ -1,0 +1,47 @@
+"""How clients say whether and how much the model shall think, as variables of its chat template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coordinator.text.chat_template import ChatTemplate
+from coordinator.text.parsers.tags import THINK
+from services.errors import InvalidArgument
+
+_SWITCHES = frozenset({"enable_thinking", "thinking"})
+"""Names by which templates let thinking be switched."""
+
+
+def thinking_variables(template: ChatTemplate | None, wanted: bool, field: str) -> dict[str, Any]:
+    """Return the variables that switch the model's thinking on or off.
+
+    field: what the client calls its wish. Raises InvalidArgument where the template can do neither.
+    """
+    if template is None:
+        return {}
+    switches = _SWITCHES & template.variables
+    if not switches and wanted != (THINK in template.source):
+        thinks = "always thinks" if THINK in template.source else "knows no thinking"
+        raise InvalidArgument(
+            f"{field} switches thinking {'on' if wanted else 'off'}, and this model's chat template {thinks}: leave it "
+            "out",
+            field=field,
+        )
+    return dict.fromkeys(switches, wanted)
+
+
+def effort_variables(template: ChatTemplate | None, effort: str | None, field: str) -> dict[str, Any]:
+    """Return the variables for an effort of reasoning in OpenAI's words; None says nothing, "none" is no thinking.
+
+    A template that does not read `reasoning_effort` thinks as it does. Errors as in `thinking_variables`.
+    """
+    if effort is None:
+        return {}
+    if effort == "none":
+        return thinking_variables(template, False, field)
+    return {"reasoning_effort": effort, **adaptive_variables(template)}
+
+
+def adaptive_variables(template: ChatTemplate | None) -> dict[str, Any]:
+    """Return the variables that let the model think if it can."""
+    return {} if template is None else dict.fromkeys(_SWITCHES & template.variables, True)
