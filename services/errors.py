@@ -62,6 +62,10 @@ class FlashsplitError(Exception):
         """Name of the gRPC status code, e.g. "UNAVAILABLE"."""
         return self.code.name
 
+    def copied(self) -> FlashsplitError:
+        """Return an error that says the same, for one of many who each add their own place to it."""
+        return type(self)(self.message, reason=self.reason, **self.where)
+
     def located(self, **where: object) -> FlashsplitError:
         """Add places that the raiser did not know, and return the error; those that it did know stay."""
         for key, value in where.items():

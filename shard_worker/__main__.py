@@ -302,7 +302,14 @@ async def _serve(flags: Flags, roles: tuple[Role, ...], security: Security, budg
     await server.start()
     worker.address = server.address
     log.info("worker.ready", address=server.address, device=flags.devices, roles=[str(role) for role in roles])
+
+    async def watch() -> None:
+        async for serving in worker.watch():
+            await server.set_serving(serving)
+
+    watching = asyncio.ensure_future(watch())
     await stopping.wait()
+    watching.cancel()
     await server.set_serving(False)
     worker.life.end()
     ending = asyncio.ensure_future(worker.end_links_when_idle())

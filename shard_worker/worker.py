@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 import torch
 
-from services.errors import FailedPrecondition, Unimplemented
+from services.errors import FailedPrecondition, FlashsplitError, Unavailable, Unimplemented
 from services.messages.description import Role, WorkerDescription
 from services.messages.loading import LoadPart, LoadProgress
 from services.messages.measure import DeviceSpeed, MeasureRequest
@@ -28,7 +28,7 @@ from services.messages.steps import Location
 from services.model.checkpoint_files import read_config
 from services.net.security import OPEN, Security
 from services.net.server import Registration
-from services.rpc.liveness import Life, LivenessServicer
+from services.rpc.liveness import DEVICE_HUNG, Life, LivenessServicer
 from services.rpc.payload_transport import PayloadTransport
 from services.rpc.peers import Peers
 from services.rpc.shared_memory import SharedMemoryServicer
@@ -37,6 +37,7 @@ from services.rpc.worker import WorkerServicer
 from services.same_host.link import SharedLinks
 from shard_worker.device.devices import Device, describe
 from shard_worker.device.executor import DeviceThread
+from shard_worker.device.watchdog import LOOK_S, Watchdog
 from shard_worker.measure.probe import measure
 from shard_worker.roles import MAX_ROWS, RoleResources, WorkerRole, make_role
 from shard_worker.snapshots.keeper import SnapshotKeeper
@@ -123,7 +124,47 @@ class Worker:
             *(service for role in self.roles.values() for service in role.registrations()),
         ]
 
+    async def watch(self) -> AsyncIterator[bool]:
+        """Watch over the device until cancelled. Yields False when it hangs, and True when it goes on.
+
+        Meanwhile sessions and calls get an error that says so, and so do the heartbeats.
+        """
+        watchdog = Watchdog(self._thread)
+        while True:
+            await asyncio.sleep(LOOK_S)
+            seconds = watchdog.look()
+            if seconds is not None and self.life.trouble is None:
+                error = self._hung(seconds)
+                log.error("device.hangs", why=error.message)
+                self.life.trouble = error
+                self._thread.give_up(error)
+                for role in self.roles.values():
+                    role.fail_sessions(error)
+                yield False
+            elif seconds is None and self.life.trouble is not None:
+                log.warning("device.goes_on")
+                self.life.trouble = None
+                self._thread.take_back()
+                yield True
+
+    def _hung(self, seconds: float) -> FlashsplitError:
+        place = self._location(None)
+        return Unavailable(
+            f"the device {place.device} of {place.host} hangs: it has not done with its work for {seconds:.0f} s, long "
+            "after its time",
+            reason=DEVICE_HUNG,
+            host=place.host,
+            device=place.device,
+            address=place.address,
+        )
+
+    def _check_device(self) -> None:
+        """Raise the error that says that the device hangs, where it does."""
+        if (error := self.life.trouble) is not None:
+            raise error.copied()
+
     async def describe(self) -> WorkerDescription:
+        self._check_device()
         loaded: dict[str, Any] = {role.description_field: role.describe() for role in self.roles.values()}
         return WorkerDescription(
             host=self._host,
@@ -149,6 +190,7 @@ class Worker:
                 reason="ROLE_MISSING",
             )
         part = role.localize(part)
+        self._check_device()
         async with self._loading:
             if role.part == part:
                 yield await self.describe()
@@ -166,7 +208,7 @@ class Worker:
             with self.life.patience():
                 async for progress in self._run_load(role, part):
                     yield progress
-                await self._thread.submit(role.prepare)
+                await self._thread.submit_long(role.prepare)
             log.info("load.finished")
             yield await self.describe()
 
@@ -175,7 +217,7 @@ class Worker:
             self._check_idle()
             config = read_config(self._config.paths.get("model_path", wanted.model_path))
             return tuple(
-                [await self._thread.submit(measure, device, config, wanted) for device in self._config.devices]
+                [await self._thread.submit_long(measure, device, config, wanted) for device in self._config.devices]
             )
 
     async def echo(self, payload: bytes) -> int:
@@ -204,7 +246,7 @@ class Worker:
             nonlocal latest
             latest = LoadProgress(loaded, total)
 
-        job = self._thread.submit(role.load, part, on_progress)
+        job = self._thread.submit_long(role.load, part, on_progress)
         reported = latest
         deadline = loop.time()
         while not job.done():

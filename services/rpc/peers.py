@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 from collections import deque
 from collections.abc import Callable
 
@@ -196,7 +195,7 @@ class Peers:
         await asyncio.wait([attempt])
         if isinstance(error := attempt.exception(), FlashsplitError):
             # Each of those who wait adds its own place to it.
-            raise copy.copy(error)
+            raise error.copied()
         return attempt.result()
 
     async def _reconnect(self, key: tuple[str, str], heartbeats: Heartbeats | None) -> Connection:

@@ -146,8 +146,7 @@ class ClientStream:
     def fail(self, error: FlashsplitError) -> None:
         """End the stream at once; `read` raises this error then, unless the stream was over."""
         if not self._closed and not self._call.done():
-            # Each stream has one of its own, as those who pass it on add to it.
-            self._failure = type(error)(error.message, reason=error.reason, **error.where).located(**self.where)
+            self._failure = error.copied().located(**self.where)
             self.cancel()
 
     def cancel(self) -> None:

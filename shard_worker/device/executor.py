@@ -22,12 +22,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import structlog
 import torch
 
 from services.errors import FlashsplitError, ResourceExhausted, Unavailable
+from shard_worker.device.watchdog import FIRST_S, StepCosts, Work
 
 T = TypeVar("T")
 
@@ -60,14 +62,24 @@ class DeviceThread:
         GPU can do nothing more in this process.
         """
         self._queue = _Queue(on_broken)
+        self._hung: FlashsplitError | None = None
+        self._awaited = set[asyncio.Future[Any]]()
+        self._elsewhere = list[Work]()
         self._thread = threading.Thread(target=self._queue.run, args=(threads,), name="device", daemon=True)
         self._thread.start()
         # Also where nobody calls shutdown: what runs in torch must not outlive the interpreter.
         weakref.finalize(self, _end, self._queue, self._thread)
 
     def submit(self, job: Callable[..., T], *args: object) -> asyncio.Future[T]:
-        """Queue a job, from an event loop. Returns a future for its result or its error."""
-        return asyncio.wrap_future(self.queue(job, *args))
+        """Queue a job, from an event loop.
+
+        Returns a future for its result or its error, or for that of `give_up` if that comes first.
+        """
+        return self._submit(job, args, step=False)
+
+    def submit_long(self, job: Callable[..., T], *args: object) -> asyncio.Future[T]:
+        """Queue a job as `submit` does, which may take as long as it likes, such as a load."""
+        return self._submit(job, args, step=False, allowed_s=None)
 
     def queue(self, job: Callable[..., T], *args: object) -> Future[T]:
         """Queue a job, from any thread; a job may queue others, which come behind it.
@@ -78,7 +90,7 @@ class DeviceThread:
 
     def submit_step(self, job: Callable[..., T], *args: object) -> asyncio.Future[T]:
         """Queue a step, as `submit` does: it does not cancel a step that was prelaunched."""
-        return asyncio.wrap_future(self.queue_step(job, *args))
+        return self._submit(job, args, step=True)
 
     def queue_step(self, job: Callable[..., T], *args: object) -> Future[T]:
         """Queue a step, as `queue` does: it does not cancel a step that was prelaunched."""
@@ -108,9 +120,92 @@ class DeviceThread:
         else:
             self._queue.run_now(functools.partial(job, *args))
 
-    def _put(self, job: Callable[..., T], args: tuple[object, ...], *, step: bool) -> Future[T]:
+    # --- noticing that it hangs
+
+    def computes(self, kind: str, rows: int) -> None:
+        """Say that the job that runs is a step of this kind and of so many rows; to be called on the thread itself."""
+        self._queue.computes(kind, rows)
+
+    async def result_of(self, wait: Callable[[], T], kind: str, rows: int) -> T:
+        """Wait on another thread for what a step of this kind leaves on the device. Errors as in `submit`."""
+        work = Work()
+        self._queue.costs.expect(work, kind, rows)
+        self._elsewhere.append(work)
+        try:
+            result: asyncio.Future[T] = self._expected()
+            waiting = asyncio.ensure_future(asyncio.to_thread(wait))
+            waiting.add_done_callback(functools.partial(_pass_on, result))
+            value = await result
+            self._queue.costs.ended(work)
+            return value
+        finally:
+            self._elsewhere.remove(work)
+
+    def give_up(self, error: FlashsplitError) -> None:
+        """Let all who wait for jobs, and all who come, have this error instead.
+
+        What was queued stays so, as it may be needed to free what others hold.
+        """
+        self._hung = error
+        for future in [*self._awaited]:
+            if not future.done():
+                future.set_exception(error.copied())
+
+    def take_back(self) -> None:
+        """Take jobs again."""
+        self._hung = None
+
+    @property
+    def works(self) -> list[Work]:
+        work = self._queue.work
+        return [*([] if work is None else [work]), *self._elsewhere]
+
+    @property
+    def unheeded(self) -> bool:
+        return self._queue.busy and self._queue.work is None
+
+    @property
+    def done_count(self) -> int:
+        return self._queue.done_count
+
+    def probe(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self.queue_step(int)
+
+    # ---
+
+    def _put(
+        self, job: Callable[..., T], args: tuple[object, ...], *, step: bool, allowed_s: float | None = FIRST_S
+    ) -> Future[T]:
         future: Future[T] = Future()
-        self._queue.put(_Job(future, functools.partial(job, *args), step))
+        self._queue.put(_Job(future, functools.partial(job, *args), step, allowed_s))
+        return future
+
+    def _submit(
+        self, job: Callable[..., T], args: tuple[object, ...], *, step: bool, allowed_s: float | None = FIRST_S
+    ) -> asyncio.Future[T]:
+        future: asyncio.Future[T] = self._expected()
+        if future.done():
+            return future
+        loop, queued = future.get_loop(), self._put(job, args, step=step, allowed_s=allowed_s)
+
+        def on_done(_: Future[T]) -> None:
+            # The loop may be over, and with it who would want to know.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(_pass_on, future, queued)
+
+        queued.add_done_callback(on_done)
+        future.add_done_callback(lambda future: queued.cancel() if future.cancelled() else None)
+        return future
+
+    def _expected(self) -> asyncio.Future[Any]:
+        """Return a future that gets the error of `give_up`, unless it has a result before."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if self._hung is not None:
+            future.set_exception(self._hung.copied())
+        else:
+            self._awaited.add(future)
+            future.add_done_callback(self._awaited.discard)
         return future
 
     def watch(self, connection: socket.socket, on_readable: Callable[[], None]) -> None:
@@ -131,11 +226,15 @@ class DeviceThread:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A queued job. step: it may find a prelaunched step, and does not cancel it."""
+    """A queued job.
+
+    step: it may find a prelaunched step, and does not cancel it. allowed_s: how long it may take, as of `Work`.
+    """
 
     future: Future[Any]
     run: Callable[[], Any]
     step: bool
+    allowed_s: float | None
 
 
 class _Queue:
@@ -154,6 +253,10 @@ class _Queue:
         self._cancel_prelaunched: Callable[[], None] | None = None
         self._awake_until = 0.0
         self._asleep = self.over = False
+        self.costs = StepCosts()
+        self.work: Work | None = None
+        """The job that runs now."""
+        self.done_count = 0
 
     @property
     def busy(self) -> bool:
@@ -200,12 +303,28 @@ class _Queue:
 
     def run_now(self, run: Callable[[], object]) -> None:
         """Run a job at once; on the thread."""
+        self.work = Work()
         try:
             run()
         except Exception as error:
             self._device_error(error)
+        finally:
+            self._note_end()
+
+    def computes(self, kind: str, rows: int) -> None:
+        if self.work is not None:
+            self.costs.expect(self.work, kind, rows)
+
+    def _note_end(self) -> None:
+        work, self.work = self.work, None
+        self.done_count += 1
+        if work is not None:
+            self.costs.ended(work)
 
     def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            # For those who look at the process's threads.
+            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("device")
         while not self.over:
             if not self._jobs and time.monotonic() < self._awake_until:
                 self._read(0)
@@ -232,13 +351,16 @@ class _Queue:
             return
         if not job.future.set_running_or_notify_cancel():
             return
+        self.work = Work(job.allowed_s)
         try:
             if not job.step:
                 self._cancel()
             result = job.run()
         except BaseException as error:
+            self._note_end()
             job.future.set_exception(self._device_error(error))
         else:
+            self._note_end()
             job.future.set_result(result)
 
     def _device_error(self, error: BaseException) -> BaseException:
@@ -278,6 +400,17 @@ class _Queue:
     def _read_wakes(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._wake_reader.recv(4096)
+
+
+def _pass_on(future: asyncio.Future[T], source: asyncio.Future[T] | Future[T]) -> None:
+    """Give a future the result or error of another one, unless it has one."""
+    if source.cancelled():
+        future.cancel()
+    elif (error := source.exception()) is not None:
+        if not future.done():
+            future.set_exception(error)
+    elif not future.done():
+        future.set_result(source.result())
 
 
 def _end(queue: _Queue, thread: threading.Thread) -> None:

@@ -132,6 +132,7 @@ class LocalDraftLink:
         return draft_tokens
 
     def _draft_tokens(self, features: Features, start: int, request: DraftRequest | None) -> tuple[int, ...]:
+        self._thread.computes("draft", features.count + (0 if request is None else request.tokens))
         if self.ahead is not None and self.ahead.issued:
             return self.ahead.draft_tokens()
         if not features.empty:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
+from services.errors import FlashsplitError
 from services.messages.description import Role
 from services.messages.snapshots import SnapshotOwner
 from services.messages.steps import Location
@@ -97,6 +98,10 @@ class WorkerRole(ABC, Generic[PartT]):
         """
         paths = self.resources.paths
         return replace(part, **{item.name: paths[item.name] for item in fields(part) if item.name in paths})
+
+    def fail_sessions(self, error: FlashsplitError) -> None:
+        """End the sessions that wait for the device in another way than by a job: it hangs, as the error says."""
+        return None
 
     @abstractmethod
     def load(self, part: PartT, on_progress: Callable[[int, int], None]) -> None:

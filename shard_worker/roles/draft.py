@@ -246,9 +246,7 @@ class LocalDraftSession:
             if len(slices) < len(self._loaded.draft.config.capture_layers):
                 return
             features, self._gathered = self._gathered, Features()
-        await self._thread.submit(
-            self._record.timed, self._loaded.engine.append, self.state, features, piece.start_position
-        )
+        await self._thread.submit(self._record.timed, self._append, features, piece.start_position)
 
     async def propose(self, request: Propose) -> DraftAnswer:
         draft = self._loaded.draft
@@ -290,12 +288,18 @@ class LocalDraftSession:
             self._role.sessions.discard(self)
             self._record.end(why, self.state.length)
 
+    def _append(self, features: Features, start: int) -> None:
+        self._thread.computes("features", features.count)
+        self._loaded.engine.append(self.state, features, start)
+
     def _draft_tokens(self, request: Propose) -> tuple[int, ...]:
+        self._thread.computes("draft", request.tokens)
         draft_request = DraftRequest(request.step, request.position, request.token_id, request.tokens)
         return self._loaded.engine.propose(self.state, draft_request)
 
     def _hidden(self, request: Propose) -> WireTensor:
         assert request.embed is not None
+        self._thread.computes("draft", request.tokens)
         engine = self._loaded.engine
         rows = from_wire(request.embed, engine.draft.device.torch_device)
         return to_wire(engine.hidden(self.state, request.position, rows, request.tokens))

@@ -137,6 +137,10 @@ class TargetRole(WorkerRole[LoadTarget]):
     def registrations(self) -> list[Registration]:
         return [StageServicer(self, self.resources.links).register]
 
+    def fail_sessions(self, error: FlashsplitError) -> None:
+        for session in [*self.sessions]:
+            session.fail(error.copied())
+
     # --- loading
 
     def localize(self, part: LoadTarget) -> LoadTarget:

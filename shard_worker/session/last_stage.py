@@ -112,7 +112,7 @@ class LastStageSession(TargetSession):
                 self._count_step()
                 self._begin(self._answer, step, arrived_ns, outcome, self._count_rows(step, outcome))
             case SessionBroken(error):
-                self._fail(error)
+                self.fail(error)
 
     def _count_rows(self, forward: Forward, outcome: StepOutcome) -> int:
         """Count the rows of a step that was decided. Returns how many of them are committed."""

@@ -120,7 +120,11 @@ class RelaySession(TargetSession):
 
     async def _send_when_complete(self, outgoing: OutgoingStep, arrived_ns: int) -> None:
         async with self._in_order:
-            passed, forward_ns = outgoing.wait() if outgoing.complete else await asyncio.to_thread(outgoing.wait)
+            if outgoing.complete:
+                passed, forward_ns = outgoing.wait()
+            else:
+                rows = len(outgoing.forward.token_ids)
+                passed, forward_ns = await self.host.thread.result_of(outgoing.wait, "chunk", rows)
             self._note(passed, arrived_ns, forward_ns)
             await self.downstream.forward(passed)
 
@@ -139,7 +143,7 @@ class RelaySession(TargetSession):
             case StepNotSent(step):
                 self._begin(self.downstream.forward, step)
             case SessionBroken(error):
-                self._fail(error)
+                self.fail(error)
 
     def _apply(self, commit: Commit) -> Commit:
         """Commit the rows that the last stage says count. Returns the answer with this stage's times added.

@@ -170,7 +170,7 @@ class TargetSession(ABC):
         self._record = SessionRecord(request.request_id, request.trace, self._location, host.identity.layers)
         self._next_step = 0
         self._length = 0
-        self._tasks = BackgroundTasks(self._fail)
+        self._tasks = BackgroundTasks(self.fail)
         # Steps go on, and answers go out, in their order.
         self._in_order = asyncio.Lock()
         self._closed = False
@@ -292,7 +292,7 @@ class TargetSession(ABC):
         if not self._closed:
             self._tasks.begin(work, *args)
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """End the session with this error, unless another one or the client has ended it before."""
         if self._closed or self._error is not None:
             return
@@ -398,6 +398,7 @@ class DeviceSession(ABC):
     def compute(self, forward: Forward) -> ComputedStep:
         """Run the stage on a step's rows, on a GPU without waiting for it."""
         started_ns = time.monotonic_ns()
+        self._thread.computes("step", len(forward.token_ids))
         state, features = self.state(), Features()
         self._progress.step = forward.step
         self._next.forget()

@@ -1,0 +1,41 @@
+"""Stops one thread of a process, as a device does whose driver never returns, while its other threads go on (Linux)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_SEIZE, _INTERRUPT, _DETACH, _ALL = 0x4206, 0x4207, 17, 0x40000000
+
+
+def device_thread(process_id: int) -> int:
+    """The thread of a worker that owns its devices."""
+    [found] = [
+        int(task.name)
+        for task in Path(f"/proc/{process_id}/task").iterdir()
+        if (task / "comm").read_text().strip() == "device"
+    ]
+    return found
+
+
+@contextlib.contextmanager
+def stopped(thread_id: int) -> Iterator[None]:
+    """Hold a thread of this process's children up within the context."""
+    _ptrace(_SEIZE, thread_id)
+    try:
+        _ptrace(_INTERRUPT, thread_id)
+        os.waitpid(thread_id, _ALL)
+        yield
+    finally:
+        _ptrace(_DETACH, thread_id)
+
+
+def _ptrace(request: int, thread_id: int) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    if library.ptrace(request, thread_id, None, None) == -1:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
