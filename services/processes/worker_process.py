@@ -26,6 +26,9 @@ READY_TIMEOUT_S = 120.0
 STOP_GRACE_S = 2.0
 """How long a worker may take to end by itself before it is killed."""
 
+KILL_GRACE_S = 2.0
+"""How long a killed worker is waited for."""
+
 
 class WorkerFailed(Unavailable):
     """A local worker ended, or never listened. log_lines: the last lines of its log as it wrote them, oldest first.
@@ -131,7 +134,10 @@ class WorkerProcess:
             except TimeoutError:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
-                await process.wait()
+                with contextlib.suppress(TimeoutError):
+                    # A process whose thread does not return from a driver ends only when that does.
+                    async with asyncio.timeout(KILL_GRACE_S):
+                        await process.wait()
         if self._following is not None:
             self._following.cancel()
             self._following = None
