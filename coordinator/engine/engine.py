@@ -134,7 +134,8 @@ class Engine:
             if generation.answer is not None:
                 outcome = generation.answer.finish_reason
         except FlashsplitError as error:
-            outcome = error.reason.lower()
+            # What a client did wrong is one outcome, whatever it was: alerts leave it out.
+            outcome = (error.code_name if isinstance(error, InvalidArgument) else error.reason).lower()
             raise
         finally:
             now = time.monotonic()

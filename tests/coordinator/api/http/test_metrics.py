@@ -12,6 +12,7 @@ from coordinator.api.http.app import MAX_BODY_BYTES
 from coordinator.api.http.metrics import Metrics
 from coordinator.engine.engine import Engine
 from coordinator.status.board import Board
+from services.errors import InvalidArgument
 from tests.coordinator.api.http.conftest import Client, Connect
 from tests.coordinator.fakes import Script, engine, says
 from tests.services.fakes import until
@@ -101,6 +102,19 @@ async def test_every_gap_between_tokens_counts(block_size: int, connect: Connect
     assert tokens == len("forty-two") + 1
     assert found["flashsplit_inter_token_latency_seconds_count", frozenset()] >= tokens - 1
     assert found["flashsplit_time_per_output_token_seconds_count", frozenset()] == 1
+
+
+async def test_what_a_client_did_wrong_is_no_failure_of_the_server(connect: Connect) -> None:
+    """A grammar that a worker refuses counts as refused input, which alerts leave out, and not as vLLM's errors."""
+    served = engine(Script(open_error=InvalidArgument("no such rule", reason="GRAMMAR")))
+    client = await connect(served)
+
+    async def ask() -> None:
+        assert (await client.post(CHAT, HI))[0] == 400
+
+    found = await numbers(served, ask=ask)
+    assert found["flashsplit_requests_total", frozenset({("outcome", "invalid_argument")})] == 1
+    assert not [labels for (name, labels), value in found.items() if name == "vllm:request_success_total" and value > 0]
 
 
 async def test_the_names_of_vllm(connect: Connect) -> None:
