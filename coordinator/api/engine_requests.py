@@ -27,9 +27,6 @@ from services.telemetry.trace_context import Trace, current_call
 MAX_STOPS = 64
 """Most stop strings of one request."""
 
-DEFAULT_MAX_TOKENS = 2048
-"""Most tokens of an answer whose request gives no limit; memory is reserved for all of them."""
-
 
 def check_model(engine: Engine, model: str | None) -> None:
     """Check which model a client asks for; None means the one that is served. Raises NotFound for another one."""
@@ -54,12 +51,14 @@ def make_request(
 ) -> Request:
     """Return the engine's request, with the id and in the trace of the call that is being answered.
 
+    What the client doesn't say is as the model's defaults have it.
+
     prompt_field: what the client calls its prompt. request_id: None takes the call's id, or a new one outside of a
     call. Raises ContextOverflow for a prompt that leaves no room for an answer, InvalidArgument for too many stop
     strings, tokens outside of the vocabulary, min_tokens above max_tokens, bad words as `bad_token_sequences`, and
     sampling parameters as `SamplingParams.completed` does.
     """
-    call = current_call()
+    call, defaults = current_call(), engine.files.defaults
     room = engine.max_model_len - len(prompt.token_ids)
     if room < (0 if stopping.max_tokens == 0 else 1):
         answer = 1 if stopping.max_tokens is None else stopping.max_tokens
@@ -76,7 +75,7 @@ def make_request(
         foreign = [token for token in tokens if not 0 <= token < vocabulary]
         if foreign:
             raise InvalidArgument(f"{field} has {foreign[0]}; they must be from 0 to {vocabulary - 1}", field=field)
-    max_tokens = min(room, DEFAULT_MAX_TOKENS) if stopping.max_tokens is None else stopping.max_tokens
+    max_tokens = defaults.answer_tokens(room, chat=chat) if stopping.max_tokens is None else stopping.max_tokens
     if (sampling.min_tokens or 0) > max_tokens:
         raise InvalidArgument(
             f"min_tokens is {sampling.min_tokens}; it must be at most max_tokens, {max_tokens}", field="min_tokens"
@@ -88,7 +87,7 @@ def make_request(
         prompt_ids=prompt.token_ids,
         boundaries=prompt.boundaries,
         max_tokens=max_tokens,
-        sampling=replace(sampling, bad_words=(), bad_token_sequences=bad).completed(),
+        sampling=replace(sampling, bad_words=(), bad_token_sequences=bad).completed(defaults.sampling),
         stop_token_ids=own | frozenset(stopping.stop_token_ids),
         stop_strings=tuple(stop for stop in stopping.stop if stop),
         include_stop=stopping.include_stop_str_in_output,

@@ -24,7 +24,7 @@ class ContextOverflow(InvalidArgument):
         field: str,
         is_lower_bound: bool = False,
     ) -> None:
-        """context: most tokens of prompt and answer together. max_tokens: asked for, at least 1. field: the client's.
+        """context: most tokens of prompt and answer together. max_tokens: of the answer. field: the client's, at fault.
 
         is_lower_bound: the prompt has at least so many tokens; they were not counted.
         """

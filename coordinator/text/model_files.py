@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.text.chat_template import ChatTemplate
+from coordinator.text.generation_defaults import GenerationDefaults
 from coordinator.text.tokenizer import Tokenizer, stop_token_ids
 from services.errors import InvalidArgument
 from services.model.checkpoint_files import CONFIG, read_json_object
@@ -24,10 +25,12 @@ class ModelFiles:
     stop_token_ids: frozenset[int]
     text_fingerprint: str
     """A hash of the files that turn text into tokens, tokenizer and chat template: 32 hex digits."""
+    defaults: GenerationDefaults = GenerationDefaults()
+    """What holds where a request says nothing."""
 
 
-def read_model_files(directory: Path) -> ModelFiles:
-    """Read a checkpoint's directory.
+def read_model_files(directory: Path, defaults: GenerationDefaults | None = None) -> ModelFiles:
+    """Read a checkpoint's directory. defaults: None where requests say everything.
 
     Raises NotFound and InvalidArgument naming the file and key, TokenizerError and TemplateError for the tokenizer's
     and the template's files.
@@ -49,6 +52,7 @@ def read_model_files(directory: Path) -> ModelFiles:
         chat_template=ChatTemplate.from_checkpoint(directory),
         stop_token_ids=frozenset(stop_token_ids(directory, tokenizer)),
         text_fingerprint=_text_fingerprint(directory),
+        defaults=defaults or GenerationDefaults(),
     )
 
 

@@ -67,8 +67,8 @@ class Parameter:
     """What is known of one number among the sampling parameters.
 
     kind: int or float. help: what --help says of it. accepted: what a worker takes. http: what a body of the HTTP APIs
-    may say. default: what the HTTP and gRPC APIs take where a client doesn't give it; None leaves its processor off.
-    flag_default: the same of the command line. off: the value by which a client switches the processor off.
+    may say. default: what holds where neither a client nor the model's own defaults give it; None leaves its processor
+    off. off: the values by which a client switches the processor off.
     """
 
     name: str
@@ -77,8 +77,7 @@ class Parameter:
     accepted: Range
     http: Range
     default: float | None = None
-    flag_default: float | None = None
-    off: float | None = None
+    off: tuple[float, ...] = ()
 
     @property
     def flag(self) -> str:
@@ -86,7 +85,7 @@ class Parameter:
         return f"--{self.name.replace('_', '-')}"
 
 
-def _number(help: str, accepted: Range, http: Range, **more: float) -> Any:
+def _number(help: str, accepted: Range, http: Range, **more: Any) -> Any:
     """Return a dataclass field for an optional number; its name and kind are those of the field."""
     return field(default=None, metadata={"help": help, "accepted": accepted, "http": http, **more})
 
@@ -108,40 +107,43 @@ class SamplingParams:
         "Divide the logits of tokens in prompt and output by this; above 1 discourages them.",
         accepted=Range("from 0.001 to 1000", ge=1e-3, le=1e3),
         http=Range(ge=1e-3, le=1e3),
+        off=(1,),
     )
     presence_penalty: float | None = _number(
-        "Lower the logits of tokens in the output by this much.", accepted=_ADDED, http=Range(ge=-1000, le=1000), off=0
+        "Lower the logits of tokens in the output by this much.",
+        accepted=_ADDED,
+        http=Range(ge=-1000, le=1000),
+        off=(0,),
     )
     frequency_penalty: float | None = _number(
         "Lower the logits of tokens in the output by this much for each time they occur there.",
         accepted=_ADDED,
         http=Range(ge=-1000, le=1000),
-        off=0,
+        off=(0,),
     )
     temperature: float | None = _number(
         "0 is greedy.",
         accepted=Range("at least 0", ge=0),
         http=Range(ge=0, le=MAX_TEMPERATURE),
         default=1.0,  # OpenAI's; greedy has to be asked for.
-        flag_default=0.0,
     )
     top_k: int | None = _number(
         "Keep the K most probable tokens.",
         accepted=Range("at least 1", ge=1),
-        http=Range(ge=-1, le=2**31 - 1),  # -1 is off as well.
-        off=0,
+        http=Range(ge=-1, le=2**31 - 1),
+        off=(0, -1),
     )
     top_p: float | None = _number(
         "Keep the smallest set of tokens with this mass.",
         accepted=Range("above 0 and at most 1", gt=0, le=1),
         http=Range(gt=0, le=1),
-        off=1,
+        off=(1,),
     )
     min_p: float | None = _number(
         "Drop tokens below this share of the most probable one's probability.",
         accepted=Range("between 0 and 1", ge=0, le=1),
         http=Range(ge=0, le=1),
-        off=0,
+        off=(0,),
     )
     seed: int | None = _number(
         "Same seed, same answer, whatever the split or the draft.  [default: random]",
@@ -159,7 +161,7 @@ class SamplingParams:
         "Let no stop token end the answer before it has this many tokens.",
         accepted=Range("at least 0", ge=0),
         http=Range(ge=0, le=2**31 - 1),
-        off=0,
+        off=(0,),
     )
 
     def numbers(self) -> dict[str, float]:
@@ -171,17 +173,20 @@ class SamplingParams:
         """Return the same with a random seed where none is given."""
         return replace(self, seed=secrets.randbits(64)) if self.seed is None else self
 
-    def completed(self) -> SamplingParams:
+    def completed(self, defaults: SamplingParams | None = None) -> SamplingParams:
         """Return what an API makes of a client's parameters: defaults for those not given, a random seed if need be.
 
-        A processor whose value changes nothing is switched off. Raises InvalidArgument as `check_sampling`, for a
-        temperature above MAX_TEMPERATURE and for biases of what cannot be a token id.
+        defaults: those that come before the parameters' own; only its numbers count, and not its seed. A processor
+        whose value changes nothing is switched off. Raises InvalidArgument as `check_sampling`, for a temperature above
+        MAX_TEMPERATURE and for biases of what cannot be a token id.
         """
         values: dict[str, Any] = {}
         for parameter in PARAMETERS:
             value = getattr(self, parameter.name)
+            if value is None and defaults is not None and parameter.name != "seed":
+                value = getattr(defaults, parameter.name)
             value = parameter.default if value is None else value
-            values[parameter.name] = None if value == parameter.off else value
+            values[parameter.name] = None if value in parameter.off else value
         # NaN is left to check_sampling.
         if values["temperature"] > MAX_TEMPERATURE:
             raise _refusal("temperature", values["temperature"], f"from 0 to {MAX_TEMPERATURE}")

@@ -5,6 +5,8 @@ It knows where a position lies, and nothing of what attends to it.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,14 +17,17 @@ from shard_worker.ops.float8 import FLOAT8, narrowed, widened
 PAGE_ROWS = 256
 """Positions of a page on a GPU."""
 
+_MAP_NORESERVE = 0x4000
+"""Linux's flag for memory that is not set aside; Python's mmap lacks it before 3.13."""
+
 
 class AttentionCache:
     """Keys (after norm and RoPE) and values of all attention layers of a segment.
 
     They lie in pages of [layers, 2, kv_heads, page rows, head_dim], keys before values. On the CPU there is one page
-    for the whole session, whose untouched rows cost nothing; on a GPU pages are added as the session grows. Positions
-    of a ring wrap around after as many slots as it has. What is kept in 8-bit floats is rounded on its way in, so that
-    whatever attends to it sees what will be seen later.
+    for the whole session, whose untouched rows cost nothing, be they more than the host has memory for; on a GPU pages
+    are added as the session grows. Positions of a ring wrap around after as many slots as it has. What is kept in 8-bit
+    floats is rounded on its way in, so that whatever attends to it sees what will be seen later.
 
     slots: how many positions there is room for at most. page_rows: positions of a page. dtype: what keys and values are
     kept in. pages: those allocated so far. addresses: of the pages, for kernels.
@@ -51,23 +56,32 @@ class AttentionCache:
         self._shape = (layers, 2, kv_heads, self.page_rows, head_dim)
         self.pages: list[torch.Tensor] = []
         self.addresses: list[int] = []
-        if page_rows is None:
-            self.reserve(self.slots)
+        self._is_paged, self._written = page_rows is not None, 0
+        if not self._is_paged:
+            self._add(_unreserved(self._shape, self.dtype) if like.device.type == "cpu" else self._new_page())
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the pages so far."""
-        return sum(page.nbytes for page in self.pages)
+        """Memory that the pages take so far."""
+        size = sum(page.nbytes for page in self.pages)
+        return size if self._is_paged else size // self.slots * self._written
 
     def has_room(self, length: int) -> bool:
         """Say whether there are pages for the first `length` positions."""
         return len(self.pages) * self.page_rows >= min(length, self.slots)
 
     def reserve(self, length: int) -> None:
-        """Allocate what is missing for the first `length` positions."""
+        """Allocate what is missing for the first `length` positions, which are going to be written."""
+        self._written = max(self._written, min(length, self.slots))
         while not self.has_room(length):
-            self.pages.append(torch.empty(self._shape, dtype=self.dtype, device=self._like.device))
-            self.addresses.append(self.pages[-1].data_ptr())
+            self._add(self._new_page())
+
+    def _new_page(self) -> torch.Tensor:
+        return torch.empty(self._shape, dtype=self.dtype, device=self._like.device)
+
+    def _add(self, page: torch.Tensor) -> None:
+        self.pages.append(page)
+        self.addresses.append(page.data_ptr())
 
     def write(self, layers: slice, which: int, first: int, rows: torch.Tensor) -> None:
         """Put back what `read` gave: keys (which: 0) or values (1), [layers, kv_heads, n, head_dim].
@@ -135,3 +149,17 @@ class AttentionView:
 
     def write(self, tensor: torch.Tensor, first: int, last: int) -> None:
         self.cache.write(self.layers, self.which, first, tensor)
+
+
+def _unreserved(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return memory of the host whose untouched pages are not even set aside.
+
+    A session may be as long as the model's context, for which the host need not have room: few grow so long.
+    `torch.empty` of more than the host's memory is refused. Raises OutOfMemoryError where this is refused as well.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    except OSError as error:
+        raise torch.OutOfMemoryError(f"no {size} bytes of address space for keys and values: {error}") from error
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)

@@ -157,7 +157,7 @@ def test_a_lost_drafter_loses_no_request(server: Server, client: openai.OpenAI) 
         (["--prefill-compression", "always"], ["--prefill-compression has no effect without --prefill-drafter"]),
         (["--prefill-device", "cpu"], ["--prefill-device has no effect"]),
         (["--prefill-keep-ratio", "0.1"], ["--prefill-keep-ratio has no effect"]),
-        (["--prefill-drafter", "/no/such"], ["/no/such", "tokenizer.json"]),
+        (["--prefill-drafter", "/no/such"], ["/no/such", "does not exist"]),
         (["--prefill-drafter", DEMO / "target", "--prefill-keep-ratio", "much"], ["'much'", "0.05"]),
         (["--prefill-drafter", DEMO / "target", "--prefill-device", "gpu"], ["--prefill-device 'gpu'", "cuda:N"]),
         (

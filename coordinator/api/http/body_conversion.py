@@ -40,7 +40,7 @@ def make_request(
 ) -> Request:
     """Return the engine's request.
 
-    max_tokens: None takes what the context leaves, up to a default. bound: what the answer must be.
+    max_tokens: None takes the default. bound: what the answer must be.
     """
     stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     stopping = Stopping(

@@ -64,6 +64,7 @@ def _openai(engine: Engine, name: str) -> dict[str, Any]:
         "owned_by": "flashsplit",
         "root": engine.name,
         "max_model_len": engine.max_model_len,
+        "default_sampling": engine.files.defaults.numbers(),
     }
 
 

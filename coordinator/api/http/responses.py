@@ -63,7 +63,7 @@ def _talk(engine: Engine, body: ResponsesRequest) -> Talk:
 
 def _head(engine: Engine, body: ResponsesRequest, exchange: ChatExchange) -> dict[str, Any]:
     """Return the reply as it is before the answer: who answers, and what was asked for."""
-    sampling = body.sampling_params()
+    sampling = exchange.request.sampling
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text is not None else {}
     return {
         "id": f"resp_{exchange.request.request_id}",
@@ -80,7 +80,7 @@ def _head(engine: Engine, body: ResponsesRequest, exchange: ChatExchange) -> dic
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
         "store": False,
-        "temperature": 1.0 if sampling.temperature is None else sampling.temperature,
+        "temperature": sampling.temperature,
         "text": {"format": {"type": "text"}, **text},
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
         "tools": [{"parameters": None, "strict": None, **tool.model_dump()} for tool in body.tools or []],

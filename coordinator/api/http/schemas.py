@@ -6,7 +6,6 @@ Wrong types and values are refused. What the fields mean that are published and 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
@@ -91,9 +90,7 @@ class SamplingFields(_SamplingNumbers):
             bias[int(key)] = value
         numbers = {entry.name: getattr(self, entry.name) for entry in PARAMETERS}
         allowed, bad_words = tuple(self.allowed_token_ids or ()), tuple(self.bad_words or ())
-        sampling = SamplingParams(bias, allowed_token_ids=allowed, bad_words=bad_words, **numbers)
-        # -1 switches top-k off as well as 0.
-        return replace(sampling, top_k=0) if sampling.top_k == -1 else sampling
+        return SamplingParams(bias, allowed_token_ids=allowed, bad_words=bad_words, **numbers)
 
 
 class StreamOptions(LenientModel):
@@ -189,7 +186,7 @@ class CompletionRequest(SamplingFields):
     prompt: str | list[str] | list[int] | list[list[int]]
     suffix: str | None = None
     add_special_tokens: bool = True
-    max_tokens: int | None = Field(16, ge=0)
+    max_tokens: int | None = Field(None, ge=0)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     echo: bool = False
     response_format: ResponseFormat | None = None

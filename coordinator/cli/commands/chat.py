@@ -14,6 +14,7 @@ from coordinator.cli.command import Command, log_options
 from coordinator.cli.http_client import ClientOptions
 from coordinator.cli.option_groups import Flag, group_options, with_options
 from coordinator.cli.options.cluster import ClusterOptions
+from coordinator.cli.options.generation import GenerationConfigOptions
 from coordinator.cli.options.model import OptionalModelOptions
 from coordinator.cli.options.prefix import PrefixOptions
 from coordinator.cli.options.sampling import SamplingFlags
@@ -22,7 +23,7 @@ from coordinator.cli.terminal.chat import Chat
 from coordinator.cli.terminal.history import history_path
 from coordinator.cli.terminal.speakers import AnswerSettings, LocalSpeaker, RemoteSpeaker, Speaker
 from coordinator.engine.engine import Engine
-from coordinator.text.model_files import read_model_files
+from coordinator.text.model_files import ModelFiles, read_model_files
 from services.errors import InvalidArgument
 from services.messages.sampling import SamplingParams
 
@@ -45,7 +46,8 @@ class ConversationOptions:
     system: Annotated[str | None, Flag("A system message.", metavar="TEXT")] = None
     sampling: Annotated[SamplingParams, SamplingFlags("temperature", "top_p", "seed", as_clients=True)]
     max_tokens: Annotated[
-        int | None, Flag("Most tokens of an answer.  [default: as servers have it, 2048]", type=click.IntRange(1))
+        int | None,
+        Flag("Most tokens of an answer.  [default: the server's, or what the context leaves]", type=click.IntRange(1)),
     ] = None
     no_speculation: Annotated[bool, Flag("Decode one token a step, even with a draft loaded.")] = False
     no_history: Annotated[bool, Flag("Don't remember questions in the state directory.")] = False
@@ -62,6 +64,7 @@ async def chat(
     model: OptionalModelOptions,
     workers: ClusterOptions,
     prefix: PrefixOptions,
+    defaults: GenerationConfigOptions,
     conversation: ConversationOptions,
 ) -> None:
     """Talk with a model: Markdown as it comes, and what each answer took.
@@ -76,7 +79,8 @@ async def chat(
             server = await stack.enter_async_context(client.connect())
             speaker = RemoteSpeaker(server, await server.model())
         else:
-            speaker = LocalSpeaker(await start_engine(stack, model.model, model.draft, workers, prefix))
+            files = read_model_files(model.model, defaults.defaults(model.model))
+            speaker = LocalSpeaker(await start_engine(stack, files, model.draft, workers, prefix))
         history = None if conversation.no_history else history_path()
         await Chat(speaker, conversation.settings(), conversation.system, history).run()
 
@@ -103,7 +107,7 @@ def check_choice(context: click.Context, model: Path | None) -> None:
 
 async def start_engine(
     stack: contextlib.AsyncExitStack,
-    model: Path,
+    files: ModelFiles,
     draft: Path | None,
     workers: ClusterOptions,
     prefix: PrefixOptions,
@@ -112,10 +116,11 @@ async def start_engine(
 
     Raises InvalidArgument for a checkpoint that cannot chat.
     """
-    files = read_model_files(model)
     if files.chat_template is None or files.tokenizer is None:
         raise InvalidArgument(
-            f"{model} has no chat template: use flashsplit generate with --prompt for it", field="--model"
+            f"{files.directory} has no chat template: use flashsplit generate with --prompt for it", field="--model"
         )
     started = await stack.enter_async_context(start_model(files, draft, workers, prefix))
-    return Engine(started.cluster, files, started.cache, name=model.absolute().name, max_running=1, max_waiting=0)
+    return Engine(
+        started.cluster, files, started.cache, name=files.directory.absolute().name, max_running=1, max_waiting=0
+    )

@@ -19,6 +19,7 @@ from coordinator.cli.option_groups import Flag, with_options
 from coordinator.cli.options.cluster import ClusterOptions
 from coordinator.cli.options.compression import CompressionOptions
 from coordinator.cli.options.config import config_option
+from coordinator.cli.options.generation import GenerationConfigOptions
 from coordinator.cli.options.model import ModelOptions
 from coordinator.cli.options.prefix import PrefixOptions
 from coordinator.cli.options.sampling import SamplingFlags
@@ -29,7 +30,7 @@ from coordinator.engine import generation
 from coordinator.text.model_files import ModelFiles, read_model_files
 from coordinator.text.prompt import Prompt, chat_prompt, text_prompt
 from services.errors import InvalidArgument
-from services.messages.sampling import SamplingParams, check_sampling
+from services.messages.sampling import SamplingParams
 
 _EPILOG = """Examples:
 
@@ -113,7 +114,14 @@ class PromptOptions:
 class AnswerOptions:
     """How long an answer may become, what ends it, and how it is computed."""
 
-    max_tokens: Annotated[int, Flag("Most tokens to produce.", type=click.IntRange(1))] = 256
+    max_tokens: Annotated[
+        int | None,
+        Flag(
+            "Most tokens to produce.  [default: generation_config.json's max_new_tokens, else with --chat what the "
+            "context leaves; without --chat 16]",
+            type=click.IntRange(1),
+        ),
+    ] = None
     stops: Annotated[
         tuple[str, ...], Flag("End before this text; may be given several times.", "--stop", metavar="STR")
     ] = ()
@@ -128,19 +136,27 @@ class AnswerOptions:
         ),
     ] = None
 
-    def request(self, request_id: str, prompt: Prompt, sampling: SamplingParams, files: ModelFiles) -> Request:
-        """Return the request for an answer to a prompt."""
+    def request(
+        self, request_id: str, prompt: Prompt, sampling: SamplingParams, files: ModelFiles, *, context: int, chat: bool
+    ) -> Request:
+        """Return the request for an answer to a prompt.
+
+        context: most tokens of both together. chat: whether the prompt is a conversation.
+        """
+        # A prompt that leaves no room is refused where all requests are checked.
+        longest = files.defaults.answer_tokens(max(1, context - len(prompt.token_ids)), chat=chat)
         return Request(
             request_id=request_id,
             prompt_ids=prompt.token_ids,
             boundaries=prompt.boundaries,
             compression=prompt.compression,
-            max_tokens=self.max_tokens,
+            max_tokens=longest if self.max_tokens is None else self.max_tokens,
             sampling=sampling,
             stop_token_ids=frozenset() if self.ignore_eos else files.stop_token_ids,
             stop_strings=self.stops,
             speculate=not self.no_speculation,
             prefill_chunk=self.prefill_chunk,
+            chat=chat,
         )
 
 
@@ -155,6 +171,7 @@ async def generate(
     compression: CompressionOptions,
     question: PromptOptions,
     sampling: Annotated[SamplingParams, SamplingFlags()],
+    defaults: GenerationConfigOptions,
     answering: AnswerOptions,
     as_json: bool,
 ) -> None:
@@ -164,9 +181,8 @@ async def generate(
     stats instead. With --draft, DFlash proposes blocks of tokens and the model verifies them: the answer is the same,
     only sooner.
     """
-    files = read_model_files(model.model)
-    seeded = sampling.seeded()
-    check_sampling(seeded)
+    files = read_model_files(model.model, defaults.defaults(model.model))
+    completed = sampling.completed(files.defaults.sampling)
     sources = question.read(files)
 
     def show(piece: Piece) -> None:
@@ -177,10 +193,11 @@ async def generate(
     # A single prompt has nobody to leave its state to, unless that goes to disk.
     keep = len(sources) > 1 or prefix.store.flag is not None
     async with start_model(files, model.draft, workers, prefix, compression, keep_prefixes=keep) as started:
+        context = started.cluster.target.max_position
         for source in sources:
             request_id = secrets.token_hex(8)
             prompt = await source.shorten(started.compressor, request_id, files)
-            request = answering.request(request_id, prompt, seeded, files)
+            request = answering.request(request_id, prompt, completed, files, context=context, chat=question.chat)
             answer = await generation.generate(started.cluster, request, files.tokenizer, show, started.cache)
             if as_json:
                 print(json.dumps(answer.as_json(), ensure_ascii=False), flush=True)

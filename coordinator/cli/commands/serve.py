@@ -21,6 +21,7 @@ from coordinator.cli.option_groups import with_options
 from coordinator.cli.options.cluster import ClusterOptions
 from coordinator.cli.options.compression import CompressionOptions
 from coordinator.cli.options.config import config_option
+from coordinator.cli.options.generation import GenerationDefaultsOptions
 from coordinator.cli.options.model import ModelOptions
 from coordinator.cli.options.prefix import PrefixOptions
 from coordinator.cli.options.server import AccessOptions, ListenOptions, ServiceOptions
@@ -44,6 +45,7 @@ async def serve(
     listen: ListenOptions,
     access: AccessOptions,
     service: ServiceOptions,
+    defaults: GenerationDefaultsOptions,
 ) -> None:
     """Serve a model to clients of OpenAI's and Anthropic's HTTP APIs, and over gRPC.
 
@@ -56,7 +58,7 @@ async def serve(
     Ctrl-C let running answers finish and refuse new ones; a second signal ends everything at once.
     """
     keys, tls = access.load(listen.host)
-    files = read_model_files(model.model)
+    files = read_model_files(model.model, defaults.defaults(model.model))
     async with contextlib.AsyncExitStack() as stack:
         # A port that is taken is told before anything is loaded.
         door = UntilLoaded()
@@ -139,6 +141,13 @@ def _print_banner(engine: Engine, http_server: HttpServer, grpc_server: GrpcServ
         console.print(f"draft: blocks of {engine.cluster.draft.block_size}", markup=False)
     url, grpc = http_server.url, None
     console.print(f"{engine.name} at {url}/v1, {engine.max_model_len} tokens of context", markup=False)
+    defaults, most = engine.files.defaults, engine.max_model_len
+    sampling = ", ".join(f"{name} {value:g}" for name, value in defaults.numbers().items())
+    console.print(
+        f"unless a request says otherwise: {sampling}, answers of up to {defaults.answer_tokens(most, chat=True)} "
+        f"tokens, to plain prompts {defaults.answer_tokens(most, chat=False)}",
+        markup=False,
+    )
     console.print(f"a page to talk with it and watch it at {url}/", markup=False)
     if grpc_server is not None:
         grpc = grpc_server.address

@@ -27,11 +27,9 @@ class SamplingFlags(OptionSource):
         for parameter in self._parameters:
             yield GroupOption(
                 "Sampling options",
-                "How the tokens of an answer are chosen.",
+                "How the tokens of an answer are chosen. What is not given is as the model's defaults have it.",
                 [parameter.name, parameter.flag],
                 type=self._type(parameter),
-                default=parameter.flag_default,
-                show_default=parameter.flag_default is not None,
                 help=parameter.help,
             )
 

@@ -24,7 +24,7 @@ Message = dict[str, str]
 class AnswerSettings:
     """How to answer. What sampling and max_tokens don't say is left to who answers. speculate: a draft may be used."""
 
-    sampling: SamplingParams = SamplingParams(temperature=0.0)
+    sampling: SamplingParams = SamplingParams()
     max_tokens: int | None = None
     speculate: bool = True
 

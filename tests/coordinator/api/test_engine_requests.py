@@ -19,6 +19,7 @@ from coordinator.api.engine_requests import (
     text_of,
     tool_call,
 )
+from coordinator.text.generation_defaults import GenerationDefaults
 from coordinator.text.prompt import Prompt
 from services.errors import InvalidArgument, NotFound
 from services.messages.inference_types import CompressionMode, CompressionParams, Conversation, Message, Stopping
@@ -37,9 +38,10 @@ def refused(error: type[Exception] = InvalidArgument) -> Any:
 
 
 def test_a_request_that_says_nothing() -> None:
-    """It gets the context's room up to a default, the model's own stop tokens, and the APIs' sampling defaults."""
-    made = make_request(engine(), PROMPT, SamplingParams(), Stopping())
-    assert (made.prompt_ids, made.boundaries, made.max_tokens) == ((1, 2, 3), (2,), 2048)
+    """It gets the context's room, a plain prompt 16 tokens, the model's own stop tokens, and the sampling defaults."""
+    made = make_request(engine(), PROMPT, SamplingParams(), Stopping(), chat=True)
+    assert (made.prompt_ids, made.boundaries, made.max_tokens) == ((1, 2, 3), (2,), 4093)
+    assert make_request(engine(), PROMPT, SamplingParams(), Stopping()).max_tokens == 16
     assert (made.stop_token_ids, made.stop_strings) == ({END}, ())
     assert replace(made.sampling, seed=None) == SamplingParams(temperature=1.0)
     assert made.speculate
@@ -47,8 +49,24 @@ def test_a_request_that_says_nothing() -> None:
 
 
 def test_the_room_of_a_small_context() -> None:
-    """Without a limit an answer gets what the prompt leaves; a prompt that leaves nothing is refused."""
+    """Without a limit an answer gets what the prompt leaves."""
     assert make_request(engine(max_model_len=10), PROMPT, SamplingParams(), Stopping()).max_tokens == 7
+
+
+def test_the_models_own_defaults() -> None:
+    """They hold where the client says nothing, and nowhere else."""
+    served = engine()
+    defaults = GenerationDefaults(SamplingParams(temperature=0.6, top_k=20), 50)
+    served.files = replace(served.files, defaults=defaults)
+    made = make_request(served, PROMPT, SamplingParams(top_k=0), Stopping(), chat=True)
+    assert (made.max_tokens, made.sampling.temperature, made.sampling.top_k) == (50, 0.6, None)
+    made = make_request(served, PROMPT, SamplingParams(temperature=1), Stopping(60), chat=True)
+    assert (made.max_tokens, made.sampling.temperature, made.sampling.top_k) == (60, 1, 20)
+    assert make_request(served, PROMPT, SamplingParams(), Stopping()).max_tokens == 16
+
+
+def test_a_prompt_that_leaves_no_room() -> None:
+    """It is refused by the client's name of it."""
     with refused() as error:
         make_request(engine(max_model_len=3), PROMPT, SamplingParams(), Stopping(), prompt_field="messages")
     assert (error.value.where["field"], error.value.reason) == ("messages", "CONTEXT_OVERFLOW")

@@ -79,8 +79,18 @@ def test_what_is_given_stays() -> None:
 
 def test_values_that_change_nothing_switch_their_processor_off() -> None:
     """So a worker needs no penalties' counts and no sorting for them."""
-    idle = SamplingParams(presence_penalty=0.0, frequency_penalty=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
-    assert idle.completed() == SamplingParams(temperature=1.0, seed=1)
+    zeros = SamplingParams(presence_penalty=0.0, frequency_penalty=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
+    for idle in (zeros, replace(zeros, top_k=-1, repetition_penalty=1.0)):
+        assert idle.completed() == SamplingParams(temperature=1.0, seed=1)
+        assert idle.completed(FULL).top_p is None
+
+
+def test_defaults_hold_for_what_is_not_given_alone() -> None:
+    """A client's value wins, also one that switches a processor off; seed and biases are nobody's default."""
+    defaults = SamplingParams({1: 5.0}, temperature=0.6, top_k=20, top_p=0.9, seed=4)
+    completed = SamplingParams(top_k=0, top_p=0.5, seed=9).completed(defaults)
+    assert completed == SamplingParams(temperature=0.6, top_p=0.5, seed=9)
+    assert SamplingParams().completed(defaults).seed != 4
 
 
 def test_negative_seeds_are_taken_modulo_2_to_the_64() -> None:
@@ -93,7 +103,7 @@ def test_negative_seeds_are_taken_modulo_2_to_the_64() -> None:
     [
         (SamplingParams(temperature=100.5), "temperature", "temperature is 100.5; it must be from 0 to 100"),
         (SamplingParams(temperature=float("nan")), "temperature", "temperature is nan; it must be at least 0"),
-        (SamplingParams(top_k=-1), "top_k", "top_k is -1; it must be at least 1"),
+        (SamplingParams(top_k=-2), "top_k", "top_k is -2; it must be at least 1"),
         (SamplingParams(top_p=0.0), "top_p", "top_p is 0.0; it must be above 0 and at most 1"),
         (SamplingParams({2**31: 1.0}), "logit_bias", f"logit_bias has the key {2**31}; keys are token ids"),
         (SamplingParams({5: float("inf")}), "logit_bias[5]", "logit_bias[5] is inf; it must be from -1e+06 to 1e+06"),

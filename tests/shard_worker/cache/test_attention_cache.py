@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -63,6 +65,23 @@ def test_pages_come_as_they_are_needed() -> None:
 
     assert pages == [(0, 0), (1, 1), (1, 1), (2, 2), (8, 2), (13, 2)]
     assert len(whole.pages) == 1
+
+
+def test_a_context_beyond_the_hosts_memory() -> None:
+    """A session may be told that it can grow so long: only what it writes takes memory, and counts as its own."""
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    positions = host // 1024
+    cache = AttentionCache(2, 4, positions, 64, torch.empty(0, dtype=torch.bfloat16))
+    assert cache.pages[0].nbytes > 1.9 * host
+    assert cache.size_bytes == 0
+    rows = torch.randn(10, 4, 64).bfloat16()
+    for layer in range(2):
+        cache.store(layer, 0, rows, -rows)
+
+    keys, values = cache.span(1, 10)
+    assert torch.equal(keys, rows.transpose(0, 1))
+    assert torch.equal(values, -rows.transpose(0, 1))
+    assert cache.size_bytes == 2 * 2 * rows.nbytes
 
 
 def test_what_is_put_back_touches_nothing_else() -> None:

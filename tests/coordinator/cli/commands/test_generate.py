@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coordinator.cli.commands.generate import AnswerOptions, PromptOptions
+from coordinator.text.generation_defaults import GenerationDefaults
 from coordinator.text.model_files import ModelFiles, read_model_files
 from coordinator.text.prompt import Prompt
 from services.errors import InvalidArgument
@@ -68,10 +71,17 @@ def test_what_a_request_is_made_of(files: ModelFiles) -> None:
     """Every option about answers reaches the request."""
     words = "--max-tokens 7 --stop a --stop b --no-speculation --prefill-chunk 16"
     sampling = SamplingParams(temperature=0.5, seed=3)
-    request = parse(AnswerOptions, *words.split()).request("r", Prompt((1, 2)), sampling, files)
+    more: Any = {"files": files, "context": 100, "chat": False}
+    request = parse(AnswerOptions, *words.split()).request("r", Prompt((1, 2)), sampling, **more)
     assert (request.max_tokens, request.stop_strings, request.prefill_chunk) == (7, ("a", "b"), 16)
     assert (request.speculate, request.stop_token_ids) == (False, files.stop_token_ids)
     assert (request.prompt_ids, request.sampling) == ((1, 2), sampling)
-    assert (
-        parse(AnswerOptions, "--ignore-eos").request("r", Prompt((1,)), sampling, files).stop_token_ids == frozenset()
-    )
+    assert not parse(AnswerOptions, "--ignore-eos").request("r", Prompt((1,)), sampling, **more).stop_token_ids
+
+
+def test_how_long_an_answer_may_become(files: ModelFiles) -> None:
+    """As the APIs have it: what the context leaves for a chat, 16 tokens for a plain prompt, or the model's own."""
+    short = replace(files, defaults=GenerationDefaults(max_tokens=9))
+    for model, chat, tokens in ((files, True, 98), (files, False, 16), (short, True, 9), (short, False, 9)):
+        request = parse(AnswerOptions).request("r", Prompt((1, 2)), SamplingParams(), model, context=100, chat=chat)
+        assert (request.max_tokens, request.chat) == (tokens, chat)

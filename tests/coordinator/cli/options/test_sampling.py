@@ -32,7 +32,7 @@ def test_every_parameter_is_a_flag() -> None:
         value = parameter.kind(1)
         sampling = parse(Every, parameter.flag, value).sampling
         assert getattr(sampling, parameter.name) == value
-    assert parse(Every).sampling == SamplingParams(temperature=0.0)
+    assert parse(Every).sampling == SamplingParams()
 
 
 def test_the_help_is_that_of_the_definition() -> None:
