@@ -193,6 +193,30 @@ async def test_a_prompt_is_scored_alike_by_every_api(client: openai.OpenAI, serv
     assert client.completions.create(prompt=chat, **fields).usage == reply.usage
 
 
+def test_the_best_of_several_completions(client: openai.OpenAI) -> None:
+    """Those of the highest mean log-probability of a token, best first; usage counts all of them."""
+    fields: Any = {"model": "demo", "prompt": ["Once upon", CODE], "max_tokens": 8, "temperature": 1.5, "seed": 3}
+    candidates = client.completions.create(**fields, n=4, logprobs=0)
+    best = client.completions.create(**fields, n=2, best_of=4, echo=True)
+
+    def mean(choice: Any) -> float:
+        numbers: list[float] = choice.logprobs.token_logprobs
+        return sum(numbers) / len(numbers)
+
+    expected = []
+    for first, prompt in ((0, fields["prompt"][0]), (4, fields["prompt"][1])):
+        ranked = sorted(candidates.choices[first : first + 4], key=mean, reverse=True)
+        expected += [prompt + choice.text for choice in ranked[:2]]
+    assert [choice.text for choice in best.choices] == expected
+    assert [(choice.index, choice.logprobs) for choice in best.choices] == [(index, None) for index in range(4)]
+    assert best.usage is not None
+    assert candidates.usage is not None
+    assert best.usage.completion_tokens == candidates.usage.completion_tokens
+    with_numbers = client.completions.create(**fields, n=1, best_of=4, logprobs=1)
+    assert [choice.text for choice in with_numbers.choices] == [expected[0][9:], expected[2][len(CODE) :]]
+    assert all(choice.logprobs for choice in with_numbers.choices)
+
+
 def test_usage_and_timings(client: openai.OpenAI) -> None:
     """Usage comes last if it is asked for, and every other chunk says that it will; speculation's figures add up."""
     options: Any = {"include_usage": True}

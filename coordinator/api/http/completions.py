@@ -25,6 +25,7 @@ from coordinator.api.http.usage import timings_of, usage_of
 from coordinator.engine.engine import Engine
 from coordinator.text.prompt import Prompt
 from coordinator.text.tokenizer import Tokenizer
+from services.errors import InvalidArgument
 from services.messages.inference_types import PromptToken
 
 
@@ -37,6 +38,7 @@ def routes(engine: Engine) -> APIRouter:
         """The continuation of one or more prompts."""
         check_model(engine, body.model)
         refuse_fields(Api.COMPLETIONS, body)
+        count = _candidates(body)
         bound, prompt_logprobs = answer_bound(body, body.response_format), _prompt_logprobs(body)
         compression = compression_params(body, prompt_logprobs)
         prompts = await unless_gone(
@@ -60,13 +62,14 @@ def routes(engine: Engine) -> APIRouter:
                     body,
                     prompt,
                     body.max_tokens,
-                    logprobs=body.logprobs,
+                    # The best are known by the log-probabilities of their tokens.
+                    logprobs=0 if body.logprobs is None and count > body.n else body.logprobs,
                     prompt_logprobs=prompt_logprobs,
                     bound=bound,
                     chat=False,
                 ),
-                body.n,
-                number * body.n,
+                count,
+                number * count,
             )
         ]
         head = {
@@ -77,15 +80,42 @@ def routes(engine: Engine) -> APIRouter:
         }
         tokenizer = engine.files.tokenizer
         choices = [
-            _Choice(tokenizer, body, index, _text(tokenizer, prompts[index // body.n]) if body.echo else "")
+            _Choice(tokenizer, body, index, _text(tokenizer, prompts[index // count]) if body.echo else "")
             for index in range(len(requests))
         ]
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
-            return await event_stream(http, _stream(engine, requests, body.n, head, choices, usage=usage))
-        return JSONResponse(await unless_gone(http, _whole(engine, requests, body.n, head, choices)))
+            return await event_stream(http, _stream(engine, requests, count, head, choices, usage=usage))
+        return JSONResponse(await unless_gone(http, _whole(engine, requests, count, head, choices, body.n)))
 
     return router
+
+
+def _candidates(body: CompletionRequest) -> int:
+    """Return how many answers to make to each prompt: `best_of` of them, of which the best `n` are told.
+
+    Raises InvalidArgument for fewer than are to be told, and for a stream, which would tell of each before it is known
+    whether it is one of the best.
+    """
+    count = body.n if body.best_of is None else body.best_of
+    if count < body.n:
+        raise InvalidArgument(f"best_of is {count}; it must be at least n, which is {body.n}", field="best_of")
+    if count > body.n and body.stream:
+        raise InvalidArgument(
+            f"best_of is {count} in a stream; it must be n, which is {body.n}: leave out stream, or best_of",
+            field="best_of",
+        )
+    return count
+
+
+def _best(answers: Sequence[Answer], count: int) -> list[int]:
+    """Return the indices of so many answers: those of the highest mean log-probability of a token, the best first."""
+
+    def mean(index: int) -> float:
+        logprobs = answers[index].logprobs or ()
+        return sum(entry.logprob for entry in logprobs) / max(1, len(logprobs))
+
+    return sorted(range(len(answers)), key=mean, reverse=True)[:count]
 
 
 def _prompt_logprobs(body: CompletionRequest) -> int | None:
@@ -126,7 +156,7 @@ class _Choice:
         """Return the object of the answer's next piece; the first one begins with what was asked of the prompt."""
         text, self._echo = self._echo + piece.text, ""
         parts, self._echoed_logprobs = self._echoed_logprobs, []
-        if piece.logprobs:
+        if piece.logprobs and self._body.logprobs is not None:
             parts.append(self._logprobs.of_answer(piece.token_ids, piece.logprobs))
         logprobs = {name: [entry for part in parts for entry in part[name]] for name in parts[0]} if parts else None
         made = {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
@@ -136,19 +166,22 @@ class _Choice:
 
 
 async def _whole(
-    engine: Engine, requests: list[Request], count: int, head: dict[str, Any], choices: list[_Choice]
+    engine: Engine, requests: list[Request], count: int, head: dict[str, Any], choices: list[_Choice], told: int
 ) -> dict[str, Any]:
+    """Return the reply to a whole request. count: answers to each prompt. told: how many of them it tells."""
     answers: dict[int, Answer] = {}
     async for part in answer_all(engine, requests):
         if isinstance(part.content, Answer):
             answers[part.index] = part.content
         else:
             choices[part.index].take_prompt(part.content.prompt)
-    made = []
-    for index, choice in enumerate(choices):
-        answer = answers[index]
-        piece = Piece(answer.token_ids, answer.text or "", answer.logprobs or ())
-        made.append(choice.made_of(piece, answer.finish_reason))
+    made: list[dict[str, Any]] = []
+    for first in range(0, len(choices), count):
+        of_prompt = [answers[index] for index in range(first, first + count)]
+        for index in _best(of_prompt, told) if told < count else range(count):
+            answer = of_prompt[index]
+            piece = Piece(answer.token_ids, answer.text or "", answer.logprobs or ())
+            made.append(choices[first + index].made_of(piece, answer.finish_reason) | {"index": len(made)})
     return {**head, "choices": made, "usage": usage_of(answers, count), "timings": timings_of(answers[0])}
 
 

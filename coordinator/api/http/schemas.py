@@ -188,6 +188,7 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: bool = True
     max_tokens: int | None = Field(None, ge=0)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     echo: bool = False
     response_format: ResponseFormat | None = None
     stream: bool = False
