@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from coordinator.answer import Answer, Piece
 from coordinator.api.engine_requests import check_model
@@ -17,7 +18,7 @@ from coordinator.api.http.documented import ANSWER, OPENAI_ERRORS
 from coordinator.api.http.field_decisions import Api, refuse_fields
 from coordinator.api.http.json_bodies import JsonRoute
 from coordinator.api.http.logprobs import chat_logprobs, vllm_prompt_logprobs
-from coordinator.api.http.replies import event_stream, unless_gone
+from coordinator.api.http.replies import event_stream, json_reply, json_text, unless_gone
 from coordinator.api.http.schemas import ChatRequest
 from coordinator.api.http.thinking import effort_variables
 from coordinator.api.http.usage import timings_of, usage_of
@@ -65,7 +66,7 @@ def routes(engine: Engine) -> APIRouter:
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
             return await event_stream(http, _stream(engine, exchange, body.n, head, usage=usage))
-        return JSONResponse(await unless_gone(http, _whole(engine, exchange, body.n, head)))
+        return await json_reply(await unless_gone(http, _whole(engine, exchange, body.n, head)))
 
     return router
 
@@ -131,7 +132,7 @@ async def _whole(engine: Engine, exchange: ChatExchange, count: int, head: dict[
         if isinstance(part.content, Answer):
             answers[part.index] = part.content
         else:
-            prompt += _prompt_logprobs(engine, exchange, part.content)
+            prompt += await _prompt_logprobs(engine, exchange, part.content)
     ordered = [answers[index] for index in range(count)]
     return {
         **head,
@@ -143,8 +144,12 @@ async def _whole(engine: Engine, exchange: ChatExchange, count: int, head: dict[
     }
 
 
-def _prompt_logprobs(engine: Engine, exchange: ChatExchange, piece: Piece) -> list[dict[str, Any] | None]:
-    return vllm_prompt_logprobs(engine.files.tokenizer, piece.prompt, exchange.request.prompt_logprobs or 0)
+async def _prompt_logprobs(engine: Engine, exchange: ChatExchange, piece: Piece) -> list[dict[str, Any] | None]:
+    """Return the entries of a piece's tokens of the prompt, which are made on a thread."""
+    if not piece.prompt:
+        return []
+    alternatives = exchange.request.prompt_logprobs or 0
+    return await asyncio.to_thread(vllm_prompt_logprobs, engine.files.tokenizer, piece.prompt, alternatives)
 
 
 def _choice(engine: Engine, exchange: ChatExchange, index: int, answer: Answer) -> dict[str, Any]:
@@ -211,13 +216,13 @@ async def _stream(
     async for part in answer_exchange(engine, exchange, count):
         index, content = part.index, part.content
         if isinstance(content, Piece) and content.prompt:
-            prompt += _prompt_logprobs(engine, exchange, content)
+            prompt += await _prompt_logprobs(engine, exchange, content)
             continue
         if index not in begun:
             begun.add(index)
             # They come with the first choice; another one may be quicker.
             of_prompt: dict[str, Any] = {"prompt_logprobs": prompt} if prompt and not index else {}
-            yield chunk(index, {"role": "assistant", "content": ""}, **of_prompt)
+            yield await json_text(chunk(index, {"role": "assistant", "content": ""}, **of_prompt))
         if isinstance(content, Answer):
             answers[index] = content
             for delta in deltas(index, parsers[index].finish(cut=content.cut)):

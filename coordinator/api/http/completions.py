@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from coordinator.answer import Answer, Piece, Request
 from coordinator.api.engine_requests import check_model
@@ -18,7 +19,7 @@ from coordinator.api.http.documented import ANSWER, OPENAI_ERRORS
 from coordinator.api.http.field_decisions import Api, refuse_fields
 from coordinator.api.http.json_bodies import JsonRoute
 from coordinator.api.http.logprobs import CompletionLogprobs, vllm_prompt_logprobs
-from coordinator.api.http.replies import event_stream, unless_gone
+from coordinator.api.http.replies import event_stream, json_reply, json_text, unless_gone
 from coordinator.api.http.schemas import CompletionRequest
 from coordinator.api.http.structured import answer_bound
 from coordinator.api.http.usage import timings_of, usage_of
@@ -86,7 +87,7 @@ def routes(engine: Engine) -> APIRouter:
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
             return await event_stream(http, _stream(engine, requests, count, head, choices, usage=usage))
-        return JSONResponse(await unless_gone(http, _whole(engine, requests, count, head, choices, body.n)))
+        return await json_reply(await unless_gone(http, _whole(engine, requests, count, head, choices, body.n)))
 
     return router
 
@@ -144,8 +145,17 @@ class _Choice:
         self._echoed_logprobs: list[dict[str, list[Any]]] = []
         self._prompt_logprobs: list[dict[str, Any] | None] = []
 
-    def take_prompt(self, prompt: Sequence[PromptToken]) -> None:
+    @property
+    def holds_prompt(self) -> bool:
+        """Whether the next object tells the log-probabilities of a prompt, which may be many."""
+        return bool(self._echoed_logprobs or self._prompt_logprobs)
+
+    async def take_prompt(self, prompt: Sequence[PromptToken]) -> None:
         """Take the prompt's next tokens, all of which come before the first object is made."""
+        if prompt:
+            await asyncio.to_thread(self._take_prompt, prompt)
+
+    def _take_prompt(self, prompt: Sequence[PromptToken]) -> None:
         body = self._body
         if body.echo and body.logprobs is not None:
             self._echoed_logprobs.append(self._logprobs.of_prompt(prompt))
@@ -174,7 +184,7 @@ async def _whole(
         if isinstance(part.content, Answer):
             answers[part.index] = part.content
         else:
-            choices[part.index].take_prompt(part.content.prompt)
+            await choices[part.index].take_prompt(part.content.prompt)
     made: list[dict[str, Any]] = []
     for first in range(0, len(choices), count):
         of_prompt = [answers[index] for index in range(first, first + count)]
@@ -195,17 +205,15 @@ async def _stream(
         choice, content = choices[part.index], part.content
         if isinstance(content, Answer):
             answers[part.index] = content
-            yield {
-                **head,
-                "choices": [choice.made_of(Piece(()), content.finish_reason)],
-                "timings": timings_of(content),
-            }
+            end = choice.made_of(Piece(()), content.finish_reason)
+            yield {**head, "choices": [end], "timings": timings_of(content)}
         elif content.prompt:
-            choice.take_prompt(content.prompt)
+            await choice.take_prompt(content.prompt)
         else:
-            made = choice.made_of(content)
-            if made["text"] or made["logprobs"] or "prompt_logprobs" in made:
-                yield {**head, "choices": [made]}
+            long, made = choice.holds_prompt, choice.made_of(content)
+            if long or made["text"] or made["logprobs"]:
+                chunk = {**head, "choices": [made]}
+                yield await json_text(chunk) if long else chunk
     if usage:
         yield {**head, "choices": [], "usage": usage_of(answers, count)}
     yield "[DONE]"

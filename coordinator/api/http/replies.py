@@ -1,4 +1,4 @@
-"""Sends answers as server-sent events, and stops work whose client has gone."""
+"""Sends answers whole or as server-sent events, and stops work whose client has gone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from sse_starlette import EventSourceResponse
 from starlette.requests import Request
+from starlette.responses import Response
 
 from coordinator.api.http.errors import logged
 
@@ -16,6 +17,20 @@ T = TypeVar("T")
 
 KEEP_ALIVE_S = 10
 """Between comments that keep a connection open during a long prefill."""
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+async def json_text(value: dict[str, Any]) -> str:
+    """Return an object as JSON, written on a thread and bit by bit: `json.dumps` lets nothing else run until all of it
+    is written, and log-probabilities of a long prompt are megabytes."""
+    return await asyncio.to_thread(lambda: "".join(_ENCODER.iterencode(value)))
+
+
+async def json_reply(value: dict[str, Any]) -> Response:
+    """Return a reply that is an object, which may be a large one."""
+    return Response(await json_text(value), media_type="application/json")
 
 
 class ClientGone(Exception):
