@@ -126,7 +126,7 @@ DECISIONS: Mapping[Api, Mapping[str, Accepted | Refused]] = {
     },
     Api.COMPLETIONS: {
         "user": _OF_OPENAI["user"],
-        **_EVERYWHERE,
+        **{name: decision for name, decision in _EVERYWHERE.items() if name != "best_of"},
     },
     Api.RESPONSES: {
         **{name: decision for name, decision in _OF_OPENAI.items() if name != "metadata"},
