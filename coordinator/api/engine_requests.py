@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from coordinator.answer import Request
@@ -16,8 +15,11 @@ from coordinator.compression.settings import CompressionSettings
 from coordinator.engine.context_overflow import ContextOverflow
 from coordinator.engine.engine import Engine
 from coordinator.text.bad_words import bad_token_sequences
+from coordinator.text.bounded_json import parse_json
 from coordinator.text.chat_template import RESERVED_VARIABLES
-from coordinator.text.prompt import Prompt, chat_prompt, text_prompt
+from coordinator.text.prompt import Prompt, chat_prompt, text_prompt, text_size
+from coordinator.text.text_threads import on_text_thread
+from coordinator.text.tokenizer import TextTooLong
 from services.errors import InvalidArgument, NotFound
 from services.messages.inference_types import CompressionMode, CompressionParams, Conversation, Message, Stopping
 from services.messages.sampling import SamplingParams
@@ -26,6 +28,12 @@ from services.telemetry.trace_context import Trace, current_call
 
 MAX_STOPS = 64
 """Most stop strings of one request."""
+
+MAX_STOP_LENGTH = 4096
+"""Most characters of a stop string."""
+
+MAX_COUNTED_TOKENS = 1 << 17
+"""Most tokens of a prompt that is only counted, where the context is shorter."""
 
 
 def check_model(engine: Engine, model: str | None) -> None:
@@ -65,6 +73,11 @@ def make_request(
         raise ContextOverflow(engine.max_model_len, len(prompt.token_ids), answer, chat=chat, field=prompt_field)
     if len(stopping.stop) > MAX_STOPS:
         raise InvalidArgument(f"stop has {len(stopping.stop)} strings; at most {MAX_STOPS} are accepted", field="stop")
+    longest = max(map(len, stopping.stop), default=0)
+    if longest > MAX_STOP_LENGTH:
+        raise InvalidArgument(
+            f"stop has a string of {longest} characters; at most {MAX_STOP_LENGTH} are accepted", field="stop"
+        )
     vocabulary = engine.cluster.target.vocab_size
     listed = {
         "stop_token_ids": stopping.stop_token_ids,
@@ -106,7 +119,7 @@ class TemplateChat:
     """A conversation in the form that chat templates take.
 
     variables: the template's own switches. continued: whether the answer goes on with the last message. opened: whether
-    the prompt opens a turn of the assistant, where it does not.
+    the prompt opens a turn of the assistant, where it does not. field: what the client calls the conversation.
     """
 
     messages: list[dict[str, object]]
@@ -114,6 +127,7 @@ class TemplateChat:
     variables: dict[str, Any]
     continued: bool = False
     opened: bool = True
+    field: str = "messages"
 
 
 def template_chat(conversation: Conversation) -> TemplateChat:
@@ -125,17 +139,24 @@ def template_chat(conversation: Conversation) -> TemplateChat:
         [_template_message(message, index) for index, message in enumerate(conversation.messages)],
         tools or None,
         dict(conversation.variables),
+        field="conversation",
     )
 
 
 async def render(
-    engine: Engine, chat: TemplateChat, compression: CompressionParams | None = None, *, structured: bool = False
+    engine: Engine,
+    chat: TemplateChat,
+    compression: CompressionParams | None = None,
+    *,
+    structured: bool = False,
+    most: int | None = None,
 ) -> Prompt:
     """Return the prompt that the chat template makes of a conversation; it is rendered and tokenised on a thread.
 
     compression: how far the prompt may be compressed by this request and the server's settings; None forbids it.
-    structured: whether a grammar binds the answer. Raises InvalidArgument where the model has no chat template and for
-    variables whose names are taken, TemplateError where the template refuses the conversation.
+    structured: whether a grammar binds the answer. most: how many tokens the prompt may have; None takes what the
+    engine can answer. Raises InvalidArgument where the model has no chat template and for variables whose names are
+    taken, TemplateError where the template refuses the conversation, ContextOverflow for more tokens.
     """
     if engine.files.chat_template is None or engine.files.tokenizer is None:
         raise InvalidArgument("this model has no chat template: send a plain prompt", field="messages")
@@ -145,11 +166,19 @@ async def render(
             f"chat_template_kwargs has {min(reserved)}, which is set by the request itself: leave it out",
             field="chat_template_kwargs",
         )
-    with naming("messages"):
-        prompt = await asyncio.to_thread(
+    most = most or engine.max_prompt_tokens
+    if len(chat.messages) > most:
+        # Templates write at least one token for each.
+        raise _overflow(engine, len(chat.messages), chat.field, chat=True, is_lower_bound=True)
+    # Besides their texts messages and tools take time by their number.
+    size = text_size(chat.messages) + 256 * (len(chat.messages) + len(chat.tools or ()))
+    with naming(chat.field), bounded(engine, chat.field, chat=True):
+        prompt = await on_text_thread(
+            size,
             chat_prompt,
             engine.files,
             chat.messages,
+            most,
             tools=chat.tools,
             add_generation_prompt=chat.opened,
             continue_final_message=chat.continued,
@@ -214,28 +243,60 @@ def _call_id() -> str:
     return secrets.token_hex(12) if call is None else call.request_id
 
 
-async def plain_prompt(engine: Engine, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> Prompt:
-    """Return a prompt of text or token ids. Raises InvalidArgument for a text where the model has no tokenizer."""
+async def plain_prompt(
+    engine: Engine, prompt: str | Sequence[int], *, add_special_tokens: bool = True, most: int | None = None
+) -> Prompt:
+    """Return a prompt of text or token ids; a text is tokenised on a thread.
+
+    most: how many tokens it may have; None takes what the engine can answer. Raises InvalidArgument for a text where
+    the model has no tokenizer, ContextOverflow for more tokens.
+    """
+    most = most or engine.max_prompt_tokens
     if not isinstance(prompt, str):
+        if len(prompt) > most:
+            raise _overflow(engine, len(prompt), "prompt", chat=False)
         return Prompt(tuple(prompt))
     tokenizer = engine.files.tokenizer
     if tokenizer is None:
         raise InvalidArgument("this model has no tokenizer: send token ids", field="prompt")
-    with naming("prompt"):
+    with naming("prompt"), bounded(engine, "prompt", chat=False):
         if add_special_tokens:
-            return await asyncio.to_thread(text_prompt, engine.files, prompt)
-        return Prompt(tuple(await asyncio.to_thread(tokenizer.encode, prompt, add_special_tokens=False)))
+            return await on_text_thread(len(prompt), text_prompt, engine.files, prompt, most)
+        encode = partial(tokenizer.encode, add_special_tokens=False, most=most)
+        return Prompt(tuple(await on_text_thread(len(prompt), encode, prompt)))
 
 
-def text_of(engine: Engine, token_ids: Sequence[int], field: str, *, skip_special_tokens: bool = False) -> str:
-    """Return the text of tokens. Raises InvalidArgument, naming the client's field, where the model has no tokenizer
-    and for numbers that are no tokens."""
-    tokenizer = engine.files.tokenizer
+def max_counted_tokens(engine: Engine) -> int:
+    """Return how many tokens a prompt may have whose tokens are only listed or counted."""
+    return max(engine.max_prompt_tokens, MAX_COUNTED_TOKENS)
+
+
+@contextlib.contextmanager
+def bounded(engine: Engine, field: str, *, chat: bool) -> Iterator[None]:
+    """Turn TextTooLong into ContextOverflow in the block. field: the client's; chat: whether it is a conversation."""
+    try:
+        yield
+    except TextTooLong as error:
+        raise _overflow(engine, error.token_count, field, chat=chat, is_lower_bound=error.is_lower_bound) from None
+
+
+def _overflow(engine: Engine, tokens: int, field: str, *, chat: bool, is_lower_bound: bool = False) -> ContextOverflow:
+    return ContextOverflow(engine.max_model_len, tokens, 1, chat=chat, field=field, is_lower_bound=is_lower_bound)
+
+
+async def text_of(engine: Engine, token_ids: Sequence[int], field: str, *, skip_special_tokens: bool = False) -> str:
+    """Return the text of tokens. Raises InvalidArgument, naming the client's field, where the model has no tokenizer,
+    for more tokens than are ever listed, and for numbers that are no tokens."""
+    tokenizer, most = engine.files.tokenizer, max_counted_tokens(engine)
     if tokenizer is None:
         raise InvalidArgument("this model has no tokenizer", field=field)
+    if len(token_ids) > most:
+        raise InvalidArgument(f"{field} has {len(token_ids)} tokens; at most {most} are taken at once", field=field)
     with naming(field):
         tokenizer.check_known(token_ids)
-        return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return await on_text_thread(
+            len(token_ids), partial(tokenizer.decode, skip_special_tokens=skip_special_tokens), token_ids
+        )
 
 
 @contextlib.contextmanager
@@ -255,7 +316,7 @@ def tool_call(identifier: str | None, name: str, arguments: str | Mapping[str, A
     value: object = arguments
     if not isinstance(arguments, Mapping):
         try:
-            value = json.loads(arguments or "{}")
+            value = parse_json(arguments or "{}")
         except (TypeError, ValueError, RecursionError):
             value = None
     if not isinstance(value, Mapping):
@@ -283,7 +344,7 @@ def _template_message(message: Message, index: int) -> dict[str, object]:
 
 def _objects(text: str, what: str, field: str) -> list[dict[str, object]]:
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):

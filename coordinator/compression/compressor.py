@@ -5,7 +5,6 @@ A failure never loses a request: the request goes on with its whole prompt, and 
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 from collections import OrderedDict
@@ -16,6 +15,7 @@ import structlog
 from coordinator.compression.drafter_text import DrafterText, Span, tokenize
 from coordinator.compression.drafter_worker import DrafterWorker
 from coordinator.compression.settings import CompressionSettings
+from coordinator.text.text_threads import on_text_thread
 from coordinator.text.tokenizer import Tokenizer
 from services.errors import FlashsplitError
 from services.messages.compression import MAX_TOKENS
@@ -82,7 +82,7 @@ class Compressor:
         ):
             return Shortened(None)
         started = time.monotonic()
-        drafter_text = await asyncio.to_thread(tokenize, self._tokenizer, text)
+        drafter_text = await on_text_thread(len(text), tokenize, self._tokenizer, text)
         ratio = settings.keep.ratio(prompt_tokens)
         if settings.mode is CompressionMode.AUTO and not self._pays(len(drafter_text.token_ids), prompt_tokens, ratio):
             return Shortened(None, "not compressed: reading it would take longer than it saves")

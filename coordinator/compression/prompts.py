@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +11,7 @@ from coordinator.compression.compressor import Compressor, Shortened
 from coordinator.compression.settings import CompressionSettings
 from coordinator.text.model_files import ModelFiles
 from coordinator.text.prompt import Prompt, chat_prompt, text_prompt
+from coordinator.text.text_threads import on_text_thread
 
 
 async def shorten_chat(
@@ -39,7 +39,9 @@ async def shorten_chat(
     if shortened.text is None:
         return _with_note(prompt, shortened)
     shorter = [*messages[:index], {**messages[index], "content": shortened.text}, *messages[index + 1 :]]
-    shorter_prompt = await asyncio.to_thread(chat_prompt, files, shorter, tools=tools, **(variables or {}))
+    shorter_prompt = await on_text_thread(
+        len(shortened.text), chat_prompt, files, shorter, tools=tools, **(variables or {})
+    )
     return _with_figures(shorter_prompt, prompt, shortened)
 
 
@@ -58,7 +60,8 @@ async def shorten_text(
     shortened = await compressor.shorten(request_id, prompt.text, len(prompt.token_ids), settings)
     if shortened.text is None:
         return _with_note(prompt, shortened)
-    return _with_figures(await asyncio.to_thread(text_prompt, files, shortened.text), prompt, shortened)
+    shorter_prompt = await on_text_thread(len(shortened.text), text_prompt, files, shortened.text)
+    return _with_figures(shorter_prompt, prompt, shortened)
 
 
 def _with_note(prompt: Prompt, shortened: Shortened) -> Prompt:

@@ -23,6 +23,7 @@ from coordinator.engine.step_times import StepTaken
 from coordinator.prefix.cache import PrefixCache
 from coordinator.text.model_files import ModelFiles
 from services.errors import FlashsplitError, InvalidArgument, ResourceExhausted, Unavailable
+from services.messages.compression import MAX_TOKENS
 from services.telemetry.trace_context import current_call
 
 RETRY_AFTER_S = 1
@@ -99,6 +100,11 @@ class Engine:
     def load(self) -> EngineLoad:
         """How busy the engine is."""
         return EngineLoad(self._running, self._waiting, self._max_running, self._max_waiting, self._draining)
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Most tokens that a prompt may have as it comes; where there is a compressor it may become shorter."""
+        return self.max_model_len if self.compressor is None else max(self.max_model_len, MAX_TOKENS)
 
     @property
     def ready(self) -> bool:

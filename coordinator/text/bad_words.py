@@ -10,12 +10,15 @@ from services.errors import InvalidArgument
 MAX_BAD_WORDS = 256
 """Most bad words of one request."""
 
+MAX_LENGTH = 1024
+"""Most characters of one of them."""
+
 
 def bad_token_sequences(tokenizer: Tokenizer | None, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of each word, at a text's beginning and, where that is another single piece, behind a space.
 
-    Other ways to spell a word are not found, as in vLLM. Raises InvalidArgument for too many words, an empty one, and
-    where the model has no tokenizer.
+    Other ways to spell a word are not found, as in vLLM. Raises InvalidArgument for too many words, an empty and
+    too long one, and where the model has no tokenizer.
     """
     if not words:
         return ()
@@ -27,6 +30,10 @@ def bad_token_sequences(tokenizer: Tokenizer | None, words: Sequence[str]) -> tu
         )
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:
+        if len(word) > MAX_LENGTH:
+            raise InvalidArgument(
+                f"bad_words has one of {len(word)} characters; at most {MAX_LENGTH} are accepted", field="bad_words"
+            )
         plain = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
         if not plain:
             raise InvalidArgument(f"bad_words has {word!r}; each must be a word", field="bad_words")

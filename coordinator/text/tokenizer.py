@@ -5,6 +5,7 @@ Reads only a checkpoint's text-side files. Knows nothing of chats, stop strings,
 the model that makes the ids.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -19,10 +20,28 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # unfinished character (at most three bytes, so three ids) and some text before it.
 _WINDOW_LIMIT = 32
 _WINDOW_KEPT = 8
+# A text that may be too long is first counted in pieces of so many characters.
+_PIECE = 32 << 10
+# Where a piece is cut a token may be cut in two, so a count of pieces proves too long a text by this much more only.
+_CERTAIN = 1.25
+# From so many ids on, decoding takes long enough for other threads to be let run meanwhile.
+_MANY_IDS = 4096
+
+# One text is tokenised at a time, which the library cannot spread over its threads; it would warn of them at each fork.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class TokenizerError(InvalidArgument):
     """A checkpoint's tokenizer files, a text or an id that cannot be used."""
+
+
+class TextTooLong(InvalidArgument):
+    """A text has more tokens than are wanted. token_count: how many it has, or, where is_lower_bound, at least has."""
+
+    def __init__(self, token_count: int, most: int, *, is_lower_bound: bool) -> None:
+        least = "at least " if is_lower_bound else ""
+        super().__init__(f"the text has {least}{token_count} tokens; at most {most} are taken")
+        self.token_count, self.is_lower_bound = token_count, is_lower_bound
 
 
 class Tokenizer:
@@ -40,6 +59,7 @@ class Tokenizer:
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
         self._byte_ids = frozenset(token_id for token, token_id in vocabulary.items() if _is_byte_token(token))
+        self._longest = max(map(len, vocabulary), default=1)
 
     @classmethod
     def from_checkpoint(cls, directory: Path) -> Self | None:
@@ -67,12 +87,41 @@ class Tokenizer:
         """Return the id of exactly this token, or None when the vocabulary lacks it."""
         return self._backend.token_to_id(token)
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool, most: int | None = None) -> list[int]:
         """Return the text's ids; special tokens spelled out in the text become their ids.
 
-        Raises TokenizerError when the text holds a lone surrogate, which JSON can spell but UTF-8 cannot.
+        most: how many ids are wanted at most. Other threads run while a text is tokenised.
+
+        Raises TextTooLong when there are more, without tokenising all of a text that is much longer; TokenizerError
+        when the text holds a lone surrogate, which JSON can spell but UTF-8 cannot.
         """
-        return self._encoding(text, add_special_tokens=add_special_tokens).ids
+        if most is not None:
+            self.check_length(len(text), most)
+            self._check_pieces(text, most)
+        encoding = self._encoding(text, add_special_tokens=add_special_tokens)
+        if most is not None and len(encoding) > most:
+            raise TextTooLong(len(encoding), most, is_lower_bound=False)
+        return encoding.ids
+
+    def check_length(self, characters: int, most: int) -> None:
+        """Raise TextTooLong for so many characters that `most` tokens cannot stand for them.
+
+        A token stands for no more characters than it is written with. Those that stand for any unknown word, or take
+        all blanks around them, do not count: a text of such length is no prompt.
+        """
+        least = characters // self._longest
+        if least > most:
+            raise TextTooLong(least, most, is_lower_bound=True)
+
+    def _check_pieces(self, text: str, most: int) -> None:
+        """Raise TextTooLong for a text that surely has more than `most` tokens; where they are few, it may have."""
+        if len(text) <= 2 * most + _PIECE:
+            return
+        count = 0
+        for start in range(0, len(text), _PIECE):
+            count += len(self._encoding(text[start : start + _PIECE], add_special_tokens=False))
+            if count > most * _CERTAIN:
+                raise TextTooLong(count, most, is_lower_bound=True)
 
     def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the text's ids, and the half-open range of characters that each one stands for.
@@ -86,7 +135,8 @@ class Tokenizer:
 
     def _encoding(self, text: str, *, add_special_tokens: bool) -> tokenizers.Encoding:
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+            # The library's `encode` would keep the interpreter from all other threads.
+            return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         except (TypeError, UnicodeError) as error:
             raise TokenizerError(
                 f"text: {text[:40]!r} cannot be written as UTF-8; expected Unicode text without lone surrogates"
@@ -98,6 +148,8 @@ class Tokenizer:
         Raises TokenizerError when an id is negative or not an integer.
         """
         try:
+            if len(ids) > _MANY_IDS:
+                return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
             return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         except (TypeError, OverflowError) as error:
             raise _bad_ids(ids, error) from error
@@ -246,7 +298,8 @@ def _eos_ids(config: dict[str, object], where: str) -> list[int]:
 
 
 def _bad_ids(ids: Sequence[int], error: Exception) -> TokenizerError:
-    shown = ", ".join(repr(i) for i in ids if not isinstance(i, int) or not 0 <= i < 2**32)
+    wrong = [i for i in ids if not isinstance(i, int) or not 0 <= i < 2**32]
+    shown = ", ".join(repr(i)[:40] for i in wrong[:10])
     return TokenizerError(f"token ids: {shown or error} given; expected non-negative integers")
 
 

@@ -8,7 +8,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -39,7 +40,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def send(
-    server: Server, method: str, path: str, body: str | bytes | None = None, headers: dict[str, str] = JSON
+    server: Server,
+    method: str,
+    path: str,
+    body: str | bytes | Iterable[bytes] | None = None,
+    headers: dict[str, str] = JSON,
 ) -> tuple[int, Any]:
     """Status and body, which must be JSON if there is one."""
     host = server.url.removeprefix("http://")
@@ -114,8 +119,14 @@ def test_methods_and_paths(server: Server) -> None:
 
 def test_sizes(server: Server) -> None:
     """A body beyond the limit, announced or not; a header that has no end."""
-    status, reply = send(server, "POST", CHAT, b" " * (33 << 20))
-    assert (status, reply["error"]["code"], reply["error"]["type"]) == (413, None, "invalid_request_error")
+    status, reply = send(server, "POST", CHAT, b" " * (25 << 20))
+    assert (status, reply["error"]["code"], reply["error"]["type"]) == (
+        413,
+        "request_too_large",
+        "invalid_request_error",
+    )
+    status, reply = send(server, "POST", CHAT, iter([b" " * (1 << 20)] * 6))
+    assert (status, reply["error"]["code"]) == (413, "request_too_large")
     status, reply = send(server, "POST", "/v1/messages", b"{}", {**JSON, "content-length": str(1 << 40)})
     assert (status, reply["error"]["type"]) == (413, "request_too_large")
 
@@ -124,6 +135,41 @@ def test_sizes(server: Server) -> None:
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"a" * (100 << 10))
         assert connection.recv(100).split()[1] in (b"400", b"431")
     assert get(f"{server.url}/health")[0] == 200
+
+
+WORDS = "the quick brown fox jumps over the lazy dog. " * 90_000
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "says"),
+    [
+        ("/v1/completions", {"prompt": WORDS}, "maximum context length"),
+        ("/v1/completions", {"prompt": "x" * 4_000_000}, "maximum context length"),
+        ("/v1/completions", {"prompt": [5] * 1_000_000}, "1000000 in the prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": WORDS}]}, "maximum context length"),
+        (CHAT, {"messages": [{"role": "user", "content": ""}] * 100_000}, "more than this server reads"),
+        (CHAT, {"messages": [{"role": "user", "content": ""}] * 10_000}, "maximum context length"),
+        (CHAT, {"messages": [{}] * 10_000}, "messages.0.role"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 1}, "prompt is too long"),
+        ("/v1/responses", {"input": WORDS}, "maximum context length"),
+        ("/tokenize", {"prompt": WORDS}, "maximum context length"),
+        ("/detokenize", {"tokens": [5] * 1_000_000}, "at most 131072"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_one_oversized_request(server: Server, path: str, fields: dict[str, Any], says: str) -> None:
+    """It is refused with the numbers, and takes little memory: nothing of its size was tokenised or rendered."""
+    before = resident_bytes(server)
+    status, reply = send(server, "POST", path, json.dumps(fields))
+    assert status == 400
+    assert says in told(path, reply)[1]
+    assert resident_bytes(server) < before + (100 << 20)
+
+
+def resident_bytes(server: Server) -> int:
+    """How much memory the server's own process takes."""
+    pages = Path(f"/proc/{server.process.pid}/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from coordinator.api.engine_requests import (
     check_model,
     compressed_text,
     make_request,
+    max_counted_tokens,
     plain_prompt,
     render,
     template_chat,
@@ -116,16 +117,17 @@ class EnginePort:
     ) -> tuple[int, ...]:
         """See `InferencePort`."""
         check_model(self._engine, model)
+        most = max_counted_tokens(self._engine)
         if isinstance(prompt, Conversation):
-            return (await render(self._engine, template_chat(prompt))).token_ids
-        return (await plain_prompt(self._engine, prompt, add_special_tokens=add_special_tokens)).token_ids
+            return (await render(self._engine, template_chat(prompt), most=most)).token_ids
+        return (await plain_prompt(self._engine, prompt, add_special_tokens=add_special_tokens, most=most)).token_ids
 
     async def detokenize(
         self, token_ids: tuple[int, ...], *, skip_special_tokens: bool = False, model: str | None = None
     ) -> str:
         """See `InferencePort`."""
         check_model(self._engine, model)
-        return text_of(self._engine, token_ids, "token_ids", skip_special_tokens=skip_special_tokens)
+        return await text_of(self._engine, token_ids, "token_ids", skip_special_tokens=skip_special_tokens)
 
 
 def _finished(answer: Answer) -> Finished:

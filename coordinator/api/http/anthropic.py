@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from coordinator.answer import Answer
-from coordinator.api.engine_requests import check_model, render
+from coordinator.api.engine_requests import check_model, max_counted_tokens, render
 from coordinator.api.http.chat_exchange import ChatExchange, Talk, ToolUse, answer_exchange, prepare_exchange
 from coordinator.api.http.documented import ANSWER, ANTHROPIC_ERRORS
 from coordinator.api.http.field_decisions import Api, refuse_fields
@@ -42,6 +42,7 @@ from coordinator.text.parsers.events import (
     ToolCallEnd,
     ToolCallStart,
 )
+from coordinator.text.text_threads import on_text_thread
 from services.errors import InvalidArgument
 
 
@@ -146,7 +147,7 @@ def routes(engine: Engine) -> APIRouter:
             prepare_exchange(
                 engine,
                 body,
-                _talk(engine, body, body.max_tokens),
+                await on_text_thread(len(body.messages), _talk, engine, body, body.max_tokens),
                 max_tokens=body.max_tokens,
                 answer_format=answer_format,
                 format_field=format_field,
@@ -168,8 +169,9 @@ def routes(engine: Engine) -> APIRouter:
         """How many tokens a conversation takes."""
         check_model(engine, body.model)
         refuse_fields(Api.MESSAGES, body)
-        chat, _ = _talk(engine, body).in_template(engine)
-        prompt = await render(engine, chat)
+        talk = await on_text_thread(len(body.messages), _talk, engine, body)
+        chat, _ = await on_text_thread(len(body.messages), talk.in_template, engine)
+        prompt = await render(engine, chat, most=max_counted_tokens(engine))
         return {"input_tokens": len(prompt.token_ids)}
 
     return router

@@ -33,13 +33,11 @@ from coordinator.api.http.errors import HttpError, error_reply, invalid_body, lo
 from coordinator.api.http.head import HeadAsGet
 from coordinator.api.http.metrics import Metrics
 from coordinator.api.http.replies import ClientGone
+from coordinator.api.http.request_bodies import BodyRefused, RequestBodies
 from coordinator.engine.engine import Engine
 from coordinator.status.board import Board
 from services.telemetry import logs
 from services.telemetry.trace_context import Call, calling
-
-MAX_BODY_BYTES = 32 << 20
-"""Larger requests are refused."""
 
 OPEN_PATHS = frozenset({"/health", "/"})
 """Paths that need no API key, as the page's own files don't."""
@@ -58,11 +56,13 @@ def create_app(
     vllm_metrics: bool = False,
     access_log: bool = True,
     cors_origins: Sequence[str] = (),
+    client_timeout_s: float = 60.0,
 ) -> FastAPI:
     """Return the HTTP APIs over an engine, and the page that uses them.
 
     vllm_metrics: whether metrics have vLLM's names too. access_log: whether each request has a line in the log.
-    cors_origins: web sites whose pages may use the APIs.
+    cors_origins: web sites whose pages may use the APIs. client_timeout_s: how long clients may take to send the body
+    of a request.
     """
     app = FastAPI(
         title="flashsplit",
@@ -87,7 +87,8 @@ def create_app(
     routes = [*app.routes, *(route for router in routers for route in router.routes)]
     paths = frozenset(route.path for route in routes if isinstance(route, Route))
     app.add_middleware(HeadAsGet)
-    app.add_middleware(RequestMiddleware, keys=keys, metrics=metrics, paths=paths, access_log=access_log)
+    bodies = RequestBodies(engine.max_prompt_tokens, client_timeout_s)
+    app.add_middleware(RequestMiddleware, keys=keys, metrics=metrics, paths=paths, bodies=bodies, access_log=access_log)
     if cors_origins:
         # Outside of all else: a browser asks beforehand, without a key, and reads refusals too.
         app.add_middleware(
@@ -103,9 +104,18 @@ def create_app(
 class RequestMiddleware:
     """What happens around every request: its id, the API key, the limit of its body, errors, one line in the log."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, metrics: Metrics, paths: Set[str], *, access_log: bool) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: ApiKeys,
+        metrics: Metrics,
+        paths: Set[str],
+        bodies: RequestBodies,
+        *,
+        access_log: bool,
+    ) -> None:
         """paths: those of all routes, by which requests are counted. access_log: whether each has a line in the log."""
-        self._app, self._keys, self._metrics, self._paths = app, keys, metrics, paths
+        self._app, self._keys, self._metrics, self._paths, self._bodies = app, keys, metrics, paths, bodies
         self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -133,7 +143,8 @@ class RequestMiddleware:
             try:
                 if request.url.path not in OPEN_PATHS and not request.url.path.startswith(page_files.PREFIX):
                     self._keys.check(request.headers.get("authorization", ""), request.headers.get("x-api-key", ""))
-                await self._app(scope, _limited(request, receive), answer)
+                async with self._bodies.bounded(request, receive) as bounded:
+                    await self._app(scope, bounded, answer)
             except ClientGone:
                 status = 499
             except Exception as error:
@@ -162,27 +173,6 @@ class RequestMiddleware:
         return path if path in self._paths else "other"
 
 
-class TooLarge(Exception):
-    """The body has more than MAX_BODY_BYTES."""
-
-
-def _limited(request: Request, receive: Receive) -> Receive:
-    announced = request.headers.get("content-length", "")
-    if announced.isdigit() and int(announced) > MAX_BODY_BYTES:
-        raise TooLarge
-    received = 0
-
-    async def limited() -> Message:
-        nonlocal received
-        message = await receive()
-        received += len(message.get("body", b""))
-        if received > MAX_BODY_BYTES:
-            raise TooLarge
-        return message
-
-    return limited
-
-
 async def _failed(request: Request, error: Exception) -> Response:
     return _respond(request, error)
 
@@ -205,12 +195,7 @@ async def _http(request: Request, error: Exception) -> Response:
 def _respond(request: Request, error: BaseException) -> Response:
     if isinstance(error, ClientGone):
         return Response(status_code=499)
-    if isinstance(error, TooLarge):
-        known = HttpError(
-            413, f"the body is larger than {MAX_BODY_BYTES} bytes", "invalid_request_error", "request_too_large"
-        )
-    else:
-        known = logged(error, "http.failed", request.url.path)
+    known = error.error if isinstance(error, BodyRefused) else logged(error, "http.failed", request.url.path)
     return error_reply(request, known)
 
 

@@ -14,7 +14,9 @@ from coordinator.api import engine_requests
 from coordinator.api.engine_requests import (
     TemplateChat,
     allowed_compression,
+    bounded,
     compressed_text,
+    max_counted_tokens,
     plain_prompt,
     tool_call,
 )
@@ -23,6 +25,7 @@ from coordinator.api.http.structured import AnswerBound
 from coordinator.engine.engine import Engine
 from coordinator.text.fill_in import fill_in_ids
 from coordinator.text.prompt import Prompt, last_tokens
+from coordinator.text.text_threads import on_text_thread
 from services.errors import InvalidArgument
 from services.messages.inference_types import CompressionParams, Stopping
 
@@ -77,6 +80,11 @@ def truncated(engine: Engine, fields: SamplingFields, prompt: Prompt, max_tokens
     return last_tokens(prompt, max(1, engine.max_model_len - (max_tokens or 1)) if count == -1 else count)
 
 
+def most_tokens(engine: Engine, fields: SamplingFields) -> int:
+    """Return how many tokens a prompt may have before `truncate_prompt_tokens` shortens it."""
+    return engine.max_prompt_tokens if fields.truncate_prompt_tokens is None else max_counted_tokens(engine)
+
+
 def compression_params(fields: SamplingFields, prompt_logprobs: int | None = None) -> CompressionParams | None:
     """Return whether and how far the client wants its prompt compressed; arguments as of `allowed_compression`."""
     params = CompressionParams(fields.prefill_compression, fields.prefill_keep_ratio)
@@ -128,38 +136,44 @@ async def plain_prompts(
     suffix: str | None = None,
     add_special_tokens: bool = True,
     structured: bool = False,
+    most: int | None = None,
 ) -> list[Prompt]:
     """Return each prompt of a completion, compressed as far as `compression` allows.
 
     suffix: what comes behind the answer, where the model fills in the middle of a text. structured: whether a grammar
-    binds the answers. Raises InvalidArgument for an empty list, for one of more than MAX_PROMPTS, and for a suffix
+    binds the answers. most: how many tokens each may have. Raises InvalidArgument for an empty list, for one of more than MAX_PROMPTS, and for a suffix
     beside token ids or where the model has no tokens for it.
     """
     if suffix:
-        return [_fill_in(engine, text, suffix) for text in ([prompt] if isinstance(prompt, str) else prompt)]
-    plain_ones = await _prompts(engine, prompt, add_special_tokens)
+        return [await _fill_in(engine, text, suffix) for text in ([prompt] if isinstance(prompt, str) else prompt)]
+    plain_ones = await _prompts(engine, prompt, add_special_tokens, most)
     return [await compressed_text(engine, plain, compression, structured=structured) for plain in plain_ones]
 
 
-def _fill_in(engine: Engine, prefix: str | int | list[int], suffix: str) -> Prompt:
+async def _fill_in(engine: Engine, prefix: str | int | list[int], suffix: str) -> Prompt:
     if not isinstance(prefix, str):
         raise InvalidArgument("suffix needs a prompt of text, and this one is of token ids", field="suffix")
-    return Prompt(fill_in_ids(engine.files.tokenizer, prefix, suffix))
+    tokenizer, most = engine.files.tokenizer, engine.max_prompt_tokens
+    with bounded(engine, "prompt", chat=False):
+        return Prompt(await on_text_thread(len(prefix) + len(suffix), fill_in_ids, tokenizer, prefix, suffix, most))
 
 
 async def _prompts(
-    engine: Engine, prompt: str | list[str] | list[int] | list[list[int]], add_special_tokens: bool
+    engine: Engine,
+    prompt: str | list[str] | list[int] | list[list[int]],
+    add_special_tokens: bool,
+    most: int | None,
 ) -> list[Prompt]:
     if isinstance(prompt, str):
-        return [await plain_prompt(engine, prompt, add_special_tokens=add_special_tokens)]
+        return [await plain_prompt(engine, prompt, add_special_tokens=add_special_tokens, most=most)]
     if not prompt:
         raise InvalidArgument("prompt is an empty list: give a text or token ids", field="prompt")
     if isinstance(prompt[0], int):
-        return [await plain_prompt(engine, [token for token in prompt if isinstance(token, int)])]
+        return [await plain_prompt(engine, [token for token in prompt if isinstance(token, int)], most=most)]
     if len(prompt) > MAX_PROMPTS:
         raise InvalidArgument(f"prompt has {len(prompt)} prompts; at most {MAX_PROMPTS} are taken", field="prompt")
     return [
-        await plain_prompt(engine, item, add_special_tokens=add_special_tokens)
+        await plain_prompt(engine, item, add_special_tokens=add_special_tokens, most=most)
         for item in prompt
         if not isinstance(item, int)
     ]

@@ -9,7 +9,14 @@ from typing import Any
 
 from coordinator.answer import Answer, Request
 from coordinator.api.engine_requests import TemplateChat, render
-from coordinator.api.http.body_conversion import choices_of, compression_params, make_chat, make_request, truncated
+from coordinator.api.http.body_conversion import (
+    choices_of,
+    compression_params,
+    make_chat,
+    make_request,
+    most_tokens,
+    truncated,
+)
 from coordinator.api.http.choices import ChoicePart, answer_all
 from coordinator.api.http.schemas import ChatMessage, ResponseFormat, SamplingFields, Tool
 from coordinator.api.http.structured import AnswerBound, answer_bound
@@ -23,6 +30,7 @@ from coordinator.text.parsers.tags import TAGS, THINK
 from coordinator.text.parsers.tool_schema import read_tools
 from coordinator.text.parsers.tools import NONE, detect, new_parser
 from coordinator.text.said_tools import say_tools
+from coordinator.text.text_threads import on_text_thread
 from services.errors import InvalidArgument
 from services.messages.steps import Grammar, GrammarKind
 
@@ -114,11 +122,12 @@ async def prepare_exchange(
     use = talk.use
     tools = [tool.model_dump(exclude_none=True) for tool in use.tools]
     read_tools(tools)  # refuses names that are there twice now, not when an answer is read
-    chat, call_format = talk.in_template(engine)
+    chat, call_format = await on_text_thread(len(talk.messages), talk.in_template, engine)
     bound = answer_bound(fields, answer_format, format_field)
     # What tools are said to be must stay as it is too.
     structured = bool(tools) or bound is not None
-    rendered = await render(engine, chat, compression_params(fields, prompt_logprobs), structured=structured)
+    compression, most = compression_params(fields, prompt_logprobs), most_tokens(engine, fields)
+    rendered = await render(engine, chat, compression, structured=structured, most=most)
     prompt = truncated(engine, fields, rendered, max_tokens)
     template = engine.files.chat_template
     source = "" if template is None else template.source

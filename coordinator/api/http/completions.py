@@ -13,7 +13,14 @@ from starlette.responses import Response
 
 from coordinator.answer import Answer, Piece, Request
 from coordinator.api.engine_requests import check_model
-from coordinator.api.http.body_conversion import choices_of, compression_params, make_request, plain_prompts, truncated
+from coordinator.api.http.body_conversion import (
+    choices_of,
+    compression_params,
+    make_request,
+    most_tokens,
+    plain_prompts,
+    truncated,
+)
 from coordinator.api.http.choices import answer_all
 from coordinator.api.http.documented import ANSWER, OPENAI_ERRORS
 from coordinator.api.http.field_decisions import Api, refuse_fields
@@ -51,6 +58,7 @@ def routes(engine: Engine) -> APIRouter:
                 suffix=body.suffix,
                 add_special_tokens=body.add_special_tokens,
                 structured=bound is not None,
+                most=most_tokens(engine, body),
             ),
         )
         prompts = [truncated(engine, body, prompt, body.max_tokens) for prompt in prompts]

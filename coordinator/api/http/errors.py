@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,6 +44,9 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "max_tokens": "max_output_tokens",
     },
 }
+
+MAX_COMPLAINTS = 64
+"""How many of pydantic's complaints of a body are looked at; one is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,7 @@ def logged(error: BaseException, event: str, path: str) -> HttpError:
 
 def invalid_body(error: RequestValidationError) -> HttpError:
     """Return a refusal that names the first field that pydantic complains of, its value and what would be accepted."""
-    complaints = [(_field(complaint, error.body), complaint) for complaint in error.errors()]
+    complaints = [(_field(complaint, error.body), complaint) for complaint in error.errors()[:MAX_COMPLAINTS]]
     # A field that may have several types gets a complaint for each. The one that got furthest was meant.
     first = [(field, complaint) for field, complaint in complaints if field[:1] == complaints[0][0][:1]]
     furthest, chosen = max(first, key=lambda pair: len(pair[0]))
@@ -135,7 +139,7 @@ def invalid_body(error: RequestValidationError) -> HttpError:
     path = ".".join(furthest)
     return HttpError(
         400,
-        f"{path or 'body'}: {'; '.join(reasons)} (given {repr(chosen.get('input'))[:80]})",
+        f"{path or 'body'}: {'; '.join(reasons)} (given {reprlib.repr(chosen.get('input'))[:80]})",
         "invalid_request_error",
         "invalid_request_error",
         param=path or None,

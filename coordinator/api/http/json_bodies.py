@@ -1,22 +1,21 @@
-"""Reads the bodies of requests: strict JSON, and a refusal that says what is wrong with anything else.
-
-Python's own reader lets through what JSON does not have (NaN, infinity) and what UTF-8 cannot write (half of a
-surrogate pair); both would break replies that repeat them.
-"""
+"""Reads the bodies of requests: strict JSON, and a refusal that says what is wrong with anything else."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Coroutine
 from email.message import Message
-from typing import Any, NoReturn
+from typing import Any
 
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
+from coordinator.text.bounded_json import TooMuchJson, parse_json
+from coordinator.text.text_threads import on_text_thread
 from services.errors import InvalidArgument
+
+SHORT_BYTES = 16 << 10
+"""Bodies up to this size are read at once, which takes less time than a thread's answer."""
 
 
 class JsonRoute(APIRoute):
@@ -30,20 +29,33 @@ class JsonRoute(APIRoute):
 
         async def read_first(request: Request) -> Response:
             read = _JsonRequest(request.scope, request.receive)
-            read.value = read_json(request.headers.get("content-type", ""), await read.body())
+            await read.read()
             return await handler(read)
 
         return read_first
 
 
 class _JsonRequest(Request):
-    """A request whose body has been read already."""
+    """A request whose body is read once, and whose bytes are not kept."""
 
-    value: Any = None
+    _value: Any = None
+
+    async def read(self) -> None:
+        """Read the body. Raises InvalidArgument as `read_json` does."""
+        body = b"".join([piece async for piece in self.stream()])
+        kind = self.headers.get("content-type", "")
+        if len(body) <= SHORT_BYTES:
+            self._value = read_json(kind, body)
+        else:
+            self._value = await on_text_thread(len(body), read_json, kind, body)
+
+    async def body(self) -> bytes:
+        """Return some bytes, for FastAPI, which looks whether there are any."""
+        return b"{}"
 
     async def json(self) -> Any:
         """Return the value that was read."""
-        return self.value
+        return self._value
 
 
 def read_json(content_type: str, body: bytes) -> Any:
@@ -56,28 +68,14 @@ def read_json(content_type: str, body: bytes) -> Any:
     if not body:
         raise InvalidArgument("the body is empty: send a JSON object")
     try:
-        text = body.decode("utf-8-sig")
-        value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
-        # What is UTF-8 can spell half of a pair only as an escape.
-        if "\\ud" in text or "\\uD" in text:
-            json.dumps(value, ensure_ascii=False).encode()
+        return parse_json(body.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise InvalidArgument(f"the body is not UTF-8: {error.reason} at byte {error.start}") from error
     except UnicodeEncodeError as error:
         raise InvalidArgument(r"the body escapes half of a surrogate pair (\ud800): it is no Unicode text") from error
     except RecursionError as error:
         raise InvalidArgument("the body is nested too deeply") from error
+    except TooMuchJson as error:
+        raise InvalidArgument(f"the body is more than this server reads: {error}") from error
     except ValueError as error:
         raise InvalidArgument(f"the body is not JSON: {error}") from error
-    return value
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"{text[:20]} is too large")
-    return value
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"it has no {constant}")

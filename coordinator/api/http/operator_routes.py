@@ -9,13 +9,14 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from coordinator.api.engine_requests import check_model, plain_prompt, render, text_of
+from coordinator.api.engine_requests import check_model, max_counted_tokens, plain_prompt, render, text_of
 from coordinator.api.http.chat_exchange import Talk, ToolUse
 from coordinator.api.http.documented import BODY_ERRORS, METRICS, NOT_READY, QUERY_ERRORS
 from coordinator.api.http.json_bodies import JsonRoute
 from coordinator.api.http.metrics import CONTENT_TYPE, Metrics
 from coordinator.api.http.schemas import DetokenizeRequest, TokenizeRequest
 from coordinator.engine.engine import Engine
+from coordinator.text.text_threads import on_text_thread
 from coordinator.text.tokenizer import read_settings, special_tokens
 from services.errors import InvalidArgument
 
@@ -61,7 +62,7 @@ def routes(engine: Engine, metrics: Metrics) -> APIRouter:
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         """Token ids as text."""
         check_model(engine, body.model)
-        return {"prompt": text_of(engine, body.tokens, "tokens")}
+        return {"prompt": await text_of(engine, body.tokens, "tokens")}
 
     @router.get("/tokenizer_info", tags=["Tokens"], responses=QUERY_ERRORS)
     async def tokenizer_info() -> dict[str, Any]:
@@ -78,9 +79,11 @@ def _tokenizer_settings(engine: Engine) -> dict[str, Any]:
 
 
 async def _tokens(engine: Engine, body: TokenizeRequest) -> list[int]:
+    most = max_counted_tokens(engine)
     if body.prompt is not None:
-        return list((await plain_prompt(engine, body.prompt, add_special_tokens=body.add_special_tokens)).token_ids)
+        prompt = await plain_prompt(engine, body.prompt, add_special_tokens=body.add_special_tokens, most=most)
+        return list(prompt.token_ids)
     use, opened = ToolUse(body.tools or []), body.add_generation_prompt
     talk = Talk(body.messages or [], use, body.chat_template_kwargs, body.continue_final_message, opened)
-    chat, _ = talk.in_template(engine)
-    return list((await render(engine, chat)).token_ids)
+    chat, _ = await on_text_thread(len(talk.messages), talk.in_template, engine)
+    return list((await render(engine, chat, most=most)).token_ids)

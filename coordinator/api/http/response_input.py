@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any, Literal
 
 from pydantic import Field
@@ -20,6 +20,7 @@ from coordinator.api.http.schemas import (
     Tool,
     ToolCall,
 )
+from coordinator.text.bounded_json import parse_json
 from services.errors import InvalidArgument
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -98,7 +99,11 @@ def make_messages(body: ResponsesRequest) -> list[ChatMessage]:
         raise InvalidArgument("input is an empty list: give a text or at least one item", field="input")
     for index, item in enumerate(body.input):
         _add(messages, item, f"input.{index}")
-    return messages
+    first = [*takewhile(lambda message: message.role == "system", messages)]
+    if len(first) < 2:
+        return messages
+    content = "\n\n".join(str(message.content) for message in first)
+    return [ChatMessage(role="system", content=content), *messages[len(first) :]]
 
 
 def _add(messages: list[ChatMessage], item: Item, field: str) -> None:
@@ -107,9 +112,7 @@ def _add(messages: list[ChatMessage], item: Item, field: str) -> None:
         case "message":
             role = _role(item, field)
             text = _text(item.content, f"{field}.content")
-            if role == "system" and last is not None and len(messages) == 1 and last.role == "system":
-                last.content = f"{last.content}\n\n{text}"
-            elif role == "assistant" and last is not None and _is_only_reasoning(last):
+            if role == "assistant" and last is not None and _is_only_reasoning(last):
                 last.content = text
             else:
                 messages.append(ChatMessage(role=role, content=text))
@@ -124,7 +127,8 @@ def _add(messages: list[ChatMessage], item: Item, field: str) -> None:
             if last is None or last.role != "assistant":
                 last = ChatMessage(role="assistant")
                 messages.append(last)
-            last.tool_calls = [*(last.tool_calls or []), call]
+            last.tool_calls = last.tool_calls or []
+            last.tool_calls.append(call)
         case "function_call_output":
             content = _text(item.output, f"{field}.output")
             messages.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=content))
@@ -151,7 +155,7 @@ def _is_only_reasoning(message: ChatMessage) -> bool:
 
 def _arguments(item: Item, field: str) -> dict[str, Any]:
     try:
-        value = json.loads(item.arguments or "{}")
+        value = parse_json(item.arguments or "{}")
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):

@@ -23,6 +23,7 @@ from coordinator.api.http.response_items import OutputItems, StreamedEvent
 from coordinator.api.http.thinking import effort_variables
 from coordinator.api.http.usage import timings_of
 from coordinator.engine.engine import Engine
+from coordinator.text.text_threads import on_text_thread
 
 
 def routes(engine: Engine) -> APIRouter:
@@ -39,7 +40,7 @@ def routes(engine: Engine) -> APIRouter:
             prepare_exchange(
                 engine,
                 body,
-                _talk(engine, body),
+                await on_text_thread(len(body.input), _talk, engine, body),
                 max_tokens=body.max_output_tokens,
                 answer_format=answer_format(body),
                 format_field="text.format",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model
+from pydantic_core import CoreSchema
 
 from services.errors import InvalidArgument
 from services.messages.inference_types import CompressionMode
@@ -21,10 +22,22 @@ MAX_PROMPTS = 1024
 """Most prompts of one completion."""
 
 
+def _failing_fast(schema: Any) -> Any:
+    if isinstance(schema, dict):
+        changed = {name: _failing_fast(part) for name, part in schema.items()}
+        return changed | ({"fail_fast": True} if schema.get("type") == "list" else {})
+    return [_failing_fast(part) for part in schema] if isinstance(schema, list) else schema
+
+
 class LenientModel(BaseModel):
     """A model that accepts any further field, as clients send many (store, metadata, service_tier, user …)."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the schema, in which a list's check ends at its first wrong item: a million complaints help nobody."""
+        return _failing_fast(handler(source))
 
 
 if TYPE_CHECKING:

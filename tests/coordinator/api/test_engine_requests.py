@@ -12,6 +12,7 @@ from coordinator.api.engine_requests import (
     check_model,
     compressed_text,
     make_request,
+    max_counted_tokens,
     naming,
     plain_prompt,
     render,
@@ -19,6 +20,7 @@ from coordinator.api.engine_requests import (
     text_of,
     tool_call,
 )
+from coordinator.engine.context_overflow import ContextOverflow
 from coordinator.text.generation_defaults import GenerationDefaults
 from coordinator.text.prompt import Prompt
 from services.errors import InvalidArgument, NotFound
@@ -140,7 +142,40 @@ async def test_a_model_without_a_tokenizer_reads_ids_only() -> None:
         await render(served, template_chat(Conversation((Message("user", "hi"),))))
     assert error.value.where["field"] == "messages"
     with refused() as error:
-        text_of(served, [5], "tokens")
+        await text_of(served, [5], "tokens")
+    assert error.value.where["field"] == "tokens"
+
+
+async def test_prompts_beyond_the_context() -> None:
+    """Whatever they are made of, they are refused with the numbers before they are rendered or tokenised as a whole."""
+    served = engine(max_model_len=100)
+    words = "word " * 200_000
+    many = Conversation(tuple(Message("user", "") for _ in range(101)))
+    for prompt, field, says in (
+        (words, "prompt", "at least "),
+        ("x" * 101, "prompt", "(101 in the prompt"),
+        ([5] * 101, "prompt", "(101 in the prompt"),
+        (Conversation((Message("user", words),)), "conversation", "at least "),
+        (many, "conversation", "at least 101 in the messages"),
+    ):
+        chat = template_chat(prompt) if isinstance(prompt, Conversation) else None
+        made = plain_prompt(served, prompt) if chat is None else render(served, chat)  # type: ignore[arg-type]
+        with pytest.raises(ContextOverflow) as error:
+            await made
+        assert error.value.where["field"] == field
+        assert says in error.value.message
+        assert "maximum context length is 100 tokens" in error.value.message
+
+
+async def test_tokens_are_counted_beyond_the_context() -> None:
+    """A prompt that is only counted may be longer than what is answered, up to a limit of its own."""
+    served = engine(max_model_len=100)
+    most = max_counted_tokens(served)
+    assert len((await plain_prompt(served, "x" * 1000, most=most)).token_ids) == 1000
+    with pytest.raises(ContextOverflow):
+        await plain_prompt(served, "x" * (most + 1), most=most)
+    with refused() as error:
+        await text_of(served, [5] * (most + 1), "tokens")
     assert error.value.where["field"] == "tokens"
 
 

@@ -9,7 +9,15 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from coordinator.text.tokenizer import IncrementalDecoder, Tokenizer, TokenizerError, special_tokens, stop_token_ids
+from coordinator.text.tokenizer import (
+    IncrementalDecoder,
+    TextTooLong,
+    Tokenizer,
+    TokenizerError,
+    special_tokens,
+    stop_token_ids,
+)
+from tests.coordinator.text.other_threads import turns_of_another_thread
 
 LINES = [
     "The quick brown fox jumps over the lazy dog, and the dog sleeps on.",
@@ -332,3 +340,29 @@ def test_special_tokens_in_both_forms_and_from_the_older_file(tmp_path: Path) ->
     assert special_tokens(tmp_path) == {"bos_token": "<s>", "eos_token": "</s>"}
     write_json(tmp_path, tokenizer_config={"eos_token": "</s>", "added_tokens_decoder": {}})
     assert special_tokens(tmp_path) == {"eos_token": "</s>"}
+
+
+# --- long texts
+
+
+def test_a_text_with_too_many_tokens(level: Tokenizer) -> None:
+    """A little too long it is counted, much too long it is not; at the limit it is tokenised as ever."""
+    text = "".join(LINES) * 200
+    whole = level.encode(text, add_special_tokens=False)
+    assert level.encode(text, add_special_tokens=False, most=len(whole)) == whole
+    with pytest.raises(TextTooLong) as counted:
+        level.encode(text, add_special_tokens=False, most=len(whole) - 1)
+    assert (counted.value.token_count, counted.value.is_lower_bound) == (len(whole), False)
+    for long_text in (text * 40, "\n" * 1_000_000, "x" * 1_000_000):
+        with pytest.raises(TextTooLong) as told:
+            level.encode(long_text, add_special_tokens=False, most=1000)
+        assert told.value.is_lower_bound
+        assert 1000 < told.value.token_count <= len(level.encode(long_text, add_special_tokens=False))
+
+
+def test_other_threads_run_while_a_text_is_tokenised(level: Tokenizer) -> None:
+    """The library's way of tokenising that keeps the interpreter to itself would give another thread no turn."""
+    text = "".join(LINES) * 2000
+    ids = level.encode(text, add_special_tokens=False)
+    assert turns_of_another_thread(lambda: level.encode(text, add_special_tokens=False)) > 20
+    assert turns_of_another_thread(lambda: level.decode(ids)) > 20
