@@ -154,8 +154,8 @@ async def render(
     """Return the prompt that the chat template makes of a conversation; it is rendered and tokenised on a thread.
 
     compression: how far the prompt may be compressed by this request and the server's settings; None forbids it.
-    structured: whether a grammar binds the answer. most: how many tokens the prompt may have; None takes what the
-    engine can answer. Raises InvalidArgument where the model has no chat template and for variables whose names are
+    structured: whether a grammar binds the answer. most: how many tokens the prompt may have; None takes
+    `max_told_tokens`. Raises InvalidArgument where the model has no chat template and for variables whose names are
     taken, TemplateError where the template refuses the conversation, ContextOverflow for more tokens.
     """
     if engine.files.chat_template is None or engine.files.tokenizer is None:
@@ -166,7 +166,7 @@ async def render(
             f"chat_template_kwargs has {min(reserved)}, which is set by the request itself: leave it out",
             field="chat_template_kwargs",
         )
-    most = most or engine.max_prompt_tokens
+    most = most or max_told_tokens(engine)
     if len(chat.messages) > most:
         # Templates write at least one token for each.
         raise _overflow(engine, len(chat.messages), chat.field, chat=True, is_lower_bound=True)
@@ -248,10 +248,10 @@ async def plain_prompt(
 ) -> Prompt:
     """Return a prompt of text or token ids; a text is tokenised on a thread.
 
-    most: how many tokens it may have; None takes what the engine can answer. Raises InvalidArgument for a text where
+    most: how many tokens it may have; None takes `max_told_tokens`. Raises InvalidArgument for a text where
     the model has no tokenizer, ContextOverflow for more tokens.
     """
-    most = most or engine.max_prompt_tokens
+    most = most or max_told_tokens(engine)
     if not isinstance(prompt, str):
         if len(prompt) > most:
             raise _overflow(engine, len(prompt), "prompt", chat=False)
@@ -266,9 +266,14 @@ async def plain_prompt(
         return Prompt(tuple(await on_text_thread(len(prompt), encode, prompt)))
 
 
+def max_told_tokens(engine: Engine) -> int:
+    """Return how many tokens a prompt may have to be refused, where it is too long, with its exact number of them."""
+    return 2 * engine.max_prompt_tokens
+
+
 def max_counted_tokens(engine: Engine) -> int:
     """Return how many tokens a prompt may have whose tokens are only listed or counted."""
-    return max(engine.max_prompt_tokens, MAX_COUNTED_TOKENS)
+    return max(max_told_tokens(engine), MAX_COUNTED_TOKENS)
 
 
 @contextlib.contextmanager

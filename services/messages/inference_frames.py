@@ -6,6 +6,7 @@ What is wrong in itself, without knowing the model, is refused here.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -61,6 +62,15 @@ _COMPRESSIONS = {number: mode for mode, number in _COMPRESSION_NUMBERS.items()}
 _FINISH_REASONS = {number: reason for reason, number in _FINISH_NUMBERS.items()}
 _SOURCES = {number: source for source, number in _SOURCE_NUMBERS.items()}
 
+MAX_TOKEN_IDS = 1 << 20
+"""Most token ids of a request."""
+
+MAX_MESSAGES = 1 << 14
+"""Most messages of a conversation."""
+
+MAX_VARIABLES_BYTES = 64 << 10
+"""Most bytes of the chat template's variables."""
+
 _VARIABLES_FIELD = "conversation.chat_template_kwargs"
 
 
@@ -75,7 +85,7 @@ def request_from_message(request: pb.GenerateRequest | pb.ChatRequest) -> Genera
     elif request.WhichOneof("prompt") == "text":
         prompt = request.text
     elif request.WhichOneof("prompt") == "token_ids":
-        prompt = tuple(request.token_ids.ids)
+        prompt = token_ids_from_message(request.token_ids.ids)
     else:
         raise InvalidArgument("prompt is missing: give text or token_ids", field="prompt")
     stopping = request.stopping
@@ -127,10 +137,26 @@ def request_to_message(request: GenerateRequest) -> pb.GenerateRequest | pb.Chat
     return pb.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=request.prompt), **common)
 
 
+def token_ids_from_message(ids: Sequence[int]) -> tuple[int, ...]:
+    """Return a message's token ids. Raises InvalidArgument for more than any context holds."""
+    if len(ids) > MAX_TOKEN_IDS:
+        raise InvalidArgument(f"token_ids has {len(ids)} tokens; at most {MAX_TOKEN_IDS} are taken", field="token_ids")
+    return tuple(ids)
+
+
 def conversation_from_message(message: generation_pb2.Conversation) -> Conversation:
-    """Return a message's chat. Raises InvalidArgument where it is empty, and for variables that are no JSON."""
-    if not message.messages:
-        raise InvalidArgument("conversation has no messages: give at least one", field="conversation.messages")
+    """Return a message's chat. Raises InvalidArgument where it is empty or has too much of something, and for
+    variables that are no JSON."""
+    if not 1 <= len(message.messages) <= MAX_MESSAGES:
+        raise InvalidArgument(
+            f"conversation has {len(message.messages)} messages; give 1 to {MAX_MESSAGES}",
+            field="conversation.messages",
+        )
+    size = message.chat_template_kwargs.ByteSize()
+    if size > MAX_VARIABLES_BYTES:
+        raise InvalidArgument(
+            f"chat_template_kwargs has {size} bytes; at most {MAX_VARIABLES_BYTES} are taken", field=_VARIABLES_FIELD
+        )
     optional = ("content", "name", "tool_calls", "tool_call_id")
     return Conversation(
         tuple(Message(entry.role, **{name: given(entry, name) for name in optional}) for entry in message.messages),

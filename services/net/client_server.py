@@ -22,7 +22,16 @@ from services.net.server import Registration
 CheckKey = Callable[[str, str], None]
 """Checks the values of the headers `authorization` and `x-api-key`, empty where absent; raises Unauthenticated."""
 
+CLIENT_TIMEOUT_S = 60.0
+"""How long a client may leave untaken what a server has written to it, unless told otherwise."""
+
+MAX_REQUEST_BYTES = 4 << 20
+"""Most bytes of a request; a larger one takes long to parse, and no model's context holds so much text."""
+
 _OPEN_SERVICE = f"/{health.SERVICE_NAME}/"
+
+
+_OPTIONS = [*dict(SERVER_OPTIONS, **{"grpc.max_receive_message_length": MAX_REQUEST_BYTES}).items()]
 
 
 class RequireKey(grpc.aio.ServerInterceptor):
@@ -53,7 +62,7 @@ class ClientServer:
     def __init__(self, host: str, port: int, check_key: CheckKey, tls: ClientTls | None = None) -> None:
         self.address = parse_address(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", "--host")
         self._tls = tls
-        self._server = grpc.aio.server(interceptors=[RequireKey(check_key), RefuseGarbage()], options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(interceptors=[RequireKey(check_key), RefuseGarbage()], options=_OPTIONS)
         self._health = health.aio.HealthServicer()
         self._services: list[str] = []
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 
 from services.errors import InvalidArgument
-from services.net.tls import read_authority, read_pair
+from services.net.tls import host_names, read_authority, read_pair
 
 CERT_FLAG, KEY_FLAG, CA_FLAG = "--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs"
 
@@ -26,6 +26,8 @@ class ClientTls:
     cert_pem: bytes = field(repr=False)
     key_pem: bytes = field(repr=False)
     ca_pem: bytes | None = field(repr=False)
+    names: tuple[str, ...] = ()
+    """The host names that the certificate is for; one may stand for all names of a level, as `*.example`."""
 
     def for_server(self) -> grpc.ServerCredentials:
         """Return credentials for a gRPC server; with an authority, clients without a certificate of it are refused."""
@@ -46,6 +48,6 @@ def load_client_tls(cert: Path | None, key: Path | None, ca: Path | None) -> Cli
         raise InvalidArgument(
             f"{missing} is missing beside {' and '.join(present)}: TLS takes a certificate and its key", field=missing
         )
-    _, cert_pem, key_pem = read_pair(CERT_FLAG, cert, KEY_FLAG, key)
+    chain, cert_pem, key_pem = read_pair(CERT_FLAG, cert, KEY_FLAG, key)
     ca_pem = None if ca is None else read_authority(CA_FLAG, ca)
-    return ClientTls(cert, key, ca, cert_pem, key_pem, ca_pem)
+    return ClientTls(cert, key, ca, cert_pem, key_pem, ca_pem, host_names(chain[0]))

@@ -117,6 +117,15 @@ def read_pair(cert_flag: str, cert: Path, key_flag: str, key: Path) -> tuple[lis
     return chain, cert_pem, key_pem
 
 
+def host_names(certificate: x509.Certificate) -> tuple[str, ...]:
+    """Return the host names, not the addresses, that a certificate is for."""
+    try:
+        extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    except x509.ExtensionNotFound:
+        return ()
+    return tuple(extension.value.get_values_for_type(x509.DNSName))
+
+
 def read_authority(flag: str, path: Path) -> bytes:
     """Read the PEM of the authorities of which one must have signed the other side's certificate.
 

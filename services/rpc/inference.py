@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import grpc
 import structlog
@@ -35,14 +36,21 @@ from services.messages.inference_frames import (
     model_from_message,
     request_from_message,
     request_to_message,
+    token_ids_from_message,
 )
 from services.messages.inference_types import AnswerEvent, Conversation, GenerateRequest, Model, ServerInfo, ServerLoad
+from services.net.client_server import CLIENT_TIMEOUT_S
 from services.rpc.running_calls import HEADER, RunningCalls, request_id_of, traceparents_of, within_deadline
 from services.telemetry import trace_context
 from services.telemetry.logs import access_log
 from services.telemetry.trace_context import Call, calling
 
+T = TypeVar("T")
+
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+LARGE_BYTES = 64 << 10
+"""From this size on converting a message takes some milliseconds."""
 
 CALL_TIMEOUT_S = 30.0
 """Time limit of calls that a server answers at once."""
@@ -82,9 +90,13 @@ class InferencePort(Protocol):
 class InferenceServicer(pb_grpc.InferenceServiceServicer):
     """Serves a port over gRPC, and knows which answers run under which request id."""
 
-    def __init__(self, port: InferencePort, *, access_log: bool = True) -> None:
-        """access_log: whether each answered call has a line in the log."""
+    def __init__(
+        self, port: InferencePort, *, access_log: bool = True, client_timeout_s: float = CLIENT_TIMEOUT_S
+    ) -> None:
+        """access_log: whether each answered call has a line in the log. client_timeout_s: an answer ends whose client
+        takes nothing for so long."""
         self._port, self._running, self._access_log = port, RunningCalls(), access_log
+        self._client_timeout_s = client_timeout_s
 
     def register(self, server: grpc.aio.Server) -> str:
         """Add the service to a server and return its name."""
@@ -137,7 +149,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         async with answering(context), within_deadline(context):
             prompt: str | Conversation = request.text
             if request.WhichOneof("prompt") == "conversation":
-                prompt = conversation_from_message(request.conversation)
+                prompt = await _converted(conversation_from_message, request.conversation)
             elif request.WhichOneof("prompt") is None:
                 raise InvalidArgument("prompt is missing: give text or conversation", field="prompt")
             special = request.add_special_tokens if request.HasField("add_special_tokens") else True
@@ -151,12 +163,26 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         """Turn tokens into text. See `inference.proto`."""
         async with answering(context), within_deadline(context):
             text = await self._port.detokenize(
-                tuple(request.token_ids),
+                token_ids_from_message(request.token_ids),
                 skip_special_tokens=request.skip_special_tokens,
                 model=given(request, "model"),
             )
             return pb.DetokenizeResponse(text=text)
         raise AssertionError("answering() always ends the call")
+
+    async def _write(self, context: grpc.aio.ServicerContext, message: Any) -> None:
+        """Send a message. Raises DeadlineExceeded where the client leaves what was sent before untaken for too long."""
+        try:
+            async with asyncio.timeout(self._client_timeout_s) as limit:
+                await context.write(message)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise DeadlineExceeded(
+                f"the client took nothing of the answer for {self._client_timeout_s:g} s: read faster, or start the "
+                "server with a longer --client-timeout",
+                reason="CLIENT_TIMEOUT",
+            ) from error
 
     async def _answer(
         self, request: pb.GenerateRequest | pb.ChatRequest, response: type[Any], context: grpc.aio.ServicerContext
@@ -171,10 +197,10 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                 try:
                     with calling(request_id, traceparents_of(context)) as call:
                         async with self._running.named(request_id), within_deadline(context):
-                            events = self._port.answer(request_from_message(request), request_id)
+                            events = self._port.answer(await _converted(request_from_message, request), request_id)
                             async with contextlib.aclosing(events):
                                 async for event in events:
-                                    await context.write(event_to_message(event, response()))
+                                    await self._write(context, event_to_message(event, response()))
                     status = "OK"
                 except FlashsplitError as error:
                     status = error.code_name
@@ -192,6 +218,13 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                 completion_tokens=call.tokens.completion if call is not None else 0,
                 ms=round((time.monotonic() - started) * 1e3, 1),
             )
+
+
+async def _converted(convert: Callable[[Any], T], message: Any) -> T:
+    """Return what a message stands for; a large one is converted on a thread, as it would hold up other calls."""
+    if message.ByteSize() < LARGE_BYTES:
+        return convert(message)
+    return await asyncio.to_thread(convert, message)
 
 
 class RemoteInference:

@@ -58,6 +58,12 @@ def test_http(server: Server, certs: Path) -> None:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, http_client=http, max_retries=0)
         assert [model.id for model in client.models.list()] == ["target"]
         assert http.get(f"{server.url}/v1/models").status_code == 401
+        # Browsers are told to come by TLS only, but not for a name that all servers of a host share.
+        assert http.get(f"{server.url}/health").headers["strict-transport-security"].startswith("max-age=")
+        assert (
+            "strict-transport-security" not in http.get(f"{server.url}/health", headers={"host": "localhost"}).headers
+        )
+        assert http.get(f"{server.url}/health", headers={"host": "evil.example"}).status_code == 403
 
 
 def test_http_without_a_certificate_or_trust(server: Server, certs: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import http.client
 import json
 import os
@@ -13,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import grpc
 import openai
 import pytest
 
+from flashsplit.inference.v1 import inference_pb2, inference_pb2_grpc
 from tests.e2e.conftest import children, until
 from tests.e2e.server import PAIR, Server, get, serving
 
@@ -35,7 +39,8 @@ ASK: Any = [{"role": "user", "content": "Calculate 4729 + 3485."}]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("serve"), *PAIR, "--target-devices", "cpu,cpu") as running:
+    options = ("--target-devices", "cpu,cpu", "--client-timeout", 3, "--allowed-hosts", "gpu.example")
+    with serving(tmp_path_factory.mktemp("serve"), *PAIR, *options) as running:
         yield running
 
 
@@ -135,6 +140,80 @@ def test_sizes(server: Server) -> None:
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"a" * (100 << 10))
         assert connection.recv(100).split()[1] in (b"400", b"431")
     assert get(f"{server.url}/health")[0] == 200
+
+
+def test_only_its_own_names(server: Server) -> None:
+    """A web site that makes its name mean this address (DNS rebinding) gets nothing, not even the page."""
+    for path in ("/", "/health", "/v1/models", "/page/app.js", CHAT):
+        status, reply = send(server, "GET", path, headers={"host": "evil.example"})
+        assert (status, reply["error"]["code"]) == (403, "host_not_allowed")
+        assert "--allowed-hosts evil.example" in reply["error"]["message"]
+    for host in ("localhost", "gpu.example:8000", "10.1.2.3"):
+        assert send(server, "GET", "/health", headers={"host": host})[0] == 200
+
+
+def connected(server: Server) -> socket.socket:
+    """A connection with a small window, on which what isn't read soon cannot be sent."""
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(60)
+    connection.connect((host, int(port)))
+    return connection
+
+
+def test_a_client_that_never_reads(server: Server) -> None:
+    """Its request ends when what was written to it is not taken in time, long before its answer would."""
+    body = {"messages": ASK, "stream": True, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
+    content = json.dumps({**body, "max_tokens": 3500}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    with connected(server) as connection:
+        connection.sendall(head.encode() + b"content-length: %d\r\n\r\n" % len(content) + content)
+        until(lambda: json.loads(get(f"{server.url}/ready")[1])["running"] == 1, 60)
+        until(lambda: json.loads(get(f"{server.url}/ready")[1])["running"] == 0, 120)
+        received = 0
+        with contextlib.suppress(ConnectionError):
+            while piece := connection.recv(1 << 16):
+                received += len(piece)
+                assert b"[DONE]" not in piece
+        assert received < 4 << 20
+    assert "http.client_does_not_read" in server.log.read_text()
+
+
+def test_a_body_that_never_ends(server: Server) -> None:
+    """Its client is told that it was too slow."""
+    with connected(server) as connection:
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        connection.sendall(head.encode() + b'content-length: 100\r\n\r\n{"messages": ')
+        reply = connection.recv(1 << 16)
+    assert reply.split()[1] == b"408"
+    assert b"request_timeout" in reply
+    assert b"--client-timeout" in reply
+
+
+async def test_a_grpc_client_that_never_reads(server: Server) -> None:
+    """The same over gRPC, where the client is told when it reads on."""
+    options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    async with grpc.aio.insecure_channel(server.grpc, options=options) as channel:
+        request = inference_pb2.GenerateRequest(text="Calculate", logprobs=20)
+        request.stopping.max_tokens, request.stopping.ignore_eos = 3500, True
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request)
+        await call.read()
+
+        async def running() -> int:
+            return int(json.loads((await asyncio.to_thread(get, f"{server.url}/ready"))[1])["running"])
+
+        async with asyncio.timeout(120):
+            while await running():
+                await asyncio.sleep(0.1)
+
+        async def read_on() -> None:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+
+        with pytest.raises(grpc.aio.AioRpcError, match="--client-timeout") as ended:
+            await read_on()
+    assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 WORDS = "the quick brown fox jumps over the lazy dog. " * 90_000

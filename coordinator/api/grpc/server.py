@@ -9,7 +9,7 @@ from types import TracebackType
 from coordinator.api.api_keys import ApiKeys
 from coordinator.api.grpc.inference_port import EnginePort
 from coordinator.engine.engine import Engine
-from services.net.client_server import ClientServer
+from services.net.client_server import CLIENT_TIMEOUT_S, ClientServer
 from services.net.client_tls import ClientTls
 from services.rpc.inference import InferenceServicer
 
@@ -26,9 +26,19 @@ class GrpcServer:
     The engine must be drained before the server stops.
     """
 
-    def __init__(self, keys: ApiKeys, host: str, port: int, tls: ClientTls | None, *, access_log: bool = True) -> None:
-        """access_log: whether each request has a line in the log."""
-        self._access_log = access_log
+    def __init__(
+        self,
+        keys: ApiKeys,
+        host: str,
+        port: int,
+        tls: ClientTls | None,
+        *,
+        access_log: bool = True,
+        client_timeout_s: float = CLIENT_TIMEOUT_S,
+    ) -> None:
+        """access_log: whether each request has a line in the log. client_timeout_s: an answer ends whose client takes
+        nothing for so long."""
+        self._access_log, self._client_timeout_s = access_log, client_timeout_s
         self._server = ClientServer(host, port, keys.check, tls)
         self._engine: Engine | None = None
         self._servicer: InferenceServicer | None = None
@@ -51,7 +61,10 @@ class GrpcServer:
 
     async def serve(self, engine: Engine) -> None:
         """Answer calls by an engine from now on."""
-        self._engine, self._servicer = engine, InferenceServicer(EnginePort(engine), access_log=self._access_log)
+        self._engine = engine
+        self._servicer = InferenceServicer(
+            EnginePort(engine), access_log=self._access_log, client_timeout_s=self._client_timeout_s
+        )
         await self._server.start([self._servicer.register])
         self._health = asyncio.ensure_future(self._follow_health(engine))
 

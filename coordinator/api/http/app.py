@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence, Set
+from dataclasses import dataclass
 from importlib import metadata
 
 import structlog
@@ -29,13 +30,15 @@ from coordinator.api.http import (
     responses,
     status_routes,
 )
+from coordinator.api.http.allowed_hosts import EVERY_HOST, AllowedHosts, is_loopback_name
 from coordinator.api.http.errors import HttpError, error_reply, invalid_body, logged, speaks_anthropic
 from coordinator.api.http.head import HeadAsGet
 from coordinator.api.http.metrics import Metrics
 from coordinator.api.http.replies import ClientGone
-from coordinator.api.http.request_bodies import BodyRefused, RequestBodies
+from coordinator.api.http.request_bodies import RequestBodies
 from coordinator.engine.engine import Engine
 from coordinator.status.board import Board
+from services.net.client_server import CLIENT_TIMEOUT_S
 from services.telemetry import logs
 from services.telemetry.trace_context import Call, calling
 
@@ -56,13 +59,14 @@ def create_app(
     vllm_metrics: bool = False,
     access_log: bool = True,
     cors_origins: Sequence[str] = (),
-    client_timeout_s: float = 60.0,
+    client_timeout_s: float = CLIENT_TIMEOUT_S,
+    hosts: AllowedHosts = EVERY_HOST,
 ) -> FastAPI:
     """Return the HTTP APIs over an engine, and the page that uses them.
 
     vllm_metrics: whether metrics have vLLM's names too. access_log: whether each request has a line in the log.
     cors_origins: web sites whose pages may use the APIs. client_timeout_s: how long clients may take to send the body
-    of a request.
+    of a request. hosts: by which names they may call the server.
     """
     app = FastAPI(
         title="flashsplit",
@@ -87,8 +91,8 @@ def create_app(
     routes = [*app.routes, *(route for router in routers for route in router.routes)]
     paths = frozenset(route.path for route in routes if isinstance(route, Route))
     app.add_middleware(HeadAsGet)
-    bodies = RequestBodies(engine.max_prompt_tokens, client_timeout_s)
-    app.add_middleware(RequestMiddleware, keys=keys, metrics=metrics, paths=paths, bodies=bodies, access_log=access_log)
+    door = Door(keys, hosts, RequestBodies(engine.max_prompt_tokens, client_timeout_s))
+    app.add_middleware(RequestMiddleware, door=door, metrics=metrics, paths=paths, access_log=access_log)
     if cors_origins:
         # Outside of all else: a browser asks beforehand, without a key, and reads refusals too.
         app.add_middleware(
@@ -101,21 +105,27 @@ def create_app(
     return app
 
 
-class RequestMiddleware:
-    """What happens around every request: its id, the API key, the limit of its body, errors, one line in the log."""
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Who is let in, and with how much."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        keys: ApiKeys,
-        metrics: Metrics,
-        paths: Set[str],
-        bodies: RequestBodies,
-        *,
-        access_log: bool,
-    ) -> None:
+    keys: ApiKeys
+    hosts: AllowedHosts
+    bodies: RequestBodies
+
+    def check(self, request: Request) -> None:
+        """Raises HttpRefusal for a name that the server does not go by, Unauthenticated for a missing or wrong key."""
+        self.hosts.check(request.headers.getlist("host"))
+        if request.url.path not in OPEN_PATHS and not request.url.path.startswith(page_files.PREFIX):
+            self.keys.check(request.headers.get("authorization", ""), request.headers.get("x-api-key", ""))
+
+
+class RequestMiddleware:
+    """What happens around every request: its id, what the door says, errors, one line in the log."""
+
+    def __init__(self, app: ASGIApp, door: Door, metrics: Metrics, paths: Set[str], *, access_log: bool) -> None:
         """paths: those of all routes, by which requests are counted. access_log: whether each has a line in the log."""
-        self._app, self._keys, self._metrics, self._paths, self._bodies = app, keys, metrics, paths, bodies
+        self._app, self._door, self._metrics, self._paths = app, door, metrics, paths
         self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -136,14 +146,14 @@ class RequestMiddleware:
             if message["type"] == "http.response.start":
                 begun, status = True, message["status"]
                 names = (b"x-request-id", *([b"request-id"] if speaks_anthropic(request) else []))
-                message["headers"] = [*message["headers"], *((name, call.request_id.encode()) for name in names)]
+                own = [*((name, call.request_id.encode()) for name in names), *_only_tls(request)]
+                message["headers"] = [*message["headers"], *own]
             await send(message)
 
         try:
             try:
-                if request.url.path not in OPEN_PATHS and not request.url.path.startswith(page_files.PREFIX):
-                    self._keys.check(request.headers.get("authorization", ""), request.headers.get("x-api-key", ""))
-                async with self._bodies.bounded(request, receive) as bounded:
+                self._door.check(request)
+                async with self._door.bodies.bounded(request, receive) as bounded:
                     await self._app(scope, bounded, answer)
             except ClientGone:
                 status = 499
@@ -195,8 +205,18 @@ async def _http(request: Request, error: Exception) -> Response:
 def _respond(request: Request, error: BaseException) -> Response:
     if isinstance(error, ClientGone):
         return Response(status_code=499)
-    known = error.error if isinstance(error, BodyRefused) else logged(error, "http.failed", request.url.path)
+    known = logged(error, "http.failed", request.url.path)
     return error_reply(request, known)
+
+
+def _only_tls(request: Request) -> list[tuple[bytes, bytes]]:
+    """Return the header that tells browsers to come by TLS only, where the client has come so.
+
+    They remember it for a name, whatever the port, so it is not said of names that other servers of a host share.
+    """
+    if request.scope.get("scheme") != "https" or is_loopback_name(request.headers.getlist("host")):
+        return []
+    return [(b"strict-transport-security", b"max-age=31536000")]
 
 
 def _clean(text: str) -> str:

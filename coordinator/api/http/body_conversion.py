@@ -17,6 +17,7 @@ from coordinator.api.engine_requests import (
     bounded,
     compressed_text,
     max_counted_tokens,
+    max_told_tokens,
     plain_prompt,
     tool_call,
 )
@@ -82,7 +83,7 @@ def truncated(engine: Engine, fields: SamplingFields, prompt: Prompt, max_tokens
 
 def most_tokens(engine: Engine, fields: SamplingFields) -> int:
     """Return how many tokens a prompt may have before `truncate_prompt_tokens` shortens it."""
-    return engine.max_prompt_tokens if fields.truncate_prompt_tokens is None else max_counted_tokens(engine)
+    return (max_told_tokens if fields.truncate_prompt_tokens is None else max_counted_tokens)(engine)
 
 
 def compression_params(fields: SamplingFields, prompt_logprobs: int | None = None) -> CompressionParams | None:
@@ -141,8 +142,9 @@ async def plain_prompts(
     """Return each prompt of a completion, compressed as far as `compression` allows.
 
     suffix: what comes behind the answer, where the model fills in the middle of a text. structured: whether a grammar
-    binds the answers. most: how many tokens each may have. Raises InvalidArgument for an empty list, for one of more than MAX_PROMPTS, and for a suffix
-    beside token ids or where the model has no tokens for it.
+    binds the answers. most: how many tokens each may have. Raises InvalidArgument for an empty list, for one of more
+    than MAX_PROMPTS, and for a suffix beside token ids or where the model has no tokens for it, ContextOverflow for
+    more tokens.
     """
     if suffix:
         return [await _fill_in(engine, text, suffix) for text in ([prompt] if isinstance(prompt, str) else prompt)]
@@ -153,7 +155,7 @@ async def plain_prompts(
 async def _fill_in(engine: Engine, prefix: str | int | list[int], suffix: str) -> Prompt:
     if not isinstance(prefix, str):
         raise InvalidArgument("suffix needs a prompt of text, and this one is of token ids", field="suffix")
-    tokenizer, most = engine.files.tokenizer, engine.max_prompt_tokens
+    tokenizer, most = engine.files.tokenizer, max_told_tokens(engine)
     with bounded(engine, "prompt", chat=False):
         return Prompt(await on_text_thread(len(prefix) + len(suffix), fill_in_ids, tokenizer, prefix, suffix, most))
 

@@ -31,17 +31,18 @@ async def answer_all(engine: Engine, requests: Sequence[Request]) -> AsyncGenera
             async for part in parts:
                 yield part
         return
-    queue: asyncio.Queue[ChoicePart | BaseException | None] = asyncio.Queue()
+    # Of what the client has not taken yet one piece waits here; the choices wait behind it.
+    queue: asyncio.Queue[ChoicePart | BaseException | None] = asyncio.Queue(1)
     turns = asyncio.Semaphore(engine.load.max_running)
 
     async def run(request: Request, index: int) -> None:
         try:
             async with turns, contextlib.aclosing(_answer(engine, request, index)) as parts:
                 async for part in parts:
-                    queue.put_nowait(part)
-            queue.put_nowait(None)
+                    await queue.put(part)
+            await queue.put(None)
         except Exception as error:
-            queue.put_nowait(error)
+            await queue.put(error)
 
     tasks = [asyncio.ensure_future(run(request, index)) for index, request in enumerate(requests)]
     try:

@@ -99,8 +99,18 @@ def error_reply(request: Request, error: HttpError) -> JSONResponse:
     return JSONResponse(body, error.status, headers=error.headers)
 
 
+class HttpRefusal(Exception):
+    """A refusal of a kind that only HTTP has. error: what the client is told."""
+
+    def __init__(self, error: HttpError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
 def to_http(error: BaseException) -> HttpError:
     """Return what a client is told of an exception; of an unexpected one it learns no details."""
+    if isinstance(error, HttpRefusal):
+        return error.error
     if not isinstance(error, FlashsplitError):
         return HttpError(500, "internal error: the log has the details", "server_error", "api_error")
     status, openai_type, anthropic_type = _STATUS.get(error.code_name, (500, "server_error", "api_error"))

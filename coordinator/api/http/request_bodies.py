@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from starlette.requests import Request
 from starlette.types import Message, Receive
 
-from coordinator.api.http.errors import HttpError
+from coordinator.api.http.errors import HttpError, HttpRefusal
 from coordinator.text.text_threads import LARGE_BYTES
 
 MIN_MAX_BYTES = 4 << 20
@@ -25,14 +25,6 @@ DISCARDED_BYTES = 64 << 20
 """How much of too large a body is read and thrown away, so that its client hears of the refusal."""
 
 
-class BodyRefused(Exception):
-    """A body is too large or too slow. error: what its client is told."""
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.error = HttpError(status, message, "invalid_request_error", code, code)
-
-
 class RequestBodies:
     """Bounds the bodies of one server's requests.
 
@@ -46,7 +38,7 @@ class RequestBodies:
 
     @contextlib.asynccontextmanager
     async def bounded(self, request: Request, receive: Receive) -> AsyncIterator[Receive]:
-        """Give the block a `receive` that raises BodyRefused where a body goes beyond the bounds.
+        """Give the block a `receive` that raises HttpRefusal where a body goes beyond the bounds.
 
         Too large a body is read to its end first, as far as that is bearable: many clients read no reply before.
         """
@@ -69,7 +61,7 @@ class RequestBodies:
                     async with asyncio.timeout_at(deadline):
                         message = await receive()
                 except TimeoutError:
-                    raise BodyRefused(
+                    raise _refusal(
                         408,
                         "request_timeout",
                         f"of the body {received} bytes arrived within {self._timeout_s:g} s: send it faster, or start "
@@ -84,10 +76,10 @@ class RequestBodies:
             async def bounded() -> Message:
                 message = {} if announced > self._max_bytes else await next_message()
                 if max(announced, received) > self._max_bytes:
-                    with contextlib.suppress(BodyRefused):
+                    with contextlib.suppress(HttpRefusal):
                         while not whole and max(announced, received) <= DISCARDED_BYTES:
                             await next_message()
-                    raise BodyRefused(
+                    raise _refusal(
                         413,
                         "request_too_large",
                         f"This model's maximum context length is {self._context} tokens, so a request's body may have "
@@ -97,3 +89,7 @@ class RequestBodies:
                 return message
 
             yield bounded
+
+
+def _refusal(status: int, code: str, message: str) -> HttpRefusal:
+    return HttpRefusal(HttpError(status, message, "invalid_request_error", code, code))

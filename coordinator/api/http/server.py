@@ -11,7 +11,9 @@ from types import TracebackType
 import uvicorn
 from starlette.types import ASGIApp
 
+from coordinator.api.http.client_connection import ClientConnection, ConnectionConfig
 from services.errors import Unavailable
+from services.net.client_server import CLIENT_TIMEOUT_S
 from services.net.client_tls import ClientTls
 
 GRACE_S = 5
@@ -33,10 +35,14 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """Serves clients between entering and leaving an `async with`. The engine must be drained before it is left."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, tls: ClientTls | None) -> None:
+    def __init__(
+        self, app: ASGIApp, host: str, port: int, tls: ClientTls | None, *, client_timeout_s: float = CLIENT_TIMEOUT_S
+    ) -> None:
+        """client_timeout_s: a connection ends on which what was written is not taken for so long."""
         self._host, self._port, self._tls = host, port, tls
-        config = uvicorn.Config(
+        config = ConnectionConfig(
             app,
+            http=ClientConnection,
             host=host,
             port=port,
             log_config=None,
@@ -50,6 +56,7 @@ class HttpServer:
             ssl_ca_certs=str(tls.ca) if tls is not None and tls.ca is not None else None,
             ssl_cert_reqs=ssl.CERT_REQUIRED if tls is not None and tls.ca is not None else ssl.CERT_NONE,
         )
+        config.client_timeout_s = client_timeout_s
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
 

@@ -62,11 +62,20 @@ async def serve(
     async with contextlib.AsyncExitStack() as stack:
         # A port that is taken is told before anything is loaded.
         door = UntilLoaded()
-        http_server = await stack.enter_async_context(HttpServer(door, listen.host, listen.port, tls))
+        http_server = await stack.enter_async_context(
+            HttpServer(door, listen.host, listen.port, tls, client_timeout_s=service.client_timeout)
+        )
         grpc_server = None
         if listen.grpc:
             grpc_server = await stack.enter_async_context(
-                GrpcServer(keys, listen.host, listen.grpc_port, tls, access_log=service.access_log)
+                GrpcServer(
+                    keys,
+                    listen.host,
+                    listen.grpc_port,
+                    tls,
+                    access_log=service.access_log,
+                    client_timeout_s=service.client_timeout,
+                )
             )
         started = await stack.enter_async_context(start_model(files, model.draft, workers, prefix, compression))
         names = service.names or (model.model.absolute().name,)
@@ -91,6 +100,8 @@ async def serve(
             vllm_metrics=service.metrics_compat == "vllm",
             access_log=service.access_log,
             cors_origins=access.origins,
+            client_timeout_s=service.client_timeout,
+            hosts=access.hosts(listen.host, tls),
         )
         stack.push_async_callback(http_server.stop)
         if grpc_server is not None:

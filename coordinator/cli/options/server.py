@@ -10,9 +10,11 @@ from typing import Annotated
 import click
 
 from coordinator.api.api_keys import ApiKeys, read_keys
+from coordinator.api.http.allowed_hosts import AllowedHosts, own_names
 from coordinator.cli.option_groups import Flag
 from services.addresses import is_loopback
 from services.errors import InvalidArgument
+from services.net.client_server import CLIENT_TIMEOUT_S
 from services.net.client_tls import ClientTls, load_client_tls
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
@@ -50,6 +52,15 @@ class AccessOptions:
     )
     ssl_keyfile: Annotated[Path | None, Flag("The certificate's key.", metavar="FILE")] = None
     ssl_ca_certs: Annotated[Path | None, Flag("Who must have signed clients' own certificates.", metavar="FILE")] = None
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Flag(
+            "Further names by which clients may call the server over HTTP, such as its Service's or its proxy's; "
+            "*.example for all below one, * for all. Addresses, localhost, --host, this host's own name and those of "
+            "the certificate are let in anyway. May be given several times, too.  [default: none]",
+            metavar="NAME[,NAME…]",
+        ),
+    ] = ()
     cors_origins: Annotated[
         tuple[str, ...],
         Flag(
@@ -69,6 +80,11 @@ class AccessOptions:
                     "https://chat.example or http://localhost:3000, or * for all",
                     field="--cors-origins",
                 )
+
+    def hosts(self, host: str, tls: ClientTls | None) -> AllowedHosts:
+        """Return by which names clients may call the server. host: where it listens."""
+        given = [name.strip() for names in self.allowed_hosts for name in names.split(",")]
+        return AllowedHosts([*own_names(host, () if tls is None else tls.names), *filter(None, given)])
 
     @property
     def origins(self) -> tuple[str, ...]:
@@ -123,6 +139,15 @@ class ServiceOptions:
     max_waiting_requests: Annotated[
         int, Flag("Requests that wait; more of them are told to come again (429).", type=click.IntRange(0), metavar="N")
     ] = 64
+    client_timeout: Annotated[
+        float,
+        Flag(
+            "How long a client may take to send its request, and may leave unread what is written to it; then the "
+            "request ends.",
+            type=click.FloatRange(0, min_open=True),
+            metavar="SECONDS",
+        ),
+    ] = CLIENT_TIMEOUT_S
     metrics_compat: Annotated[
         str | None, Flag("Show the metrics under the names of another server, too.", type=click.Choice(["vllm"]))
     ] = None

@@ -10,13 +10,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import grp
 import os
+import pwd
 import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from coordinator.prefix.stores import (
@@ -83,6 +86,13 @@ class DirectoryStore:
                 "permission and the disk some room, or name another directory",
                 field=self._field,
             ) from error
+        why = _why_forgeable(self._root)
+        if why is not None:
+            raise StoreError(
+                f"{self._field} {self.location!r} {why}, who could put false prefixes there and so change answers: "
+                "chown it to the user that serves and chmod go-w it, or name a directory below it or another one",
+                field=self._field,
+            )
         try:
             with self._locked(fcntl.LOCK_SH):
                 pass
@@ -423,3 +433,31 @@ def _write_all(file: int, data: bytes | bytearray | memoryview) -> None:
     view = memoryview(data).cast("B")
     while view:
         view = view[os.write(file, view) :]
+
+
+def _why_forgeable(root: Path) -> str | None:
+    """Return who else may write to a directory, None where nobody may.
+
+    A container's volume often belongs to root and is open to all users or to a group (fsGroup of Kubernetes): whoever
+    mounted it decided who reaches it. A sticky one is a place for all, such as /tmp.
+    """
+    status, user = root.stat(), os.geteuid()
+    if status.st_uid not in (0, user):
+        return f"belongs to the user {_name(pwd.getpwuid, status.st_uid)}"
+    if status.st_uid == 0 and root.is_mount() and not status.st_mode & stat.S_ISVTX:
+        return None
+    if status.st_mode & stat.S_IWOTH:
+        return "can be written by every user"
+    group = _name(grp.getgrgid, status.st_gid)
+    # A group without a name is a container's; one with the name of its user has no other members on most systems.
+    if status.st_mode & stat.S_IWGRP and group not in (str(status.st_gid), _name(pwd.getpwuid, user)):
+        return f"can be written by the group {group}"
+    return None
+
+
+def _name(look_up: Callable[[int], Sequence[Any]], number: int) -> str:
+    """Return the name of a user or group, its number where it has none."""
+    try:
+        return str(look_up(number)[0])
+    except KeyError:
+        return str(number)

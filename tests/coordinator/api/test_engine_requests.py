@@ -150,13 +150,13 @@ async def test_prompts_beyond_the_context() -> None:
     """Whatever they are made of, they are refused with the numbers before they are rendered or tokenised as a whole."""
     served = engine(max_model_len=100)
     words = "word " * 200_000
-    many = Conversation(tuple(Message("user", "") for _ in range(101)))
+    many = Conversation(tuple(Message("user", "") for _ in range(201)))
     for prompt, field, says in (
         (words, "prompt", "at least "),
-        ("x" * 101, "prompt", "(101 in the prompt"),
-        ([5] * 101, "prompt", "(101 in the prompt"),
+        ("x" * 201, "prompt", "(201 in the prompt"),
+        ([5] * 201, "prompt", "(201 in the prompt"),
         (Conversation((Message("user", words),)), "conversation", "at least "),
-        (many, "conversation", "at least 101 in the messages"),
+        (many, "conversation", "at least 201 in the messages"),
     ):
         chat = template_chat(prompt) if isinstance(prompt, Conversation) else None
         made = plain_prompt(served, prompt) if chat is None else render(served, chat)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import sys
 import time
@@ -224,6 +225,51 @@ def test_a_directory_that_cannot_be_written_is_refused_at_the_start() -> None:
     """Where even root may not create anything."""
     with pytest.raises(StoreError, match=r"--kv-cache-dir '/proc/.*' cannot be written"):
         open_store("/proc/flashsplit").check()
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "group", "says"),
+    [
+        (0o755, None, None, None),
+        (0o777, None, None, "every user"),
+        (0o1777, None, None, "every user"),
+        (0o775, None, "daemon", "group daemon"),
+        (0o775, None, 54321, None),
+        (0o700, 54321, None, "user 54321"),
+        (0o700, "daemon", None, "user daemon"),
+    ],
+)
+def test_a_directory_that_others_may_write_is_refused(
+    tmp_path: Path, mode: int, owner: str | int | None, group: str | int | None, says: str | None
+) -> None:
+    """Whoever writes there could forge prefixes, and with them answers; a container's own group is no other user."""
+    if (owner or group) and os.geteuid():
+        pytest.skip("only root can give a directory away")
+    if owner or group:
+        shutil.chown(tmp_path, owner, group)
+    tmp_path.chmod(mode)
+    store = DirectoryStore(tmp_path)
+    if says is None:
+        store.check()
+        return
+    with pytest.raises(StoreError, match=f"{says}, .* chmod go-w") as error:
+        store.check()
+    assert error.value.where["field"] == "--kv-cache-dir"
+    (tmp_path / "below").mkdir(mode=0o700)
+    DirectoryStore(tmp_path / "below").check()
+
+
+def test_a_volume_of_a_container_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes gives volumes to root and opens them to a group, some provisioners to all."""
+    if os.geteuid():
+        pytest.skip("only root owns volumes")
+    tmp_path.chmod(0o777)
+    # To mount one takes more rights than a test has.
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
+    DirectoryStore(tmp_path).check()
+    tmp_path.chmod(0o1777)
+    with pytest.raises(StoreError, match="every user"):
+        DirectoryStore(tmp_path).check()
 
 
 def test_foreign_names_are_left_alone(tmp_path: Path) -> None:

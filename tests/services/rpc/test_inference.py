@@ -107,6 +107,25 @@ async def test_what_is_asked_arrives(ask: GenerateRequest, port: FakeInference, 
         assert repr(found.variables["budget"]) == "100"
 
 
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        (GenerateRequest((5,) * ((1 << 20) + 1)), "1048577 tokens; at most 1048576"),
+        (GenerateRequest(Conversation((Message("", ""),) * 20_000)), "20000 messages; give 1 to 16384"),
+        (GenerateRequest(Conversation((Message("", ""),), variables={"x": "x" * 70_000})), "chat_template_kwargs has"),
+    ],
+)
+async def test_requests_beyond_all_bounds(
+    ask: GenerateRequest, says: str, port: FakeInference, remote: RemoteInference
+) -> None:
+    """What would take long to convert is refused before it is."""
+    with pytest.raises(InvalidArgument, match=says):
+        await all_of(remote.answer(ask))
+    with pytest.raises(InvalidArgument, match="at most 1048576"):
+        await remote.detokenize((5,) * ((1 << 20) + 1))
+    assert not port.asked
+
+
 async def test_who_names_nothing_gets_a_name(port: FakeInference, remote: RemoteInference) -> None:
     """Each request without a name gets its own, told first."""
     names = set()
