@@ -14,7 +14,7 @@ from services.layers import LayerRange
 from services.messages.enums import EnumNumbers
 from services.messages.tensors import dtype_name, dtype_number, kv_dtype_name
 
-PROTOCOL_MAJOR = 2
+PROTOCOL_MAJOR = 3
 """The version of the contract; processes of different ones refuse each other."""
 
 PROTOCOL_MINOR = 0

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flashsplit.shard.v1 import draft_pb2, draft_service_pb2 as pb, stage_pb2
+from services.errors import InvalidArgument
 from services.messages.frames import FrameKind, FrameKinds, TensorLimits
 from services.messages.session_frames import (
     check_request_id,
@@ -110,6 +111,8 @@ def answer_to_messages(step: int, answer: DraftAnswer) -> Iterator[pb.RunDraftRe
     if isinstance(answer, WireTensor):
         tensors.put(answer, message.proposed.project.hidden)
     else:
+        # It says that it is the answer also where it holds no tokens.
+        message.proposed.tokens.SetInParent()
         message.proposed.tokens.token_ids.extend(answer)
     yield message
     for chunk in tensors.chunks():
@@ -142,8 +145,11 @@ def _answer_from_message(message: draft_pb2.Proposed, hidden: WireTensor | None 
 
 
 def _answer_tensors(message: draft_pb2.Proposed, limits: TensorLimits, payloads: PayloadReader) -> list[IncomingTensor]:
-    if message.WhichOneof("result") != "project":
-        return []
+    match message.WhichOneof("result"):
+        case "tokens":
+            return []
+        case None:
+            raise InvalidArgument("proposed.result is missing: expected tokens or project", field="proposed.result")
     return [incomplete(message.project.hidden, "project.hidden", limits.max_tensor_bytes, payloads)]
 
 

@@ -203,7 +203,12 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
             return [_plain(item, f"{where}[]", depth + 1) for item in value.list_value.values]
         case "string_value" | "bool_value" as kind:
             return getattr(value, kind)
-    return None
+        case "null_value":
+            return None
+        case _:
+            raise InvalidArgument(
+                f"chat_template_kwargs.{where[:80]} is empty; for no value give null", field=_VARIABLES_FIELD
+            )
 
 
 # --- answers

@@ -14,6 +14,7 @@ import grpc
 from services.addresses import grpc_target, parse_address, socket_path
 from services.errors import Unavailable
 from services.messages.tensors import CHUNK_BYTES
+from services.net.checksums import CheckedChannel
 from services.net.cluster_token import TokenChannel
 from services.net.handshake import why_refused
 from services.net.security import OPEN, Security
@@ -88,6 +89,8 @@ def _channel(address: str, security: Security) -> grpc.aio.Channel:
         name = tls.files.server_name
         options = CLIENT_OPTIONS if name is None else [*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", name)]
         channel = grpc.aio.secure_channel(target, tls.for_channel(), options=options)
+    if socket_path(address) is None:
+        channel = CheckedChannel(channel, address)
     return channel if security.token is None else TokenChannel(channel, security.token)
 
 

@@ -8,13 +8,22 @@ from typing import Any
 
 import grpc
 
-from services.errors import InvalidArgument, answering
+from services.errors import DataLoss, FlashsplitError, InvalidArgument, answering
+from services.net.checksums import Checksums, call_number
 
 Parse = Callable[[bytes], Any]
 
 
 class RefuseGarbage(grpc.aio.ServerInterceptor):
-    """Refuses bytes that are no message of the method's type with INVALID_ARGUMENT; gRPC itself would say UNKNOWN."""
+    """Refuses bytes that are no message of the method's type with INVALID_ARGUMENT; gRPC itself would say UNKNOWN.
+
+    On a server for other hosts it refuses messages that do not match their checksums with DATA_LOSS, and adds those of
+    answers.
+    """
+
+    def __init__(self, checked_at: Callable[[], str] | None = None) -> None:
+        """checked_at: returns where a server for other hosts listens; None for one whose messages have no checksums."""
+        self._checked_at = checked_at
 
     async def intercept_service(
         self,
@@ -24,23 +33,46 @@ class RefuseGarbage(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None or handler.request_deserializer is None:
             return handler
-        parse = _refusing(handler.request_deserializer, details.method)
+        checksums = None
+        if self._checked_at is not None:
+            where = self._checked_at()
+            try:
+                call = call_number(details.method, details.invocation_metadata, where)
+            except FlashsplitError as error:
+                return _refusal(error)
+            if call is not None:
+                name = f"a call of {details.method.rpartition('/')[2]} to the worker at {where}"
+                checksums = Checksums(call, name, server=True)
+        parse = _refusing(handler.request_deserializer, details.method, checksums)
+        serialize = handler.response_serializer
+        if checksums is not None:
+            serialize = checksums.adding(serialize)
         if handler.stream_stream is not None:
             # The error is raised by the servicer's read().
-            return grpc.stream_stream_rpc_method_handler(handler.stream_stream, parse, handler.response_serializer)
+            return grpc.stream_stream_rpc_method_handler(handler.stream_stream, parse, serialize)
         if handler.unary_stream is not None:
-            answer = _parsing(handler.unary_stream, parse)
-            return grpc.unary_stream_rpc_method_handler(answer, None, handler.response_serializer)
+            return grpc.unary_stream_rpc_method_handler(_parsing(handler.unary_stream, parse), None, serialize)
         if handler.unary_unary is not None:
-            answer = _parsing(handler.unary_unary, parse)
-            return grpc.unary_unary_rpc_method_handler(answer, None, handler.response_serializer)
+            return grpc.unary_unary_rpc_method_handler(_parsing(handler.unary_unary, parse), None, serialize)
         return handler
 
 
-def _refusing(parse: Parse, method: str) -> Parse:
+def _refusal(refused: FlashsplitError) -> grpc.RpcMethodHandler:
+    """Return a handler that ends a call with this error, whatever its shape: a stream's reads the requests itself."""
+
+    async def refuse(_: object, context: grpc.aio.ServicerContext) -> None:
+        async with answering(context):
+            raise refused
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _refusing(parse: Parse, method: str, checksums: Checksums | None) -> Parse:
     def parse_or_refuse(raw: bytes) -> Any:
         try:
-            return parse(raw)
+            return parse(raw if checksums is None else checksums.check(raw))
+        except DataLoss:
+            raise
         except Exception as error:
             raise InvalidArgument(f"a request of {method} could not be parsed", reason="GARBLED") from error
 

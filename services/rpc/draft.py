@@ -138,6 +138,8 @@ class RemoteDraft:
             response = await stream.read()
             if response is grpc.aio.EOF:
                 raise Unavailable(f"{self._address} closed the draft session without opening it", address=self._address)
+            if response.WhichOneof("frame") != "opened":
+                raise InvalidArgument(f"{self._address} answered open otherwise: expected opened", field="frame")
             if lane is not None and response.opened.lane:
                 stream.use_lane(lane, pb.RunDraftResponse.FromString)
             sender = None if self._link is None else self._link.sender()

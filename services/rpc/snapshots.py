@@ -194,6 +194,11 @@ class RemoteSnapshots:
                 response = await stream.read()
             if response is grpc.aio.EOF:
                 raise Unavailable(f"{self._address} ended an import without a word", address=self._address)
+            if response.WhichOneof("result") != "imported":
+                raise InvalidArgument(
+                    f"{self._address} answered the end of an import without saying what it left: expected imported",
+                    field="result",
+                )
             imported = response.imported
             return SnapshotImported(imported.stored_bytes, tuple(imported.evicted_ids))
         finally:

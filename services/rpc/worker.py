@@ -7,7 +7,7 @@ from typing import Protocol
 
 import grpc
 
-from flashsplit.shard.v1 import measure_pb2, worker_service_pb2 as pb, worker_service_pb2_grpc as pb_grpc
+from flashsplit.shard.v1 import measure_pb2, model_pb2, worker_service_pb2 as pb, worker_service_pb2_grpc as pb_grpc
 from services.errors import InvalidArgument, Unavailable, answering, rpc_failures_as_errors
 from services.messages.description import (
     PROTOCOL_MAJOR,
@@ -28,6 +28,7 @@ from services.messages.measure import (
     speed_from_message,
     speed_to_message,
 )
+from services.net.checksums import Damaged
 from services.rpc.link_speed import measure_link
 from services.streams.client_stream import ClientStream, Guard, unguarded
 
@@ -118,10 +119,17 @@ class RemoteWorker:
     async def describe(self) -> WorkerDescription:
         request = pb.DescribeRequest(protocol_major=PROTOCOL_MAJOR, protocol_minor=PROTOCOL_MINOR)
         with rpc_failures_as_errors(address=self._address):
-            worker = (await self._stub.Describe(request, timeout=DESCRIBE_TIMEOUT_S)).worker
+            response = await self._stub.Describe(request, timeout=DESCRIBE_TIMEOUT_S)
+        if isinstance(response, Damaged) and response.without_checksum is not None:
+            # A release of an older protocol adds none; what it says of its version decides.
+            self._check_protocol(response.without_checksum.worker)
+        worker = response.worker
         # This is checked first, as the rest of another major version may mean something else.
-        check_protocol((worker.protocol_major, worker.protocol_minor), f"the worker at {self._address}")
+        self._check_protocol(worker)
         return worker_from_message(worker)
+
+    def _check_protocol(self, worker: model_pb2.WorkerDescription) -> None:
+        check_protocol((worker.protocol_major, worker.protocol_minor), f"the worker at {self._address}")
 
     async def load(
         self,
@@ -134,10 +142,16 @@ class RemoteWorker:
         self._guard(stream)
         try:
             while (response := await stream.read()) is not grpc.aio.EOF:
-                if response.WhichOneof("event") == "worker":
-                    worker = worker_from_message(response.worker)
-                else:
-                    on_progress(LoadProgress(response.progress.loaded_bytes, response.progress.total_bytes))
+                match response.WhichOneof("event"):
+                    case "worker":
+                        worker = worker_from_message(response.worker)
+                    case "progress":
+                        on_progress(LoadProgress(response.progress.loaded_bytes, response.progress.total_bytes))
+                    case _:
+                        raise InvalidArgument(
+                            f"{self._address} answered Load with an empty message: expected progress or worker",
+                            field="event",
+                        )
         finally:
             stream.cancel()
         if worker is None:
