@@ -21,6 +21,7 @@ import torch
 
 from services.errors import FailedPrecondition, FlashsplitError, Unavailable, Unimplemented
 from services.messages.description import Role, WorkerDescription
+from services.messages.holder import Holder
 from services.messages.loading import LoadPart, LoadProgress
 from services.messages.measure import DeviceSpeed, MeasureRequest
 from services.messages.snapshots import SnapshotOwner
@@ -38,6 +39,7 @@ from services.same_host.link import SharedLinks
 from shard_worker.device.devices import Device, describe
 from shard_worker.device.executor import DeviceThread
 from shard_worker.device.watchdog import LOOK_S, Watchdog
+from shard_worker.lease import Lease
 from shard_worker.measure.probe import measure
 from shard_worker.roles import MAX_ROWS, RoleResources, WorkerRole, make_role
 from shard_worker.snapshots.keeper import SnapshotKeeper
@@ -91,6 +93,7 @@ class Worker:
             watcher=self._thread,
         )
         self.life = Life()
+        self._lease = Lease()
         self._links = SharedLinks()
         self._sharing = SharedMemoryServicer(self._links, self._thread)
         self._snapshots = SnapshotStore(config.snapshot_budget_bytes)
@@ -109,6 +112,7 @@ class Worker:
             paths=config.paths,
             graphs=config.cuda_graphs,
             roles=roles,
+            lease=self._lease,
         )
         for name in config.roles:
             roles[name] = make_role(name, resources)
@@ -118,7 +122,7 @@ class Worker:
         transfer = SnapshotTransfer(self._snapshots, self._keepers)
         return [
             WorkerServicer(self).register,
-            LivenessServicer(self.life, self._peers).register,
+            LivenessServicer(self.life, self._peers, self._lease.listening).register,
             SnapshotServicer(transfer, self._links).register,
             self._sharing.register,
             *(service for role in self.roles.values() for service in role.registrations()),
@@ -182,7 +186,9 @@ class Worker:
             **loaded,
         )
 
-    async def load(self, part: LoadPart) -> AsyncIterator[LoadProgress | WorkerDescription]:
+    async def load(
+        self, part: LoadPart, holder: Holder | None = None
+    ) -> AsyncIterator[LoadProgress | WorkerDescription]:
         role = self.roles.get(part.role)
         if role is None:
             raise Unimplemented(
@@ -192,7 +198,9 @@ class Worker:
         part = role.localize(part)
         self._check_device()
         async with self._loading:
+            self._lease.check(None if holder is None else holder.holder_id)
             if role.part == part:
+                self._lease.take(holder)
                 yield await self.describe()
                 return
             if not await _sessions_ended(role):
@@ -201,6 +209,7 @@ class Worker:
                     "something else",
                     reason="SESSIONS_OPEN",
                 )
+            self._lease.take(holder)
             log.info("load.started", part=asdict(part))
             if role.snapshot_owner is not None:
                 # The prefixes in the store belong to the model that goes.

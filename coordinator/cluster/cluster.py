@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -15,9 +16,10 @@ from typing import Any, TypeVar
 from coordinator.cluster.agreement import check_fit, check_same_model
 from coordinator.cluster.loading import Checkpoints, Loader, LoadReporter, with_name
 from coordinator.cluster.placement import Plan, WorkerPlace, threads_each
-from services.errors import FlashsplitError, Unavailable
+from services.errors import FailedPrecondition, FlashsplitError, Unavailable
 from services.layers import LayerRange
 from services.messages.description import DraftDescription, Role, TargetDescription, WorkerDescription
+from services.messages.holder import WORKER_HELD, own_holder
 from services.messages.sampling import SamplingParams
 from services.messages.snapshots import SnapshotOwner
 from services.messages.steps import DraftRoute, Failure, Grammar, Hop, OpenSession
@@ -51,6 +53,9 @@ EXACT_ROWS = 16
 
 So answers with a draft and without one agree.
 """
+
+LOADED_OTHERWISE = ("NOT_LOADED", "FINGERPRINT_MISMATCH", "LAYER_MISMATCH", WORKER_HELD)
+"""The reasons with which a worker refuses a session because it does not hold what it was told to load."""
 
 CAUSE_S = 0.5
 """How long the cause of a broken connection may take to show."""
@@ -98,8 +103,10 @@ class Cluster:
         self._lost: dict[int, FlashsplitError] = {}
         self._unfit = set[int]()
         """The local ones among the lost whose processes have not been ended yet."""
-        self._draft_reported = asyncio.Event()
-        """Set when a session has found that the draft's own worker does not answer."""
+        self._reports: dict[int, FlashsplitError] = {}
+        """What sessions have found since `lost` heard of it last: that the draft's own worker does not answer, or that
+        a stage's does not hold the stage. By index, as above."""
+        self._reported = asyncio.Event()
         self._edges: dict[int, Edge] = {}
         """The connections of the workers among each other, by the index of the worker to which they lead."""
 
@@ -161,6 +168,7 @@ class Cluster:
                 draft=DraftRoute(self.draft_address) if speculate and self.draft_worker is not None else None,
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
+                holder_id=own_holder().holder_id,
                 grammar=grammar,
                 trace=trace,
                 batch_invariant_rows=max(EXACT_ROWS, block_rows, self._draft_rows) if self._exact else None,
@@ -203,8 +211,18 @@ class Cluster:
         """
         if failure.location.address == self.draft_address and failure.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
             why = f"the worker at {self.draft_address} does not answer its sessions: {failure.message}"
-            self._lost[len(self._plan.stages)] = Unavailable(why)
-            self._draft_reported.set()
+            own = len(self._plan.stages)
+            self._lost[own] = self._reports[own] = Unavailable(why)
+            self._reported.set()
+
+    def _report_unloaded(self, error: FlashsplitError) -> Unavailable:
+        """Note that a stage's worker does not hold the stage, so that `lost` tells it and `restore` has it loaded
+        again. error: how the worker refused a session. Returns the error for those who ask meanwhile."""
+        self.trouble = unavailable = Unavailable(error.message, reason=error.reason, **error.where)
+        stage = error.where.get("stage", "0")
+        self._reports[int(stage) if stage.isdigit() else 0] = copy.copy(unavailable)
+        self._reported.set()
+        return unavailable
 
     async def lost(self) -> FlashsplitError:
         """Wait until one more worker is lost, and return the error that says which one and how.
@@ -219,11 +237,12 @@ class Cluster:
         edges = {index: asyncio.ensure_future(edge.lost()) for index, edge in self._edges.items() if index in watched}
         deaths = {index: self._watchers[index] for index in watched if index in self._watchers}
         own = len(self._plan.stages)
-        reports = {own: asyncio.ensure_future(self._draft_reported.wait())}
+        reports = {own: asyncio.ensure_future(self._reported.wait())}
         signs = edges, nodes, deaths
         try:
             await asyncio.wait([task for group in (*signs, reports) for task in group.values()], return_when=_FIRST)
-            self._draft_reported.clear()
+            self._reported.clear()
+            found, self._reports = self._reports, {}
             # Requests are refused from now on, whatever else is found out about the cause.
             hints = {index: task.result() for group in signs for index, task in group.items() if task.done()}
             if hints and min(hints) < own:
@@ -235,8 +254,9 @@ class Cluster:
             gone: dict[int, FlashsplitError] = {
                 index: task.result() for group in (nodes, deaths) for index, task in group.items() if task.done()
             }
-            if reports[own].done():
-                gone.setdefault(own, self._lost[own])
+            # Whoever does not hold its stage need not be started again.
+            unfit = {*gone, *({own} & found.keys())}
+            gone = {**found, **gone}
             # A link breaks with the worker at either of its ends.
             broken = {index: task.result() for index, task in edges.items() if task.done() and index - 1 not in gone}
             index, cause = next(iter((gone or broken).items()))
@@ -244,7 +264,7 @@ class Cluster:
             if error is cause:
                 error = with_name(error, self._name(index))
             self._lost |= dict.fromkeys({**gone, **broken}, error)
-            self._unfit.update(index for index in gone if index in self._processes)
+            self._unfit.update(index for index in unfit if index in self._processes)
             if min(self._lost) < own:
                 self.trouble = error
             return error
@@ -271,7 +291,8 @@ class Cluster:
                     self._watchers.pop(index).cancel()
         await self._start()
         # What sessions reported meanwhile was about the worker that was lost.
-        self._draft_reported.clear()
+        self._reports.clear()
+        self._reported.clear()
         self.trouble = None
         self._lost.clear()
         self._unfit.clear()
@@ -312,7 +333,10 @@ class Cluster:
         return await self._peers.snapshots(address)
 
     async def explain(self, error: FlashsplitError) -> FlashsplitError:
-        """Return the error behind an error: where a local worker has just died, its death."""
+        """Return the error behind an error: where a local worker has just died, its death; where a worker does not hold
+        its stage, that it is not there now, because it will be loaded again."""
+        if self.workers and isinstance(error, FailedPrecondition) and error.reason in LOADED_OTHERWISE:
+            return self._report_unloaded(error)
         if error.code_name not in ("UNAVAILABLE", "CANCELLED", "INTERNAL") or not self._watchers:
             return error
         # A broken connection is often noticed before the end of the process.

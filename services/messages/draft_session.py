@@ -34,12 +34,14 @@ class OpenDraft:
     """The first frame of a draft session.
 
     fingerprint: of the draft that the caller expects. max_length: the most tokens that the session will hold.
+    holder_id: as in `OpenSession`.
     """
 
     request_id: str
     fingerprint: str
     max_length: int
     trace: Trace | None = None
+    holder_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +73,18 @@ def open_to_message(request: OpenDraft) -> draft_pb2.DraftOpen:
         fingerprint=request.fingerprint,
         max_length=request.max_length,
         traceparent=request.trace.traceparent if request.trace is not None else None,
+        holder_id=request.holder_id,
     )
 
 
 def open_from_message(message: draft_pb2.DraftOpen) -> OpenDraft:
     """Return the first frame. Raises InvalidArgument for a name and a trace that make no sense."""
     return OpenDraft(
-        check_request_id(message.request_id), message.fingerprint, message.max_length, trace_from_message(message)
+        check_request_id(message.request_id),
+        message.fingerprint,
+        message.max_length,
+        trace_from_message(message),
+        message.holder_id if message.HasField("holder_id") else None,
     )
 
 

@@ -89,6 +89,7 @@ def open_to_message(request: OpenSession) -> stage_pb2.Open:
         exact_rows=request.batch_invariant_rows,
         logprobs=request.logprobs,
         prompt_logprobs=request.prompt_logprobs,
+        holder_id=request.holder_id,
     )
     if request.draft is not None:
         message.draft.SetInParent()
@@ -138,6 +139,7 @@ def open_from_message(message: stage_pb2.Open) -> OpenSession:
         grammar=output_frames.grammar_from_message(message.grammar) if message.HasField("grammar") else None,
         trace=trace_from_message(message),
         batch_invariant_rows=message.exact_rows if message.HasField("exact_rows") else None,
+        holder_id=message.holder_id if message.HasField("holder_id") else None,
         prompt_logprobs=prompt_logprobs,
     )
 

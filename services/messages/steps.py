@@ -64,7 +64,8 @@ class OpenSession:
     more. draft: None for a session without speculation. logprobs: how many alternatives to report beside each token,
     None for no log-probabilities. grammar: what the output must match, None for anything. batch_invariant_rows: the
     number of rows of which plain torch makes its products, so that a row has the same bits in every step; None for
-    whatever is fastest. prompt_logprobs: as `logprobs`, of the prompt's tokens behind the first one.
+    whatever is fastest. prompt_logprobs: as `logprobs`, of the prompt's tokens behind the first one. holder_id: of the
+    process that had the stages loaded; None for a caller that does not say.
     """
 
     request_id: str
@@ -84,6 +85,7 @@ class OpenSession:
     trace: Trace | None = None
     batch_invariant_rows: int | None = None
     prompt_logprobs: int | None = None
+    holder_id: str | None = None
 
 
 class StepKind(StrEnum):

@@ -1,10 +1,11 @@
 """A checksum on every message between hosts, so that damaged bytes end a call by name and are never computed with.
 
-TCP's own sum lets one of some ten million damaged segments through. Each message of a call over TCP ends with the XXH3
-hash, 64 bits, of all bytes before it, as a protobuf field that no message declares; over a Unix socket it has none. The
-hash is seeded with the call's own number, which its metadata carry, and with the message's place in it: messages that
-are lost, repeated, out of order or another call's are found too. The number is also how a worker is told that the
-caller knows of all this; who doesn't is of another release, and may only ask for the worker's description.
+TCP's own sum lets one of some ten thousand damaged segments through. Each message of a call to a TCP address ends with
+the XXH3 hash, 64 bits, of all bytes before it, as a protobuf field that no message declares; Unix sockets damage
+nothing, so that calls to these have none. The hash is seeded with the call's own number, which its metadata carry, and
+with the message's place in it: messages that are lost, repeated, out of order or another call's are found too. The
+number is also how a worker is told that the caller knows of all this; who doesn't is of another release, and may only
+ask for the worker's description.
 """
 
 from __future__ import annotations
@@ -76,10 +77,11 @@ class Checksums:
         return raw
 
 
-def call_number(method: str, metadata: Iterable[tuple[str, str | bytes]], where: str) -> int | None:
-    """Return the number of a call that came over TCP; None where its messages have no checksums.
+def call_number(method: str, metadata: Iterable[tuple[str, str | bytes]], where: str, *, required: bool) -> int | None:
+    """Return the number of a call; None where its messages have no checksums.
 
-    where: where the worker listens, for errors. Raises FailedPrecondition for a call without a number that needs one.
+    where: where the worker listens, for errors. required: whether a call needs them. Raises FailedPrecondition for one
+    that does not have them then, DataLoss for what is no number.
     """
     if not method.startswith(_SERVICES):
         return None
@@ -89,7 +91,7 @@ def call_number(method: str, metadata: Iterable[tuple[str, str | bytes]], where:
                 return int(value, 16) & _MASK
             except ValueError:
                 raise DataLoss(f"the metadata of a call of {method} came damaged", reason="CHECKSUM_MISMATCH") from None
-    if method == DESCRIBE:
+    if not required or method == DESCRIBE:
         return None
     raise FailedPrecondition(
         f"a call of {method} carried no {HEADER}, as all calls to the worker at {where} do from other hosts: it came "

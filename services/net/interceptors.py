@@ -17,13 +17,13 @@ Parse = Callable[[bytes], Any]
 class RefuseGarbage(grpc.aio.ServerInterceptor):
     """Refuses bytes that are no message of the method's type with INVALID_ARGUMENT; gRPC itself would say UNKNOWN.
 
-    On a server for other hosts it refuses messages that do not match their checksums with DATA_LOSS, and adds those of
-    answers.
+    In calls with checksums it refuses messages that do not match theirs with DATA_LOSS, and adds those of answers.
     """
 
-    def __init__(self, checked_at: Callable[[], str] | None = None) -> None:
-        """checked_at: returns where a server for other hosts listens; None for one whose messages have no checksums."""
-        self._checked_at = checked_at
+    def __init__(self, name: Callable[[], str] = str, *, require_checksums: bool = False) -> None:
+        """name: returns where the server listens, for errors. require_checksums: whether calls of other processes of
+        the cluster without checksums are refused, as they are where damaged bytes could come in."""
+        self._name, self._require_checksums = name, require_checksums
 
     async def intercept_service(
         self,
@@ -33,16 +33,14 @@ class RefuseGarbage(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None or handler.request_deserializer is None:
             return handler
-        checksums = None
-        if self._checked_at is not None:
-            where = self._checked_at()
-            try:
-                call = call_number(details.method, details.invocation_metadata, where)
-            except FlashsplitError as error:
-                return _refusal(error)
-            if call is not None:
-                name = f"a call of {details.method.rpartition('/')[2]} to the worker at {where}"
-                checksums = Checksums(call, name, server=True)
+        where, checksums = self._name(), None
+        try:
+            call = call_number(details.method, details.invocation_metadata, where, required=self._require_checksums)
+        except FlashsplitError as error:
+            return _refusal(error)
+        if call is not None:
+            name = f"a call of {details.method.rpartition('/')[2]} to the worker at {where}"
+            checksums = Checksums(call, name, server=True)
         parse = _refusing(handler.request_deserializer, details.method, checksums)
         serialize = handler.response_serializer
         if checksums is not None:

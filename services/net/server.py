@@ -46,7 +46,7 @@ class Server:
         tcp = socket_path(self._requested) is None
         self._credentials = security.tls.for_server() if tcp and security.tls is not None else None
         interceptors = [] if security.token is None else [RequireToken(security.token, lambda: self.address)]
-        refuse = RefuseGarbage((lambda: self.address) if tcp else None)
+        refuse = RefuseGarbage(lambda: self.address, require_checksums=tcp)
         self._server = grpc.aio.server(interceptors=[*interceptors, refuse], options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

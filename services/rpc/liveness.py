@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol
 
 import grpc
@@ -20,6 +20,7 @@ from flashsplit.shard.v1 import liveness_service_pb2 as pb, liveness_service_pb2
 from services.addresses import socket_path
 from services.errors import FlashsplitError, Unavailable, Unimplemented, answering
 from services.event_loop import first_done
+from services.messages.holder import own_holder
 from services.same_host.process import ProcessId, own_process, state_of
 from services.streams.client_stream import ClientStream
 
@@ -127,19 +128,24 @@ class PeerWatch(Protocol):
         """Wait until that worker is lost, and return the error that says how."""
 
 
+Listening = Callable[[str], contextlib.AbstractContextManager[None]]
+"""Notes, within the context that it returns, that the process with this holder_id listens to the heartbeats."""
+
+
 class LivenessServicer(pb_grpc.LivenessServiceServicer):
     """Tells callers in other processes how this worker and its peers do."""
 
-    def __init__(self, life: Life, peers: PeerWatch) -> None:
-        self._life, self._peers = life, peers
+    def __init__(self, life: Life, peers: PeerWatch, listening: Listening = lambda _: contextlib.nullcontext()) -> None:
+        self._life, self._peers, self._listening = life, peers, listening
 
     def register(self, server: grpc.aio.Server) -> str:
         """Add the service to a server, and return its full name."""
         pb_grpc.add_LivenessServiceServicer_to_server(self, server)
         return SERVICE
 
-    async def Heartbeats(self, _: pb.HeartbeatsRequest, context: grpc.aio.ServicerContext) -> None:
-        async with answering(context):
+    async def Heartbeats(self, request: pb.HeartbeatsRequest, context: grpc.aio.ServicerContext) -> None:
+        async with answering(context), contextlib.AsyncExitStack() as stack:
+            stack.enter_context(self._listening(request.holder_id))
             async for beat in self._life.beats():
                 await context.write(beat)
 
@@ -194,7 +200,8 @@ class Heartbeats:
 
     def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
         self._address = address
-        self._stream = ClientStream(pb_grpc.LivenessServiceStub(channel).Heartbeats(pb.HeartbeatsRequest()))
+        request = pb.HeartbeatsRequest(holder_id=own_holder().holder_id)
+        self._stream = ClientStream(pb_grpc.LivenessServiceStub(channel).Heartbeats(request))
         self._regularity = Regularity()
         self._process: ProcessId | None = None
         self._cpu_ticks = 0

@@ -17,6 +17,7 @@ from services.messages.description import (
     worker_from_message,
     worker_to_message,
 )
+from services.messages.holder import Holder, holder_from_message, own_holder
 from services.messages.loading import LoadPart, LoadProgress, part_from_message, part_to_message
 from services.messages.measure import (
     ECHO_BYTES,
@@ -43,11 +44,14 @@ class WorkerPort(Protocol):
     async def describe(self) -> WorkerDescription:
         """Return what the worker is and what it holds."""
 
-    def load(self, part: LoadPart) -> AsyncIterator[LoadProgress | WorkerDescription]:
+    def load(self, part: LoadPart, holder: Holder | None) -> AsyncIterator[LoadProgress | WorkerDescription]:
         """Load a part; yield progress, and at the end the worker's new description.
 
+        holder: the process whose alone the worker is from then on; None for anybody's.
+
         Raises InvalidArgument for a checkpoint that does not fit, FailedPrecondition when sessions are open on
-        another one, Unimplemented for a family, format or role that the worker lacks.
+        another one, or another process holds the worker, Unimplemented for a family, format or role that the worker
+        lacks.
         """
 
     async def measure(self, request: MeasureRequest) -> tuple[DeviceSpeed, ...]:
@@ -83,7 +87,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
 
     async def Load(self, request: pb.LoadRequest, context: grpc.aio.ServicerContext) -> None:
         async with answering(context):
-            async for event in self._port.load(part_from_message(request)):
+            async for event in self._port.load(part_from_message(request), holder_from_message(request)):
                 if isinstance(event, LoadProgress):
                     progress = pb.LoadProgress(loaded_bytes=event.loaded_bytes, total_bytes=event.total_bytes)
                     await context.write(pb.LoadResponse(progress=progress))
@@ -138,7 +142,9 @@ class RemoteWorker:
     ) -> WorkerDescription:
         """Load a part and return the worker's new description; errors as in `WorkerPort.load`."""
         worker = None
-        stream = ClientStream(self._stub.Load(part_to_message(part)), address=self._address)
+        request, holder = part_to_message(part), own_holder()
+        request.holder.holder_id, request.holder.name = holder.holder_id, holder.name
+        stream = ClientStream(self._stub.Load(request), address=self._address)
         self._guard(stream)
         try:
             while (response := await stream.read()) is not grpc.aio.EOF:

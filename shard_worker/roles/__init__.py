@@ -21,6 +21,7 @@ from services.rpc.peers import Peers
 from services.same_host.link import NO_LINKS, SharedLinks
 from shard_worker.device.devices import Device
 from shard_worker.device.executor import DeviceThread
+from shard_worker.lease import Lease
 from shard_worker.snapshots.keeper import SnapshotKeeper
 from shard_worker.snapshots.store import SnapshotStore
 
@@ -37,7 +38,8 @@ class RoleResources:
     thread: the one that computes. devices: all of the worker's, at least one. location: where the worker stands, for a
     stage's number or for None. paths: checkpoint directories on this host by the field of a load part that they
     replace, like `model_path`. graphs: whether steps may run as CUDA graphs. roles: the worker's roles by name, each
-    other's neighbours; complete once all of them are made.
+    other's neighbours; complete once all of them are made. lease: whose the
+    worker is.
     """
 
     thread: DeviceThread
@@ -49,6 +51,7 @@ class RoleResources:
     paths: Mapping[str, str] = field(default_factory=dict)
     graphs: bool = True
     roles: Mapping[Role, WorkerRole[Any]] = field(default_factory=dict)
+    lease: Lease = field(default_factory=Lease)
 
 
 class WorkerRole(ABC, Generic[PartT]):

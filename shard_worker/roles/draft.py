@@ -158,6 +158,7 @@ class DraftRole(WorkerRole[LoadDraft]):
         )
 
     async def open(self, request: OpenDraft) -> LocalDraftSession:
+        self.resources.lease.check(request.holder_id)
         loaded = self.loaded
         if loaded is None:
             raise FailedPrecondition("no draft is loaded on this worker", reason="NOT_LOADED")

@@ -257,6 +257,7 @@ class TargetRole(WorkerRole[LoadTarget]):
 
     def _loaded_for(self, request: OpenSession) -> LoadedStage:
         """Return the loaded stage, once it is sure that the request is for it and that it can serve it."""
+        self.resources.lease.check(request.holder_id)
         loaded = self.loaded
         if loaded is None:
             raise FailedPrecondition("no stage is loaded on this worker", reason="NOT_LOADED")
@@ -380,7 +381,7 @@ class StageDrafts:
         check_captures(description, stage)
         port = await self._resources.peers.draft(address)
         session = await port.open(
-            OpenDraft(request.request_id, description.fingerprint, request.max_length, request.trace)
+            OpenDraft(request.request_id, description.fingerprint, request.max_length, request.trace, request.holder_id)
         )
         return RemoteDraftLink(
             self._resources.thread,

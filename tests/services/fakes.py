@@ -21,6 +21,7 @@ from services.messages.description import (
     WorkerDescription,
 )
 from services.messages.draft_session import DraftAnswer, OpenDraft, Propose
+from services.messages.holder import Holder
 from services.messages.loading import LoadDraft, LoadProgress, LoadTarget
 from services.messages.measure import DeviceSpeed, MeasureRequest
 from services.messages.sampling import SamplingParams
@@ -324,7 +325,9 @@ class FakeWorker:
         self.echoed.append(len(payload))
         return len(payload)
 
-    async def load(self, part: LoadTarget | LoadDraft) -> AsyncIterator[LoadProgress | WorkerDescription]:
+    async def load(
+        self, part: LoadTarget | LoadDraft, holder: Holder | None
+    ) -> AsyncIterator[LoadProgress | WorkerDescription]:
         self.loading += 1
         try:
             yield LoadProgress(1, 4)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from services.errors import Unavailable
 from services.messages.description import Role, WorkerDescription
+from services.messages.holder import Holder
 from services.messages.loading import LoadDraft, LoadPart, LoadProgress, LoadTarget
 from services.net.server import Server
 from services.processes.launch import Launch
@@ -66,7 +67,7 @@ class ToyWorker(FakeWorker):
     async def describe(self) -> WorkerDescription:
         return self.description
 
-    async def load(self, part: LoadPart) -> AsyncIterator[LoadProgress | WorkerDescription]:
+    async def load(self, part: LoadPart, holder: Holder | None) -> AsyncIterator[LoadProgress | WorkerDescription]:
         yield LoadProgress(1, 4)
         if self.fault is not None:
             raise self.fault

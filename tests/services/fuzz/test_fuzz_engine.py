@@ -6,6 +6,7 @@ works afterwards.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from services.errors import InvalidArgument, NotFound, ResourceExhausted
 from services.layers import LayerRange
 from services.messages.description import FeatureTransport, HeadPlace, Role
 from services.messages.draft_session import OpenDraft
+from services.messages.holder import LEASE_S
 from services.messages.loading import FeatureCapture, LoadDraft, LoadTarget
 from services.messages.sampling import SamplingParams
 from services.messages.snapshots import SnapshotOwner
@@ -341,6 +343,8 @@ async def test_worker_requests_on_a_worker(checkpoints: tuple[str, str], serve: 
     server = await serve(*worker.registrations())
     channel = await dial(server.address)
     await batter_worker(channel, target, draft, 60)
+    # A random holder may have it now, and never listens.
+    await asyncio.sleep(LEASE_S)
     loaded = await RemoteWorker(channel, server.address).load(LoadTarget(target, LayerRange(1, 3)))
     assert loaded.target is not None
     assert loaded.target.layers == LayerRange(1, 3)

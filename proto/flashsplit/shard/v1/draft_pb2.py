@@ -26,7 +26,7 @@ from flashsplit.shard.v1 import shared_memory_pb2 as flashsplit_dot_shard_dot_v1
 from flashsplit.shard.v1 import tensor_pb2 as flashsplit_dot_shard_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x66lashsplit/shard/v1/draft.proto\x12\x13\x66lashsplit.shard.v1\x1a\'flashsplit/shard/v1/shared_memory.proto\x1a flashsplit/shard/v1/tensor.proto\"\xae\x01\n\tDraftOpen\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x12\n\nmax_length\x18\x03 \x01(\r\x12\x18\n\x0btraceparent\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x31\n\x04lane\x18\x05 \x01(\x0b\x32\x1e.flashsplit.shard.v1.FrameLaneH\x01\x88\x01\x01\x42\x0e\n\x0c_traceparentB\x07\n\x05_lane\"9\n\x0b\x44raftOpened\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x0c\n\x04lane\x18\x03 \x01(\x08\"2\n\x05\x45mbed\x12)\n\x04rows\x18\x01 \x01(\x0b\x32\x1b.flashsplit.shard.v1.Tensor\"6\n\x07Project\x12+\n\x06hidden\x18\x01 \x01(\x0b\x32\x1b.flashsplit.shard.v1.Tensor\"\x85\x01\n\x07Propose\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x01(\r\x12.\n\x05\x65mbed\x18\x05 \x01(\x0b\x32\x1a.flashsplit.shard.v1.EmbedH\x00\x88\x01\x01\x42\x08\n\x06_embed\"#\n\x0eProposedTokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x8a\x01\n\x08Proposed\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x35\n\x06tokens\x18\x02 \x01(\x0b\x32#.flashsplit.shard.v1.ProposedTokensH\x00\x12/\n\x07project\x18\x03 \x01(\x0b\x32\x1c.flashsplit.shard.v1.ProjectH\x00\x42\x08\n\x06resultb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x66lashsplit/shard/v1/draft.proto\x12\x13\x66lashsplit.shard.v1\x1a\'flashsplit/shard/v1/shared_memory.proto\x1a flashsplit/shard/v1/tensor.proto\"\xd4\x01\n\tDraftOpen\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x12\n\nmax_length\x18\x03 \x01(\r\x12\x18\n\x0btraceparent\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x31\n\x04lane\x18\x05 \x01(\x0b\x32\x1e.flashsplit.shard.v1.FrameLaneH\x01\x88\x01\x01\x12\x16\n\tholder_id\x18\x06 \x01(\tH\x02\x88\x01\x01\x42\x0e\n\x0c_traceparentB\x07\n\x05_laneB\x0c\n\n_holder_id\"9\n\x0b\x44raftOpened\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x0c\n\x04lane\x18\x03 \x01(\x08\"2\n\x05\x45mbed\x12)\n\x04rows\x18\x01 \x01(\x0b\x32\x1b.flashsplit.shard.v1.Tensor\"6\n\x07Project\x12+\n\x06hidden\x18\x01 \x01(\x0b\x32\x1b.flashsplit.shard.v1.Tensor\"\x85\x01\n\x07Propose\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x01(\r\x12.\n\x05\x65mbed\x18\x05 \x01(\x0b\x32\x1a.flashsplit.shard.v1.EmbedH\x00\x88\x01\x01\x42\x08\n\x06_embed\"#\n\x0eProposedTokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x8a\x01\n\x08Proposed\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x35\n\x06tokens\x18\x02 \x01(\x0b\x32#.flashsplit.shard.v1.ProposedTokensH\x00\x12/\n\x07project\x18\x03 \x01(\x0b\x32\x1c.flashsplit.shard.v1.ProjectH\x00\x42\x08\n\x06resultb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,17 +34,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'flashsplit.shard.v1.draft_p
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DRAFTOPEN']._serialized_start=132
-  _globals['_DRAFTOPEN']._serialized_end=306
-  _globals['_DRAFTOPENED']._serialized_start=308
-  _globals['_DRAFTOPENED']._serialized_end=365
-  _globals['_EMBED']._serialized_start=367
-  _globals['_EMBED']._serialized_end=417
-  _globals['_PROJECT']._serialized_start=419
-  _globals['_PROJECT']._serialized_end=473
-  _globals['_PROPOSE']._serialized_start=476
-  _globals['_PROPOSE']._serialized_end=609
-  _globals['_PROPOSEDTOKENS']._serialized_start=611
-  _globals['_PROPOSEDTOKENS']._serialized_end=646
-  _globals['_PROPOSED']._serialized_start=649
-  _globals['_PROPOSED']._serialized_end=787
+  _globals['_DRAFTOPEN']._serialized_end=344
+  _globals['_DRAFTOPENED']._serialized_start=346
+  _globals['_DRAFTOPENED']._serialized_end=403
+  _globals['_EMBED']._serialized_start=405
+  _globals['_EMBED']._serialized_end=455
+  _globals['_PROJECT']._serialized_start=457
+  _globals['_PROJECT']._serialized_end=511
+  _globals['_PROPOSE']._serialized_start=514
+  _globals['_PROPOSE']._serialized_end=647
+  _globals['_PROPOSEDTOKENS']._serialized_start=649
+  _globals['_PROPOSEDTOKENS']._serialized_end=684
+  _globals['_PROPOSED']._serialized_start=687
+  _globals['_PROPOSED']._serialized_end=825
 # @@protoc_insertion_point(module_scope)

@@ -9,18 +9,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DraftOpen(_message.Message):
-    __slots__ = ("request_id", "fingerprint", "max_length", "traceparent", "lane")
+    __slots__ = ("request_id", "fingerprint", "max_length", "traceparent", "lane", "holder_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     fingerprint: str
     max_length: int
     traceparent: str
     lane: _shared_memory_pb2.FrameLane
-    def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., max_length: _Optional[int] = ..., traceparent: _Optional[str] = ..., lane: _Optional[_Union[_shared_memory_pb2.FrameLane, _Mapping]] = ...) -> None: ...
+    holder_id: str
+    def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., max_length: _Optional[int] = ..., traceparent: _Optional[str] = ..., lane: _Optional[_Union[_shared_memory_pb2.FrameLane, _Mapping]] = ..., holder_id: _Optional[str] = ...) -> None: ...
 
 class DraftOpened(_message.Message):
     __slots__ = ("host", "device", "lane")

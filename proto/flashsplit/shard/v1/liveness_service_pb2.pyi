@@ -6,8 +6,10 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class HeartbeatsRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("holder_id",)
+    HOLDER_ID_FIELD_NUMBER: _ClassVar[int]
+    holder_id: str
+    def __init__(self, holder_id: _Optional[str] = ...) -> None: ...
 
 class WorkerProcess(_message.Message):
     __slots__ = ("boot_id", "process_id", "started_ticks")

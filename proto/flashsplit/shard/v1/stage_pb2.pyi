@@ -92,7 +92,7 @@ class DraftRoute(_message.Message):
     def __init__(self, address: _Optional[str] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("request_id", "fingerprint", "stage", "layers", "route", "max_length", "max_rows", "block_rows", "prompt_length", "sampling", "stop_token_ids", "draft", "logprobs", "grammar", "traceparent", "lane", "exact_rows", "prompt_logprobs")
+    __slots__ = ("request_id", "fingerprint", "stage", "layers", "route", "max_length", "max_rows", "block_rows", "prompt_length", "sampling", "stop_token_ids", "draft", "logprobs", "grammar", "traceparent", "lane", "exact_rows", "prompt_logprobs", "holder_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +111,7 @@ class Open(_message.Message):
     LANE_FIELD_NUMBER: _ClassVar[int]
     EXACT_ROWS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     fingerprint: str
     stage: int
@@ -129,7 +130,8 @@ class Open(_message.Message):
     lane: _shared_memory_pb2.FrameLane
     exact_rows: int
     prompt_logprobs: int
-    def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., stage: _Optional[int] = ..., layers: _Optional[_Union[_model_pb2.LayerRange, _Mapping]] = ..., route: _Optional[_Iterable[_Union[Hop, _Mapping]]] = ..., max_length: _Optional[int] = ..., max_rows: _Optional[int] = ..., block_rows: _Optional[int] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., draft: _Optional[_Union[DraftRoute, _Mapping]] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., traceparent: _Optional[str] = ..., lane: _Optional[_Union[_shared_memory_pb2.FrameLane, _Mapping]] = ..., exact_rows: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
+    holder_id: str
+    def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., stage: _Optional[int] = ..., layers: _Optional[_Union[_model_pb2.LayerRange, _Mapping]] = ..., route: _Optional[_Iterable[_Union[Hop, _Mapping]]] = ..., max_length: _Optional[int] = ..., max_rows: _Optional[int] = ..., block_rows: _Optional[int] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., draft: _Optional[_Union[DraftRoute, _Mapping]] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., traceparent: _Optional[str] = ..., lane: _Optional[_Union[_shared_memory_pb2.FrameLane, _Mapping]] = ..., exact_rows: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., holder_id: _Optional[str] = ...) -> None: ...
 
 class ForwardFromTokens(_message.Message):
     __slots__ = ("step", "base_position", "token_ids", "kind", "propose_tokens", "more")

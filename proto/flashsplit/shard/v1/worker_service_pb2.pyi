@@ -66,15 +66,25 @@ class LoadDrafter(_message.Message):
     dtype: _tensor_pb2.Dtype
     def __init__(self, drafter_path: _Optional[str] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ...) -> None: ...
 
+class Holder(_message.Message):
+    __slots__ = ("holder_id", "name")
+    HOLDER_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    holder_id: str
+    name: str
+    def __init__(self, holder_id: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
 class LoadRequest(_message.Message):
-    __slots__ = ("target", "draft", "drafter")
+    __slots__ = ("target", "draft", "drafter", "holder")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
     target: LoadTarget
     draft: LoadDraft
     drafter: LoadDrafter
-    def __init__(self, target: _Optional[_Union[LoadTarget, _Mapping]] = ..., draft: _Optional[_Union[LoadDraft, _Mapping]] = ..., drafter: _Optional[_Union[LoadDrafter, _Mapping]] = ...) -> None: ...
+    holder: Holder
+    def __init__(self, target: _Optional[_Union[LoadTarget, _Mapping]] = ..., draft: _Optional[_Union[LoadDraft, _Mapping]] = ..., drafter: _Optional[_Union[LoadDrafter, _Mapping]] = ..., holder: _Optional[_Union[Holder, _Mapping]] = ...) -> None: ...
 
 class LoadProgress(_message.Message):
     __slots__ = ("loaded_bytes", "total_bytes")

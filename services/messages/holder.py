@@ -1,0 +1,55 @@
+"""The process that has a worker load something, and whose alone the worker is from then on."""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+
+from flashsplit.shard.v1 import worker_service_pb2 as pb
+from services.errors import InvalidArgument
+
+LEASE_S = 3.0
+"""How long a worker waits for its holder to come back, when that listens to its heartbeats no more, before another
+process may take it."""
+
+WORKER_HELD = "WORKER_HELD"
+"""The reason of the error that says that a worker is another process's."""
+
+MAX_TEXT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A process that has workers load parts.
+
+    holder_id: chosen at random by each process. name: what it is called in errors that others get.
+    """
+
+    holder_id: str
+    name: str
+
+
+@functools.cache
+def own_holder() -> Holder:
+    """Return this process as workers know it."""
+    return Holder(secrets.token_hex(16), f"process {os.getpid()} on {socket.gethostname()}")
+
+
+def holder_from_message(request: pb.LoadRequest) -> Holder | None:
+    """Return who wants to hold the worker, None for a caller that does not say.
+
+    Raises InvalidArgument for an empty id, and for texts that are too long or cannot stand in a log line.
+    """
+    if not request.HasField("holder"):
+        return None
+    holder = request.holder
+    for field, text in (("holder_id", holder.holder_id), ("name", holder.name)):
+        if not text or len(text) > MAX_TEXT or not text.isprintable():
+            raise InvalidArgument(
+                f"holder.{field} has {len(text)} characters; it must be 1 to {MAX_TEXT} printable ones",
+                field=f"holder.{field}",
+            )
+    return Holder(holder.holder_id, holder.name)
