@@ -15,9 +15,15 @@ import structlog
 
 from services.errors import FlashsplitError
 from services.processes.worker_process import failure_fields
+from services.rpc.liveness import DEVICE_HUNG, WORKER_SILENT
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Before the first attempt to restore a cluster, and at most: after each failed attempt the pause is doubled."""
+
+AWAITED_PAUSE_S = 2.0
+"""At most, where a worker that runs elsewhere is awaited: calling it costs little, and it may be back any moment."""
+
+_AWAITED = {"WORKER_UNREACHABLE", WORKER_SILENT, DEVICE_HUNG}
 
 log = structlog.get_logger()
 
@@ -63,5 +69,5 @@ async def _restore(cluster: Restorable, sleep: Callable[[float], Awaitable[objec
         try:
             return await cluster.restore()
         except FlashsplitError as error:
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, AWAITED_PAUSE_S if error.reason in _AWAITED else LONGEST_PAUSE_S)
             log.warning("cluster.restore_failed", **failure_fields(error), again_in_s=pause_s)

@@ -30,7 +30,11 @@ def stopped(thread_id: int) -> Iterator[None]:
         os.waitpid(thread_id, _ALL)
         yield
     finally:
-        _ptrace(_DETACH, thread_id)
+        try:
+            _ptrace(_DETACH, thread_id)
+        except ProcessLookupError:
+            # It was killed meanwhile, and ends now that this is noted.
+            os.waitpid(thread_id, _ALL)
 
 
 def _ptrace(request: int, thread_id: int) -> None:

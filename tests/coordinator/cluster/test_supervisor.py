@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from coordinator.cluster.supervisor import FIRST_PAUSE_S, LONGEST_PAUSE_S, supervised
+from coordinator.cluster.supervisor import AWAITED_PAUSE_S, FIRST_PAUSE_S, LONGEST_PAUSE_S, supervised
 from services.errors import FlashsplitError, Unavailable
 from services.processes.worker_process import WorkerFailed
 from tests.services.fakes import until
@@ -55,6 +55,15 @@ async def test_pauses_grow_up_to_a_limit_and_begin_anew() -> None:
     assert growing[:4] == [FIRST_PAUSE_S * 2**exponent for exponent in range(4)]
     assert growing == sorted(growing)
     assert (last, again) == (LONGEST_PAUSE_S, FIRST_PAUSE_S)
+
+
+async def test_a_worker_that_is_awaited_is_called_often() -> None:
+    """One that does not answer may be back any moment: nobody waits half a minute for it then."""
+    cluster = FakeCluster(*[Unavailable("nobody there", reason="WORKER_UNREACHABLE")] * 8)
+    async with supervised(cluster, sleep=cluster.sleep):
+        cluster.losses.put_nowait(Unavailable("stage 0 is gone"))
+        await until(lambda: cluster.restored == 1)
+    assert max(cluster.pauses_s) == AWAITED_PAUSE_S
 
 
 async def test_leaving_ends_the_watch() -> None:

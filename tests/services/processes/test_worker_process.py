@@ -15,6 +15,8 @@ import structlog
 from services.errors import FailedPrecondition, Unavailable
 from services.processes.launch import Launch
 from services.processes.worker_process import WorkerFailed, WorkerProcess, failure_fields, list_devices
+from tests.e2e.stopped_thread import device_thread, stopped
+from tests.services.fakes import until
 
 
 def shell(script: str) -> Launch:
@@ -40,6 +42,22 @@ async def test_started_worker_listens_and_stops_without_a_trace() -> None:
     assert not scratch.exists()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+async def test_a_worker_that_cannot_be_killed_holds_up_nobody() -> None:
+    """One of its threads does not return from the kernel, here from a debugger, so that it does not end when killed."""
+    process = WorkerProcess("cpu", ["target"], Launch(threads=1))
+    await process.start()
+    assert process.process_id is not None
+    scratch, pid = scratch_of(process), process.process_id
+    with stopped(device_thread(pid)):
+        async with asyncio.timeout(30):
+            await process.stop()
+        assert not scratch.exists()
+        # It is still there, as its end has not been taken note of.
+        os.kill(pid, 0)
+    await until(lambda: not Path(f"/proc/{pid}").exists(), 10)
+    await asyncio.sleep(0.1)
 
 
 async def test_death_is_told_with_signal_and_device() -> None:
