@@ -43,12 +43,19 @@ def tcp_worker(log: Path, *flags: str) -> Iterator[int]:
         end(process)
 
 
-def certificates(folder: Path) -> list[str]:
-    """The flags of a process that shows, and asks for, certificates of one authority."""
+def certificates(folder: Path) -> tuple[list[str], list[str]]:
+    """The flags of workers, and of the server, that show and ask for certificates of one authority."""
     made = CliRunner().invoke(certs, ["--out", str(folder), "--host", "localhost"])
     assert made.exit_code == 0, made.output
-    [words] = [shlex.split(line) for line in made.stdout.splitlines() if "flashsplit generate" in line]
-    return [*words[words.index("--tls-cert") : words.index("--model")], "--tls-server-name", "localhost"]
+    lines = [shlex.split(line) for line in made.stdout.splitlines()]
+
+    def flags(program: str) -> list[str]:
+        [words] = [words for words in lines if program in words]
+        begin = words.index("--tls-cert")
+        # The links have another address than the certificates.
+        return [*words[begin : begin + 6], "--tls-server-name", "localhost"]
+
+    return flags("flashsplit-worker"), flags("generate")
 
 
 def answer(url: str, prompt: str) -> str:
@@ -62,12 +69,14 @@ def answer(url: str, prompt: str) -> str:
 def test_slow_and_silent_links(secure: bool, tmp_path: Path) -> None:
     """A prompt whose activations take many seconds is answered as over a fast link. Where nothing comes through any
     more a running answer ends with an error that names the worker, and the server is not ready until it does again."""
-    flags = certificates(tmp_path / "certs") if secure else []
+    worker_flags, server_flags = certificates(tmp_path / "certs") if secure else ([], [])
     with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(tcp_worker(tmp_path / f"{name}.log", *flags)) for name in ("first", "second")]
+        ports = [
+            stack.enter_context(tcp_worker(tmp_path / f"{name}.log", *worker_flags)) for name in ("first", "second")
+        ]
         first, second = (stack.enter_context(link(port)) for port in ports)
         placed = ["--target-devices", f"{first.address},{second.address}", "--payload-transport", "stream"]
-        server = stack.enter_context(serving(tmp_path, *PAIR, *placed, "--no-prefix-cache", *flags))
+        server = stack.enter_context(serving(tmp_path, *PAIR, *placed, "--no-prefix-cache", *server_flags))
         expected = answer(server.url, LONG_PROMPT)
         second.bytes_per_s = SLOW_BYTES_PER_S
         assert answer(server.url, LONG_PROMPT) == expected
