@@ -70,3 +70,17 @@ def test_a_worker_starts_without_a_compiler() -> None:
     done = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True, timeout=60)
     *builds, compiler = done.stdout.split()
     assert compiler == str(builds != ["None", "None"])
+
+
+@pytest.mark.parametrize(("told", "policy"), [(None, "PASSIVE"), ("active", "ACTIVE")])
+def test_threads_wait_asleep_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, told: str | None, policy: str
+) -> None:
+    """OpenMP itself says so: torch's threads must not look for work on cores that others need."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if told is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", told)
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "true")
+    command = [sys.executable, "-m", "shard_worker", "--list-devices"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert f"OMP_WAIT_POLICY = '{policy}'" in done.stderr
