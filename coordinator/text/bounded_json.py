@@ -35,7 +35,7 @@ def parse_json(text: str) -> Any:
     """
     # What is Unicode can spell half of a pair only as an escape.
     halves = "\\ud" in text or "\\uD" in text
-    if halves or text.count(",") + text.count("[") + text.count("{") > MAX_COLLECTIONS:
+    if halves or text.count(",") + text.count("[") + text.count("{") > MAX_MEMBERS:
         return _CountingDecoder().decode(text)
     return json.loads(text, parse_constant=_refuse, parse_float=_finite)
 

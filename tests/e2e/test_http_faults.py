@@ -185,7 +185,9 @@ def test_a_body_that_never_ends(server: Server) -> None:
     with connected(server) as connection:
         head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         connection.sendall(head.encode() + b'content-length: 100\r\n\r\n{"messages": ')
-        reply = connection.recv(1 << 16)
+        reply = b""
+        while piece := connection.recv(1 << 16):
+            reply += piece
     assert reply.split()[1] == b"408"
     assert b"request_timeout" in reply
     assert b"--client-timeout" in reply
