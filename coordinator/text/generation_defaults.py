@@ -76,7 +76,11 @@ def read_generation_defaults(directory: Path, source: str = FROM_MODEL) -> Gener
     except NotFound:
         if source == FROM_MODEL:
             return GenerationDefaults()
-        raise
+        raise NotFound(
+            f"--generation-config is {source!r}, and there is no such file, nor a folder with a {FILE}: name one of "
+            f"them, {FROM_MODEL} for that of the model's directory, or {IGNORED} for none",
+            field="--generation-config",
+        ) from None
     max_tokens = settings.get("max_new_tokens")
     with _refusals(
         "--generation-config", f"{path}: ", f"; correct it, or leave the file out with --generation-config {IGNORED}"

@@ -146,13 +146,16 @@ async def plain_prompts(
     than MAX_PROMPTS, and for a suffix beside token ids or where the model has no tokens for it, ContextOverflow for
     more tokens.
     """
+    several = _several(prompt)
     if suffix:
-        return [await _fill_in(engine, text, suffix) for text in ([prompt] if isinstance(prompt, str) else prompt)]
-    plain_ones = await _prompts(engine, prompt, add_special_tokens, most)
+        return [await _fill_in(engine, one, suffix) for one in several]
+    plain_ones = [
+        await plain_prompt(engine, one, add_special_tokens=add_special_tokens, most=most) for one in several
+    ]
     return [await compressed_text(engine, plain, compression, structured=structured) for plain in plain_ones]
 
 
-async def _fill_in(engine: Engine, prefix: str | int | list[int], suffix: str) -> Prompt:
+async def _fill_in(engine: Engine, prefix: str | list[int], suffix: str) -> Prompt:
     if not isinstance(prefix, str):
         raise InvalidArgument("suffix needs a prompt of text, and this one is of token ids", field="suffix")
     tokenizer, most = engine.files.tokenizer, max_told_tokens(engine)
@@ -160,25 +163,17 @@ async def _fill_in(engine: Engine, prefix: str | int | list[int], suffix: str) -
         return Prompt(await on_text_thread(len(prefix) + len(suffix), fill_in_ids, tokenizer, prefix, suffix, most))
 
 
-async def _prompts(
-    engine: Engine,
-    prompt: str | list[str] | list[int] | list[list[int]],
-    add_special_tokens: bool,
-    most: int | None,
-) -> list[Prompt]:
+def _several(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    """Return the prompts, each a text or token ids. Raises InvalidArgument for none and for too many."""
     if isinstance(prompt, str):
-        return [await plain_prompt(engine, prompt, add_special_tokens=add_special_tokens, most=most)]
+        return [prompt]
     if not prompt:
         raise InvalidArgument("prompt is an empty list: give a text or token ids", field="prompt")
     if isinstance(prompt[0], int):
-        return [await plain_prompt(engine, [token for token in prompt if isinstance(token, int)], most=most)]
+        return [[token for token in prompt if isinstance(token, int)]]
     if len(prompt) > MAX_PROMPTS:
         raise InvalidArgument(f"prompt has {len(prompt)} prompts; at most {MAX_PROMPTS} are taken", field="prompt")
-    return [
-        await plain_prompt(engine, item, add_special_tokens=add_special_tokens, most=most)
-        for item in prompt
-        if not isinstance(item, int)
-    ]
+    return [one for one in prompt if not isinstance(one, int)]
 
 
 def _plain_message(message: ChatMessage, index: int) -> dict[str, object]:

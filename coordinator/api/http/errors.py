@@ -147,9 +147,11 @@ def invalid_body(error: RequestValidationError) -> HttpError:
     furthest, chosen = max(first, key=lambda pair: len(pair[0]))
     reasons = dict.fromkeys(complaint["msg"] for field, complaint in first if field == furthest)
     path = ".".join(furthest)
+    # Of a field that is missing pydantic gives what it should stand in, which tells nobody anything.
+    given = "" if chosen["type"] == "missing" else f" (given {reprlib.repr(chosen.get('input'))[:80]})"
     return HttpError(
         400,
-        f"{path or 'body'}: {'; '.join(reasons)} (given {reprlib.repr(chosen.get('input'))[:80]})",
+        f"{path or 'body'}: {'; '.join(reasons)}{given}",
         "invalid_request_error",
         "invalid_request_error",
         param=path or None,

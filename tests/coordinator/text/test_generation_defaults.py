@@ -100,7 +100,7 @@ def test_where_they_come_from(tmp_path: Path) -> None:
         (("--generation-config", "vllm"), None),
     ):
         assert parse(GenerationConfigOptions, *words).defaults(model).sampling.temperature == temperature
-    with pytest.raises(NotFound, match="--generation-config"):
+    with pytest.raises(NotFound, match="--generation-config is '.*nowhere', and there is no such file"):
         parse(GenerationConfigOptions, "--generation-config", tmp_path / "nowhere").defaults(model)
 
 

@@ -159,6 +159,13 @@ async def test_refusals_have_anthropics_form(connect: Connect, fields: dict[str,
     assert text in reply["error"]["message"]
 
 
+async def test_a_missing_field_is_named_alone(connect: Connect) -> None:
+    """Without the body in which it is missing."""
+    client = await connect(engine())
+    status, reply = await client.post(PATH, {"messages": HI["messages"]})
+    assert (status, reply["error"]["message"]) == (400, "max_tokens: Field required")
+
+
 async def test_an_error_in_the_middle_of_a_stream(connect: Connect) -> None:
     """It comes as an event of its own name, in Anthropic's form."""
     client = await connect(engine(Script(failures={2: Unavailable("stage 1 has died")})))

@@ -234,4 +234,6 @@ async def test_a_suffix_is_filled_in_by_a_model_that_can(connect: Connect) -> No
     await ask(coder, Api.COMPLETIONS, prompt="ab", suffix="yz")
     assert coder.engine.cluster.session.forwards[0].token_ids == (26, 0, 1, 27, 24, 25, 28)
     assert "needs a prompt of text" in await refused(coder, Api.COMPLETIONS, prompt=[1, 2], suffix="yz")
+    assert "prompt is an empty list" in await refused(coder, Api.COMPLETIONS, prompt=[], suffix="yz")
+    assert "at most 1024 are taken" in await refused(coder, Api.COMPLETIONS, prompt=["a"] * 1025, suffix="yz")
     assert "has no such tokens" in await refused(await connect(engine()), Api.COMPLETIONS, suffix="yz")
