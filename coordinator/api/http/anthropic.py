@@ -328,7 +328,8 @@ def _displayed(events: Iterable[Event], shown: bool) -> list[Event]:
 
 
 def _content(exchange: ChatExchange, events: Iterable[Event]) -> list[dict[str, Any]]:
-    """Return the blocks of a whole answer in their order; of a call that was broken off there is only its text."""
+    """Return the blocks of a whole answer in their order. A call that max_tokens cut is one of them; of a call that
+    turned out to be none there is only its text."""
     blocks: list[dict[str, Any]] = []
     call, arguments = dict[str, Any](), list[str]()
     for event in events:

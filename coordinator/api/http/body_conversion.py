@@ -149,9 +149,7 @@ async def plain_prompts(
     several = _several(prompt)
     if suffix:
         return [await _fill_in(engine, one, suffix) for one in several]
-    plain_ones = [
-        await plain_prompt(engine, one, add_special_tokens=add_special_tokens, most=most) for one in several
-    ]
+    plain_ones = [await plain_prompt(engine, one, add_special_tokens=add_special_tokens, most=most) for one in several]
     return [await compressed_text(engine, plain, compression, structured=structured) for plain in plain_ones]
 
 

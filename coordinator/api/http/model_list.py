@@ -8,11 +8,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from starlette.requests import Request
 
+from coordinator.api.engine_requests import check_model
 from coordinator.api.http.documented import BODY_ERRORS
 from coordinator.api.http.errors import speaks_anthropic
 from coordinator.api.http.json_bodies import JsonRoute
 from coordinator.engine.engine import Engine
-from services.errors import InvalidArgument, NotFound
+from services.errors import InvalidArgument
 
 
 def routes(engine: Engine) -> APIRouter:
@@ -43,8 +44,7 @@ def routes(engine: Engine) -> APIRouter:
     @router.get("/v1/models/{name:path}", responses=BODY_ERRORS)
     async def model(http: Request, name: str) -> dict[str, Any]:
         """One name."""
-        if not engine.serves(name):
-            raise NotFound(f"model {name!r} is not served here", reason="MODEL_NOT_FOUND", field="model")
+        check_model(engine, name)
         return _anthropic(engine, name) if speaks_anthropic(http) else _openai(engine, name)
 
     return router
