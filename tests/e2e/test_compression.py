@@ -114,7 +114,8 @@ def test_who_is_left_alone(client: openai.OpenAI) -> None:
         ask(client, [{"role": "user", "content": "Why?"}]),
     ):
         assert left["timings"]["original_prompt_n"] is None
-        assert left["timings"]["notes"] == []
+        # On a busy machine they may also say how long blocks are.
+        assert not [note for note in left["timings"]["notes"] if "compressed" in note]
 
 
 def test_completions_and_what_is_longer_than_the_context(client: openai.OpenAI) -> None:

@@ -3,19 +3,18 @@ nobody else takes up."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from coordinator.answer import Request
 from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.loading import Checkpoints
 from coordinator.cluster.placement import make_plan
-from coordinator.engine.generation import generate as complete
 from services.dtypes import FLOAT8
+from services.messages.sampling import SamplingParams
+from services.messages.steps import Forward, StepKind
 from services.processes.launch import Launch
 from tests.e2e.conftest import Pair, Worker, flashsplit, generate, refusal
 from tests.e2e.exact_runs import DEMO, prompts, same
@@ -63,16 +62,24 @@ async def test_a_session_holds_a_quarter(pairs: dict[str, Pair], start_worker: C
         files = Checkpoints(pair.target, None, "float32", kv_dtype=kept)
         async with Cluster(plan, files, launch=Launch(threads=1)) as cluster:
             workers = [await cluster.worker(address) for address in addresses]
-            asked = asyncio.ensure_future(complete(cluster, Request("r", (1, 2, 3), 300), None))
-            while True:
-                found = [await worker.describe() for worker in workers]
-                if all(one.session_bytes for one in found):
-                    break
-                assert not asked.done()
+            session = await cluster.open(
+                request_id="r",
+                max_length=300,
+                max_rows=64,
+                block_rows=1,
+                prompt_length=64,
+                sampling=SamplingParams(),
+                stop_token_ids=frozenset(),
+                speculate=False,
+            )
+            await session.forward(Forward(0, 0, tuple(range(1, 65)), StepKind.PREFILL))
+            await anext(session.events())
+            found = [await worker.describe() for worker in workers]
+            await session.close()
             held.append([one.session_bytes for one in found])
             assert [one.target.kv_dtype for one in found if one.target is not None] == [kept, kept]
-            await asked
 
+    assert all(held[0])
     assert held[0] == [4 * size for size in held[1]]
 
 
