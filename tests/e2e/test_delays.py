@@ -22,7 +22,7 @@ from services.processes.launch import Launch
 from services.rpc.payload_transport import PayloadTransport
 from tests.e2e.conftest import Pair, Worker
 from tests.e2e.delayed_chain import DelayedCluster
-from tests.services.net.faulty_link import Fault, FaultyLink
+from tests.links import Fault, Link
 from tests.shard_worker.chain import BLOCK, MakeChain
 from tests.shard_worker.tiny import Tiny, ids
 
@@ -56,7 +56,7 @@ async def test_links_with_delay(pairs: dict[str, Pair], start_worker: Callable[.
         Request("again", (*long, 7, 9), 8, prefill_chunk=16, logprobs=2),
     ]
     async with contextlib.AsyncExitStack() as stack:
-        links = [await stack.enter_async_context(FaultyLink(address, Fault())) for address in workers]
+        links = [await stack.enter_async_context(Link(address)) for address in workers]
         first, second, draft = (link.address for link in links)
         plan = make_plan(
             target_devices=f"{first},{second}",

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from coordinator.cli.commands.certs import certs
 from tests.e2e.conftest import ROOT, end, until
 from tests.e2e.server import PAIR, get, serving
-from tests.links import link
+from tests.links import GOOD, Fault, link
 
 SLOW_BYTES_PER_S = 0.4e6
 LONG_PROMPT = "alpha beta gamma delta " * 120
@@ -74,13 +74,13 @@ def test_slow_and_silent_links(secure: bool, tmp_path: Path) -> None:
         ports = [
             stack.enter_context(tcp_worker(tmp_path / f"{name}.log", *worker_flags)) for name in ("first", "second")
         ]
-        first, second = (stack.enter_context(link(port)) for port in ports)
+        first, second = (stack.enter_context(link(f"127.0.0.1:{port}")) for port in ports)
         placed = ["--target-devices", f"{first.address},{second.address}", "--payload-transport", "stream"]
         server = stack.enter_context(serving(tmp_path, *PAIR, *placed, "--no-prefix-cache", *server_flags))
         expected = answer(server.url, LONG_PROMPT)
-        second.bytes_per_s = SLOW_BYTES_PER_S
+        second.fault = Fault(bytes_per_s=SLOW_BYTES_PER_S)
         assert answer(server.url, LONG_PROMPT) == expected
-        second.bytes_per_s = None
+        second.fault = GOOD
 
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
             options = {"max_tokens": 3000, "extra_body": {"ignore_eos": True}}
@@ -88,7 +88,7 @@ def test_slow_and_silent_links(secure: bool, tmp_path: Path) -> None:
             stream = client.chat.completions.create(model="target", messages=messages, stream=True, **options)  # type: ignore[call-overload]
             for _ in range(3):
                 next(stream)
-            second.silent = True
+            second.fault = Fault(silent=True)
             with pytest.raises(openai.APIError, match=f"{second.address} has been silent for"):
                 for _ in stream:
                     pass
@@ -97,6 +97,6 @@ def test_slow_and_silent_links(secure: bool, tmp_path: Path) -> None:
         assert [worker["name"] for worker in status["workers"] if worker["error"]] == ["stage 1"]
         with pytest.raises(openai.APIStatusError, match="silent"):
             answer(server.url, "Hi")
-        second.silent = False
+        second.fault = GOOD
         until(lambda: get(f"{server.url}/ready")[0] == 200, 60)
         assert answer(server.url, LONG_PROMPT) == expected

@@ -20,9 +20,9 @@ from services.net.checksums import FIELD, HEADER, Checksums, Damaged
 from services.net.server import Server
 from services.rpc.stage import RemoteStage, StageServicer
 from services.rpc.worker import RemoteWorker, WorkerServicer
+from tests.links import Fault, Link
 from tests.services.conftest import Serve
 from tests.services.fakes import OPEN, FakeStage, FakeStageSession, FakeWorker, tensor
-from tests.services.net.faulty_link import Fault, FaultyLink
 
 ROUNDS = 60
 """Sessions of the fuzz, each with one flipped bit."""
@@ -176,7 +176,7 @@ async def test_a_flipped_bit_gives_the_right_answer_or_an_error(serve: Serve, se
         session.out.put_nowait(Commit(forward.step, forward.base_position + 2, tokens, ()))
 
     server = await serve(StageServicer(FakeStage(digest)).register, address="127.0.0.1:0")
-    async with FaultyLink(server.address, Fault()) as link:
+    async with Link(server.address) as link:
         channel = await connect(link.address, timeout_s=5)
         try:
             session = await RemoteStage(channel, link.address).open(OPEN)

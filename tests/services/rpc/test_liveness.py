@@ -30,7 +30,7 @@ from services.rpc.snapshots import SnapshotServicer
 from services.rpc.stage import StageServicer
 from services.rpc.worker import WorkerServicer
 from services.same_host.process import ProcessId, own_process, state_of
-from tests.links import link
+from tests.links import GOOD, Fault, Link
 from tests.services.conftest import Serve
 from tests.services.fakes import OPEN, WORKER, FakeSnapshots, FakeStage, FakeWorker, prefill, stays
 
@@ -43,10 +43,6 @@ async def peers() -> AsyncIterator[Peers]:
     peers = Peers(timeout_s=1.0)
     yield peers
     await peers.close()
-
-
-def port(address: str) -> int:
-    return int(address.rpartition(":")[2])
 
 
 async def watching(peers: Peers, address: str) -> asyncio.Task[Unavailable]:
@@ -67,14 +63,14 @@ async def test_a_worker_behind_a_silent_link_is_lost(serve: Serve, peers: Peers)
     registrations = [StageServicer(FakeStage()).register, WorkerServicer(FakeWorker()).register]
     registrations += [SnapshotServicer(FakeSnapshots()).register, LivenessServicer(Life(), peers).register]
     server = await serve(*registrations, address="127.0.0.1:0")
-    with link(port(server.address)) as way:
+    async with Link(server.address) as way:
         session = await (await peers.stage(way.address)).open(OPEN)
         snapshots = await peers.snapshots(way.address)
         lost = await watching(peers, way.address)
         events = session.events()
         await session.forward(prefill())
         await anext(events)
-        way.silent = True
+        way.fault = Fault(silent=True)
         with pytest.raises(Unavailable, match=f"{way.address} has been silent for") as raised:
             await anext(events)
         assert raised.value.reason == WORKER_SILENT
@@ -84,7 +80,7 @@ async def test_a_worker_behind_a_silent_link_is_lost(serve: Serve, peers: Peers)
             await anext(snapshots.export_snapshot(SnapshotOwner.STAGE, "one"))
         with pytest.raises(Unavailable, match="no worker answers"):
             await peers.worker(way.address)
-        way.silent = False
+        way.fault = GOOD
         assert await (await peers.worker(way.address)).describe() == WORKER
         again = await (await peers.stage(way.address)).open(OPEN)
         await again.forward(prefill())
@@ -97,12 +93,12 @@ async def test_the_neighbours_edge_is_watched(serve: Serve, peers: Peers) -> Non
     far = await serve(LivenessServicer(Life(), peers).register, address="127.0.0.1:0")
     between = Peers(timeout_s=1.0)
     near = await serve(LivenessServicer(Life(), between).register)
-    with link(port(far.address)) as way:
+    async with Link(far.address) as way:
         edge = await peers.edge(near.address, way.address)
         assert edge is not None
         lost = asyncio.create_task(edge.lost())
         assert await stays(lambda: not lost.done(), 0.2)
-        way.silent = True
+        way.fault = Fault(silent=True)
         error = await lost
         assert (error.code_name, error.reason) == ("UNAVAILABLE", WORKER_SILENT)
         assert way.address in error.message
