@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
+import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from coordinator.cluster.agreement import check_fit, check_same_model
 from coordinator.cluster.loading import Checkpoints, Loader, LoadReporter, with_name
+from coordinator.cluster.losses import CAUSE_S, Losses
 from coordinator.cluster.placement import Plan, WorkerPlace, threads_each
 from services.errors import FailedPrecondition, FlashsplitError, Unavailable
 from services.layers import LayerRange
@@ -25,7 +26,6 @@ from services.messages.snapshots import SnapshotOwner
 from services.messages.steps import DraftRoute, Failure, Grammar, Hop, OpenSession
 from services.processes.launch import DEFAULT_LAUNCH, Launch
 from services.processes.worker_process import WorkerFailed, WorkerProcess
-from services.rpc.liveness import Edge
 from services.rpc.peers import Peers
 from services.rpc.snapshots import RemoteSnapshots
 from services.rpc.stage import StageSession
@@ -57,11 +57,6 @@ So answers with a draft and without one agree.
 LOADED_OTHERWISE = ("NOT_LOADED", "FINGERPRINT_MISMATCH", "LAYER_MISMATCH", WORKER_HELD)
 """The reasons with which a worker refuses a session because it does not hold what it was told to load."""
 
-CAUSE_S = 0.5
-"""How long the cause of a broken connection may take to show."""
-
-_FIRST = asyncio.FIRST_COMPLETED
-
 ChooseSplit = Callable[[Plan, Sequence[str], Peers], Awaitable[Plan]]
 """Returns the plan with its layers chosen; takes the plan and the addresses of its workers, the draft's last."""
 
@@ -90,25 +85,13 @@ class Cluster:
         self._choose_split, self._exact = choose_split, exact
         self._peers = Peers(security=launch.security, transport=launch.transport)
         self._loader = Loader(self._peers, checkpoints, reporter or LoadReporter())
+        self._losses = Losses(self._peers, len(plan.stages))
         self._processes: dict[int, WorkerProcess] = {}
-        self._watchers: dict[int, asyncio.Task[WorkerFailed]] = {}
         self.addresses: tuple[str, ...] = ()
         self.workers: tuple[WorkerDescription, ...] = ()
         self.draft_worker: WorkerDescription | None = None
         self.draft_address: str | None = None
         """The address of the draft's own worker; None where the draft is beside the last stage or there is none."""
-        self.trouble: FlashsplitError | None = None
-        """What is wrong with the stages, as far as `lost` has found out; None while nothing is."""
-        # By the stage's index; that of the draft's own worker follows the last stage's.
-        self._lost: dict[int, FlashsplitError] = {}
-        self._unfit = set[int]()
-        """The local ones among the lost whose processes have not been ended yet."""
-        self._reports: dict[int, FlashsplitError] = {}
-        """What sessions have found since `lost` heard of it last: that the draft's own worker does not answer, or that
-        a stage's does not hold the stage. By index, as above."""
-        self._reported = asyncio.Event()
-        self._edges: dict[int, Edge] = {}
-        """The connections of the workers among each other, by the index of the worker to which they lead."""
 
     @property
     def target(self) -> TargetDescription:
@@ -195,14 +178,26 @@ class Cluster:
     @property
     def draft(self) -> DraftDescription | None:
         """The draft; None without one and while its own worker is lost, when answers go on one token a step."""
-        own = len(self._plan.stages)
-        lost = self.draft_address is not None and (own in self._lost or self._ended(own))
+        lost = self.draft_address is not None and self._losses.reason(len(self._plan.stages)) is not None
         return None if self.draft_worker is None or lost else self.draft_worker.draft
+
+    @property
+    def trouble(self) -> FlashsplitError | None:
+        """What is wrong with the stages, as far as `lost` has found out; None while nothing is."""
+        return self._losses.trouble
 
     @property
     def alive(self) -> bool:
         """Whether all local stages run and, as far as `lost` has found out, the others too."""
-        return self.trouble is None and not any(map(self._ended, range(len(self._plan.stages))))
+        return self._losses.stages_run
+
+    def loss(self, index: int) -> str | None:
+        """Return how a worker was lost that is not back yet, as a sentence; None for all others.
+
+        index: the stage's; that of the draft's own worker follows the last stage's.
+        """
+        reason = self._losses.reason(index)
+        return None if reason is None else reason.message
 
     def report_lost_draft(self, failure: Failure) -> None:
         """Hear from a session that it has lost its draft.
@@ -211,106 +206,38 @@ class Cluster:
         """
         if failure.location.address == self.draft_address and failure.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
             why = f"the worker at {self.draft_address} does not answer its sessions: {failure.message}"
-            own = len(self._plan.stages)
-            self._lost[own] = self._reports[own] = Unavailable(why)
-            self._reported.set()
+            self._losses.report(len(self._plan.stages), Unavailable(why))
 
     def _report_unloaded(self, error: FlashsplitError) -> Unavailable:
         """Note that a stage's worker does not hold the stage, so that `lost` tells it and `restore` has it loaded
         again. error: how the worker refused a session. Returns the error for those who ask meanwhile."""
-        self.trouble = unavailable = Unavailable(error.message, reason=error.reason, **error.where)
+        unavailable = Unavailable(error.message, reason=error.reason, **error.where)
         stage = error.where.get("stage", "0")
-        self._reports[int(stage) if stage.isdigit() else 0] = copy.copy(unavailable)
-        self._reported.set()
+        self._losses.report(int(stage) if stage.isdigit() else 0, unavailable)
         return unavailable
 
     async def lost(self) -> FlashsplitError:
         """Wait until one more worker is lost, and return the error that says which one and how.
 
         A worker is lost when it ends, falls silent, says that its device hangs, or cannot be reached: by this process,
-        the stage before it or a session. From then on the cluster is not alive or, where it was the draft's own worker,
-        has no draft.
+        the worker before it or a session. From then on the cluster is not alive or, where it was the draft's own
+        worker, has no draft.
         """
         addresses = [*self.addresses, *([] if self.draft_address is None else [self.draft_address])]
-        watched = [index for index in range(len(addresses)) if index not in self._lost]
-        nodes = {index: asyncio.ensure_future(self._peers.lost(addresses[index])) for index in watched}
-        edges = {index: asyncio.ensure_future(edge.lost()) for index, edge in self._edges.items() if index in watched}
-        deaths = {index: self._watchers[index] for index in watched if index in self._watchers}
-        own = len(self._plan.stages)
-        reports = {own: asyncio.ensure_future(self._reported.wait())}
-        signs = edges, nodes, deaths
-        try:
-            await asyncio.wait([task for group in (*signs, reports) for task in group.values()], return_when=_FIRST)
-            self._reported.clear()
-            found, self._reports = self._reports, {}
-            # Requests are refused from now on, whatever else is found out about the cause.
-            hints = {index: task.result() for group in signs for index, task in group.items() if task.done()}
-            if hints and min(hints) < own:
-                hint = hints[min(hints)]
-                self.trouble = Unavailable(f"{self._name(min(hints))}: {hint.message}", reason=hint.reason)
-            if not any(task.done() for group in (nodes, deaths, reports) for task in group.values()):
-                # Where a worker is gone, the one before it may know that a moment sooner than this process.
-                await asyncio.wait([*nodes.values(), *deaths.values()], timeout=CAUSE_S, return_when=_FIRST)
-            gone: dict[int, FlashsplitError] = {
-                index: task.result() for group in (nodes, deaths) for index, task in group.items() if task.done()
-            }
-            # Whoever does not hold its stage need not be started again.
-            unfit = {*gone, *({own} & found.keys())}
-            gone = {**found, **gone}
-            # A link breaks with the worker at either of its ends.
-            broken = {index: task.result() for index, task in edges.items() if task.done() and index - 1 not in gone}
-            index, cause = next(iter((gone or broken).items()))
-            error = await self.explain(cause)
-            if error is cause:
-                error = with_name(error, self._name(index))
-            self._lost |= dict.fromkeys({**gone, **broken}, error)
-            self._unfit.update(index for index in unfit if index in self._processes)
-            if min(self._lost) < own:
-                self.trouble = error
-            return error
-        finally:
-            tasks = [*nodes.values(), *edges.values(), *reports.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return await self._losses.next_loss(addresses, self.explain)
 
     async def restore(self) -> None:
         """Start the local workers that are lost again, and have every worker load what it does not hold.
 
         Raises what starting a cluster raises; then it can be tried again.
         """
-        for index in [*self._processes]:
-            watcher = self._watchers.get(index)
-            trouble = self._peers.trouble(self._processes[index].address)
-            if watcher is None or watcher.done() or index in self._unfit or trouble is not None:
-                if watcher is not None and watcher.done():
-                    self._lost[index] = watcher.result()
-                await self._processes.pop(index).stop()
-                self._unfit.discard(index)
-                if watcher is not None:
-                    self._watchers.pop(index).cancel()
+        for index, process in [*self._processes.items()]:
+            if self._losses.must_restart(index) or self._peers.trouble(process.address) is not None:
+                self._losses.leave_process(index)
+                await process.stop()
+                del self._processes[index]
         await self._start()
-        # What sessions reported meanwhile was about the worker that was lost.
-        self._reports.clear()
-        self._reported.clear()
-        self.trouble = None
-        self._lost.clear()
-        self._unfit.clear()
-
-    def _ended(self, index: int) -> bool:
-        watcher = self._watchers.get(index)
-        return watcher is not None and watcher.done()
-
-    def loss(self, index: int) -> str | None:
-        """Return how a worker was lost that is not back yet, as a sentence; None for all others.
-
-        index: the stage's; that of the draft's own worker follows the last stage's.
-        """
-        watcher = self._watchers.get(index)
-        if watcher is not None and watcher.done() and not watcher.cancelled():
-            return watcher.result().message
-        error = self._lost.get(index)
-        return None if error is None else error.message
+        self._losses.restored()
 
     def snapshot_places(self, *, with_draft: bool) -> tuple[SnapshotPlace, ...]:
         """Return where the parts of a prefix's state are kept: the stages in order, then the draft."""
@@ -337,15 +264,12 @@ class Cluster:
         its stage, that it is not there now, because it will be loaded again."""
         if self.workers and isinstance(error, FailedPrecondition) and error.reason in LOADED_OTHERWISE:
             return self._report_unloaded(error)
-        if error.code_name not in ("UNAVAILABLE", "CANCELLED", "INTERNAL") or not self._watchers:
+        if error.code_name not in ("UNAVAILABLE", "CANCELLED", "INTERNAL"):
             return error
         # A broken connection is often noticed before the end of the process.
-        await asyncio.wait(self._watchers.values(), timeout=CAUSE_S, return_when=_FIRST)
-        for index, task in self._watchers.items():
-            if not task.done():
-                continue
-            death = task.result()
-            message = f"{self._name(index)}: {death.message}"
+        if (found := await self._losses.first_death(CAUSE_S)) is not None:
+            index, death = found
+            message = f"{self._losses.name(index)}: {death.message}"
             return WorkerFailed(message, death.log_lines, reason="WORKER_DIED", **error.where)
         if error.code_name == "INTERNAL":
             for process in self._processes.values():
@@ -356,9 +280,7 @@ class Cluster:
 
     async def close(self) -> None:
         """End local workers and close connections. Safe to call twice."""
-        for watcher in self._watchers.values():
-            watcher.cancel()
-        self._leave_edges()
+        self._losses.close()
         with contextlib.suppress(Exception):
             await self._peers.close()
         await asyncio.gather(*(process.stop() for process in self._processes.values()))
@@ -383,10 +305,11 @@ class Cluster:
                 for index, (stage, address) in enumerate(zip(self._plan.stages, self.addresses, strict=True))
             ]
             self.workers = tuple(await self._or_death(_all(loads)))
-            self._leave_edges()
-            await self._or_death(_all(self._watch_edge(index) for index in range(1, stages)))
+            self._losses.leave_edges()
+            edges = enumerate(itertools.pairwise(self.addresses), 1)
+            await self._or_death(_all(self._losses.watch_edge(index, *edge) for index, edge in edges))
         except FlashsplitError as error:
-            self.trouble = error
+            self._losses.trouble = error
             raise
         check_same_model(self.workers)
         if self._plan.has_draft:
@@ -396,27 +319,7 @@ class Cluster:
             assert self.draft_worker.draft is not None
             check_fit(self.draft_worker.draft, self.target)
             if self.draft_address is not None:
-                await self._or_death(self._watch_edge(stages))
-
-    async def _watch_edge(self, index: int) -> None:
-        """Have the worker before this one in the chain connect to it, and watch over that connection.
-
-        index: the stage's, from 1 on; that of the draft's own worker follows the last stage's. Raises Unavailable,
-        named after the worker, where it is not reached.
-        """
-        address = self.addresses[index] if index < len(self.addresses) else self.draft_address
-        assert address is not None
-        try:
-            edge = await self._peers.edge(self.addresses[index - 1], address)
-        except FlashsplitError as error:
-            raise with_name(error, self._name(index)) from error
-        if edge is not None:
-            self._edges[index] = edge
-
-    def _leave_edges(self) -> None:
-        for edge in self._edges.values():
-            edge.close()
-        self._edges.clear()
+                await self._or_death(self._losses.watch_edge(stages, self.addresses[-1], self.draft_address))
 
     async def _start_worker(self, index: int, place: WorkerPlace, launch: Launch) -> str:
         """Start the worker of one place unless it runs already, and return its address."""
@@ -436,18 +339,15 @@ class Cluster:
         try:
             await process.start()
         except FlashsplitError as error:
-            raise with_name(error, self._name(index)) from error
-        self._watchers[index] = asyncio.ensure_future(process.died())
+            raise with_name(error, self._losses.name(index)) from error
+        self._losses.watch_process(index, process)
         return process.address
-
-    def _name(self, index: int) -> str:
-        return f"stage {index}" if index < len(self._plan.stages) else "draft worker"
 
     async def _or_death(self, work: Awaitable[T]) -> T:
         """Return the work's result. Raises the death of a local worker as soon as one dies meanwhile."""
         task = asyncio.ensure_future(work)
         try:
-            await asyncio.wait([task, *self._watchers.values()], return_when=_FIRST)
+            await asyncio.wait([task, *self._losses.deaths], return_when=asyncio.FIRST_COMPLETED)
             if not task.done() or (isinstance(task.exception(), FlashsplitError)):
                 error = task.exception() if task.done() else None
                 raise await self.explain(error if isinstance(error, FlashsplitError) else Unavailable("a worker died"))

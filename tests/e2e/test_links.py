@@ -21,7 +21,7 @@ from tests.e2e.conftest import ROOT, end, until
 from tests.e2e.server import PAIR, get, serving
 from tests.links import GOOD, Fault, link
 
-SLOW_BYTES_PER_S = 0.4e6
+SLOW_BYTES_PER_S = 0.8e6
 LONG_PROMPT = "alpha beta gamma delta " * 120
 """About 1000 tokens, whose activations take some 3 MB."""
 
@@ -67,7 +67,7 @@ def answer(url: str, prompt: str) -> str:
 
 @pytest.mark.parametrize("secure", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "tls"])
 def test_slow_and_silent_links(secure: bool, tmp_path: Path) -> None:
-    """A prompt whose activations take many seconds is answered as over a fast link. Where nothing comes through any
+    """A prompt whose activations take some seconds, longer than a worker may be silent, is answered as over a fast link. Where nothing comes through any
     more a running answer ends with an error that names the worker, and the server is not ready until it does again."""
     worker_flags, server_flags = certificates(tmp_path / "certs") if secure else ([], [])
     with contextlib.ExitStack() as stack:

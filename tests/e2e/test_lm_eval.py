@@ -24,6 +24,7 @@ from tests.reference import target
 # What it depends on warns of its own calls.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+SLOW = pytest.mark.slow
 TOKENIZER = {"tokenizer": str(DEMO / "target"), "tokenizer_backend": "huggingface"}
 ROWS: list[dict[str, Any]] = [
     {
@@ -155,9 +156,9 @@ def check(served: Results, expected: Results) -> None:
     ("options", "names"),
     [
         pytest.param({"batch_size": 4}, tuple(TASKS), id="several prompts of token ids at once"),
-        pytest.param({"tokenized_requests": False, "num_concurrent": 4}, tuple(TASKS), id="texts"),
+        pytest.param({"tokenized_requests": False, "num_concurrent": 4}, tuple(TASKS), id="texts", marks=SLOW),
         pytest.param({"tokenizer": None, "tokenizer_backend": "auto"}, ("perplexity",), id="the server's tokenizer"),
-        pytest.param({"max_length": 9}, ("perplexity",), id="windows shorter than the texts"),
+        pytest.param({"max_length": 9}, ("perplexity",), id="windows shorter than the texts", marks=SLOW),
     ],
 )
 def test_completions(
