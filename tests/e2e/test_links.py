@@ -67,8 +67,9 @@ def answer(url: str, prompt: str) -> str:
 
 @pytest.mark.parametrize("secure", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "tls"])
 def test_slow_and_silent_links(secure: bool, tmp_path: Path) -> None:
-    """A prompt whose activations take some seconds, longer than a worker may be silent, is answered as over a fast link. Where nothing comes through any
-    more a running answer ends with an error that names the worker, and the server is not ready until it does again."""
+    """A prompt whose activations take longer than a worker may be silent is answered as over a fast link. Where nothing
+    comes through any more a running answer ends with an error that names the worker, and the server is not ready until
+    it does again."""
     worker_flags, server_flags = certificates(tmp_path / "certs") if secure else ([], [])
     with contextlib.ExitStack() as stack:
         ports = [
