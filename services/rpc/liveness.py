@@ -18,7 +18,7 @@ import structlog
 
 from flashsplit.shard.v1 import liveness_service_pb2 as pb, liveness_service_pb2_grpc as pb_grpc
 from services.addresses import socket_path
-from services.errors import FlashsplitError, Unavailable, Unimplemented, answering
+from services.errors import DataLoss, FlashsplitError, Unavailable, Unimplemented, answering
 from services.event_loop import first_done
 from services.messages.holder import own_holder
 from services.same_host.process import ProcessId, own_process, state_of
@@ -200,8 +200,8 @@ class Heartbeats:
 
     def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
         self._address = address
-        request = pb.HeartbeatsRequest(holder_id=own_holder().holder_id)
-        self._stream = ClientStream(pb_grpc.LivenessServiceStub(channel).Heartbeats(request))
+        self._stub = pb_grpc.LivenessServiceStub(channel)
+        self._stream = self._begin()
         self._regularity = Regularity()
         self._process: ProcessId | None = None
         self._cpu_ticks = 0
@@ -210,6 +210,9 @@ class Heartbeats:
         self._trouble: Unavailable | None = None
         self.lost: Unavailable | None = None
         self._task = asyncio.ensure_future(self._run())
+
+    def _begin(self) -> ClientStream:
+        return ClientStream(self._stub.Heartbeats(pb.HeartbeatsRequest(holder_id=own_holder().holder_id)))
 
     def guard(self, stream: ClientStream) -> None:
         """End this stream when the worker falls silent, with the error that says so."""
@@ -243,6 +246,18 @@ class Heartbeats:
             self._stream.cancel()
 
     async def _listen(self) -> None:
+        while True:
+            try:
+                return await self._listen_to_stream()
+            except DataLoss as error:
+                # A heartbeat that came damaged says nothing of the worker, which is asked for others. Where all do, no
+                # more are heard.
+                log.warning("worker.heartbeat_damaged", address=self._address, why=error.message)
+                self._stream.cancel()
+                await asyncio.sleep(BEAT_S)
+                self._stream = self._begin()
+
+    async def _listen_to_stream(self) -> None:
         loop = asyncio.get_running_loop()
         while (beat := await self._stream.read()) is not grpc.aio.EOF:
             self._regularity.heard(loop.time(), beat.silence_ms / 1e3)

@@ -15,6 +15,7 @@ import pytest
 
 from services.errors import Unavailable
 from services.messages.snapshots import SnapshotOwner
+from services.net.checksums import FIELD
 from services.rpc.liveness import (
     BEAT_S,
     DEVICE_HUNG,
@@ -86,6 +87,28 @@ async def test_a_worker_behind_a_silent_link_is_lost(serve: Serve, peers: Peers)
         await again.forward(prefill())
         await anext(again.events())
         await again.close()
+
+
+async def test_a_damaged_heartbeat_ends_no_watch(serve: Serve, peers: Peers) -> None:
+    """After one that came damaged others are heard, so that a link that falls silent later is noticed as ever."""
+    server = await serve(LivenessServicer(Life(), peers).register, address="127.0.0.1:0")
+    damaged = asyncio.Event()
+
+    def damage(piece: bytes) -> bytes:
+        """Flip a bit of the checksum at the end of a heartbeat."""
+        if damaged.is_set() or piece[-9:-8] != bytes([FIELD << 3 | 1]):
+            return piece
+        damaged.set()
+        return piece[:-1] + bytes([piece[-1] ^ 1])
+
+    async with Link(server.address) as way:
+        lost = await watching(peers, way.address)
+        way.fault = Fault(damage=damage)
+        await damaged.wait()
+        assert await stays(lambda: not lost.done(), SILENT_S + 4 * BEAT_S)
+        way.fault = Fault(silent=True)
+        async with asyncio.timeout(LONGEST_S + SILENT_S):
+            assert (await lost).reason == WORKER_SILENT
 
 
 async def test_the_neighbours_edge_is_watched(serve: Serve, peers: Peers) -> None:
