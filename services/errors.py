@@ -152,7 +152,7 @@ def ending(error: BaseException | None) -> str:
     return "cancelled" if is_stream_gone else InternalError.code.name.lower()
 
 
-_SOCKET = re.compile(r"unix:[^\s,:;()\[\]]+")
+_SOCKET = re.compile(r"(?:the worker at )?unix:[^\s,:;()\[\]]+")
 
 
 def without_sockets(text: str) -> str:

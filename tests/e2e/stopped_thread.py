@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,13 +13,14 @@ _SEIZE, _INTERRUPT, _DETACH, _ALL = 0x4206, 0x4207, 17, 0x40000000
 
 
 def device_thread(process_id: int) -> int:
-    """The thread of a worker that owns its devices."""
-    [found] = [
-        int(task.name)
-        for task in Path(f"/proc/{process_id}/task").iterdir()
-        if (task / "comm").read_text().strip() == "device"
-    ]
-    return found
+    """The thread of a worker that owns its devices; waits until it has told its name."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        for task in Path(f"/proc/{process_id}/task").iterdir():
+            if (task / "comm").read_text().strip() == "device":
+                return int(task.name)
+        time.sleep(0.01)
+    raise AssertionError(f"process {process_id} has no device thread")
 
 
 @contextlib.contextmanager

@@ -33,6 +33,9 @@ SAMPLING: Mapping[str, list[dict[str, Any]]] = {
     "top_p": [{"top_p": 0.4, **HOT}],
     "min_p": [{"min_p": 0.3, **HOT}],
     "seed": [{**HOT, "seed": 6}, {**HOT, "seed": 2**63}],
+    "min_tokens": [{"min_tokens": 9}],
+    "allowed_token_ids": [{"allowed_token_ids": tuple(range(0, 256, 3)), **HOT}],
+    "bad_token_sequences": [{"bad_token_sequences": ((5,), (7, 9)), **HOT}],
 }
 REQUEST: Mapping[str, list[dict[str, Any]]] = {
     "prompt_ids": [{"prompt_ids": PROMPT[:1]}, {"prompt_ids": PROMPT * 3}],
@@ -46,7 +49,8 @@ REQUEST: Mapping[str, list[dict[str, Any]]] = {
 }
 ELSEWHERE = {
     "request_id", "trace", "unique_id", "chat", "compression",
-    "stop_strings", "grammar", "grammar_field",  # need a tokenizer: test_demo_pair.py, test_structured_output.py
+    # These need a tokenizer: test_demo_pair.py, test_fields.py, test_structured_output.py.
+    "stop_strings", "include_stop", "skip_special_tokens", "grammar", "grammar_field",
     "sampling",
 }  # fmt: skip
 
@@ -58,7 +62,8 @@ def walks() -> list[dict[str, Any]]:
 
 
 def test_none_is_left_out() -> None:
-    assert {field.name for field in fields(SamplingParams)} == set(SAMPLING)
+    # Words become sequences of tokens by a tokenizer, which there is none of here.
+    assert {field.name for field in fields(SamplingParams)} == set(SAMPLING) | {"bad_words"}
     assert {field.name for field in fields(Request)} == set(REQUEST) | ELSEWHERE
 
 

@@ -299,7 +299,7 @@ def test_a_worker_and_a_server_that_die(tmp_path: Path, opened: Browser, start_w
         until(shows(page, ".card.dead .error", remote.address), 10)
         assert texts(page, "#state") == ["not ready"]
         ask(page, "Are you there?")
-        until(shows(page, ".answer.failed .figures", f"{remote.address} broke"), 10)
+        until(shows(page, ".answer.failed .figures", "the connection to a local worker broke"), 10)
 
         server.process.terminate()
         until(shows(page, "#lost", "doesn't answer"), 20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -73,14 +74,10 @@ def test_a_worker_starts_without_a_compiler() -> None:
 
 
 @pytest.mark.parametrize(("told", "policy"), [(None, "PASSIVE"), ("active", "ACTIVE")])
-def test_threads_wait_asleep_unless_told_otherwise(
-    monkeypatch: pytest.MonkeyPatch, told: str | None, policy: str
-) -> None:
+def test_threads_wait_asleep_unless_told_otherwise(told: str | None, policy: str) -> None:
     """OpenMP itself says so: torch's threads must not look for work on cores that others need."""
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    if told is not None:
-        monkeypatch.setenv("OMP_WAIT_POLICY", told)
-    monkeypatch.setenv("OMP_DISPLAY_ENV", "true")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    environment |= {"OMP_DISPLAY_ENV": "true"} | ({} if told is None else {"OMP_WAIT_POLICY": told})
     command = [sys.executable, "-m", "shard_worker", "--list-devices"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=environment)
     assert f"OMP_WAIT_POLICY = '{policy}'" in done.stderr
