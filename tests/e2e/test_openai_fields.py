@@ -175,7 +175,8 @@ async def test_a_prompt_is_scored_alike_by_every_api(client: openai.OpenAI, serv
     fields: Any = {"model": "demo", "max_tokens": 0, "echo": True, "logprobs": 2, "extra_body": {"prompt_logprobs": 2}}
     reply = client.completions.create(prompt=chat, **fields)
     [choice] = reply.choices
-    told = next(iter(ask(client, max_tokens=1, stream=True, extra_body={"prompt_logprobs": 2})))
+    with ask(client, max_tokens=1, stream=True, extra_body={"prompt_logprobs": 2}) as stream:
+        told = next(iter(stream))
     channel = await connect(server.grpc, timeout_s=5)
     asked = GenerateRequest(tuple(chat), stopping=Stopping(0), prompt_logprobs=2)
     events = [event async for event in RemoteInference(channel, "the server").answer(asked)]

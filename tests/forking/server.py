@@ -65,17 +65,26 @@ class ForkServer:
                     self._pass_on(source, key.data)
 
     def _fork(self, connection: socket.socket) -> None:
-        header, files, _, _ = socket.recv_fds(connection, 8, 64)
-        size, request = int.from_bytes(header, "little"), b""
-        while len(request) < size:
-            request += connection.recv(size - len(request))
+        try:
+            header, files, _, _ = socket.recv_fds(connection, 8, 64)
+            size, request = int.from_bytes(header, "little"), b""
+            while len(request) < size and (piece := connection.recv(size - len(request))):
+                request += piece
+        except OSError:
+            header, files, size, request = b"", [], 0, b""
+        if not header or len(request) < size:
+            # Who asked was killed meanwhile.
+            for opened in files:
+                os.close(opened)
+            connection.close()
+            return
         worker = os.fork()
         if not worker:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._selector.close()
-            for opened in (connection, self._listener, self._wakeup, self._waker, *self._workers.values()):
-                opened.close()
+            for end in (connection, self._listener, self._wakeup, self._waker, *self._workers.values()):
+                end.close()
             raise Forked(json.loads(request), files)
         for number in files:
             os.close(number)
@@ -84,8 +93,15 @@ class ForkServer:
 
     def _pass_on(self, connection: socket.socket, worker: int) -> None:
         """Signals that came for a worker; SIGKILL where whoever stands in for it is gone."""
-        with contextlib.suppress(ProcessLookupError):
-            for number in connection.recv(64) or [signal.SIGKILL]:
+        try:
+            numbers = connection.recv(64) or [signal.SIGKILL]
+        except OSError:
+            if connection.fileno() < 0:
+                # The worker ended, which was seen a moment ago.
+                return
+            numbers = [signal.SIGKILL]
+        with contextlib.suppress(ProcessLookupError, KeyError):
+            for number in numbers:
                 os.kill(worker, number)
                 if number == signal.SIGKILL:
                     self._selector.unregister(connection)
