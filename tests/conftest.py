@@ -12,6 +12,7 @@ import pytest
 import structlog
 
 from services.telemetry.logs import configure_logs
+from tests import forking
 
 
 @pytest.fixture(autouse=True)
@@ -29,3 +30,10 @@ def json_events(log_settings: None, monkeypatch: pytest.MonkeyPatch) -> Callable
         patched.setattr(sys, "stderr", output)
         configure_logs("info", "json")
     return lambda: [json.loads(line) for line in output.getvalue().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def own_processes() -> Iterator[None]:
+    """Start workers as users do: for tests that stop a worker's process, kill it or look into it."""
+    with forking.without():
+        yield

@@ -38,13 +38,6 @@ def forked_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def own_processes() -> Iterator[None]:
-    """Start workers as users do: for tests that stop a worker's process, kill it or look into it."""
-    with forking.without():
-        yield
-
-
 @dataclass(frozen=True)
 class Pair:
     """A target, a draft for it, and the target's number of layers."""

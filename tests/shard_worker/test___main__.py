@@ -73,6 +73,7 @@ def test_a_worker_starts_without_a_compiler() -> None:
     assert compiler == str(builds != ["None", "None"])
 
 
+@pytest.mark.usefixtures("own_processes")
 @pytest.mark.parametrize(("told", "policy"), [(None, "PASSIVE"), ("active", "ACTIVE")])
 def test_threads_wait_asleep_unless_told_otherwise(told: str | None, policy: str) -> None:
     """OpenMP itself says so: torch's threads must not look for work on cores that others need."""

@@ -44,6 +44,7 @@ async def test_started_worker_listens_and_stops_without_a_trace() -> None:
         os.kill(pid, 0)
 
 
+@pytest.mark.usefixtures("own_processes")
 async def test_a_worker_that_cannot_be_killed_holds_up_nobody() -> None:
     """One of its threads does not return from the kernel, here from a debugger, so that it does not end when killed."""
     process = WorkerProcess("cpu", ["target"], Launch(threads=1))
