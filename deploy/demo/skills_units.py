@@ -18,10 +18,10 @@ UNITS = (
     ("years", "months", 12),
     ("dozens", "pieces", 12),
 )
-ROMAN = (
-    ("", "C", "CC", "CCC", "CD", "D", "DC", "DCC", "DCCC", "CM"),
-    ("", "X", "XX", "XXX", "XL", "L", "LX", "LXX", "LXXX", "XC"),
-    ("", "I", "II", "III", "IV", "V", "VI", "VII", "VIII", "IX"),
+# Hundreds, tens and ones are written alike, each with the signs of its own for one, five and ten.
+ROMAN = tuple(
+    tuple(digit.translate(str.maketrans("IVX", signs)) for digit in ("", *"I II III IV V VI VII VIII IX".split()))
+    for signs in ("CDM", "XLC", "IVX")
 )
 SMALL = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
