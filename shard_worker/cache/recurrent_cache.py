@@ -60,8 +60,8 @@ class RecurrentCache:
 
     @functools.cached_property
     def step_parameters(self) -> torch.Tensor:
-        """The addresses on the device, as kernels take them."""
-        return torch.tensor([0, 0, 0, *self.addresses], device=self.state.device)
+        """The addresses on the device as kernels take them, int64 [1, n]: a step of no rows."""
+        return torch.tensor([[0, 0, 0, *self.addresses]], device=self.state.device)
 
     @property
     def size_bytes(self) -> int:

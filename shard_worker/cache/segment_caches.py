@@ -24,11 +24,10 @@ _GROUP_KINDS = {Per.TOKEN: GroupKind.ROWS, Per.SESSION: GroupKind.STATE}
 
 @dataclass(slots=True, weakref_slot=True)
 class SegmentCaches:
-    """The caches of one segment. slots: each layer's place in the cache that it uses."""
+    """The caches of one session for one segment; a layer's place in them is in `slots_of`."""
 
     attention: AttentionCache | None
     recurrent: RecurrentCache | None
-    slots: tuple[int, ...]
 
     @classmethod
     def allocate(
@@ -61,7 +60,7 @@ class SegmentCaches:
             keys_and_values = AttentionCache(
                 attention, config.kv_heads, capacity, config.head_dim, like, page_rows, dtype=kv_dtype
             )
-        return cls(keys_and_values, recurrent, slots_of(kinds))
+        return cls(keys_and_values, recurrent)
 
     @property
     def size_bytes(self) -> int:

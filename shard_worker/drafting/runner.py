@@ -18,7 +18,7 @@ from shard_worker.model.kernels.accept import STOPS, accept
 from shard_worker.model.kernels.attention import rope_table
 from shard_worker.model.kernels.heads import Heads, HeadShape
 from shard_worker.model.kernels.matmul import begin, linear
-from shard_worker.model.kernels.step_parameters import ROWS, StepParameters
+from shard_worker.model.kernels.step_parameters import StepParameters
 from shard_worker.model.layer_weights import AttentionWeights
 from shard_worker.stage.step_runner import ROW_COUNTS
 from shard_worker.weights.weight import Weight
@@ -34,7 +34,9 @@ class DFlashRunner:
         """The number of rows that both graphs are made with."""
         self._kinds = tuple(dict.fromkeys(config.layer_kinds))
         pages = -(-config.max_position // PAGE_ROWS) + 1
-        self.appending, self.proposing = (StepParameters(device, pages, len(self._kinds)) for _ in range(2))
+        self.appending, self.proposing = (
+            StepParameters(device, pages, rows=self.rows, copies=len(self._kinds)) for _ in range(2)
+        )
         made = {"dtype": draft.dtype, "device": device}
         self._context = torch.zeros((self.rows, config.hidden_size), **made)  # type: ignore[call-overload]
         self._block = torch.zeros((self.rows, config.hidden_size), **made)  # type: ignore[call-overload]
@@ -80,10 +82,9 @@ class DFlashRunner:
         for rows in ROW_COUNTS:
             if rows <= self.rows:
                 argmax, outcome = (torch.zeros(count, dtype=torch.int64, device=device) for count in (rows, 1 + rows))
-                # Of a verify of as many rows as there are tokens: those of the block say another number.
-                verify = self.proposing.tensor[0].clone()
-                verify[ROWS.value] = rows
-                accept(verify, argmax, stops, outcome, self.appending, self.proposing, embedding, self.known_row)
+                accept(
+                    self.proposing, argmax, stops, outcome, self.appending, self.proposing, embedding, self.known_row
+                )
 
     def append(self, state: DFlashState, mixed: torch.Tensor) -> None:
         """Take features of the n committed rows that follow the context: `DFlashDraft.mix` of them, [n, hidden]."""
@@ -151,20 +152,20 @@ class DFlashRunner:
         draft, layers = self._draft, self._layers
         config = draft.config
         context = begin(self._context, draft.hidden_norm, config.norm_eps)
-        parameters = dict(zip(self._kinds, self.appending.tensor.unbind(), strict=True))
-        rope = rope_table(self.appending.tensor[0], self.rows, draft.frequencies, draft.dtype)
+        places = {kind: self.appending.places(self.rows, copy) for copy, kind in enumerate(self._kinds)}
+        rope = rope_table(places[self._kinds[0]], self.rows, draft.frequencies, draft.dtype)
         queries = config.heads * config.head_dim
         for weights, slot in zip(layers.weights, layers.slots, strict=True):
             mixer = weights.mixer
             assert isinstance(mixer, AttentionWeights)
             bias = None if mixer.qkv_bias is None else mixer.qkv_bias[queries:]
             shape = _keys_alone(layers.heads[weights.kind])
-            heads = Heads(shape, mixer.qk_norm[config.heads :], *rope, parameters[weights.kind], slot)
+            heads = Heads(shape, mixer.qk_norm[config.heads :], *rope, places[weights.kind], slot)
             linear(context, mixer.qkv.tensor[queries:], bias=bias, heads=heads, eps=config.norm_eps)
 
     def _propose(self) -> None:
-        parameters = dict(zip(self._kinds, self.proposing.tensor.unbind(), strict=True))
-        result = decoder.run(self._layers, self._block, parameters, uncommitted=False, then=self._draft.norm)
+        places = {kind: self.proposing.places(self.rows, copy) for copy, kind in enumerate(self._kinds)}
+        result = decoder.run(self._layers, self._block, places, uncommitted=False, then=self._draft.norm)
         assert result.normed is not None
         logits, _ = linear(result.normed, self._head.tensor)
         torch.argmax(logits, -1, out=self._draft_tokens)

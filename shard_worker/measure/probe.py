@@ -173,7 +173,7 @@ class _Probe:
         hidden = self._full(1, shape.hidden_size)
 
         def step() -> None:
-            segment.run(hidden, POSITION, False, caches, None)
+            segment.run(hidden, [(POSITION, len(hidden), caches)], None, uncommitted=False)
 
         return step
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from services.model.config import LayerKind, LinearAttentionConfig, ModelConfig
 from shard_worker.cache.recurrent_cache import RecurrentCache
+from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.model.layer_weights import LinearAttentionWeights
 from shard_worker.ops.activation import swiglu
 from shard_worker.ops.attention import Causal, grouped_mask, visibility
@@ -44,15 +45,26 @@ PLAIN = RowOperations()
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """The n rows of one step."""
+class SessionRows:
+    """The rows of one session in a step."""
 
     base: int
     """The position of the first row."""
+    count: int
+    caches: SegmentCaches
+    """The session's memory of the layers."""
+    masks: Mapping[LayerKind, torch.Tensor | Causal | None] = field(default_factory=dict)
+    """By kind of layer, for `attend`; None where every row sees all positions up to the last row's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The n rows of one step."""
+
+    sessions: Sequence[SessionRows]
+    """Whose they are: those of one session, and behind them those of the next."""
     rope: tuple[torch.Tensor, torch.Tensor]
     """Rotary cos and sin of every row, from `rope_table`."""
-    masks: dict[LayerKind, torch.Tensor | Causal | None]
-    """By kind of layer, for `attend`; None where every row sees all positions up to the last row's."""
     uncommitted: bool
     """Whether it is decided later which rows count, so that recurrent layers must not advance."""
     operations: RowOperations = PLAIN
@@ -71,39 +83,60 @@ class Rows:
             return work(tensor)
         return torch.cat([work(row) for row in tensor.chunk(len(tensor))])
 
+    def by_session(self, work: Callable[[SessionRows, slice], torch.Tensor]) -> torch.Tensor:
+        """Return what `work` makes of each session's rows, all rows together [n, …]. It gets the rows' places too."""
+        if len(self.sessions) == 1:
+            [only] = self.sessions
+            return work(only, slice(0, only.count))
+        made, first = [], 0
+        for session in self.sessions:
+            made.append(work(session, slice(first, first + session.count)))
+            first += session.count
+        return torch.cat(made)
+
 
 def make_rows(
     config: ModelConfig,
     kinds: frozenset[LayerKind],
     frequencies: torch.Tensor,
     like: torch.Tensor,
-    base: int,
-    count: int,
+    sessions: Sequence[tuple[int, int, SegmentCaches]],
     uncommitted: bool,
     *,
     operations: RowOperations = PLAIN,
     batch_invariant_rows: int | None = None,
 ) -> Rows:
-    """Return the rows at [base, base + count) for layers of these kinds, in the dtype and on the device of `like`.
+    """Return the rows of these sessions for layers of these kinds, in the dtype and on the device of `like`.
 
-    frequencies: RoPE's, float32 [rotary_dim / 2]. The other arguments are fields of `Rows`.
+    frequencies: RoPE's, float32 [rotary_dim / 2]. sessions: of each its rows' first position, how many there are, and
+    the session's caches. The other arguments are fields of `Rows`.
     """
-    device, span = like.device, base + count
-    positions = torch.arange(base, span, device=device)
+    device = like.device
+    positions = [torch.arange(base, base + count, device=device) for base, count, _ in sessions]
+    together = positions[0] if len(positions) == 1 else torch.cat(positions)
     if batch_invariant_rows is not None:
-        tables = [rope_table(position, frequencies, like.dtype) for position in positions.chunk(count)]
+        tables = [rope_table(position, frequencies, like.dtype) for position in together.chunk(len(together))]
         cos, sin = (torch.cat(tensors) for tensors in zip(*tables, strict=True))
-        return Rows(base, (cos, sin), {}, uncommitted, operations, batch_invariant_rows)
-    masks: dict[LayerKind, torch.Tensor | Causal | None] = {}
-    for kind in kinds - {LayerKind.LINEAR}:
-        window = config.sliding_window if kind is LayerKind.SLIDING else None
-        if window is not None and span <= window:
-            window = None
-        if window is None and count == 1:
-            masks[kind] = None
-        elif window is None and like.is_cuda and like.dtype.itemsize == 2:
-            masks[kind] = Causal()
-        else:
-            seen = visibility(positions, torch.arange(span, device=device), causal=True, window=window)
-            masks[kind] = grouped_mask(seen, config.heads // config.kv_heads, like.dtype)
-    return Rows(base, rope_table(positions, frequencies, like.dtype), masks, uncommitted, operations)
+        return Rows([SessionRows(*one) for one in sessions], (cos, sin), uncommitted, operations, batch_invariant_rows)
+    attending = kinds - {LayerKind.LINEAR}
+    rows = [
+        SessionRows(*one, {kind: _mask(config, kind, like, own) for kind in attending})
+        for one, own in zip(sessions, positions, strict=True)
+    ]
+    return Rows(rows, rope_table(together, frequencies, like.dtype), uncommitted, operations)
+
+
+def _mask(
+    config: ModelConfig, kind: LayerKind, like: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor | Causal | None:
+    """Return what a session's rows at these positions see in layers of a kind, for `attend`."""
+    window = config.sliding_window if kind is LayerKind.SLIDING else None
+    span = int(positions[-1]) + 1
+    if window is not None and span <= window:
+        window = None
+    if window is None and len(positions) == 1:
+        return None
+    if window is None and like.is_cuda and like.dtype.itemsize == 2:
+        return Causal()
+    seen = visibility(positions, torch.arange(span, device=like.device), causal=True, window=window)
+    return grouped_mask(seen, config.heads // config.kv_heads, like.dtype)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from services.model.config import LayerKind
 from shard_worker.cache.attention_cache import PAGE_ROWS
-from shard_worker.cache.segment_caches import slots_of
 from shard_worker.model.layer_weights import AttentionWeights
 from shard_worker.stage.segment import Segment
 
@@ -47,7 +46,7 @@ def kernel_layers(segment: Segment) -> decoder.Layers:
         )
     return decoder.Layers(
         weights=segment.weights,
-        slots=slots_of(kinds),
+        slots=segment.slots,
         heads=heads,
         delta=delta,
         longest=config.max_position,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from services.layers import LayerRange
 from services.model.config import ModelConfig
 from shard_worker.cache.attention_cache import PAGE_ROWS
 from shard_worker.cache.prefix_state import TensorGroup
-from shard_worker.cache.segment_caches import SegmentCaches, state_groups
+from shard_worker.cache.segment_caches import SegmentCaches, slots_of, state_groups
 from shard_worker.device.devices import Device
 from shard_worker.model.features import Capture, Features
 from shard_worker.model.layer_weights import DecoderWeights
@@ -38,6 +39,11 @@ class Segment:
     kv_dtype: torch.dtype | None = None
     """What attention keys and values are kept in; None for `dtype`."""
 
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Each layer's place in the cache that it uses."""
+        return slots_of(self.config.layer_kinds[self.layers.first : self.layers.last])
+
     def allocate(self, capacity: int, block_rows: int, *, row_by_row: bool = False) -> SegmentCaches:
         """Return the caches of one session.
 
@@ -58,16 +64,17 @@ class Segment:
     def run(
         self,
         hidden: torch.Tensor,
-        base_position: int,
-        uncommitted: bool,
-        caches: SegmentCaches,
+        sessions: Sequence[tuple[int, int, SegmentCaches]],
         features: Features | None,
+        *,
+        uncommitted: bool,
         batch_invariant_rows: int | None = None,
     ) -> torch.Tensor:
         """Run the layers on rows [n, hidden] of any device, and return [n, hidden] on this segment's device.
 
-        features: what captured rows are added to, None where no draft wants any. uncommitted, batch_invariant_rows: as
-        in `Rows`.
+        sessions: whose rows they are, one session's behind the other's: the first one's position, how many they are,
+        and the session's caches. features: what captured rows are added to, None where no draft wants any.
+        uncommitted, batch_invariant_rows: as in `Rows`.
         """
         hidden = hidden.to(self.device.torch_device)
         kinds = frozenset(self.config.layer_kinds[self.layers.first : self.layers.last])
@@ -76,17 +83,16 @@ class Segment:
             kinds,
             self.frequencies,
             hidden,
-            base_position,
-            len(hidden),
+            sessions,
             uncommitted,
             operations=self.operations,
             batch_invariant_rows=batch_invariant_rows,
         )
         capture = self.capture if features is not None else None
         captured: list[torch.Tensor] = []
+        slots = self.slots
         for offset, weights in enumerate(self.weights):
-            slot = caches.slots[offset]
-            hidden = decoder.run(self.config, weights, slot, hidden, rows, caches)
+            hidden = decoder.run(self.config, weights, slots[offset], hidden, rows)
             if capture is not None and self.layers.first + offset in capture.indices:
                 captured.append(hidden)
         if capture is not None and features is not None:

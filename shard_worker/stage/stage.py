@@ -98,7 +98,7 @@ class Stage:
                     shape, device = (count, self.config.hidden_size), segment.device.torch_device
                     with segment.device.current():
                         rows = torch.zeros(shape, dtype=self.dtype, device=device)
-                        segment.run(rows, 0, False, segment.allocate(count, 1), None)
+                        segment.run(rows, [(0, count, segment.allocate(count, 1))], None, uncommitted=False)
 
     def without_kernels(self) -> Stage:
         """Return the same stage in plain torch."""
@@ -166,16 +166,38 @@ class Stage:
     def run(
         self, state: StageState, hidden: torch.Tensor, features: Features | None, *, uncommitted: bool
     ) -> torch.Tensor:
-        """Run the stage's layers in plain torch on rows [n, hidden] that follow the committed ones; return [n, hidden].
+        """Run the stage's layers on the rows of one session, as `run_together` does."""
+        return self.run_together([state], [len(hidden)], hidden, features, uncommitted=uncommitted)
 
+    def run_together(
+        self,
+        states: Sequence[StageState],
+        counts: Sequence[int],
+        hidden: torch.Tensor,
+        features: Features | None,
+        *,
+        uncommitted: bool,
+    ) -> torch.Tensor:
+        """Run the stage's layers in plain torch on rows [n, hidden] of several sessions; return [n, hidden].
+
+        states, counts: each session's memory, and how many rows it has, behind those of the sessions before it. Its
+        rows follow its committed ones. All sessions have the same number of batch-invariant rows, or none has one.
         features: what captured rows are added to, None where no draft wants any. Rows count at once unless they are
         uncommitted: then `commit` says later how many of them do.
         """
         # Rows of a prompt come in the same chunks, whatever its answer is made by.
-        batch_invariant_rows = state.batch_invariant_rows if uncommitted or len(hidden) == 1 else None
-        for segment, caches in zip(self.segments, state.caches, strict=True):
-            hidden = segment.run(hidden, state.length, uncommitted, caches, features, batch_invariant_rows)
-        self._count(state, len(hidden), uncommitted)
+        alike = uncommitted or max(counts) == 1
+        for index, segment in enumerate(self.segments):
+            sessions = [(one.length, count, one.caches[index]) for one, count in zip(states, counts, strict=True)]
+            hidden = segment.run(
+                hidden,
+                sessions,
+                features,
+                uncommitted=uncommitted,
+                batch_invariant_rows=states[0].batch_invariant_rows if alike else None,
+            )
+        for state, count in zip(states, counts, strict=True):
+            self._count(state, count, uncommitted)
         return hidden
 
     def commit(self, state: StageState, length: int) -> None:

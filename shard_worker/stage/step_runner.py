@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,10 @@ from shard_worker.stage.kernel_layers import kernel_layers
 from shard_worker.stage.segment import Segment
 from shard_worker.stage.step_graph import CapturedStep, Prelaunched, Released, StepOutput, StepRows, Variant
 
+if TYPE_CHECKING:
+    from shard_worker.model.kernels import decoder
+    from shard_worker.model.kernels.step_parameters import StepParameters
+
 ROW_COUNTS = (1, 16, 32, 64)
 """The numbers of rows that steps are made with; a step of another number leaves the last rows unused."""
 
@@ -42,7 +47,7 @@ class StepRunner:
         self._segment, self._embedding, self._head, self._graphs = segment, embedding, head, graphs
         self._layers = kernel_layers(segment)
         device, config = segment.device.torch_device, segment.config
-        self._parameters = StepParameters(device, -(-config.max_position // PAGE_ROWS) + 1)
+        self._parameters = StepParameters(device, -(-config.max_position // PAGE_ROWS) + 1, rows=ROW_COUNTS[-1])
         self._hidden = torch.zeros((ROW_COUNTS[-1], config.hidden_size), dtype=segment.dtype, device=device)
         # Page-locked, so that rows from another process are sent as part of a step.
         self._incoming = torch.zeros_like(self._hidden, device="cpu", pin_memory=device.type != "cpu")
@@ -264,9 +269,9 @@ class StepRunner:
         self._prelaunched = None
 
     @property
-    def parameters(self) -> torch.Tensor:
-        """The parameters of the last step on the device, int64 [n]."""
-        return self._parameters.tensor[0]
+    def parameters(self) -> StepParameters:
+        """The parameters of the last step."""
+        return self._parameters
 
     def commit(self, caches: SegmentCaches, rows: int | torch.Tensor) -> None:
         """Let the first `rows` rows of the step in flight count.
@@ -276,6 +281,7 @@ class StepRunner:
         if caches.recurrent is None:
             return
         from shard_worker.model.kernels import deltanet
+        from shard_worker.model.kernels.step_parameters import Places
 
         assert self._layers.delta is not None
         # Another session's step may be prelaunched, and this asks for memory.
@@ -283,8 +289,8 @@ class StepRunner:
         with self._segment.device.current():
             count = rows
             if not isinstance(count, torch.Tensor):
-                count = torch.full((1,), count, dtype=torch.int64, device=self.parameters.device)
-            deltanet.commit(self._layers.delta, caches.recurrent.step_parameters, count, caches.recurrent.conv)
+                count = torch.full((1,), count, dtype=torch.int64, device=self._hidden.device)
+            deltanet.commit(self._layers.delta, Places(caches.recurrent.step_parameters), count, caches.recurrent.conv)
 
     def _variant_of(self, rows: StepRows) -> Variant:
         return self._make_variant(len(rows.token_ids), rows.uncommitted, rows.featured)
@@ -319,41 +325,58 @@ class StepRunner:
         return step
 
     def _launch(self, variant: Variant) -> CapturedStep:
-        from shard_worker.model.kernels import decoder
-        from shard_worker.model.kernels.deltanet import commit
-        from shard_worker.model.kernels.matmul import linear
-        from shard_worker.model.kernels.step_parameters import FIRST_TOKEN, ROWS
-
-        segment, parameters = self._segment, self.parameters
         self._parameters.send()
-        hidden = self._hidden[: variant.rows]
-        if self._embedding is not None:
-            first = FIRST_TOKEN.value
-            hidden = F.embedding(parameters[first : first + variant.rows], self._embedding)
-        capture = segment.capture if variant.featured else None
-        capture_indices = [] if capture is None else [layer - segment.layers.first for layer in capture.indices]
-        result = decoder.run(
-            self._layers,
-            hidden,
-            dict.fromkeys(LayerKind, parameters),
-            uncommitted=variant.uncommitted,
-            then=None if self._head is None else self._head.norm,
-            capture=capture_indices,
-        )
-        if self._layers.delta is not None and not variant.uncommitted:
-            commit(self._layers.delta, parameters, parameters[ROWS.value :], hidden, states=False)
-        step = CapturedStep(None, StepOutput(result.hidden))
-        if capture is not None and capture.fc is not None:
-            step.total = linear(torch.cat(result.captured, -1), capture.fc.tensor)[0].float()
-        elif capture is not None:
-            step.layer_rows = result.captured
-        if self._head is not None and result.normed is not None:
-            logits, _ = linear(result.normed, self._head.weight.tensor)
-            step.output = StepOutput(result.hidden, logits, logits.argmax(-1))
+        step = launch(self._segment, self._layers, self._embedding, self._head, self._parameters, variant, self._hidden)
         output = step.output
         outgoing = output.hidden if output.argmax is None else output.argmax
         self._outgoing[: variant.rows].copy_(outgoing, non_blocking=True)
         return step
+
+
+def launch(
+    segment: Segment,
+    layers: decoder.Layers,
+    embedding: torch.Tensor | None,
+    head: Head | None,
+    parameters: StepParameters,
+    variant: Variant,
+    hidden: torch.Tensor,
+) -> CapturedStep:
+    """Queue a step's kernels: all layers, with the embedding and the head where they are there.
+
+    layers: the segment's, as kernels take them. parameters: on the device already. hidden: the rows [variant.rows or
+    more, hidden] from the stage before, where there is no embedding.
+    """
+    from shard_worker.model.kernels import decoder
+    from shard_worker.model.kernels.deltanet import commit
+    from shard_worker.model.kernels.matmul import linear
+    from shard_worker.model.kernels.step_parameters import ROWS
+
+    places = parameters.places(variant.rows)
+    hidden = hidden[: variant.rows]
+    if embedding is not None:
+        hidden = F.embedding(parameters.tokens[: variant.rows], embedding)
+    capture = segment.capture if variant.featured else None
+    capture_indices = [] if capture is None else [layer - segment.layers.first for layer in capture.indices]
+    result = decoder.run(
+        layers,
+        hidden,
+        dict.fromkeys(LayerKind, places),
+        uncommitted=variant.uncommitted,
+        then=None if head is None else head.norm,
+        capture=capture_indices,
+    )
+    if layers.delta is not None and not variant.uncommitted:
+        commit(layers.delta, places, places.lines[:, ROWS.value], hidden, states=False)
+    step = CapturedStep(None, StepOutput(result.hidden))
+    if capture is not None and capture.fc is not None:
+        step.total = linear(torch.cat(result.captured, -1), capture.fc.tensor)[0].float()
+    elif capture is not None:
+        step.layer_rows = result.captured
+    if head is not None and result.normed is not None:
+        logits, _ = linear(result.normed, head.weight.tensor)
+        step.output = StepOutput(result.hidden, logits, logits.argmax(-1))
+    return step
 
 
 def make_runner(

@@ -41,8 +41,8 @@ class Weight(abc.ABC):
     ) -> torch.Tensor:
         """Return x [n, columns] times the transposed matrix, plus bias [rows]: [n, rows].
 
-        batch_invariant_rows: multiply so many rows in any case. How a row is rounded depends on their number, because
-        libraries have different loops for different ones, and not on what or where the others are.
+        batch_invariant_rows: multiply so many rows at a time in any case. How a row is rounded depends on their number,
+        because libraries have different loops for different ones, and not on what or where the others are.
         """
 
     @abc.abstractmethod
@@ -83,9 +83,9 @@ class DenseWeight(Weight):
     def matmul(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, batch_invariant_rows: int | None = None
     ) -> torch.Tensor:
-        if batch_invariant_rows is not None and len(x) < batch_invariant_rows:
-            return F.linear(_padded(x, batch_invariant_rows), self._tensor, bias)[: len(x)]
-        return F.linear(x, self._tensor, bias)
+        if batch_invariant_rows is None or len(x) == batch_invariant_rows:
+            return F.linear(x, self._tensor, bias)
+        return _by_parts(self, x, bias, batch_invariant_rows)
 
     def select_rows(self, rows: slice | torch.Tensor) -> DenseWeight:
         return DenseWeight(self._tensor[rows])
@@ -127,7 +127,9 @@ class BlockedWeight(Weight):
     def matmul(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, batch_invariant_rows: int | None = None
     ) -> torch.Tensor:
-        rows = _multiplied_rows(max(len(x), batch_invariant_rows or 0))
+        if batch_invariant_rows is not None and len(x) != batch_invariant_rows:
+            return _by_parts(self, x, bias, batch_invariant_rows)
+        rows = _multiplied_rows(len(x))
         if rows > len(x):
             return self.matmul(_padded(x, rows), bias)[: len(x)]
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._blocks, bias, "none", [], "")
@@ -158,6 +160,13 @@ def _multiplied_rows(rows: int) -> int:
     power = 1 << (rows - 1).bit_length()
     between = power * 3 // 4
     return between if rows <= between else power
+
+
+def _by_parts(weight: Weight, x: torch.Tensor, bias: torch.Tensor | None, rows: int) -> torch.Tensor:
+    """Multiply x [n, columns] as products of so many rows each, the last one filled up with zeros."""
+    parts = [x[first : first + rows] for first in range(0, len(x), rows)]
+    products = [weight.matmul(_padded(part, rows), bias, rows)[: len(part)] for part in parts]
+    return products[0] if len(products) == 1 else torch.cat(products)
 
 
 def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:

@@ -198,7 +198,7 @@ class Run:
         for stage, state in zip(self.stages, self.states, strict=True):
             for segment, caches in zip(stage.segments, state.caches, strict=True):
                 if layer in segment.layers:
-                    cache, slot = caches.recurrent, caches.slots[layer - segment.layers.first]
+                    cache, slot = caches.recurrent, segment.slots[layer - segment.layers.first]
                     assert cache is not None
                     return cache.conv[slot, : cache.taps - 1].T, cache.state[slot]
         raise AssertionError(f"no stage holds layer {layer}")

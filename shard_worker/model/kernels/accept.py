@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shard_worker.model.kernels.step_parameters import BASE, FIRST_TOKEN, ROWS, StepParameters
+from shard_worker.model.kernels.step_parameters import BASE, ROWS, StepParameters
 
 STOPS = 8
 """The most stop tokens that there is room for."""
@@ -18,21 +18,21 @@ STOPS = 8
 
 @triton.jit(do_not_specialize=["stride", "hidden"])
 def _accept(
-    parameters, argmax, stops, outcome, appending, proposing, stride, embedding, known_row, hidden,
+    line, tokens, argmax, stops, outcome, appending, proposing, stride, embedding, known_row, hidden,
     STEP_ROWS: tl.constexpr, COPIES: tl.constexpr, STOPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     ms = tl.arange(0, STEP_ROWS)
-    rows = tl.load(parameters + ROWS)
+    rows = tl.load(line + ROWS)
     chosen = tl.load(argmax + ms, mask=ms < rows, other=0)
     goes_on = ms + 1 < rows
-    goes_on = goes_on & (chosen == tl.load(parameters + FIRST_TOKEN + 1 + ms, mask=goes_on, other=-1))
+    goes_on = goes_on & (chosen == tl.load(tokens + 1 + ms, mask=goes_on, other=-1))
     for stop in tl.static_range(STOPS):
         goes_on = goes_on & (chosen != tl.load(stops + stop))
     last = tl.min(tl.where(goes_on, STEP_ROWS, ms), 0)
     count = (last + 1).to(tl.int64)
     tl.store(outcome, count)
     tl.store(outcome + 1 + ms, chosen)
-    after = tl.load(parameters + BASE) + count
+    after = tl.load(line + BASE) + count
     for copy in tl.static_range(COPIES):
         tl.store(appending + copy * stride + ROWS, count)
         tl.store(proposing + copy * stride + BASE, after)
@@ -43,7 +43,7 @@ def _accept(
 
 
 def accept(
-    parameters: torch.Tensor,
+    verify: StepParameters,
     argmax: torch.Tensor,
     stops: torch.Tensor,
     outcome: torch.Tensor,
@@ -54,13 +54,14 @@ def accept(
 ) -> None:
     """Decide on the device which rows of a verify count, and complete the parameters of the draft's next step.
 
-    parameters: of the verify. argmax: int64, at least one token for each row of the verify. stops: int64 [STOPS], -1
-    where there is none. outcome: int64 [1 + rows], gets how many rows count, and behind that the tokens. `appending`
-    gets how many rows the draft appends, `proposing` where its block begins, and known_row [hidden] the embedding of
-    the token that the block follows.
+    verify: the parameters of the step, which is one session's. argmax: int64, at least one token for each row of the
+    verify. stops: int64 [STOPS], -1 where there is none. outcome: int64 [1 + rows], gets how many rows count, and
+    behind that the tokens. `appending` gets how many rows the draft appends, `proposing` where its block begins, and
+    known_row [hidden] the embedding of the token that the block follows.
     """
     _accept[(1,)](
-        parameters, argmax, stops, outcome, appending.tensor, proposing.tensor, appending.tensor.shape[1],
-        embedding, known_row, embedding.shape[1], STEP_ROWS=len(outcome) - 1, COPIES=len(appending.tensor),
+        verify.lines, verify.tokens, argmax, stops, outcome, appending.lines, proposing.lines,
+        appending.lines.stride(0), embedding, known_row, embedding.shape[1], STEP_ROWS=len(outcome) - 1,
+        COPIES=len(appending.lines),
         STOPS=STOPS, BLOCK=1024, num_warps=4,
     )  # fmt: skip

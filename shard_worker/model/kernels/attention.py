@@ -1,6 +1,6 @@
-"""Attention of a few rows over a session's pages: per-head norms, RoPE, cache write and softmax in one pass.
+"""Attention of a step's rows over their sessions' pages.
 
-Where the rows stand and where the session's pages lie is data on the device, so a captured launch serves any session.
+Where the rows stand and where their sessions' pages lie is data on the device: a captured launch serves all sessions.
 Keys are cut into chunks at fixed positions, so that what a row sums up, and in which order, does not depend on the
 rows beside it.
 """
@@ -17,7 +17,7 @@ import triton.language as tl
 from shard_worker.device import devices
 from shard_worker.device.devices import KernelTarget, product_precision
 from shard_worker.model.kernels.heads import HeadShape
-from shard_worker.model.kernels.step_parameters import BASE, FIRST_PAGE, ROWS
+from shard_worker.model.kernels.step_parameters import BASE, FIRST_PAGE, FIRST_ROW, FIRST_SUM, ROWS, Places
 
 _TILE_ROWS = 32
 """The most queries in a tile. More would be another matrix instruction, whose sums may differ in the last bit."""
@@ -26,6 +26,10 @@ _TILE_BYTES = 32 << 10
 """The most bytes of keys or values in a tile."""
 
 _PROGRAMS = 264
+"""So many programs keep a GPU busy."""
+
+_SHARED_CHUNKS = 32
+"""Chunks that each row of a step of several sessions has room for: 4096 positions, where all are as long."""
 
 
 class Tiles(NamedTuple):
@@ -63,15 +67,16 @@ def _chunk_start(chunk):
 
 @triton.jit(do_not_specialize=["slot"])
 def _attend(
-    projected, parameters, sums, tops, slot, scale,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr,
-    STEP_ROWS: tl.constexpr, CHUNKS: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, WINDOW: tl.constexpr,
-    CAUSAL: tl.constexpr, FLOAT8: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    projected, lines, sessions, indices, sums, tops, slot, scale, room,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr, STEP_ROWS: tl.constexpr,
+    LINE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    FLOAT8: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the softmax sums of one key head's queries over every programs-th chunk.
 
-    sums: float32 [KV_HEADS, CHUNKS, group * STEP_ROWS, DIM]; tops: float32 [KV_HEADS, CHUNKS, group * STEP_ROWS, 2],
-    the largest score and the sum of weights.
+    sums: float32 [KV_HEADS, room, DIM]; tops: float32 [KV_HEADS, room, 2], the largest score and the sum of weights. A
+    session's are [chunks, group * rows], behind those of the sessions before it; those of a session alone have room for
+    all of the step's rows. LINE: of `Places`.
     """
     kv, program, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     programs = tl.num_programs(1)
@@ -79,14 +84,30 @@ def _attend(
     stored: tl.constexpr = tl.float8e4nv if FLOAT8 else kind
     group: tl.constexpr = HEADS // KV_HEADS
     ds, ts = tl.arange(0, DIM), tl.arange(0, TILE)
-    ms = part * BLOCK + tl.arange(0, BLOCK)
+    numbers = lines
+    if LINE == 0:
+        ms = part * BLOCK + tl.arange(0, BLOCK)
+        rows = tl.load(numbers + ROWS).to(tl.int32)
+        first_row, first_line, live = 0, 0, ms // group < rows
+    else:
+        # One of the tiles that begin with a row; where that row is not the first of a tile, there is nothing to do.
+        tile_rows: tl.constexpr = tl.maximum(BLOCK // group, 1)
+        tiles: tl.constexpr = tl.cdiv(group, BLOCK)
+        session = tl.load(sessions + part // tiles).to(tl.int32)
+        index = tl.load(indices + part // tiles).to(tl.int32)
+        numbers += tl.maximum(session, 0) * LINE
+        begins = (session >= 0) & (index % tile_rows == 0)
+        rows = tl.where(begins, tl.load(numbers + ROWS).to(tl.int32), 0)
+        ms = index * group + part % tiles * BLOCK + tl.arange(0, BLOCK)
+        first_row = tl.load(numbers + FIRST_ROW).to(tl.int32)
+        first_line = tl.load(numbers + FIRST_SUM).to(tl.int32) * group
+        live = (ms // group < rows) & (ms < (index + tile_rows) * group)
     row, head = ms // group, kv * group + ms % group
-    base, rows = tl.load(parameters + BASE).to(tl.int32), tl.load(parameters + ROWS).to(tl.int32)
-    q_at = projected + row[:, None] * STRIDE + head[:, None] * DIM + ds[None, :]
-    q = tl.load(q_at, mask=(row < STEP_ROWS)[:, None], other=0.0)
-    live = row < rows
+    base = tl.load(numbers + BASE).to(tl.int32)
+    q_at = projected + (first_row + row)[:, None] * STRIDE + head[:, None] * DIM + ds[None, :]
+    q = tl.load(q_at, mask=(row < STEP_ROWS if LINE == 0 else live)[:, None], other=0.0)
     end = base + rows
-    count = _chunks(end)
+    count = _chunks(end) if LINE == 0 else tl.where(rows > 0, _chunks(end), 0)
     lowest = 0
     if WINDOW > 0:
         lowest = tl.maximum(base + 1 - WINDOW, 0) // TILE * TILE
@@ -100,7 +121,7 @@ def _attend(
         for start in range(first, last, TILE):
             position = start + ts
             at_slot = start % RING if RING > 0 else start
-            page = tl.load(parameters + FIRST_PAGE + at_slot // PAGE).to(tl.pointer_type(stored))
+            page = tl.load(numbers + FIRST_PAGE + at_slot // PAGE).to(tl.pointer_type(stored))
             page += (slot.to(tl.int64) * 2 * KV_HEADS + kv) * (PAGE * DIM) + at_slot % PAGE * DIM
             key_at = tl.multiple_of(page + ts[:, None] * DIM + ds[None, :], (16, 16))
             value_at = tl.multiple_of(key_at + KV_HEADS * PAGE * DIM, (16, 16))
@@ -127,7 +148,8 @@ def _attend(
             weight = weight * kept + tl.sum(weights, 1)
             total = tl.dot(weights.to(kind), values, total * kept[:, None], input_precision=PRECISION)
             top = higher
-        line = (kv * CHUNKS + chunk).to(tl.int64) * (group * STEP_ROWS) + ms
+        apart = group * (STEP_ROWS if LINE == 0 else rows)
+        line = kv.to(tl.int64) * room + first_line + chunk * apart + ms
         tl.store(sums + line[:, None] * DIM + ds[None, :], total, mask=live[:, None])
         tl.store(tops + line * 2, top, mask=live)
         tl.store(tops + line * 2 + 1, weight, mask=live)
@@ -135,30 +157,38 @@ def _attend(
 
 @triton.jit
 def _combine(
-    projected, parameters, sums, tops, out,
+    projected, lines, sessions, indices, sums, tops, out, room,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr, STEP_ROWS: tl.constexpr,
-    CHUNKS: tl.constexpr, MOST: tl.constexpr, TURN: tl.constexpr, GATED: tl.constexpr,
+    LINE: tl.constexpr, CHUNKS: tl.constexpr, MOST: tl.constexpr, TURN: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Combine the chunks of one row and head of out [rows, HEADS * DIM], times the gate's sigmoid."""
     row, head = tl.program_id(0), tl.program_id(1)
     group: tl.constexpr = HEADS // KV_HEADS
-    line = (head // group * CHUNKS).to(tl.int64) * (group * STEP_ROWS) + row * group + head % group
+    numbers, index, first_line = lines, row, 0
+    if LINE > 0:
+        session = tl.load(sessions + row).to(tl.int32)
+        index = tl.load(indices + row).to(tl.int32)
+        numbers += tl.maximum(session, 0) * LINE
+        first_line = tl.load(numbers + FIRST_SUM).to(tl.int32) * group
+    rows = tl.load(numbers + ROWS).to(tl.int32)
+    end = tl.load(numbers + BASE).to(tl.int32) + rows
+    count = _chunks(end) if LINE == 0 else tl.where(session >= 0, _chunks(end), 0)
+    # What a session alone has of the first chunks is asked for before it is known how many there are.
+    apart, asked = (group * STEP_ROWS, CHUNKS) if LINE == 0 else (group * rows, count)
+    line = (head // group).to(tl.int64) * room + first_line + index * group + head % group
     ds, ts, every = tl.arange(0, DIM), tl.arange(0, TURN), tl.arange(0, MOST)
-    # What the first chunks have is asked for before it is known how many there are.
-    end = tl.load(parameters + BASE) + tl.load(parameters + ROWS)
-    tops_at = tops + (line + every * (group * STEP_ROWS)) * 2
-    every_top = tl.load(tops_at, mask=every < CHUNKS, other=0.0)
-    every_weight = tl.load(tops_at + 1, mask=every < CHUNKS, other=0.0)
-    at = line + ts * (group * STEP_ROWS)
-    parts = tl.load(sums + at[:, None] * DIM + ds[None, :], mask=(ts < CHUNKS)[:, None], other=0.0)
-    part_tops = tl.load(tops + at * 2, mask=ts < CHUNKS, other=0.0)
-    count = _chunks(end.to(tl.int32))
+    tops_at = tops + (line + every * apart) * 2
+    every_top = tl.load(tops_at, mask=every < asked, other=0.0)
+    every_weight = tl.load(tops_at + 1, mask=every < asked, other=0.0)
+    at = line + ts * apart
+    parts = tl.load(sums + at[:, None] * DIM + ds[None, :], mask=(ts < asked)[:, None], other=0.0)
+    part_tops = tl.load(tops + at * 2, mask=ts < asked, other=0.0)
     top = tl.max(tl.where(every < count, every_top, float("-inf")), 0)
     top = tl.where(top == float("-inf"), 0.0, top)
     weight = tl.sum(tl.where(every < count, every_weight * tl.exp(every_top - top), 0.0), 0)
     total = tl.sum(tl.where((ts < count)[:, None], parts * tl.exp(part_tops - top)[:, None], 0.0), 0)
     for first in range(TURN, count, TURN):
-        at = line + (first + ts) * (group * STEP_ROWS)
+        at = line + (first + ts) * apart
         there = first + ts < count
         factor = tl.exp(tl.load(tops + at * 2, mask=there, other=float("-inf")) - top)
         parts = tl.load(sums + at[:, None] * DIM + ds[None, :], mask=there[:, None], other=0.0)
@@ -173,11 +203,16 @@ def _combine(
 
 
 @triton.jit
-def _rope(parameters, frequencies, cos, sin, HALF: tl.constexpr, BLOCK: tl.constexpr):
+def _rope(lines, sessions, indices, frequencies, cos, sin, LINE: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     js = tl.arange(0, BLOCK)
     inside = js < HALF
-    angles = (tl.load(parameters + BASE) + row).to(tl.float32) * tl.load(frequencies + js, mask=inside, other=0.0)
+    position = row
+    if LINE > 0:
+        lines += tl.maximum(tl.load(sessions + row), 0) * LINE
+        position = tl.load(indices + row)
+    position += tl.load(lines + BASE)
+    angles = position.to(tl.float32) * tl.load(frequencies + js, mask=inside, other=0.0)
     c, s = tl.cos(angles), tl.sin(angles)
     at = row * 2 * HALF + js
     kind = cos.dtype.element_ty
@@ -188,51 +223,66 @@ def _rope(parameters, frequencies, cos, sin, HALF: tl.constexpr, BLOCK: tl.const
 
 
 def rope_table(
-    parameters: torch.Tensor, rows: int, frequencies: torch.Tensor, dtype: torch.dtype
+    places: Places, rows: int, frequencies: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `ops.rope.rope_table` for so many rows from the step's position on: two [rows, rotary_dim] tensors."""
-    half = len(frequencies)
-    cos = torch.empty((rows, 2 * half), dtype=dtype, device=parameters.device)
+    """Return `ops.rope.rope_table` for the positions of so many rows: two [rows, rotary_dim] tensors."""
+    half, device = len(frequencies), places.lines.device
+    cos = torch.empty((rows, 2 * half), dtype=dtype, device=device)
     sin = torch.empty_like(cos)
-    _rope[(rows,)](parameters, frequencies, cos, sin, HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1)
+    _rope[(rows,)](
+        places.lines, places.sessions, places.indices, frequencies, cos, sin,
+        LINE=places.line, HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1,
+    )  # fmt: skip
     return cos, sin
 
 
-def attend(
-    shape: HeadShape,
-    projected: torch.Tensor,
-    parameters: torch.Tensor,
-    slot: int,
-    longest: int,
-) -> torch.Tensor:
-    """Return what rows of queries (and gates) [n, shape.stride] see in the session's pages, [n, heads * dim].
+def attend(shape: HeadShape, projected: torch.Tensor, places: Places, slot: int, longest: int) -> torch.Tensor:
+    """Return what rows of queries (and gates) [n, shape.stride] see in their sessions' pages, [n, heads * dim].
 
     The rows' own keys and values are in the pages already. slot: the layer's index in a page. longest: positions that
-    any session may have.
+    any session may have; of several sessions, `fits` says which may stand in one step.
     """
     rows = len(projected)
     total = shape.group * rows
     chunks = chunk_count(longest)
     device = projected.device
-    sums = torch.empty((shape.kv_heads, chunks, total, shape.dim), dtype=torch.float32, device=device)
-    tops = torch.empty((shape.kv_heads, chunks, total, 2), dtype=torch.float32, device=device)
+    room = shape.group * sums_room(rows, longest, alone=places.line == 0)
+    sums = torch.empty((shape.kv_heads, room, shape.dim), dtype=torch.float32, device=device)
+    tops = torch.empty((shape.kv_heads, room, 2), dtype=torch.float32, device=device)
     out = torch.empty((rows, shape.heads * shape.dim), dtype=projected.dtype, device=device)
     tiles = choose(total, shape.dim, projected.dtype.itemsize, devices.kernel_target(device))
-    parts = triton.cdiv(total, tiles.queries)
-    programs = min(chunks, max(1, _PROGRAMS // (shape.kv_heads * parts)))
-    common = {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "DIM": shape.dim, "STRIDE": shape.stride}
+    parts = triton.cdiv(total, tiles.queries) if places.line == 0 else rows * triton.cdiv(shape.group, tiles.queries)
+    programs = min(chunks, max(1 if places.line == 0 else 2, _PROGRAMS // (shape.kv_heads * parts)))
+    placed = places.lines, places.sessions, places.indices
+    common = {
+        "HEADS": shape.heads,
+        "KV_HEADS": shape.kv_heads,
+        "DIM": shape.dim,
+        "STRIDE": shape.stride,
+        "STEP_ROWS": rows if places.line == 0 else 0,
+        "LINE": places.line,
+    }
     _attend[(shape.kv_heads, programs, parts)](
-        projected, parameters, sums, tops, slot, shape.dim**-0.5,
-        **common, STEP_ROWS=rows, CHUNKS=chunks, PAGE=shape.page, RING=shape.ring,
+        projected, *placed, sums, tops, slot, shape.dim**-0.5, room,
+        **common, PAGE=shape.page, RING=shape.ring,
         WINDOW=shape.window, CAUSAL=shape.causal, FLOAT8=shape.float8, BLOCK=tiles.queries,
         TILE=tiles.keys, PRECISION=product_precision(projected),
         num_warps=tiles.warps, num_stages=2,
     )  # fmt: skip
     _combine[(rows, shape.heads)](
-        projected, parameters, sums, tops, out, **common, STEP_ROWS=rows, CHUNKS=chunks,
+        projected, *placed, sums, tops, out, room, **common, CHUNKS=chunks,
         MOST=triton.next_power_of_2(chunks), TURN=16, GATED=shape.gated, num_warps=2,
     )  # fmt: skip
     return out
+
+
+def sums_room(rows: int, longest: int, *, alone: bool) -> int:
+    """Return how many partial sums a query head's rows may leave in a step, those of all chunks together.
+
+    alone: the step's rows are those of one session, which may be as long as any; those of several sessions have room
+    for _SHARED_CHUNKS each.
+    """
+    return rows * (chunk_count(longest) if alone else min(_SHARED_CHUNKS, chunk_count(longest)))
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from shard_worker.model.kernels import deltanet
 from shard_worker.model.kernels.attention import attend, rope_table
 from shard_worker.model.kernels.heads import Heads, HeadShape
 from shard_worker.model.kernels.matmul import Normed, begin, linear
+from shard_worker.model.kernels.step_parameters import Places
 from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights
 
 
@@ -52,7 +53,7 @@ class Result:
 def run(
     layers: Layers,
     hidden: torch.Tensor,
-    parameters: dict[LayerKind, torch.Tensor],
+    places: dict[LayerKind, Places],
     *,
     uncommitted: bool,
     then: torch.Tensor | None = None,
@@ -60,17 +61,17 @@ def run(
 ) -> Result:
     """Take rows [n, hidden] through all layers.
 
-    parameters: by kind of layer, a row of `StepParameters.tensor`. uncommitted: recurrent layers record the rows and do
-    not advance. then: float32 [hidden], the weight of the norm behind the last layer. capture: indices into
-    `layers.weights` of the layers whose output is wanted.
+    places: where the rows stand, by kind of layer. uncommitted: recurrent layers record the rows and do not advance.
+    then: float32 [hidden], the weight of the norm behind the last layer. capture: indices into `layers.weights` of the
+    layers whose output is wanted.
     """
     captured = []
-    rope = rope_table(next(iter(parameters.values())), len(hidden), layers.frequencies, hidden.dtype)
+    rope = rope_table(next(iter(places.values())), len(hidden), layers.frequencies, hidden.dtype)
     norms = [*(weights.input_norm for weights in layers.weights[1:]), then]
     normed: Normed | None = begin(hidden, layers.weights[0].input_norm, layers.eps)
     for index, (weights, slot) in enumerate(zip(layers.weights, layers.slots, strict=True)):
         assert normed is not None
-        mixed = _mix(layers, weights, slot, normed, rope, parameters[weights.kind], uncommitted)
+        mixed = _mix(layers, weights, slot, normed, rope, places[weights.kind], uncommitted)
         bias = weights.mixer.out_bias if isinstance(weights.mixer, AttentionWeights) else None
         hidden, normed = linear(
             mixed, weights.mixer.out.tensor, bias=bias, residual=hidden, norm=weights.post_norm, eps=layers.eps
@@ -89,15 +90,15 @@ def _mix(
     slot: int,
     normed: Normed,
     rope: tuple[torch.Tensor, torch.Tensor],
-    parameters: torch.Tensor,
+    places: Places,
     uncommitted: bool,
 ) -> torch.Tensor:
     mixer = weights.mixer
     if isinstance(mixer, AttentionWeights):
         shape = layers.heads[weights.kind]
-        heads = Heads(shape, mixer.qk_norm, *rope, parameters, slot)
+        heads = Heads(shape, mixer.qk_norm, *rope, places, slot)
         queries, _ = linear(normed, mixer.qkv.tensor, bias=mixer.qkv_bias, heads=heads, eps=layers.eps)
-        return attend(shape, queries, parameters, slot, layers.longest)
+        return attend(shape, queries, places, slot, layers.longest)
     assert layers.delta is not None
     projected, _ = linear(normed, mixer.projection.tensor)
     return deltanet.run(
@@ -107,7 +108,7 @@ def _mix(
         mixer.decay_rate,
         mixer.dt_bias,
         mixer.norm,
-        parameters,
+        places,
         slot,
         layers.eps,
         uncommitted=uncommitted,

@@ -17,7 +17,7 @@ from shard_worker.cache.recurrent_cache import RecurrentCache
 from shard_worker.device import devices
 from shard_worker.device.devices import KernelTarget, product_precision
 from shard_worker.model.kernels.deltanet import Shape, gate, mix
-from shard_worker.model.kernels.step_parameters import STATE
+from shard_worker.model.kernels.step_parameters import STATE, Places
 from shard_worker.model.layer_weights import LinearAttentionWeights
 
 CHUNK = 64
@@ -159,9 +159,8 @@ def run_layer(
     )
     rows, device = len(projected), projected.device
     # The cache's own parameters say that there are no rows, so that none are recorded.
-    mixed, gates = mix(
-        shape, projected, weights.taps, weights.decay_rate, weights.dt_bias, cache.step_parameters, slot, logs=True
-    )
+    places = Places(cache.step_parameters)
+    mixed, gates = mix(shape, projected, weights.taps, weights.decay_rate, weights.dt_bias, places, slot, logs=True)
     chunks = triton.cdiv(rows, CHUNK)
     padded, heads = chunks * CHUNK, shape.value_heads
 

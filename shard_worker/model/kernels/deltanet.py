@@ -1,4 +1,4 @@
-"""The gated delta rule for a few rows, row after row: convolution and norms, recurrence, gated norm, commit.
+"""The gated delta rule for a step's rows, session by session: convolution and norms, recurrence, gated norm, commit.
 
 The state is read where it lies; a step whose rows may be rolled back leaves it as it was and records what advancing it
 by any number of them needs. Rows are taken one after the other, so that a row's result is the same in a step of its
@@ -13,7 +13,17 @@ import torch
 import triton
 import triton.language as tl
 
-from shard_worker.model.kernels.step_parameters import CORRECTED, DECAYS, INPUTS, KEYS, ROOM, ROWS, STATE
+from shard_worker.model.kernels.step_parameters import (
+    CORRECTED,
+    DECAYS,
+    FIRST_ROW,
+    INPUTS,
+    KEYS,
+    ROOM,
+    ROWS,
+    STATE,
+    Places,
+)
 
 _VALUES = 16
 """Columns of a head's state that one warp holds."""
@@ -42,15 +52,21 @@ class Shape:
 
 @triton.jit(do_not_specialize=["slot"])
 def _mix(
-    projected, taps, decay_rate, dt_bias, parameters, mixed, gates, slot,
+    projected, taps, decay_rate, dt_bias, lines, sessions, indices, mixed, gates, slot,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    TAPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, LOGS: tl.constexpr,
+    TAPS: tl.constexpr, WIDTH: tl.constexpr, LINE: tl.constexpr, BLOCK: tl.constexpr, LOGS: tl.constexpr,
 ):  # fmt: skip
     """Compute one row and head: convolution, SiLU, for queries and keys the L2 norm, for values also decay and beta.
 
-    LOGS: store the decay's logarithm instead of the decay.
+    LOGS: store the decay's logarithm instead of the decay. LINE: of `Places`.
     """
     row, head = tl.program_id(0), tl.program_id(1)
+    index, counts = row, True
+    if LINE > 0:
+        session = tl.load(sessions + row)
+        index = tl.load(indices + row).to(tl.int32)
+        counts = session >= 0
+        lines += tl.maximum(session, 0) * LINE
     channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     kind = projected.dtype.element_ty
     is_value = head >= 2 * KEY_HEADS
@@ -60,20 +76,20 @@ def _mix(
     inside = ds < dim
     cs = first + ds
     factors = tl.load(taps + cs, mask=inside, other=0.0)
-    rows, room = tl.load(parameters + ROWS), tl.load(parameters + ROOM)
-    memory = tl.load(parameters + INPUTS).to(tl.pointer_type(kind)) + slot * (TAPS - 1 + room) * channels
+    rows, room = tl.load(lines + ROWS), tl.load(lines + ROOM)
+    memory = tl.load(lines + INPUTS).to(tl.pointer_type(kind)) + slot * (TAPS - 1 + room) * channels
     total = tl.zeros((BLOCK,), tl.float32)
     for tap in tl.static_range(TAPS):
         if tap > 0:
             factors = tl.load(taps + tap * channels + cs, mask=inside, other=0.0)
-        behind = row + tap - (TAPS - 1)
-        kept_at = tl.multiple_of(memory + (row + tap) * channels + cs, 16)
-        kept = tl.load(kept_at, mask=inside & (behind < 0), other=0.0)
-        new = tl.load(projected + behind * WIDTH + cs, mask=inside & (behind >= 0), other=0.0)
+        behind = index + tap - (TAPS - 1)
+        kept_at = tl.multiple_of(memory + (index + tap) * channels + cs, 16)
+        kept = tl.load(kept_at, mask=inside & counts & (behind < 0), other=0.0)
+        new = tl.load(projected + (row + tap - (TAPS - 1)) * WIDTH + cs, mask=inside & (behind >= 0), other=0.0)
         total += tl.where(behind < 0, kept, new).to(tl.float32) * factors
     own = tl.load(projected + row * WIDTH + cs, mask=inside)
-    own_at = tl.multiple_of(memory + (TAPS - 1 + row) * channels + cs, 16)
-    tl.store(own_at, own, mask=inside & (row < rows))
+    own_at = tl.multiple_of(memory + (TAPS - 1 + index) * channels + cs, 16)
+    tl.store(own_at, own, mask=inside & counts & (index < rows))
     total = total / (1.0 + tl.exp(-total))
     if is_value:
         h = head - 2 * KEY_HEADS
@@ -92,23 +108,32 @@ def _mix(
 
 @triton.jit(do_not_specialize=["slot"])
 def _recur(
-    mixed, gates, parameters, out, slot,
+    mixed, gates, lines, out, slot,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    VALUES: tl.constexpr, UNCOMMITTED: tl.constexpr,
+    LINE: tl.constexpr, VALUES: tl.constexpr, UNCOMMITTED: tl.constexpr,
 ):  # fmt: skip
-    """Take VALUES columns of a head's state through all rows; out: float32 [rows, VALUE_HEADS, VALUE_DIM]."""
+    """Take VALUES columns of a head's state through a session's rows; out: float32 [rows, VALUE_HEADS, VALUE_DIM]."""
     head, part = tl.program_id(0), tl.program_id(1)
+    lines += tl.program_id(2).to(tl.int64) * LINE
     channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     ks, vs = tl.arange(0, KEY_DIM), part * VALUES + tl.arange(0, VALUES)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
-    rows, room = tl.load(parameters + ROWS).to(tl.int32), tl.load(parameters + ROOM)
+    rows, room = tl.load(lines + ROWS).to(tl.int32), tl.load(lines + ROOM)
     line = slot.to(tl.int64) * VALUE_HEADS + head
-    states = tl.load(parameters + STATE).to(tl.pointer_type(tl.float32)) + line * (KEY_DIM * VALUE_DIM)
+    states = tl.load(lines + STATE).to(tl.pointer_type(tl.float32)) + line * (KEY_DIM * VALUE_DIM)
     state_at = tl.multiple_of(states + ks[:, None] * VALUE_DIM + vs[None, :], (16, 16))
+    # A session without rows among others has no memory either.
+    if LINE > 0 and rows == 0:
+        return
+    if LINE > 0:
+        first = tl.load(lines + FIRST_ROW).to(tl.int32)
+        mixed += first * channels
+        gates += first * 2 * VALUE_HEADS
+        out += first * VALUE_HEADS * VALUE_DIM
     state = tl.load(state_at)
-    keys = tl.load(parameters + KEYS).to(tl.pointer_type(tl.float32)) + line * room * KEY_DIM
-    corrected = tl.load(parameters + CORRECTED).to(tl.pointer_type(tl.float32)) + line * room * VALUE_DIM
-    decays = tl.load(parameters + DECAYS).to(tl.pointer_type(tl.float32)) + line * room
+    keys = tl.load(lines + KEYS).to(tl.pointer_type(tl.float32)) + line * room * KEY_DIM
+    corrected = tl.load(lines + CORRECTED).to(tl.pointer_type(tl.float32)) + line * room * VALUE_DIM
+    decays = tl.load(lines + DECAYS).to(tl.pointer_type(tl.float32)) + line * room
     q_at = mixed + key_head * KEY_DIM + ks
     v_at = mixed + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + vs
     g_at = gates + head
@@ -160,19 +185,22 @@ def _gate(
 
 @triton.jit
 def _commit_states(
-    parameters, count,
-    VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, LINES: tl.constexpr,
+    lines, counts, apart,
+    VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Advance LINES lines of one layer's head's state by the first count[0] recorded rows."""
-    line, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Advance LINES lines of one layer's head's state by as many recorded rows as counts says of the session."""
+    line, part, session = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    lines += session * LINE
     ks, vs = part * LINES + tl.arange(0, LINES), tl.arange(0, VALUE_DIM)
-    rows, room = tl.load(count).to(tl.int32), tl.load(parameters + ROOM)
-    states = tl.load(parameters + STATE).to(tl.pointer_type(tl.float32)) + line * (KEY_DIM * VALUE_DIM)
+    rows, room = tl.load(counts + session * apart).to(tl.int32), tl.load(lines + ROOM)
+    if LINE > 0 and rows == 0:
+        return
+    states = tl.load(lines + STATE).to(tl.pointer_type(tl.float32)) + line * (KEY_DIM * VALUE_DIM)
     state_at = tl.multiple_of(states + ks[:, None] * VALUE_DIM + vs[None, :], (16, 16))
     state = tl.load(state_at)
-    keys = tl.load(parameters + KEYS).to(tl.pointer_type(tl.float32)) + line * room * KEY_DIM
-    corrected = tl.load(parameters + CORRECTED).to(tl.pointer_type(tl.float32)) + line * room * VALUE_DIM
-    decays = tl.load(parameters + DECAYS).to(tl.pointer_type(tl.float32)) + line * room
+    keys = tl.load(lines + KEYS).to(tl.pointer_type(tl.float32)) + line * room * KEY_DIM
+    corrected = tl.load(lines + CORRECTED).to(tl.pointer_type(tl.float32)) + line * room * VALUE_DIM
+    decays = tl.load(lines + DECAYS).to(tl.pointer_type(tl.float32)) + line * room
     for row in range(rows):
         decay = tl.load(decays + row)
         k, u = tl.load(keys + row * KEY_DIM + ks), tl.load(corrected + row * VALUE_DIM + vs)
@@ -185,16 +213,17 @@ def _commit_states(
 
 @triton.jit
 def _commit_inputs(
-    parameters, count, kind_like,
-    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
+    lines, counts, apart, kind_like,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, LINE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Make the last TAPS - 1 inputs of the first count[0] rows those that the next convolution begins with."""
-    layer, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Make the last TAPS - 1 inputs of a session's rows that count those that its next convolution begins with."""
+    layer, block, session = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    lines += session * LINE
     kind = kind_like.dtype.element_ty
     cs = block * BLOCK + tl.arange(0, BLOCK)
-    inside = cs < CHANNELS
-    rows, room = tl.load(count), tl.load(parameters + ROOM)
-    memory = tl.load(parameters + INPUTS).to(tl.pointer_type(kind)) + layer * (TAPS - 1 + room) * CHANNELS
+    rows, room = tl.load(counts + session * apart), tl.load(lines + ROOM)
+    inside = (cs < CHANNELS) & (rows > 0)
+    memory = tl.load(lines + INPUTS).to(tl.pointer_type(kind)) + layer * (TAPS - 1 + room) * CHANNELS
     # Row by row upwards: a column belongs to one thread, and what is written was read before.
     for row in tl.static_range(TAPS - 1):
         later = tl.load(tl.multiple_of(memory + (rows + row) * CHANNELS + cs, 16), mask=inside)
@@ -208,7 +237,7 @@ def run(
     decay_rate: torch.Tensor,
     dt_bias: torch.Tensor,
     norm: torch.Tensor,
-    parameters: torch.Tensor,
+    places: Places,
     slot: int,
     eps: float,
     *,
@@ -216,17 +245,17 @@ def run(
 ) -> torch.Tensor:
     """Return [n, value_heads * value_dim], ready for the output projection, for rows of a fused one [n, shape.width].
 
-    parameters: a row of `StepParameters.tensor`, or `RecurrentCache.step_parameters`. slot: the layer's index in the
-    session's memory. uncommitted: the rows are recorded and the state stays; else it advances by all of them.
+    slot: the layer's index in a session's memory. uncommitted: the rows are recorded and the state stays; else it
+    advances by all of them.
     """
     rows, device = len(projected), projected.device
-    mixed, gates = mix(shape, projected, taps, decay_rate, dt_bias, parameters, slot)
+    mixed, gates = mix(shape, projected, taps, decay_rate, dt_bias, places, slot)
     out = torch.empty((rows, shape.value_heads, shape.value_dim), dtype=torch.float32, device=device)
     heads = {"KEY_HEADS": shape.key_heads, "VALUE_HEADS": shape.value_heads}
     dims = {"KEY_DIM": shape.key_dim, "VALUE_DIM": shape.value_dim}
     values = min(_VALUES, shape.value_dim)
-    _recur[(shape.value_heads, shape.value_dim // values)](
-        mixed, gates, parameters, out, slot, **heads, **dims, VALUES=values,
+    _recur[(shape.value_heads, shape.value_dim // values, len(places.lines))](
+        mixed, gates, places.lines, out, slot, **heads, **dims, LINE=places.line, VALUES=values,
         UNCOMMITTED=uncommitted, num_warps=1,
     )  # fmt: skip
     return gate(shape, out, projected, norm, eps)
@@ -238,7 +267,7 @@ def mix(
     taps: torch.Tensor,
     decay_rate: torch.Tensor,
     dt_bias: torch.Tensor,
-    parameters: torch.Tensor,
+    places: Places,
     slot: int,
     *,
     logs: bool = False,
@@ -252,9 +281,10 @@ def mix(
     mixed = torch.empty((rows, shape.channels), dtype=torch.float32, device=device)
     gates = torch.empty((rows, 2, shape.value_heads), dtype=torch.float32, device=device)
     _mix[(rows, 2 * shape.key_heads + shape.value_heads)](
-        projected, taps, decay_rate, dt_bias, parameters, mixed, gates, slot,
+        projected, taps, decay_rate, dt_bias, places.lines, places.sessions, places.indices, mixed, gates, slot,
         KEY_HEADS=shape.key_heads, VALUE_HEADS=shape.value_heads, KEY_DIM=shape.key_dim, VALUE_DIM=shape.value_dim,
-        TAPS=shape.taps, WIDTH=shape.width, BLOCK=max(shape.key_dim, shape.value_dim), LOGS=logs, num_warps=1,
+        TAPS=shape.taps, WIDTH=shape.width, LINE=places.line, BLOCK=max(shape.key_dim, shape.value_dim), LOGS=logs,
+        num_warps=1,
     )  # fmt: skip
     return mixed, gates
 
@@ -270,20 +300,20 @@ def gate(shape: Shape, out: torch.Tensor, projected: torch.Tensor, norm: torch.T
     return gated
 
 
-def commit(
-    shape: Shape, parameters: torch.Tensor, count: torch.Tensor, like: torch.Tensor, *, states: bool = True
-) -> None:
-    """Advance all layers by the first count[0] rows of the step before; without `states`, the inputs alone.
+def commit(shape: Shape, places: Places, counts: torch.Tensor, like: torch.Tensor, *, states: bool = True) -> None:
+    """Advance all layers of each session by the first rows of the step before; without `states`, the inputs alone.
 
-    like: any tensor of the convolution inputs' type.
+    counts: int64 [sessions or more], how many rows count, 0 for a session that is not in `places`. like: any tensor of
+    the convolution inputs' type.
     """
+    sessions, apart = len(places.lines), counts.stride(0)
     if states:
         lines = min(32, shape.key_dim)
-        _commit_states[(shape.layers * shape.value_heads, shape.key_dim // lines)](
-            parameters, count, VALUE_HEADS=shape.value_heads, KEY_DIM=shape.key_dim, VALUE_DIM=shape.value_dim,
-            LINES=lines, num_warps=4,
+        _commit_states[(shape.layers * shape.value_heads, shape.key_dim // lines, sessions)](
+            places.lines, counts, apart, VALUE_HEADS=shape.value_heads, KEY_DIM=shape.key_dim,
+            VALUE_DIM=shape.value_dim, LINE=places.line, LINES=lines, num_warps=4,
         )  # fmt: skip
-    _commit_inputs[(shape.layers, triton.cdiv(shape.channels, 1024))](
-        parameters, count, like, CHANNELS=shape.channels, TAPS=shape.taps, BLOCK=1024,
+    _commit_inputs[(shape.layers, triton.cdiv(shape.channels, 1024), sessions)](
+        places.lines, counts, apart, like, CHANNELS=shape.channels, TAPS=shape.taps, LINE=places.line, BLOCK=1024,
         num_warps=4,
     )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shard_worker.model.kernels.step_parameters import BASE, FIRST_PAGE, ROWS
+from shard_worker.model.kernels.step_parameters import BASE, FIRST_PAGE, ROWS, Places
 from shard_worker.model.kernels.sums import row_sums
 
 
@@ -46,23 +46,23 @@ class HeadShape:
 class Heads:
     """What a projection needs to finish its heads.
 
-    norms: the per-head norms' weights, float32 [heads + kv_heads, dim]. cos, sin: from `rope_table`. parameters: a row
-    of `StepParameters.tensor`. slot: the layer's index in a page.
+    norms: the per-head norms' weights, float32 [heads + kv_heads, dim]. cos, sin: from `rope_table`. slot: the layer's
+    index in a page.
     """
 
     shape: HeadShape
     norms: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
-    parameters: torch.Tensor
+    places: Places
     slot: int
 
 
 @triton.jit
 def finish_heads(
-    acc, out, norms, cos, sin, parameters, slot, eps, block, ms, rows,
+    acc, out, norms, cos, sin, lines, sessions, indices, slot, eps, block, ms, rows,
     BLOCK_ROWS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
-    STRIDE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, FLOAT8: tl.constexpr,
+    STRIDE: tl.constexpr, LINE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
     """Finish head `block` of rows ms, [BLOCK_ROWS, DIM] in float32.
 
@@ -87,10 +87,18 @@ def finish_heads(
         head = tl.where(block < HEADS, block, block - 2 * KV_HEADS)
         tl.store(out + ms[:, None] * STRIDE + head * DIM + ds[None, :], result, mask=(ms < rows)[:, None])
     else:
-        position = tl.load(parameters + BASE) + ms
+        if LINE == 0:
+            position = tl.load(lines + BASE) + ms
+            counted = ms < tl.load(lines + ROWS)
+            first_page = lines + FIRST_PAGE
+        else:
+            session = tl.load(sessions + ms, mask=ms < rows, other=-1)
+            counted = session >= 0
+            numbers = lines + tl.maximum(session, 0) * LINE
+            position = tl.load(numbers + BASE) + tl.load(indices + ms, mask=ms < rows, other=0)
+            first_page = numbers + FIRST_PAGE
         at_slot = position % RING if RING > 0 else position
-        counted = ms < tl.load(parameters + ROWS)
-        pages = tl.load(parameters + FIRST_PAGE + at_slot // PAGE, mask=counted, other=0).to(tl.pointer_type(kept))
+        pages = tl.load(first_page + at_slot // PAGE, mask=counted, other=0).to(tl.pointer_type(kept))
         # Values come KV_HEADS behind the keys, in the projection as in a page.
         run = slot.to(tl.int64) * 2 * KV_HEADS + block - HEADS
         lines = pages + run * (PAGE * DIM) + at_slot % PAGE * DIM

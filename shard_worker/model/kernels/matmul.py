@@ -78,12 +78,12 @@ def _factor(squares, ms, rows, depth, eps, PARTS: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def _finish(
-    acc, other, out, squares, bias, residual, norm, scaled, totals, cos, sin, parameters, slot, block, ms, ns, rows,
-    width, depth, eps, next_eps,
+    acc, other, out, squares, bias, residual, norm, scaled, totals, cos, sin, lines, sessions, indices, slot, block, ms,
+    ns, rows, width, depth, eps, next_eps,
     BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, SQUARES: tl.constexpr,
     NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, PAIRED: tl.constexpr,
     THEN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
-    STRIDE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, FLOAT8: tl.constexpr,
+    STRIDE: tl.constexpr, LINE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
     """Do what follows the sums of a tile: the norm's factor, bias, SwiGLU, residual, and the next norm's beginning."""
     kept = (ms[:, None] < rows) & (ns[None, :] < width)
@@ -106,8 +106,8 @@ def _finish(
         acc = acc.to(kind).to(tl.float32) + tl.load(residual + at, mask=kept, other=0.0).to(tl.float32)
     if DIM > 0:
         finish_heads(
-            acc, out, norm, cos, sin, parameters, slot, next_eps, block, ms, rows, BLOCK_ROWS, HEADS, KV_HEADS, DIM,
-            ROTARY, STRIDE, PAGE, RING, FLOAT8,
+            acc, out, norm, cos, sin, lines, sessions, indices, slot, next_eps, block, ms, rows, BLOCK_ROWS, HEADS,
+            KV_HEADS, DIM, ROTARY, STRIDE, LINE, PAGE, RING, FLOAT8,
         )  # fmt: skip
     else:
         tl.store(out + at, acc.to(kind), mask=kept)
@@ -125,14 +125,15 @@ def _finish(
 
 @triton.jit(do_not_specialize=["rows", "slot", "tiles"])
 def _product(
-    x, weight, out, squares, bias, residual, norm, scaled, totals, cos, sin, parameters, slot, partial, arrived,
-    rows, tiles, width, depth, eps, next_eps,
+    x, weight, out, squares, bias, residual, norm, scaled, totals, cos, sin, lines, sessions, indices, slot, partial,
+    arrived, rows, tiles, width, depth, eps, next_eps,
     BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr, UNIT: tl.constexpr,
     SPLIT: tl.constexpr, SERIAL: tl.constexpr, DESCRIPTORS: tl.constexpr, ALONE: tl.constexpr, STAGES: tl.constexpr,
     EVEN_WIDTH: tl.constexpr, EVEN_DEPTH: tl.constexpr, SQUARES: tl.constexpr,
     NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, PAIRED: tl.constexpr,
     THEN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
-    STRIDE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, FLOAT8: tl.constexpr, PRECISION: tl.constexpr,
+    STRIDE: tl.constexpr, LINE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, FLOAT8: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of out [rows, width], x [rows, depth] times weight [width, depth] transposed, or part of its sum.
 
@@ -190,9 +191,9 @@ def _product(
 
     if SPLIT == 1 or SERIAL:
         _finish(
-            total, other_total, out, squares, bias, residual, norm, scaled, totals, cos, sin, parameters, slot, block,
-            ms, ns, rows, width, depth, eps, next_eps, BLOCK_ROWS, BLOCK_WIDTH, SQUARES, NORMED, NORM_BLOCK, BIASED,
-            ADDED, PAIRED, THEN, HEADS, KV_HEADS, DIM, ROTARY, STRIDE, PAGE, RING, FLOAT8,
+            total, other_total, out, squares, bias, residual, norm, scaled, totals, cos, sin, lines, sessions, indices,
+            slot, block, ms, ns, rows, width, depth, eps, next_eps, BLOCK_ROWS, BLOCK_WIDTH, SQUARES, NORMED,
+            NORM_BLOCK, BIASED, ADDED, PAIRED, THEN, HEADS, KV_HEADS, DIM, ROTARY, STRIDE, LINE, PAGE, RING, FLOAT8,
         )  # fmt: skip
     else:
         size: tl.constexpr = BLOCK_ROWS * BLOCK_WIDTH
@@ -213,9 +214,10 @@ def _product(
                     other_total += tl.load(parts + turn * step + size + inner, cache_modifier=".cg")
             tl.store(arrived + tile, 0)
             _finish(
-                total, other_total, out, squares, bias, residual, norm, scaled, totals, cos, sin, parameters, slot,
-                block, ms, ns, rows, width, depth, eps, next_eps, BLOCK_ROWS, BLOCK_WIDTH, SQUARES, NORMED, NORM_BLOCK,
-                BIASED, ADDED, PAIRED, THEN, HEADS, KV_HEADS, DIM, ROTARY, STRIDE, PAGE, RING, FLOAT8,
+                total, other_total, out, squares, bias, residual, norm, scaled, totals, cos, sin, lines, sessions,
+                indices, slot, block, ms, ns, rows, width, depth, eps, next_eps, BLOCK_ROWS, BLOCK_WIDTH, SQUARES,
+                NORMED, NORM_BLOCK, BIASED, ADDED, PAIRED, THEN, HEADS, KV_HEADS, DIM, ROTARY, STRIDE, LINE, PAGE, RING,
+                FLOAT8,
             )  # fmt: skip
 
 
@@ -233,7 +235,7 @@ def linear(
 ) -> tuple[torch.Tensor, Normed | None]:
     """Return x [n, depth] times weight [width, depth] transposed, and the rows on their way into the norm that follows.
 
-    n: at most step_parameters.MAX_ROWS. bias: [width]. residual: [n, width], added at the end. paired: weight
+    bias: [width]. residual: [n, width], added at the end. paired: weight
     is [2 * width, depth], and the result is silu(first half) * second half. norm: float32 [width], of the RMSNorm that
     the result goes through next. heads: the result is queries (and gates), [n, heads.shape.stride]; keys and values go
     into the session's pages. eps: of either norm that comes after the product.
@@ -251,6 +253,7 @@ def linear(
         each = config.height * config.width * (2 if paired else 1)
         partial = torch.empty(blocks * tiles * programs * each, dtype=torch.float32, device=source.device)
     following, normed = None, x if isinstance(x, Normed) else None
+    places = None if heads is None else heads.places
     if norm is not None:
         totals = torch.empty((rows, triton.cdiv(width, SQUARES_WIDTH)), dtype=torch.float32, device=source.device)
         following = Normed(torch.empty_like(out), totals, eps)
@@ -263,7 +266,8 @@ def linear(
         read_x, read_weight, out, squares, bias, residual,
         norm if heads is None else heads.norms,
         following.scaled if following else None, following.squares if following else None,
-        heads.cos if heads else None, heads.sin if heads else None, heads.parameters if heads else None,
+        heads.cos if heads else None, heads.sin if heads else None,
+        places.lines if places else None, places.sessions if places else None, places.indices if places else None,
         heads.slot if heads else 0, partial, _arrived(source.device),
         rows, tiles, width, depth, normed.eps if normed else 0.0, eps,
         BLOCK_ROWS=config.height, BLOCK_WIDTH=config.width, BLOCK_DEPTH=config.depth, UNIT=_UNIT, SPLIT=config.split,
@@ -274,7 +278,8 @@ def linear(
         BIASED=bias is not None,
         ADDED=residual is not None, PAIRED=paired, THEN=norm is not None,
         HEADS=shape.heads if shape else 0, KV_HEADS=shape.kv_heads if shape else 0, DIM=shape.dim if shape else 0,
-        ROTARY=shape.rotary if shape else 0, STRIDE=shape.stride if shape else 0, PAGE=shape.page if shape else 0,
+        ROTARY=shape.rotary if shape else 0, STRIDE=shape.stride if shape else 0, LINE=places.line if places else 0,
+        PAGE=shape.page if shape else 0,
         RING=shape.ring if shape else 0, FLOAT8=shape.float8 if shape else False,
         PRECISION=product_precision(source),
         num_warps=config.warps,

@@ -1,4 +1,4 @@
-"""The numbers of a step that kernels read on the device: where its rows stand and where its session's memory lies.
+"""The numbers of a step that kernels read on the device: where its rows stand and where its sessions' memory lies.
 
 A captured launch reads them there, so that one graph serves all sessions. They are filled in on the host and sent in
 one copy.
@@ -7,6 +7,7 @@ one copy.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton.language as tl
@@ -15,36 +16,78 @@ from shard_worker.cache.attention_cache import AttentionCache
 from shard_worker.cache.recurrent_cache import RecurrentCache
 from shard_worker.device.dtypes import bytes_of
 
-BASE, ROWS = tl.constexpr(0), tl.constexpr(1)
-"""Indices of the first row's position, and of the number of rows that the step really has."""
+BASE, ROWS, FIRST_ROW = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Indices in a session's line: of its first row's position, of how many rows it has in the step, and of the first one
+among the step's rows, which the others follow."""
 
 STATE, INPUTS, KEYS, CORRECTED, DECAYS, ROOM = (tl.constexpr(index) for index in range(3, 9))
 """Indices of what recurrent layers need: the addresses of the states, of the convolution's inputs and of the records of
 rows that may be rolled back, and for how many such rows there is room."""
 
-FIRST_TOKEN, MAX_ROWS = tl.constexpr(16), 512
-"""The index of the first row's token; the others follow. The most rows that a step can have."""
+FIRST_SUM = tl.constexpr(9)
+"""The index of where attention may leave the session's partial sums, in rows and chunks: behind those of the sessions
+before it."""
 
-FIRST_PAGE = tl.constexpr(16 + MAX_ROWS)
+FIRST_PAGE = tl.constexpr(16)
 """The index of the address of the session's first page; the others follow."""
 
 
-class StepParameters:
-    """The parameters of a step: `tensor`, int64 [copies, FIRST_PAGE + pages] on a device, and its page-locked twin on
-    the host.
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the rows of a step stand, for layers that share a cache: int64 tensors on the device.
 
-    Several copies describe one step for layers with caches of their own.
+    lines: [sessions, FIRST_PAGE + pages], the numbers of each session; a session without rows has zeros. sessions,
+    indices: [rows], each row's session, -1 where there is no such row, and its place among the session's rows; None
+    where all rows are those of the only session, in order.
     """
 
-    def __init__(self, device: torch.device, pages: int, copies: int = 1) -> None:
-        shape = (copies, FIRST_PAGE.value + pages)
-        self.tensor = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._host = torch.zeros(shape, dtype=torch.int64, pin_memory=device.type != "cpu")
-        self._numbers = self._host.numpy()
+    lines: torch.Tensor
+    sessions: torch.Tensor | None = None
+    indices: torch.Tensor | None = None
+
+    @property
+    def line(self) -> int:
+        """How far the sessions' numbers are apart; 0 where all rows are those of the only session."""
+        return 0 if self.sessions is None else self.lines.stride(0)
+
+
+class StepParameters:
+    """The parameters of a step on a device, and their page-locked twin on the host.
+
+    tokens: int64 [rows] on the device. lines: int64 [copies, sessions, FIRST_PAGE + pages] there: several copies
+    describe one step for layers with caches of their own.
+    """
+
+    def __init__(
+        self, device: torch.device, pages: int, *, rows: int, sessions: int | None = None, copies: int = 1
+    ) -> None:
+        """pages: the most that a session has. rows: the most of a step. sessions: the most whose rows stand in a step;
+        None for steps of one session alone."""
+        length = FIRST_PAGE.value + pages
+        placed = 0 if sessions is None else 2 * rows
+        shape = (copies, sessions or 1, length)
+        size = rows + placed + shape[0] * shape[1] * length
+        self._tensor = torch.zeros(size, dtype=torch.int64, device=device)
+        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type != "cpu")
+        self.tokens, self._places, lines = self._tensor.split((rows, placed, size - rows - placed))
+        self.lines = lines.view(shape)
+        _, places, lines = self._host.split((rows, placed, size - rows - placed))
+        self._placed_on_host = places.view(-1, rows).numpy()
+        self._lines_on_host = lines.view(shape).numpy()
+        self._at, self._copy_stride = rows + placed, shape[1] * length
         # A store is all that lies between a number and a device that waits for it.
         self._words = bytes_of(self._host).cast("q")
         self.done = torch.cuda.Event() if device.type != "cpu" else None
         """Recorded behind the last launch that read them; None on a CPU."""
+
+    def places(self, rows: int, copy: int = 0) -> Places:
+        """Return where the first `rows` rows stand, for the layers that this copy describes."""
+        if not len(self._places):
+            return Places(self.lines[copy])
+        sessions, indices = self._places.view(2, -1)
+        return Places(self.lines[copy, :rows], sessions[:rows], indices[:rows])
+
+    # --- of a session alone
 
     def fill(
         self,
@@ -60,26 +103,71 @@ class StepParameters:
         # What was sent last must have left before it is overwritten.
         self.wait()
         self.set_rows(base, rows, copy=copy, token_ids=token_ids)
-        numbers = self._numbers[copy]
-        if recurrent is not None:
-            numbers[STATE.value : ROOM.value + 1] = recurrent.addresses
-        if attention is not None:
-            first = FIRST_PAGE.value
-            numbers[first : first + len(attention.addresses)] = attention.addresses
+        self._set_caches(copy, 0, attention, recurrent)
 
     def set_rows(self, base: int, rows: int, *, copy: int = 0, token_ids: Sequence[int] = ()) -> None:
         """Set where the step's rows stand, for the session whose caches were filled in; to be called behind `wait`.
 
         token_ids: of the rows, or none where activations come.
         """
-        words, at = self._words, copy * self._host.shape[1]
+        words, at = self._words, self._at + copy * self._copy_stride
         words[at], words[at + 1] = base, rows
-        for word, token in enumerate(token_ids, at + FIRST_TOKEN.value):
+        for word, token in enumerate(token_ids):
             words[word] = token
+
+    # --- of several sessions
+
+    def begin(self) -> None:
+        """Wait for the last launch, then forget all rows."""
+        self.wait()
+        self._placed_on_host[:] = -1
+        self._lines_on_host[:, :, ROWS.value] = 0
+
+    def add(
+        self,
+        session: int,
+        first_row: int,
+        base: int,
+        rows: int,
+        *,
+        copy: int = 0,
+        token_ids: Sequence[int] = (),
+        first_sum: int = 0,
+        attention: AttentionCache | None = None,
+        recurrent: RecurrentCache | None = None,
+    ) -> None:
+        """Add a session's rows to the step, behind those of the sessions before it.
+
+        first_row: the number of rows before it. base: the first row's position. first_sum: as of `FIRST_SUM`.
+        """
+        last = first_row + rows
+        self._placed_on_host[0, first_row:last] = session
+        self._placed_on_host[1, first_row:last] = range(rows)
+        self._words_of_tokens(first_row, token_ids)
+        line = self._lines_on_host[copy, session]
+        line[: FIRST_ROW.value + 1] = base, rows, first_row
+        line[FIRST_SUM.value] = first_sum
+        self._set_caches(copy, session, attention, recurrent)
+
+    def _words_of_tokens(self, first: int, token_ids: Sequence[int]) -> None:
+        for word, token in enumerate(token_ids, first):
+            self._words[word] = token
+
+    def _set_caches(
+        self, copy: int, session: int, attention: AttentionCache | None, recurrent: RecurrentCache | None
+    ) -> None:
+        numbers = self._lines_on_host[copy, session]
+        if recurrent is not None:
+            numbers[STATE.value : ROOM.value + 1] = recurrent.addresses
+        if attention is not None:
+            first = FIRST_PAGE.value
+            numbers[first : first + len(attention.addresses)] = attention.addresses
+
+    # --- on their way
 
     def send(self) -> None:
         """Queue the copy to the device; in a captured graph this is the first node."""
-        self.tensor.copy_(self._host, non_blocking=True)
+        self._tensor.copy_(self._host, non_blocking=True)
 
     def record_launch(self) -> None:
         """Note that a launch was queued that sends them: `wait` waits for it."""

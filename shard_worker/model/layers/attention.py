@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from services.model.config import LayerKind, ModelConfig
-from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.model.layer_weights import AttentionWeights, LayerTensors, norm_factor
-from shard_worker.model.rows import Rows
+from shard_worker.model.rows import Rows, SessionRows
 from shard_worker.ops.attention import attend, attend_each
 from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import apply_rope
@@ -45,22 +44,25 @@ def run(
     slot: int,
     x: torch.Tensor,
     rows: Rows,
-    caches: SegmentCaches,
 ) -> torch.Tensor:
-    """Return what rows x [n, hidden] become, [n, hidden]. Their keys and values are written to the cache first."""
-    assert caches.attention is not None
+    """Return what rows x [n, hidden] become, [n, hidden]. Their keys and values are written to the caches first."""
     count, heads, kv_heads, head_dim = x.shape[0], config.heads, config.kv_heads, config.head_dim
     projected = weights.qkv.matmul(x, weights.qkv_bias, rows.batch_invariant_rows).view(count, -1, head_dim)
     qk = rms_norm(projected[:, : heads + kv_heads], weights.qk_norm, config.norm_eps)
     qk = apply_rope(qk, rows.rope)
     values = projected[:, heads + kv_heads : heads + 2 * kv_heads]
-    caches.attention.store(slot, rows.base, qk[:, heads:], values)
-    keys_and_values = caches.attention.span(slot, rows.base + count)
-    if rows.batch_invariant_rows is not None:
-        window = config.sliding_window if kind is LayerKind.SLIDING else None
-        mixed = attend_each(qk[:, :heads], *keys_and_values, window)
-    else:
-        mixed = attend(qk[:, :heads], *keys_and_values, rows.masks[kind])
+    window = config.sliding_window if kind is LayerKind.SLIDING else None
+
+    def seen(session: SessionRows, own: slice) -> torch.Tensor:
+        cache = session.caches.attention
+        assert cache is not None
+        cache.store(slot, session.base, qk[own, heads:], values[own])
+        keys_and_values = cache.span(slot, session.base + session.count)
+        if rows.batch_invariant_rows is not None:
+            return attend_each(qk[own, :heads], *keys_and_values, window)
+        return attend(qk[own, :heads], *keys_and_values, session.masks[kind])
+
+    mixed = rows.by_session(seen)
     if weights.gated:
         mixed = mixed * rows.each(torch.sigmoid, projected[:, heads + 2 * kv_heads :].reshape(count, -1))
     return weights.out.matmul(mixed, weights.out_bias, rows.batch_invariant_rows)

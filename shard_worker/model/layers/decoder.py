@@ -9,7 +9,6 @@ from typing import Any, Protocol, cast
 import torch
 
 from services.model.config import LayerKind, ModelConfig
-from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.model.layer_weights import DecoderWeights, LayerTensors, norm_factor
 from shard_worker.model.rows import Rows
 
@@ -28,9 +27,8 @@ class Mixer(Protocol):
         slot: int,
         x: torch.Tensor,
         rows: Rows,
-        caches: SegmentCaches,
     ) -> torch.Tensor:
-        """Return what the rows [n, hidden] of a step become, [n, hidden]. slot: the layer's place in its cache."""
+        """Return what the rows [n, hidden] of a step become, [n, hidden]. slot: the layer's place in its caches."""
 
 
 class FeedForward(Protocol):
@@ -61,12 +59,11 @@ def run(
     slot: int,
     hidden: torch.Tensor,
     rows: Rows,
-    caches: SegmentCaches,
 ) -> torch.Tensor:
-    """Run one layer on hidden [n, hidden_size]. slot: its place in the cache of its kind."""
+    """Run one layer on hidden [n, hidden_size]. slot: its place in the caches of its kind."""
     norm = rows.operations.rms_norm
     normed = norm(hidden, weights.input_norm, config.norm_eps)
-    hidden = hidden + _mixer(weights.kind.mixer).run(config, weights.mixer, weights.kind, slot, normed, rows, caches)
+    hidden = hidden + _mixer(weights.kind.mixer).run(config, weights.mixer, weights.kind, slot, normed, rows)
     normed = norm(hidden, weights.post_norm, config.norm_eps)
     return hidden + _feed_forward(config.mlp).run(weights.mlp, normed, rows)
 

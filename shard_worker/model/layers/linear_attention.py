@@ -7,9 +7,9 @@ import torch.nn.functional as F
 
 from services.model.config import LayerKind, LinearAttentionConfig, ModelConfig
 from services.model.layers.linear_attention import sizes
-from shard_worker.cache.segment_caches import SegmentCaches
+from shard_worker.cache.recurrent_cache import RecurrentCache
 from shard_worker.model.layer_weights import LayerTensors, LinearAttentionWeights
-from shard_worker.model.rows import Rows
+from shard_worker.model.rows import Rows, SessionRows
 from shard_worker.ops import deltanet
 from shard_worker.ops.norm import rms_norm
 from shard_worker.weights.weight import concatenate
@@ -44,23 +44,39 @@ def run(
     slot: int,
     x: torch.Tensor,
     rows: Rows,
-    caches: SegmentCaches,
 ) -> torch.Tensor:
     """Return what rows x [n, hidden] become, [n, hidden].
 
     Uncommitted rows leave the state as it is and are recorded for a later commit.
     """
-    shape, cache = sizes(config), caches.recurrent
-    assert cache is not None
-    count, heads = x.shape[0], shape.value_heads
-    widths = (shape.conv_channels, shape.value_dim, heads, heads)
+    shape = sizes(config)
     projected = weights.projection.matmul(x, None, rows.batch_invariant_rows)
-    mix, z, b, a = projected.split_with_sizes(widths, -1)
+
+    def mixed(session: SessionRows, own: slice) -> torch.Tensor:
+        assert session.caches.recurrent is not None
+        return _mix(shape, weights, projected[own], session.caches.recurrent, slot, config.norm_eps, rows)
+
+    gated = rows.by_session(mixed)
+    return weights.out.matmul(gated.to(x.dtype), None, rows.batch_invariant_rows)
+
+
+def _mix(
+    shape: LinearAttentionConfig,
+    weights: LinearAttentionWeights,
+    projected: torch.Tensor,
+    cache: RecurrentCache,
+    slot: int,
+    eps: float,
+    rows: Rows,
+) -> torch.Tensor:
+    """Return what lies between the two projections for one session's rows [n, …]: [n, value_heads * value_dim]."""
+    count, heads = len(projected), shape.value_heads
+    mix, z, b, a = projected.split_with_sizes((shape.conv_channels, shape.value_dim, heads, heads), -1)
     prefill = rows.operations.recurrent_prefill
     if prefill is not None and not rows.uncommitted:
-        gated = prefill(shape, weights, projected, cache, slot, config.norm_eps)
+        gated = prefill(shape, weights, projected, cache, slot, eps)
         cache.advance_inputs(slot, mix)
-        return weights.out.matmul(gated)
+        return gated
     mixed = rows.each(F.silu, deltanet.causal_conv(cache.window(slot, mix, rows.uncommitted), weights.taps))
     q, k, v = _heads(shape, mixed, weights.qk_scale)
     beta = rows.each(torch.sigmoid, b.float()).t()
@@ -76,9 +92,8 @@ def run(
     else:
         out = deltanet.prefill(state, q, k, v, log_decay, beta)
 
-    normed = rms_norm(out.transpose(0, 1), weights.norm, config.norm_eps)
-    gated = normed * rows.each(F.silu, z.float()).view(count, heads, -1)
-    return weights.out.matmul(gated.to(x.dtype).view(count, -1), None, rows.batch_invariant_rows)
+    normed = rms_norm(out.transpose(0, 1), weights.norm, eps)
+    return (normed * rows.each(F.silu, z.float()).view(count, heads, -1)).view(count, -1)
 
 
 def _heads(

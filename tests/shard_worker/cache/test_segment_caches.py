@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shard_worker.cache.segment_caches import SegmentCaches
+from shard_worker.cache.segment_caches import SegmentCaches, slots_of
 from tests.reference import target
 from tests.shard_worker.model.layers.family_runner import TOLERANCE
 from tests.shard_worker.tiny import Run, Tiny, ids, load_stage, unsplit
@@ -118,7 +118,7 @@ def test_caches_take_what_the_layers_need(tiny: Tiny) -> None:
     stage = load_stage(tiny.path("qwen3_5"), dtype="bfloat16")
     [caches] = stage.allocate(100, 8).caches
 
-    assert caches.slots == (0, 1, 2, 0, 3, 4, 5, 1)
+    assert slots_of(stage.config.layer_kinds) == (0, 1, 2, 0, 3, 4, 5, 1)
     assert caches.attention is not None
     [page] = caches.attention.pages
     assert page.shape == (2, 2, 2, 100, 32)

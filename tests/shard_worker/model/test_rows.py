@@ -9,7 +9,8 @@ import torch
 
 from services.model.config import LayerKind, ModelConfig
 from services.model.families import read_model_config
-from shard_worker.model.rows import Rows, make_rows
+from shard_worker.cache.segment_caches import SegmentCaches
+from shard_worker.model.rows import SessionRows, make_rows
 from shard_worker.ops.rope import inverse_frequencies
 from tests.reference import storage
 from tests.shard_worker.tiny import Tiny
@@ -25,10 +26,11 @@ def config(tiny: Tiny) -> ModelConfig:
     return replace(config, sliding_window=WINDOW)
 
 
-def rows_at(config: ModelConfig, base: int, count: int) -> Rows:
-    like = torch.empty(0)
+def rows_at(config: ModelConfig, base: int, count: int) -> SessionRows:
+    like, caches = torch.empty(0), SegmentCaches(None, None)
     frequencies = inverse_frequencies(config.rotary_dim, config.rope_theta, like.device)
-    return make_rows(config, KINDS, frequencies, like, base, count, uncommitted=False)
+    [rows] = make_rows(config, KINDS, frequencies, like, [(base, count, caches)], uncommitted=False).sessions
+    return rows
 
 
 @pytest.mark.parametrize(("base", "count"), [(0, 1), (0, 9), (3, 4), (5, 1), (6, 1), (20, 1), (20, 5)])

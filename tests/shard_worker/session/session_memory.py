@@ -48,7 +48,7 @@ async def memory_of(client: Client, *, window: int | None = None) -> Memory:
         await session.host.thread.submit(int)
         assert state.length == client.length
         for segment, caches in zip(stage.segments, state.caches, strict=True):
-            for layer, slot in zip(range(segment.layers.first, segment.layers.last), caches.slots, strict=True):
+            for layer, slot in zip(range(segment.layers.first, segment.layers.last), segment.slots, strict=True):
                 if stage.config.layer_kinds[layer] == "linear_attention":
                     assert caches.recurrent is not None
                     memory[f"{layer}.recurrent"] = caches.recurrent.state[slot].clone()

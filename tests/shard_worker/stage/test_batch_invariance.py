@@ -21,8 +21,8 @@ from tests.shard_worker.tiny import Tiny, load_split, load_stage
 class UnevenSegment(Segment):
     """Rounds rows by where they stand, as a library with other loops for the last rows would."""
 
-    def run(self, *args: Any) -> torch.Tensor:
-        hidden = super().run(*args)
+    def run(self, *args: Any, **options: Any) -> torch.Tensor:
+        hidden = super().run(*args, **options)
         hidden[12:, 0] *= 1 + 2**-7
         return hidden
 

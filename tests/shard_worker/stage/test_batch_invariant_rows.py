@@ -25,7 +25,7 @@ def state(run: Run) -> list[torch.Tensor]:
     held = []
     for stage, memory in zip(run.stages, run.states, strict=True):
         for segment, caches in zip(stage.segments, memory.caches, strict=True):
-            for offset, slot in enumerate(caches.slots):
+            for offset, slot in enumerate(segment.slots):
                 if stage.config.layer_kinds[segment.layers.first + offset] == "linear_attention":
                     assert caches.recurrent is not None
                     before = caches.recurrent.taps - 1

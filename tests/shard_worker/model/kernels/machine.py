@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from shard_worker.cache.attention_cache import AttentionCache
 from shard_worker.device.devices import Device, best_devices, parse_devices
 from tests.shard_worker.tiny import AS_GPU
+
+if TYPE_CHECKING:
+    from shard_worker.model.kernels.step_parameters import Places
 
 ON_GPU = torch.cuda.is_available()
 DTYPE = torch.bfloat16 if ON_GPU else torch.float16
@@ -17,12 +22,12 @@ def device() -> Device:
     return parse_devices(best_devices()[0])[0] if ON_GPU else AS_GPU
 
 
-def parameters_of(cache: AttentionCache, base: int, rows: int) -> torch.Tensor:
+def places_of(cache: AttentionCache, base: int, rows: int) -> Places:
     """Where so many rows stand in a cache, on the device."""
     from shard_worker.model.kernels.step_parameters import StepParameters
 
-    parameters = StepParameters(device().torch_device, len(cache.addresses))
+    parameters = StepParameters(device().torch_device, len(cache.addresses), rows=rows)
     parameters.fill(base, rows, attention=cache)
     parameters.send()
     parameters.record_launch()
-    return parameters.tensor[0]
+    return parameters.places(rows)

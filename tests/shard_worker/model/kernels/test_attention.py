@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shard_worker.cache.attention_cache import PAGE_ROWS, AttentionCache
-from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device, parameters_of
+from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device, places_of
 
 pytestmark = pytest.mark.gpu
 
@@ -43,7 +43,7 @@ def test_a_row_attends_alone_as_in_a_block(dim: int, dtype: torch.dtype) -> None
     cache.store(SLOT, 0, keys, values)
     shape = HeadShape(KV_HEADS * GROUP, KV_HEADS, dim, dim, PAGE_ROWS)
     queries = random(ROWS, shape.stride)
-    together = attend(shape, queries, parameters_of(cache, BASE, ROWS), SLOT, CAPACITY)
+    together = attend(shape, queries, places_of(cache, BASE, ROWS), SLOT, CAPACITY)
 
     expected = dense(queries.view(ROWS, -1, dim), keys, values)
     near = 1e-5 if dtype is torch.float32 else 1e-2
@@ -51,7 +51,7 @@ def test_a_row_attends_alone_as_in_a_block(dim: int, dtype: torch.dtype) -> None
     # What the CPU sums in one order, the interpreter's numpy does not for another number of rows.
     if ON_GPU:
         alone = [
-            attend(shape, queries[row : row + 1], parameters_of(cache, BASE + row, 1), SLOT, CAPACITY)
+            attend(shape, queries[row : row + 1], places_of(cache, BASE + row, 1), SLOT, CAPACITY)
             for row in range(ROWS)
         ]
         assert torch.equal(torch.cat(alone), together)

@@ -11,7 +11,7 @@ from shard_worker.cache.attention_cache import PAGE_ROWS, AttentionCache
 from shard_worker.ops.float8 import FLOAT8, narrowed, widened
 from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import apply_rope
-from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device, parameters_of
+from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device, places_of
 
 pytestmark = pytest.mark.gpu
 
@@ -58,7 +58,7 @@ def test_rows_are_stored_as_plain_torch_stores_them(kept: dict[torch.dtype, Atte
     frequencies = torch.logspace(0, -3, ROTARY // 2, device=on)
     queries = {}
     for dtype, cache in kept.items():
-        parameters = parameters_of(cache, BASE, ROWS - 1)
+        parameters = places_of(cache, BASE, ROWS - 1)
         rope = rope_table(parameters, ROWS, frequencies, DTYPE)
         heads = Heads(replace(shape, float8=dtype is FLOAT8), norms, *rope, parameters, SLOT)
         queries[dtype], _ = linear(x, weight, heads=heads, eps=1e-6)
@@ -86,7 +86,7 @@ def test_rows_attend_to_what_is_kept(kept: dict[torch.dtype, AttentionCache], wi
     shape = HeadShape(HEADS, KV_HEADS, DIM, ROTARY, PAGE_ROWS, window=window, gated=gated)
     projected = random(ROWS, shape.stride, seed=5)
     found = [
-        attend(replace(shape, float8=dtype is FLOAT8), projected, parameters_of(cache, BASE, ROWS), SLOT, CAPACITY)
+        attend(replace(shape, float8=dtype is FLOAT8), projected, places_of(cache, BASE, ROWS), SLOT, CAPACITY)
         for dtype, cache in kept.items()
     ]
 
@@ -107,7 +107,7 @@ def test_plain_torch_fills_a_cache_likewise(kept: dict[torch.dtype, AttentionCac
     x = random(ROWS, width, seed=6, scale=100.0)
     weight = torch.eye(width, device=on, dtype=DTYPE)
     norms = torch.ones(HEADS + KV_HEADS, DIM, device=on)
-    parameters = parameters_of(kept[FLOAT8], BASE, ROWS)
+    parameters = places_of(kept[FLOAT8], BASE, ROWS)
     rope = rope_table(parameters, ROWS, torch.logspace(0, -3, ROTARY // 2, device=on), DTYPE)
     shape = HeadShape(HEADS, KV_HEADS, DIM, ROTARY, PAGE_ROWS, float8=True)
     linear(x, weight, heads=Heads(shape, norms, *rope, parameters, SLOT), eps=1e-6)

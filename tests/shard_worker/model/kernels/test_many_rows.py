@@ -12,9 +12,10 @@ import torch.nn.functional as F
 
 from services.model.config import LayerKind, LinearAttentionConfig
 from shard_worker.cache.recurrent_cache import RecurrentCache
+from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.model.layer_weights import LinearAttentionWeights
 from shard_worker.model.layers import linear_attention
-from shard_worker.model.rows import PLAIN, RowOperations, Rows
+from shard_worker.model.rows import PLAIN, RowOperations, Rows, SessionRows
 from shard_worker.ops.norm import rms_norm
 from shard_worker.weights.weight import DenseWeight
 from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device
@@ -87,9 +88,8 @@ def test_recurrent_layers_in_chunks(shape: LinearAttentionConfig, rows: int) -> 
     x = torch.randn(rows, hidden, device=WHERE)
     results = []
     for cache, operations in zip(caches, (PLAIN, by_kernels()), strict=True):
-        step = Rows(0, (like, like), {}, False, operations)
-        session: Any = SimpleNamespace(recurrent=cache)
-        results.append(linear_attention.run(config, weights, LayerKind.LINEAR, 1, x, step, session))
+        step = Rows([SessionRows(0, rows, SegmentCaches(None, cache))], (like, like), False, operations)
+        results.append(linear_attention.run(config, weights, LayerKind.LINEAR, 1, x, step))
 
     expected, found = results
     assert ((found - expected).norm() / expected.norm()) < 1e-3

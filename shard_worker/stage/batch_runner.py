@@ -1,0 +1,184 @@
+"""Steps of several sessions at once through a segment on a GPU: kernels, captured as CUDA graphs by number of rows.
+
+A row's result is to the last bit that of a step of its session alone, as `step_runner` takes it. Owns the graphs, and
+the memory that they read and write between sessions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shard_worker.cache.attention_cache import PAGE_ROWS
+from shard_worker.cache.segment_caches import SegmentCaches
+from shard_worker.device.dtypes import OnHost
+from shard_worker.model.features import Features
+from shard_worker.model.head import Head
+from shard_worker.stage.kernel_layers import kernel_layers
+from shard_worker.stage.segment import Segment
+from shard_worker.stage.step_graph import CapturedStep, StepOutput, Variant
+from shard_worker.stage.step_runner import launch
+
+ROW_COUNTS = (16, 64, 128, 256, 512)
+"""The numbers of rows that steps are made with; a step of another number leaves the last rows unused."""
+
+MAX_SESSIONS = 128
+"""The most sessions of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRows:
+    """The rows of one session in a step: the first one's position, a token for each, and the session's caches."""
+
+    base: int
+    token_ids: tuple[int, ...]
+    caches: SegmentCaches
+
+    @property
+    def length(self) -> int:
+        """The session's positions, these rows' included."""
+        return self.base + len(self.token_ids)
+
+
+class BatchRunner:
+    """Runs steps of several sessions through one segment, with the embedding and the head where they are there."""
+
+    def __init__(self, segment: Segment, embedding: torch.Tensor | None, head: Head | None, *, graphs: bool) -> None:
+        from shard_worker.model.kernels.step_parameters import StepParameters
+
+        self._segment, self._embedding, self._head, self._graphs = segment, embedding, head, graphs
+        self._layers = kernel_layers(segment)
+        device, config = segment.device.torch_device, segment.config
+        self._longest = config.max_position
+        pages = -(-config.max_position // PAGE_ROWS) + 1
+        self._parameters = StepParameters(device, pages, rows=ROW_COUNTS[-1], sessions=MAX_SESSIONS)
+        self._committing = StepParameters(device, 0, rows=1, sessions=MAX_SESSIONS)
+        self._hidden = torch.zeros((ROW_COUNTS[-1], config.hidden_size), dtype=segment.dtype, device=device)
+        outgoing = self._hidden if head is None else torch.zeros(ROW_COUNTS[-1], dtype=torch.int64)
+        self._outgoing = torch.zeros_like(outgoing, device="cpu", pin_memory=device.type != "cpu")
+        self._captured: dict[Variant, CapturedStep] = {}
+        self._pool = torch.cuda.graph_pool_handle() if graphs else None
+
+    def fits(self, sessions: Sequence[SessionRows]) -> bool:
+        """Return whether these rows can be one step: neither too many, nor of sessions that are too long together."""
+        from shard_worker.model.kernels.attention import chunk_count, sums_room
+
+        rows = sum(len(session.token_ids) for session in sessions)
+        if len(sessions) > MAX_SESSIONS or rows > ROW_COUNTS[-1]:
+            return False
+        sums = sum(len(session.token_ids) * chunk_count(session.length) for session in sessions)
+        return sums <= sums_room(_made_with(rows), self._longest, alone=False)
+
+    def run(
+        self,
+        sessions: Sequence[SessionRows],
+        hidden: torch.Tensor | None,
+        features: Features | None,
+        *,
+        uncommitted: bool,
+    ) -> StepOutput:
+        """Launch a step of all these sessions' rows, one session's behind the other's.
+
+        They must fit, as `fits` says. hidden: the rows [n, hidden] from the stage before, on any device, where no
+        embedding is here. features: what the draft reads of the rows is added to it; None where no draft wants it.
+        uncommitted: `commit` says later which rows count; otherwise all do.
+        """
+        count = sum(len(session.token_ids) for session in sessions)
+        recurrent = self._layers.delta is not None
+        featured = features is not None and self._segment.capture is not None
+        variant = Variant(_made_with(count), uncommitted and recurrent, featured)
+        with self._segment.device.current():
+            if variant not in self._captured:
+                self._captured[variant] = self._capture(variant)
+            step = self._captured[variant]
+            self._place(sessions)
+            if hidden is not None:
+                self._hidden[:count].copy_(hidden, non_blocking=True)
+            if step.graph is None:
+                step = self._launch(variant)
+            else:
+                step.graph.replay()
+            self._parameters.record_launch()
+            return self._output(step, count, features)
+
+    def commit(self, caches: Sequence[SegmentCaches], rows: Sequence[int]) -> None:
+        """Let the first rows of each session's step in flight count, as many as `rows` says of it."""
+        if self._layers.delta is None:
+            return
+        from shard_worker.model.kernels import deltanet
+
+        like = self._hidden
+        with self._segment.device.current():
+            self._committing.begin()
+            for session, one in enumerate(caches):
+                self._committing.add(session, 0, 0, 0, recurrent=one.recurrent)
+            self._committing.send()
+            counts = torch.zeros(MAX_SESSIONS, dtype=torch.int64)
+            counts[: len(rows)] = torch.tensor(rows)
+            places = self._committing.places(MAX_SESSIONS)
+            deltanet.commit(self._layers.delta, places, counts.to(like.device), like)
+            self._committing.record_launch()
+
+    def _place(self, sessions: Sequence[SessionRows]) -> None:
+        from shard_worker.model.kernels.attention import chunk_count
+
+        self._parameters.begin()
+        first_row = first_sum = 0
+        for number, session in enumerate(sessions):
+            session.caches.reserve(session.length)
+            rows = len(session.token_ids)
+            self._parameters.add(
+                number,
+                first_row,
+                session.base,
+                rows,
+                token_ids=session.token_ids,
+                first_sum=first_sum,
+                attention=session.caches.attention,
+                recurrent=session.caches.recurrent,
+            )
+            first_row += rows
+            first_sum += rows * chunk_count(session.length)
+
+    def _capture(self, variant: Variant) -> CapturedStep:
+        # Kernels are compiled and loaded first, which a capture must not see. Without rows nothing is written.
+        self._parameters.begin()
+        step = self._launch(variant)
+        if not self._graphs:
+            return step
+        self._segment.device.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            step = self._launch(variant)
+        step.graph = graph
+        return step
+
+    def _launch(self, variant: Variant) -> CapturedStep:
+        self._parameters.send()
+        step = launch(self._segment, self._layers, self._embedding, self._head, self._parameters, variant, self._hidden)
+        output = step.output
+        outgoing = output.hidden if output.argmax is None else output.argmax
+        self._outgoing[: variant.rows].copy_(outgoing, non_blocking=True)
+        return step
+
+    def _output(self, step: CapturedStep, count: int, features: Features | None) -> StepOutput:
+        capture = self._segment.capture
+        if features is not None and capture is not None:
+            if step.total is not None:
+                features.add(step.total[:count].clone())
+            else:
+                layer_rows = [rows[:count].clone() for rows in step.layer_rows]
+                features.slices |= dict(zip(capture.indices.values(), layer_rows, strict=True))
+        output = step.output
+        return StepOutput(
+            output.hidden[:count],
+            None if output.logits is None else output.logits[:count],
+            None if output.argmax is None else output.argmax[:count],
+            OnHost(self._outgoing[:count], self._parameters.done),
+        )
+
+
+def _made_with(rows: int) -> int:
+    return next(count for count in ROW_COUNTS if rows <= count)

@@ -1,0 +1,122 @@
+"""Steps of several sessions at once against steps of each session alone, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from shard_worker.cache.segment_caches import SegmentCaches
+from shard_worker.model.features import Features
+from shard_worker.stage.batch_runner import BatchRunner, SessionRows
+from shard_worker.stage.loader import CaptureRequest
+from shard_worker.stage.stage import Stage
+from shard_worker.stage.step_runner import StepRunner
+from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device
+from tests.shard_worker.tiny import Tiny, ids, load_stage
+
+pytestmark = pytest.mark.gpu
+
+NAMES = ("qwen3", "qwen3-sliding", "qwen3_5-ratio-3")
+
+
+@dataclass
+class Session:
+    """A session's tokens, how many of them count, and its caches for steps alone and for steps among others."""
+
+    tokens: list[int]
+    alone: SegmentCaches
+    among: SegmentCaches
+    length: int = 0
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+
+def load(tiny: Tiny, name: str, dtype: torch.dtype = DTYPE, kv_dtype: str | None = None) -> Stage:
+    fc = torch.randn(64, 128, generator=torch.Generator().manual_seed(5)) * 0.1
+    return load_stage(
+        tiny.path(name),
+        devices=[device()],
+        dtype=str(dtype).removeprefix("torch."),
+        capture=CaptureRequest((2, 0), fc.to(dtype)),
+        kv_dtype=kv_dtype,
+    )
+
+
+def assert_equal(one: torch.Tensor, other: torch.Tensor) -> None:
+    """To the bit on a GPU; the interpreter's sums differ with the shape of a tile."""
+    if ON_GPU:
+        assert torch.equal(one, other)
+    else:
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.inference_mode()
+def test_a_session_is_the_same_alone_and_among_others(tiny: Tiny, name: str) -> None:
+    """Whatever blocks, rows and sessions stand in a step, and however many of them count: logits and features."""
+    stage = load(tiny, name)
+    [segment] = stage.segments
+    single = StepRunner(segment, stage.embedding, stage.head, graphs=ON_GPU)
+    many = BatchRunner(segment, stage.embedding, stage.head, graphs=ON_GPU)
+    draw = random.Random(name)
+    sessions = [
+        Session(ids(420, seed=seed), segment.allocate(420, 16), segment.allocate(420, 16))
+        for seed in range(24 if ON_GPU else 3)
+    ]
+    for seed, session in enumerate(sessions):
+        # Some end a page, some begin one, some are at their very beginning.
+        prompt = ((0, 1, 130, 254, 256, 300) if ON_GPU else (0, 1, 254))[seed % 6]
+        if prompt:
+            for caches in (session.alone, session.among):
+                segment.run(stage.embed(session.tokens[:prompt]), [(0, prompt, caches)], None, uncommitted=False)
+        session.length = prompt
+
+    for turn in range(12 if ON_GPU else 2):
+        uncommitted = turn % 3 > 0
+        chosen = draw.sample(sessions, draw.randint(2, len(sessions)))
+        counts = [draw.choice((1, 1, 3, 8, 16) if ON_GPU else (1, 3, 4)) if uncommitted else 1 for _ in chosen]
+        compare(single, many, chosen, counts, uncommitted, draw)
+
+
+def compare(
+    single: StepRunner,
+    many: BatchRunner,
+    chosen: Sequence[Session],
+    counts: Sequence[int],
+    uncommitted: bool,
+    draw: random.Random,
+) -> None:
+    """Take one step of the chosen sessions together, and one of each alone."""
+    parts = [
+        SessionRows(one.length, tuple(one.tokens[one.length : one.length + count]), one.among)
+        for one, count in zip(chosen, counts, strict=True)
+    ]
+    assert many.fits(parts)
+    together = Features()
+    output = many.run(parts, None, together, uncommitted=uncommitted)
+    assert output.logits is not None
+    assert output.argmax is not None
+    assert together.total is not None
+    assert output.on_host is not None
+    logits, argmax = output.logits.clone(), output.argmax.clone()
+    output.on_host.wait()
+    assert torch.equal(output.on_host.tensor, argmax.cpu())
+    kept = [draw.randint(1, count) if uncommitted else count for count in counts]
+    if uncommitted:
+        many.commit([one.among for one in chosen], kept)
+
+    first = 0
+    for one, count, rows, part in zip(chosen, counts, kept, parts, strict=True):
+        features = Features()
+        alone = single.run(part.token_ids, None, one.length, one.alone, features, uncommitted=uncommitted)
+        assert alone.logits is not None
+        assert features.total is not None
+        assert_equal(logits[first : first + count], alone.logits)
+        assert_equal(together.total[first : first + count], features.total)
+        if uncommitted:
+            single.commit(one.alone, rows)
+        one.length += rows
+        first += count

@@ -1,0 +1,68 @@
+"""Plain torch on rows of several sessions at once against the same sessions alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from shard_worker.model.features import Features
+from shard_worker.stage.loader import CaptureRequest
+from shard_worker.stage.stage import Stage, StageState
+from tests.shard_worker.tiny import Tiny, ids, load_stage
+
+NAMES = ("qwen3", "qwen3-sliding", "qwen3_5-ratio-3")
+
+
+def step(
+    stage: Stage, states: list[StageState], tokens: list[list[int]], uncommitted: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Logits and summed features of each session's next rows."""
+    assert stage.head is not None
+    features, counts = Features(), [len(row) for row in tokens]
+    hidden = stage.embed([token for row in tokens for token in row])
+    hidden = stage.run_together(states, counts, hidden, features, uncommitted=uncommitted)
+    assert features.total is not None
+    logits = stage.head.logits(hidden, states[0].batch_invariant_rows)
+    return list(logits.split(counts)), list(features.total.split(counts))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+@torch.inference_mode()
+def test_sessions_are_the_same_alone_and_together(tiny: Tiny, name: str, exact: bool) -> None:
+    """Whatever rows of whatever sessions stand in a step: the same but for the last bits in float32, and to the last
+    bit in 16 bits where rows are batch-invariant."""
+    fc = torch.randn(64, 128, generator=torch.Generator().manual_seed(5)) * 0.1
+    dtype = "bfloat16" if exact else "float32"
+    stage = load_stage(tiny.path(name), dtype=dtype, capture=CaptureRequest((2, 0), fc.to(getattr(torch, dtype))))
+    rows = 16 if exact else None
+    draw = random.Random(name)
+    tokens = [ids(120, seed=seed) for seed in range(6)]
+    alone, together = ([stage.allocate(120, 16, rows) for _ in tokens] for _ in range(2))
+    for seed, prompt in enumerate((0, 1, 2, 30, 31, 40)):
+        for state in (alone[seed], together[seed]):
+            if prompt:
+                stage.run(state, stage.embed(tokens[seed][:prompt]), None, uncommitted=False)
+
+    for turn in range(10):
+        uncommitted = turn % 2 == 1
+        chosen = draw.sample(range(len(tokens)), draw.randint(2, len(tokens)))
+        counts = [draw.choice((1, 2, 5, 16)) if uncommitted else 1 for _ in chosen]
+        parts = [
+            tokens[one][alone[one].length : alone[one].length + count]
+            for one, count in zip(chosen, counts, strict=True)
+        ]
+        found = step(stage, [together[one] for one in chosen], parts, uncommitted)
+        for one, part, logits, features in zip(chosen, parts, *found, strict=True):
+            [expected], [own] = step(stage, [alone[one]], [part], uncommitted)
+            if exact:
+                assert torch.equal(logits, expected)
+            else:
+                torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(features, own, rtol=1e-4, atol=1e-5)
+            if uncommitted:
+                kept = draw.randint(1, min(len(part), 3))
+                for state in (alone[one], together[one]):
+                    stage.commit(state, state.length + kept)
