@@ -101,7 +101,7 @@ def finish_heads(
         pages = tl.load(first_page + at_slot // PAGE, mask=counted, other=0).to(tl.pointer_type(kept))
         # Values come KV_HEADS behind the keys, in the projection as in a page.
         run = slot.to(tl.int64) * 2 * KV_HEADS + block - HEADS
-        lines = pages + run * (PAGE * DIM) + at_slot % PAGE * DIM
+        vectors = pages + run * (PAGE * DIM) + at_slot % PAGE * DIM
         # As `ops.float8.narrowed`.
         stored = tl.clamp(result.to(tl.float32), -448.0, 448.0).to(kept) if FLOAT8 else result
-        tl.store(tl.multiple_of(lines[:, None] + ds[None, :], (16, 16)), stored, mask=counted[:, None])
+        tl.store(tl.multiple_of(vectors[:, None] + ds[None, :], (16, 16)), stored, mask=counted[:, None])

@@ -148,13 +148,17 @@ def _demo(part: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A target with its draft, the weights' element type and that of keys and values, and the numbers of rows."""
+    """A target with its draft, the weights' element type and that of keys and values, and the numbers of rows.
+
+    rows: of a step of one session. batches: of a step of several ones.
+    """
 
     target: dict[str, Any]
     draft: dict[str, Any]
     dtype: str
     kv_dtype: str | None = None
     rows: tuple[int, ...] = (1, 16, 32, 64)
+    batches: tuple[int, ...] = (16, 128)
 
 
 _27B = (QWEN3_5_27B, _draft(QWEN3_5_27B, ["sliding_attention", "full_attention"]))
@@ -323,6 +327,7 @@ def _serve(case: Case, stage: Any, draft: Any, drafting: Any) -> None:
     """Launch what sessions need: steps of all numbers of rows, commits, blocks, and a prefill."""
     from shard_worker.drafting.ahead import Ahead
     from shard_worker.model.features import Features
+    from shard_worker.stage.batch_runner import BatchRunner, SessionRows
 
     [runner], embedding = stage.runners, stage.embedding
     state = stage.allocate(512, 64)
@@ -339,6 +344,14 @@ def _serve(case: Case, stage: Any, draft: Any, drafting: Any) -> None:
             argmax = torch.zeros(rows, dtype=torch.int64)
             total = torch.zeros(rows, case.target["hidden_size"])
             ahead.issue(state.caches[0], argmax, total, 3, uncommitted=rows > 1)
+    [segment] = stage.segments
+    several = BatchRunner(segment, embedding, stage.head, graphs=False)
+    sessions = [segment.allocate(512, 64) for _ in range(2)]
+    for rows in case.batches:
+        for uncommitted in (False, True):
+            parts = [SessionRows(0, (5,) * (rows // 2), caches) for caches in sessions]
+            several.run(parts, None, Features(), uncommitted=uncommitted)
+        several.commit(sessions, [1, 1])
     for rows in (17, 130, 256):
         hidden = torch.zeros(rows, case.target["hidden_size"], dtype=stage.dtype)
         stage.run(stage.allocate(512, 1), hidden, None, uncommitted=False)
