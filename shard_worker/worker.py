@@ -121,9 +121,9 @@ class Worker:
         """The gRPC services to serve: the worker's own and those of its roles."""
         transfer = SnapshotTransfer(self._snapshots, self._keepers)
         return [
-            WorkerServicer(self).register,
+            WorkerServicer(self, self._lease.check).register,
             LivenessServicer(self.life, self._peers, self._lease.listening).register,
-            SnapshotServicer(transfer, self._links).register,
+            SnapshotServicer(transfer, self._links, self._lease.check).register,
             self._sharing.register,
             *(service for role in self.roles.values() for service in role.registrations()),
         ]

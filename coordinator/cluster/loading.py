@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from coordinator.cluster.placement import StagePlan
 from services.errors import FailedPrecondition, FlashsplitError
 from services.messages.description import FeatureTransport, HeadPlace, Role, WorkerDescription
 from services.messages.holder import LEASE_S, WORKER_HELD
-from services.messages.loading import FeatureCapture, LoadDraft, LoadPart, LoadProgress, LoadTarget
+from services.messages.loading import FeatureCapture, LoadDraft, LoadProgress, LoadTarget
 from services.rpc.peers import Peers
-from services.rpc.worker import RemoteWorker
+
+T = TypeVar("T")
 
 LEASE_SLACK_S = 1.0
 """How much longer than its lease a worker is waited for: it may hear of its holder's end a moment later."""
@@ -76,7 +78,8 @@ class Loader:
             capture = FeatureCapture(str(checkpoints.draft), checkpoints.transport)
         part = LoadTarget(str(checkpoints.model), plan.layers, checkpoints.dtype, capture, checkpoints.kv_dtype)
         try:
-            loaded = await load_when_free(worker, part, self._progress(f"stage {index} ({description.device})"))
+            progress = self._progress(f"stage {index} ({description.device})")
+            loaded = await when_free(lambda: worker.load(part, progress))
         except FlashsplitError as error:
             raise with_name(error, name) from error
         if loaded.target is not None and loaded.target.kv_dtype != checkpoints.kv_dtype:
@@ -111,7 +114,7 @@ class Loader:
             dtype=checkpoints.dtype,
         )
         try:
-            return await load_when_free(worker, part, self._progress(f"draft ({device})"))
+            return await when_free(lambda: worker.load(part, self._progress(f"draft ({device})")))
         except FlashsplitError as error:
             raise with_name(error, f"draft ({device}, {address})") from error
 
@@ -119,17 +122,16 @@ class Loader:
         return lambda progress: self._reporter.progress(name, progress.loaded_bytes, progress.total_bytes)
 
 
-async def load_when_free(
-    worker: RemoteWorker, part: LoadPart, on_progress: Callable[[LoadProgress], None]
-) -> WorkerDescription:
-    """Have a worker load a part; where another process holds it, wait as long as one that has just ended would hold it.
+async def when_free(call: Callable[[], Awaitable[T]]) -> T:
+    """Return what a call of a worker returns; where another process holds the worker, call again for as long as one
+    that has just ended would hold it.
 
-    Errors as in `RemoteWorker.load`.
+    Errors as those of the call.
     """
     deadline = time.monotonic() + LEASE_S + LEASE_SLACK_S
     while True:
         try:
-            return await worker.load(part, on_progress)
+            return await call()
         except FailedPrecondition as error:
             if error.reason != WORKER_HELD or time.monotonic() > deadline:
                 raise

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import structlog
 
-from coordinator.cluster.loading import load_when_free
+from coordinator.cluster.loading import when_free
 from coordinator.cluster.placement import WorkerPlace
 from services.errors import FailedPrecondition, Unavailable
 from services.messages.compression import Compressed, CompressRequest
@@ -111,7 +111,7 @@ class DrafterWorker:
 
     async def _load(self, address: str) -> DrafterDescription:
         worker = await self._peers.worker(address)
-        loaded = await load_when_free(worker, self._part, self._on_progress)
+        loaded = await when_free(lambda: worker.load(self._part, self._on_progress))
         if loaded.drafter is None:
             raise FailedPrecondition(f"the worker at {address} loaded no drafter", reason="NOT_LOADED")
         self.description = loaded

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
+from coordinator.cluster.loading import when_free
 from coordinator.cluster.placement import Plan, WorkerPlace, threads_each
 from coordinator.planning.memory import Models
 from coordinator.planning.planner import SessionLoad, choose_split
@@ -63,7 +65,8 @@ async def measure_workers(
     addresses: theirs, in that order. They are measured one after the other, because workers of one host would slow each
     other down; equal local places once.
 
-    Raises Unavailable for a worker that doesn't answer, FailedPrecondition for one with open sessions.
+    Raises Unavailable for a worker that doesn't answer, FailedPrecondition for one with open sessions, and for one that
+    another process holds.
     """
     target = models.target
     request = MeasureRequest(model_path, target.dtype, target.weight_bytes, stages=len(plan.stages))
@@ -76,7 +79,7 @@ async def measure_workers(
         try:
             worker = await peers.worker(address)
             description = await worker.describe()
-            devices = await worker.measure(request)
+            devices = await when_free(functools.partial(worker.measure, request))
             link = await worker.measure_link(target.hidden_size * target.item_bytes)
         except FlashsplitError as error:
             error.message = f"measuring {place}: {error.message}"

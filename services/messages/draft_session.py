@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from flashsplit.shard.v1 import draft_pb2, draft_service_pb2 as pb, stage_pb2
 from services.errors import InvalidArgument
 from services.messages.frames import FrameKind, FrameKinds, TensorLimits
+from services.messages.holder import holder_id_of
 from services.messages.session_frames import (
     check_request_id,
     part_from_message,
@@ -84,7 +85,7 @@ def open_from_message(message: draft_pb2.DraftOpen) -> OpenDraft:
         message.fingerprint,
         message.max_length,
         trace_from_message(message),
-        message.holder_id if message.HasField("holder_id") else None,
+        holder_id_of(message),
     )
 
 

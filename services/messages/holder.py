@@ -6,7 +6,9 @@ import functools
 import os
 import secrets
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from flashsplit.shard.v1 import worker_service_pb2 as pb
 from services.errors import InvalidArgument
@@ -30,6 +32,20 @@ class Holder:
 
     holder_id: str
     name: str
+
+
+CheckHolder = Callable[[str | None], None]
+"""Checks that a process may use what a worker has loaded and keeps; takes its holder_id, None for one that does not say
+who it is. Raises FailedPrecondition while another process holds the worker."""
+
+
+def anybody(_: str | None) -> None:
+    """Let every process use a worker that nobody can hold: a `CheckHolder`."""
+
+
+def holder_id_of(message: Any) -> str | None:
+    """Return the holder_id in a message that has such a field, None where it is absent."""
+    return message.holder_id if message.HasField("holder_id") else None
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from services.messages import output_frames
 from services.messages.description import range_from_message, range_to_message
 from services.messages.enums import EnumNumbers
 from services.messages.frames import FrameKind, FrameKinds, TensorLimits
+from services.messages.holder import holder_id_of
 from services.messages.sampling import check_sampling, sampling_from_message, sampling_to_message
 from services.messages.snapshots import check_id
 from services.messages.steps import (
@@ -139,7 +140,7 @@ def open_from_message(message: stage_pb2.Open) -> OpenSession:
         grammar=output_frames.grammar_from_message(message.grammar) if message.HasField("grammar") else None,
         trace=trace_from_message(message),
         batch_invariant_rows=message.exact_rows if message.HasField("exact_rows") else None,
-        holder_id=message.holder_id if message.HasField("holder_id") else None,
+        holder_id=holder_id_of(message),
         prompt_logprobs=prompt_logprobs,
     )
 

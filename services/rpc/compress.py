@@ -19,6 +19,7 @@ from services.messages.compression import (
     request_from_message,
     request_to_message,
 )
+from services.messages.holder import CheckHolder, anybody, holder_id_of, own_holder
 from services.streams.client_stream import ClientStream, Guard, unguarded
 
 SERVICE = pb.DESCRIPTOR.services_by_name["CompressService"].full_name
@@ -37,8 +38,9 @@ class CompressPort(Protocol):
 class CompressServicer(pb_grpc.CompressServiceServicer):
     """Serves a `CompressPort` to callers in other processes."""
 
-    def __init__(self, port: CompressPort) -> None:
-        self._port = port
+    def __init__(self, port: CompressPort, check_holder: CheckHolder = anybody) -> None:
+        """check_holder: refuses others than the worker's holder."""
+        self._port, self._check_holder = port, check_holder
 
     def register(self, server: grpc.aio.Server) -> str:
         """Add the service to a server, and return its full name."""
@@ -46,9 +48,11 @@ class CompressServicer(pb_grpc.CompressServiceServicer):
         return SERVICE
 
     async def Compress(self, request: pb.CompressRequest, context: grpc.aio.ServicerContext) -> None:
-        async with answering(context), aclosing(self._port.compress(request_from_message(request))) as events:
-            async for event in events:
-                await context.write(event_to_message(event))
+        async with answering(context):
+            self._check_holder(holder_id_of(request))
+            async with aclosing(self._port.compress(request_from_message(request))) as events:
+                async for event in events:
+                    await context.write(event_to_message(event))
 
 
 class RemoteCompressor:
@@ -65,9 +69,15 @@ class RemoteCompressor:
         *,
         timeout_s: float | None = None,
     ) -> Compressed:
-        """Return what to keep. Errors as in `CompressPort`, and DataLoss for ranges that are none of the prompt's."""
+        """Return what to keep.
+
+        Errors as in `CompressPort`, FailedPrecondition where another process holds the worker, and DataLoss for ranges
+        that are none of the prompt's.
+        """
         compressed: Compressed | None = None
-        call = self._stub.Compress(request_to_message(request), timeout=timeout_s)
+        message = request_to_message(request)
+        message.holder_id = own_holder().holder_id
+        call = self._stub.Compress(message, timeout=timeout_s)
         stream = ClientStream(call, address=self._address)
         self._guard(stream)
         try:

@@ -14,6 +14,7 @@ import grpc
 
 from flashsplit.shard.v1 import measure_pb2 as pb
 from services.errors import Unavailable
+from services.messages.holder import own_holder
 from services.messages.measure import ECHO_BYTES, LinkSpeed
 from services.streams.client_stream import ClientStream
 
@@ -29,7 +30,8 @@ async def measure_link(stream: ClientStream, row_bytes: int) -> LinkSpeed:
 
     Raises the error that ended the stream, Unavailable where it ended without one.
     """
-    row = pb.EchoRequest(payload=bytes(min(row_bytes, ECHO_BYTES)))
+    holder_id = own_holder().holder_id
+    row = pb.EchoRequest(payload=bytes(min(row_bytes, ECHO_BYTES)), holder_id=holder_id)
     trips_s = []
     for _ in range(ROUND_TRIPS):
         await asyncio.sleep(PAUSE_S)
@@ -38,7 +40,7 @@ async def measure_link(stream: ClientStream, row_bytes: int) -> LinkSpeed:
         await _read_answer(stream)
         trips_s.append(time.perf_counter() - began)
     round_trip_s = statistics.median(trips_s)
-    piece = pb.EchoRequest(payload=bytes(ECHO_BYTES))
+    piece = pb.EchoRequest(payload=bytes(ECHO_BYTES), holder_id=holder_id)
     began = time.perf_counter()
     await stream.send(*[piece] * PIECES)
     for _ in range(PIECES):

@@ -16,6 +16,7 @@ from flashsplit.shard.v1 import (
     snapshot_service_pb2_grpc as pb_grpc,
 )
 from services.errors import DataLoss, InvalidArgument, Unavailable, answering, rpc_failures_as_errors
+from services.messages.holder import CheckHolder, anybody, holder_id_of, own_holder
 from services.messages.snapshots import (
     OWNERS,
     SnapshotChunk,
@@ -73,9 +74,10 @@ class SnapshotPort(Protocol):
 class SnapshotServicer(pb_grpc.SnapshotServiceServicer):
     """Serves a `SnapshotPort` to callers in other processes."""
 
-    def __init__(self, port: SnapshotPort, links: SharedLinks = NO_LINKS) -> None:
-        """links: the memory that callers share with this process."""
-        self._port, self._links = port, links
+    def __init__(self, port: SnapshotPort, links: SharedLinks = NO_LINKS, check_holder: CheckHolder = anybody) -> None:
+        """links: the memory that callers share with this process. check_holder: refuses others than the worker's
+        holder."""
+        self._port, self._links, self._check_holder = port, links, check_holder
 
     def register(self, server: grpc.aio.Server) -> str:
         """Add the service to a server, and return its full name."""
@@ -86,6 +88,7 @@ class SnapshotServicer(pb_grpc.SnapshotServiceServicer):
         self, request: snapshot_pb2.PrefixSnapshotExportRequest, context: grpc.aio.ServicerContext
     ) -> None:
         async with answering(context):
+            self._check_holder(holder_id_of(request))
             owner, snapshot_id = OWNERS.value(request.owner, "owner"), check_id(request.snapshot_id)
             parent_id = check_id(request.parent_id, "parent_id") if request.HasField("parent_id") else None
             sender = None
@@ -109,12 +112,15 @@ class SnapshotServicer(pb_grpc.SnapshotServiceServicer):
         self, request: snapshot_pb2.SnapshotFreeRequest, context: grpc.aio.ServicerContext
     ) -> snapshot_pb2.SnapshotFreeResponse:
         async with answering(context):
+            self._check_holder(holder_id_of(request))
             freed = await self._port.free_snapshots(request.snapshot_ids)
             return snapshot_pb2.SnapshotFreeResponse(freed_bytes=freed)
         raise AssertionError("answering() always ends the call")
 
     async def _import(self, context: grpc.aio.ServicerContext) -> SnapshotImported:
-        header = await self._read(context)
+        request = await self._read(context)
+        self._check_holder(holder_id_of(request))
+        header = frame_from_message(request, self._links)
         if not isinstance(header, SnapshotHeader):
             raise InvalidArgument("the first frame of an import must be the header", field="frame")
         incoming = await self._port.import_snapshot(header)
@@ -123,7 +129,7 @@ class SnapshotServicer(pb_grpc.SnapshotServiceServicer):
         try:
             go_on = snapshot_pb2.PrefixSnapshotImportResponse(wanted=snapshot_pb2.PrefixSnapshotWanted())
             await context.write(go_on)
-            while not isinstance(frame := await self._read(context), SnapshotTrailer):
+            while not isinstance(frame := await self._read_frame(context), SnapshotTrailer):
                 if not isinstance(frame, SnapshotChunk):
                     raise InvalidArgument("a second header came where a chunk or the trailer was due", field="frame")
                 await incoming.write(frame)
@@ -131,21 +137,30 @@ class SnapshotServicer(pb_grpc.SnapshotServiceServicer):
         finally:
             incoming.abort()
 
-    async def _read(self, context: grpc.aio.ServicerContext) -> SnapshotFrame:
+    async def _read_frame(self, context: grpc.aio.ServicerContext) -> SnapshotFrame:
+        return frame_from_message(await self._read(context), self._links)
+
+    @staticmethod
+    async def _read(context: grpc.aio.ServicerContext) -> snapshot_pb2.PrefixSnapshotImportRequest:
         request = await context.read()
         if request is grpc.aio.EOF:
             raise InvalidArgument("the import ended without its trailer", field="frame")
-        return frame_from_message(request, self._links)
+        return request
 
 
 def _request(frame: SnapshotFrame, sender: LinkSender | None) -> snapshot_pb2.PrefixSnapshotImportRequest:
     request = snapshot_pb2.PrefixSnapshotImportRequest()
+    if isinstance(frame, SnapshotHeader):
+        request.holder_id = own_holder().holder_id
     frame_to_message(frame, request, sender)
     return request
 
 
 class RemoteSnapshots:
-    """The kept prefixes of a worker at the other end of a channel."""
+    """The kept prefixes of a worker at the other end of a channel.
+
+    Every call raises FailedPrecondition where another process holds the worker.
+    """
 
     def __init__(
         self, channel: grpc.aio.Channel, address: str, link: SharedLink | None = None, guard: Guard = unguarded
@@ -162,6 +177,7 @@ class RemoteSnapshots:
         request = snapshot_pb2.PrefixSnapshotExportRequest(
             snapshot_id=snapshot_id, owner=OWNERS.number(owner), first_token=first_token, parent_id=parent_id
         )
+        request.holder_id = own_holder().holder_id
         if self._link is not None:
             request.link_id, request.transfer_id = self._link.link_id, self._link.begin_transfer()
         stream = ClientStream(self._stub.PrefixSnapshotExport(request), address=self._address)
@@ -209,5 +225,5 @@ class RemoteSnapshots:
     async def free_snapshots(self, snapshot_ids: Sequence[str]) -> int:
         """Drop kept states, as the port says."""
         with rpc_failures_as_errors(address=self._address):
-            request = snapshot_pb2.SnapshotFreeRequest(snapshot_ids=snapshot_ids)
+            request = snapshot_pb2.SnapshotFreeRequest(snapshot_ids=snapshot_ids, holder_id=own_holder().holder_id)
             return (await self._stub.SnapshotFree(request)).freed_bytes

@@ -17,7 +17,7 @@ from services.messages.description import (
     worker_from_message,
     worker_to_message,
 )
-from services.messages.holder import Holder, holder_from_message, own_holder
+from services.messages.holder import CheckHolder, Holder, anybody, holder_from_message, holder_id_of, own_holder
 from services.messages.loading import LoadPart, LoadProgress, part_from_message, part_to_message
 from services.messages.measure import (
     ECHO_BYTES,
@@ -71,8 +71,9 @@ class WorkerPort(Protocol):
 class WorkerServicer(pb_grpc.WorkerServiceServicer):
     """Serves a `WorkerPort` to callers in other processes."""
 
-    def __init__(self, port: WorkerPort) -> None:
-        self._port = port
+    def __init__(self, port: WorkerPort, check_holder: CheckHolder = anybody) -> None:
+        """check_holder: refuses measurements of others than the worker's holder; loads the port refuses itself."""
+        self._port, self._check_holder = port, check_holder
 
     def register(self, server: grpc.aio.Server) -> str:
         """Add the service to a server, and return its full name."""
@@ -98,6 +99,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         self, request: measure_pb2.MeasureRequest, context: grpc.aio.ServicerContext
     ) -> measure_pb2.MeasureResponse:
         async with answering(context):
+            self._check_holder(holder_id_of(request))
             speeds = await self._port.measure(request_from_message(request))
             return measure_pb2.MeasureResponse(devices=[speed_to_message(speed) for speed in speeds])
         raise AssertionError("answering() always ends the call")
@@ -109,6 +111,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
                     raise InvalidArgument(
                         f"payload has {len(request.payload)} bytes; it may have {ECHO_BYTES}", field="payload"
                     )
+                self._check_holder(holder_id_of(request))
                 received = await self._port.echo(request.payload)
                 await context.write(measure_pb2.EchoResponse(received_bytes=received))
 
@@ -165,14 +168,18 @@ class RemoteWorker:
         return worker
 
     async def measure(self, request: MeasureRequest) -> tuple[DeviceSpeed, ...]:
-        """Return how fast each device is; errors as in `WorkerPort.measure`."""
+        """Return how fast each device is; errors as in `WorkerPort.measure`, and FailedPrecondition where another
+        process holds the worker."""
+        message = request_to_message(request)
+        message.holder_id = own_holder().holder_id
         with rpc_failures_as_errors(address=self._address):
-            response = await self._stub.Measure(request_to_message(request), timeout=MEASURE_TIMEOUT_S)
+            response = await self._stub.Measure(message, timeout=MEASURE_TIMEOUT_S)
         return tuple(speed_from_message(device) for device in response.devices)
 
     async def measure_link(self, row_bytes: int) -> LinkSpeed:
         """Return how long a row of so many bytes takes to the worker's device thread, with its answer, and how fast
-        large pieces follow each other. Errors as in `WorkerPort.echo`."""
+        large pieces follow each other. Errors as in `WorkerPort.echo`, and FailedPrecondition where another process
+        holds the worker."""
         stream = ClientStream(self._stub.Echo(timeout=MEASURE_TIMEOUT_S), address=self._address)
         try:
             return await measure_link(stream, row_bytes)

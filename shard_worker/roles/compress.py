@@ -47,7 +47,7 @@ class CompressRole(WorkerRole[LoadDrafter]):
         return self._running
 
     def registrations(self) -> list[Registration]:
-        return [CompressServicer(self).register]
+        return [CompressServicer(self, self.resources.lease.check).register]
 
     def load(self, part: LoadDrafter, on_progress: Callable[[int, int], None]) -> None:
         """Load a drafter. Raises what `load_drafter` raises."""

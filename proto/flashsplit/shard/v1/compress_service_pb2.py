@@ -24,23 +24,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*flashsplit/shard/v1/compress_service.proto\x12\x13\x66lashsplit.shard.v1\"a\n\x0f\x43ompressRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x12\n\nkeep_ratio\x18\x04 \x01(\x01\"6\n\x10\x43ompressProgress\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x12\n\nnum_layers\x18\x02 \x01(\r\")\n\nTokenRange\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x0c\n\x04last\x18\x02 \x01(\r\"O\n\nCompressed\x12-\n\x04kept\x18\x01 \x03(\x0b\x32\x1f.flashsplit.shard.v1.TokenRange\x12\x12\n\nforward_ns\x18\x02 \x01(\x04\"\x8d\x01\n\x10\x43ompressResponse\x12\x39\n\x08progress\x18\x01 \x01(\x0b\x32%.flashsplit.shard.v1.CompressProgressH\x00\x12\x35\n\ncompressed\x18\x02 \x01(\x0b\x32\x1f.flashsplit.shard.v1.CompressedH\x00\x42\x07\n\x05\x65vent2l\n\x0f\x43ompressService\x12Y\n\x08\x43ompress\x12$.flashsplit.shard.v1.CompressRequest\x1a%.flashsplit.shard.v1.CompressResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*flashsplit/shard/v1/compress_service.proto\x12\x13\x66lashsplit.shard.v1\"\x87\x01\n\x0f\x43ompressRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x12\n\nkeep_ratio\x18\x04 \x01(\x01\x12\x16\n\tholder_id\x18\x05 \x01(\tH\x00\x88\x01\x01\x42\x0c\n\n_holder_id\"6\n\x10\x43ompressProgress\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x12\n\nnum_layers\x18\x02 \x01(\r\")\n\nTokenRange\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x0c\n\x04last\x18\x02 \x01(\r\"O\n\nCompressed\x12-\n\x04kept\x18\x01 \x03(\x0b\x32\x1f.flashsplit.shard.v1.TokenRange\x12\x12\n\nforward_ns\x18\x02 \x01(\x04\"\x8d\x01\n\x10\x43ompressResponse\x12\x39\n\x08progress\x18\x01 \x01(\x0b\x32%.flashsplit.shard.v1.CompressProgressH\x00\x12\x35\n\ncompressed\x18\x02 \x01(\x0b\x32\x1f.flashsplit.shard.v1.CompressedH\x00\x42\x07\n\x05\x65vent2l\n\x0f\x43ompressService\x12Y\n\x08\x43ompress\x12$.flashsplit.shard.v1.CompressRequest\x1a%.flashsplit.shard.v1.CompressResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'flashsplit.shard.v1.compress_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_COMPRESSREQUEST']._serialized_start=67
-  _globals['_COMPRESSREQUEST']._serialized_end=164
-  _globals['_COMPRESSPROGRESS']._serialized_start=166
-  _globals['_COMPRESSPROGRESS']._serialized_end=220
-  _globals['_TOKENRANGE']._serialized_start=222
-  _globals['_TOKENRANGE']._serialized_end=263
-  _globals['_COMPRESSED']._serialized_start=265
-  _globals['_COMPRESSED']._serialized_end=344
-  _globals['_COMPRESSRESPONSE']._serialized_start=347
-  _globals['_COMPRESSRESPONSE']._serialized_end=488
-  _globals['_COMPRESSSERVICE']._serialized_start=490
-  _globals['_COMPRESSSERVICE']._serialized_end=598
+  _globals['_COMPRESSREQUEST']._serialized_start=68
+  _globals['_COMPRESSREQUEST']._serialized_end=203
+  _globals['_COMPRESSPROGRESS']._serialized_start=205
+  _globals['_COMPRESSPROGRESS']._serialized_end=259
+  _globals['_TOKENRANGE']._serialized_start=261
+  _globals['_TOKENRANGE']._serialized_end=302
+  _globals['_COMPRESSED']._serialized_start=304
+  _globals['_COMPRESSED']._serialized_end=383
+  _globals['_COMPRESSRESPONSE']._serialized_start=386
+  _globals['_COMPRESSRESPONSE']._serialized_end=527
+  _globals['_COMPRESSSERVICE']._serialized_start=529
+  _globals['_COMPRESSSERVICE']._serialized_end=637
 # @@protoc_insertion_point(module_scope)

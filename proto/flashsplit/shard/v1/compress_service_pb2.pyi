@@ -7,16 +7,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class CompressRequest(_message.Message):
-    __slots__ = ("request_id", "fingerprint", "token_ids", "keep_ratio")
+    __slots__ = ("request_id", "fingerprint", "token_ids", "keep_ratio", "holder_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     KEEP_RATIO_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     fingerprint: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     keep_ratio: float
-    def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., keep_ratio: _Optional[float] = ...) -> None: ...
+    holder_id: str
+    def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., keep_ratio: _Optional[float] = ..., holder_id: _Optional[str] = ...) -> None: ...
 
 class CompressProgress(_message.Message):
     __slots__ = ("layers", "num_layers")

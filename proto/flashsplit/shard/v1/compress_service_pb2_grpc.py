@@ -48,8 +48,8 @@ class CompressServiceServicer:
 
     def Compress(self, request, context):
         """Scores a prompt and says what to keep: any number of `progress`, then exactly one `compressed`. Cancelling ends the
-        work within a layer. FAILED_PRECONDITION when no or another drafter is loaded; INVALID_ARGUMENT for an empty
-        prompt and for tokens that are not the drafter's.
+        work within a layer. FAILED_PRECONDITION when no or another drafter is loaded, or another process holds the worker;
+        INVALID_ARGUMENT for an empty prompt and for tokens that are not the drafter's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

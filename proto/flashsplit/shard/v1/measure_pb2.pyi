@@ -8,16 +8,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class MeasureRequest(_message.Message):
-    __slots__ = ("model_path", "dtype", "resident_bytes", "stages")
+    __slots__ = ("model_path", "dtype", "resident_bytes", "stages", "holder_id")
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_ID_FIELD_NUMBER: _ClassVar[int]
     model_path: str
     dtype: _tensor_pb2.Dtype
     resident_bytes: int
     stages: int
-    def __init__(self, model_path: _Optional[str] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., resident_bytes: _Optional[int] = ..., stages: _Optional[int] = ...) -> None: ...
+    holder_id: str
+    def __init__(self, model_path: _Optional[str] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., resident_bytes: _Optional[int] = ..., stages: _Optional[int] = ..., holder_id: _Optional[str] = ...) -> None: ...
 
 class LayerCost(_message.Message):
     __slots__ = ("kind", "nanoseconds")
@@ -56,10 +58,12 @@ class MeasureResponse(_message.Message):
     def __init__(self, devices: _Optional[_Iterable[_Union[DeviceSpeed, _Mapping]]] = ...) -> None: ...
 
 class EchoRequest(_message.Message):
-    __slots__ = ("payload",)
+    __slots__ = ("payload", "holder_id")
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_ID_FIELD_NUMBER: _ClassVar[int]
     payload: bytes
-    def __init__(self, payload: _Optional[bytes] = ...) -> None: ...
+    holder_id: str
+    def __init__(self, payload: _Optional[bytes] = ..., holder_id: _Optional[str] = ...) -> None: ...
 
 class EchoResponse(_message.Message):
     __slots__ = ("received_bytes",)

@@ -125,20 +125,22 @@ class PrefixSnapshotTrailer(_message.Message):
     def __init__(self, total_bytes: _Optional[int] = ..., tensor_sha256: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class PrefixSnapshotExportRequest(_message.Message):
-    __slots__ = ("snapshot_id", "owner", "first_token", "parent_id", "link_id", "transfer_id")
+    __slots__ = ("snapshot_id", "owner", "first_token", "parent_id", "link_id", "transfer_id", "holder_id")
     SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     PARENT_ID_FIELD_NUMBER: _ClassVar[int]
     LINK_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_ID_FIELD_NUMBER: _ClassVar[int]
     snapshot_id: str
     owner: SnapshotOwner
     first_token: int
     parent_id: str
     link_id: int
     transfer_id: int
-    def __init__(self, snapshot_id: _Optional[str] = ..., owner: _Optional[_Union[SnapshotOwner, str]] = ..., first_token: _Optional[int] = ..., parent_id: _Optional[str] = ..., link_id: _Optional[int] = ..., transfer_id: _Optional[int] = ...) -> None: ...
+    holder_id: str
+    def __init__(self, snapshot_id: _Optional[str] = ..., owner: _Optional[_Union[SnapshotOwner, str]] = ..., first_token: _Optional[int] = ..., parent_id: _Optional[str] = ..., link_id: _Optional[int] = ..., transfer_id: _Optional[int] = ..., holder_id: _Optional[str] = ...) -> None: ...
 
 class PrefixSnapshotExportResponse(_message.Message):
     __slots__ = ("header", "chunk", "trailer")
@@ -151,14 +153,16 @@ class PrefixSnapshotExportResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[PrefixSnapshotHeader, _Mapping]] = ..., chunk: _Optional[_Union[PrefixSnapshotChunk, _Mapping]] = ..., trailer: _Optional[_Union[PrefixSnapshotTrailer, _Mapping]] = ...) -> None: ...
 
 class PrefixSnapshotImportRequest(_message.Message):
-    __slots__ = ("header", "chunk", "trailer")
+    __slots__ = ("header", "chunk", "trailer", "holder_id")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     TRAILER_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_ID_FIELD_NUMBER: _ClassVar[int]
     header: PrefixSnapshotHeader
     chunk: PrefixSnapshotChunk
     trailer: PrefixSnapshotTrailer
-    def __init__(self, header: _Optional[_Union[PrefixSnapshotHeader, _Mapping]] = ..., chunk: _Optional[_Union[PrefixSnapshotChunk, _Mapping]] = ..., trailer: _Optional[_Union[PrefixSnapshotTrailer, _Mapping]] = ...) -> None: ...
+    holder_id: str
+    def __init__(self, header: _Optional[_Union[PrefixSnapshotHeader, _Mapping]] = ..., chunk: _Optional[_Union[PrefixSnapshotChunk, _Mapping]] = ..., trailer: _Optional[_Union[PrefixSnapshotTrailer, _Mapping]] = ..., holder_id: _Optional[str] = ...) -> None: ...
 
 class PrefixSnapshotWanted(_message.Message):
     __slots__ = ()
@@ -181,10 +185,12 @@ class PrefixSnapshotImportResponse(_message.Message):
     def __init__(self, wanted: _Optional[_Union[PrefixSnapshotWanted, _Mapping]] = ..., imported: _Optional[_Union[PrefixSnapshotImported, _Mapping]] = ...) -> None: ...
 
 class SnapshotFreeRequest(_message.Message):
-    __slots__ = ("snapshot_ids",)
+    __slots__ = ("snapshot_ids", "holder_id")
     SNAPSHOT_IDS_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_ID_FIELD_NUMBER: _ClassVar[int]
     snapshot_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, snapshot_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    holder_id: str
+    def __init__(self, snapshot_ids: _Optional[_Iterable[str]] = ..., holder_id: _Optional[str] = ...) -> None: ...
 
 class SnapshotFreeResponse(_message.Message):
     __slots__ = ("freed_bytes",)

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class SnapshotServiceStub:
-    """A worker's kept prefixes, its stage's and its draft's.
+    """A worker's kept prefixes, its stage's and its draft's. FAILED_PRECONDITION where another process holds the worker.
     """
 
     def __init__(self, channel):
@@ -53,7 +53,7 @@ class SnapshotServiceStub:
 
 
 class SnapshotServiceServicer:
-    """A worker's kept prefixes, its stage's and its draft's.
+    """A worker's kept prefixes, its stage's and its draft's. FAILED_PRECONDITION where another process holds the worker.
     """
 
     def PrefixSnapshotExport(self, request, context):
@@ -107,7 +107,7 @@ def add_SnapshotServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SnapshotService:
-    """A worker's kept prefixes, its stage's and its draft's.
+    """A worker's kept prefixes, its stage's and its draft's. FAILED_PRECONDITION where another process holds the worker.
     """
 
     @staticmethod

@@ -71,7 +71,8 @@ class WorkerServiceServicer:
 
     def Load(self, request, context):
         """Loads a stage of the target, a draft or a drafter, with progress. Asking for what is loaded already answers at once.
-        FAILED_PRECONDITION when sessions are open on something else or the worker is another process's; INVALID_ARGUMENT for a checkpoint that doesn't fit.
+        FAILED_PRECONDITION when sessions are open on something else, or another process holds the worker; INVALID_ARGUMENT
+        for a checkpoint that doesn't fit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -79,7 +80,7 @@ class WorkerServiceServicer:
 
     def Measure(self, request, context):
         """Measures the devices, about a second each. FAILED_PRECONDITION while sessions are open: they would wait, and the
-        figures be wrong.
+        figures be wrong; and where another process holds the worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
