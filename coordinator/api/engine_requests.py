@@ -18,19 +18,25 @@ from coordinator.text.bad_words import bad_token_sequences
 from coordinator.text.bounded_json import parse_json
 from coordinator.text.chat_template import RESERVED_VARIABLES
 from coordinator.text.prompt import Prompt, chat_prompt, text_prompt, text_size
-from coordinator.text.text_threads import on_text_thread
 from coordinator.text.tokenizer import TextTooLong
 from services.errors import InvalidArgument, NotFound
 from services.messages.inference_types import CompressionMode, CompressionParams, Conversation, Message, Stopping
 from services.messages.sampling import SamplingParams
 from services.messages.steps import Grammar
 from services.telemetry.trace_context import Trace, current_call
+from services.text_threads import on_text_thread
 
 MAX_STOPS = 64
 """Most stop strings of one request."""
 
 MAX_STOP_LENGTH = 4096
 """Most characters of a stop string."""
+
+MAX_LISTED_TOKENS = 1 << 14
+"""Most tokens of a list such as stop_token_ids, where the vocabulary has fewer."""
+
+MESSAGE_SIZE = 256
+"""How many characters take as long to work on as a message or tool takes besides its text."""
 
 MAX_COUNTED_TOKENS = 1 << 17
 """Most tokens of a prompt that is only counted, where the context is shorter."""
@@ -85,6 +91,11 @@ def make_request(
         "bad_token_sequences": [token for sequence in sampling.bad_token_sequences for token in sequence],
     }
     for field, tokens in listed.items():
+        if len(tokens) > max(vocabulary, MAX_LISTED_TOKENS):
+            raise InvalidArgument(
+                f"{field} has {len(tokens)} tokens; at most {max(vocabulary, MAX_LISTED_TOKENS)} are accepted",
+                field=field,
+            )
         foreign = [token for token in tokens if not 0 <= token < vocabulary]
         if foreign:
             raise InvalidArgument(f"{field} has {foreign[0]}; they must be from 0 to {vocabulary - 1}", field=field)
@@ -130,8 +141,17 @@ class TemplateChat:
     field: str = "messages"
 
 
-def template_chat(conversation: Conversation) -> TemplateChat:
-    """Convert a conversation of the gRPC API. Raises InvalidArgument for tools and tool calls that are no such JSON."""
+async def template_chat(conversation: Conversation) -> TemplateChat:
+    """Convert a conversation of the gRPC API; its JSON is read on a thread.
+
+    Raises InvalidArgument for tools and tool calls that are no such JSON.
+    """
+    texts = [conversation.tools, *(message.tool_calls for message in conversation.messages)]
+    size = sum(len(text or "") for text in texts) + MESSAGE_SIZE * len(conversation.messages)
+    return await on_text_thread(size, _template_chat, conversation)
+
+
+def _template_chat(conversation: Conversation) -> TemplateChat:
     tools = None
     if conversation.tools:
         tools = _objects(conversation.tools, "tools", "conversation.tools")
@@ -171,7 +191,7 @@ async def render(
         # Templates write at least one token for each.
         raise _overflow(engine, len(chat.messages), chat.field, chat=True, is_lower_bound=True)
     # Besides their texts messages and tools take time by their number.
-    size = text_size(chat.messages) + 256 * (len(chat.messages) + len(chat.tools or ()))
+    size = text_size(chat.messages) + MESSAGE_SIZE * (len(chat.messages) + len(chat.tools or ()))
     with naming(chat.field), bounded(engine, chat.field, chat=True):
         prompt = await on_text_thread(
             size,
@@ -298,10 +318,8 @@ async def text_of(engine: Engine, token_ids: Sequence[int], field: str, *, skip_
     if len(token_ids) > most:
         raise InvalidArgument(f"{field} has {len(token_ids)} tokens; at most {most} are taken at once", field=field)
     with naming(field):
-        tokenizer.check_known(token_ids)
-        return await on_text_thread(
-            len(token_ids), partial(tokenizer.decode, skip_special_tokens=skip_special_tokens), token_ids
-        )
+        decode = partial(tokenizer.decode_known, skip_special_tokens=skip_special_tokens)
+        return await on_text_thread(len(token_ids), decode, token_ids)
 
 
 @contextlib.contextmanager

@@ -15,12 +15,12 @@ import structlog
 from coordinator.compression.drafter_text import DrafterText, Span, tokenize
 from coordinator.compression.drafter_worker import DrafterWorker
 from coordinator.compression.settings import CompressionSettings
-from coordinator.text.text_threads import on_text_thread
 from coordinator.text.tokenizer import Tokenizer
 from services.errors import FlashsplitError
 from services.messages.compression import MAX_TOKENS
 from services.messages.inference_types import CompressionMode
 from services.processes.worker_process import failure_fields
+from services.text_threads import on_text_thread
 
 REMEMBERED = 64
 """How many texts' choices are remembered, so that the same text is not read again."""

@@ -11,7 +11,7 @@ from coordinator.compression.compressor import Compressor, Shortened
 from coordinator.compression.settings import CompressionSettings
 from coordinator.text.model_files import ModelFiles
 from coordinator.text.prompt import Prompt, chat_prompt, text_prompt
-from coordinator.text.text_threads import on_text_thread
+from services.text_threads import on_text_thread
 
 
 async def shorten_chat(

@@ -154,14 +154,15 @@ class Tokenizer:
         except (TypeError, OverflowError) as error:
             raise _bad_ids(ids, error) from error
 
-    def check_known(self, ids: Sequence[int]) -> None:
-        """Raise InvalidArgument naming the first id that stands for no token."""
+    def decode_known(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the ids' text as `decode`, but raise InvalidArgument naming the first id that stands for no token."""
         for index, token_id in enumerate(ids):
             if 0 <= token_id < 2**32 and self._backend.id_to_token(token_id) is None:
                 raise InvalidArgument(
                     f"token {token_id} at index {index} is unknown: this model's tokenizer has "
                     f"{self._backend.get_vocab_size(with_added_tokens=True)} tokens"
                 )
+        return self.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def _textual(self, ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
         """Return the ids that `decode` would look at at all."""

@@ -16,6 +16,7 @@ from services.errors import Unavailable, answering
 from services.net.channel import SERVER_OPTIONS
 from services.net.client_tls import ClientTls
 from services.net.interceptors import RefuseGarbage
+from services.net.message_parts import BoundParts
 from services.net.reflection import enable_reflection
 from services.net.server import Registration
 
@@ -62,7 +63,9 @@ class ClientServer:
     def __init__(self, host: str, port: int, check_key: CheckKey, tls: ClientTls | None = None) -> None:
         self.address = parse_address(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", "--host")
         self._tls = tls
-        self._server = grpc.aio.server(interceptors=[RequireKey(check_key), RefuseGarbage()], options=_OPTIONS)
+        self._server = grpc.aio.server(
+            interceptors=[RequireKey(check_key), BoundParts(), RefuseGarbage()], options=_OPTIONS
+        )
         self._health = health.aio.HealthServicer()
         self._services: list[str] = []
 

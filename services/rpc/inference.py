@@ -38,19 +38,28 @@ from services.messages.inference_frames import (
     request_to_message,
     token_ids_from_message,
 )
-from services.messages.inference_types import AnswerEvent, Conversation, GenerateRequest, Model, ServerInfo, ServerLoad
+from services.messages.inference_types import (
+    AnswerEvent,
+    Conversation,
+    Delta,
+    GenerateRequest,
+    Model,
+    ServerInfo,
+    ServerLoad,
+)
 from services.net.client_server import CLIENT_TIMEOUT_S
 from services.rpc.running_calls import HEADER, RunningCalls, request_id_of, traceparents_of, within_deadline
 from services.telemetry import trace_context
 from services.telemetry.logs import access_log
 from services.telemetry.trace_context import Call, calling
+from services.text_threads import on_text_thread
 
 T = TypeVar("T")
 
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
-LARGE_BYTES = 64 << 10
-"""From this size on converting a message takes some milliseconds."""
+SHORT_BYTES = 4 << 10
+"""Messages up to this size are converted at once, which takes less time than a thread's answer."""
 
 CALL_TIMEOUT_S = 30.0
 """Time limit of calls that a server answers at once."""
@@ -200,7 +209,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                             events = self._port.answer(await _converted(request_from_message, request), request_id)
                             async with contextlib.aclosing(events):
                                 async for event in events:
-                                    await self._write(context, event_to_message(event, response()))
+                                    await self._write(context, await _message_of(event, response()))
                     status = "OK"
                 except FlashsplitError as error:
                     status = error.code_name
@@ -222,9 +231,15 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
 
 async def _converted(convert: Callable[[Any], T], message: Any) -> T:
     """Return what a message stands for; a large one is converted on a thread, as it would hold up other calls."""
-    if message.ByteSize() < LARGE_BYTES:
-        return convert(message)
-    return await asyncio.to_thread(convert, message)
+    size = message.ByteSize()
+    return convert(message) if size <= SHORT_BYTES else await on_text_thread(size, convert, message)
+
+
+async def _message_of(event: AnswerEvent, response: T) -> T:
+    """Return an event as a message; one with a prompt's log-probabilities, which are many, is made on a thread."""
+    if isinstance(event, Delta) and event.prompt:
+        return await asyncio.to_thread(event_to_message, event, response)
+    return event_to_message(event, response)
 
 
 class RemoteInference:

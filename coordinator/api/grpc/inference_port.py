@@ -54,7 +54,7 @@ class EnginePort:
         chat = None
         compression = allowed_compression(request.compression, request.prompt_logprobs)
         if isinstance(request.prompt, Conversation):
-            chat = template_chat(request.prompt)
+            chat = await template_chat(request.prompt)
             prompt = await render(engine, chat, compression, structured=request.grammar is not None)
         else:
             prompt = await plain_prompt(engine, request.prompt)
@@ -119,7 +119,7 @@ class EnginePort:
         check_model(self._engine, model)
         most = max_counted_tokens(self._engine)
         if isinstance(prompt, Conversation):
-            return (await render(self._engine, template_chat(prompt), most=most)).token_ids
+            return (await render(self._engine, await template_chat(prompt), most=most)).token_ids
         return (await plain_prompt(self._engine, prompt, add_special_tokens=add_special_tokens, most=most)).token_ids
 
     async def detokenize(

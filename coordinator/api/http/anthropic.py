@@ -42,8 +42,8 @@ from coordinator.text.parsers.events import (
     ToolCallEnd,
     ToolCallStart,
 )
-from coordinator.text.text_threads import on_text_thread
 from services.errors import InvalidArgument
+from services.text_threads import on_text_thread
 
 
 class Block(LenientModel):

@@ -26,9 +26,9 @@ from coordinator.api.http.structured import AnswerBound
 from coordinator.engine.engine import Engine
 from coordinator.text.fill_in import fill_in_ids
 from coordinator.text.prompt import Prompt, last_tokens
-from coordinator.text.text_threads import on_text_thread
 from services.errors import InvalidArgument
 from services.messages.inference_types import CompressionParams, Stopping
+from services.text_threads import on_text_thread
 
 
 def make_request(
@@ -167,11 +167,12 @@ def _several(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str 
         return [prompt]
     if not prompt:
         raise InvalidArgument("prompt is an empty list: give a text or token ids", field="prompt")
+    # Lists hold one type; to look at each item of a long one would hold up others.
     if isinstance(prompt[0], int):
-        return [[token for token in prompt if isinstance(token, int)]]
+        return [prompt]
     if len(prompt) > MAX_PROMPTS:
         raise InvalidArgument(f"prompt has {len(prompt)} prompts; at most {MAX_PROMPTS} are taken", field="prompt")
-    return [one for one in prompt if not isinstance(one, int)]
+    return prompt  # type: ignore[return-value]
 
 
 def _plain_message(message: ChatMessage, index: int) -> dict[str, object]:

@@ -30,9 +30,9 @@ from coordinator.text.parsers.tags import TAGS, THINK
 from coordinator.text.parsers.tool_schema import read_tools
 from coordinator.text.parsers.tools import NONE, detect, new_parser
 from coordinator.text.said_tools import say_tools
-from coordinator.text.text_threads import on_text_thread
 from services.errors import InvalidArgument
 from services.messages.steps import Grammar, GrammarKind
+from services.text_threads import on_text_thread
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,18 +33,19 @@ async def answer_all(engine: Engine, requests: Sequence[Request]) -> AsyncGenera
         return
     # Of what the client has not taken yet one piece waits here; the choices wait behind it.
     queue: asyncio.Queue[ChoicePart | BaseException | None] = asyncio.Queue(1)
-    turns = asyncio.Semaphore(engine.load.max_running)
+    waiting = enumerate(requests)
 
-    async def run(request: Request, index: int) -> None:
+    async def run() -> None:
         try:
-            async with turns, contextlib.aclosing(_answer(engine, request, index)) as parts:
-                async for part in parts:
-                    await queue.put(part)
+            for index, request in waiting:
+                async with contextlib.aclosing(_answer(engine, request, index)) as parts:
+                    async for part in parts:
+                        await queue.put(part)
             await queue.put(None)
         except Exception as error:
             await queue.put(error)
 
-    tasks = [asyncio.ensure_future(run(request, index)) for index, request in enumerate(requests)]
+    tasks = [asyncio.ensure_future(run()) for _ in range(min(len(requests), engine.load.max_running))]
     try:
         unfinished = len(tasks)
         while unfinished:

@@ -61,37 +61,32 @@ def routes(engine: Engine) -> APIRouter:
                 most=most_tokens(engine, body),
             ),
         )
-        prompts = [truncated(engine, body, prompt, body.max_tokens) for prompt in prompts]
-        requests = [
-            choice
-            for number, prompt in enumerate(prompts)
-            for choice in choices_of(
-                make_request(
-                    engine,
-                    body,
-                    prompt,
-                    body.max_tokens,
-                    # The best are known by the log-probabilities of their tokens.
-                    logprobs=0 if body.logprobs is None and count > body.n else body.logprobs,
-                    prompt_logprobs=prompt_logprobs,
-                    bound=bound,
-                    chat=False,
-                ),
-                count,
-                number * count,
+        requests: list[Request] = []
+        choices: list[_Choice] = []
+        for prompt in (truncated(engine, body, prompt, body.max_tokens) for prompt in prompts):
+            request = make_request(
+                engine,
+                body,
+                prompt,
+                body.max_tokens,
+                # The best are known by the log-probabilities of their tokens.
+                logprobs=0 if body.logprobs is None and count > body.n else body.logprobs,
+                prompt_logprobs=prompt_logprobs,
+                bound=bound,
+                chat=False,
             )
-        ]
+            echo = _text(engine.files.tokenizer, prompt) if body.echo else ""
+            for choice in choices_of(request, count, len(requests)):
+                choices.append(_Choice(engine.files.tokenizer, body, len(requests), echo))
+                requests.append(choice)
+            # A thousand prompts hold up no other client.
+            await asyncio.sleep(0)
         head = {
             "id": f"cmpl-{requests[0].request_id}",
             "object": "text_completion",
             "created": int(time.time()),
             "model": body.model or engine.name,
         }
-        tokenizer = engine.files.tokenizer
-        choices = [
-            _Choice(tokenizer, body, index, _text(tokenizer, prompts[index // count]) if body.echo else "")
-            for index in range(len(requests))
-        ]
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
             return await event_stream(http, _stream(engine, requests, count, head, choices, usage=usage))

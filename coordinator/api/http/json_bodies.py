@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from coordinator.text.bounded_json import TooMuchJson, parse_json
-from coordinator.text.text_threads import on_text_thread
 from services.errors import InvalidArgument
+from services.text_threads import on_text_thread
 
 SHORT_BYTES = 16 << 10
 """Bodies up to this size are read at once, which takes less time than a thread's answer."""

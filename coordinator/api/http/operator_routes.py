@@ -16,9 +16,9 @@ from coordinator.api.http.json_bodies import JsonRoute
 from coordinator.api.http.metrics import CONTENT_TYPE, Metrics
 from coordinator.api.http.schemas import DetokenizeRequest, TokenizeRequest
 from coordinator.engine.engine import Engine
-from coordinator.text.text_threads import on_text_thread
 from coordinator.text.tokenizer import read_settings, special_tokens
 from services.errors import InvalidArgument
+from services.text_threads import on_text_thread
 
 
 def routes(engine: Engine, metrics: Metrics) -> APIRouter:

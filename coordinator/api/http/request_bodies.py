@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from coordinator.api.http.errors import HttpError, HttpRefusal
-from coordinator.text.text_threads import LARGE_BYTES
+from services.text_threads import LARGE_BYTES
 
 MIN_MAX_BYTES = 4 << 20
 """Bodies up to this size are taken whatever the context is."""

@@ -23,7 +23,7 @@ from coordinator.api.http.response_items import OutputItems, StreamedEvent
 from coordinator.api.http.thinking import effort_variables
 from coordinator.api.http.usage import timings_of
 from coordinator.engine.engine import Engine
-from coordinator.text.text_threads import on_text_thread
+from services.text_threads import on_text_thread
 
 
 def routes(engine: Engine) -> APIRouter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -30,6 +31,10 @@ from coordinator.cluster.supervisor import supervised
 from coordinator.engine.engine import Engine
 from coordinator.status.board import Board
 from coordinator.text.model_files import read_model_files
+
+SWITCH_S = 0.001
+"""How long a thread that reads a large body may keep the interpreter from the event loop; Python's default is five
+times that, and to answer one request the loop must come by it several times."""
 
 log = structlog.get_logger()
 
@@ -107,11 +112,20 @@ async def serve(
         if grpc_server is not None:
             await grpc_server.serve(engine)
             stack.push_async_callback(grpc_server.stop)
+        _stay_prompt()
         _print_banner(engine, http_server, grpc_server, with_key=bool(keys))
         # While it drains nothing is restored: workers that are told to stop as well let running answers end.
         async with supervised(started.cluster):
             await stop.wait()
         await _drain(engine, service.drain_timeout)
+
+
+def _stay_prompt() -> None:
+    """Keep what goes on beside the event loop from holding it up for long."""
+    sys.setswitchinterval(SWITCH_S)
+    # What is there now stays; to look through it with each collection would take a tenth of a second.
+    gc.collect()
+    gc.freeze()
 
 
 def _stop_signal() -> asyncio.Event:

@@ -139,7 +139,7 @@ async def test_a_model_without_a_tokenizer_reads_ids_only() -> None:
         await plain_prompt(served, "x")
     assert error.value.where["field"] == "prompt"
     with refused() as error:
-        await render(served, template_chat(Conversation((Message("user", "hi"),))))
+        await render(served, await template_chat(Conversation((Message("user", "hi"),))))
     assert error.value.where["field"] == "messages"
     with refused() as error:
         await text_of(served, [5], "tokens")
@@ -158,7 +158,7 @@ async def test_prompts_beyond_the_context() -> None:
         (Conversation((Message("user", words),)), "conversation", "at least "),
         (many, "conversation", "at least 201 in the messages"),
     ):
-        chat = template_chat(prompt) if isinstance(prompt, Conversation) else None
+        chat = await template_chat(prompt) if isinstance(prompt, Conversation) else None
         made = plain_prompt(served, prompt) if chat is None else render(served, chat)  # type: ignore[arg-type]
         with pytest.raises(ContextOverflow) as error:
             await made
@@ -181,7 +181,7 @@ async def test_tokens_are_counted_beyond_the_context() -> None:
 
 async def test_chats_are_rendered() -> None:
     """The prompt is the template's text, with boundaries where turns end."""
-    chat = template_chat(Conversation((Message("system", "s"), Message("user", "u"))))
+    chat = await template_chat(Conversation((Message("system", "s"), Message("user", "u"))))
     prompt = await render(engine(), chat)
     assert prompt.text == "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n"
     assert prompt.boundaries
@@ -191,7 +191,7 @@ async def test_chats_are_rendered() -> None:
 async def test_a_chat_s_variables_must_not_be_the_request_s_own() -> None:
     """The names that the request fills in are refused."""
     with refused() as error:
-        await render(engine(), template_chat(Conversation((Message("user", "u"),), variables={"tools": []})))
+        await render(engine(), await template_chat(Conversation((Message("user", "u"),), variables={"tools": []})))
     assert error.value.where["field"] == "chat_template_kwargs"
 
 
@@ -208,10 +208,10 @@ async def test_compression_needs_a_server_that_can() -> None:
 # --- tools
 
 
-def test_tool_calls_of_a_conversation() -> None:
+async def test_tool_calls_of_a_conversation() -> None:
     """Their arguments become objects, as templates write them themselves."""
     calls = json.dumps([{"id": "c1", "function": {"name": "f", "arguments": '{"x": 1}'}}, {"function": {"name": "g"}}])
-    [message] = template_chat(Conversation((Message("assistant", tool_calls=calls),))).messages
+    [message] = (await template_chat(Conversation((Message("assistant", tool_calls=calls),)))).messages
     assert message["tool_calls"] == [
         {"type": "function", "id": "c1", "function": {"name": "f", "arguments": {"x": 1}}},
         {"type": "function", "id": None, "function": {"name": "g", "arguments": {}}},
@@ -228,17 +228,17 @@ def test_tool_calls_of_a_conversation() -> None:
         ('[{"function": {"name": "f", "arguments": "[]"}}]', "they must be a JSON object"),
     ],
 )
-def test_tool_calls_of_another_form_are_refused(calls: str, text: str) -> None:
+async def test_tool_calls_of_another_form_are_refused(calls: str, text: str) -> None:
     """The refusal names the message."""
     with pytest.raises(InvalidArgument, match=text.replace("[", r"\[")) as error:
-        template_chat(Conversation((Message("user", "u"), Message("assistant", tool_calls=calls))))
+        await template_chat(Conversation((Message("user", "u"), Message("assistant", tool_calls=calls))))
     assert error.value.where["field"] == "messages.1.tool_calls"
 
 
-def test_tools_must_be_objects() -> None:
+async def test_tools_must_be_objects() -> None:
     """The refusal names the conversation's field."""
     with refused() as error:
-        template_chat(Conversation((Message("user", "u"),), tools='["f"]'))
+        await template_chat(Conversation((Message("user", "u"),), tools='["f"]'))
     assert error.value.where["field"] == "conversation.tools"
 
 

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from coordinator.text.text_threads import LARGE_BYTES, MAX_LARGE_WAITING, on_text_thread
 from services.errors import ResourceExhausted
+from services.text_threads import LARGE_BYTES, MAX_LARGE_WAITING, on_text_thread
 
 
 async def test_short_texts_do_not_wait_behind_large_ones() -> None:
