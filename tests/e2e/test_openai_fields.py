@@ -169,6 +169,21 @@ def test_logprobs_of_completions(client: openai.OpenAI, echo: bool) -> None:
     assert [number is None for number in whole.logprobs.token_logprobs or []].count(True) == echo
 
 
+def test_a_large_reply(client: openai.OpenAI) -> None:
+    """Megabytes of log-probabilities, which are sent bit by bit, are the same whole and streamed."""
+    fields: Any = {
+        "model": "demo", "prompt": list(range(100, 900)), "echo": True, "logprobs": 20, "max_tokens": 0,
+        "extra_body": {"prompt_logprobs": 20},
+    }  # fmt: skip
+    whole = client.completions.create(**fields).choices[0]
+    [chunk, *_] = client.completions.create(**fields, stream=True)
+    assert whole.logprobs is not None
+    assert len(whole.logprobs.tokens or []) == 800
+    assert chunk.choices[0].logprobs == whole.logprobs
+    assert chunk.choices[0].model_extra == whole.model_extra
+    assert len(whole.to_json()) > 1 << 20
+
+
 async def test_a_prompt_is_scored_alike_by_every_api(client: openai.OpenAI, server: Server) -> None:
     """Its echo, vLLM's form of a completion and of a chat, and gRPC's: the same numbers, and no answer unless asked."""
     chat: Any = client.post("/../tokenize", body={"messages": ASK}, cast_to=object)["tokens"]  # type: ignore[index]

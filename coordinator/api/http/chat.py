@@ -18,10 +18,11 @@ from coordinator.api.http.documented import ANSWER, OPENAI_ERRORS
 from coordinator.api.http.field_decisions import Api, refuse_fields
 from coordinator.api.http.json_bodies import JsonRoute
 from coordinator.api.http.logprobs import chat_logprobs, vllm_prompt_logprobs
-from coordinator.api.http.replies import event_stream, json_reply, json_text, unless_gone
+from coordinator.api.http.replies import SentEvent, event_stream, json_event, json_reply, unless_gone
 from coordinator.api.http.schemas import ChatRequest
 from coordinator.api.http.thinking import effort_variables
 from coordinator.api.http.usage import timings_of, usage_of
+from coordinator.api.http.written_json import WrittenList
 from coordinator.engine.engine import Engine
 from coordinator.text.parsers.collected import collect
 from coordinator.text.parsers.events import (
@@ -127,29 +128,31 @@ def call_id(exchange: ChatExchange, choice: int, index: int) -> str:
 
 async def _whole(engine: Engine, exchange: ChatExchange, count: int, head: dict[str, Any]) -> dict[str, Any]:
     answers: dict[int, Answer] = {}
-    prompt: list[dict[str, Any] | None] = []
+    prompt = WrittenList()
     async for part in answer_exchange(engine, exchange, count):
         if isinstance(part.content, Answer):
             answers[part.index] = part.content
         else:
-            prompt += await _prompt_logprobs(engine, exchange, part.content)
+            await _add_prompt(prompt, engine, exchange, part.content)
     ordered = [answers[index] for index in range(count)]
     return {
         **head,
         "object": "chat.completion",
-        "choices": [_choice(engine, exchange, index, answer) for index, answer in enumerate(ordered)],
+        "choices": [
+            await asyncio.to_thread(_choice, engine, exchange, index, answer) for index, answer in enumerate(ordered)
+        ],
         "usage": usage_of(answers, count),
         "timings": timings_of(ordered[0]),
         **({"prompt_logprobs": prompt} if prompt else {}),
     }
 
 
-async def _prompt_logprobs(engine: Engine, exchange: ChatExchange, piece: Piece) -> list[dict[str, Any] | None]:
-    """Return the entries of a piece's tokens of the prompt, which are made on a thread."""
-    if not piece.prompt:
-        return []
-    alternatives = exchange.request.prompt_logprobs or 0
-    return await asyncio.to_thread(vllm_prompt_logprobs, engine.files.tokenizer, piece.prompt, alternatives)
+async def _add_prompt(prompt: WrittenList, engine: Engine, exchange: ChatExchange, piece: Piece) -> None:
+    """Add the entries of a piece's tokens of the prompt, which are made on a thread."""
+    if piece.prompt:
+        alternatives = exchange.request.prompt_logprobs or 0
+        entries = vllm_prompt_logprobs(engine.files.tokenizer, piece.prompt, alternatives)
+        await asyncio.to_thread(prompt.extend, entries)
 
 
 def _choice(engine: Engine, exchange: ChatExchange, index: int, answer: Answer) -> dict[str, Any]:
@@ -167,17 +170,18 @@ def _choice(engine: Engine, exchange: ChatExchange, index: int, answer: Answer) 
             }
             for number, call in enumerate(collected.tool_calls)
         ]
+    logprobs = chat_logprobs(engine.files.tokenizer, answer.token_ids, answer.logprobs or ())
     return {
         "index": index,
         "message": message,
-        "logprobs": chat_logprobs(engine.files.tokenizer, answer.token_ids, answer.logprobs or ()),
+        "logprobs": {"content": WrittenList(logprobs), "refusal": None} if answer.logprobs else None,
         "finish_reason": finish_reason(answer, bool(collected.tool_calls)),
     }
 
 
 async def _stream(
     engine: Engine, exchange: ChatExchange, count: int, head: dict[str, Any], *, usage: bool
-) -> AsyncGenerator[dict[str, Any] | str]:
+) -> AsyncGenerator[SentEvent]:
     def chunk(index: int, delta: dict[str, Any], reason: str | None = None, **more: Any) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": more.pop("logprobs", None), "finish_reason": reason}
         return {**head, "object": "chat.completion.chunk", "choices": [choice], **no_usage, **more}
@@ -186,7 +190,7 @@ async def _stream(
     no_usage = {"usage": None} if usage else {}
     answers: dict[int, Answer] = {}
     parsers = [exchange.parser() for _ in range(count)]
-    prompt: list[dict[str, Any] | None] = []
+    prompt = WrittenList()
     begun: set[int] = set()
     called: set[int] = set()
 
@@ -216,13 +220,16 @@ async def _stream(
     async for part in answer_exchange(engine, exchange, count):
         index, content = part.index, part.content
         if isinstance(content, Piece) and content.prompt:
-            prompt += await _prompt_logprobs(engine, exchange, content)
+            await _add_prompt(prompt, engine, exchange, content)
             continue
         if index not in begun:
             begun.add(index)
             # They come with the first choice; another one may be quicker.
-            of_prompt: dict[str, Any] = {"prompt_logprobs": prompt} if prompt and not index else {}
-            yield await json_text(chunk(index, {"role": "assistant", "content": ""}, **of_prompt))
+            opening = {"role": "assistant", "content": ""}
+            if prompt and not index:
+                yield await json_event(chunk(index, opening, prompt_logprobs=prompt))
+            else:
+                yield chunk(index, opening)
         if isinstance(content, Answer):
             answers[index] = content
             for delta in deltas(index, parsers[index].finish(cut=content.cut)):
@@ -230,9 +237,11 @@ async def _stream(
             yield chunk(index, {}, finish_reason(content, index in called), timings=timings_of(content))
             continue
         changes = deltas(index, parsers[index].push(content.text))
-        logprobs = chat_logprobs(engine.files.tokenizer, content.token_ids, content.logprobs)
-        if logprobs is not None and not changes:
-            changes = [{"content": ""}]
+        logprobs = None
+        if content.logprobs:
+            entries = chat_logprobs(engine.files.tokenizer, content.token_ids, content.logprobs)
+            logprobs = {"content": list(entries), "refusal": None}
+            changes = changes or [{"content": ""}]
         for delta in changes:
             yield chunk(index, delta, logprobs=logprobs)
             logprobs = None

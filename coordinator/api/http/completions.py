@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -26,10 +26,11 @@ from coordinator.api.http.documented import ANSWER, OPENAI_ERRORS
 from coordinator.api.http.field_decisions import Api, refuse_fields
 from coordinator.api.http.json_bodies import JsonRoute
 from coordinator.api.http.logprobs import CompletionLogprobs, vllm_prompt_logprobs
-from coordinator.api.http.replies import event_stream, json_reply, json_text, unless_gone
+from coordinator.api.http.replies import SentEvent, event_stream, json_event, json_reply, unless_gone
 from coordinator.api.http.schemas import CompletionRequest
 from coordinator.api.http.structured import answer_bound
 from coordinator.api.http.usage import timings_of, usage_of
+from coordinator.api.http.written_json import WrittenList
 from coordinator.engine.engine import Engine
 from coordinator.text.prompt import Prompt
 from coordinator.text.tokenizer import Tokenizer
@@ -145,8 +146,8 @@ class _Choice:
         self._logprobs = CompletionLogprobs(tokenizer, body.logprobs or 0, len(echo))
         # What the first object says of the prompt.
         self._echo = echo
-        self._echoed_logprobs: list[dict[str, list[Any]]] = []
-        self._prompt_logprobs: list[dict[str, Any] | None] = []
+        self._echoed_logprobs: dict[str, WrittenList] = {}
+        self._prompt_logprobs = WrittenList()
 
     @property
     def holds_prompt(self) -> bool:
@@ -161,20 +162,24 @@ class _Choice:
     def _take_prompt(self, prompt: Sequence[PromptToken]) -> None:
         body = self._body
         if body.echo and body.logprobs is not None:
-            self._echoed_logprobs.append(self._logprobs.of_prompt(prompt))
+            for name, entries in self._logprobs.of_prompt(prompt).items():
+                self._echoed_logprobs.setdefault(name, WrittenList()).extend(entries)
         if body.prompt_logprobs is not None:
-            self._prompt_logprobs += vllm_prompt_logprobs(self._tokenizer, prompt, body.prompt_logprobs)
+            self._prompt_logprobs.extend(vllm_prompt_logprobs(self._tokenizer, prompt, body.prompt_logprobs))
 
     def made_of(self, piece: Piece, finish_reason: str | None = None) -> dict[str, Any]:
         """Return the object of the answer's next piece; the first one begins with what was asked of the prompt."""
         text, self._echo = self._echo + piece.text, ""
-        parts, self._echoed_logprobs = self._echoed_logprobs, []
+        logprobs: Mapping[str, Any] = self._echoed_logprobs
+        self._echoed_logprobs = {}
         if piece.logprobs and self._body.logprobs is not None:
-            parts.append(self._logprobs.of_answer(piece.token_ids, piece.logprobs))
-        logprobs = {name: [entry for part in parts for entry in part[name]] for name in parts[0]} if parts else None
-        made = {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+            of_answer = self._logprobs.of_answer(piece.token_ids, piece.logprobs)
+            for name, echoed in logprobs.items():
+                echoed.extend(of_answer[name])
+            logprobs = logprobs or of_answer
+        made = {"index": self._index, "text": text, "logprobs": logprobs or None, "finish_reason": finish_reason}
         if self._prompt_logprobs:
-            made["prompt_logprobs"], self._prompt_logprobs = self._prompt_logprobs, []
+            made["prompt_logprobs"], self._prompt_logprobs = self._prompt_logprobs, WrittenList()
         return made
 
 
@@ -194,13 +199,14 @@ async def _whole(
         for index in _best(of_prompt, told) if told < count else range(count):
             answer = of_prompt[index]
             piece = Piece(answer.token_ids, answer.text or "", answer.logprobs or ())
-            made.append(choices[first + index].made_of(piece, answer.finish_reason) | {"index": len(made)})
+            choice = await asyncio.to_thread(choices[first + index].made_of, piece, answer.finish_reason)
+            made.append(choice | {"index": len(made)})
     return {**head, "choices": made, "usage": usage_of(answers, count), "timings": timings_of(answers[0])}
 
 
 async def _stream(
     engine: Engine, requests: list[Request], count: int, head: dict[str, Any], choices: list[_Choice], *, usage: bool
-) -> AsyncGenerator[dict[str, Any] | str]:
+) -> AsyncGenerator[SentEvent]:
     # The last chunk has the usage; null in the others says that it will come.
     head = {**head, "usage": None} if usage else head
     answers: dict[int, Answer] = {}
@@ -208,15 +214,16 @@ async def _stream(
         choice, content = choices[part.index], part.content
         if isinstance(content, Answer):
             answers[part.index] = content
-            end = choice.made_of(Piece(()), content.finish_reason)
-            yield {**head, "choices": [end], "timings": timings_of(content)}
+            long, end = choice.holds_prompt, choice.made_of(Piece(()), content.finish_reason)
+            chunk = {**head, "choices": [end], "timings": timings_of(content)}
+            yield await json_event(chunk) if long else chunk
         elif content.prompt:
             await choice.take_prompt(content.prompt)
         else:
             long, made = choice.holds_prompt, choice.made_of(content)
             if long or made["text"] or made["logprobs"]:
                 chunk = {**head, "choices": [made]}
-                yield await json_text(chunk) if long else chunk
+                yield await json_event(chunk) if long else chunk
     if usage:
         yield {**head, "choices": [], "usage": usage_of(answers, count)}
     yield "[DONE]"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from coordinator.text.tokenizer import IncrementalDecoder, Tokenizer
@@ -15,28 +15,22 @@ LEAST = -9999.0
 
 def chat_logprobs(
     tokenizer: Tokenizer | None, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
-) -> dict[str, Any] | None:
-    """Return `choices[].logprobs` of a chat, None where none were asked for."""
-    if not logprobs:
-        return None
-    content = []
+) -> Iterator[dict[str, Any]]:
+    """Return the entries of `choices[].logprobs.content` of a chat."""
     for token_id, entry in zip(token_ids, logprobs, strict=True):
         top = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
-        content.append(
-            {
-                **_token(tokenizer, token_id, entry.logprob),
-                "top_logprobs": [_token(tokenizer, other, logprob) for other, logprob in top],
-            }
-        )
-    return {"content": content, "refusal": None}
+        yield {
+            **_token(tokenizer, token_id, entry.logprob),
+            "top_logprobs": [_token(tokenizer, other, logprob) for other, logprob in top],
+        }
 
 
 def vllm_prompt_logprobs(
     tokenizer: Tokenizer | None, prompt: Sequence[PromptToken], alternatives: int
-) -> list[dict[str, Any] | None]:
+) -> Iterator[dict[str, Any] | None]:
     """Return `prompt_logprobs`: for each token of the prompt an object by token ids, with the token itself first, then
     so many of the most probable ones; None for the prompt's first token."""
-    return [None if token.logprobs is None else _by_id(tokenizer, token, alternatives) for token in prompt]
+    return (None if token.logprobs is None else _by_id(tokenizer, token, alternatives) for token in prompt)
 
 
 def _by_id(tokenizer: Tokenizer | None, token: PromptToken, alternatives: int) -> dict[str, Any]:

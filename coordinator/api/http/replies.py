@@ -9,28 +9,53 @@ from typing import Any, TypeVar
 
 from sse_starlette import EventSourceResponse
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from coordinator.api.http.errors import logged
+from coordinator.api.http.written_json import json_pieces
 
 T = TypeVar("T")
+
+SentEvent = dict[str, Any] | str | tuple[str, dict[str, Any]] | bytes
+"""An event of a stream: an object or a text is its `data`, a pair its name and data; bytes are ready to be sent."""
 
 KEEP_ALIVE_S = 10
 """Between comments that keep a connection open during a long prefill."""
 
 
-_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-async def json_text(value: dict[str, Any]) -> str:
-    """Return an object as JSON, written on a thread and bit by bit: `json.dumps` lets nothing else run until all of it
-    is written, and log-probabilities of a long prompt are megabytes."""
-    return await asyncio.to_thread(lambda: "".join(_ENCODER.iterencode(value)))
+CHUNK_CHARACTERS = 64 << 10
+"""Of a large reply so much is sent at once."""
 
 
 async def json_reply(value: dict[str, Any]) -> Response:
-    """Return a reply that is an object, which may be a large one."""
-    return Response(await json_text(value), media_type="application/json")
+    """Return a reply that is an object, which may be a large one: it is written on a thread and sent bit by bit."""
+    chunks = await asyncio.to_thread(_chunks, value)
+    if len(chunks) == 1:
+        return Response(chunks[0], media_type="application/json")
+    return StreamingResponse(_each(chunks), media_type="application/json")
+
+
+async def json_event(value: dict[str, Any]) -> bytes:
+    """Return an event that is a large object, ready to be sent; it is written on a thread."""
+    return await asyncio.to_thread(lambda: b"".join((b"data: ", *_chunks(value), b"\r\n\r\n")))
+
+
+def _chunks(value: dict[str, Any]) -> list[bytes]:
+    chunks: list[bytes] = []
+    pieces: list[str] = []
+    size = 0
+    for piece in json_pieces(value):
+        pieces.append(piece)
+        size += len(piece)
+        if size >= CHUNK_CHARACTERS:
+            chunks.append("".join(pieces).encode())
+            pieces, size = [], 0
+    return [*chunks, "".join(pieces).encode()] if pieces else chunks
+
+
+async def _each(chunks: list[bytes]) -> AsyncGenerator[bytes]:
+    for chunk in chunks:
+        yield chunk
 
 
 class ClientGone(Exception):
@@ -57,22 +82,20 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def event_stream(
-    request: Request, events: AsyncGenerator[dict[str, Any] | str | tuple[str, dict[str, Any]]]
-) -> EventSourceResponse:
-    """Return a reply that streams events: an object or a text as `data`, a pair as a named event and its data.
+async def event_stream(request: Request, events: AsyncGenerator[SentEvent]) -> EventSourceResponse:
+    """Return a reply that streams events.
 
     An error before the first event is raised, so that it gets a status; a later one becomes an event. Raises ClientGone
     when the client disconnects before the first event.
     """
     path = request.url.path
 
-    async def first_event() -> dict[str, Any] | str | tuple[str, dict[str, Any]] | None:
+    async def first_event() -> SentEvent | None:
         return await anext(events, None)
 
     first = await unless_gone(request, first_event())
 
-    async def frames() -> AsyncGenerator[dict[str, str]]:
+    async def frames() -> AsyncGenerator[dict[str, str] | bytes]:
         try:
             if first is not None:
                 yield _frame(first)
@@ -88,7 +111,9 @@ async def event_stream(
     return EventSourceResponse(frames(), ping=KEEP_ALIVE_S, headers={"X-Accel-Buffering": "no"})
 
 
-def _frame(event: dict[str, Any] | str | tuple[str, dict[str, Any]]) -> dict[str, str]:
+def _frame(event: SentEvent) -> dict[str, str] | bytes:
+    if isinstance(event, bytes):
+        return event
     if isinstance(event, tuple):
         return {"event": event[0], "data": json.dumps(event[1], ensure_ascii=False)}
     return {"data": event if isinstance(event, str) else json.dumps(event, ensure_ascii=False)}
