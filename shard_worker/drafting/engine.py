@@ -6,8 +6,10 @@ same but for rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -17,8 +19,12 @@ from shard_worker.drafting.embedding_rows import EmbeddingRows
 from shard_worker.model.features import Features
 from shard_worker.weights.weight import Weight
 
-Projection = Callable[[torch.Tensor], torch.Tensor]
-"""Normed hidden rows [n, hidden] -> logits [n, vocab]."""
+
+class Projection(Protocol):
+    """What turns hidden rows into logits."""
+
+    def __call__(self, normed: torch.Tensor, batch_invariant_rows: int | None = None, /) -> torch.Tensor:
+        """Return the logits [n, vocab] of normed rows [n, hidden]. batch_invariant_rows: as in `Rows`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,18 @@ class DraftRequest:
     position: int
     token_id: int
     tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedRows:
+    """Rows of one session that count from now on.
+
+    state: the session's context. start: the first one's position. count: how many they are.
+    """
+
+    state: DraftState
+    start: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,36 +76,51 @@ class DraftEngine:
             self.runner.prepare(mask_row, matrix if beside else None)
 
     def append(self, state: DraftState, features: Features, start: int) -> None:
-        """Take the features of committed rows from position `start` on.
+        """Take the features of a session's committed rows from position `start` on, as `append_together`."""
+        self.append_together([CommittedRows(state, start, features.count)], features)
 
-        Raises FailedPrecondition when the rows don't follow the context.
+    def append_together(self, rows: Sequence[CommittedRows], features: Features) -> None:
+        """Take the features of several sessions' committed rows, one session's behind the other's.
+
+        Raises FailedPrecondition when the rows of one don't follow its context; then nothing is taken of any.
         """
-        check_start(state, start)
-        if self.runner is not None and self.runner.takes(state, features.count):
-            self.runner.append(state, self.draft.mix(features))
+        for one in rows:
+            check_start(one.state, one.start)
+        states, counts = [one.state for one in rows], [one.count for one in rows]
+        if self.runner is not None and len(rows) == 1 and self.runner.takes(states[0], counts[0]):
+            self.runner.append(states[0], self.draft.mix(features))
         else:
-            self.draft.append(state, features)
+            self.draft.append(states, counts, features)
 
     def propose(self, state: DraftState, request: DraftRequest) -> tuple[int, ...]:
-        """Return the draft's most probable token for each place behind the known one.
+        """Return a session's draft tokens, as `propose_together`."""
+        [draft_tokens] = self.propose_together([state], [request])
+        return draft_tokens
+
+    def propose_together(self, states: Sequence[DraftState], requests: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
+        """Return, for each session, the draft's most probable token for each place behind the known one.
 
         Raises FailedPrecondition as `check_draft_request` does.
         """
         assert self.embedding is not None
         assert self.project is not None
-        check_draft_request(self.draft, state, request.position, request.tokens)
-        rows = self.embedding((request.token_id, self.draft.config.mask_token_id))
-        if self.runner is not None and self.runner.takes(state, 0):
-            return self.runner.propose(state, rows, request.tokens)
-        return tuple(self.project(self.draft.propose(state, rows, request.tokens)).argmax(-1).tolist())
+        for state, request in zip(states, requests, strict=True):
+            check_draft_request(self.draft, state, request.position, request.tokens)
+        counts = [request.tokens for request in requests]
+        rows = self.embedding((*(request.token_id for request in requests), self.draft.config.mask_token_id))
+        if self.runner is not None and len(states) == 1 and self.runner.takes(states[0], 0):
+            return [self.runner.propose(states[0], rows, counts[0])]
+        logits = self.project(self.draft.propose(states, rows, counts), states[0].batch_invariant_rows)
+        draft_tokens = iter(logits.argmax(-1).tolist())
+        return [tuple(itertools.islice(draft_tokens, count)) for count in counts]
 
     def hidden(self, state: DraftState, position: int, embedded: torch.Tensor, tokens: int) -> torch.Tensor:
         """Return the hidden rows of the draft tokens, for another worker's lm_head: [tokens, hidden].
 
-        embedded: as in `Draft.propose`. Raises FailedPrecondition as `check_draft_request` does.
+        embedded: as in `Draft.propose`, of this session alone. Raises FailedPrecondition as `check_draft_request` does.
         """
         check_draft_request(self.draft, state, position, tokens)
-        return self.draft.propose(state, embedded, tokens)
+        return self.draft.propose([state], embedded, [tokens])
 
 
 def make_engine(
@@ -99,8 +132,8 @@ def make_engine(
     kernels: whether there may be kernels at all.
     """
 
-    def project(hidden: torch.Tensor) -> torch.Tensor:
-        return head.matmul(hidden.to(head.dtype))
+    def project(hidden: torch.Tensor, batch_invariant_rows: int | None = None) -> torch.Tensor:
+        return head.matmul(hidden.to(head.dtype), None, batch_invariant_rows)
 
     if not kernels or head.dtype != draft.dtype or not draft.has_kernels:
         return DraftEngine(draft, embedding, project)

@@ -79,10 +79,15 @@ class Capture:
     indices: Mapping[int, int]
     fc: Weight | None
 
-    def collect(self, captured: list[torch.Tensor], features: Features) -> None:
-        """Add a segment's captured rows, one [n, hidden] for each layer in order."""
+    def collect(
+        self, captured: list[torch.Tensor], features: Features, batch_invariant_rows: int | None = None
+    ) -> None:
+        """Add a segment's captured rows, one [n, hidden] for each layer in order.
+
+        batch_invariant_rows: as in `Rows`.
+        """
         if self.fc is not None:
-            features.add(self.fc.matmul(torch.cat(captured, -1)))
+            features.add(self.fc.matmul(torch.cat(captured, -1), None, batch_invariant_rows))
         else:
             features.slices |= dict(zip(self.indices.values(), captured, strict=True))
 

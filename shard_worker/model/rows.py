@@ -113,17 +113,30 @@ def make_rows(
     """
     device = like.device
     positions = [torch.arange(base, base + count, device=device) for base, count, _ in sessions]
-    together = positions[0] if len(positions) == 1 else torch.cat(positions)
+    rope = rope_of_rows(positions, frequencies, like.dtype, batch_invariant_rows)
     if batch_invariant_rows is not None:
-        tables = [rope_table(position, frequencies, like.dtype) for position in together.chunk(len(together))]
-        cos, sin = (torch.cat(tensors) for tensors in zip(*tables, strict=True))
-        return Rows([SessionRows(*one) for one in sessions], (cos, sin), uncommitted, operations, batch_invariant_rows)
+        return Rows([SessionRows(*one) for one in sessions], rope, uncommitted, operations, batch_invariant_rows)
     attending = kinds - {LayerKind.LINEAR}
     rows = [
         SessionRows(*one, {kind: _mask(config, kind, like, own) for kind in attending})
         for one, own in zip(sessions, positions, strict=True)
     ]
-    return Rows(rows, rope_table(together, frequencies, like.dtype), uncommitted, operations)
+    return Rows(rows, rope, uncommitted, operations)
+
+
+def rope_of_rows(
+    positions: Sequence[torch.Tensor], frequencies: torch.Tensor, dtype: torch.dtype, batch_invariant_rows: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `rope_table` for the rows of several sessions, at `positions` [n] of each.
+
+    batch_invariant_rows: as in `Rows`; rows are then turned by the same numbers whatever rows stand beside them.
+    """
+    together = positions[0] if len(positions) == 1 else torch.cat(list(positions))
+    if batch_invariant_rows is None:
+        return rope_table(together, frequencies, dtype)
+    tables = [rope_table(position, frequencies, dtype) for position in together.chunk(len(together))]
+    cos, sin = (torch.cat(tensors) for tensors in zip(*tables, strict=True))
+    return cos, sin
 
 
 def _mask(

@@ -354,7 +354,8 @@ class StageDrafts:
         check_captures(loaded.draft.config, stage)
         thread, location = self._resources.thread, self._resources.location(None)
         engine = self.engine(loaded.draft, stage, embedding)
-        state = await thread.submit(engine.draft.allocate, request.max_length)
+        batch_invariant_rows = stage.batch_invariant_rows(request.batch_invariant_rows)
+        state = await thread.submit(engine.draft.allocate, request.max_length, batch_invariant_rows)
         return LocalDraftLink(
             thread,
             engine,

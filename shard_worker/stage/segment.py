@@ -96,5 +96,5 @@ class Segment:
             if capture is not None and self.layers.first + offset in capture.indices:
                 captured.append(hidden)
         if capture is not None and features is not None:
-            capture.collect(captured, features)
+            capture.collect(captured, features, batch_invariant_rows)
         return hidden

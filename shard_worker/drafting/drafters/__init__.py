@@ -29,6 +29,9 @@ class DraftState(Protocol):
 
     length: int
     """Tokens whose features the draft has taken."""
+    batch_invariant_rows: int | None
+    """How many rows every product of plain torch multiplies, so that the session's draft tokens are the same to the
+    last bit whatever sessions are computed with it; None where they need not be."""
 
     @property
     def size_bytes(self) -> int:
@@ -112,8 +115,11 @@ class Draft(Protocol):
     def weight_bytes(self) -> int:
         """Memory that its weights take."""
 
-    def allocate(self, max_length: int) -> DraftState:
-        """Return the empty state of a session of up to `max_length` tokens."""
+    def allocate(self, max_length: int, batch_invariant_rows: int | None = None) -> DraftState:
+        """Return the empty state of a session of up to `max_length` tokens.
+
+        batch_invariant_rows: as in `DraftState`.
+        """
 
     def state_groups(self) -> tuple[TensorGroup, ...]:
         """Say what a snapshot of a prefix holds of this draft."""
@@ -121,14 +127,19 @@ class Draft(Protocol):
     def mix(self, features: Features) -> torch.Tensor:
         """Return the sum of n rows' features behind `fc`, [n, hidden], on the draft's device and in its dtype."""
 
-    def append(self, state: Any, features: Features) -> None:
-        """Take the features of the n committed rows that follow the context."""
+    def append(self, states: Sequence[Any], counts: Sequence[int], features: Features) -> None:
+        """Take the features of the committed rows that follow each session's context.
 
-    def propose(self, state: Any, embedded: torch.Tensor, draft_tokens: int) -> torch.Tensor:
-        """Return the hidden rows of the draft tokens after the context, normed for lm_head: [draft_tokens, hidden].
+        counts: how many rows each has, one session's behind the other's. All states have the same number of
+        batch-invariant rows, or none has one.
+        """
 
-        embedded: the target's embedding rows of the known token, at position `state.length`, and of the mask token,
-        [2, hidden]. The state is left as it was.
+    def propose(self, states: Sequence[Any], embedded: torch.Tensor, draft_tokens: Sequence[int]) -> torch.Tensor:
+        """Return the hidden rows of all draft tokens behind each session's context, normed for lm_head, [n, hidden].
+
+        embedded: the target's embedding rows of each session's known token, at the position after its context, and last
+        that of the mask token: [sessions + 1, hidden]. draft_tokens: how many each session is proposed, one session's
+        behind the other's. The states are left as they were; their batch-invariant rows are as in `append`.
         """
 
     @property

@@ -7,7 +7,8 @@ input for the block. The context is projected once, when features arrive; a prop
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,9 +24,10 @@ from shard_worker.model.features import Features
 from shard_worker.model.kernel_support import can_run
 from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights, MlpWeights
 from shard_worker.model.layers.swiglu import run as run_mlp
+from shard_worker.model.rows import Rows, rope_of_rows
 from shard_worker.ops.attention import attend, grouped_mask, visibility
 from shard_worker.ops.norm import rms_norm
-from shard_worker.ops.rope import apply_rope, inverse_frequencies, rope_table
+from shard_worker.ops.rope import apply_rope, inverse_frequencies
 from shard_worker.weights.checkpoint import Checkpoint
 from shard_worker.weights.weight import DenseWeight, Weight, concatenate
 
@@ -39,12 +41,13 @@ class DFlashState:
 
     caches: by kind of layer. Sliding layers' positions wrap around in window + block slots: enough that a block never
     overwrites what one of its rows can see. layers: each layer's kind and its slot in the cache of that kind. length:
-    tokens whose features the context has.
+    tokens whose features the context has. batch_invariant_rows: as in `Rows`.
     """
 
     caches: dict[LayerKind, AttentionCache]
     layers: tuple[tuple[LayerKind, int], ...]
     length: int = 0
+    batch_invariant_rows: int | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -81,8 +84,8 @@ class DFlashDraft:
     context: tuple[Weight, ...]
     frequencies: torch.Tensor
 
-    def allocate(self, max_length: int) -> DFlashState:
-        """Return the empty state of a session of up to `max_length` tokens."""
+    def allocate(self, max_length: int, batch_invariant_rows: int | None = None) -> DFlashState:
+        """Return the empty state of a session of up to `max_length` tokens. batch_invariant_rows: as in `Rows`."""
         config, block = self.config, self.config.block_size
         like = torch.empty(0, dtype=self.dtype, device=self.device.torch_device)
         caches: dict[LayerKind, AttentionCache] = {}
@@ -98,7 +101,8 @@ class DFlashDraft:
                 PAGE_ROWS if self.device.is_gpu else None,
                 None if ring is None or ring > max_length + block else ring,
             )
-        return DFlashState(caches, tuple(zip(kinds, self.slots, strict=True)))
+        layers = tuple(zip(kinds, self.slots, strict=True))
+        return DFlashState(caches, layers, batch_invariant_rows=batch_invariant_rows)
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -135,67 +139,75 @@ class DFlashDraft:
             for what in ("k", "v")
         )
 
-    def mix(self, features: Features) -> torch.Tensor:
-        """Return `fc(features)` of n rows, [n, hidden]."""
+    def mix(self, features: Features, batch_invariant_rows: int | None = None) -> torch.Tensor:
+        """Return `fc(features)` of n rows, [n, hidden]. batch_invariant_rows: as in `Rows`."""
         if features.total is not None:
             return features.total.to(self.device.torch_device, self.dtype)
         pieces = [features.slices[index] for index in range(len(self.config.capture_layers))]
         joined = torch.cat([piece.to(self.device.torch_device) for piece in pieces], -1)
-        return self.fc.matmul(joined.to(self.dtype))
+        return self.fc.matmul(joined.to(self.dtype), None, batch_invariant_rows)
 
-    def combine(self, features: Features) -> torch.Tensor:
+    def combine(self, features: Features, batch_invariant_rows: int | None = None) -> torch.Tensor:
         """Return the context vector of each of n rows, [n, hidden]: `hidden_norm(fc(features))`."""
-        return rms_norm(self.mix(features), self.hidden_norm, self.config.norm_eps)
+        return rms_norm(self.mix(features, batch_invariant_rows), self.hidden_norm, self.config.norm_eps)
 
-    def append(self, state: DFlashState, features: Features) -> None:
-        """Take the features of the n committed rows that follow the context."""
-        context = self.combine(features)
-        count, config = len(context), self.config
-        positions = torch.arange(state.length, state.length + count, device=context.device)
-        rope = rope_table(positions, self.frequencies, self.dtype)
-        queries = config.heads * config.head_dim
-        for (kind, slot), weights, keys_and_values in zip(state.layers, self.layers, self.context, strict=True):
+    def append(self, states: Sequence[DFlashState], counts: Sequence[int], features: Features) -> None:
+        """Take the features of the committed rows that follow the contexts, as `Draft.append`."""
+        config, fixed_rows = self.config, states[0].batch_invariant_rows
+        context = self.combine(features, fixed_rows)
+        rope = self._rope([(state.length, count) for state, count in zip(states, counts, strict=True)], fixed_rows)
+        queries, places = config.heads * config.head_dim, _places(counts)
+        for layer, ((kind, slot), weights) in enumerate(zip(states[0].layers, self.layers, strict=True)):
             mixer = weights.mixer
             assert isinstance(mixer, AttentionWeights)
             bias = None if mixer.qkv_bias is None else mixer.qkv_bias[queries:]
-            projected = keys_and_values.matmul(context, bias).view(count, 2, config.kv_heads, -1)
+            projected = self.context[layer].matmul(context, bias, fixed_rows).view(len(context), 2, config.kv_heads, -1)
             keys = apply_rope(rms_norm(projected[:, 0], mixer.qk_norm[config.heads :], config.norm_eps), rope)
-            # Only the last `slots` rows: earlier ones would be overwritten.
-            cache = state.caches[kind]
-            first = max(0, count - cache.slots)
-            cache.store(slot, state.length + first, keys[first:], projected[first:, 1])
-        state.length += count
+            for state, own in zip(states, places, strict=True):
+                # Only the last `slots` rows: earlier ones would be overwritten.
+                cache = state.caches[kind]
+                skipped = max(0, own.stop - own.start - cache.slots)
+                kept = slice(own.start + skipped, own.stop)
+                cache.store(slot, state.length + skipped, keys[kept], projected[kept, 1])
+        for state, count in zip(states, counts, strict=True):
+            state.length += count
 
-    def propose(self, state: DFlashState, embedded: torch.Tensor, draft_tokens: int) -> torch.Tensor:
-        """Return the hidden rows of the draft tokens after the context, normed for lm_head: [draft_tokens, hidden].
-
-        embedded: the target's embedding rows of the known token, at position `state.length`, and of the mask token,
-        [2, hidden]. The context is left as it was.
-        """
-        config, rows = self.config, draft_tokens + 1
-        index = torch.tensor([0] + [1] * draft_tokens, device=self.device.torch_device)
-        hidden = embedded.to(self.device.torch_device, self.dtype)[index]
-        end = state.length + rows
-        positions = torch.arange(state.length, end, device=hidden.device)
-        rope = rope_table(positions, self.frequencies, self.dtype)
-        masks: dict[tuple[LayerKind, bool], torch.Tensor | None] = {}
-        for (kind, slot), causal, weights in zip(state.layers, config.causal, self.layers, strict=True):
-            mixer, cache = weights.mixer, state.caches[kind]
+    def propose(
+        self, states: Sequence[DFlashState], embedded: torch.Tensor, draft_tokens: Sequence[int]
+    ) -> torch.Tensor:
+        """Return the hidden rows of all draft tokens, as `Draft.propose`."""
+        config, fixed_rows = self.config, states[0].batch_invariant_rows
+        counts = [tokens + 1 for tokens in draft_tokens]
+        places, mask = _places(counts), len(states)
+        index = [row for known, tokens in enumerate(draft_tokens) for row in (known, *[mask] * tokens)]
+        device = self.device.torch_device
+        hidden = embedded.to(device, self.dtype)[torch.tensor(index, device=device)]
+        rope = self._rope([(state.length, count) for state, count in zip(states, counts, strict=True)], fixed_rows)
+        rows = Rows((), rope, uncommitted=False, batch_invariant_rows=fixed_rows)
+        masks: dict[tuple[int, LayerKind, bool], torch.Tensor | None] = {}
+        for (kind, slot), causal, weights in zip(states[0].layers, config.causal, self.layers, strict=True):
+            mixer = weights.mixer
             assert isinstance(mixer, AttentionWeights)
             x = rms_norm(hidden, weights.input_norm, config.norm_eps)
-            projected = mixer.qkv.matmul(x, mixer.qkv_bias).view(rows, -1, config.head_dim)
+            projected = mixer.qkv.matmul(x, mixer.qkv_bias, fixed_rows).view(len(x), -1, config.head_dim)
             normed = rms_norm(projected[:, : config.heads + config.kv_heads], mixer.qk_norm, config.norm_eps)
             rotated = apply_rope(normed, rope)
             values = projected[:, config.heads + config.kv_heads :]
-            cache.store(slot, state.length, rotated[:, config.heads :], values)
-            span = min(cache.slots, end)
-            if (kind, causal) not in masks:
-                masks[kind, causal] = self._mask(kind, causal, positions, end, span, cache.slots)
-            mixed = attend(rotated[:, : config.heads], *cache.span(slot, span), masks[kind, causal])
-            hidden = hidden + mixer.out.matmul(mixed, mixer.out_bias)
+            mixed = []
+            for number, (state, own) in enumerate(zip(states, places, strict=True)):
+                cache, end = state.caches[kind], state.length + counts[number]
+                cache.store(slot, state.length, rotated[own, config.heads :], values[own])
+                span = min(cache.slots, end)
+                if (number, kind, causal) not in masks:
+                    masks[number, kind, causal] = self._mask(kind, causal, state.length, end, span, cache.slots)
+                seen = masks[number, kind, causal]
+                mixed.append(attend(rotated[own, : config.heads], *cache.span(slot, span), seen))
+            together = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+            hidden = hidden + mixer.out.matmul(together, mixer.out_bias, fixed_rows)
             normed = rms_norm(hidden, weights.post_norm, config.norm_eps)
-            hidden = hidden + run_mlp(weights.mlp, normed)
-        return rms_norm(hidden[1:], self.norm, config.norm_eps)
+            hidden = hidden + run_mlp(weights.mlp, normed, rows)
+        guessed = [row for row, known in enumerate(index) if known == mask]
+        return rms_norm(hidden[torch.tensor(guessed, device=device)], self.norm, config.norm_eps)
 
     @property
     def has_kernels(self) -> bool:
@@ -209,10 +221,16 @@ class DFlashDraft:
 
         return DFlashRunner(self, head, graphs=graphs)
 
-    def _mask(
-        self, kind: LayerKind, causal: bool, positions: torch.Tensor, end: int, span: int, slots: int
-    ) -> torch.Tensor | None:
-        """Return what each row of a block may not see, None where it may see everything.
+    def _rope(
+        self, rows: Sequence[tuple[int, int]], batch_invariant_rows: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rotary table of sessions' rows: of each the first one's position, and how many there are."""
+        device = self.device.torch_device
+        positions = [torch.arange(first, first + count, device=device) for first, count in rows]
+        return rope_of_rows(positions, self.frequencies, self.dtype, batch_invariant_rows)
+
+    def _mask(self, kind: LayerKind, causal: bool, first: int, end: int, span: int, slots: int) -> torch.Tensor | None:
+        """Return what each row of a session's block [first, end) may not see, None where it may see everything.
 
         Each of the first `span` slots holds the latest position below `end` that maps to it; a negative position means
         that the slot is empty.
@@ -220,10 +238,17 @@ class DFlashDraft:
         window = self.config.window if kind is LayerKind.SLIDING else None
         if not causal and (window is None or end <= window):
             return None
+        positions = torch.arange(first, end, device=self.device.torch_device)
         slot = torch.arange(span, device=positions.device)
         slot_positions = end - 1 - torch.remainder(end - 1 - slot, slots)
         seen = visibility(positions, slot_positions, causal=causal, window=window)
         return grouped_mask(seen, self.config.heads // self.config.kv_heads, self.dtype)
+
+
+def _places(counts: Sequence[int]) -> list[slice]:
+    """Return where each session's rows are among those of all, one session's behind the other's."""
+    ends = list(itertools.accumulate(counts))
+    return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
 def load(

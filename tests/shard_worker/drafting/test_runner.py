@@ -56,13 +56,13 @@ def test_a_block_is_that_of_plain_torch(tiny: Tiny, name: str) -> None:
     features = torch.randn(600, 64, generator=torch.Generator().manual_seed(3)).to(draft.device.torch_device)
     for count, draft_tokens in ((1, 7), (240, 7), (5, 3), (8, 7), (8, 1), (250, 7), (3, 7)):
         piece = Features(total=features[own.length : own.length + count])
-        draft.append(expected, piece)
+        draft.append([expected], [count], piece)
         if runner.takes(own, count):
             runner.append(own, draft.mix(piece))
         else:
-            draft.append(own, piece)
+            draft.append([own], [count], piece)
         rows = embedding[[17, draft.config.mask_token_id]]
-        logits = (draft.propose(expected, rows, draft_tokens) @ head.T).float()
+        logits = (draft.propose([expected], rows, [draft_tokens]) @ head.T).float()
         found = torch.tensor(runner.propose(own, rows, draft_tokens), device=logits.device)
         missed = logits.amax(-1) - logits.gather(1, found[:, None])[:, 0]
         assert (missed <= 0.05 * logits.std()).all(), (count, missed)
@@ -113,7 +113,7 @@ class Pair:
     def prefill(self, tokens: list[int]) -> None:
         features = Features()
         self.run(tokens, features, uncommitted=False)
-        self.draft.append(self.context, features)
+        self.draft.append([self.context], [len(tokens)], features)
 
     def run(self, tokens: Sequence[int], features: Features | None, *, uncommitted: bool) -> StepOutput:
         hidden = None

@@ -59,6 +59,7 @@ def test_sessions_are_the_same_alone_and_together(tiny: Tiny, name: str, exact: 
             [expected], [own] = step(stage, [alone[one]], [part], uncommitted)
             if exact:
                 assert torch.equal(logits, expected)
+                assert torch.equal(features, own)
             else:
                 torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
                 torch.testing.assert_close(features, own, rtol=1e-4, atol=1e-5)

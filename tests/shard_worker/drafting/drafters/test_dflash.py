@@ -74,14 +74,14 @@ def context(draft: DFlashDraft, length: int) -> torch.Tensor:
 def feed(draft: DFlashDraft, state: DFlashState, joined: torch.Tensor, *, summed: bool = False) -> None:
     """Append joined captures, as slices or as the sum that the stages make of them."""
     if summed:
-        draft.append(state, Features(total=draft.fc.matmul(joined)))
+        draft.append([state], [len(joined)], Features(total=draft.fc.matmul(joined)))
     else:
-        draft.append(state, Features(slices=dict(enumerate(joined.split(HIDDEN, -1)))))
+        draft.append([state], [len(joined)], Features(slices=dict(enumerate(joined.split(HIDDEN, -1)))))
 
 
 @torch.no_grad()
 def propose(draft: DFlashDraft, state: DFlashState, draft_tokens: int = BLOCK - 1) -> torch.Tensor:
-    return draft.propose(state, EMBEDDING[[KNOWN, draft.config.mask_token_id]], draft_tokens)
+    return draft.propose([state], EMBEDDING[[KNOWN, draft.config.mask_token_id]], [draft_tokens])
 
 
 def assert_dense(own: torch.Tensor, expected: DraftOutput) -> None:
@@ -201,7 +201,7 @@ def test_what_a_block_depends_on(make_pair: MakePair) -> None:
         feed(draft, state, variant)
         blocks.append(propose(draft, state, 3))
     with torch.no_grad():
-        blocks.append(draft.propose(state, EMBEDDING[[KNOWN + 1, draft.config.mask_token_id]], 3))
+        blocks.append(draft.propose([state], EMBEDDING[[KNOWN + 1, draft.config.mask_token_id]], [3]))
 
     for index, block in enumerate(blocks):
         for other in blocks[:index]:

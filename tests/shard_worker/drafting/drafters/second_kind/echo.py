@@ -5,7 +5,7 @@ Both packages that look for draft kinds find this one file: what it says of a ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ class EchoState:
 
     last: torch.Tensor
     length: int = 0
+    batch_invariant_rows: int | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -76,7 +77,7 @@ class EchoDraft:
     fc: torch.Tensor
     has_kernels: bool = False
 
-    def allocate(self, max_length: int) -> EchoState:
+    def allocate(self, max_length: int, batch_invariant_rows: int | None = None) -> EchoState:
         return EchoState(torch.zeros(self.config.hidden_size, dtype=self.dtype))
 
     def state_groups(self) -> tuple[TensorGroup, ...]:
@@ -87,13 +88,13 @@ class EchoDraft:
             return features.total.to(self.dtype)
         return torch.cat([features.slices[index] for index in sorted(features.slices)], -1) @ self.fc.T
 
-    def append(self, state: EchoState, features: Features) -> None:
-        rows = self.mix(features)
-        state.last.copy_(rows[-1])
-        state.length += len(rows)
+    def append(self, states: Sequence[EchoState], counts: Sequence[int], features: Features) -> None:
+        for state, rows in zip(states, self.mix(features).split(list(counts)), strict=True):
+            state.last.copy_(rows[-1])
+            state.length += len(rows)
 
-    def propose(self, state: EchoState, embedded: torch.Tensor, draft_tokens: int) -> torch.Tensor:
-        return embedded[:1].expand(draft_tokens, -1)
+    def propose(self, states: Sequence[EchoState], embedded: torch.Tensor, draft_tokens: Sequence[int]) -> torch.Tensor:
+        return torch.cat([known.expand(count, -1) for known, count in zip(embedded[:-1], draft_tokens, strict=True)])
 
     def make_runner(self, head: Any, *, graphs: bool) -> DraftRunner:
         raise AssertionError("there are no kernels")
