@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable
 
 import grpc
 import structlog
 
-from services.errors import FlashsplitError, Unavailable
+from services.errors import FlashsplitError, ResourceExhausted, Unavailable
+from services.event_loop import first_done
+from services.messages.description import WorkerDescription
 from services.net.channel import connect
 from services.net.security import OPEN, Security
 from services.rpc.compress import RemoteCompressor
@@ -89,11 +92,46 @@ class Peers:
         self._retired: deque[Connection] = deque()
         self._connecting: dict[tuple[str, str], asyncio.Task[Connection]] = {}
         """Attempts that run: all who want a connection wait for the same one."""
+        self._connect_s: dict[str, float] = {}
+        """How long connecting to each address took the last time."""
 
     async def worker(self, address: str) -> RemoteWorker:
         """Return the worker at an address."""
         connection = await self._connection(address)
         return RemoteWorker(connection.channel, address, connection.heartbeats.guard)
+
+    async def description(self, address: str, within_s: float) -> WorkerDescription:
+        """Return what a worker says of itself.
+
+        within_s: how long connecting and the answer may take, or twice as long as connecting took the last time where
+        that is more. Raises Unavailable where the worker is not reached or lost meanwhile, ResourceExhausted where it
+        lives and its answer is late.
+        """
+        within_s = max(within_s, 2 * self._connect_s.get(address, self._timeout_s))
+        worker: RemoteWorker | None = None
+        found: list[WorkerDescription] = []
+
+        async def ask(worker: RemoteWorker) -> None:
+            found.append(await worker.describe(timeout_s=None))
+
+        async def be_lost() -> None:
+            raise await self.lost(address)
+
+        try:
+            async with asyncio.timeout(within_s):
+                worker = await self.worker(address)
+                await first_done(ask(worker), be_lost())
+        except TimeoutError:
+            if worker is None:
+                message = f"no connection to the worker at {address} within {within_s:.3g} s"
+                raise Unavailable(message, reason="WORKER_UNREACHABLE", address=address) from None
+            raise ResourceExhausted(
+                f"the worker at {address} lives, and has not answered within {within_s:.3g} s: much is on its way to "
+                "it, or it is overloaded",
+                reason="ANSWER_LATE",
+                address=address,
+            ) from None
+        return found[0]
 
     async def stage(self, address: str) -> RemoteStage:
         """Return the stage of the worker at an address."""
@@ -212,12 +250,14 @@ class Peers:
             del self._connecting[key]
 
     async def _connect(self, address: str, heartbeats: Heartbeats | None) -> Connection:
+        began = time.monotonic()
         try:
             channel = await connect(address, timeout_s=self._timeout_s, security=self._security)
         except Unavailable as error:
             if self._caller is not None:
                 error.message = f"{self._caller()}: {error.message}"
             raise
+        self._connect_s[address] = time.monotonic() - began
         connection = Connection(channel, address, heartbeats)
         watcher = self._watcher if heartbeats is None else None
         try:

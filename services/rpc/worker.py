@@ -123,10 +123,11 @@ class RemoteWorker:
         self._stub = pb_grpc.WorkerServiceStub(channel)
         self._address, self._guard = address, guard
 
-    async def describe(self) -> WorkerDescription:
+    async def describe(self, timeout_s: float | None = DESCRIBE_TIMEOUT_S) -> WorkerDescription:
+        """Return what the worker is and what it holds. Raises DeadlineExceeded where its answer takes longer."""
         request = pb.DescribeRequest(protocol_major=PROTOCOL_MAJOR, protocol_minor=PROTOCOL_MINOR)
         with rpc_failures_as_errors(address=self._address):
-            response = await self._stub.Describe(request, timeout=DESCRIBE_TIMEOUT_S)
+            response = await self._stub.Describe(request, timeout=timeout_s)
         if isinstance(response, Damaged) and response.without_checksum is not None:
             # A release of an older protocol adds none; what it says of its version decides.
             self._check_protocol(response.without_checksum.worker)

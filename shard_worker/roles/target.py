@@ -52,7 +52,8 @@ CAPTURE_MISMATCH = "CAPTURE_MISMATCH"
 """The reason of the error where a draft reads other blocks than the stage captures."""
 
 DRAFT_ANSWER_S = 2.0
-"""How long the draft's own worker may take to describe itself while a session is opened."""
+"""How long the draft's own worker may take to describe itself while a session is opened; longer only where connecting
+to it takes long."""
 
 log = structlog.get_logger()
 
@@ -370,12 +371,8 @@ class StageDrafts:
         self, request: OpenSession, address: str, stage: Stage, embedding: TargetEmbedding
     ) -> RemoteDraftLink:
         assert stage.head is not None
-        try:
-            # A session without a draft is answered sooner than one that waits for a worker to come back.
-            async with asyncio.timeout(DRAFT_ANSWER_S):
-                description = (await (await self._resources.peers.worker(address)).describe()).draft
-        except TimeoutError:
-            raise Unavailable(f"the draft's worker did not answer within {DRAFT_ANSWER_S:g} s") from None
+        # A session without a draft is answered sooner than one that waits for a worker to come back.
+        description = (await self._resources.peers.description(address, DRAFT_ANSWER_S)).draft
         if description is None:
             raise FailedPrecondition(f"no draft is loaded at {address}", reason="NOT_LOADED")
         check_fit(description, stage.config)

@@ -149,11 +149,8 @@ class Directory:
     async def draft(self, address: str) -> Any:
         return self.drafts[address]
 
-    async def worker(self, address: str) -> Any:
-        async def describe() -> Any:
-            return SimpleNamespace(draft=self.drafts[address].describe())
-
-        return SimpleNamespace(describe=describe)
+    async def description(self, address: str, within_s: float) -> Any:
+        return SimpleNamespace(draft=self.drafts[address].describe())
 
 
 class WorkerSnapshots:

@@ -11,17 +11,19 @@ from typing import Any
 
 import pytest
 
-from services.errors import InvalidArgument, Unavailable
+from services.errors import InvalidArgument, ResourceExhausted, Unavailable
 from services.messages.description import WorkerDescription
 from services.messages.draft_session import OpenDraft
 from services.messages.snapshots import SnapshotOwner
 from services.net.server import Server
 from services.rpc import peers as peers_module
 from services.rpc.draft import DraftServicer
+from services.rpc.liveness import WORKER_SILENT, Life, LivenessServicer
 from services.rpc.peers import Peers
 from services.rpc.snapshots import SnapshotServicer
 from services.rpc.stage import StageServicer
 from services.rpc.worker import WorkerServicer
+from tests.links import Fault, Link
 from tests.services.conftest import Serve
 from tests.services.fakes import (
     HEADER,
@@ -120,6 +122,28 @@ async def test_a_restarted_worker_is_reached_again(listen: str, tmp_path: Path, 
         await server.stop(0)
         # A connection that breaks under a call is that call's error; no process comes back sooner than it is missed.
         assert (await lost).reason == "WORKER_UNREACHABLE"
+
+
+async def test_a_description_has_the_time_that_the_link_needs(serve: Serve) -> None:
+    """More than what was asked for, where connecting took longer; a worker whose answer comes later is not lost, unlike
+    one that is silent or that nobody reaches, which are told long before others give up."""
+    server = await serve(*REGISTRATIONS, LivenessServicer(Life(), Peers()).register, address="127.0.0.1:0")
+    peers = Peers(timeout_s=60.0)
+    async with Link(server.address, Fault(delay_s=0.5)) as far, Link(server.address) as near:
+        for _ in range(2):
+            assert await peers.description(far.address, 0.01) == WORKER
+        assert await peers.description(near.address, 0.01) == WORKER
+        near.fault = Fault(delay_s=30)
+        with pytest.raises(ResourceExhausted, match="lives, and has not answered within"):
+            await peers.description(near.address, 0.01)
+        near.fault = far.fault = Fault(silent=True)
+        with pytest.raises(Unavailable, match="has been silent") as raised:
+            await peers.description(far.address, 60.0)
+        assert raised.value.reason == WORKER_SILENT
+        async with asyncio.timeout(30):
+            with pytest.raises(Unavailable, match="no connection to the worker at .* within"):
+                await peers.description(far.address, 0.01)
+    await peers.close()
 
 
 async def test_a_worker_that_comes_back_while_it_is_awaited(tmp_path: Path) -> None:
