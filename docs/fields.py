@@ -38,19 +38,22 @@ _NOTES = """## How some are meant
   Grammars are Lark as llguidance reads it, or GBNF. Where the prompt opens the model's thinking, only what comes behind
   it is bound.
 - **Thinking.** `thinking` and `reasoning_effort` set the chat template's `enable_thinking` or `thinking`. With a
-  template that has no such switch, `enabled`, `disabled` and `none` are refused where it would do otherwise. `effort`
+  template that has no such switch, `enabled`, `disabled` and `none` are refused where it would do otherwise: a client
+  that says `enabled` to a model that knows no thinking hears so, and `adaptive` is taken by every model. `effort`
   and `budget_tokens` go to the template as `reasoning_effort` and `thinking_budget`; one that reads neither thinks as
   it does, and nothing stops it at a budget. `verbosity` goes to the template in the same way.
-- **An answer that has begun.** With Anthropic's API a last message of the assistant is continued, with OpenAI's where
-  `continue_final_message` is true; the reply has only what is new.
+- **An answer that has begun.** With Anthropic's API a last message of the assistant is continued, with OpenAI's and
+  gRPC's where `continue_final_message` is true; the reply has only what is new.
 - **Tools for a template that teaches none** are described in the system message, in the format of Hermes, and earlier
   calls and results become text. Calls are read, and can be forced, as with any other model.
 - **A tool call that `max_tokens` cuts** is a call with what there is of its arguments, and `length` or `max_tokens` as
   the reason; its tags are never text. Anthropic's `input` has the members that are whole.
 - **`min_tokens`** forbids stop tokens and passes over stop strings; a grammar that leaves only the end goes first.
 - **`bad_words`** are forbidden as the tokens that each has by itself and behind a space; other spellings are not found.
-- **`truncate_prompt_tokens`** keeps the prompt's last tokens; -1 keeps as many as leave room for `max_tokens`.
-- **`suffix`** fills in a middle with models whose tokenizer has the tokens for it, and is refused for others."""
+- **`truncate_prompt_tokens`** keeps the prompt's last tokens; -1 keeps as many as leave room for `max_tokens`, 0 is
+  refused.
+- **`suffix`** fills in a middle with models whose tokenizer has the tokens for it, and is refused for others, and
+  beside `echo`."""
 
 
 def page() -> str:

@@ -22,7 +22,6 @@ from coordinator.text.tokenizer import TextTooLong
 from services.errors import InvalidArgument, NotFound
 from services.messages.inference_types import CompressionMode, CompressionParams, Conversation, Message, Stopping
 from services.messages.sampling import SamplingParams
-from services.messages.steps import Grammar
 from services.telemetry.trace_context import Trace, current_call
 from services.text_threads import on_text_thread
 
@@ -50,27 +49,23 @@ def check_model(engine: Engine, model: str | None) -> None:
         )
 
 
-def make_request(
+async def make_request(
     engine: Engine,
     prompt: Prompt,
     sampling: SamplingParams,
     stopping: Stopping,
     *,
-    speculate: bool = True,
-    logprobs: int | None = None,
-    grammar: Grammar | None = None,
-    request_id: str | None = None,
     prompt_field: str = "prompt",
     chat: bool = False,
 ) -> Request:
     """Return the engine's request, with the id and in the trace of the call that is being answered.
 
-    What the client doesn't say is as the model's defaults have it.
+    What the client doesn't say is as the model's defaults have it. What needs no check or default here, such as
+    log-probabilities and a grammar, is left to the caller.
 
-    prompt_field: what the client calls its prompt. request_id: None takes the call's id, or a new one outside of a
-    call. Raises ContextOverflow for a prompt that leaves no room for an answer, InvalidArgument for too many stop
-    strings, tokens outside of the vocabulary, min_tokens above max_tokens, bad words as `bad_token_sequences`, and
-    sampling parameters as `SamplingParams.completed` does.
+    prompt_field: what the client calls its prompt. Raises ContextOverflow for a prompt that leaves no room for an
+    answer, InvalidArgument for too many stop strings, tokens outside of the vocabulary, min_tokens above max_tokens,
+    bad words as `bad_token_sequences`, and sampling parameters as `SamplingParams.completed` does.
     """
     call, defaults = current_call(), engine.files.defaults
     room = engine.max_model_len - len(prompt.token_ids)
@@ -104,10 +99,13 @@ def make_request(
         raise InvalidArgument(
             f"min_tokens is {sampling.min_tokens}; it must be at most max_tokens, {max_tokens}", field="min_tokens"
         )
-    bad = sampling.bad_token_sequences + bad_token_sequences(engine.files.tokenizer, sampling.bad_words)
+    bad = sampling.bad_token_sequences
+    if sampling.bad_words:
+        size = sum(map(len, sampling.bad_words))
+        bad += await on_text_thread(size, bad_token_sequences, engine.files.tokenizer, sampling.bad_words)
     own = frozenset() if stopping.ignore_eos else engine.files.stop_token_ids
     return Request(
-        request_id=request_id or _call_id(),
+        request_id=_call_id(),
         prompt_ids=prompt.token_ids,
         boundaries=prompt.boundaries,
         max_tokens=max_tokens,
@@ -116,9 +114,6 @@ def make_request(
         stop_strings=tuple(stop for stop in stopping.stop if stop),
         include_stop=stopping.include_stop_str_in_output,
         skip_special_tokens=not stopping.keep_special_tokens,
-        speculate=speculate,
-        logprobs=logprobs,
-        grammar=grammar,
         compression=prompt.compression,
         trace=Trace() if call is None else call.trace,
         chat=chat,
@@ -159,6 +154,7 @@ def _template_chat(conversation: Conversation) -> TemplateChat:
         [_template_message(message, index) for index, message in enumerate(conversation.messages)],
         tools or None,
         dict(conversation.variables),
+        conversation.continue_final_message,
         field="conversation",
     )
 

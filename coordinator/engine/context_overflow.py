@@ -11,7 +11,8 @@ REASON = "CONTEXT_OVERFLOW"
 class ContextOverflow(InvalidArgument):
     """A prompt leaves no room in the context, or none for the answer that was asked for.
 
-    The message is in the words of OpenAI's APIs; anthropic_message in those of Anthropic's.
+    The message is in the words of OpenAI's APIs for chats and plain prompts, responses_message in those of its
+    Responses API, which calls a conversation its input, anthropic_message in those of Anthropic's.
     """
 
     def __init__(
@@ -29,14 +30,16 @@ class ContextOverflow(InvalidArgument):
         is_lower_bound: the prompt has at least so many tokens; they were not counted.
         """
         least = "at least " if is_lower_bound else ""
-        prompt = "messages" if chat else "prompt"
-        super().__init__(
-            f"This model's maximum context length is {context} tokens. However, you requested {least}"
-            f"{prompt_tokens + max_tokens} tokens ({least}{prompt_tokens} in the {prompt}, {max_tokens} in the "
-            f"completion). Please reduce the length of the {prompt} or completion.",
-            reason=REASON,
-            field=field,
-        )
+
+        def said_of(prompt: str) -> str:
+            return (
+                f"This model's maximum context length is {context} tokens. However, you requested {least}"
+                f"{prompt_tokens + max_tokens} tokens ({least}{prompt_tokens} in the {prompt}, {max_tokens} in the "
+                f"completion). Please reduce the length of the {prompt} or completion."
+            )
+
+        super().__init__(said_of("messages" if chat else "prompt"), reason=REASON, field=field)
+        self.responses_message = said_of("input")
         if prompt_tokens > context:
             self.anthropic_message = f"prompt is too long: {least}{prompt_tokens} tokens > {context} maximum"
         else:

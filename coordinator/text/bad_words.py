@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
 
 from coordinator.text.tokenizer import Tokenizer
 from services.errors import InvalidArgument
@@ -14,7 +14,8 @@ MAX_LENGTH = 1024
 """Most characters of one of them."""
 
 
-def bad_token_sequences(tokenizer: Tokenizer | None, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+@lru_cache(8)  # The prompts of one request have the same words.
+def bad_token_sequences(tokenizer: Tokenizer | None, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of each word, at a text's beginning and, where that is another single piece, behind a space.
 
     Other ways to spell a word are not found, as in vLLM. Raises InvalidArgument for too many words, an empty and

@@ -162,12 +162,15 @@ def conversation_from_message(message: generation_pb2.Conversation) -> Conversat
         tuple(Message(entry.role, **{name: given(entry, name) for name in optional}) for entry in message.messages),
         given(message, "tools"),
         {name: _plain(value, name) for name, value in message.chat_template_kwargs.fields.items()},
+        message.continue_final_message,
     )
 
 
 def conversation_to_message(conversation: Conversation) -> generation_pb2.Conversation:
     """Return the message for a chat. Raises InvalidArgument for variables that are no JSON."""
-    message = generation_pb2.Conversation(tools=conversation.tools)
+    message = generation_pb2.Conversation(
+        tools=conversation.tools, continue_final_message=conversation.continue_final_message
+    )
     for entry in conversation.messages:
         message.messages.add(**asdict(entry))
     try:

@@ -44,11 +44,15 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A chat. tools: the JSON text of an array of tools. variables: switches of the chat template."""
+    """A chat. tools: the JSON text of an array of tools. variables: switches of the chat template.
+
+    continue_final_message: whether the answer goes on with the text of the last message.
+    """
 
     messages: tuple[Message, ...]
     tools: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
+    continue_final_message: bool = False
 
 
 class CompressionMode(StrEnum):

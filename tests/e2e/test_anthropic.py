@@ -127,3 +127,13 @@ def test_models_and_request_ids(client: anthropic.Anthropic) -> None:
         client.models.retrieve("other")
     assert refused.value.request_id
     assert client.messages.create(model="target", messages=ASK, max_tokens=1)._request_id
+
+
+def test_thinking_of_a_model_that_knows_none(client: anthropic.Anthropic) -> None:
+    """It is refused where it is asked for, with what would be taken: what leaves it to the model."""
+    fields: Any = {"model": "target", "messages": ASK, "max_tokens": 1100}
+    with pytest.raises(anthropic.BadRequestError, match="thinking switches thinking on.*give the type adaptive"):
+        client.messages.create(**fields, thinking={"type": "enabled", "budget_tokens": 1024})
+    for kind in ("adaptive", "disabled"):
+        message = client.messages.create(**fields, thinking={"type": kind}, extra_body={"temperature": 0})
+        assert [block.type for block in message.content] == ["text"]

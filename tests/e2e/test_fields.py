@@ -249,8 +249,10 @@ def test_thinking_blocks(claude: anthropic.Anthropic) -> None:
     assert "thinking" not in [block.type for block in off.content]
 
 
-def test_an_answer_that_has_begun_goes_on(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
-    """Over both APIs the rest of the greedy answer comes behind its beginning."""
+async def test_an_answer_that_has_begun_goes_on(
+    client: openai.OpenAI, claude: anthropic.Anthropic, server: Server
+) -> None:
+    """Over every API the rest of the greedy answer comes behind its beginning."""
     whole, _, _ = answer(client)
     begun: Any = [
         {"role": "user", "content": "Calculate 2 + 3."},
@@ -263,3 +265,10 @@ def test_an_answer_that_has_begun_goes_on(client: openai.OpenAI, claude: anthrop
         model="qwen", max_tokens=50, messages=begun, temperature=0, extra_body={"continue_final_message": True}
     )
     assert chat.choices[0].message.content == rest
+    channel = await connect(server.grpc, timeout_s=5)
+    talk = Conversation(tuple(Message(**turn) for turn in begun), continue_final_message=True)
+    remote = RemoteInference(channel, "the server")
+    deltas = remote.answer(GenerateRequest(talk, SamplingParams(temperature=0.0), Stopping(50)))
+    assert "".join([event.text async for event in deltas if isinstance(event, Delta)]) == rest
+    assert len(await remote.tokenize(talk)) == message.usage.input_tokens
+    await channel.close()

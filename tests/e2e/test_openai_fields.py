@@ -169,6 +169,22 @@ def test_logprobs_of_completions(client: openai.OpenAI, echo: bool) -> None:
     assert [number is None for number in whole.logprobs.token_logprobs or []].count(True) == echo
 
 
+def test_offsets_of_special_tokens(client: openai.OpenAI) -> None:
+    """Where special tokens have text, the offsets of those behind them count it."""
+    tokenized: Any = client.post("/../tokenize", body={"prompt": "<|im_end|>"}, cast_to=object)
+    extra: Any = {"allowed_token_ids": [*tokenized["tokens"], CARRY], "ignore_eos": True}
+    for shown in (True, False):
+        choice = client.completions.create(
+            model="demo", prompt=CODE, max_tokens=12, logprobs=0, seed=1, temperature=100,
+            extra_body={**extra, "skip_special_tokens": not shown},
+        ).choices[0]  # fmt: skip
+        assert choice.logprobs is not None
+        assert set(choice.logprobs.tokens or []) == {"<|im_end|>", " carry"}
+        for token, offset in zip(choice.logprobs.tokens or [], choice.logprobs.text_offset or [], strict=True):
+            if shown or token != "<|im_end|>":
+                assert choice.text[offset : offset + len(token)] == token
+
+
 def test_a_large_reply(client: openai.OpenAI) -> None:
     """Megabytes of log-probabilities, which are sent bit by bit, are the same whole and streamed."""
     fields: Any = {
@@ -434,7 +450,7 @@ def test_what_is_beyond_the_context_is_refused_in_openais_words(client: openai.O
     refusals: list[tuple[str, str, Any]] = [
         ("messages", r"\((\d+) in the messages, 1 in", lambda: ask(client, LONG_CHAT, stream=True)),
         ("messages", r"\((\d+) in the messages, 7 in", lambda: ask(client, LONG_CHAT, max_tokens=7)),
-        ("input", r"\((\d+) in the messages, 1 in", lambda: client.responses.create(model="demo", input=LONG_CHAT)),
+        ("input", r"\((\d+) in the input, 1 in", lambda: client.responses.create(model="demo", input=LONG_CHAT)),
         (
             "prompt",
             r"\((\d+) in the prompt, 1 in",

@@ -59,19 +59,22 @@ class EnginePort:
         else:
             prompt = await plain_prompt(engine, request.prompt)
             prompt = await compressed_text(engine, prompt, compression, structured=request.grammar is not None)
-        prepared = make_request(
+        prepared = await make_request(
             engine,
             prompt,
             request.sampling,
             request.stopping,
-            speculate=request.speculate,
-            logprobs=request.logprobs,
-            grammar=request.grammar,
-            request_id=request_id,
             prompt_field="prompt" if chat is None else "conversation",
             chat=chat is not None,
         )
-        prepared = replace(prepared, prompt_logprobs=request.prompt_logprobs)
+        prepared = replace(
+            prepared,
+            request_id=request_id,
+            speculate=request.speculate,
+            logprobs=request.logprobs,
+            prompt_logprobs=request.prompt_logprobs,
+            grammar=request.grammar,
+        )
         async with engine.answering(prepared) as generation:
             yield Started(request_id, len(prepared.prompt_ids))
             async with contextlib.aclosing(generation.pieces()) as pieces:

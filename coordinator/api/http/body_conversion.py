@@ -31,7 +31,7 @@ from services.messages.inference_types import CompressionParams, Stopping
 from services.text_threads import on_text_thread
 
 
-def make_request(
+async def make_request(
     engine: Engine,
     fields: SamplingFields,
     prompt: Prompt,
@@ -55,29 +55,32 @@ def make_request(
         fields.include_stop_str_in_output,
         not fields.skip_special_tokens,
     )
-    request = engine_requests.make_request(
+    request = await engine_requests.make_request(
         engine,
         prompt,
         fields.sampling_params(),
         stopping,
-        speculate=fields.speculate,
-        logprobs=logprobs,
-        grammar=None if bound is None else bound.grammar,
         prompt_field="messages" if chat else "prompt",
         chat=chat,
     )
-    request = replace(request, prompt_logprobs=prompt_logprobs)
-    return request if bound is None else replace(request, grammar_field=bound.field)
+    request = replace(request, speculate=fields.speculate, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    return request if bound is None else replace(request, grammar=bound.grammar, grammar_field=bound.field)
 
 
 def truncated(engine: Engine, fields: SamplingFields, prompt: Prompt, max_tokens: int | None) -> Prompt:
     """Return the prompt, or as many of its last tokens as `truncate_prompt_tokens` asks for.
 
-    max_tokens: what -1 leaves room for; one token where the client doesn't say.
+    max_tokens: what -1 leaves room for; one token where the client doesn't say. Raises InvalidArgument for 0.
     """
     count = fields.truncate_prompt_tokens
     if count is None:
         return prompt
+    if count == 0:
+        raise InvalidArgument(
+            "truncate_prompt_tokens is 0, which leaves nothing of the prompt; it must be at least 1, or -1 for as many "
+            "tokens as there is room for",
+            field="truncate_prompt_tokens",
+        )
     return last_tokens(prompt, max(1, engine.max_model_len - (max_tokens or 1)) if count == -1 else count)
 
 

@@ -136,7 +136,7 @@ async def prepare_exchange(
         opening = Opening.CLOSED  # the answer has begun, and thinking comes first
     thinks = THINK in source and not (talk.continued and opening is Opening.CLOSED)
     bound = _bound(engine, opening, call_format, tools, use, bound)
-    request = make_request(
+    request = await make_request(
         engine, fields, prompt, max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, bound=bound
     )
     return ChatExchange(request, opening, thinks, call_format, tools)

@@ -48,6 +48,12 @@ def routes(engine: Engine) -> APIRouter:
         check_model(engine, body.model)
         refuse_fields(Api.COMPLETIONS, body)
         count = _candidates(body)
+        if body.echo and body.suffix:
+            raise InvalidArgument(
+                "echo is true, and suffix is given: what the model reads then is no text that the answer could go on "
+                "from; leave one of them out",
+                field="echo",
+            )
         bound, prompt_logprobs = answer_bound(body, body.response_format), _prompt_logprobs(body)
         compression = compression_params(body, prompt_logprobs)
         prompts = await unless_gone(
@@ -65,7 +71,7 @@ def routes(engine: Engine) -> APIRouter:
         requests: list[Request] = []
         choices: list[_Choice] = []
         for prompt in (truncated(engine, body, prompt, body.max_tokens) for prompt in prompts):
-            request = make_request(
+            request = await make_request(
                 engine,
                 body,
                 prompt,
@@ -143,7 +149,9 @@ class _Choice:
     def __init__(self, tokenizer: Tokenizer | None, body: CompletionRequest, index: int, echo: str) -> None:
         """echo: the prompt's text, where it is asked for."""
         self._tokenizer, self._body, self._index = tokenizer, body, index
-        self._logprobs = CompletionLogprobs(tokenizer, body.logprobs or 0, len(echo))
+        self._logprobs = CompletionLogprobs(
+            tokenizer, body.logprobs or 0, len(echo), skip_special_tokens=body.skip_special_tokens
+        )
         # What the first object says of the prompt.
         self._echo = echo
         self._echoed_logprobs: dict[str, WrittenList] = {}

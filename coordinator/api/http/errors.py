@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import structlog
@@ -36,10 +36,10 @@ _CODES: Mapping[str, str] = {
     "QUEUE_FULL": "rate_limit_exceeded",
     "INVALID_API_KEY": "invalid_api_key",
 }
-_ANTHROPIC = "/v1/messages"
+_ANTHROPIC, _RESPONSES = "/v1/messages", "/v1/responses"
 _NAMES: Mapping[str, Mapping[str, str]] = {
     # The shared code names fields as chat completions do; here, by path, what another API calls them.
-    "/v1/responses": {
+    _RESPONSES: {
         "messages": "input",
         "max_tokens": "max_output_tokens",
     },
@@ -60,8 +60,8 @@ class HttpError:
     code: str | None = None
     param: str | None = None
     retry_after_s: int | None = None
-    anthropic_message: str | None = None
-    """What clients of Anthropic's API are told instead of the message, None for the same."""
+    messages: Mapping[str, str] = field(default_factory=dict)
+    """What clients of another API are told instead of the message, by its path."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -76,14 +76,15 @@ class HttpError:
         """Return the body in the form of Anthropic's API."""
         return {
             "type": "error",
-            "error": {"type": self.anthropic_type, "message": self.anthropic_message or self.message},
+            "error": {"type": self.anthropic_type, "message": self.messages.get(_ANTHROPIC, self.message)},
         }
 
     def body(self, path: str) -> dict[str, Any]:
         """Return the body in the form of the API that a path belongs to."""
         if path.startswith(_ANTHROPIC):
             return self.anthropic()
-        return replace(self, param=_NAMES.get(path, {}).get(self.param or "", self.param)).openai()
+        message, param = self.messages.get(path, self.message), _NAMES.get(path, {}).get(self.param or "", self.param)
+        return replace(self, message=message, param=param).openai()
 
 
 def speaks_anthropic(request: Request) -> bool:
@@ -114,7 +115,9 @@ def to_http(error: BaseException) -> HttpError:
     if not isinstance(error, FlashsplitError):
         return HttpError(500, "internal error: the log has the details", "server_error", "api_error")
     status, openai_type, anthropic_type = _STATUS.get(error.code_name, (500, "server_error", "api_error"))
-    retry = error.where.get("retry_after_s")
+    retry, overflow = error.where.get("retry_after_s"), {}
+    if isinstance(error, ContextOverflow):
+        overflow = {_ANTHROPIC: error.anthropic_message, _RESPONSES: error.responses_message}
     return HttpError(
         status,
         # A library's words may go on behind the first line: those are for operators.
@@ -124,7 +127,7 @@ def to_http(error: BaseException) -> HttpError:
         code=_CODES.get(error.reason),
         param=error.where.get("field"),
         retry_after_s=int(retry) if retry is not None else (5 if status == 503 else None),
-        anthropic_message=error.anthropic_message if isinstance(error, ContextOverflow) else None,
+        messages=overflow,
     )
 
 

@@ -55,12 +55,14 @@ class CompletionLogprobs:
     It owns the places of the prompt's and the answer's next token in the choice's text.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, alternatives: int, start: int = 0) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, alternatives: int, start: int = 0, *, skip_special_tokens: bool = True
+    ) -> None:
         """alternatives: how many of the most probable tokens to report beside each. start: characters of the choice's
-        text in front of the answer."""
+        text in front of the answer. skip_special_tokens: whether special tokens of the answer have no text."""
         self._tokenizer, self._alternatives = tokenizer, alternatives
         self._prompt_places = _Places(tokenizer, 0, skip_special_tokens=False)
-        self._answer_places = _Places(tokenizer, start, skip_special_tokens=True)
+        self._answer_places = _Places(tokenizer, start, skip_special_tokens=skip_special_tokens)
 
     def of_prompt(self, prompt: Sequence[PromptToken]) -> dict[str, list[Any]]:
         """Return the part of the prompt's next tokens; the prompt's text begins the choice's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import ssl
 from collections.abc import Iterator
 from types import TracebackType
@@ -21,6 +22,10 @@ GRACE_S = 5
 
 MAX_HEADER_BYTES = 64 << 10
 """Most bytes of a request's line and headers."""
+
+
+# uvicorn says it in a bare line of its own when it cannot listen; HttpServer raises that in words.
+logging.getLogger("uvicorn.error").addFilter(lambda record: not isinstance(record.msg, OSError))
 
 
 class _Server(uvicorn.Server):

@@ -22,9 +22,11 @@ def thinking_variables(template: ChatTemplate | None, wanted: bool, field: str) 
     switches = _SWITCHES & template.variables
     if not switches and wanted != (THINK in template.source):
         thinks = "always thinks" if THINK in template.source else "knows no thinking"
+        # Of the clients' fields only Anthropic's can switch it on.
+        instead = ", or give the type adaptive, which thinks where the model can" if wanted else ""
         raise InvalidArgument(
             f"{field} switches thinking {'on' if wanted else 'off'}, and this model's chat template {thinks}: leave it "
-            "out",
+            f"out{instead}",
             field=field,
         )
     return dict.fromkeys(switches, wanted)

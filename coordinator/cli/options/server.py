@@ -18,6 +18,7 @@ from services.net.client_server import CLIENT_TIMEOUT_S
 from services.net.client_tls import ClientTls, load_client_tls
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
+_HOST_NAME = re.compile(r"\*|(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_.])?", re.IGNORECASE)
 _PORT = click.IntRange(0, 65535)
 
 
@@ -72,7 +73,14 @@ class AccessOptions:
     insecure: Annotated[bool, Flag("Listen beyond this host without TLS or without an API key.")] = False
 
     def __post_init__(self) -> None:
-        """Raise InvalidArgument for an origin of another form than browsers send it in."""
+        """Raise InvalidArgument for an origin of another form than browsers send, and for a host that is no name."""
+        for name in self.host_names:
+            if _HOST_NAME.fullmatch(name) is None:
+                raise InvalidArgument(
+                    f"--allowed-hosts {name!r} must be a name without scheme, port and path, like gpu.example, "
+                    "*.example for all below one, or * for all",
+                    field="--allowed-hosts",
+                )
         for origin in self.origins:
             if origin != "*" and _ORIGIN.fullmatch(origin) is None:
                 raise InvalidArgument(
@@ -83,8 +91,13 @@ class AccessOptions:
 
     def hosts(self, host: str, tls: ClientTls | None) -> AllowedHosts:
         """Return by which names clients may call the server. host: where it listens."""
-        given = [name.strip() for names in self.allowed_hosts for name in names.split(",")]
-        return AllowedHosts([*own_names(host, () if tls is None else tls.names), *filter(None, given)])
+        return AllowedHosts([*own_names(host, () if tls is None else tls.names), *self.host_names])
+
+    @property
+    def host_names(self) -> tuple[str, ...]:
+        """The further names by which clients may call the server."""
+        given = (name.strip() for names in self.allowed_hosts for name in names.split(","))
+        return tuple(name for name in given if name)
 
     @property
     def origins(self) -> tuple[str, ...]:

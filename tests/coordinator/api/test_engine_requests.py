@@ -39,58 +39,57 @@ def refused(error: type[Exception] = InvalidArgument) -> Any:
 # --- requests
 
 
-def test_a_request_that_says_nothing() -> None:
+async def test_a_request_that_says_nothing() -> None:
     """It gets the context's room, a plain prompt 16 tokens, the model's own stop tokens, and the sampling defaults."""
-    made = make_request(engine(), PROMPT, SamplingParams(), Stopping(), chat=True)
+    made = await make_request(engine(), PROMPT, SamplingParams(), Stopping(), chat=True)
     assert (made.prompt_ids, made.boundaries, made.max_tokens) == ((1, 2, 3), (2,), 4093)
-    assert make_request(engine(), PROMPT, SamplingParams(), Stopping()).max_tokens == 16
+    assert (await make_request(engine(), PROMPT, SamplingParams(), Stopping())).max_tokens == 16
     assert (made.stop_token_ids, made.stop_strings) == ({END}, ())
     assert replace(made.sampling, seed=None) == SamplingParams(temperature=1.0)
     assert made.speculate
     assert made.logprobs is None
 
 
-def test_the_room_of_a_small_context() -> None:
+async def test_the_room_of_a_small_context() -> None:
     """Without a limit an answer gets what the prompt leaves."""
-    assert make_request(engine(max_model_len=10), PROMPT, SamplingParams(), Stopping()).max_tokens == 7
+    assert (await make_request(engine(max_model_len=10), PROMPT, SamplingParams(), Stopping())).max_tokens == 7
 
 
-def test_the_models_own_defaults() -> None:
+async def test_the_models_own_defaults() -> None:
     """They hold where the client says nothing, and nowhere else."""
     served = engine()
     defaults = GenerationDefaults(SamplingParams(temperature=0.6, top_k=20), 50)
     served.files = replace(served.files, defaults=defaults)
-    made = make_request(served, PROMPT, SamplingParams(top_k=0), Stopping(), chat=True)
+    made = await make_request(served, PROMPT, SamplingParams(top_k=0), Stopping(), chat=True)
     assert (made.max_tokens, made.sampling.temperature, made.sampling.top_k) == (50, 0.6, None)
-    made = make_request(served, PROMPT, SamplingParams(temperature=1), Stopping(60), chat=True)
+    made = await make_request(served, PROMPT, SamplingParams(temperature=1), Stopping(60), chat=True)
     assert (made.max_tokens, made.sampling.temperature, made.sampling.top_k) == (60, 1, 20)
-    assert make_request(served, PROMPT, SamplingParams(), Stopping()).max_tokens == 16
+    assert (await make_request(served, PROMPT, SamplingParams(), Stopping())).max_tokens == 16
 
 
-def test_a_prompt_that_leaves_no_room() -> None:
+async def test_a_prompt_that_leaves_no_room() -> None:
     """It is refused by the client's name of it."""
     with refused() as error:
-        make_request(engine(max_model_len=3), PROMPT, SamplingParams(), Stopping(), prompt_field="messages")
+        await make_request(engine(max_model_len=3), PROMPT, SamplingParams(), Stopping(), prompt_field="messages")
     assert (error.value.where["field"], error.value.reason) == ("messages", "CONTEXT_OVERFLOW")
 
 
-def test_where_an_answer_ends() -> None:
+async def test_where_an_answer_ends() -> None:
     """Stop tokens come beside the model's own, or alone with ignore_eos; empty stop strings mean nothing."""
     stopping = Stopping(5, ("x", ""), (7,))
-    made = make_request(engine(), PROMPT, SamplingParams(), stopping)
+    made = await make_request(engine(), PROMPT, SamplingParams(), stopping)
     assert (made.max_tokens, made.stop_strings, made.stop_token_ids) == (5, ("x",), {7, END})
-    made = make_request(engine(), PROMPT, SamplingParams(), replace(stopping, ignore_eos=True))
+    made = await make_request(engine(), PROMPT, SamplingParams(), replace(stopping, ignore_eos=True))
     assert made.stop_token_ids == {7}
 
 
-def test_ids_come_from_the_call() -> None:
-    """Within a call a request has its id and its trace; what is given wins; outside each gets a new one."""
+async def test_ids_come_from_the_call() -> None:
+    """Within a call a request has its id and its trace, outside each gets a new one."""
     served = engine()
     with calling("mine", []) as call:
-        made = make_request(served, PROMPT, SamplingParams(), Stopping())
+        made = await make_request(served, PROMPT, SamplingParams(), Stopping())
         assert (made.request_id, made.trace) == ("mine", call.trace)
-        assert make_request(served, PROMPT, SamplingParams(), Stopping(), request_id="given").request_id == "given"
-    ids = {make_request(served, PROMPT, SamplingParams(), Stopping()).request_id for _ in range(3)}
+    ids = {(await make_request(served, PROMPT, SamplingParams(), Stopping())).request_id for _ in range(3)}
     assert len(ids) == 3
 
 
@@ -101,12 +100,15 @@ def test_ids_come_from_the_call() -> None:
         (SamplingParams({2**31: 1.0}), Stopping(), "logit_bias"),
         (SamplingParams(), Stopping(stop=("x",) * 65), "stop"),
         (SamplingParams(), Stopping(stop_token_ids=(258,)), "stop_token_ids"),
+        (SamplingParams(), Stopping(stop_token_ids=(5,) * 20_000), "stop_token_ids"),
+        (SamplingParams(allowed_token_ids=(5,) * 20_000), Stopping(), "allowed_token_ids"),
+        (SamplingParams(bad_words=("x",) * 257), Stopping(), "bad_words"),
     ],
 )
-def test_requests_are_refused_by_field(sampling: SamplingParams, stopping: Stopping, field: str) -> None:
+async def test_requests_are_refused_by_field(sampling: SamplingParams, stopping: Stopping, field: str) -> None:
     """The refusal names what the client called it."""
     with refused() as error:
-        make_request(engine(), PROMPT, sampling, stopping)
+        await make_request(engine(), PROMPT, sampling, stopping)
     assert error.value.where["field"] == field
 
 

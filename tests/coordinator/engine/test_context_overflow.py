@@ -32,5 +32,6 @@ def test_both_say_what_is_too_long(prompt_tokens: int, is_lower_bound: bool, ope
         f"This model's maximum context length is 100 tokens. However, {openai}. Please reduce the length of the prompt "
         "or completion."
     )
+    assert error.responses_message == error.message.replace("the prompt", "the input")
     assert anthropic in error.anthropic_message
     assert (error.reason, error.where["field"], error.code_name) == ("CONTEXT_OVERFLOW", "prompt", "INVALID_ARGUMENT")

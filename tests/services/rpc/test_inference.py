@@ -94,6 +94,7 @@ async def all_of(events: AsyncIterator[AnswerEvent]) -> list[AnswerEvent]:
         GenerateRequest("x", logprobs=20, grammar=Grammar(GrammarKind.JSON_SCHEMA, "{}")),
         GenerateRequest("x", prompt_logprobs=0),
         GenerateRequest(TALK, prompt_logprobs=20),
+        GenerateRequest(replace(TALK, continue_final_message=True)),
     ],
 )
 async def test_what_is_asked_arrives(ask: GenerateRequest, port: FakeInference, remote: RemoteInference) -> None:

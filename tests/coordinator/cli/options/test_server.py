@@ -77,6 +77,16 @@ def test_web_sites_that_may_use_the_apis() -> None:
         assert f"--cors-origins '{origin}' must be scheme, host and port" in said
 
 
+def test_names_that_clients_may_use() -> None:
+    """What stands in no `Host` as it is given is refused, because it would never match."""
+    assert parse(AccessOptions).host_names == ()
+    given = parse(AccessOptions, "--allowed-hosts", "GPU.example,*.svc", "--allowed-hosts", "my_proxy., *")
+    assert given.host_names == ("GPU.example", "*.svc", "my_proxy.", "*")
+    for name in ("http://x/", "x/", "gpu.example:8000", "*example", "a.*.example", "-", "a b"):
+        said = refusal(AccessOptions, "--allowed-hosts", name)
+        assert f"--allowed-hosts '{name}' must be a name without scheme, port and path" in said
+
+
 @pytest.mark.parametrize("line", ["--served-model-name a,b", "--served-model-name a --served-model-name b,a"])
 def test_several_names(line: str) -> None:
     """In one value or several, each once; the first is shown."""
