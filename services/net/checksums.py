@@ -120,7 +120,11 @@ class CheckedChannel(ChannelAround):
     def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
         """address: the worker's."""
         super().__init__(channel)
-        self._address = address
+        self._address, self._sent_bytes = address, 0
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._sent_bytes
 
     def _calls(
         self,
@@ -145,7 +149,14 @@ class CheckedChannel(ChannelAround):
                 except DataLoss as error:
                     return Damaged(error, _parsed(response_deserializer, raw))
 
-            calls = make(method, checksums.adding(request_serializer), parse, **options)
+            add = checksums.adding(request_serializer)
+
+            def serialize(message: Any) -> bytes:
+                raw = add(message)
+                self._sent_bytes += len(raw)
+                return raw
+
+            calls = make(method, serialize, parse, **options)
             return calls(*request, metadata=((HEADER, f"{call:016x}"), *metadata), **more)
 
         return begin

@@ -2,7 +2,8 @@
 
 A worker's event loop is always free, so that it sends a heartbeat every quarter of a second whatever its devices do.
 Heartbeats come unasked: an answer to a question would wait behind all that is on its way through a slow link to the
-worker.
+worker. Whether anything comes through to the worker is known from answers to heartbeats of the caller's own, which have
+the time that such a link needs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Protocol
 
 import grpc
@@ -21,6 +23,7 @@ from services.addresses import socket_path
 from services.errors import DataLoss, FlashsplitError, Unavailable, Unimplemented, answering
 from services.event_loop import first_done
 from services.messages.holder import own_holder
+from services.net.channel_around import sent_bytes
 from services.same_host.process import ProcessId, own_process, state_of
 from services.streams.client_stream import ClientStream
 
@@ -39,6 +42,9 @@ hosts are overloaded or links full, heartbeats come less regularly."""
 _GAP_KEPT = 0.98
 """What counts of the longest gap after each heartbeat: half of it after 9 s."""
 
+SLOWEST_BYTES_PER_S = 50_000
+"""A link that brings fewer bytes a second to a worker, while there are some, passes for one that brings none."""
+
 STARVED_S = 30.0
 """How long a process of this host may be silent that can be seen to compute, or to wait for its turn."""
 
@@ -46,8 +52,8 @@ LOADING_S = 30.0
 """How long a worker may be silent while it loads and compiles, when native code may hold up all of its threads."""
 
 WORKER_SILENT, DEVICE_HUNG = "WORKER_SILENT", "DEVICE_HUNG"
-"""The reasons of the errors that say that a worker is of no use though its process may run: nothing is heard of it, or
-its device has not done with what it began."""
+"""The reasons of the errors that say that a worker is of no use though its process may run: nothing is heard of it or
+comes through to it; its device has not done with what it began."""
 
 log = structlog.get_logger()
 
@@ -149,6 +155,10 @@ class LivenessServicer(pb_grpc.LivenessServiceServicer):
             async for beat in self._life.beats():
                 await context.write(beat)
 
+    async def CallerHeartbeats(self, _: object, context: grpc.aio.ServicerContext) -> None:
+        async with answering(context):
+            await first_done(_answer_all(context), self._life.ended())
+
     async def WatchPeer(self, request: pb.WatchPeerRequest, context: grpc.aio.ServicerContext) -> None:
         async with answering(context):
             await first_done(self._watch(request.address, context), self._life.ended())
@@ -157,6 +167,11 @@ class LivenessServicer(pb_grpc.LivenessServiceServicer):
         await self._peers.reach(address)
         await context.write(pb.WatchPeerResponse())
         raise await self._peers.lost(address)
+
+
+async def _answer_all(context: grpc.aio.ServicerContext) -> None:
+    while await context.read() is not grpc.aio.EOF:
+        await context.write(pb.CallerHeartbeatsResponse())
 
 
 class Regularity:
@@ -192,17 +207,74 @@ class Regularity:
         self._missed += 1
 
 
-class Heartbeats:
-    """The heartbeats of the worker at the other end of a channel. Use `close`.
+class Answers:
+    """This process's own heartbeats to the worker at the other end of a channel, and how regularly the answers come."""
 
-    lost: the error that says that it has fallen silent, None before. Workers that send no heartbeats are never lost.
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
+        self._stub = pb_grpc.LivenessServiceStub(channel)
+        self._regularity = Regularity()
+        self._sent_bytes = deque[int]()
+        """What had been sent to the worker before each heartbeat that is not answered."""
+        self._heard_bytes = 0
+        """What had been sent before the last heartbeat that is answered."""
+        self._expected = True
+
+    @property
+    def missing_s(self) -> float:
+        """How long none has come that should have; 0 where none is expected."""
+        return self._regularity.silent_s if self._expected else 0.0
+
+    @property
+    def allowed_s(self) -> float:
+        """How long none may come: longer where much is on its way to the worker."""
+        on_the_way = sent_bytes(self._channel) - self._heard_bytes
+        return self._regularity.allowed_s + on_the_way / SLOWEST_BYTES_PER_S
+
+    def look(self) -> None:
+        """Count a look since the last one."""
+        self._regularity.look()
+
+    async def exchange(self) -> None:
+        """Send heartbeats and take the answers, until the worker ends the call. Raises what ended it otherwise."""
+        stream = ClientStream(self._stub.CallerHeartbeats())
+        self._sent_bytes.clear()
+        try:
+            await first_done(self._take_answers(stream), self._send_heartbeats(stream))
+        except Unimplemented:
+            # An older release.
+            self._expected = False
+            await asyncio.Event().wait()
+        finally:
+            stream.cancel()
+
+    async def _send_heartbeats(self, stream: ClientStream) -> None:
+        while True:
+            self._sent_bytes.append(sent_bytes(self._channel))
+            if not await stream.send(pb.CallerHeartbeatsRequest()):
+                # Why it is over is for who reads the answers.
+                await asyncio.Event().wait()
+            await asyncio.sleep(BEAT_S)
+
+    async def _take_answers(self, stream: ClientStream) -> None:
+        loop = asyncio.get_running_loop()
+        while await stream.read() is not grpc.aio.EOF:
+            self._regularity.heard(loop.time(), 0.0)
+            if self._sent_bytes:
+                self._heard_bytes = self._sent_bytes.popleft()
+
+
+class Heartbeats:
+    """The heartbeats of the worker at the other end of a channel, and its answers to those of this process.
+
+    Use `close`. lost: the error that says that it has fallen silent, None before. Workers that send no heartbeats are
+    never lost.
     """
 
     def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
         self._address = address
         self._stub = pb_grpc.LivenessServiceStub(channel)
-        self._stream = self._begin()
-        self._regularity = Regularity()
+        self._regularity, self._answers = Regularity(), Answers(channel)
         self._process: ProcessId | None = None
         self._cpu_ticks = 0
         self._streams: weakref.WeakSet[ClientStream] = weakref.WeakSet()
@@ -210,9 +282,6 @@ class Heartbeats:
         self._trouble: Unavailable | None = None
         self.lost: Unavailable | None = None
         self._task = asyncio.ensure_future(self._run())
-
-    def _begin(self) -> ClientStream:
-        return ClientStream(self._stub.Heartbeats(pb.HeartbeatsRequest(holder_id=own_holder().holder_id)))
 
     def guard(self, stream: ClientStream) -> None:
         """End this stream when the worker falls silent, with the error that says so."""
@@ -237,34 +306,36 @@ class Heartbeats:
         await asyncio.wait([self._task])
 
     async def _run(self) -> None:
-        try:
-            await first_done(self._listen(), self._look())
-        except FlashsplitError:
-            # The connection broke, as all who use it notice, or the worker has no such service.
-            pass
-        finally:
-            self._stream.cancel()
+        # The connection may break, as all who use it notice, and the worker may have no such service.
+        with contextlib.suppress(FlashsplitError):
+            await first_done(
+                self._again_where_damaged(self._listen), self._again_where_damaged(self._answers.exchange), self._look()
+            )
 
-    async def _listen(self) -> None:
+    async def _again_where_damaged(self, call: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Make a call of heartbeats, and make it again where one of them came damaged: that says nothing of the worker.
+
+        Where all come damaged none is heard, which does.
+        """
         while True:
             try:
-                return await self._listen_to_stream()
+                return await call()
             except DataLoss as error:
-                # A heartbeat that came damaged says nothing of the worker, which is asked for others. Where all do, no
-                # more are heard.
                 log.warning("worker.heartbeat_damaged", address=self._address, why=error.message)
-                self._stream.cancel()
                 await asyncio.sleep(BEAT_S)
-                self._stream = self._begin()
 
-    async def _listen_to_stream(self) -> None:
+    async def _listen(self) -> None:
         loop = asyncio.get_running_loop()
-        while (beat := await self._stream.read()) is not grpc.aio.EOF:
-            self._regularity.heard(loop.time(), beat.silence_ms / 1e3)
-            if beat.HasField("process"):
-                process = beat.process
-                self._process = ProcessId(process.boot_id, process.process_id, process.started_ticks)
-            self._take_trouble(beat)
+        stream = ClientStream(self._stub.Heartbeats(pb.HeartbeatsRequest(holder_id=own_holder().holder_id)))
+        try:
+            while (beat := await stream.read()) is not grpc.aio.EOF:
+                self._regularity.heard(loop.time(), beat.silence_ms / 1e3)
+                if beat.HasField("process"):
+                    process = beat.process
+                    self._process = ProcessId(process.boot_id, process.process_id, process.started_ticks)
+                self._take_trouble(beat)
+        finally:
+            stream.cancel()
 
     def _take_trouble(self, beat: pb.HeartbeatsResponse) -> None:
         if not beat.trouble:
@@ -276,24 +347,29 @@ class Heartbeats:
             self._troubled.set()
 
     async def _look(self) -> None:
-        """Look again and again whether heartbeats come, until they don't."""
-        while True:
+        """Look again and again whether heartbeats and answers come, until they don't."""
+        while (fault := self._fault()) is None or self._is_starved():
             await asyncio.sleep(BEAT_S)
-            regularity = self._regularity
-            regularity.look()
-            if regularity.silent_s >= regularity.allowed_s and not self._is_starved():
-                break
-        silent_s = regularity.silent_s
-        self.lost = Unavailable(
-            f"the worker at {self._address} has been silent for {silent_s:.3g} s: its process hangs or was stopped, or "
-            "nothing comes through to it",
-            reason=WORKER_SILENT,
-            address=self._address,
-        )
-        log.info("worker.silent", address=self._address, silent_s=silent_s)
+            self._regularity.look()
+            self._answers.look()
+        self.lost = Unavailable(f"the worker at {self._address} {fault}", reason=WORKER_SILENT, address=self._address)
+        log.info("worker.silent", address=self._address, why=fault)
         self._troubled.set()
         for stream in [*self._streams]:
             stream.fail(self.lost)
+
+    def _fault(self) -> str | None:
+        """Return what has been wrong with the worker for too long, as the end of a sentence; None for nothing."""
+        regularity, answers = self._regularity, self._answers
+        if (silent_s := regularity.silent_s) >= regularity.allowed_s:
+            return f"has been silent for {silent_s:.3g} s: its process hangs or was stopped, or the link passes nothing"
+        # One look more than for silence, with which answers end too.
+        if (silent_s := answers.missing_s) > max(answers.allowed_s, regularity.allowed_s):
+            return (
+                f"lives, and for {silent_s:.3g} s has heard nothing of what is sent to it: bytes were damaged or lost "
+                "on the way there"
+            )
+        return None
 
     def _is_starved(self) -> bool:
         """Return whether the worker is silent because others keep its event loop from running.

@@ -32,7 +32,7 @@ from tests.shard_worker.tiny import Tiny
 
 HOLDER = Holder("the holder", "process 7 on beta")
 
-ANYBODY = {"Describe", "Heartbeats", "WatchPeer", "ShareMemory"}
+ANYBODY = {"Describe", "Heartbeats", "CallerHeartbeats", "WatchPeer", "ShareMemory"}
 """What others may ask for: who the worker is and whether it lives, and a way to talk with it."""
 
 

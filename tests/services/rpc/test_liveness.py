@@ -37,6 +37,9 @@ from tests.services.fakes import OPEN, WORKER, FakeSnapshots, FakeStage, FakeWor
 
 ROOT = Path(__file__).parents[3]
 
+_FRAME_BYTES, _DATA = 9, 0
+"""The bytes before the payload of a frame of HTTP/2, and the kind of a frame with a piece of a message."""
+
 
 @pytest.fixture
 async def peers() -> AsyncIterator[Peers]:
@@ -109,6 +112,56 @@ async def test_a_damaged_heartbeat_ends_no_watch(serve: Serve, peers: Peers) -> 
         way.fault = Fault(silent=True)
         async with asyncio.timeout(LONGEST_S + SILENT_S):
             assert (await lost).reason == WORKER_SILENT
+
+
+@pytest.mark.parametrize(
+    ("messages_before", "wrong"), [(0, "has heard nothing of what is sent"), (1, "has been silent")], ids=["to", "from"]
+)
+async def test_a_frame_whose_length_was_damaged_is_noticed(
+    messages_before: int, wrong: str, serve: Serve, peers: Peers
+) -> None:
+    """Who waits for bytes that nobody sends takes all that comes for those, and says nothing: a session on such a
+    connection, to the worker or from it, ends by name although heartbeats go on the other way. The next connection is
+    as good as ever."""
+    registrations = [StageServicer(FakeStage()).register, LivenessServicer(Life(), peers).register]
+    server = await serve(*registrations, address="127.0.0.1:0")
+    left = messages_before
+
+    def damage(piece: bytes) -> bytes:
+        """Let an HTTP/2 frame with a step or, behind that, its answer say that it is 4 KiB longer than it is."""
+        nonlocal left
+        at = 0
+        while at + _FRAME_BYTES < len(piece):
+            length, kind = int.from_bytes(piece[at : at + 3], "big"), piece[at + 3]
+            # What both begin with, behind the message's length: the tag of their field.
+            if kind == _DATA and piece[at + _FRAME_BYTES + 5 :][:1] == b"\x12":
+                left -= 1
+                if left == -1:
+                    return piece[: at + 1] + bytes([piece[at + 1] ^ 0x10]) + piece[at + 2 :]
+            at += _FRAME_BYTES + length
+        return piece
+
+    async with Link(server.address) as way:
+        session = await (await peers.stage(way.address)).open(OPEN)
+        events = session.events()
+        await session.forward(prefill())
+        await anext(events)
+        # Until then a worker may be silent for longer.
+        await asyncio.sleep(4 * BEAT_S)
+        way.fault = Fault(damage=damage)
+        async with asyncio.timeout(2 * LONGEST_S):
+            # The message within the frame is whole; it is the next one that is lost.
+            await session.forward(prefill(1, 3))
+            await anext(events)
+            await session.forward(prefill(2, 6))
+            with pytest.raises(Unavailable, match=f"{way.address}.* {wrong}") as raised:
+                await anext(events)
+        assert raised.value.reason == WORKER_SILENT
+        assert left < 0
+        again = await (await peers.stage(way.address)).open(OPEN)
+        await again.forward(prefill())
+        await anext(again.events())
+        await again.close()
 
 
 async def test_the_neighbours_edge_is_watched(serve: Serve, peers: Peers) -> None:

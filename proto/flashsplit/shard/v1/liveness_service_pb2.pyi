@@ -33,6 +33,14 @@ class HeartbeatsResponse(_message.Message):
     trouble_reason: str
     def __init__(self, process: _Optional[_Union[WorkerProcess, _Mapping]] = ..., silence_ms: _Optional[int] = ..., trouble: _Optional[str] = ..., trouble_reason: _Optional[str] = ...) -> None: ...
 
+class CallerHeartbeatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CallerHeartbeatsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class WatchPeerRequest(_message.Message):
     __slots__ = ("address",)
     ADDRESS_FIELD_NUMBER: _ClassVar[int]

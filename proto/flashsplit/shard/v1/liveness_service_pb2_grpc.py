@@ -40,6 +40,11 @@ class LivenessServiceStub:
                 request_serializer=flashsplit_dot_shard_dot_v1_dot_liveness__service__pb2.HeartbeatsRequest.SerializeToString,
                 response_deserializer=flashsplit_dot_shard_dot_v1_dot_liveness__service__pb2.HeartbeatsResponse.FromString,
                 _registered_method=True)
+        self.CallerHeartbeats = channel.stream_stream(
+                '/flashsplit.shard.v1.LivenessService/CallerHeartbeats',
+                request_serializer=flashsplit_dot_shard_dot_v1_dot_liveness__service__pb2.CallerHeartbeatsRequest.SerializeToString,
+                response_deserializer=flashsplit_dot_shard_dot_v1_dot_liveness__service__pb2.CallerHeartbeatsResponse.FromString,
+                _registered_method=True)
         self.WatchPeer = channel.unary_stream(
                 '/flashsplit.shard.v1.LivenessService/WatchPeer',
                 request_serializer=flashsplit_dot_shard_dot_v1_dot_liveness__service__pb2.WatchPeerRequest.SerializeToString,
@@ -60,6 +65,15 @@ class LivenessServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CallerHeartbeats(self, request_iterator, context):
+        """Heartbeats of the caller, each of which is answered at once. So the caller learns that what it sends comes through:
+        where bytes were damaged or lost on their way to a worker, that one may wait for more and send its own heartbeats
+        for ever. The worker ends the call with OK when it stops.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchPeer(self, request, context):
         """Connects to another worker as for a session, answers once when the connection is there, and ends the call with
         UNAVAILABLE when it breaks, falls silent or cannot be made; with OK when this worker stops.
@@ -75,6 +89,11 @@ def add_LivenessServiceServicer_to_server(servicer, server):
                     servicer.Heartbeats,
                     request_deserializer=flashsplit_dot_shard_dot_v1_dot_liveness__service__pb2.HeartbeatsRequest.FromString,
                     response_serializer=flashsplit_dot_shard_dot_v1_dot_liveness__service__pb2.HeartbeatsResponse.SerializeToString,
+            ),
+            'CallerHeartbeats': grpc.stream_stream_rpc_method_handler(
+                    servicer.CallerHeartbeats,
+                    request_deserializer=flashsplit_dot_shard_dot_v1_dot_liveness__service__pb2.CallerHeartbeatsRequest.FromString,
+                    response_serializer=flashsplit_dot_shard_dot_v1_dot_liveness__service__pb2.CallerHeartbeatsResponse.SerializeToString,
             ),
             'WatchPeer': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchPeer,
@@ -110,6 +129,33 @@ class LivenessService:
             '/flashsplit.shard.v1.LivenessService/Heartbeats',
             flashsplit_dot_shard_dot_v1_dot_liveness__service__pb2.HeartbeatsRequest.SerializeToString,
             flashsplit_dot_shard_dot_v1_dot_liveness__service__pb2.HeartbeatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CallerHeartbeats(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/flashsplit.shard.v1.LivenessService/CallerHeartbeats',
+            flashsplit_dot_shard_dot_v1_dot_liveness__service__pb2.CallerHeartbeatsRequest.SerializeToString,
+            flashsplit_dot_shard_dot_v1_dot_liveness__service__pb2.CallerHeartbeatsResponse.FromString,
             options,
             channel_credentials,
             insecure,
