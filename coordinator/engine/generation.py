@@ -276,7 +276,7 @@ class Generation:
 
     async def _keep(self, session: StageSession, length: int) -> None:
         """Have the workers keep the state behind the first `length` tokens, which are all that is committed."""
-        if self._prefix is not None and (save := self._prefix.save(tuple(self._sequence[:length]))) is not None:
+        if self._prefix is not None and (save := await self._prefix.save(tuple(self._sequence[:length]))) is not None:
             await session.save_snapshot(save)
 
     def _proposal_length(self) -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable
+import weakref
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -21,9 +22,9 @@ from coordinator.prefix.disk.disk_cache import DiskCache, DiskEntry, PartSource
 from coordinator.prefix.index import Entry, PrefixIndex
 from coordinator.prefix.lineage import Lineage
 from coordinator.prefix.policy import KeepPolicy
-from services.errors import DataLoss, FlashsplitError
+from services.errors import DataLoss, FlashsplitError, NotFound
 from services.messages.snapshots import SnapshotFrame
-from services.messages.steps import Event, SnapshotPart, SnapshotSaved
+from services.messages.steps import SnapshotPart, SnapshotSaved
 from services.rpc.stage import StageSession
 
 END_GRACE_S = 10.0
@@ -50,6 +51,17 @@ class Hit:
     load_ms: float = 0.0
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Arrival:
+    """A prefix on its way into the workers' memory.
+
+    freed: whether workers were told to free that name meanwhile, so that nobody knows which of them keep it.
+    """
+
+    entry: Entry
+    freed: bool = False
+
+
 class PrefixCache:
     """The kept prefixes of a cluster. Use as `async with`; leaving it waits for what is still being written to disk,
     unless an error ends it.
@@ -68,6 +80,9 @@ class PrefixCache:
         self._cluster, self._text, self._disk = cluster, text_fingerprint, disk
         self.policy = policy or KeepPolicy()
         self._indices: dict[str, PrefixIndex] = {}
+        self._arrivals: weakref.WeakSet[Arrival] = weakref.WeakSet()
+        # What workers are being told to free, by the tasks that tell them.
+        self._frees: dict[asyncio.Task[None], frozenset[str]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._writing = asyncio.Lock()
         self._loading = asyncio.Lock()
@@ -123,6 +138,8 @@ class PrefixCache:
                     continue
                 except FlashsplitError as error:
                     log.warning("prefix.load_failed", slot=entry.snapshot_id[:12], why=error.message)
+                    # What was in memory may have left it meanwhile.
+                    match = index.find(token_ids)
                     break
                 return Hit(loaded, len(loaded.token_ids), "disk", (time.monotonic() - started) * 1e3)
         if match is None or match.length < self.policy.min_tokens:
@@ -146,6 +163,8 @@ class PrefixCache:
             for node in disk.chain(disk_entry):
                 entry = index.get(node.snapshot_id)
                 if entry is None:
+                    entry = Entry(node.snapshot_id, node.token_ids, parent, self._trimmable(lineage))
+                    arrival = await self.expect(entry)
                     try:
                         await self._import(node, places)
                     except FlashsplitError as error:
@@ -153,7 +172,8 @@ class PrefixCache:
                             await disk.discard(node, error.message)
                         self._free([node.snapshot_id])
                         raise
-                    entry = Entry(node.snapshot_id, node.token_ids, parent, self._trimmable(lineage))
+                    if arrival.freed or (parent is not None and parent.snapshot_id not in index):
+                        raise NotFound(f"the prefix {node.snapshot_id} was freed while it came from disk")
                     index.add(entry)
                 parent = entry
         self._spawn(disk.record_use(disk_entry))
@@ -190,20 +210,37 @@ class PrefixCache:
 
     # --- keeping
 
-    def record(self, lineage: Lineage, entry: Entry, saved: SnapshotSaved) -> bool:
+    async def expect(self, entry: Entry) -> Arrival:
+        """Say that a prefix is about to come into the workers' memory; `record` ends that.
+
+        Returns once they have freed whatever they were told to free of its name: a free that came later would take what
+        is to be kept.
+        """
+        while earlier := [task for task, names in self._frees.items() if entry.snapshot_id in names]:
+            await asyncio.wait(earlier)
+        arrival = Arrival(entry)
+        self._arrivals.add(arrival)
+        return arrival
+
+    def record(self, lineage: Lineage, arrival: Arrival, saved: SnapshotSaved) -> bool:
         """Take note of the workers' answer to a save; return False where not all of them keep it."""
+        entry = arrival.entry
+        self._arrivals.discard(arrival)
         self.drop([name for part in saved.parts for name in part.evicted_ids])
         refusal = next((part for part in saved.parts if part.refusal), None)
         index = self._index(lineage)
         is_orphan = entry.parent is not None and entry.parent.snapshot_id not in index
-        if refusal is not None or is_orphan:
+        if refusal is not None or is_orphan or arrival.freed:
+            why = "it was freed on its way" if arrival.freed else "what it builds on is gone"
             log.info(
                 "prefix.not_kept",
                 slot=entry.snapshot_id[:12],
                 position=len(entry.token_ids),
-                why="what it builds on is gone" if refusal is None else f"{refusal.location}: {refusal.refusal}",
+                why=why if refusal is None else f"{refusal.location}: {refusal.refusal}",
             )
-            self._free([entry.snapshot_id])
+            # Another free of what was freed already could only meet a prefix that is kept anew.
+            if not arrival.freed:
+                self._free([entry.snapshot_id])
             return False
         index.add(entry)
         log.info("prefix.kept", slot=entry.snapshot_id[:12], position=len(entry.token_ids), **summary(saved.parts))
@@ -217,13 +254,13 @@ class PrefixCache:
         removed = [entry for index in indices for snapshot_id in snapshot_ids for entry in index.remove(snapshot_id)]
         self._free([entry.snapshot_id for entry in removed])
 
-    def finish(self, session: StageSession, events: AsyncIterator[Event], work: Coroutine[Any, Any, None]) -> None:
-        """Start a task that runs `work`, which keeps the end of an answer, and then closes the session."""
+    def finish(self, session: StageSession, keep: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Start a task that calls `keep`, which keeps the end of an answer, and then closes the session."""
 
         async def run() -> None:
             try:
                 async with asyncio.timeout(END_GRACE_S):
-                    await work
+                    await keep()
             except (TimeoutError, FlashsplitError) as error:
                 log.info("prefix.end_not_kept", why=str(error))
             finally:
@@ -265,7 +302,12 @@ class PrefixCache:
 
     def _free(self, snapshot_ids: list[str]) -> None:
         if snapshot_ids:
-            self._spawn(self._free_everywhere(snapshot_ids))
+            names = frozenset(snapshot_ids)
+            for arrival in self._arrivals:
+                arrival.freed |= arrival.entry.snapshot_id in names
+            task = self._spawn(self._free_everywhere(snapshot_ids))
+            self._frees[task] = names
+            task.add_done_callback(self._frees.pop)
 
     async def _free_everywhere(self, snapshot_ids: list[str]) -> None:
         for address in {place.address for place in self._cluster.snapshot_places(with_draft=True)}:
@@ -292,10 +334,11 @@ class PrefixCache:
         """Return the entry of this name that all workers keep; None without one."""
         return self._index(lineage).get(snapshot_id)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
+        return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

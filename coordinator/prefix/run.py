@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import structlog
 
-from coordinator.prefix.cache import Hit, PrefixCache, summary
+from coordinator.prefix.cache import Arrival, Hit, PrefixCache, summary
 from coordinator.prefix.index import Entry, deepest_ancestor
 from coordinator.prefix.policy import generation_checkpoint_due, save_points
 from services.messages.steps import Event, SnapshotRestore, SnapshotRestored, SnapshotSave, SnapshotSaved
@@ -35,7 +35,7 @@ class PrefixRun:
         # What the next save builds on; that it is kept may not be confirmed yet.
         self._last: Entry | None = None
         self._last_length = 0
-        self._saving: dict[str, Entry] = {}
+        self._saving: dict[str, Arrival] = {}
         # After a hit that was gone, the index may be wrong about shorter prefixes too: all are saved again, which costs
         # a worker that has them nothing.
         self._index_is_stale = False
@@ -63,17 +63,19 @@ class PrefixRun:
         length = self.hit.length
         return SnapshotRestore(self.hit.entry.snapshot_id, length, self._prompt[:length])
 
-    def save(self, token_ids: tuple[int, ...]) -> SnapshotSave | None:
+    async def save(self, token_ids: tuple[int, ...]) -> SnapshotSave | None:
         """Return how to keep the session's present state, that behind these tokens; None where it is kept already."""
         parent, self._last_length = self._last, len(token_ids)
         entry = self._cache.new_entry(self._lineage, token_ids, parent)
-        present = self._saving.get(entry.snapshot_id)
+        saving = self._saving.get(entry.snapshot_id)
+        present = None if saving is None else saving.entry
         if not self._index_is_stale:
             present = present or self._cache.get(self._lineage, entry.snapshot_id)
         if present is not None:
             self._last = present
             return None
-        self._last = self._saving[entry.snapshot_id] = entry
+        self._saving[entry.snapshot_id] = await self._cache.expect(entry)
+        self._last = entry
         return SnapshotSave(entry.snapshot_id, len(token_ids), None if parent is None else parent.snapshot_id)
 
     def checkpoint_due(self, length: int) -> bool:
@@ -85,8 +87,8 @@ class PrefixRun:
         if isinstance(event, SnapshotRestored):
             self.restored_ms = sum(part.elapsed_ns for part in event.parts) / 1e6
             log.info("prefix.restored", slot=event.snapshot_id[:12], position=event.length, **summary(event.parts))
-        elif (entry := self._saving.pop(event.snapshot_id, None)) is not None:
-            self._cache.record(self._lineage, entry, event)
+        elif (arrival := self._saving.pop(event.snapshot_id, None)) is not None:
+            self._cache.record(self._lineage, arrival, event)
 
     def finish(self, session: StageSession, events: AsyncIterator[Event], token_ids: tuple[int, ...]) -> None:
         """Have the end of an answer kept and the session closed, while the request itself is answered.
@@ -96,7 +98,7 @@ class PrefixRun:
 
         async def keep() -> None:
             if len(token_ids) - self._last_length >= self._cache.policy.min_tokens:
-                save = self.save(token_ids)
+                save = await self.save(token_ids)
                 if save is not None:
                     await session.save_snapshot(save)
             while self._saving:
@@ -106,4 +108,4 @@ class PrefixRun:
                 if isinstance(event, SnapshotSaved):
                     self.record(event)
 
-        self._cache.finish(session, events, keep())
+        self._cache.finish(session, keep)

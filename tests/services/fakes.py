@@ -371,7 +371,8 @@ def frames_of(header: SnapshotHeader, chunk_bytes: int = 1 << 20) -> list[Snapsh
 class FakeSnapshots:
     """Keeps the frames that come and gives them back. Faults: what the named call raises.
 
-    hold: exports wait for it before their trailer.
+    hold: exports wait for it before their trailer. hold_free, hold_import: frees and imports wait for
+    it before they are done.
     """
 
     def __init__(self) -> None:
@@ -383,6 +384,8 @@ class FakeSnapshots:
         self.write_fault: BaseException | None = None
         self.export_fault: BaseException | None = None
         self.hold: asyncio.Event | None = None
+        self.hold_free: asyncio.Event | None = None
+        self.hold_import: asyncio.Event | None = None
         self.exporting = 0
 
     async def export_snapshot(
@@ -413,6 +416,8 @@ class FakeSnapshots:
 
     async def free_snapshots(self, snapshot_ids: Sequence[str]) -> int:
         self.freed.append(list(snapshot_ids))
+        if self.hold_free is not None:
+            await self.hold_free.wait()
         return len(snapshot_ids) << 40
 
 
@@ -434,6 +439,8 @@ class FakeImport:
         header = self.frames[0]
         if not self.received == trailer.total_bytes == header.size_bytes:
             raise DataLoss("bytes are missing")
+        if self.port.hold_import is not None:
+            await self.port.hold_import.wait()
         self.port.kept[header.owner, header.snapshot_id] = [*self.frames, trailer]
         self.committed = True
         return SnapshotImported(self.received, ("old", "older"))

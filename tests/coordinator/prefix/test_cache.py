@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
@@ -64,6 +65,7 @@ async def keep(
 ) -> Entry:
     """Have every worker keep a prefix, and the cache know of it."""
     entry = cache.new_entry(PLAIN, token_ids, parent)
+    arrival = await cache.expect(entry)
     first = 0 if parent is None else len(parent.token_ids)
     for host in workers:
         target = host.worker.description.target
@@ -71,7 +73,7 @@ async def keep(
         frames = [frame async for frame in export(PLAIN, STAGE, target.layers, token_ids, first)]
         host.snapshots.kept[STAGE, entry.snapshot_id] = frames
     part = SnapshotPart(Location(0, "alpha", "cpu", "a"), 10, 1)
-    assert cache.record(PLAIN, entry, SnapshotSaved(entry.snapshot_id, len(token_ids), (part,)))
+    assert cache.record(PLAIN, arrival, SnapshotSaved(entry.snapshot_id, len(token_ids), (part,)))
     return entry
 
 
@@ -138,6 +140,25 @@ async def test_a_worker_without_room_is_a_miss(workers: list[ToyHost], hosts: Ho
         hit = await cache.find(ids(SHORT), with_draft=False)
         assert hit is not None
         assert hit.source == "disk"
+
+
+async def test_what_is_freed_while_it_comes_from_disk_is_a_miss(
+    workers: list[ToyHost], hosts: Hosts, store: Store
+) -> None:
+    """What it builds on is evicted by one worker while another still takes the longer one: the request runs cold."""
+    async with caching(workers, store) as cache:
+        short = await keep(cache, workers, ids(SHORT))
+        await keep(cache, workers, ids(LONG), short)
+    others = await toys(hosts, 2)
+    async with caching(others, store) as cache:
+        hit = await cache.find(ids(SHORT), with_draft=False)
+        assert hit is not None
+        others[1].snapshots.hold_import = asyncio.Event()
+        finding = asyncio.ensure_future(cache.find(ids(LONG), with_draft=False))
+        await until(lambda: len(others[1].snapshots.imports) == 2, 5)
+        cache.forget(hit, with_draft=False)
+        others[1].snapshots.hold_import.set()
+        assert await finding is None
 
 
 async def test_a_failing_export_is_no_ones_failure(workers: list[ToyHost], store: Store) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -84,8 +85,8 @@ def saved(save: SnapshotSave, *evicted: str, refusal: str = "") -> SnapshotSaved
     return SnapshotSaved(save.snapshot_id, save.length, parts(*evicted, refusal=refusal))
 
 
-def save(run: PrefixRun, token_ids: tuple[int, ...]) -> SnapshotSave:
-    request = run.save(token_ids)
+async def save(run: PrefixRun, token_ids: tuple[int, ...]) -> SnapshotSave:
+    request = await run.save(token_ids)
     assert request is not None
     return request
 
@@ -93,7 +94,7 @@ def save(run: PrefixRun, token_ids: tuple[int, ...]) -> SnapshotSave:
 async def keep(cache: PrefixCache, token_ids: tuple[int, ...]) -> SnapshotSave:
     """Have a prefix kept by a request of its own."""
     run = await begin(cache, token_ids)
-    request = save(run, token_ids)
+    request = await save(run, token_ids)
     run.record(saved(request))
     return request
 
@@ -125,7 +126,7 @@ async def test_a_trimmable_state_serves_shorter_prefixes(cache: PrefixCache) -> 
     other = (*ids(40), 1, 2, 3)
     run = await begin(cache, other)
     assert run.restore() == SnapshotRestore(long.snapshot_id, 40, ids(40))
-    assert save(run, other).parent_id is None
+    assert (await save(run, other)).parent_id is None
 
 
 async def test_a_prefix_too_short_to_fetch_is_computed(cache: PrefixCache) -> None:
@@ -147,7 +148,7 @@ async def test_a_hit_that_is_gone(cache: PrefixCache, workers: list[ToyHost]) ->
     """The request runs cold, the prefix is found no more, and all workers are told to free it and what builds on it."""
     short = await keep(cache, ids(20))
     run = await begin(cache, ids(50))
-    longer = save(run, ids(50))
+    longer = await save(run, ids(50))
     run.record(saved(longer))
     run = await begin(cache, ids(30))
     assert run.hit is not None
@@ -156,7 +157,40 @@ async def test_a_hit_that_is_gone(cache: PrefixCache, workers: list[ToyHost]) ->
     assert run.restore() is None
     await until(lambda: all(host.snapshots.freed for host in workers), 5)
     assert {name for host in workers for call in host.snapshots.freed for name in call} >= {longer.snapshot_id}
-    assert save(run, ids(20)) == SnapshotSave(short.snapshot_id, 20, None)
+    assert await save(run, ids(20)) == SnapshotSave(short.snapshot_id, 20, None)
+
+
+async def test_what_is_being_freed_is_kept_anew_only_then(cache: PrefixCache, workers: list[ToyHost]) -> None:
+    """A prefix that is gone on one worker is freed on all; a save of it waits for the last of them, which would free
+    what it brings."""
+    await keep(cache, ids(20))
+    workers[1].snapshots.hold_free = asyncio.Event()
+    run = await begin(cache, ids(20))
+    run.forget_hit()
+    saving = asyncio.ensure_future(save(run, ids(20)))
+    await until(lambda: bool(workers[1].snapshots.freed), 5)
+    too_early = saving.done()
+
+    workers[1].snapshots.hold_free.set()
+
+    assert not too_early
+    run.record(saved(await saving))
+    assert (await begin(cache, ids(20))).hit is not None
+
+
+async def test_what_is_freed_on_its_way_is_no_hit(cache: PrefixCache) -> None:
+    """Another request finds a prefix gone while this one saves it: nobody knows who keeps it now. A later save counts."""
+    first, second = await begin(cache, ids(20)), await begin(cache, ids(20))
+    late = await save(first, ids(20))
+    second.record(saved(await save(second, ids(20))))
+    third = await begin(cache, ids(20))
+    third.forget_hit()
+
+    first.record(saved(late))
+
+    assert (await begin(cache, ids(20))).hit is None
+    third.record(saved(await save(third, ids(20))))
+    assert (await begin(cache, ids(20))).hit is not None
 
 
 # --- saving
@@ -165,7 +199,7 @@ async def test_a_hit_that_is_gone(cache: PrefixCache, workers: list[ToyHost]) ->
 async def test_saves_build_on_each_other(cache: PrefixCache) -> None:
     """The second save of a request names the first as its parent although nobody has confirmed that yet."""
     run = await begin(cache, ids(50))
-    first, second = save(run, ids(20)), save(run, ids(50))
+    first, second = await save(run, ids(20)), await save(run, ids(50))
     assert (first.parent_id, first.length) == (None, 20)
     assert (second.parent_id, second.length) == (first.snapshot_id, 50)
     run.record(saved(first))
@@ -177,18 +211,18 @@ async def test_saves_build_on_each_other(cache: PrefixCache) -> None:
 async def test_what_is_kept_is_not_saved_again(cache: PrefixCache) -> None:
     """Neither within a request nor by a later one, whose next save builds on it all the same."""
     run = await begin(cache, ids(50))
-    first = save(run, ids(20))
-    assert run.save(ids(20)) is None
+    first = await save(run, ids(20))
+    assert await run.save(ids(20)) is None
     run.record(saved(first))
     other = await begin(cache, ids(15))
-    assert other.save(ids(20)) is None
-    assert save(other, ids(40)).parent_id == first.snapshot_id
+    assert await other.save(ids(20)) is None
+    assert (await save(other, ids(40))).parent_id == first.snapshot_id
 
 
 async def test_a_refused_save_is_no_hit(cache: PrefixCache, workers: list[ToyHost]) -> None:
     """Where one worker refuses, the others free what they kept, and nobody begins there."""
     run = await begin(cache, ids(50))
-    request = save(run, ids(20))
+    request = await save(run, ids(20))
     run.record(saved(request, refusal="no room"))
     assert (await begin(cache, ids(50))).hit is None
     await until(lambda: all(host.snapshots.freed == [[request.snapshot_id]] for host in workers), 5)
@@ -197,7 +231,7 @@ async def test_a_refused_save_is_no_hit(cache: PrefixCache, workers: list[ToyHos
 async def test_a_save_whose_parent_was_refused_is_no_hit(cache: PrefixCache) -> None:
     """What builds on a state that is not there is of no use."""
     run = await begin(cache, ids(50))
-    first, second = save(run, ids(20)), save(run, ids(50))
+    first, second = await save(run, ids(20)), await save(run, ids(50))
     run.record(saved(first, refusal="no room"))
     run.record(saved(second))
     assert (await begin(cache, ids(50))).hit is None
@@ -207,7 +241,7 @@ async def test_what_a_worker_evicts_is_forgotten_everywhere(cache: PrefixCache, 
     """One worker made room for a new state; the old one is no hit any more, and all workers free it."""
     old = await keep(cache, ids(20, seed=1))
     run = await begin(cache, ids(50))
-    run.record(saved(save(run, ids(50)), old.snapshot_id))
+    run.record(saved(await save(run, ids(50)), old.snapshot_id))
     assert (await begin(cache, ids(30, seed=1))).hit is None
     await until(lambda: all([old.snapshot_id] in host.snapshots.freed for host in workers), 5)
 
@@ -222,7 +256,7 @@ async def test_answers_to_saves_of_others_change_nothing(cache: PrefixCache) -> 
 async def test_growing_answers_are_saved_now_and_then(cache: PrefixCache) -> None:
     """A checkpoint is due so many tokens behind the last save."""
     run = await begin(cache, ids(50))
-    save(run, ids(50))
+    await save(run, ids(50))
     assert not run.checkpoint_due(50 + POLICY.checkpoint_tokens - 1)
     assert run.checkpoint_due(50 + POLICY.checkpoint_tokens)
 
@@ -245,7 +279,7 @@ async def test_saves_on_their_way_are_waited_for(cache: PrefixCache) -> None:
     """What the request had saved before its end is confirmed behind its back too."""
     session = KeepingSession(FakeStage(), OPEN)
     run = await begin(cache, ids(50))
-    await session.save_snapshot(save(run, ids(50)))
+    await session.save_snapshot(await save(run, ids(50)))
     run.finish(session, session.events(), ids(50))
     await until(lambda: session.closed == 1, 5)
     assert (await begin(cache, ids(80))).restore() is not None
@@ -255,7 +289,7 @@ async def test_a_short_end_is_not_worth_keeping(cache: PrefixCache) -> None:
     """With fewer tokens behind the last save than the policy's least number the session is only closed."""
     session = KeepingSession(FakeStage(), OPEN)
     run = await begin(cache, ids(50))
-    run.record(saved(save(run, ids(50))))
+    run.record(saved(await save(run, ids(50))))
     run.finish(session, session.events(), ids(50 + POLICY.min_tokens - 1))
     await until(lambda: session.closed == 1, 5)
     assert session.saves == []
