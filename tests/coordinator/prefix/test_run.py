@@ -179,7 +179,8 @@ async def test_what_is_being_freed_is_kept_anew_only_then(cache: PrefixCache, wo
 
 
 async def test_what_is_freed_on_its_way_is_no_hit(cache: PrefixCache) -> None:
-    """Another request finds a prefix gone while this one saves it: nobody knows who keeps it now. A later save counts."""
+    """Another request finds a prefix gone while this one saves it: nobody knows who keeps it now. A later save
+    counts."""
     first, second = await begin(cache, ids(20)), await begin(cache, ids(20))
     late = await save(first, ids(20))
     second.record(saved(await save(second, ids(20))))

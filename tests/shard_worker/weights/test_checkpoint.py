@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,16 @@ def test_tensors_are_what_is_stored(tiny: Tiny, name: str) -> None:
         assert checkpoint.size_bytes(stored) == tensor.numel() * tensor.element_size()
         assert torch.equal(checkpoint.tensor(stored), tensor)
     assert torch.equal(checkpoint.rows(HEAD, (5, 0, 5)), expected[HEAD][[5, 0, 5]])
+
+
+def test_reading_rows_leaves_nothing_behind(tiny: Tiny) -> None:
+    """A draft reads two with every block, for as long as its worker runs."""
+    checkpoint = Checkpoint(tiny.path("qwen3"))
+    checkpoint.rows(HEAD, (5,))
+    before = sys.getallocatedblocks()
+    for _ in range(1000):
+        checkpoint.rows(HEAD, (5, 0))
+    assert sys.getallocatedblocks() - before < 500
 
 
 def test_stored_dtypes_are_kept_and_foreign_ones_named(tmp_path: Path) -> None:
