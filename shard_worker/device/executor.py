@@ -23,7 +23,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import structlog
 import torch
@@ -50,6 +50,20 @@ BROKEN = "DEVICE_BROKEN"
 
 EXIT_S = 5.0
 """How long the end of the interpreter waits for a job that runs."""
+
+
+class Company(Protocol):
+    """Work of one kind that is done together with what waits beside it, when the thread comes to it."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is something to do."""
+
+    def run(self) -> None:
+        """Do what waits, or a part of it. Whoever waits for it hears of errors, of which one is raised as well."""
+
+    def drop(self) -> None:
+        """Cancel what waits: the thread is over."""
 
 
 class DeviceThread:
@@ -100,6 +114,24 @@ class DeviceThread:
     def busy(self) -> bool:
         """Whether jobs wait that have not begun."""
         return self._queue.busy
+
+    # --- work that is done together
+
+    def serve(self, company: Company) -> None:
+        """Do from now on what waits there: behind the jobs that wait, but for those that compute rows, between which it
+        comes in turn. To be called before something waits."""
+        self._queue.company.append(company)
+
+    def notice(self) -> None:
+        """Notice that something waits there; from any thread. Raises RuntimeError when the thread is over."""
+        self._queue.notice()
+
+    def awaited(self, queued: Future[T]) -> asyncio.Future[T]:
+        """Return a future of the event loop for the result or error of what was queued; errors as in `submit`."""
+        future: asyncio.Future[T] = self._expected()
+        return future if future.done() else self._passed_on(future, queued)
+
+    # --- steps that are expected
 
     def expect_step(self, cancel: Callable[[], None]) -> None:
         """Stay awake for a while, because a step will soon come to a GPU; to be called on the thread itself.
@@ -187,7 +219,12 @@ class DeviceThread:
         future: asyncio.Future[T] = self._expected()
         if future.done():
             return future
-        loop, queued = future.get_loop(), self._put(job, args, step=step, allowed_s=allowed_s)
+        return self._passed_on(future, self._put(job, args, step=step, allowed_s=allowed_s))
+
+    @staticmethod
+    def _passed_on(future: asyncio.Future[T], queued: Future[T]) -> asyncio.Future[T]:
+        """Give the future what comes of the queued one; who cancels the former cancels the latter."""
+        loop = future.get_loop()
 
         def on_done(_: Future[T]) -> None:
             # The loop may be over, and with it who would want to know.
@@ -243,6 +280,9 @@ class _Queue:
     def __init__(self, on_broken: Callable[[], None]) -> None:
         self._on_broken = on_broken
         self._jobs: deque[_Job] = deque()
+        self.company: list[Company] = []
+        self._has_computed = False
+        """Whether the last job has computed rows."""
         self._selector = selectors.DefaultSelector()
         # A byte sent into one end wakes the thread, which waits for the other one.
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -260,7 +300,18 @@ class _Queue:
 
     @property
     def busy(self) -> bool:
-        return bool(self._jobs)
+        return bool(self._jobs) or self._waiting is not None
+
+    @property
+    def _waiting(self) -> Company | None:
+        return next((company for company in self.company if company.waiting), None)
+
+    def notice(self) -> None:
+        if self.over:
+            self._drop_jobs()
+            raise RuntimeError("the device thread is over")
+        if self._asleep:
+            self._wake()
 
     def put(self, job: _Job) -> None:
         """Raises RuntimeError when the thread is over."""
@@ -317,6 +368,7 @@ class _Queue:
 
     def _note_end(self) -> None:
         work, self.work = self.work, None
+        self._has_computed = work is not None and work.like is not None
         self.done_count += 1
         if work is not None:
             self.costs.ended(work)
@@ -326,12 +378,12 @@ class _Queue:
             # For those who look at the process's threads.
             Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("device")
         while not self.over:
-            if not self._jobs and time.monotonic() < self._awake_until:
+            if not self.busy and time.monotonic() < self._awake_until:
                 self._read(0)
-            elif not self._jobs:
+            elif not self.busy:
                 # A job that is put behind the next line wakes this thread; one that was put before is seen after it.
                 self._asleep = True
-                self._read(0 if self._jobs or self.over else None)
+                self._read(0 if self.busy or self.over else None)
                 self._asleep = False
             elif self._watched_count:
                 self._read(0)
@@ -345,6 +397,12 @@ class _Queue:
         self._wake_writer.close()
 
     def _run_next(self) -> None:
+        waiting = self._waiting
+        if waiting is not None and (self._has_computed or not self._jobs):
+            self.run_now(waiting.run)
+            # What computes rows in a job has its turn now.
+            self._has_computed = False
+            return
         try:
             job = self._jobs.popleft()
         except IndexError:
@@ -391,6 +449,8 @@ class _Queue:
         with contextlib.suppress(IndexError):
             while True:
                 self._jobs.popleft().future.cancel()
+        for company in self.company:
+            company.drop()
 
     def _wake(self) -> None:
         # The thread is awake where the socket is full, and over where it is closed.

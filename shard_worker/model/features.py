@@ -53,8 +53,14 @@ class Features:
 
     def rows(self, count: int) -> Features:
         """Return the features of the first `count` rows."""
-        total = None if self.total is None else self.total[:count]
-        return Features(total, {index: piece[:count] for index, piece in self.slices.items()})
+        first = Features()
+        self.give(first, 0, count)
+        return first
+
+    def give(self, other: Features, first: int, last: int) -> None:
+        """Let the other features be those of rows [first, last) of these."""
+        other.total = None if self.total is None else self.total[first:last]
+        other.slices = {index: piece[first:last] for index, piece in self.slices.items()}
 
     def add(self, part: torch.Tensor) -> None:
         """Add rows [n, draft hidden] to the sum."""

@@ -38,6 +38,7 @@ from shard_worker.session.following import FollowingSession
 from shard_worker.session.last_stage import LastStageSession
 from shard_worker.session.relay import RelaySession
 from shard_worker.session.session import SessionHost, TargetSession
+from shard_worker.session.step_batches import StepBatches
 from shard_worker.session_record import SessionRecord
 from shard_worker.snapshots.keeper import SnapshotKeeper
 from shard_worker.stage.batch_invariance import allocate
@@ -106,7 +107,8 @@ class LoadedStage:
 class TargetRole(WorkerRole[LoadTarget]):
     """Implements `services.rpc.stage.StagePort`.
 
-    loaded: the stage, None before the first load and after one that failed. sessions: those that are open.
+    loaded: the stage, None before the first load and after one that failed. sessions: those that are open. batches:
+    their steps that wait.
     """
 
     description_field = "target"
@@ -117,6 +119,7 @@ class TargetRole(WorkerRole[LoadTarget]):
         self._drafts = StageDrafts(resources)
         self.loaded: LoadedStage | None = None
         self.sessions = set[TargetSession]()
+        self.batches = StepBatches(resources.thread, self.sessions)
 
     @property
     def part(self) -> LoadTarget | None:
@@ -242,7 +245,7 @@ class TargetRole(WorkerRole[LoadTarget]):
         except FlashsplitError as error:
             raise error.located(stage=request.stage, host=location.host, device=location.device) from None
         identity = StageIdentity(location, stage.layers)
-        host = SessionHost(self.resources.thread, stage, loaded.keeper, identity, self.sessions)
+        host = SessionHost(self.resources.thread, stage, loaded.keeper, identity, self.sessions, self.batches)
         session: TargetSession
         if sampler is None:
             downstream = await self._open_next(request, steps=above is not None or stage.embedding is not None)

@@ -30,13 +30,14 @@ class ComputedStep:
     """A step whose rows went through the stage.
 
     output: what the stage made of them. features: those of this stage and the stages before it, for the draft.
-    started_ns: when computing began, by `time.monotonic_ns`.
+    started_ns: when computing began, by `time.monotonic_ns`. alone: whether no other session's rows were in it.
     """
 
     forward: Forward
     output: StepOutput
     features: Features
     started_ns: int
+    alone: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class Verifier:
         # Before the last row is another one, and before anything of the output can be overwritten.
         of_prompt = self._prompt_logprobs(forward, output)
         tokens, kind = forward.token_ids, forward.kind
-        ahead = self._may_go_ahead(forward, output, features)
+        ahead = self._may_go_ahead(forward, output, features) if step.alone else None
         produced: list[int] = []
         logprobs: tuple[TokenLogprobs, ...] = ()
         if ahead is not None:
@@ -104,8 +105,8 @@ class Verifier:
             )
         elif kind is not StepKind.PREFILL:
             if kind is StepKind.DECODE:
-                self._remember_last(output, len(tokens))
-                if output.on_host is not None and self._is_greedy:
+                self._remember_last(step, len(tokens))
+                if step.alone and output.on_host is not None and self._is_greedy:
                     meanwhile()
             produced, logprobs = self._choose(forward, output)
         elapsed_ns = time.monotonic_ns() - step.started_ns
@@ -114,7 +115,7 @@ class Verifier:
         if kind is not StepKind.RESUME:
             self._sampler.observe(tokens[:committed_rows], forward.base_position)
             if kind is not StepKind.DECODE or ahead is not None:
-                self._remember_last(output, committed_rows)
+                self._remember_last(step, committed_rows)
         if ahead is not None and kind is StepKind.VERIFY:
             state.length, state.pending = state.length + committed_rows, 0
         return StepOutcome(tuple(produced), logprobs, of_prompt, features, elapsed_ns, ahead is not None)
@@ -124,9 +125,11 @@ class Verifier:
         """Whether nothing but the argmax of the logits is needed."""
         return self._sampler.is_greedy and self._request.logprobs is None
 
-    def _remember_last(self, output: StepOutput, committed_rows: int) -> None:
-        # A copy: a view would hold all rows of a prefill, and a step's are overwritten by the next.
-        self.last.hidden = output.hidden[committed_rows - 1 : committed_rows].clone()
+    def _remember_last(self, step: ComputedStep, committed_rows: int) -> None:
+        last = step.output.hidden[committed_rows - 1 : committed_rows]
+        # A view would hold all rows of a prefill, and those of a lone step are overwritten by the next. The few rows of
+        # several sessions are theirs for good: a copy for each would be a launch for each.
+        self.last.hidden = last.clone() if step.alone else last
 
     def _prompt_logprobs(self, forward: Forward, output: StepOutput) -> tuple[TokenLogprobs, ...]:
         """Return the log-probabilities of the step's own tokens where the request asked for them: of those that are
@@ -151,9 +154,9 @@ class Verifier:
         argmax: torch.Tensor | None = None
         if kind is StepKind.RESUME:
             logits = self.last.logits()
-        elif output.logits is not None and output.on_host is not None:
+        elif output.logits is not None:
             logits = output.logits[rows]
-            if self._sampler.is_greedy:
+            if self._sampler.is_greedy and output.on_host is not None:
                 argmax = output.on_host.tensor[rows]
                 output.on_host.wait()
         else:

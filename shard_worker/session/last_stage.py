@@ -33,7 +33,7 @@ from shard_worker.cache.prefix_state import StateView
 from shard_worker.drafting.engine import DraftRequest
 from shard_worker.drafting.link import DraftLink
 from shard_worker.model.features import Features
-from shard_worker.sampling.verifier import StepOutcome, Verifier
+from shard_worker.sampling.verifier import ComputedStep, StepOutcome, Verifier
 from shard_worker.session.following import following_step, probable_following_step
 from shard_worker.session.session import (
     DeviceEvent,
@@ -100,7 +100,7 @@ class LastStageSession(TargetSession):
     async def _run(self, forward: Forward, arrived_ns: int) -> None:
         if self._has_lane:
             # Steps are counted as the device thread tells of them, in one order with those that come through the lane.
-            await self.host.thread.submit(self._device.answer, forward, arrived_ns)
+            await self.host.thread.awaited(self._device.answer(forward, arrived_ns))
             return
         self._count_step()
         outcome = await self._device.outcome_of(forward)
@@ -272,19 +272,19 @@ class LastStageDeviceSession(DeviceSession):
         Raises FailedPrecondition where another step than this one was begun.
         """
         if not self._begun:
-            return self._thread.submit(self.decide, forward)
+            return self._thread.awaited(self._batches.add(self, forward, self.decide))
         begun, future = self._begun.popleft()
         if begun != forward:
             raise FailedPrecondition(
                 f"step {forward.step} runs already, with other rows", reason="OUT_OF_STEP", field="step"
             )
-        return asyncio.wrap_future(future)
+        return self._thread.awaited(future)
 
     # --- steps
 
-    def decide(self, forward: Forward) -> StepOutcome:
-        """Compute a step, and decide what it produces."""
-        step = self.compute(forward)
+    def decide(self, step: ComputedStep) -> StepOutcome:
+        """Decide what a step produces."""
+        forward = step.forward
         step.features.to(self._stage.device)
 
         def meanwhile() -> None:
@@ -304,9 +304,12 @@ class LastStageDeviceSession(DeviceSession):
 
         return self._verifier.decide(step, self.state(), meanwhile, then)
 
-    def answer(self, forward: Forward, arrived_ns: int) -> None:
-        """Compute and decide a step, and tell the event loop what it produces."""
-        self.events.put(StepDecided(forward, arrived_ns, self.decide(forward)))
+    def answer(self, forward: Forward, arrived_ns: int) -> Future[None]:
+        """Have a step computed and decided, from any thread, and the event loop told what it produces."""
+        return self._batches.add(self, forward, functools.partial(self._tell, arrived_ns))
+
+    def _tell(self, arrived_ns: int, step: ComputedStep) -> None:
+        self.events.put(StepDecided(step.forward, arrived_ns, self.decide(step)))
         self.events.announce()
 
     def follow(self, forward: Forward, token_ids: tuple[int, ...], draft_tokens: tuple[int, ...]) -> None:
@@ -324,14 +327,16 @@ class LastStageDeviceSession(DeviceSession):
         # Before the following step's rows come, and not before those above can begin with them.
         self.commit(forward.step, length)
         if sent:
-            rows = self._next.rows_of(following)
             self._followed = forward.step
-            self._expect_activation(following, rows)
-            self._next.expect(following, rows)
+            if self._batches.lone:
+                rows = self._next.rows_of(following)
+                self._expect_activation(following, rows)
+                self._next.expect(following, rows)
         elif self._alone:
-            self._stage.release(state, self._next.rows_of(following), None, certain=False)
-            self._begun.append((following, self._thread.queue_step(self.decide, following)))
+            if self._batches.lone:
+                self._stage.release(state, self._next.rows_of(following), None, certain=False)
+            self._begun.append((following, self._batches.add(self, following, self.decide)))
 
     def _take_step(self, forward: Forward, arrived_ns: int) -> None:
         self._check_next(forward)
-        self.answer(forward, arrived_ns)
+        self._compute_from_lane(forward, functools.partial(self._tell, arrived_ns))

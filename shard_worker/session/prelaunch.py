@@ -13,6 +13,7 @@ from services.messages.step_template import tokens_from_bytes
 from services.messages.steps import Forward, OpenSession, StepKind
 from shard_worker.device.executor import DeviceThread
 from shard_worker.session.checks import check_activation, check_rows
+from shard_worker.session.step_batches import StepBatches
 from shard_worker.stage.stage import Stage, StageState
 from shard_worker.stage.step_graph import StepRows
 
@@ -31,8 +32,11 @@ class Progress:
 class NextStep:
     """What is done ahead for the step that a session takes next."""
 
-    def __init__(self, thread: DeviceThread, stage: Stage, request: OpenSession, progress: Progress) -> None:
-        self._thread, self._stage, self._request, self._progress = thread, stage, request, progress
+    def __init__(
+        self, thread: DeviceThread, stage: Stage, batches: StepBatches, request: OpenSession, progress: Progress
+    ) -> None:
+        self._thread, self._stage, self._batches = thread, stage, batches
+        self._request, self._progress = request, progress
         self._expected_rows = 0
         """Rows of the next step where one is known to come past the event loop, else 0."""
         self._released = False
@@ -57,7 +61,7 @@ class NextStep:
         """Launch a step of so many rows now. known: its rows, where they are known. running: the step before it may
         not be done yet."""
         state = self._progress.state
-        if state is not None and self._stage.prelaunches and not self._thread.busy:
+        if state is not None and self._stage.prelaunches and self._batches.expects_one:
             # In this order: whatever becomes of the launch, nothing waits behind it for ever.
             self._thread.expect_step(self._stage.cancel)
             self._stage.prelaunch(state, rows, known=known, running=running)
@@ -85,7 +89,7 @@ class NextStep:
         Does nothing where the step is not the next one. Errors as in `check_rows` and `check_activation`.
         """
         state = self._progress.state
-        if state is None or state.pending or forward.step != self._progress.step + 1 or self._thread.busy:
+        if state is None or state.pending or forward.step != self._progress.step + 1 or not self._batches.expects_one:
             return
         if forward.kind not in (StepKind.DECODE, StepKind.VERIFY):
             return
@@ -98,7 +102,7 @@ class NextStep:
     def release_known(self, rows: StepRows, activation: memoryview | None, *, certain: bool = True) -> None:
         """Release a step that was checked when it was expected. certain: nothing of it is still to come."""
         state = self._progress.state
-        if state is not None and not state.pending and rows.base == state.length and not self._thread.busy:
+        if state is not None and not state.pending and rows.base == state.length and self._batches.expects_one:
             self._released = certain
             self._stage.release(state, rows, activation, certain=certain)
 

@@ -7,6 +7,7 @@ import functools
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, Unavailable
@@ -29,6 +30,7 @@ from services.rpc.stage import StageSession
 from services.streams.step_lane import StepLane
 from shard_worker.device.dtypes import Leaving
 from shard_worker.drafting.link import slices_of
+from shard_worker.sampling.verifier import ComputedStep
 from shard_worker.session.checks import PassedStep, check_commit, check_rows
 from shard_worker.session.following import probable_following_step
 from shard_worker.session.session import (
@@ -112,7 +114,7 @@ class RelaySession(TargetSession):
             # The device goes on with the next chunk while this one is on its way.
             self._begin(self._send_when_complete, outgoing, arrived_ns)
             return
-        passed, forward_ns = await self.host.thread.submit(self._device.pass_on, forward)
+        passed, forward_ns = await self.host.thread.awaited(self._device.pass_on(forward))
         if forward.kind is not StepKind.VERIFY:
             self._length += len(forward.token_ids)
         self._note(passed, arrived_ns, forward_ns)
@@ -241,16 +243,20 @@ class RelayDeviceSession(DeviceSession):
                 on_begun=functools.partial(self._guarded, self._release_following),
             )
 
-    def pass_on(self, forward: Forward) -> tuple[Forward, int]:
-        """Compute a step. Returns it as the next stage gets it, and the nanoseconds that it took."""
-        return self.launch(forward).wait()
+    def pass_on(self, forward: Forward) -> Future[tuple[Forward, int]]:
+        """Have a step computed, from any thread. Returns it as the next stage gets it, and the nanoseconds that it
+        took."""
+        return self._batches.add(self, forward, lambda step: self._outgoing(step).wait())
 
     def launch(self, forward: Forward) -> OutgoingStep:
-        """Compute a step, on a GPU without waiting for it."""
-        step = self.compute(forward)
+        """Compute a step alone, on a GPU without waiting for it."""
+        return self._outgoing(self.compute(forward))
+
+    def _outgoing(self, step: ComputedStep) -> OutgoingStep:
+        """Queue the way of a step's results to the host."""
         hidden = [step.output.hidden] if step.output.on_host is None else []
         leaving = Leaving([*hidden, *step.features.tensors], step.output.on_host)
-        return OutgoingStep(forward, step.features.indices, leaving, step.started_ns)
+        return OutgoingStep(step.forward, step.features.indices, leaving, step.started_ns)
 
     def commit_and_prelaunch(self, step: int, length: int) -> None:
         """Commit the rows of a verify, then prelaunch the step that is expected behind it."""
@@ -262,7 +268,10 @@ class RelayDeviceSession(DeviceSession):
 
     def _take_step(self, forward: Forward, arrived_ns: int) -> None:
         self._check_next(forward)
-        outgoing = self.launch(forward)
+        self._compute_from_lane(forward, functools.partial(self._send_below, arrived_ns))
+
+    def _send_below(self, arrived_ns: int, step: ComputedStep) -> None:
+        outgoing = self._outgoing(step)
         sent, leaving, below = outgoing.as_sent(), outgoing.leaving, self._lanes.below
         if below is not None and leaving.lent:
             below.prepare(sent)
@@ -272,7 +281,7 @@ class RelayDeviceSession(DeviceSession):
         if below is None or not below.send(sent, leaving.wait if leaving.lent else None):
             leaving.wait()
             self.events.put(StepNotSent(outgoing.lasting(sent)))
-        elif sent.more:
+        elif sent.more and step.alone:
             self._expect_token(sent)
             self._next.expect(sent)
         self.events.announce()
@@ -303,7 +312,7 @@ class RelayDeviceSession(DeviceSession):
 
     def _release_following(self, following: Forward, whole: bool) -> None:
         """Release the step on the first stage as soon as it has come; arguments as of `NextStep.release`."""
-        if self._lanes.above is None and not self._thread.busy:
+        if self._lanes.above is None and self._batches.expects_one:
             self._commit_to(self.state(), following.base_position)
             self._next.release(following, whole)
 

@@ -14,7 +14,8 @@ import functools
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import structlog
@@ -44,9 +45,10 @@ from shard_worker.sampling.verifier import ComputedStep, StepOutcome
 from shard_worker.session.background import BackgroundTasks
 from shard_worker.session.checks import check_restore, check_rows, check_save, check_tensors
 from shard_worker.session.prelaunch import NextStep, Progress
+from shard_worker.session.step_batches import StepBatches
 from shard_worker.session_record import SessionRecord
 from shard_worker.snapshots.keeper import SnapshotKeeper
-from shard_worker.stage.stage import Stage, StageState
+from shard_worker.stage.stage import Stage, StageState, StepInput
 from shard_worker.stage.step_graph import StepOutput, StepRows
 
 log = structlog.get_logger()
@@ -58,6 +60,7 @@ class SessionHost:
 
     thread: the thread that owns the devices. keeper: keeps the prefixes of the stage's sessions. identity: how the
     stage presents itself to the coordinator. sessions: the open sessions, to which each adds itself until it closes.
+    batches: computes steps of those sessions that wait at the same time.
     """
 
     thread: DeviceThread
@@ -65,6 +68,7 @@ class SessionHost:
     keeper: SnapshotKeeper
     identity: StageIdentity
     sessions: set[TargetSession]
+    batches: StepBatches
 
 
 # --- what the device thread tells the event loop
@@ -346,10 +350,13 @@ class DeviceSession(ABC):
         self, host: SessionHost, request: OpenSession, state: StageState, lanes: Lanes, events: DeviceEvents
     ) -> None:
         self._thread, self._stage, self._request = host.thread, host.stage, request
+        self._batches = host.batches
         self._lanes, self.events = lanes, events
         self._progress = Progress(state)
-        self._next = NextStep(host.thread, host.stage, request, self._progress)
+        self._next = NextStep(host.thread, host.stage, host.batches, request, self._progress)
         self.captures: Sequence[int | None] = incoming_captures(request, host.stage)
+        self._released = False
+        """Whether the device may have begun with the step that a lane has just brought."""
 
     # --- on the event loop
 
@@ -395,35 +402,54 @@ class DeviceSession(ABC):
     def _take_step(self, forward: Forward, arrived_ns: int) -> None:
         """Take a step that came through the lane above."""
 
+    @property
+    def chain_length(self) -> int:
+        """Of how many stages the session's chain is made."""
+        return self._request.stage + 1 + len(self._request.route)
+
+    def kind(self, forward: Forward) -> Hashable:
+        """Return what is equal for steps that can be computed together."""
+        state = self._progress.state
+        invariant_rows = None if state is None else state.batch_invariant_rows
+        return (id(self._stage), forward.kind, self._request.draft is None, invariant_rows)
+
     def compute(self, forward: Forward) -> ComputedStep:
-        """Run the stage on a step's rows, on a GPU without waiting for it."""
+        """Run the stage on a step alone, on a GPU without waiting for it. Errors as in `begin`."""
         started_ns = time.monotonic_ns()
         self._thread.computes("step", len(forward.token_ids))
-        state, features = self.state(), Features()
-        self._progress.step = forward.step
-        self._next.forget()
+        given = self.begin(forward)
+        features = given.features or Features()
         if forward.kind is StepKind.RESUME:
             # Nothing to compute: the state is there, and the last stage has the logits.
             output = StepOutput(torch.empty(0, self._stage.config.hidden_size, dtype=self._stage.dtype))
             return ComputedStep(forward, output, features, started_ns)
-        hidden = None
+        output = self._stage.step(
+            given.state, given.token_ids, given.features, uncommitted=given.uncommitted, hidden=given.hidden
+        )
+        return ComputedStep(forward, output, features, started_ns)
+
+    def begin(self, forward: Forward) -> StepInput:
+        """Count a step that is about to be computed, and return its rows. Raises FailedPrecondition where the session
+        is closed."""
+        state = self.state()
+        if state.pending:
+            # The commit may be among the jobs behind this step.
+            self._stage.commit(state, forward.base_position)
+        self._progress.step = forward.step
+        self._next.forget()
+        features, hidden = None if self._request.draft is None else Features(), None
         if forward.activation is not None:
             hidden = over_wire(forward.activation)
             # They stay on the host until the step is launched, which may have been prelaunched on the device.
             for piece in forward.features:
+                assert features is not None
                 tensor = over_wire(piece.features)
                 if piece.capture_index is None:
                     features.total = tensor
                 else:
                     features.slices[piece.capture_index] = tensor
-        output = self._stage.step(
-            state,
-            forward.token_ids,
-            features if self._request.draft is not None else None,
-            uncommitted=forward.kind is StepKind.VERIFY,
-            hidden=hidden,
-        )
-        return ComputedStep(forward, output, features, started_ns)
+        uncommitted = forward.kind is StepKind.VERIFY
+        return StepInput(self._stage, state, forward.token_ids, features, uncommitted, hidden)
 
     def commit(self, step: int, length: int) -> None:
         """Let the rows of a verify count up to `length` tokens, unless that has been done already."""
@@ -448,8 +474,20 @@ class DeviceSession(ABC):
 
     def _take_from_lane(self, job: Callable[[Forward, int], None], forward: Forward) -> None:
         """Run `job` on a step that a lane brought, after what was submitted to the thread before."""
-        begun = self._next.take_released()
-        self._thread.step_now(self._guarded, job, forward, time.monotonic_ns(), begun=begun)
+        self._released = self._next.take_released()
+        self._thread.step_now(self._guarded, job, forward, time.monotonic_ns(), begun=self._released)
+
+    def _compute_from_lane(self, forward: Forward, then: Callable[[ComputedStep], None]) -> None:
+        """Have a step computed that a lane brought: at once where it is a lone session's. An error ends the session."""
+        if self._released or self._batches.lone:
+            then(self.compute(forward))
+        else:
+            self._batches.add(self, forward, then).add_done_callback(self._break_by)
+
+    def _break_by(self, ended: Future[None]) -> None:
+        if not ended.cancelled() and (error := ended.exception()) is not None:
+            assert isinstance(error, Exception)
+            self._break(reported(error, self._request.request_id))
 
     def _expect_activation(self, following: Forward, rows: StepRows) -> None:
         """Tell the lane above that a step which was sent up will come down again with an activation, and behind that

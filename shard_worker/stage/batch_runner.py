@@ -61,6 +61,19 @@ class BatchRunner:
         self._captured: dict[Variant, CapturedStep] = {}
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
 
+    def prepare(self, *, drafted: bool) -> None:
+        """Compile what steps of any number of rows need; a graph is captured when a step first asks for it.
+
+        drafted: blocks of a draft are verified, and it wants features.
+        """
+        recurrent = self._layers.delta is not None
+        with self._segment.device.current():
+            for rows in ROW_COUNTS:
+                # Without rows nothing is written.
+                self._parameters.begin()
+                self._launch(Variant(rows, drafted and recurrent, drafted and self._segment.capture is not None))
+                self._parameters.record_launch()
+
     def fits(self, sessions: Sequence[SessionRows]) -> bool:
         """Return whether these rows can be one step: neither too many, nor of sessions that are too long together."""
         from shard_worker.model.kernels.attention import chunk_count, sums_room

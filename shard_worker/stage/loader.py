@@ -21,6 +21,7 @@ from shard_worker.model.layer_weights import LayerTensors, norm_factor
 from shard_worker.model.layers import decoder
 from shard_worker.model.rows import PLAIN, RowOperations
 from shard_worker.ops.rope import inverse_frequencies
+from shard_worker.stage.batch_runner import BatchRunner
 from shard_worker.stage.segment import Segment
 from shard_worker.stage.stage import Stage
 from shard_worker.stage.step_runner import make_runner
@@ -136,7 +137,11 @@ class StageLoader:
             if shared and not isinstance(weight, DenseWeight):
                 # Not both in memory: rows are looked up in the mapped file.
                 embedding = self._checkpoint.tensor(self._tensors.embedding)
-        last_index = len(segments) - 1
+        ends = [
+            (segment, embedding if segment is segments[0] else None, head if segment is segments[-1] else None)
+            for segment in segments
+        ]
+        runners = tuple(make_runner(*end, graphs=graphs) for end in ends)
         return Stage(
             config=self.config,
             layers=self._layers,
@@ -147,10 +152,8 @@ class StageLoader:
             weight_bytes=resident,
             captures=capture.layers if capture is not None else (),
             summed=capture is not None and capture.fc is not None,
-            runners=tuple(
-                make_runner(segment, None if index else embedding, head if index == last_index else None, graphs=graphs)
-                for index, segment in enumerate(segments)
-            ),
+            runners=runners,
+            batch_runners=tuple(BatchRunner(*end, graphs=graphs) for end in ends) if all(runners) else (),
         )
 
     def _load_segment(

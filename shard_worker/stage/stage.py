@@ -20,9 +20,13 @@ from shard_worker.device.dtypes import to_device
 from shard_worker.model.features import Features
 from shard_worker.model.head import Head
 from shard_worker.model.rows import PLAIN
+from shard_worker.stage.batch_runner import BatchRunner, SessionRows
 from shard_worker.stage.segment import Segment
 from shard_worker.stage.step_graph import StepOutput, StepRows
 from shard_worker.stage.step_runner import StepRunner
+
+MOST_ROWS_TOGETHER = 256
+"""Most rows of a step of several sessions in plain torch."""
 
 
 @dataclass(slots=True)
@@ -47,6 +51,23 @@ class StageState:
 
 
 @dataclass(frozen=True, slots=True)
+class StepInput:
+    """A step's rows of one session on a stage, as `Stage.step_together` takes them.
+
+    token_ids: a token for each row. features: what captured rows are added to, with what came of the stages before;
+    None where no draft wants any. uncommitted: `commit` says later how many of the rows count; otherwise all do.
+    hidden: what the stage before made of the rows, [n, hidden] on the CPU; None on the first stage.
+    """
+
+    stage: Stage
+    state: StageState
+    token_ids: tuple[int, ...]
+    features: Features | None
+    uncommitted: bool
+    hidden: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Stage:
     """The target's layers [first, last) in this worker."""
 
@@ -68,6 +89,8 @@ class Stage:
     """Whether captured rows travel as one sum, and not as slices."""
     runners: tuple[StepRunner | None, ...] = ()
     """One a segment, for steps of few rows; None, or none at all, where plain torch does them."""
+    batch_runners: tuple[BatchRunner, ...] = ()
+    """One a segment, for steps of several sessions; none at all where plain torch does them."""
 
     @property
     def device(self) -> torch.device:
@@ -91,6 +114,8 @@ class Stage:
         for runner in self.runners:
             if runner is not None:
                 runner.prepare(drafted=bool(self.captures))
+        for batch_runner in self.batch_runners:
+            batch_runner.prepare(drafted=bool(self.captures))
         for segment in self.segments:
             if segment.operations is not PLAIN:
                 # Kernels are compiled apart for multiples of 16 rows.
@@ -103,7 +128,7 @@ class Stage:
     def without_kernels(self) -> Stage:
         """Return the same stage in plain torch."""
         segments = (replace(segment, operations=PLAIN) for segment in self.segments)
-        return replace(self, runners=(), segments=tuple(segments))
+        return replace(self, runners=(), batch_runners=(), segments=tuple(segments))
 
     def batch_invariant_rows(self, asked: int | None) -> int | None:
         """Return what a session gets that asked for so many batch-invariant rows.
@@ -162,6 +187,62 @@ class Stage:
         self._count(state, count, uncommitted)
         assert output is not None
         return output
+
+    def most_together(self, inputs: Sequence[StepInput]) -> int:
+        """Return how many of these can be one step, from the first on: at least one."""
+        count = len(inputs)
+        while count > 1 and not self._fit(inputs[:count]):
+            count -= 1
+        return count
+
+    def _fit(self, inputs: Sequence[StepInput]) -> bool:
+        if not self.batch_runners:
+            return sum(len(one.token_ids) for one in inputs) <= MOST_ROWS_TOGETHER
+        return all(runner.fits(_session_rows(inputs, index)) for index, runner in enumerate(self.batch_runners))
+
+    def step_together(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
+        """Run the stage on a step of several sessions, which fit as `most_together` says and are alike in whether rows
+        are uncommitted, features wanted, and steps batch-invariant. Each one's output is as of `step`; logits are there
+        where the head is. Features are added to each one's own."""
+        self.cancel()
+        counts = [len(one.token_ids) for one in inputs]
+        token_ids = [token for one in inputs for token in one.token_ids]
+        hidden = None
+        if inputs[0].hidden is not None:
+            hidden = to_device(torch.cat([one.hidden for one in inputs if one.hidden is not None]), self.device)
+        features = _joined([one.features for one in inputs if one.features is not None])
+        if self.batch_runners:
+            output = self._run_kernels(inputs, hidden, features)
+        else:
+            rows = self.embed(token_ids) if hidden is None else hidden
+            states = [one.state for one in inputs]
+            uncommitted = inputs[0].uncommitted
+            result = self.run_together(states, counts, rows, features, uncommitted=uncommitted)
+            logits = None
+            if self.head is not None:
+                logits = self.head.logits(result, states[0].batch_invariant_rows)
+            output = StepOutput(result, logits)
+        outputs, first = [], 0
+        for one, count in zip(inputs, counts, strict=True):
+            outputs.append(output.part(first, first + count))
+            if one.features is not None and features is not None:
+                features.give(one.features, first, first + count)
+            first += count
+        return outputs
+
+    def _run_kernels(
+        self, inputs: Sequence[StepInput], hidden: torch.Tensor | None, features: Features | None
+    ) -> StepOutput:
+        output = None
+        for index, runner in enumerate(self.batch_runners):
+            sessions = _session_rows(inputs, index)
+            output = runner.run(sessions, hidden, features, uncommitted=inputs[0].uncommitted)
+            hidden = output.hidden
+        assert output is not None
+        for one in inputs:
+            self._count(one.state, len(one.token_ids), one.uncommitted)
+        # One copy for all sessions, each of which keeps its last row.
+        return replace(output, hidden=output.hidden.clone())
 
     def run(
         self, state: StageState, hidden: torch.Tensor, features: Features | None, *, uncommitted: bool
@@ -247,3 +328,16 @@ class Stage:
             state.pending = rows
         else:
             state.length += rows
+
+
+def _session_rows(inputs: Sequence[StepInput], segment: int) -> list[SessionRows]:
+    return [SessionRows(one.state.length, one.token_ids, one.state.caches[segment]) for one in inputs]
+
+
+def _joined(features: Sequence[Features]) -> Features | None:
+    """Return the features of several sessions' rows, one session's behind the other's; None for no session."""
+    if not features:
+        return None
+    totals = [one.total for one in features if one.total is not None]
+    slices = {index: torch.cat([one.slices[index] for one in features]) for index in features[0].slices}
+    return Features(torch.cat(totals) if totals else None, slices)

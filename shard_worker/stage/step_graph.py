@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -23,6 +23,15 @@ class StepOutput:
     logits: torch.Tensor | None = None
     argmax: torch.Tensor | None = None
     on_host: OnHost | None = None
+
+    def part(self, first: int, last: int) -> StepOutput:
+        """Return the results of rows [first, last)."""
+        return StepOutput(
+            self.hidden[first:last],
+            None if self.logits is None else self.logits[first:last],
+            None if self.argmax is None else self.argmax[first:last],
+            None if self.on_host is None else replace(self.on_host, tensor=self.on_host.tensor[first:last]),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from shard_worker.model.features import Features
 from shard_worker.roles.target import TargetRole
-from shard_worker.stage.stage import Stage, StageState
+from shard_worker.stage.stage import Stage, StageState, StepInput
 from shard_worker.stage.step_graph import StepOutput, StepRows
 
 
@@ -20,12 +20,15 @@ def do_nothing(*_: object) -> None:
 class WatchedStage(Stage):
     """A stage that calls hooks on the device thread, then does what every stage does.
 
-    before_step: called with the session's state before each step; what it raises is the step's error. before_release:
+    before_step: called with the session's state before each step of its own; what it raises is the step's error.
+    before_together: called with the rows of each step of several sessions; what it raises is all these steps' error.
+    before_release:
     called with the rows that are released, and whether the step is certain. before_prelaunch: called with the state,
     the number of rows and the rows where they are known. with_gpu: prelaunch as if the stage were on a GPU.
     """
 
     before_step: Callable[[StageState], None] = do_nothing
+    before_together: Callable[[Sequence[StepInput]], None] = do_nothing
     before_release: Callable[[StepRows, bool], None] = do_nothing
     before_prelaunch: Callable[[StageState, int, StepRows | None], None] = do_nothing
     with_gpu: bool = False
@@ -39,6 +42,10 @@ class WatchedStage(Stage):
     ) -> StepOutput:
         self.before_step(state)
         return super().step(state, token_ids, features, **options)
+
+    def step_together(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
+        self.before_together(inputs)
+        return super().step_together(inputs)
 
     def release(self, state: StageState, rows: StepRows, activation: memoryview | None, *, certain: bool) -> None:
         self.before_release(rows, certain)

@@ -1,0 +1,180 @@
+"""Steps of several sessions that wait for one device, computed together, so that weights are read once for all of them.
+
+A step that finds no other is computed as that of a lone session. It owns the steps that wait. It must not know where
+steps come from, nor what becomes of their results.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from services.errors import FlashsplitError
+from services.messages.steps import Forward, StepKind
+from shard_worker.device.executor import DeviceThread, device_error
+from shard_worker.model.features import Features
+from shard_worker.sampling.verifier import ComputedStep
+from shard_worker.stage.stage import StepInput
+
+T = TypeVar("T")
+
+
+class SteppingSession(Protocol):
+    """What a session is to those who compute its steps, on the device thread."""
+
+    @property
+    def chain_length(self) -> int:
+        """Of how many stages the session's chain is made."""
+
+    def kind(self, forward: Forward) -> Hashable:
+        """Return what is equal for steps that can be computed together."""
+
+    def begin(self, forward: Forward) -> StepInput:
+        """Count a step that is about to be computed, and return its rows. Raises FailedPrecondition where the session
+        is closed."""
+
+    def compute(self, forward: Forward) -> ComputedStep:
+        """Run the stage on a step alone. Errors as in `begin`."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingStep:
+    """A step to be computed. then: what is done with its results at once; it says what `result` becomes."""
+
+    session: SteppingSession
+    forward: Forward
+    then: Callable[[ComputedStep], Any]
+    result: Future[Any]
+
+
+def joins_others(forward: Forward) -> bool:
+    """Return whether a step can be computed together with those of other sessions: all but chunks of prompts."""
+    return forward.kind is StepKind.VERIFY or (forward.kind is StepKind.DECODE and len(forward.token_ids) == 1)
+
+
+class StepBatches:
+    """The steps that wait on one device thread, as `Company` of that thread."""
+
+    def __init__(self, thread: DeviceThread, sessions: Collection[object]) -> None:
+        """sessions: those that are open, now and later."""
+        self._thread, self._sessions = thread, sessions
+        self._waiting: deque[WaitingStep] = deque()
+        thread.serve(self)
+
+    @property
+    def lone(self) -> bool:
+        """Whether no more than one session is open, whose steps find no others."""
+        return len(self._sessions) <= 1
+
+    @property
+    def expects_one(self) -> bool:
+        """Whether nothing else can come on the thread than the next step of a lone session."""
+        return self.lone and not self._thread.busy
+
+    def add(self, session: SteppingSession, forward: Forward, then: Callable[[ComputedStep], T]) -> Future[T]:
+        """Have a step computed behind the jobs that wait, from any thread; chunks of prompts are jobs themselves.
+
+        Returns a future for what `then` returns on the device thread, or for the error that ended the step. Raises
+        RuntimeError when the thread is over.
+        """
+        if not joins_others(forward):
+            return self._thread.queue_step(lambda: then(session.compute(forward)))
+        step = WaitingStep(session, forward, then, Future[T]())
+        self._waiting.append(step)
+        self._thread.notice()
+        return step.result
+
+    def __len__(self) -> int:
+        """How many steps wait."""
+        return len(self._waiting)
+
+    # --- as `Company`, on the device thread
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._waiting)
+
+    def drop(self) -> None:
+        while self._waiting:
+            self._waiting.popleft().result.cancel()
+
+    def run(self) -> None:
+        """Compute steps that wait: those that can be one step with the first of them, and of all sessions no more than
+        leaves as many to each stage of the chain. Raises the first error of a step, behind all of them."""
+        steps = self._next()
+        errors: list[Exception] = []
+        if len(steps) == 1:
+            [step] = steps
+            try:
+                computed = step.session.compute(step.forward)
+            except Exception as error:
+                _fail(step, error, errors)
+            else:
+                _settle(step, computed, errors)
+        elif steps:
+            self._compute(steps, errors)
+        if errors:
+            raise errors[0]
+
+    def _next(self) -> list[WaitingStep]:
+        """Take out the steps of the next batch."""
+        chosen: list[WaitingStep] = []
+        left: list[WaitingStep] = []
+        kind, most = None, 1
+        for _ in range(len(self._waiting)):
+            step = self._waiting.popleft()
+            if not chosen:
+                kind = step.session.kind(step.forward)
+                most = max(1, -(-len(self._sessions) // step.session.chain_length))
+            if len(chosen) < most and step.session.kind(step.forward) == kind:
+                chosen.append(step)
+            else:
+                left.append(step)
+        self._waiting.extendleft(reversed(left))
+        return [step for step in chosen if step.result.set_running_or_notify_cancel()]
+
+    def _compute(self, steps: Sequence[WaitingStep], errors: list[Exception]) -> None:
+        """Compute steps together, or one behind the other what is too much for one step."""
+        begun: list[tuple[WaitingStep, StepInput]] = []
+        for step in steps:
+            try:
+                begun.append((step, step.session.begin(step.forward)))
+            except Exception as error:
+                _fail(step, error, errors)
+        while begun:
+            stage = begun[0][1].stage
+            most = stage.most_together([given for _, given in begun])
+            some, begun = begun[:most], begun[most:]
+            inputs = [given for _, given in some]
+            self._thread.computes("step", sum(len(given.token_ids) for given in inputs))
+            started_ns = time.monotonic_ns()
+            try:
+                outputs = stage.step_together(inputs)
+            except Exception as error:
+                for step, _ in some:
+                    _fail(step, error, errors)
+                continue
+            for (step, given), output in zip(some, outputs, strict=True):
+                features = given.features or Features()
+                computed = ComputedStep(step.forward, output, features, started_ns, alone=False)
+                _settle(step, computed, errors)
+
+
+def _settle(step: WaitingStep, computed: ComputedStep, errors: list[Exception]) -> None:
+    """Do with a step's results what is to be done."""
+    try:
+        result = step.then(computed)
+    except Exception as error:
+        _fail(step, error, errors)
+    else:
+        step.result.set_result(result)
+
+
+def _fail(step: WaitingStep, error: Exception, errors: list[Exception]) -> None:
+    errors.append(error)
+    meaning = device_error(error)
+    step.result.set_exception(meaning.copied() if isinstance(meaning, FlashsplitError) else meaning)

@@ -1,0 +1,179 @@
+"""Steps of sessions that wait at the same time are computed together, and are those of each session alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from services.errors import FailedPrecondition, ResourceExhausted
+from services.messages.sampling import SamplingParams
+from services.messages.steps import Commit, Forward, StepKind
+from shard_worker.device.executor import DeviceThread
+from shard_worker.stage.stage import StepInput
+from tests.shard_worker.chain import BLOCK, Chain, Client
+from tests.shard_worker.session.test_following import follow, tokens_of
+from tests.shard_worker.session.watched_stage import watch
+from tests.shard_worker.tiny import Tiny, ids
+
+COUNT = 8
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client asks for: its prompt, how many tokens the draft proposes at a time, and fields of the session."""
+
+    prompt: list[int]
+    propose: int
+    fields: dict[str, Any]
+
+
+REQUESTS = [
+    Request(ids(20, seed=1), 0, {}),
+    Request(ids(33, seed=2), BLOCK - 1, {}),
+    Request(ids(7, seed=3), 0, {"sampling": SamplingParams(temperature=0.9, seed=7, top_k=20), "prompt_length": 7}),
+    Request(
+        ids(15, seed=4),
+        BLOCK - 1,
+        {"sampling": SamplingParams(temperature=0.8, seed=3, presence_penalty=0.5), "prompt_length": 15},
+    ),
+    Request(ids(50, seed=5), 0, {"logprobs": 3}),
+    Request(ids(12, seed=6), 3, {"logprobs": 1}),
+    Request(ids(5, seed=7), 0, {"sampling": SamplingParams(repetition_penalty=1.3), "prompt_length": 5}),
+    Request(ids(20, seed=8), BLOCK - 1, {}),
+]
+
+
+@pytest.fixture
+def new_chain(tiny: Tiny) -> Iterator[Callable[..., Chain]]:
+    """Makes chains with a draft beside the last stage."""
+    chains: list[Chain] = []
+
+    def make(name: str, cuts: Sequence[int], **options: Any) -> Chain:
+        draft = tiny.draft(name, "session", target_layer_ids=(0, 1, 3))
+        chains.append(Chain(tiny.path(name), cuts, draft=draft, **options))
+        return chains[-1]
+
+    yield make
+    for chain in chains:
+        chain.shutdown()
+
+
+async def answer(chain: Chain, request: Request, **fields: Any) -> list[Commit]:
+    """Return all answers of one session but for their times."""
+    drafted = {} if request.propose else {"draft": None}
+    async with chain.session(**request.fields, **drafted, **fields) as client:
+        await client.prefill(request.prompt[:-1], 8)
+        commits = await follow(client, request.prompt[-1], COUNT, request.propose)
+    return commits
+
+
+def produced(commits: Sequence[Commit]) -> list[tuple[object, ...]]:
+    """What a client gets to see."""
+    return [(commit.length, commit.token_ids, commit.logprobs) for commit in commits]
+
+
+def rows_together(chain: Chain) -> list[list[int]]:
+    """Note from now on, for each stage, of how many sessions the steps were that it computed together."""
+    noted: list[list[int]] = []
+    for role in chain.roles:
+        counts: list[int] = []
+        watch(role, before_together=lambda inputs, counts=counts: counts.append(len(inputs)))
+        noted.append(counts)
+    return noted
+
+
+@pytest.mark.parametrize(("cuts", "lanes"), [((), False), ((1, 3), False), ((1, 3), True)])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+async def test_answers_are_those_of_each_alone(
+    new_chain: Callable[..., Chain], name: str, cuts: tuple[int, ...], lanes: bool
+) -> None:
+    """Bit for bit, where batch-invariant steps were asked for: greedy, sampled, with penalties, log-probabilities, and
+    a draft's blocks; and every stage has computed rows of several sessions at once."""
+    carries = (lambda _: True) if lanes else None
+    chain = new_chain(name, cuts, dtype="bfloat16", carries=carries)
+    alone = [produced(await answer(chain, request, batch_invariant_rows=16)) for request in REQUESTS]
+    counts = rows_together(chain)
+    answers = await asyncio.gather(*(answer(chain, request, batch_invariant_rows=16) for request in REQUESTS))
+    assert [produced(commits) for commits in answers] == alone
+    assert all(max(of_stage) > 1 for of_stage in counts)
+
+
+async def test_a_session_that_is_closed_while_its_step_waits(new_chain: Callable[..., Chain]) -> None:
+    """Its step fails by itself, and those of the others come to what they would have."""
+    chain = new_chain("qwen3_5", ())
+    [thread], expected = chain.threads, tokens_of(await answer(chain, REQUESTS[0]))
+    plain = {"draft": None}
+    async with chain.session(**plain) as client, chain.session(**plain) as other, chain.session(**plain) as third:
+        for one in (client, other, third):
+            await one.prefill(REQUESTS[0].prompt[:-1])
+        began, free = threading.Event(), threading.Event()
+        thread.queue_step(lambda: (began.set(), free.wait(10)))
+        await asyncio.to_thread(began.wait)
+        following = asyncio.ensure_future(follow(client, REQUESTS[0].prompt[-1], COUNT))
+        waiting = [asyncio.ensure_future(one.send(step_of(one))) for one in (other, third)]
+        while len(chain.roles[0].batches) < 3:
+            await asyncio.sleep(0.01)
+        await other.session.close()
+        free.set()
+        with pytest.raises(FailedPrecondition, match="closed"):
+            await waiting[0]
+        await waiting[1]
+        assert tokens_of(await following) == expected
+        assert len((await third.commit()).token_ids) == 1
+
+
+def step_of(client: Client) -> Forward:
+    return client.frame(StepKind.DECODE, REQUESTS[0].prompt[-1:])
+
+
+async def test_an_error_of_a_step_together_ends_those_in_it(new_chain: Callable[..., Chain]) -> None:
+    """Each of them hears of it, and sessions that come later are answered."""
+    chain = new_chain("qwen3", ())
+
+    def fail(_: Sequence[StepInput]) -> None:
+        raise ResourceExhausted("the device has no memory left")
+
+    watch(chain.roles[0], before_together=fail)
+    requests = [REQUESTS[0]] * 3
+    errors = await asyncio.gather(*(answer(chain, request) for request in requests), return_exceptions=True)
+    assert sum(isinstance(error, ResourceExhausted) for error in errors) >= 2
+    watch(chain.roles[0])
+    await answer(chain, REQUESTS[0])
+
+
+def test_prompts_and_answers_take_turns() -> None:
+    """Between two jobs that compute rows comes what waits together; other jobs come before both."""
+    thread, done = DeviceThread(1), list[str]()
+
+    class Steps:
+        """Stands for steps of several sessions, some of which wait until all have had their turn."""
+
+        left = 2
+
+        @property
+        def waiting(self) -> bool:
+            return bool(self.left)
+
+        def run(self) -> None:
+            self.left -= 1
+            done.append("steps")
+
+        def drop(self) -> None:
+            self.left = 0
+
+    def chunk() -> None:
+        thread.computes("step", 100)
+        done.append("chunk")
+
+    thread.queue(
+        lambda: [thread.serve(Steps()), *(thread.queue(chunk) for _ in range(3)), thread.queue(done.append, "job")]
+    )
+    while len(done) < 6:
+        thread.queue(int).result(5)
+    assert done == ["chunk", "steps", "chunk", "steps", "chunk", "job"]
+    thread.shutdown()
