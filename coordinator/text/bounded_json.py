@@ -19,7 +19,7 @@ MAX_COLLECTIONS = 1 << 14
 MAX_MEMBERS = 1 << 12
 """Most members of one object."""
 
-MAX_ITEMS = 1 << 21
+MAX_ITEMS = 1 << 20
 """Most items of all arrays of one text together."""
 
 

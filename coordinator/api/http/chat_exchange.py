@@ -123,7 +123,7 @@ async def prepare_exchange(
     tools = [tool.model_dump(exclude_none=True) for tool in use.tools]
     read_tools(tools)  # refuses names that are there twice now, not when an answer is read
     chat, call_format = await on_text_thread(len(talk.messages), talk.in_template, engine)
-    bound = answer_bound(fields, answer_format, format_field)
+    bound = await answer_bound(fields, answer_format, format_field)
     # What tools are said to be must stay as it is too.
     structured = bool(tools) or bound is not None
     compression, most = compression_params(fields, prompt_logprobs), most_tokens(engine, fields)

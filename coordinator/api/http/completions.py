@@ -54,7 +54,7 @@ def routes(engine: Engine) -> APIRouter:
                 "from; leave one of them out",
                 field="echo",
             )
-        bound, prompt_logprobs = answer_bound(body, body.response_format), _prompt_logprobs(body)
+        bound, prompt_logprobs = await answer_bound(body, body.response_format), _prompt_logprobs(body)
         compression = compression_params(body, prompt_logprobs)
         prompts = await unless_gone(
             http,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from coordinator.api.http.schemas import ResponseFormat, SamplingFields
 from coordinator.text.parsers.lark import literal
 from services.errors import InvalidArgument
+from services.messages.output_frames import MAX_GRAMMAR_BYTES
 from services.messages.steps import Grammar, GrammarKind
+from services.text_threads import on_text_thread
 
 _ONE_OF = "json, regex, choice, grammar or json_object"
 
@@ -23,46 +24,46 @@ class AnswerBound:
     grammar: Grammar
 
 
-def answer_bound(
+async def answer_bound(
     fields: SamplingFields, answer_format: ResponseFormat | None = None, format_field: str = "response_format"
 ) -> AnswerBound | None:
-    """Return what a request binds its answer by, None where the answer may be anything.
+    """Return what a request binds its answer by, None where the answer may be anything; it is read on a thread.
 
     format_field: what the client calls answer_format. Raises InvalidArgument for two fields that say it, and for one
-    whose value says nothing.
+    whose value says nothing or more than a grammar may have.
     """
-    given: list[AnswerBound] = []
+    given: list[tuple[str, str, Any]] = []
     if answer_format is not None and answer_format.type != "text":
-        given.append(AnswerBound(format_field, _of_format(answer_format, format_field)))
+        given.append((format_field, *_of_format(answer_format, format_field)))
     guided = {
         "json": fields.guided_json,
         "regex": fields.guided_regex,
         "choice": fields.guided_choice,
         "grammar": fields.guided_grammar,
     }
-    given += [_bound(f"guided_{kind}", kind, value) for kind, value in guided.items() if value is not None]
+    given += [(f"guided_{kind}", kind, value) for kind, value in guided.items() if value is not None]
     if fields.structured_outputs is not None:
         members = {kind: value for kind, value in fields.structured_outputs.given().items() if value is not None}
         if not members:
             raise InvalidArgument(
                 f"structured_outputs says nothing: give it one of {_ONE_OF}", field="structured_outputs"
             )
-        given += [_bound(f"structured_outputs.{kind}", kind, value) for kind, value in members.items()]
+        given += [(f"structured_outputs.{kind}", kind, value) for kind, value in members.items()]
     if len(given) > 1:
-        names = " and ".join(bound.field for bound in given)
-        raise InvalidArgument(f"{names} each say what the answer must be: give one of them", field=given[1].field)
-    return given[0] if given else None
+        names = " and ".join(field for field, _, _ in given)
+        raise InvalidArgument(f"{names} each say what the answer must be: give one of them", field=given[1][0])
+    return await on_text_thread(0, _bound, *given[0]) if given else None
 
 
-def _of_format(answer_format: ResponseFormat, field: str) -> Grammar:
+def _of_format(answer_format: ResponseFormat, field: str) -> tuple[str, Any]:
     if answer_format.type == "json_object":
-        return Grammar(GrammarKind.JSON_OBJECT)
+        return "json_object", True
     schema = (answer_format.json_schema or {}).get("schema")
-    if not isinstance(schema, Mapping):
+    if not isinstance(schema, dict):
         raise InvalidArgument(
             f"{field}.json_schema.schema is missing: give the JSON schema as an object", field=f"{field}.json_schema"
         )
-    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+    return "json", schema
 
 
 def _bound(field: str, kind: str, value: Any) -> AnswerBound:
@@ -72,6 +73,7 @@ def _bound(field: str, kind: str, value: Any) -> AnswerBound:
         case "regex":
             return AnswerBound(field, Grammar(GrammarKind.REGEX, value))
         case "choice":
+            _check_size(field, sum(map(len, value)) + len(value))
             if not value or "" in value:
                 raise InvalidArgument(f"{field} is {value}; it must be a list of texts that are not empty", field=field)
             return AnswerBound(field, Grammar(GrammarKind.LARK, f"start: {' | '.join(map(literal, value))}\n"))
@@ -84,7 +86,13 @@ def _bound(field: str, kind: str, value: Any) -> AnswerBound:
 
 def _schema_text(field: str, value: str | dict[str, Any]) -> str:
     if isinstance(value, dict):
-        return json.dumps(value)
+        pieces, size = list[str](), 0
+        for piece in json.JSONEncoder().iterencode(value):
+            size += len(piece)
+            _check_size(field, size)
+            pieces.append(piece)
+        return "".join(pieces)
+    _check_size(field, len(value))
     try:
         schema = json.loads(value)
     except (ValueError, RecursionError):
@@ -94,3 +102,9 @@ def _schema_text(field: str, value: str | dict[str, Any]) -> str:
             f"{field} is {value[:80]!r}; it must be a JSON schema, an object or its text", field=field
         )
     return value
+
+
+def _check_size(field: str, size: int) -> None:
+    """Refuse early, by as many bytes as there are at least, what would take long to read."""
+    if size > MAX_GRAMMAR_BYTES:
+        raise InvalidArgument(f"{field} has more than {MAX_GRAMMAR_BYTES} bytes, the most that are taken", field=field)
