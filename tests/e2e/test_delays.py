@@ -1,13 +1,14 @@
-"""Frames that come later change nothing but the time: the tokens are those of links without delay, on every edge."""
+"""Frames that come later, or in another order, change nothing but the time: the tokens are those of good links."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from coordinator.answer import Request
 from coordinator.cluster.cluster import Cluster
@@ -21,12 +22,10 @@ from services.messages.sampling import SamplingParams
 from services.processes.launch import Launch
 from services.rpc.payload_transport import PayloadTransport
 from tests.e2e.conftest import Pair, Worker
-from tests.e2e.delayed_chain import DelayedCluster
+from tests.e2e.ordered_chain import OrderedCluster, Post
 from tests.links import Fault, Link
 from tests.shard_worker.chain import BLOCK, MakeChain
 from tests.shard_worker.tiny import Tiny, ids
-
-SEEDS = range(6)
 
 
 @pytest.fixture(scope="module")
@@ -79,34 +78,52 @@ async def test_links_with_delay(pairs: dict[str, Pair], start_worker: Callable[.
             assert answers[0].stats.draft_tokens, name
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-async def test_random_delays_of_every_edge(make_chain: MakeChain, seed: int) -> None:
-    """Every edge has delays of its own, new for each frame; the draft's worker may be lost at any request to it, and
-    states are kept at many places. Requests run beside each other, and each has the tokens of one alone."""
-    chosen = random.Random(seed)
-    cuts = chosen.choice([(), (1,), (1, 3)])
-    chain = make_chain(chosen.choice(["qwen3", "qwen3_5"]), cuts, True, place=HeadPlace.LOADED)
-    cluster = DelayedCluster(chain, BLOCK, seed)
-    requests = [
-        Request(
-            f"r{index}",
-            tuple(ids(chosen.randrange(5, 40), seed=seed)),
-            chosen.randrange(2, 60),
+@settings(max_examples=10, deadline=None, database=None, derandomize=True)
+@given(
+    model=st.sampled_from(["qwen3", "qwen3_5"]),
+    cuts=st.sampled_from([(), (1,), (1, 3)]),
+    picks=st.lists(st.integers(0, 1000), min_size=1, max_size=50),
+    shapes=st.tuples(*[st.tuples(st.integers(5, 40), st.integers(2, 40), st.sampled_from([8, 512]))] * 3),
+    lost_after=st.none() | st.integers(0, 30),
+    abandoned_at=st.none() | st.integers(0, 300),
+)
+def test_frames_arrive_in_any_order(
+    make_chain: MakeChain,
+    model: str,
+    cuts: tuple[int, ...],
+    picks: list[int],
+    shapes: tuple[tuple[int, int, int], ...],
+    lost_after: int | None,
+    abandoned_at: int | None,
+) -> None:
+    """Whatever frame of whatever edge arrives next: requests beside each other have the tokens of one alone, while the
+    draft's worker is lost at any request to it, the first request's client goes at any moment, and states are kept at
+    many places. Those who sent a frame never get another answer than the one that is due.
+
+    shapes: of each request the tokens of its prompt and of its answer, and the rows of a chunk of the prompt.
+    """
+
+    async def run() -> None:
+        chain = make_chain(model, cuts, True, place=HeadPlace.LOADED)
+        cluster = OrderedCluster(chain, BLOCK)
+        requests = [
             # Where draws decide, an answer depends on how many draft tokens its steps have, and so on their times.
-            SamplingParams(),
-            prefill_chunk=chosen.choice([8, 512]),
-        )
-        for index in range(3)
-    ]
-    expected = [(await generate(cluster, request, None)).token_ids for request in requests]
-    policy = KeepPolicy(min_tokens=4, checkpoint_tokens=8)
-    for lost_after in (None, chosen.randrange(30), chosen.randrange(30)):
-        cluster.delays_s = tuple(chosen.choice([0.0, 0.001, 0.004]) for _ in cluster.delays_s)
-        cluster.draft_lost_after = lost_after
-        async with asyncio.timeout(60), PrefixCache(cluster, "text", policy=policy) as prefixes:  # type: ignore[arg-type]
-            answers = await asyncio.gather(
-                *(generate(cluster, request, None, prefixes=prefixes) for request in requests)
-            )
-        assert [answer.token_ids for answer in answers] == expected
+            Request(f"r{index}", tuple(ids(prompt, seed=7)), answer, SamplingParams(), prefill_chunk=chunk)
+            for index, (prompt, answer, chunk) in enumerate(shapes)
+        ]
+        expected = [(await generate(cluster, replace(each, speculate=False), None)).token_ids for each in requests]
+        cluster.post, cluster.draft_lost_after = Post(picks, chain.threads), lost_after
+        policy = KeepPolicy(min_tokens=4, checkpoint_tokens=8)
+        async with asyncio.timeout(60), cluster.post, PrefixCache(cluster, "text", policy=policy) as prefixes:  # type: ignore[arg-type]
+            answers = [asyncio.ensure_future(generate(cluster, each, None, prefixes=prefixes)) for each in requests]
+            if abandoned_at is not None:
+                while cluster.post.delivered < abandoned_at and not answers[0].done():
+                    await asyncio.sleep(0)
+                answers.pop(0).cancel()
+                expected.pop(0)
+            done = await asyncio.gather(*answers)
+        assert [answer.token_ids for answer in done] == expected
         if lost_after is None:
-            assert not any("draft was lost" in note for answer in answers for note in answer.stats.notes)
+            assert not any(answer.stats.draft_lost for answer in done)
+
+    asyncio.run(run())
