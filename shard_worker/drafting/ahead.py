@@ -1,23 +1,180 @@
-"""The draft's next block, issued together with the step that it follows, before the host knows the step's outcome.
+"""The draft's next blocks, issued together with the step that they follow, before the host knows the step's outcome.
 
 Which rows count is decided on the device. The host waits twice, for few numbers: for the outcome, with which it
-answers, and later for the draft tokens. It is only for greedy sessions, and for a draft beside the last stage.
+answers, and later for the draft tokens. It is for sessions whose tokens are chosen on the device, and for a draft
+beside the last stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Sequence, Set as AbstractSet
+from dataclasses import dataclass
 
 import torch
 
 from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.drafting.drafters import DraftRunner, DraftState
-from shard_worker.model.kernels.accept import STOPS, accept
+from shard_worker.drafting.runner import blocks_of
+from shard_worker.model.kernels.accept import ASKED, STOPS, accept
+from shard_worker.model.kernels.step_parameters import StepParameters
 from shard_worker.stage.step_runner import ROW_COUNTS, StepRunner
 
 
+@dataclass(frozen=True, slots=True)
+class Following:
+    """What follows a step for one of its sessions.
+
+    rows: how many it has in the step. decided: whether it is decided on the device which of them count; otherwise
+    nothing follows. state: its context in the draft, None where it has none. draft_tokens: how many are to be proposed
+    to it, 0 for none. stop_tokens: behind which nothing counts, at most STOPS.
+    """
+
+    rows: int
+    state: DraftState | None = None
+    draft_tokens: int = 0
+    stop_tokens: AbstractSet[int] = frozenset()
+    decided: bool = True
+
+
+class BlocksAhead:
+    """Issues the blocks of a draft runner's sessions. It owns the memory in which outcomes are decided, and the
+    page-locked memory that they arrive in."""
+
+    def __init__(self, draft: DraftRunner, embedding: torch.Tensor) -> None:
+        """embedding: the target's, [vocab, hidden], on the draft's device."""
+        self._draft, self._embedding = draft, embedding
+        self._sessions, rows, device = len(draft.known_rows), len(draft.appending.tokens), embedding.device
+        self._asked = torch.zeros((self._sessions, ASKED), dtype=torch.int64, device=device)
+        self._asked_for: Sequence[tuple[bool, AbstractSet[int]]] = ()
+        self._outcome = torch.zeros(self._sessions + rows, dtype=torch.int64, device=device)
+        self._spare: list[Arriving] = []
+
+    def takes(self, sessions: Sequence[Following]) -> bool:
+        """Return whether blocks can follow a step of these sessions."""
+        drafted = [one for one in sessions if one.state is not None]
+        return (
+            len(sessions) <= self._sessions
+            and all(len(one.stop_tokens) <= STOPS for one in sessions)
+            and self._draft.takes(
+                [one.state for one in drafted],
+                [one.rows for one in drafted],
+                [one.draft_tokens for one in drafted],
+            )
+        )
+
+    def issue(
+        self,
+        step: StepParameters,
+        sessions: Sequence[Following],
+        chosen: torch.Tensor,
+        total: torch.Tensor,
+        commit: Callable[[torch.Tensor], None] | None,
+    ) -> Issued:
+        """Queue deciding which rows of the step just queued count, and the draft's blocks behind them.
+
+        step: the step's own parameters, which nothing may have overwritten yet. sessions: those of the step, in order;
+        they must fit, as `takes` says. chosen: the target's token for each row of the step, int64 [n]. total: float32
+        [n, hidden], the sum of the rows' features. commit: queues that recurrent layers advance, where the step's rows
+        are uncommitted, by so many rows of each session as its argument says, int64 [sessions or more] on the device.
+        Nothing else may be done with the contexts before `Issued.produced` was called.
+        """
+        draft = self._draft
+        states, rows = [one.state for one in sessions], [one.rows for one in sessions]
+        with draft.device.current():
+            draft.send_append_parameters(states, rows)
+            draft.send_block_parameters(states, [one.draft_tokens for one in sessions], rows)
+            self._ask(sessions)
+            session_rows = next(count for count in ROW_COUNTS if count >= max(rows))
+            outcome = self._outcome
+            accept(
+                step,
+                chosen,
+                self._asked,
+                outcome,
+                draft.appending,
+                draft.proposing,
+                self._embedding,
+                draft.known_rows,
+                session_rows,
+            )
+            arriving = self._spare.pop() if self._spare else Arriving.allocate(len(outcome), outcome.device)
+            count = self._sessions + sum(rows)
+            arriving.outcome[:count].copy_(outcome[:count], non_blocking=True)
+            _record(arriving.decided)
+            draft.launch_append(total)
+            proposed = draft.launch_blocks()
+            arriving.proposed[: len(proposed)].copy_(proposed, non_blocking=True)
+            _record(arriving.ready)
+            # Behind the draft tokens, which somebody waits for; before the next step, which needs it.
+            if commit is not None:
+                commit(outcome)
+        return Issued(sessions, arriving, self._sessions, self._spare.append)
+
+    def _ask(self, sessions: Sequence[Following]) -> None:
+        asked_for = [(one.decided, one.stop_tokens) for one in sessions]
+        if asked_for != self._asked_for:
+            asked = [[int(decided), *stops, *[-1] * (STOPS - len(stops))] for decided, stops in asked_for]
+            self._asked[: len(asked)].copy_(torch.tensor(asked), non_blocking=True)
+            self._asked_for = asked_for
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """Memory on the host that the numbers of one step arrive in, and when they have.
+
+    outcome: as of `accept`. proposed: the rows of all blocks. decided, ready: recorded behind either; None on a CPU.
+    """
+
+    outcome: torch.Tensor
+    proposed: torch.Tensor
+    decided: torch.cuda.Event | None
+    ready: torch.cuda.Event | None
+
+    @classmethod
+    def allocate(cls, size: int, device: torch.device) -> Arriving:
+        """Return memory for so many numbers of either kind."""
+        pinned = device.type != "cpu"
+        outcome, proposed = (torch.zeros(size, dtype=torch.int64, pin_memory=pinned) for _ in range(2))
+        decided, ready = (torch.cuda.Event() if pinned else None for _ in range(2))  # type: ignore[no-untyped-call]
+        return cls(outcome, proposed, decided, ready)
+
+
+class Issued:
+    """The outcome of a step and the blocks behind it, on their way."""
+
+    def __init__(
+        self, sessions: Sequence[Following], arriving: Arriving, counts: int, give_back: Callable[[Arriving], None]
+    ) -> None:
+        """counts: how many counts come before the tokens of an outcome. give_back: takes the memory when all of it was
+        read."""
+        self._sessions, self._arriving, self._counts, self._give_back = sessions, arriving, counts, give_back
+        self._produced: list[list[int]] | None = None
+
+    def produced(self) -> list[list[int]]:
+        """Wait for the tokens that the step produced, and return those of each session; its context in the draft is
+        longer by as many from then on. There are none where it is not decided on the device."""
+        if self._produced is None:
+            _wait(self._arriving.decided)
+            numbers = self._arriving.outcome.tolist()
+            self._produced, first = [], self._counts
+            for one, count in zip(self._sessions, numbers, strict=False):
+                self._produced.append(numbers[first : first + count])
+                first += one.rows
+                if one.state is not None:
+                    one.state.length += count
+        return self._produced
+
+    def draft_tokens(self) -> list[tuple[int, ...]]:
+        """Wait for the draft tokens, and return those of each session. To be called once, at the end."""
+        self.produced()
+        _wait(self._arriving.ready)
+        blocks = blocks_of(self._arriving.proposed.tolist(), [one.draft_tokens for one in self._sessions])
+        self._give_back(self._arriving)
+        return blocks
+
+
 class Ahead:
-    """Issues the blocks of one session. It owns the page-locked memory that outcomes and draft tokens arrive in."""
+    """Issues the blocks of one session alone, behind the steps of a `StepRunner`."""
 
     def __init__(
         self,
@@ -28,25 +185,18 @@ class Ahead:
         stop_tokens: AbstractSet[int],
     ) -> None:
         """embedding: the target's, [vocab, hidden], on the draft's device. stop_tokens: at most STOPS."""
-        self._step, self._draft, self._state, self._embedding = step, draft, state, embedding
-        device = embedding.device
-        self._stops = torch.tensor([*stop_tokens, *[-1] * STOPS][:STOPS], device=device)
-        pinned = device.type != "cpu"
-        self._outcome = torch.zeros(1 + ROW_COUNTS[-1], dtype=torch.int64, device=device)
-        self._outcome_host, self._proposed_host = (
-            torch.zeros(1 + ROW_COUNTS[-1], dtype=torch.int64, pin_memory=pinned) for _ in range(2)
-        )
-        self._decided, self._ready = (_event(device) for _ in range(2))
-        self._proposing = 0
+        self._step, self._state, self._stop_tokens = step, state, stop_tokens
+        self._blocks = BlocksAhead(draft, embedding)
+        self._issued: Issued | None = None
 
     @property
     def issued(self) -> bool:
         """Whether draft tokens are on their way."""
-        return self._proposing > 0
+        return self._issued is not None
 
     def takes(self, rows: int) -> bool:
         """Return whether a block can follow a step of so many rows."""
-        return self._draft.takes(self._state, rows)
+        return self._blocks.takes([Following(rows, self._state)])
 
     def issue(
         self, caches: SegmentCaches, argmax: torch.Tensor, total: torch.Tensor, draft_tokens: int, *, uncommitted: bool
@@ -57,52 +207,23 @@ class Ahead:
         advance where the step's rows are uncommitted. argmax: the most probable token of each row, int64 [n]. total:
         float32 [n, hidden], the sum of the rows' features. draft_tokens: how many are to be proposed.
         """
-        with self._draft.device.current():
-            return self._issue(caches, argmax, total, draft_tokens, uncommitted)
 
-    def _issue(
-        self, caches: SegmentCaches, argmax: torch.Tensor, total: torch.Tensor, draft_tokens: int, uncommitted: bool
-    ) -> list[int]:
-        rows = len(argmax)
-        tile_rows = next(count for count in ROW_COUNTS if count >= rows)
-        draft, state = self._draft, self._state
-        draft.send_append_parameters(state, rows)
-        draft.send_block_parameters(state, draft_tokens, behind=rows)
-        outcome = self._outcome[: 1 + tile_rows]
-        accept(
-            self._step.parameters,
-            argmax,
-            self._stops,
-            outcome,
-            draft.appending,
-            draft.proposing,
-            self._embedding,
-            draft.known_row,
+        def commit(counts: torch.Tensor) -> None:
+            self._step.commit(caches, counts)
+
+        following = Following(len(argmax), self._state, draft_tokens, self._stop_tokens)
+        self._issued = self._blocks.issue(
+            self._step.parameters, [following], argmax, total, commit if uncommitted else None
         )
-        self._outcome_host[: 1 + tile_rows].copy_(outcome, non_blocking=True)
-        _record(self._decided)
-        draft.launch_append(total)
-        proposed = draft.launch_block()
-        self._proposed_host[: len(proposed)].copy_(proposed, non_blocking=True)
-        _record(self._ready)
-        # Behind the draft tokens, which somebody waits for; before the next step, which needs it.
-        if uncommitted:
-            self._step.commit(caches, outcome)
-        self._proposing = draft_tokens
-        _wait(self._decided)
-        count = int(self._outcome_host[0])
-        state.length += count
-        return self._outcome_host[1 : 1 + count].tolist()
+        [produced] = self._issued.produced()
+        return produced
 
     def draft_tokens(self) -> tuple[int, ...]:
         """Wait for the draft tokens that `issue` asked for, and return them."""
-        _wait(self._ready)
-        count, self._proposing = self._proposing, 0
-        return tuple(self._proposed_host[1 : 1 + count].tolist())
-
-
-def _event(device: torch.device) -> torch.cuda.Event | None:
-    return torch.cuda.Event() if device.type != "cpu" else None  # type: ignore[no-untyped-call]
+        assert self._issued is not None
+        [draft_tokens] = self._issued.draft_tokens()
+        self._issued = None
+        return draft_tokens
 
 
 def _record(event: torch.cuda.Event | None) -> None:

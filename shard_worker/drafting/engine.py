@@ -56,24 +56,26 @@ class CommittedRows:
 class DraftEngine:
     """A draft and the target's parts that it works with.
 
-    embedding, project: the target's embedding and lm_head; None where another worker has them. runner: the draft's
-    kernels; None where plain torch serves.
+    embedding, project: the target's embedding and lm_head; None where another worker has them. runner, batch_runner:
+    the draft's kernels for one session and for several; None where plain torch serves.
     """
 
     draft: Draft
     embedding: EmbeddingRows | None = None
     project: Projection | None = None
     runner: DraftRunner | None = None
+    batch_runner: DraftRunner | None = None
 
     def prepare(self, matrix: torch.Tensor | None = None) -> None:
         """Compile and capture what the first proposal would have to wait for.
 
         matrix: the target's embedding [vocab, hidden], where it is in a device's memory.
         """
-        if self.runner is not None and self.embedding is not None:
-            [mask_row] = self.embedding((self.draft.config.mask_token_id,))
-            beside = matrix is not None and matrix.device == self.draft.device.torch_device
-            self.runner.prepare(mask_row, matrix if beside else None)
+        beside = matrix is not None and matrix.device == self.draft.device.torch_device
+        for runner in (self.runner, self.batch_runner):
+            if runner is not None and self.embedding is not None:
+                [mask_row] = self.embedding((self.draft.config.mask_token_id,))
+                runner.prepare(mask_row, matrix if beside else None)
 
     def append(self, state: DraftState, features: Features, start: int) -> None:
         """Take the features of a session's committed rows from position `start` on, as `append_together`."""
@@ -87,8 +89,9 @@ class DraftEngine:
         for one in rows:
             check_start(one.state, one.start)
         states, counts = [one.state for one in rows], [one.count for one in rows]
-        if self.runner is not None and len(rows) == 1 and self.runner.takes(states[0], counts[0]):
-            self.runner.append(states[0], self.draft.mix(features))
+        runner = self._runner(states, counts, [0] * len(rows))
+        if runner is not None:
+            runner.append(states, counts, self.draft.mix(features))
         else:
             self.draft.append(states, counts, features)
 
@@ -108,11 +111,26 @@ class DraftEngine:
             check_draft_request(self.draft, state, request.position, request.tokens)
         counts = [request.tokens for request in requests]
         rows = self.embedding((*(request.token_id for request in requests), self.draft.config.mask_token_id))
-        if self.runner is not None and len(states) == 1 and self.runner.takes(states[0], 0):
-            return [self.runner.propose(states[0], rows, counts[0])]
+        runner = self._runner(states, [0] * len(states), counts)
+        if runner is not None:
+            return runner.propose(states, rows, counts)
+        if self.batch_runner is not None and len(states) > 1:
+            # Kernels take fewer sessions at a time.
+            middle = len(states) // 2
+            return [
+                *self.propose_together(states[:middle], requests[:middle]),
+                *self.propose_together(states[middle:], requests[middle:]),
+            ]
         logits = self.project(self.draft.propose(states, rows, counts), states[0].batch_invariant_rows)
         draft_tokens = iter(logits.argmax(-1).tolist())
         return [tuple(itertools.islice(draft_tokens, count)) for count in counts]
+
+    def _runner(
+        self, states: Sequence[DraftState], appended: Sequence[int], draft_tokens: Sequence[int]
+    ) -> DraftRunner | None:
+        """Return the kernels that take so many rows and draft tokens of these sessions, None where none do."""
+        runner = self.runner if len(states) == 1 else self.batch_runner
+        return runner if runner is not None and runner.takes(states, appended, draft_tokens) else None
 
     def hidden(self, state: DraftState, position: int, embedded: torch.Tensor, tokens: int) -> torch.Tensor:
         """Return the hidden rows of the draft tokens, for another worker's lm_head: [tokens, hidden].
@@ -124,12 +142,19 @@ class DraftEngine:
 
 
 def make_engine(
-    draft: Draft, embedding: EmbeddingRows, head: Weight, *, graphs: bool, kernels: bool = True
+    draft: Draft,
+    embedding: EmbeddingRows,
+    head: Weight,
+    *,
+    graphs: bool,
+    kernels: bool = True,
+    sessions: int | None = None,
 ) -> DraftEngine:
     """Join a draft with the target's embedding and lm_head. It computes by kernels where they can run.
 
     head: lm_head, [vocab, hidden], on the draft's device. graphs: whether kernels may run as captured CUDA graphs.
-    kernels: whether there may be kernels at all.
+    kernels: whether there may be kernels at all. sessions: the most that kernels are asked for together; None where
+    that is one at a time.
     """
 
     def project(hidden: torch.Tensor, batch_invariant_rows: int | None = None) -> torch.Tensor:
@@ -137,7 +162,9 @@ def make_engine(
 
     if not kernels or head.dtype != draft.dtype or not draft.has_kernels:
         return DraftEngine(draft, embedding, project)
-    return DraftEngine(draft, embedding, project, draft.make_runner(head, graphs=graphs))
+    alone = draft.make_runner(head, graphs=graphs)
+    together = None if sessions is None else draft.make_runner(head, graphs=graphs, sessions=sessions)
+    return DraftEngine(draft, embedding, project, alone, together)
 
 
 def check_start(state: DraftState, start: int) -> None:

@@ -1,12 +1,15 @@
-"""A DFlash draft on a GPU by kernels, as two captured graphs: taking features of a step's rows, and proposing a block.
+"""A DFlash draft on a GPU by kernels, as captured graphs of two kinds: taking features of a step's rows, and proposing
+blocks.
 
-As in `step_runner`, graphs know no session. A block may be issued before it is known on the host how many rows of the
-step before it count: the parameters of both graphs are then completed on the device.
+As in `step_runner` and `batch_runner`, graphs know no session. Blocks may be issued before it is known on the host how
+many rows of the step before them count: the parameters of both kinds are then completed on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,146 +17,216 @@ from shard_worker.cache.attention_cache import PAGE_ROWS
 from shard_worker.device.devices import Device
 from shard_worker.drafting.drafters.dflash import DFlashDraft, DFlashState
 from shard_worker.model.kernels import decoder
-from shard_worker.model.kernels.accept import STOPS, accept
-from shard_worker.model.kernels.attention import rope_table
+from shard_worker.model.kernels.accept import ASKED, accept
+from shard_worker.model.kernels.attention import chunk_count, rope_table, sums_room
+from shard_worker.model.kernels.block_rows import block_rows
 from shard_worker.model.kernels.heads import Heads, HeadShape
 from shard_worker.model.kernels.matmul import begin, linear
 from shard_worker.model.kernels.step_parameters import StepParameters
 from shard_worker.model.layer_weights import AttentionWeights
+from shard_worker.stage.batch_runner import ROW_COUNTS as BATCH_ROW_COUNTS
 from shard_worker.stage.step_runner import ROW_COUNTS
 from shard_worker.weights.weight import Weight
 
 
 class DFlashRunner:
-    """Runs one draft with the lm_head [vocab, hidden] that it shares or has. It takes one session's call at a time."""
+    """Runs one draft with the lm_head [vocab, hidden] that it shares or has, for one session a call, or for several.
 
-    def __init__(self, draft: DFlashDraft, head: Weight, *, graphs: bool) -> None:
+    A session's draft tokens and context are the same to the last bit either way.
+    """
+
+    def __init__(self, draft: DFlashDraft, head: Weight, *, graphs: bool, sessions: int | None = None) -> None:
+        """sessions: the most of a call; None for calls of one session alone, which have less to look up."""
         config, device = draft.config, draft.device.torch_device
-        self._draft, self._head, self.graphs = draft, head, graphs
-        self.rows = next(rows for rows in ROW_COUNTS if rows >= config.block_size)
-        """The number of rows that both graphs are made with."""
+        self._draft, self._head, self.graphs, self._sessions = draft, head, graphs, sessions
+        self.session_rows = next(rows for rows in ROW_COUNTS if rows >= config.block_size)
+        """The most rows that a session has in a call."""
+        self._row_counts = (self.session_rows,) if sessions is None else BATCH_ROW_COUNTS
+        """The numbers of rows that graphs are made with."""
         self._kinds = tuple(dict.fromkeys(config.layer_kinds))
-        pages = -(-config.max_position // PAGE_ROWS) + 1
+        pages, rows = -(-config.max_position // PAGE_ROWS) + 1, self._row_counts[-1]
         self.appending, self.proposing = (
-            StepParameters(device, pages, rows=self.rows, copies=len(self._kinds)) for _ in range(2)
+            StepParameters(device, pages, rows=rows, sessions=sessions, copies=len(self._kinds)) for _ in range(2)
         )
         made = {"dtype": draft.dtype, "device": device}
-        self._context = torch.zeros((self.rows, config.hidden_size), **made)  # type: ignore[call-overload]
-        self._block = torch.zeros((self.rows, config.hidden_size), **made)  # type: ignore[call-overload]
+        self._context = torch.zeros((rows, config.hidden_size), **made)  # type: ignore[call-overload]
+        self.known_rows = torch.zeros((sessions or 1, config.hidden_size), **made)  # type: ignore[call-overload]
+        self._mask_row = torch.zeros_like(self.known_rows[0])
         self._masked = False
-        self._draft_tokens = torch.zeros(self.rows, dtype=torch.int64, device=device)
+        self._draft_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._block_rows = 0
         self._layers = _layers(draft)
-        self._appended: Callable[[], None] | None = None
-        self._proposed: Callable[[], None] | None = None
+        self._captured: dict[tuple[Callable[[int], None], int], Callable[[], None]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if graphs else None
 
     @property
     def device(self) -> Device:
         return self._draft.device
 
-    @property
-    def known_row(self) -> torch.Tensor:
-        """The row for the embedding of the block's known token, [hidden]."""
-        return self._block[0]
-
-    def takes(self, state: DFlashState, rows: int) -> bool:
-        """Return whether features of so many rows, and a block behind them, can be computed here."""
-        return rows <= self.rows and state.length + rows + self.rows <= self._draft.config.max_position
+    def takes(self, states: Sequence[DFlashState], appended: Sequence[int], draft_tokens: Sequence[int]) -> bool:
+        """Return whether so many rows of features of each session, and blocks behind them, can be computed here."""
+        longest, blocks = self._draft.config.max_position, [_block_rows(tokens) for tokens in draft_tokens]
+        if len(states) > (self._sessions or 1) or max(sum(appended), sum(blocks)) > self._row_counts[-1]:
+            return False
+        sums = 0
+        for state, rows, block in zip(states, appended, blocks, strict=True):
+            if rows > self.session_rows or state.length + rows + self.session_rows > longest:
+                return False
+            sums += block * chunk_count(state.length + rows + block)
+        return self._sessions is None or sums <= sums_room(self._made_with(sum(blocks)), longest, alone=False)
 
     def prepare(self, mask_row: torch.Tensor, embedding: torch.Tensor | None = None) -> None:
-        """Compile and capture both graphs. mask_row: the mask token's embedding, [hidden].
+        """Compile everything, and capture what a session alone needs. mask_row: the mask token's embedding, [hidden].
 
         embedding: the target's, [vocab, hidden] on the draft's device, where blocks may be issued ahead.
         """
         with self._draft.device.current():
-            self._block.copy_(mask_row.expand_as(self._block))
-            self._masked = True
-            scratch = self._draft.allocate(self.rows)
-            self.send_append_parameters(scratch, self.rows)
-            self.send_block_parameters(scratch, self.rows - 1)
-            self._appended = self._captured(self._append)
-            self._proposed = self._captured(self._propose)
+            self.set_mask_row(mask_row)
+            # Several sessions without rows write nothing; one alone writes to memory of nobody.
+            scratch = [self._draft.allocate(self.session_rows)] if self._sessions is None else []
+            self.send_append_parameters(scratch, [self.session_rows] * len(scratch))
+            self.send_block_parameters(scratch, [self.session_rows - 1] * len(scratch), [0] * len(scratch))
+            for rows, job in itertools.product(self._row_counts, (self._append, self._propose)):
+                if self._sessions is None:
+                    self._capture_once(job, rows)
+                else:
+                    # Of the many numbers of rows those are captured that calls ask for.
+                    job(rows)
             if embedding is not None:
                 self._prepare_accept(embedding)
 
+    def set_mask_row(self, mask_row: torch.Tensor) -> None:
+        """Take the mask token's embedding, [hidden], without which nothing can be proposed."""
+        self._mask_row.copy_(mask_row)
+        self._masked = True
+
     def _prepare_accept(self, embedding: torch.Tensor) -> None:
         """Compile what decides which rows of a verify count; the numbers that it leaves are sent anew for each step."""
-        device = embedding.device
-        stops = torch.full((STOPS,), -1, device=device)
+        sessions, device = len(self.known_rows), embedding.device
+        asked = torch.zeros((sessions, ASKED), dtype=torch.int64, device=device)
         for rows in ROW_COUNTS:
-            if rows <= self.rows:
-                argmax, outcome = (torch.zeros(count, dtype=torch.int64, device=device) for count in (rows, 1 + rows))
+            if rows <= self.session_rows:
+                chosen = torch.zeros(rows, dtype=torch.int64, device=device)
+                outcome = torch.zeros(sessions + rows, dtype=torch.int64, device=device)
                 accept(
-                    self.proposing, argmax, stops, outcome, self.appending, self.proposing, embedding, self.known_row
+                    self.proposing,
+                    chosen,
+                    asked,
+                    outcome,
+                    self.appending,
+                    self.proposing,
+                    embedding,
+                    self.known_rows,
+                    rows,
                 )
 
-    def append(self, state: DFlashState, mixed: torch.Tensor) -> None:
-        """Take features of the n committed rows that follow the context: `DFlashDraft.mix` of them, [n, hidden]."""
-        with self._draft.device.current():
-            self.send_append_parameters(state, len(mixed))
-            self.launch_append(mixed)
-        state.length += len(mixed)
+    def append(self, states: Sequence[DFlashState], counts: Sequence[int], mixed: torch.Tensor) -> None:
+        """Take features of the committed rows that follow each session's context, one session's behind the other's.
 
-    def propose(self, state: DFlashState, embedded: torch.Tensor, draft_tokens: int) -> tuple[int, ...]:
-        """Return the draft's most probable tokens behind the context. embedded: as in `DFlashDraft.propose`."""
+        counts: how many rows each has. mixed: `DFlashDraft.mix` of them, [n, hidden].
+        """
+        with self._draft.device.current():
+            self.send_append_parameters(states, counts)
+            self.launch_append(mixed)
+        for state, count in zip(states, counts, strict=True):
+            state.length += count
+
+    def propose(
+        self, states: Sequence[DFlashState], embedded: torch.Tensor, draft_tokens: Sequence[int]
+    ) -> list[tuple[int, ...]]:
+        """Return of each session the draft's most probable tokens behind its context, as many as `draft_tokens` says.
+
+        embedded: as in `DFlashDraft.propose`.
+        """
         with self._draft.device.current():
             if not self._masked:
-                self.prepare(embedded[1])
-            self.known_row.copy_(embedded[0])
-            self.send_block_parameters(state, draft_tokens)
-            return tuple(self.launch_block()[1 : draft_tokens + 1].tolist())
+                self.set_mask_row(embedded[-1])
+            self.known_rows[: len(states)].copy_(embedded[:-1])
+            self.send_block_parameters(states, draft_tokens, [0] * len(states))
+            return blocks_of(self.launch_blocks().tolist(), draft_tokens)
 
     # --- the pieces, for a caller that completes the parameters itself
 
-    def send_append_parameters(self, state: DFlashState, rows: int) -> None:
-        """Send to the device where the next rows of the context go."""
-        self._fill(self.appending, state, state.length, rows)
+    def send_append_parameters(self, states: Sequence[DFlashState | None], counts: Sequence[int]) -> None:
+        """Send to the device where the next rows of the contexts go; those of a session without a context go nowhere.
 
-    def send_block_parameters(self, state: DFlashState, draft_tokens: int, *, behind: int = 0) -> None:
-        """Send to the device where a block goes. behind: rows that may yet count before it."""
-        self._fill(self.proposing, state, state.length, draft_tokens + 1, behind)
+        counts: how many rows each session has, one session's behind the other's.
+        """
+        self._send(self.appending, states, counts, [0] * len(states))
+
+    def send_block_parameters(
+        self, states: Sequence[DFlashState | None], draft_tokens: Sequence[int], behind: Sequence[int]
+    ) -> None:
+        """Send to the device where blocks go. behind: rows of each session that may yet count before its block."""
+        counts = [_block_rows(tokens) for tokens in draft_tokens]
+        self._block_rows = sum(counts)
+        self._send(self.proposing, states, counts, behind)
 
     def launch_append(self, mixed: torch.Tensor) -> None:
-        """Queue taking as many rows as the parameters say, of `mixed` [n, hidden] in any element type."""
+        """Queue taking the rows that the parameters name, of `mixed` [n, hidden] in any element type."""
         self._context[: len(mixed)].copy_(mixed)
-        if self._appended is None:
-            self._appended = self._captured(self._append)
-        self._appended()
+        self._capture_once(self._append, self._made_with(len(mixed)))()
 
-    def launch_block(self) -> torch.Tensor:
-        """Queue a proposal: int64 [rows], of which row 1 and those behind it are the draft tokens.
+    def launch_blocks(self) -> torch.Tensor:
+        """Queue the blocks that the parameters name: int64 [n], a session's block behind that of the one before it.
 
-        The next call overwrites it.
+        The first row of each is that of its known token, the others are the draft tokens. The next call overwrites it.
         """
-        if self._proposed is None:
-            self._proposed = self._captured(self._propose)
-        self._proposed()
-        return self._draft_tokens
+        self._capture_once(self._propose, self._made_with(self._block_rows))()
+        return self._draft_tokens[: self._block_rows]
 
-    def _fill(self, parameters: StepParameters, state: DFlashState, base: int, rows: int, behind: int = 0) -> None:
-        for copy, kind in enumerate(self._kinds):
-            cache = state.caches[kind]
-            cache.reserve(base + behind + rows)
-            parameters.fill(base, rows, copy=copy, attention=cache)
+    def _send(
+        self,
+        parameters: StepParameters,
+        states: Sequence[DFlashState | None],
+        counts: Sequence[int],
+        behind: Sequence[int],
+    ) -> None:
+        """Send where so many rows of each session go, and where its pages are, also for rows that come before them."""
+        if self._sessions is not None:
+            parameters.begin()
+        first_row = first_sum = 0
+        for number, (state, count, before) in enumerate(zip(states, counts, behind, strict=True)):
+            if state is not None and count:
+                base, end = state.length, state.length + before + count
+                for copy, kind in enumerate(self._kinds):
+                    cache = state.caches[kind]
+                    cache.reserve(end)
+                    if self._sessions is None:
+                        parameters.fill(base, count, copy=copy, attention=cache)
+                    else:
+                        parameters.add(number, first_row, base, count, copy=copy, first_sum=first_sum, attention=cache)
+                first_sum += count * chunk_count(end)
+            first_row += count
         parameters.send()
         parameters.record_launch()
 
-    def _captured(self, job: Callable[[], None]) -> Callable[[], None]:
+    def _made_with(self, rows: int) -> int:
+        return next(count for count in self._row_counts if rows <= count)
+
+    def _capture_once(self, job: Callable[[int], None], rows: int) -> Callable[[], None]:
+        """Return what launches a job of so many rows."""
+        if (job, rows) not in self._captured:
+            self._captured[job, rows] = self._capture(job, rows)
+        return self._captured[job, rows]
+
+    def _capture(self, job: Callable[[int], None], rows: int) -> Callable[[], None]:
         # Once in the open: a capture must not see kernels being compiled. All that it writes is written again.
-        job()
+        job(rows)
         if not self.graphs:
-            return job
+            return functools.partial(job, rows)
         self._draft.device.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            job()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            job(rows)
         return graph.replay
 
-    def _append(self) -> None:
+    def _append(self, rows: int) -> None:
         draft, layers = self._draft, self._layers
         config = draft.config
-        context = begin(self._context, draft.hidden_norm, config.norm_eps)
-        places = {kind: self.appending.places(self.rows, copy) for copy, kind in enumerate(self._kinds)}
-        rope = rope_table(places[self._kinds[0]], self.rows, draft.frequencies, draft.dtype)
+        context = begin(self._context[:rows], draft.hidden_norm, config.norm_eps)
+        places = {kind: self.appending.places(rows, copy) for copy, kind in enumerate(self._kinds)}
+        rope = rope_table(places[self._kinds[0]], rows, draft.frequencies, draft.dtype)
         queries = config.heads * config.head_dim
         for weights, slot in zip(layers.weights, layers.slots, strict=True):
             mixer = weights.mixer
@@ -163,12 +236,30 @@ class DFlashRunner:
             heads = Heads(shape, mixer.qk_norm[config.heads :], *rope, places[weights.kind], slot)
             linear(context, mixer.qkv.tensor[queries:], bias=bias, heads=heads, eps=config.norm_eps)
 
-    def _propose(self) -> None:
-        places = {kind: self.proposing.places(self.rows, copy) for copy, kind in enumerate(self._kinds)}
-        result = decoder.run(self._layers, self._block, places, uncommitted=False, then=self._draft.norm)
+    def _propose(self, rows: int) -> None:
+        places = {kind: self.proposing.places(rows, copy) for copy, kind in enumerate(self._kinds)}
+        hidden = block_rows(self.known_rows, self._mask_row, places[self._kinds[0]], rows)
+        result = decoder.run(self._layers, hidden, places, uncommitted=False, then=self._draft.norm)
         assert result.normed is not None
         logits, _ = linear(result.normed, self._head.tensor)
-        torch.argmax(logits, -1, out=self._draft_tokens)
+        torch.argmax(logits, -1, out=self._draft_tokens[:rows])
+
+
+def blocks_of(tokens: Sequence[int], draft_tokens: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return each session's draft tokens, of all rows of blocks, whose first is that of the known token.
+
+    draft_tokens: how many each session has; 0 where it has no block.
+    """
+    blocks, first = [], 0
+    for count in draft_tokens:
+        blocks.append(tuple(tokens[first + 1 : first + 1 + count]))
+        first += _block_rows(count)
+    return blocks
+
+
+def _block_rows(draft_tokens: int) -> int:
+    """Return how many rows a block of so many draft tokens has: one more, for the known token, or none at all."""
+    return draft_tokens + 1 if draft_tokens else 0
 
 
 def _layers(draft: DFlashDraft) -> decoder.Layers:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +21,9 @@ from shard_worker.stage.kernel_layers import kernel_layers
 from shard_worker.stage.segment import Segment
 from shard_worker.stage.step_graph import CapturedStep, StepOutput, Variant
 from shard_worker.stage.step_runner import launch
+
+if TYPE_CHECKING:
+    from shard_worker.model.kernels.step_parameters import StepParameters
 
 ROW_COUNTS = (16, 64, 128, 256, 512)
 """The numbers of rows that steps are made with; a step of another number leaves the last rows unused."""
@@ -73,6 +77,11 @@ class BatchRunner:
                 self._parameters.begin()
                 self._launch(Variant(rows, drafted and recurrent, drafted and self._segment.capture is not None))
                 self._parameters.record_launch()
+
+    @property
+    def parameters(self) -> StepParameters:
+        """The parameters of the last step."""
+        return self._parameters
 
     def fits(self, sessions: Sequence[SessionRows]) -> bool:
         """Return whether these rows can be one step: neither too many, nor of sessions that are too long together."""
@@ -133,6 +142,19 @@ class BatchRunner:
             places = self._committing.places(MAX_SESSIONS)
             deltanet.commit(self._layers.delta, places, counts.to(like.device), like)
             self._committing.record_launch()
+
+    def commit_last(self, counts: torch.Tensor) -> None:
+        """Let the first rows of each session of the step launched last count.
+
+        counts: int64 [MAX_SESSIONS or more] on the device, how many of each session; 0 for one that is committed later,
+        and where there is none.
+        """
+        if self._layers.delta is None:
+            return
+        from shard_worker.model.kernels import deltanet
+
+        with self._segment.device.current():
+            deltanet.commit(self._layers.delta, self._parameters.places(MAX_SESSIONS), counts, self._hidden)
 
     def _place(self, sessions: Sequence[SessionRows]) -> None:
         from shard_worker.model.kernels.attention import chunk_count

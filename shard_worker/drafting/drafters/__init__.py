@@ -42,10 +42,10 @@ class DraftState(Protocol):
 
 
 class DraftRunner(Protocol):
-    """A draft's kernels on a GPU, for one lm_head. One session's call at a time.
+    """A draft's kernels on a GPU, for one lm_head: for one session a call, or for several.
 
     `append` and `propose` are complete steps. A caller that completes the step parameters on the device uses the other
-    methods: it fills `appending` and `proposing`, puts the known token's embedding into `known_row`, and launches.
+    methods: it fills `appending` and `proposing`, puts the known tokens' embeddings into `known_rows`, and launches.
     """
 
     @property
@@ -61,35 +61,45 @@ class DraftRunner(Protocol):
         """Step parameters of a proposal."""
 
     @property
-    def known_row(self) -> torch.Tensor:
-        """Where the embedding of the block's known token belongs, [hidden]."""
+    def known_rows(self) -> torch.Tensor:
+        """Where the embedding of each block's known token belongs, [sessions, hidden]: one for each of a call."""
 
-    def takes(self, state: Any, rows: int) -> bool:
-        """Say whether features of `rows` rows, and a block behind them, can be computed by these kernels."""
+    def takes(self, states: Sequence[Any], appended: Sequence[int], draft_tokens: Sequence[int]) -> bool:
+        """Say whether so many rows of features of each session, and blocks of so many draft tokens behind them, can be
+        computed by these kernels."""
 
     def prepare(self, mask_row: torch.Tensor, embedding: torch.Tensor | None = None) -> None:
-        """Compile and capture everything. mask_row: the mask token's embedding, [hidden].
+        """Compile everything, and capture what a session alone needs. mask_row: the mask token's embedding, [hidden].
 
         embedding: the target's, [vocab, hidden] on the draft's device, where blocks may be issued ahead.
         """
 
-    def append(self, state: Any, mixed: torch.Tensor) -> None:
-        """Take the features of the n committed rows that follow the context: `Draft.mix` of them, [n, hidden]."""
+    def append(self, states: Sequence[Any], counts: Sequence[int], mixed: torch.Tensor) -> None:
+        """Take the features of committed rows, as `Draft.append`: `Draft.mix` of them, [n, hidden]."""
 
-    def propose(self, state: Any, embedded: torch.Tensor, draft_tokens: int) -> tuple[int, ...]:
-        """Return the most probable draft tokens behind the context. embedded: as in `Draft.propose`."""
+    def propose(
+        self, states: Sequence[Any], embedded: torch.Tensor, draft_tokens: Sequence[int]
+    ) -> list[tuple[int, ...]]:
+        """Return each session's most probable draft tokens. The arguments are as in `Draft.propose`."""
 
-    def send_append_parameters(self, state: Any, rows: int) -> None:
-        """Send to the device where the next rows of the context go."""
+    def send_append_parameters(self, states: Sequence[Any], counts: Sequence[int]) -> None:
+        """Send to the device where the next rows of each context go, one session's behind the other's. None instead of
+        a state: its rows go nowhere."""
 
-    def send_block_parameters(self, state: Any, draft_tokens: int, *, behind: int = 0) -> None:
-        """Send to the device where a block goes. behind: rows that may yet count before it."""
+    def send_block_parameters(self, states: Sequence[Any], draft_tokens: Sequence[int], behind: Sequence[int]) -> None:
+        """Send to the device where each session's block goes; 0 draft tokens, or None instead of a state: it has none.
+
+        behind: rows that may yet count before it.
+        """
 
     def launch_append(self, mixed: torch.Tensor) -> None:
         """Queue taking the rows that `appending` names, of `mixed` [n, hidden] in any element type."""
 
-    def launch_block(self) -> torch.Tensor:
-        """Queue a proposal: int64 [rows], of which row 1 and those behind it are the draft tokens."""
+    def launch_blocks(self) -> torch.Tensor:
+        """Queue the blocks that `proposing` names: int64 [n], one behind the other.
+
+        The first row of each is that of its known token, the others are the draft tokens.
+        """
 
 
 class Draft(Protocol):
@@ -146,8 +156,11 @@ class Draft(Protocol):
     def has_kernels(self) -> bool:
         """Whether `make_runner` can be called: the kind has kernels, and they run this draft on its device."""
 
-    def make_runner(self, head: Weight, *, graphs: bool) -> DraftRunner:
-        """Return a runner for an lm_head [vocab, hidden] of the draft's device and dtype. graphs: as CUDA graphs."""
+    def make_runner(self, head: Weight, *, graphs: bool, sessions: int | None = None) -> DraftRunner:
+        """Return a runner for an lm_head [vocab, hidden] of the draft's device and dtype.
+
+        graphs: as CUDA graphs. sessions: the most of a call; None for calls of one session alone.
+        """
 
 
 class DraftKind(Protocol):

@@ -214,12 +214,12 @@ class DFlashDraft:
         """Whether kernels can run this draft on its device."""
         return can_run(self.device, [self.config.head_dim])
 
-    def make_runner(self, head: Weight, *, graphs: bool) -> DFlashRunner:
-        """Return a runner of this draft with an lm_head [vocab, hidden]. graphs: as captured CUDA graphs."""
+    def make_runner(self, head: Weight, *, graphs: bool, sessions: int | None = None) -> DFlashRunner:
+        """Return a runner of this draft, as `Draft.make_runner`."""
         # Only where kernels can run is Triton installed.
         from shard_worker.drafting.runner import DFlashRunner
 
-        return DFlashRunner(self, head, graphs=graphs)
+        return DFlashRunner(self, head, graphs=graphs, sessions=sessions)
 
     def _rope(
         self, rows: Sequence[tuple[int, int]], batch_invariant_rows: int | None

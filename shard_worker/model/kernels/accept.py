@@ -1,7 +1,7 @@
-"""Decides on the device which rows of a verify count, and makes the draft's next step ready with it.
+"""Decides on the device which rows of a step count, session by session, and makes the draft's next step ready with it.
 
-What `shard_worker.sampling.acceptance` does, for greedy sessions: the longest run of draft tokens that are the target's
-own argmax too, and its own token after it.
+What `shard_worker.sampling.acceptance` does: the longest run of draft tokens that the target chose too, and its own
+token after it, but nothing behind a stop token.
 """
 
 from __future__ import annotations
@@ -10,58 +10,88 @@ import torch
 import triton
 import triton.language as tl
 
-from shard_worker.model.kernels.step_parameters import BASE, ROWS, StepParameters
+from shard_worker.model.kernels.step_parameters import BASE, FIRST_ROW, ROWS, StepParameters
 
 STOPS = 8
-"""The most stop tokens that there is room for."""
+"""The most stop tokens of a session that there is room for."""
+
+ASKED = 1 + STOPS
+"""Numbers of a session that say what is asked for: 1 where it is decided here, else 0; and then its stop tokens, -1
+where there is none."""
 
 
-@triton.jit(do_not_specialize=["stride", "hidden"])
+@triton.jit(do_not_specialize=["step_line", "counts", "line", "stride", "hidden"])
 def _accept(
-    line, tokens, argmax, stops, outcome, appending, proposing, stride, embedding, known_row, hidden,
-    STEP_ROWS: tl.constexpr, COPIES: tl.constexpr, STOPS: tl.constexpr, BLOCK: tl.constexpr,
+    step, step_line, tokens, chosen, asked, outcome, counts, appending, appended, proposing, line, stride, embedding,
+    known_rows, hidden,
+    TOGETHER: tl.constexpr, SESSION_ROWS: tl.constexpr, COPIES: tl.constexpr, STOPS: tl.constexpr,
+    ASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    ms = tl.arange(0, STEP_ROWS)
-    rows = tl.load(line + ROWS)
-    chosen = tl.load(argmax + ms, mask=ms < rows, other=0)
+    """Decide for one session. step_line, line: how far sessions' numbers are apart, of the step and of the draft.
+    counts: how many counts come before the tokens of `outcome`. stride: how far copies are apart."""
+    session = tl.program_id(0).to(tl.int64)
+    step += session * step_line
+    asked += session * ASKED
+    ms = tl.arange(0, SESSION_ROWS)
+    rows = tl.load(step + ROWS)
+    if TOGETHER:
+        first = tl.load(step + FIRST_ROW)
+        tokens += first
+        chosen += first
+        appended += first
+        rows *= tl.load(asked)
+        if rows == 0:
+            tl.store(outcome + session, rows)
+            return
+        outcome_at = outcome + counts + first
+    else:
+        outcome_at = outcome + counts
+    found = tl.load(chosen + ms, mask=ms < rows, other=0)
     goes_on = ms + 1 < rows
-    goes_on = goes_on & (chosen == tl.load(tokens + 1 + ms, mask=goes_on, other=-1))
+    goes_on = goes_on & (found == tl.load(tokens + 1 + ms, mask=goes_on, other=-1))
     for stop in tl.static_range(STOPS):
-        goes_on = goes_on & (chosen != tl.load(stops + stop))
-    last = tl.min(tl.where(goes_on, STEP_ROWS, ms), 0)
+        goes_on = goes_on & (found != tl.load(asked + 1 + stop))
+    last = tl.min(tl.where(goes_on, SESSION_ROWS, ms), 0)
     count = (last + 1).to(tl.int64)
-    tl.store(outcome, count)
-    tl.store(outcome + 1 + ms, chosen)
-    after = tl.load(line + BASE) + count
+    tl.store(outcome + session, count)
+    tl.store(outcome_at + ms, found, mask=ms < rows)
+    after = tl.load(step + BASE) + count
+    if TOGETHER:
+        # Rows that do not count are nobody's.
+        tl.store(appended + ms, tl.full((SESSION_ROWS,), -1, tl.int64), mask=(ms >= count) & (ms < rows))
     for copy in tl.static_range(COPIES):
-        tl.store(appending + copy * stride + ROWS, count)
-        tl.store(proposing + copy * stride + BASE, after)
-    row = embedding + tl.load(argmax + last) * hidden
-    for first in range(0, hidden, BLOCK):
-        hs = first + tl.arange(0, BLOCK)
+        tl.store(appending + session * line + copy * stride + ROWS, count)
+        tl.store(proposing + session * line + copy * stride + BASE, after)
+    row = embedding + tl.load(chosen + last) * hidden
+    known_row = known_rows + session * hidden
+    for start in range(0, hidden, BLOCK):
+        hs = start + tl.arange(0, BLOCK)
         tl.store(known_row + hs, tl.load(row + hs, mask=hs < hidden), mask=hs < hidden)
 
 
 def accept(
-    verify: StepParameters,
-    argmax: torch.Tensor,
-    stops: torch.Tensor,
+    step: StepParameters,
+    chosen: torch.Tensor,
+    asked: torch.Tensor,
     outcome: torch.Tensor,
     appending: StepParameters,
     proposing: StepParameters,
     embedding: torch.Tensor,
-    known_row: torch.Tensor,
+    known_rows: torch.Tensor,
+    session_rows: int,
 ) -> None:
-    """Decide on the device which rows of a verify count, and complete the parameters of the draft's next step.
+    """Decide on the device which rows of a step count, and complete the parameters of the draft's next step.
 
-    verify: the parameters of the step, which is one session's. argmax: int64, at least one token for each row of the
-    verify. stops: int64 [STOPS], -1 where there is none. outcome: int64 [1 + rows], gets how many rows count, and
-    behind that the tokens. `appending` gets how many rows the draft appends, `proposing` where its block begins, and
-    known_row [hidden] the embedding of the token that the block follows.
+    step: the step's own parameters, for as many sessions as the draft's are. chosen: int64, the target's token for each
+    row of the step. asked: int64 [sessions, ASKED], of each session what `ASKED` says. outcome: int64 [sessions + rows
+    of the step], gets how many rows of each session count, and behind that the tokens. `appending` gets which rows the
+    draft appends, `proposing` where each block begins, and known_rows [sessions, hidden] the embedding of the token
+    that it follows. session_rows: the most rows of a session, a power of two.
     """
-    _accept[(1,)](
-        verify.lines, verify.tokens, argmax, stops, outcome, appending.lines, proposing.lines,
-        appending.lines.stride(0), embedding, known_row, embedding.shape[1], STEP_ROWS=len(outcome) - 1,
-        COPIES=len(appending.lines),
-        STOPS=STOPS, BLOCK=1024, num_warps=4,
+    sessions, lines, appended = len(known_rows), appending.lines, appending.places(1).sessions
+    _accept[(sessions,)](
+        step.lines, step.lines.stride(1), step.tokens, chosen, asked, outcome, sessions, lines,
+        appended, proposing.lines, lines.stride(1), lines.stride(0), embedding, known_rows,
+        embedding.shape[1], TOGETHER=appended is not None, SESSION_ROWS=session_rows, COPIES=len(lines), STOPS=STOPS,
+        ASKED=ASKED, BLOCK=1024, num_warps=4,
     )  # fmt: skip

@@ -57,13 +57,13 @@ def test_a_block_is_that_of_plain_torch(tiny: Tiny, name: str) -> None:
     for count, draft_tokens in ((1, 7), (240, 7), (5, 3), (8, 7), (8, 1), (250, 7), (3, 7)):
         piece = Features(total=features[own.length : own.length + count])
         draft.append([expected], [count], piece)
-        if runner.takes(own, count):
-            runner.append(own, draft.mix(piece))
+        if runner.takes([own], [count], [draft_tokens]):
+            runner.append([own], [count], draft.mix(piece))
         else:
             draft.append([own], [count], piece)
         rows = embedding[[17, draft.config.mask_token_id]]
         logits = (draft.propose([expected], rows, [draft_tokens]) @ head.T).float()
-        found = torch.tensor(runner.propose(own, rows, draft_tokens), device=logits.device)
+        found = torch.tensor(runner.propose([own], rows, [draft_tokens]), device=logits.device)[0]
         missed = logits.amax(-1) - logits.gather(1, found[:, None])[:, 0]
         assert (missed <= 0.05 * logits.std()).all(), (count, missed)
         assert_close(own, expected)
@@ -150,9 +150,10 @@ class Pair:
         if uncommitted:
             self.stage.commit(self.state, self.state.length + len(produced))
             self.commit_front()
-        self.runner.append(self.context, self.draft.mix(features.rows(len(produced))))
+        self.runner.append([self.context], [len(produced)], self.draft.mix(features.rows(len(produced))))
         rows = self.embedding[[produced[-1], self.draft.config.mask_token_id]]
-        return produced, self.runner.propose(self.context, rows, draft_tokens)
+        [block] = self.runner.propose([self.context], rows, [draft_tokens])
+        return produced, block
 
 
 @pytest.mark.parametrize("cut", [None, 1])

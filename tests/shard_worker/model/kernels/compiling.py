@@ -314,18 +314,22 @@ class Recorder:
 
     def _run(self, case: Case, stage: Any, draft: Any) -> None:
         """Launch what a worker launches at its start, and then all that a stage with a draft beside it does."""
+        from shard_worker.stage.batch_runner import MAX_SESSIONS
+
         head, embedding = stage.head, stage.embedding
         self._preparing = True
         stage.prepare()
         drafting = draft.make_runner(head.weight, graphs=False)
-        drafting.prepare(embedding[0], embedding)
+        drafting_together = draft.make_runner(head.weight, graphs=False, sessions=MAX_SESSIONS)
+        for runner in (drafting, drafting_together):
+            runner.prepare(embedding[0], embedding)
         self._preparing = False
-        _serve(case, stage, draft, drafting)
+        _serve(case, stage, draft, drafting, drafting_together)
 
 
-def _serve(case: Case, stage: Any, draft: Any, drafting: Any) -> None:
+def _serve(case: Case, stage: Any, draft: Any, drafting: Any, drafting_together: Any) -> None:
     """Launch what sessions need: steps of all numbers of rows, commits, blocks, and a prefill."""
-    from shard_worker.drafting.ahead import Ahead
+    from shard_worker.drafting.ahead import Ahead, BlocksAhead, Following
     from shard_worker.model.features import Features
     from shard_worker.stage.batch_runner import BatchRunner, SessionRows
 
@@ -340,18 +344,22 @@ def _serve(case: Case, stage: Any, draft: Any, drafting: Any) -> None:
             stage.commit(state, state.length + 1)
     ahead = Ahead(runner, drafting, draft.allocate(256), embedding, frozenset({7}))
     for rows in case.rows:
-        if rows <= drafting.rows:
+        if rows <= drafting.session_rows:
             argmax = torch.zeros(rows, dtype=torch.int64)
             total = torch.zeros(rows, case.target["hidden_size"])
             ahead.issue(state.caches[0], argmax, total, 3, uncommitted=rows > 1)
     [segment] = stage.segments
     several = BatchRunner(segment, embedding, stage.head, graphs=False)
     sessions = [segment.allocate(512, 64) for _ in range(2)]
+    blocks, contexts = BlocksAhead(drafting_together, embedding), [draft.allocate(256) for _ in range(8)]
     for rows in case.batches:
         for uncommitted in (False, True):
             parts = [SessionRows(0, (5,) * (rows // 2), caches) for caches in sessions]
             several.run(parts, None, Features(), uncommitted=uncommitted)
         several.commit(sessions, [1, 1])
+        following = [Following(rows // 8, context, 15) for context in contexts]
+        chosen, total = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, case.target["hidden_size"])
+        blocks.issue(several.parameters, following, chosen, total, several.commit_last)
     for rows in (17, 130, 256):
         hidden = torch.zeros(rows, case.target["hidden_size"], dtype=stage.dtype)
         stage.run(stage.allocate(512, 1), hidden, None, uncommitted=False)

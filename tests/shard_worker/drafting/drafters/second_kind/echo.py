@@ -96,7 +96,7 @@ class EchoDraft:
     def propose(self, states: Sequence[EchoState], embedded: torch.Tensor, draft_tokens: Sequence[int]) -> torch.Tensor:
         return torch.cat([known.expand(count, -1) for known, count in zip(embedded[:-1], draft_tokens, strict=True)])
 
-    def make_runner(self, head: Any, *, graphs: bool) -> DraftRunner:
+    def make_runner(self, head: Any, *, graphs: bool, sessions: int | None = None) -> DraftRunner:
         raise AssertionError("there are no kernels")
 
 
