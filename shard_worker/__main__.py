@@ -46,6 +46,7 @@ class Flags:
     prefill_drafter: str | None
     threads: int | None
     cuda_graphs: bool | None
+    gpu_memory_utilization: float | None
     prefix_cache_bytes: str | None
     tls_cert: str | None
     tls_key: str | None
@@ -113,10 +114,19 @@ class Flags:
     help="On a GPU: launch a step as one captured graph, or its kernels one by one.  [default: graphs]",
 )
 @click.option(
+    "--gpu-memory-utilization",
+    type=click.FloatRange(0, 1, min_open=True),
+    metavar="SHARE",
+    help="Share of each device's memory for weights, captured steps and keys and values of sessions. On a GPU it is "
+    "taken once the model is loaded; on a CPU it is a share of what is free then, taken as sessions grow.  "
+    "[default: 0.9]",
+)
+@click.option(
     "--prefix-cache-bytes",
     metavar="SIZE",
-    help="Host memory for the state of prompts' prefixes, so that a later request need not compute them again; like "
-    "8GiB, 0 for none.  [default: a tenth of the memory, at most 4GiB]",
+    help="Memory for the state of prompts' prefixes, so that a later request need not compute them again; like 8GiB, 0 "
+    "for none. It is the host's; a GPU's own pages hold them as long as no session needs these.  [default: a tenth of "
+    "the host's memory, at most 4GiB]",
 )
 @click.option("--tls-cert", metavar="FILE", help="This worker's PEM certificate; see flashsplit certs.")
 @click.option("--tls-key", metavar="FILE", help="The certificate's key.")
@@ -272,7 +282,7 @@ async def _serve(flags: Flags, roles: tuple[Role, ...], security: Security, budg
     gc.disable()
     from shard_worker.device.devices import best_devices, parse_devices
     from shard_worker.snapshots.store import default_budget_bytes
-    from shard_worker.worker import Worker, WorkerConfig
+    from shard_worker.worker import MEMORY_SHARE, Worker, WorkerConfig
 
     gc.freeze()
     gc.enable()
@@ -296,6 +306,7 @@ async def _serve(flags: Flags, roles: tuple[Role, ...], security: Security, budg
             paths=flags.paths,
             threads=flags.threads,
             snapshot_budget_bytes=default_budget_bytes() if budget_bytes is None else budget_bytes,
+            memory_share=MEMORY_SHARE if flags.gpu_memory_utilization is None else flags.gpu_memory_utilization,
             security=security,
             transport=PayloadTransport(flags.payload_transport),
             cuda_graphs=flags.cuda_graphs is not False,

@@ -36,6 +36,7 @@ from services.rpc.shared_memory import SharedMemoryServicer
 from services.rpc.snapshots import SnapshotServicer
 from services.rpc.worker import WorkerServicer
 from services.same_host.link import SharedLinks
+from shard_worker.cache.page_pool import PagePool
 from shard_worker.device.devices import Device, describe
 from shard_worker.device.executor import DeviceThread
 from shard_worker.device.watchdog import LOOK_S, Watchdog
@@ -49,6 +50,9 @@ from shard_worker.snapshots.transfer import SnapshotTransfer
 PROGRESS_INTERVAL_S = 0.1
 """Between two reports of how far a load is, and two looks at whether sessions have ended."""
 
+MEMORY_SHARE = 0.9
+"""Of a device's memory, what weights, captured steps and sessions may take together unless told otherwise."""
+
 SESSIONS_GRACE_S = 2.0
 """How long sessions whose client has just gone may take to end, before a load is refused because of them."""
 
@@ -61,7 +65,8 @@ class WorkerConfig:
 
     paths: checkpoint directories on this host, which win over those that a coordinator names; by the name of the field
     that they replace, like `model_path`. threads: for computing on the CPU; None for one a core. snapshot_budget_bytes:
-    host memory for the state of prefixes. on_broken: called on the device's thread when a GPU can do nothing more in
+    host memory for the state of prefixes. memory_share: of each device's memory, that which weights, captured steps and
+    sessions may take together. on_broken: called on the device's thread when a GPU can do nothing more in
     this process.
     """
 
@@ -70,6 +75,7 @@ class WorkerConfig:
     paths: Mapping[str, str] = field(default_factory=dict)
     threads: int | None = None
     snapshot_budget_bytes: int = 0
+    memory_share: float = MEMORY_SHARE
     security: Security = OPEN
     transport: PayloadTransport = PayloadTransport.AUTO
     cuda_graphs: bool = True
@@ -100,6 +106,7 @@ class Worker:
         self._loading = asyncio.Lock()
         self._host = socket.gethostname()
         self.address = ""
+        self._pools = {device: PagePool() for device in config.devices}
         roles: dict[Role, WorkerRole[Any]] = {}
         self.roles: Mapping[Role, WorkerRole[Any]] = roles
         resources = RoleResources(
@@ -111,6 +118,7 @@ class Worker:
             links=self._links,
             paths=config.paths,
             graphs=config.cuda_graphs,
+            pools=self._pools,
             roles=roles,
             lease=self._lease,
         )
@@ -215,9 +223,13 @@ class Worker:
                 # The prefixes in the store belong to the model that goes.
                 self._snapshots.clear(role.snapshot_owner)
             with self.life.patience():
-                async for progress in self._run_load(role, part):
-                    yield progress
-                await self._thread.submit_long(role.prepare)
+                await self._thread.submit_long(self._leave_pools)
+                try:
+                    async for progress in self._run_load(role, part):
+                        yield progress
+                    await self._thread.submit_long(role.prepare)
+                finally:
+                    await self._thread.submit_long(self._take_pools)
             log.info("load.finished")
             yield await self.describe()
 
@@ -265,6 +277,17 @@ class Worker:
                 reported = latest
                 yield reported
         job.result()
+
+    def _leave_pools(self) -> None:
+        """Have the memory of pages free for weights; runs on the device thread."""
+        for pool in self._pools.values():
+            pool.leave()
+
+    def _take_pools(self) -> None:
+        """Take the memory that is left for pages; runs on the device thread."""
+        for device, pool in self._pools.items():
+            pool.take_share(self._config.memory_share, device)
+            log.info("pages.taken", device=device.name, bytes=pool.size_bytes)
 
     def _keepers(self) -> Mapping[SnapshotOwner, SnapshotKeeper]:
         keepers = [role.keeper for role in self.roles.values()]

@@ -1,24 +1,26 @@
 """A session's attention keys and values on one device, in pages: one for the whole session, or more as it grows.
 
-It knows where a position lies, and nothing of what attends to it.
+It knows where a position lies, and nothing of what attends to it. Pages that kept prefixes and other sessions hold too
+are never written where these read; what comes behind a shared prefix goes to pages of the session's own.
 """
 
 from __future__ import annotations
 
-import math
-import mmap
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from shard_worker.cache.kept_pages import KeptPages, memory_of, pages_of
+from shard_worker.cache.page_pool import Page, PagePool
 from shard_worker.ops.float8 import FLOAT8, narrowed, widened
 
 PAGE_ROWS = 256
 """Positions of a page on a GPU."""
 
-_MAP_NORESERVE = 0x4000
-"""Linux's flag for memory that is not set aside; Python's mmap lacks it before 3.13."""
+TOUCHED_ROWS = 256
+"""On a CPU, positions that are counted as written at a time."""
 
 
 class AttentionCache:
@@ -30,7 +32,7 @@ class AttentionCache:
     floats is rounded on its way in, so that whatever attends to it sees what will be seen later.
 
     slots: how many positions there is room for at most. page_rows: positions of a page. dtype: what keys and values are
-    kept in. pages: those allocated so far. addresses: of the pages, for kernels.
+    kept in. addresses: of the pages that there are so far, for kernels.
     """
 
     def __init__(
@@ -43,53 +45,157 @@ class AttentionCache:
         page_rows: int | None = None,
         ring: int | None = None,
         dtype: torch.dtype | None = None,
+        pool: PagePool | None = None,
     ) -> None:
-        """Allocate the only page, or none yet.
+        """Take the only page, or none yet.
 
         capacity: positions of the longest session. like: a tensor on the device, of the type that is computed in.
         page_rows: None for one page. ring: slots that positions wrap around, None for as many as positions. dtype:
-        float8_e4m3fn, or None for the type that is computed in.
+        float8_e4m3fn, or None for the type that is computed in. pool: where pages come from; None for one without a
+        bound.
         """
         self.slots = capacity if ring is None else ring
         self.page_rows, self._ring, self._like = page_rows or self.slots, ring, like
-        self.dtype = dtype or like.dtype
+        self.dtype, self._pool = dtype or like.dtype, pool or PagePool()
         self._shape = (layers, 2, kv_heads, self.page_rows, head_dim)
-        self.pages: list[torch.Tensor] = []
+        self._pages: list[Page] = []
         self.addresses: list[int] = []
-        self._is_paged, self._written = page_rows is not None, 0
+        self._is_paged, self._written, self._room = page_rows is not None, 0, 0
+        self._is_lazy = not self._is_paged and like.device.type == "cpu"
+        self._own_from = 0
+        """From this position on all pages may be written by this cache."""
         if not self._is_paged:
-            self._add(_unreserved(self._shape, self.dtype) if like.device.type == "cpu" else self._new_page())
+            self._add(self._pool.lazy_page(self._shape, self.dtype) if self._is_lazy else self._new_page())
+
+    @property
+    def pages(self) -> list[torch.Tensor]:
+        """The memory of the pages so far."""
+        return [page.tensor for page in self._pages]
 
     @property
     def size_bytes(self) -> int:
         """Memory that the pages take so far."""
-        size = sum(page.nbytes for page in self.pages)
+        size = sum(page.tensor.nbytes for page in self._pages)
         return size if self._is_paged else size // self.slots * self._written
 
     def has_room(self, length: int) -> bool:
-        """Say whether there are pages for the first `length` positions."""
-        return len(self.pages) * self.page_rows >= min(length, self.slots)
+        """Say whether there is memory for the first `length` positions."""
+        return self._room >= min(length, self.slots)
 
     def reserve(self, length: int) -> None:
-        """Allocate what is missing for the first `length` positions, which are going to be written."""
-        self._written = max(self._written, min(length, self.slots))
-        while not self.has_room(length):
-            self._add(self._new_page())
+        """Take what is missing for the first `length` positions, which are going to be written.
 
-    def _new_page(self) -> torch.Tensor:
-        return torch.empty(self._shape, dtype=self.dtype, device=self._like.device)
+        Raises ResourceExhausted where the pool has no room for that.
+        """
+        length = min(length, self.slots)
+        self._written = max(self._written, length)
+        while self._room < length:
+            if self._is_lazy:
+                self._touch()
+            else:
+                self._add(self._new_page())
 
-    def _add(self, page: torch.Tensor) -> None:
-        self.pages.append(page)
-        self.addresses.append(page.data_ptr())
+    def _new_page(self) -> Page:
+        return self._pool.page(self._shape, self.dtype, self._like.device)
+
+    def _add(self, page: Page, *, own: bool = True) -> None:
+        if own:
+            page.writer = weakref.ref(self)
+        self._pages.append(page)
+        self.addresses.append(page.address)
+        if not self._is_lazy:
+            self._room += self.page_rows
+
+    def _touch(self) -> None:
+        """Count the next rows of the only page as written."""
+        rows = min(TOUCHED_ROWS, self.slots - self._room)
+        [page] = self._pages
+        self._pool.touch(page, page.tensor.nbytes // self.slots * rows)
+        self._room += rows
+
+    # --- pages that others hold too
+
+    @property
+    def shares(self) -> bool:
+        """Whether kept prefixes can hold its pages.
+
+        Those of a ring are written again and again, and the one page of a CPU's session grows with the session's own
+        positions only: of these, prefixes are copied.
+        """
+        return self._is_paged and self._ring is None
+
+    def keep(self, first: int, last: int) -> KeptPages:
+        """Share the pages of positions [first, last) with a kept prefix. They are written no more."""
+        pages = [self._pages[index] for index, _, _ in pages_of(first, last, self.page_rows)]
+        self._own_from = max(self._own_from, last)
+        kept = KeptPages(first, last, self.page_rows, pages)
+        self._pool.keeps(kept)
+        return kept
+
+    def take_up(self, chain: Sequence[KeptPages], length: int) -> list[tuple[int, int]]:
+        """Begin an empty cache with the first `length` positions of a prefix, as far as they are in kept pages.
+
+        chain: of parts of the prefix that follow each other, those that are in pages. Full pages are shared; the last
+        one of a part is copied, unless nobody else writes behind it. What was moved to the host is copied too, full
+        pages into such as are shared again. Returns the positions that are there now. Errors as in `reserve`.
+        """
+        sources: dict[int, tuple[KeptPages, int]] = {}
+        for kept in chain:
+            last = min(kept.last, length)
+            # A later part has the page where it begins too, with what the parts before have in it.
+            for index, start, rows in pages_of(kept.first, last, self.page_rows):
+                sources[index] = kept, start + rows
+            self._pool.keeps(kept)
+        there = []
+        for index in range(max(sources, default=-1) + 1):
+            if index not in sources:
+                self._add(_clear(self._new_page()))
+                continue
+            kept, rows = sources[index]
+            page = kept.page(index)
+            if isinstance(page, Page) and (rows == self.page_rows or _can_go_on(page, rows)):
+                self._add(page, own=rows < self.page_rows)
+            else:
+                self._add(self._copied(page, rows))
+                if rows == self.page_rows:
+                    kept.move_back(index, self._pages[-1])
+            there.append((index * self.page_rows, index * self.page_rows + rows))
+        self._own_from = self._written = there[-1][1] if there else 0
+        return there
+
+    def _copied(self, page: Page | torch.Tensor, rows: int) -> Page:
+        """Return a page of the cache's own with the first rows of another one."""
+        copy, memory = self._new_page(), memory_of(page)
+        if rows == self.page_rows:
+            copy.tensor.copy_(memory, non_blocking=True)
+        else:
+            copy.tensor[:, :, :, :rows].copy_(memory[:, :, :, :rows], non_blocking=True)
+        return copy
+
+    def _before_writing(self, first: int, count: int) -> None:
+        """Take what is missing to write `count` positions from `first` on, and copy pages that others read there."""
+        self.reserve(first + count)
+        if first >= self._own_from or self._ring is not None:
+            return
+        for index, start, _ in pages_of(first, first + count, self.page_rows):
+            page = self._pages[index]
+            if start < page.kept_rows:
+                own = self._copied(page, self.page_rows)
+                own.writer = weakref.ref(self)
+                self._pages[index], self.addresses[index] = own, own.address
+
+    # --- reading and writing
 
     def write(self, layers: slice, which: int, first: int, rows: torch.Tensor) -> None:
         """Put back what `read` gave: keys (which: 0) or values (1), [layers, kv_heads, n, head_dim].
 
-        They are those of n positions from `first` on, no more than there are slots.
+        They are those of n positions from `first` on, no more than there are slots. Positions before them need not have
+        been written, where nothing looks back so far.
         """
-        count = rows.shape[2]
-        self.reserve(first + count)
+        count, before = rows.shape[2], len(self._pages)
+        self._before_writing(first, count)
+        for new in self._pages[before:]:
+            _clear(new)
         for page, start, done, size in self._pieces(first, count):
             page[layers, which, :, start : start + size].copy_(rows[:, :, done : done + size], non_blocking=True)
 
@@ -110,17 +216,17 @@ class AttentionCache:
         if self.dtype is FLOAT8:
             keys, values = narrowed(keys), narrowed(values)
         count = len(keys)
-        self.reserve(first + count)
+        self._before_writing(first, count)
         for page, start, done, size in self._pieces(first, count):
             page[layer, 0, :, start : start + size] = keys[done : done + size].transpose(0, 1)
             page[layer, 1, :, start : start + size] = values[done : done + size].transpose(0, 1)
 
     def span(self, layer: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values in one layer's first slots to compute with, [kv_heads, slots, head_dim] each."""
-        if len(self.pages) == 1:
-            both = self.pages[0][layer]
+        if len(self._pages) == 1:
+            both = self._pages[0].tensor[layer]
         else:
-            both = torch.cat([page[layer] for page in self.pages[: -(-slots // self.page_rows)]], 2)
+            both = torch.cat([page.tensor[layer] for page in self._pages[: -(-slots // self.page_rows)]], 2)
         keys, values = both[:, :, :slots] if self.dtype is not FLOAT8 else widened(both[:, :, :slots], self._like.dtype)
         return keys, values
 
@@ -132,7 +238,7 @@ class AttentionCache:
             slot = first + done if self._ring is None else (first + done) % self._ring
             start = slot % self.page_rows
             size = min(count - done, self.page_rows - start, self.slots - slot)
-            yield self.pages[slot // self.page_rows], start, done, size
+            yield self._pages[slot // self.page_rows].tensor, start, done, size
             done += size
 
 
@@ -151,15 +257,12 @@ class AttentionView:
         self.cache.write(self.layers, self.which, first, tensor)
 
 
-def _unreserved(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return memory of the host whose untouched pages are not even set aside.
+def _clear(page: Page) -> Page:
+    """Fill a page with zeros. What nothing looks at has no weight, but must be numbers: 0 times infinity is none."""
+    page.tensor.zero_()
+    return page
 
-    A session may be as long as the model's context, for which the host need not have room: few grow so long.
-    `torch.empty` of more than the host's memory is refused. Raises OutOfMemoryError where this is refused as well.
-    """
-    size = math.prod(shape) * dtype.itemsize
-    try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
-    except OSError as error:
-        raise torch.OutOfMemoryError(f"no {size} bytes of address space for keys and values: {error}") from error
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+
+def _can_go_on(page: Page, rows: int) -> bool:
+    """Whether a session may write behind the first rows of a kept page: no other one does, and none has been kept."""
+    return page.writer() is None and page.kept_rows == rows

@@ -1,12 +1,13 @@
-"""The state that a prefix leaves behind, as groups of equal tensors: names, shapes, copying them out and in.
+"""The state that a prefix leaves behind, as groups of equal tensors: names, shapes, keeping them and taking them up.
 
+What lies in pages of a device is shared with the session, all else is copied to host memory.
 No family of models is known here: a stage and a draft each list their groups and, for a session, a view of each. Rows
 belong to tokens and add up along a chain of snapshots; other state is that behind the last token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -14,6 +15,8 @@ from typing import Protocol
 import torch
 
 from services.messages.snapshots import SnapshotTensor
+from shard_worker.cache.attention_cache import AttentionCache, AttentionView
+from shard_worker.cache.kept_pages import KeptPages, KeptRows
 from shard_worker.device.dtypes import dtype_to_name
 
 
@@ -101,60 +104,99 @@ class WholeView:
         self.tensor.copy_(tensor, non_blocking=True)
 
 
+Kept = torch.Tensor | KeptRows
+"""What a snapshot has of one group: a copy in host memory, [names, …], or rows in pages that sessions share."""
+
+Part = tuple[int, int, tuple[Kept, ...]]
+"""What a snapshot has of the tokens [first, last), one item for each group."""
+
+
 def copy_out(
     groups: Sequence[TensorGroup], views: Sequence[StateView], first_token: int, length: int
-) -> tuple[torch.Tensor, ...]:
-    """Copy the state of the tokens [first_token, length) into host memory, one tensor for each group.
+) -> tuple[Kept, ...]:
+    """Keep the state of the tokens [first_token, length): share the pages that can be shared, and copy all else.
 
     From a GPU the copies are queued, in order with its steps; synchronise the device before reading them elsewhere.
     """
-    copies = []
+    kept: list[Kept] = []
+    pages: dict[AttentionCache, KeptPages] = {}
     for group, view in zip(groups, views, strict=True):
+        if (cache := _shared(view)) is not None:
+            if cache not in pages:
+                pages[cache] = cache.keep(first_token, length)
+            assert isinstance(view, AttentionView)
+            kept.append(KeptRows(pages[cache], view.layers, view.which))
+            continue
         live = view.read(group.first_row(first_token, length), length)
         host = group.empty(first_token, length, pinned=live.is_cuda)
         # Made contiguous where it is: crossing the bus in pieces would be slow.
         host.copy_(live.contiguous() if live.is_cuda else live, non_blocking=True)
-        copies.append(host)
-    return tuple(copies)
+        kept.append(host)
+    return tuple(kept)
 
 
-def copy_in(
-    groups: Sequence[TensorGroup],
-    views: Sequence[StateView],
-    chain: Sequence[tuple[int, int, tuple[torch.Tensor, ...]]],
-    length: int,
-) -> None:
-    """Copy the first `length` tokens' state into a session's memory.
+def copy_in(groups: Sequence[TensorGroup], views: Sequence[StateView], chain: Sequence[Part], length: int) -> None:
+    """Begin a session's memory with the first `length` tokens' state: share pages where they are kept, copy all else.
 
-    chain: (first_token, length, tensors) of each snapshot, beginning with the one from token 0 on; tensors as of
-    `copy_out`. State that is not rows is written only where the last snapshot ends at `length`.
+    chain: (first_token, length, items) of each snapshot, beginning with the one from token 0 on; items as of
+    `copy_out`. State that is not rows is written only where the last snapshot ends at `length`. Raises
+    ResourceExhausted where the device has no pages left for what is copied.
     """
     whole = chain[-1][1] == length
+    there: dict[AttentionCache, list[tuple[int, int]]] = {}
     for index, (group, view) in enumerate(zip(groups, views, strict=True)):
         if group.kind is not GroupKind.ROWS:
             if whole:
-                view.write(chain[-1][2][index], 0, length)
+                state = chain[-1][2][index]
+                assert isinstance(state, torch.Tensor)
+                view.write(state, 0, length)
             continue
-        for first, last, rows in rows_of(group, index, chain, 0, length):
-            view.write(rows, first, last)
+        pieces, shared = rows_of(group, index, chain, 0, length), list[tuple[int, int]]()
+        if (cache := _shared(view)) is not None:
+            if cache not in there:
+                there[cache] = cache.take_up([rows.kept for _, _, rows in pieces if isinstance(rows, KeptRows)], length)
+            shared = there[cache]
+        for first, last, rows in pieces:
+            for begin, end in _outside(first, last, shared):
+                # Of kept pages some are left where this session, a longer one, has a ring.
+                missing = (
+                    rows.read(begin, end) if isinstance(rows, KeptRows) else rows[..., begin - first : end - first, :]
+                )
+                view.write(missing, begin, end)
 
 
 def rows_of(
-    group: TensorGroup,
-    index: int,
-    chain: Sequence[tuple[int, int, tuple[torch.Tensor, ...]]],
-    first_token: int,
-    length: int,
-) -> list[tuple[int, int, torch.Tensor]]:
-    """Return the stored rows of the tokens [first_token, length) in pieces: (first, last, [names, …, rows, dim]).
+    group: TensorGroup, index: int, chain: Sequence[Part], first_token: int, length: int
+) -> list[tuple[int, int, Kept]]:
+    """Return the kept rows of the tokens [first_token, length) in pieces: (first, last, rows).
 
-    index: the group's place among the tensors of each snapshot. chain: as in `copy_in`.
+    The rows are a tensor [names, …, last - first, dim], or all those of a snapshot where they are in pages. index: the
+    group's place among the items of each snapshot. chain: as in `copy_in`.
     """
-    pieces = []
+    pieces: list[tuple[int, int, Kept]] = []
     first_needed = group.first_row(first_token, length)
-    for node_first, node_last, tensors in chain:
+    for node_first, node_last, items in chain:
         first_stored = group.first_row(node_first, node_last)
         first, last = max(first_stored, first_needed), min(node_last, length)
         if first < last:
-            pieces.append((first, last, tensors[index][..., first - first_stored : last - first_stored, :]))
+            rows = items[index]
+            if isinstance(rows, torch.Tensor):
+                rows = rows[..., first - first_stored : last - first_stored, :]
+            pieces.append((first, last, rows))
     return pieces
+
+
+def _shared(view: StateView) -> AttentionCache | None:
+    """Return the cache whose pages a view's rows are in, where they can be shared."""
+    return view.cache if isinstance(view, AttentionView) and view.cache.shares else None
+
+
+def _outside(first: int, last: int, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Return what of [first, last) is in none of the ranges, which are in order."""
+    for begin, end in ranges:
+        if first < begin:
+            yield first, min(begin, last)
+        first = max(first, end)
+        if first >= last:
+            return
+    yield first, last

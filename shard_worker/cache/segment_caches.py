@@ -16,6 +16,7 @@ from services.model.cached_tensors import CachedTensor, CacheDtype, Per
 from services.model.config import LayerKind, ModelConfig
 from services.model.layers import layer_caches
 from shard_worker.cache.attention_cache import AttentionCache, AttentionView
+from shard_worker.cache.page_pool import PagePool
 from shard_worker.cache.prefix_state import GroupKind, StateView, TensorGroup, WholeView
 from shard_worker.cache.recurrent_cache import RecurrentCache
 
@@ -41,13 +42,14 @@ class SegmentCaches:
         *,
         row_by_row: bool = False,
         kv_dtype: torch.dtype | None = None,
+        pool: PagePool | None = None,
     ) -> SegmentCaches:
         """Return empty caches for layers of these kinds.
 
         capacity: positions of the longest session. block_rows: rows of its largest verify. like: a tensor on the
         device, of the type that is computed in. page_rows: positions that are allocated at a time, None for all.
         row_by_row: whether a block's rows are computed one by one. kv_dtype: what keys and values are kept in, None for
-        the type that is computed in.
+        the type that is computed in. pool: as of `AttentionCache`.
         """
         linear = kinds.count(LayerKind.LINEAR)
         attention = len(kinds) - linear
@@ -58,7 +60,7 @@ class SegmentCaches:
         keys_and_values = None
         if attention:
             keys_and_values = AttentionCache(
-                attention, config.kv_heads, capacity, config.head_dim, like, page_rows, dtype=kv_dtype
+                attention, config.kv_heads, capacity, config.head_dim, like, page_rows, dtype=kv_dtype, pool=pool
             )
         return cls(keys_and_values, recurrent)
 
@@ -72,7 +74,7 @@ class SegmentCaches:
         return self.attention is None or self.attention.has_room(length)
 
     def reserve(self, length: int) -> None:
-        """Allocate what is missing for the first `length` positions."""
+        """Take what is missing for the first `length` positions. Errors as in `AttentionCache.reserve`."""
         if self.attention is not None:
             self.attention.reserve(length)
 

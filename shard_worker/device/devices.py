@@ -12,6 +12,7 @@ import os
 import platform
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -225,6 +226,20 @@ def best_devices() -> list[str]:
     vendor = build_vendor()
     numbers = _numbers() if vendor is not None else []
     return [f"{vendor}:{number}" for number in numbers] or ["cpu"]
+
+
+def free_bytes(device: Device) -> tuple[int, int]:
+    """Return how much of a device's memory is free, and how much it has.
+
+    On a GPU what torch has set aside without using it counts as free, and is given back for that. On a CPU what the
+    host could make free counts too, such as cached files.
+    """
+    if device.is_gpu:
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device.torch_device)
+    host = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    free, total = (int(host[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal"))
+    return free, total
 
 
 def describe(device: Device) -> DeviceDescription:

@@ -226,10 +226,11 @@ class DeviceThread:
         """Give the future what comes of the queued one; who cancels the former cancels the latter."""
         loop = future.get_loop()
 
-        def on_done(_: Future[T]) -> None:
-            # The loop may be over, and with it who would want to know.
+        def on_done(done: Future[T]) -> None:
+            # The loop may be over, and with it who would want to know. A job that its own callback referred to would
+            # keep its result, maybe a session's memory, until cycles are looked for.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(_pass_on, future, queued)
+                loop.call_soon_threadsafe(_pass_on, future, done)
 
         queued.add_done_callback(on_done)
         future.add_done_callback(lambda future: queued.cancel() if future.cancelled() else None)

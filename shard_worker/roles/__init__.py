@@ -19,6 +19,7 @@ from services.messages.steps import Location
 from services.net.server import Registration
 from services.rpc.peers import Peers
 from services.same_host.link import NO_LINKS, SharedLinks
+from shard_worker.cache.page_pool import PagePool
 from shard_worker.device.devices import Device
 from shard_worker.device.executor import DeviceThread
 from shard_worker.lease import Lease
@@ -37,9 +38,9 @@ class RoleResources:
 
     thread: the one that computes. devices: all of the worker's, at least one. location: where the worker stands, for a
     stage's number or for None. paths: checkpoint directories on this host by the field of a load part that they
-    replace, like `model_path`. graphs: whether steps may run as CUDA graphs. roles: the worker's roles by name, each
-    other's neighbours; complete once all of them are made. lease: whose the
-    worker is.
+    replace, like `model_path`. graphs: whether steps may run as CUDA graphs. pools: where each
+    device's pages come from. roles: the worker's roles by name, each other's neighbours; complete once all of them are
+    made. lease: whose the worker is.
     """
 
     thread: DeviceThread
@@ -50,6 +51,7 @@ class RoleResources:
     links: SharedLinks = NO_LINKS
     paths: Mapping[str, str] = field(default_factory=dict)
     graphs: bool = True
+    pools: Mapping[Device, PagePool] = field(default_factory=dict)
     roles: Mapping[Role, WorkerRole[Any]] = field(default_factory=dict)
     lease: Lease = field(default_factory=Lease)
 

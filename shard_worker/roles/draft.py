@@ -103,7 +103,8 @@ class DraftRole(WorkerRole[LoadDraft]):
         """
         self.loaded = None
         checkpoint = open_checkpoint(part.draft_path, "--draft")
-        draft = drafter_of(checkpoint).load(checkpoint, self._device, part.dtype, on_progress)
+        pool = self.resources.pools.get(self._device)
+        draft = drafter_of(checkpoint).load(checkpoint, self._device, part.dtype, on_progress, pool)
         engine = DraftEngine(draft)
         if part.head_place is HeadPlace.LOADED:
             target = open_checkpoint(part.model_path)

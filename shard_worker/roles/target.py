@@ -165,7 +165,7 @@ class TargetRole(WorkerRole[LoadTarget]):
         checkpoint = open_checkpoint(part.model_path)
         loader = StageLoader(checkpoint, part.layers, part.dtype, part.kv_dtype)
         capture = capture_request(part, loader.config)
-        stage = loader.load(resources.devices, capture, on_progress, graphs=resources.graphs)
+        stage = loader.load(resources.devices, capture, on_progress, graphs=resources.graphs, pools=resources.pools)
         keeper = SnapshotKeeper(
             resources.store,
             resources.thread,

@@ -13,7 +13,8 @@ from services.errors import FailedPrecondition, FlashsplitError, NotFound, Resou
 from services.layers import LayerRange
 from services.messages.snapshots import SnapshotOwner
 from services.messages.steps import Location, SnapshotPart, SnapshotRestore, SnapshotSave
-from shard_worker.cache.prefix_state import StateView, TensorGroup, copy_in, copy_out, trimmable
+from shard_worker.cache.kept_pages import KeptRows
+from shard_worker.cache.prefix_state import Part, StateView, TensorGroup, copy_in, copy_out, trimmable
 from shard_worker.device.devices import Device
 from shard_worker.device.executor import DeviceThread
 from shard_worker.snapshots.store import Snapshot, SnapshotStore
@@ -50,11 +51,31 @@ class SnapshotKeeper:
         for device in self.devices:
             device.synchronize()
 
+    def on_host(self, snapshot: Snapshot, first_token: int) -> list[Part]:
+        """Return what is kept of a prefix's tokens from `first_token` on, as `Snapshot.chain` does, in host memory.
+
+        Runs on the device thread.
+        """
+        chain: list[Part] = []
+        for first, last, items in snapshot.chain():
+            if last > first_token:
+                # Copied on a CPU too: the pages may be other sessions' before the copy is sent.
+                copies = (
+                    item.read(group.first_row(first, last), last).to("cpu", copy=True)
+                    if isinstance(item, KeptRows)
+                    else item
+                    for group, item in zip(self.groups, items, strict=True)
+                )
+                chain.append((first, last, tuple(copies)))
+        self.synchronize()
+        return chain
+
     def save(self, save: SnapshotSave, views: Sequence[StateView], location: Location) -> asyncio.Future[SnapshotPart]:
         """Keep a session's state. views: of its memory, one for each group.
 
-        The copy is queued on the device before this returns, so that later steps may follow. The future's part says why
-        nothing was kept, if so: a name that is taken, a parent that is not in the store, no room.
+        Pages are shared with the session, all else is copied, on a GPU behind the steps so far: later steps may follow
+        at once. The future's part says why nothing was kept, if so: a name that is taken, a parent that is not in the
+        store, no room.
         """
         started_ns = time.monotonic_ns()
 
@@ -109,7 +130,8 @@ class SnapshotKeeper:
     async def restore(self, restore: SnapshotRestore, views: Sequence[StateView], location: Location) -> SnapshotPart:
         """Put a snapshot into a session's memory. views: of that memory, one for each group.
 
-        Raises NotFound without such a snapshot, FailedPrecondition when it doesn't serve that length.
+        Full pages are shared with the snapshot, all else is copied. Raises NotFound without such a snapshot,
+        FailedPrecondition when it doesn't serve that length, ResourceExhausted where the device has no pages left.
         """
         started_ns = time.monotonic_ns()
         snapshot = self.store.find(self.owner, restore.snapshot_id)

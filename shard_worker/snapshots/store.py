@@ -1,7 +1,7 @@
-"""The snapshots in a worker's host memory, under a budget: a forest, where a longer prefix builds on a shorter one.
+"""The snapshots of a worker, under a budget: a forest, where a longer prefix builds on a shorter one.
 
-The store owns their memory. When room is needed it drops those that were used the longest ago and that nothing builds
-on. It is used on the event loop only, and so needs no lock.
+The store owns their memory, or shares it with sessions where it is pages of a device. When room is needed it drops
+those that were used the longest ago and that nothing builds on. It is used on the event loop only: it needs no lock.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from services.errors import ResourceExhausted
 from services.messages.snapshots import SnapshotOwner
+from shard_worker.cache.prefix_state import Kept, Part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,7 +22,8 @@ class Snapshot:
 
     owner, generation: whose state it is, and of which of the models that the owner has held one after the other.
     parent: has the rows of the tokens before `first_token`; None exactly where that is 0. tensors: one for each of the
-    owner's groups; they never change once the snapshot is in the store. size_bytes: of the tensors.
+    owner's groups, in host memory or in pages of the device; they never change once the snapshot is in the store.
+    size_bytes: of the tensors.
     """
 
     snapshot_id: str
@@ -32,10 +32,10 @@ class Snapshot:
     parent: Snapshot | None
     first_token: int
     length: int
-    tensors: tuple[torch.Tensor, ...]
+    tensors: tuple[Kept, ...]
     size_bytes: int
 
-    def chain(self) -> list[tuple[int, int, tuple[torch.Tensor, ...]]]:
+    def chain(self) -> list[Part]:
         """Return (first_token, length, tensors) of all that it builds on and of itself, from token 0 on."""
         nodes: list[Snapshot] = []
         node: Snapshot | None = self

@@ -24,7 +24,7 @@ from services.messages.snapshots import (
     SnapshotTrailer,
 )
 from services.messages.tensors import CHUNK_BYTES
-from shard_worker.cache.prefix_state import GroupKind, TensorGroup, rows_of, tensors_of
+from shard_worker.cache.prefix_state import GroupKind, Part, TensorGroup, rows_of, tensors_of
 from shard_worker.snapshots.keeper import SnapshotKeeper
 from shard_worker.snapshots.store import Snapshot, SnapshotStore
 
@@ -60,13 +60,13 @@ class SnapshotTransfer:
             parent_id=parent_id,
             tensors=tensors_of(keeper.groups, first_token, snapshot.length),
         )
-        await keeper.thread.submit(keeper.synchronize)
+        chain = await keeper.thread.submit(keeper.on_host, snapshot, first_token)
         yield header
         offset, digests = 0, []
         tensors = [(group, name) for group, members in enumerate(keeper.groups) for name in range(len(members.names))]
 
         def prepare(number: int) -> asyncio.Future[tuple[memoryview, bytes]]:
-            work = asyncio.to_thread(_tensor_bytes, keeper, snapshot, *tensors[number], first_token)
+            work = asyncio.to_thread(_tensor_bytes, keeper.groups, chain, *tensors[number], first_token)
             return asyncio.ensure_future(work)
 
         prepared = prepare(0)
@@ -167,6 +167,7 @@ class IncomingSnapshot:
         tensors = {
             name: group_tensor[position]
             for group, group_tensor in zip(groups, snapshot.tensors, strict=True)
+            if isinstance(group_tensor, torch.Tensor)
             for position, name in enumerate(group.names)
         }
         # In the header's order: where each tensor's bytes go.
@@ -244,17 +245,23 @@ class IncomingSnapshot:
 
 
 def _tensor_bytes(
-    keeper: SnapshotKeeper, snapshot: Snapshot, index: int, name: int, first_token: int
+    groups: Sequence[TensorGroup], chain: Sequence[Part], index: int, name: int, first_token: int
 ) -> tuple[memoryview, bytes]:
-    """Return one tensor's bytes and their digest: of the group `index` the tensor `name`, both counted from 0."""
-    group = keeper.groups[index]
+    """Return one tensor's bytes and their digest: of the group `index` the tensor `name`, both counted from 0.
+
+    chain: the snapshot and those that it builds on, in host memory.
+    """
+    group = groups[index]
+    _, length, items = chain[-1]
     with torch.inference_mode():
         if group.kind is GroupKind.ROWS:
-            pieces = rows_of(group, index, snapshot.chain(), first_token, snapshot.length)
-            rows = [piece[name] for _, _, piece in pieces]
+            pieces = [rows for _, _, rows in rows_of(group, index, chain, first_token, length)]
+            rows = [piece[name] for piece in pieces if isinstance(piece, torch.Tensor)]
             tensor = rows[0] if len(rows) == 1 else torch.cat(rows, -2)
         else:
-            tensor = snapshot.tensors[index][name]
+            state = items[index]
+            assert isinstance(state, torch.Tensor)
+            tensor = state[name]
         data = _bytes_of(tensor.contiguous())
     return data, _sha256(data)
 

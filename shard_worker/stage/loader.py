@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,6 +12,7 @@ from services.layers import LayerRange
 from services.model.config import ModelConfig
 from services.model.families import read_model_config
 from services.model.target_tensors import TargetTensors, takes_model_dtype
+from shard_worker.cache.page_pool import PagePool
 from shard_worker.device.devices import Device
 from shard_worker.device.dtypes import dtype_from_name, kv_dtype_from_name
 from shard_worker.model.features import Capture, fc_columns
@@ -97,11 +98,12 @@ class StageLoader:
         on_progress: Progress,
         *,
         graphs: bool = True,
+        pools: Mapping[Device, PagePool] | None = None,
     ) -> Stage:
         """Return the stage, its layers spread evenly over the devices in order.
 
         capture: what a draft wants, None without one. on_progress: called after every tensor. graphs: whether steps may
-        run as CUDA graphs.
+        run as CUDA graphs. pools: where each device's pages come from, None for pools without a bound.
 
         Raises FailedPrecondition for a device that cannot keep keys and values in the element type asked for.
         """
@@ -120,7 +122,9 @@ class StageLoader:
             return tensor
 
         segments = tuple(
-            self._load_segment(layers, device, capture, load_tensor)
+            replace(
+                self._load_segment(layers, device, capture, load_tensor), pool=(pools or {}).get(device, PagePool())
+            )
             for layers, device in _spread(self._layers, devices)
         )
         embedding = head = None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from services.layers import LayerRange
 from services.model.config import ModelConfig
 from shard_worker.cache.attention_cache import PAGE_ROWS
+from shard_worker.cache.page_pool import PagePool
 from shard_worker.cache.prefix_state import TensorGroup
 from shard_worker.cache.segment_caches import SegmentCaches, slots_of, state_groups
 from shard_worker.device.devices import Device
@@ -38,6 +39,8 @@ class Segment:
     """What is done to many rows between products."""
     kv_dtype: torch.dtype | None = None
     """What attention keys and values are kept in; None for `dtype`."""
+    pool: PagePool = field(default_factory=PagePool)
+    """Where the pages of keys and values come from."""
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -54,7 +57,15 @@ class Segment:
         like = torch.empty(0, dtype=self.dtype, device=self.device.torch_device)
         page_rows = PAGE_ROWS if self.device.is_gpu else None
         return SegmentCaches.allocate(
-            self.config, kinds, capacity, block_rows, like, page_rows, row_by_row=row_by_row, kv_dtype=self.kv_dtype
+            self.config,
+            kinds,
+            capacity,
+            block_rows,
+            like,
+            page_rows,
+            row_by_row=row_by_row,
+            kv_dtype=self.kv_dtype,
+            pool=self.pool,
         )
 
     def state_groups(self) -> list[TensorGroup]:

@@ -9,8 +9,16 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, NotFound, Unimplemented
+from services.errors import (
+    FailedPrecondition,
+    FlashsplitError,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unimplemented,
+)
 from services.layers import LayerRange
 from services.messages.description import FeatureTransport, HeadPlace, Role, WorkerDescription
 from services.messages.draft_session import OpenDraft
@@ -216,6 +224,21 @@ async def test_a_worker_tells_how_much_it_keeps(worker: Worker, tiny: Tiny) -> N
     assert described.draft.state_trimmable
     assert store_of(worker).free("a") == described.snapshot_bytes
     assert (await worker.describe()).snapshot_bytes == 0
+
+
+async def test_sessions_have_the_memory_that_their_share_leaves(tiny: Tiny) -> None:
+    """A session that finds none is refused with the numbers; what is loaded next finds a pool without old pages."""
+    worker = Worker(WorkerConfig(parse_devices("cpu"), (Role.DRAFT,), threads=1, memory_share=1e-12))
+    await load(worker, draft_part(tiny, HeadPlace.PROJECTED))
+    role = worker.roles[Role.DRAFT]
+    assert isinstance(role, DraftRole)
+    assert role.loaded is not None
+    view = role.loaded.draft.allocate(10).views()[0]
+    row = torch.zeros(1, 2, 1, 16)
+    with pytest.raises(ResourceExhausted, match=r"\d+ bytes are needed, and 0 of 0 are .*utilization") as caught:
+        view.write(row, 0, 1)
+    assert caught.value.reason == "OUT_OF_MEMORY"
+    await worker.close()
 
 
 async def test_prefixes_leave_with_their_model_and_with_no_other(worker: Worker, tiny: Tiny) -> None:

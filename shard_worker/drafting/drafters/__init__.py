@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from services.model.drafts import DraftConfig, check_draft_kind
+from shard_worker.cache.page_pool import PagePool
 from shard_worker.cache.prefix_state import StateView, TensorGroup
 from shard_worker.device.devices import Device
 from shard_worker.model.features import Features
@@ -175,8 +176,10 @@ class DraftKind(Protocol):
         device: Device,
         dtype: str | None,
         on_progress: Callable[[int, int], None],
+        pool: PagePool | None = None,
     ) -> Draft:
         """Load a draft. dtype: None keeps the checkpoint's own. on_progress: called with bytes read and bytes in all.
+        pool: where its sessions' pages come from, None for one without a bound.
 
         Raises InvalidArgument for missing, unknown or mis-shaped tensors, and what reading its config.json
         raises.

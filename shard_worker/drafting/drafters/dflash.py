@@ -17,6 +17,7 @@ import torch
 from services.model.config import LayerKind
 from services.model.drafts.dflash import DFlashConfig, find_tensors, read_config
 from shard_worker.cache.attention_cache import PAGE_ROWS, AttentionCache, AttentionView
+from shard_worker.cache.page_pool import PagePool
 from shard_worker.cache.prefix_state import GroupKind, StateView, TensorGroup
 from shard_worker.device.devices import Device
 from shard_worker.device.dtypes import dtype_from_name
@@ -69,7 +70,8 @@ class DFlashDraft:
 
     fc: [hidden, N * hidden], over the N captured blocks. hidden_norm, norm: float32 factors of RMSNorms, [hidden].
     context: of each layer the rows of qkv that make keys and values, which alone the context needs. frequencies: RoPE's
-    inverse frequencies. The rest is described by `shard_worker.drafting.drafters.Draft`.
+    inverse frequencies. pool: where its sessions' pages come from. The rest is described by
+    `shard_worker.drafting.drafters.Draft`.
     """
 
     config: DFlashConfig
@@ -83,6 +85,7 @@ class DFlashDraft:
     layers: tuple[DecoderWeights, ...]
     context: tuple[Weight, ...]
     frequencies: torch.Tensor
+    pool: PagePool
 
     def allocate(self, max_length: int, batch_invariant_rows: int | None = None) -> DFlashState:
         """Return the empty state of a session of up to `max_length` tokens. batch_invariant_rows: as in `Rows`."""
@@ -100,6 +103,7 @@ class DFlashDraft:
                 like,
                 PAGE_ROWS if self.device.is_gpu else None,
                 None if ring is None or ring > max_length + block else ring,
+                pool=self.pool,
             )
         layers = tuple(zip(kinds, self.slots, strict=True))
         return DFlashState(caches, layers, batch_invariant_rows=batch_invariant_rows)
@@ -256,8 +260,10 @@ def load(
     device: Device,
     dtype: str | None,
     on_progress: Callable[[int, int], None],
+    pool: PagePool | None = None,
 ) -> DFlashDraft:
-    """Load a draft. dtype: None keeps the checkpoint's own; norms keep theirs.
+    """Load a draft. dtype: None keeps the checkpoint's own; norms keep theirs. pool: where its sessions' pages come
+    from, None for one without a bound.
 
     Raises InvalidArgument for missing, unknown or mis-shaped tensors, Unimplemented for other draft formats.
     """
@@ -322,6 +328,7 @@ def load(
         frequencies=inverse_frequencies(config.head_dim, config.rope_theta, device.torch_device),
         # Last: it counts what is read above.
         weight_bytes=resident,
+        pool=pool or PagePool(),
     )
 
 
