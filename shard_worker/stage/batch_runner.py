@@ -70,13 +70,19 @@ class BatchRunner:
 
         drafted: blocks of a draft are verified, and it wants features.
         """
-        recurrent = self._layers.delta is not None
+        recurrent, featured = self._layers.delta is not None, drafted and self._segment.capture is not None
+        variants = [Variant(rows, drafted and recurrent, featured) for rows in ROW_COUNTS]
+        if drafted and recurrent:
+            variants.append(Variant(ROW_COUNTS[0], False, featured))
         with self._segment.device.current():
-            for rows in ROW_COUNTS:
+            for variant in variants:
                 # Without rows nothing is written.
                 self._parameters.begin()
-                self._launch(Variant(rows, drafted and recurrent, drafted and self._segment.capture is not None))
+                self._launch(variant)
                 self._parameters.record_launch()
+            if drafted:
+                self.commit([], [])
+                self.commit_last(torch.zeros(MAX_SESSIONS, dtype=torch.int64, device=self._hidden.device))
 
     @property
     def parameters(self) -> StepParameters:
