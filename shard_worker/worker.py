@@ -284,8 +284,8 @@ class Worker:
             pool.leave()
 
     def _take_pools(self) -> None:
-        """Take the memory that is left for pages; runs on the device thread."""
-        for device, pool in self._pools.items():
+        """Take the memory that is left for pages, where what is loaded has sessions; runs on the device thread."""
+        for device, pool in self._pools.items() if self._keepers() else ():
             pool.take_share(self._config.memory_share, device)
             log.info("pages.taken", device=device.name, bytes=pool.size_bytes)
 

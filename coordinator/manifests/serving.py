@@ -16,7 +16,7 @@ from services.errors import InvalidArgument
 HTTP_PORT, GRPC_PORT = 8000, 50051
 """Inside the pod. The Service listens on those of the file."""
 
-_WORKER_FLAGS = ("threads", "prefix-cache-bytes", "worker-command")
+_WORKER_FLAGS = ("threads", "prefix-cache-bytes", "gpu-memory-utilization", "worker-command")
 _UNRENDERED = {
     "api-key": "a key would stand in a ConfigMap: write api-key-file and put the keys into the Secret api-keys",
     "ssl-ca-certs": "probes have no certificate to show: leave it out, and check clients' in the gateway before",

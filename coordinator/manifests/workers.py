@@ -61,6 +61,7 @@ class PodWorker:
             "roles": ",".join(self.roles),
             "threads": self._threads(file),
             "prefix-cache-bytes": prefix_bytes,
+            "gpu-memory-utilization": file.flags.get("gpu-memory-utilization"),
             "tls-cert": f"{TLS}/tls.crt",
             "tls-key": f"{TLS}/tls.key",
             "tls-ca": f"{TLS}/ca.crt",

@@ -28,13 +28,15 @@ class Launch:
     """What all local workers of one coordinator have in common.
 
     threads: how many CPU threads each has; None for torch's default. prefix_cache_bytes: what kept prefixes may take in
-    each; None for the worker's own default. cuda_graphs: whether those with GPUs capture graphs; None leaves it to
+    each; None for the worker's own default. memory_share: of each device's memory, what a worker may take; None for its
+    own default. cuda_graphs: whether those with GPUs capture graphs; None leaves it to
     them. security: their certificates and token. log_level: the least important line that they log. transport: how
     payloads travel. commands: for a vendor, the words of the program to start for its devices where it isn't this one.
     """
 
     threads: int | None = None
     prefix_cache_bytes: int | None = None
+    memory_share: float | None = None
     cuda_graphs: bool | None = None
     security: Security = OPEN
     log_level: str = "info"
@@ -47,7 +49,11 @@ class Launch:
 
     def arguments(self, devices: str, roles: Sequence[str]) -> list[str]:
         """Return the flags of a worker on these devices with these roles."""
-        optional = {"--threads": self.threads, "--prefix-cache-bytes": self.prefix_cache_bytes}
+        optional = {
+            "--threads": self.threads,
+            "--prefix-cache-bytes": self.prefix_cache_bytes,
+            "--gpu-memory-utilization": self.memory_share,
+        }
         graphs = None if vendor_of(devices) == "cpu" else self.cuda_graphs
         return [
             *("--device", devices),

@@ -164,6 +164,15 @@ class WorkerOptions:
         int | None,
         Flag("CPU threads of each local worker.  [default: the cores shared out]", type=click.IntRange(1), metavar="N"),
     ] = None
+    gpu_memory_utilization: Annotated[
+        float | None,
+        Flag(
+            "Share of each device's memory for weights, captured steps and keys and values of sessions, in local "
+            "workers; taken at the start on a GPU. Less leaves room for other programs there.  [default: 0.9]",
+            type=click.FloatRange(0, 1, min_open=True),
+            metavar="SHARE",
+        ),
+    ] = None
     cuda_graphs: Annotated[
         bool | None,
         Flag(
@@ -212,12 +221,16 @@ class WorkerOptions:
                     "in --target-devices or --draft-device, or leave it out",
                     field="--worker-command",
                 )
-        if self.threads is not None and all(names is None for names in devices):
-            raise InvalidArgument(
-                f"--threads {self.threads} has no effect on workers that run already: give it to flashsplit-worker, or "
-                "leave it out",
-                field="--threads",
-            )
+        for flag, value in (
+            ("--threads", self.threads),
+            ("--gpu-memory-utilization", self.gpu_memory_utilization),
+        ):
+            if value is not None and all(names is None for names in devices):
+                raise InvalidArgument(
+                    f"{flag} {value} has no effect on workers that run already: give it to flashsplit-worker, or leave "
+                    "it out",
+                    field=flag,
+                )
         if self.cuda_graphs is not None and all(names in (None, "cpu") for names in devices):
             flag = "--cuda-graphs" if self.cuda_graphs else "--no-cuda-graphs"
             raise InvalidArgument(
@@ -231,6 +244,7 @@ class WorkerOptions:
         return Launch(
             threads=self.threads,
             prefix_cache_bytes=prefix_cache_bytes,
+            memory_share=self.gpu_memory_utilization,
             cuda_graphs=self.cuda_graphs,
             security=security,
             transport=PayloadTransport(self.payload_transport or PayloadTransport.AUTO),

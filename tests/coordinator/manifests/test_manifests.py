@@ -135,6 +135,7 @@ def test_the_coordinators_flags(tmp_path: Path) -> None:
         port=80,
         no_grpc=True,
         prefix_cache_bytes="1GiB",
+        gpu_memory_utilization=0.8,
         tls_cert="a.pem",
         api_key_file="keys.txt",
         served_model_name=["x", "y"],
@@ -154,7 +155,14 @@ def test_the_coordinators_flags(tmp_path: Path) -> None:
     )
     assert serve["tls-cert"] == "/etc/flashsplit/tls/tls.crt"
     assert serve["api-key-file"] == "/etc/flashsplit/keys/api-keys"
-    assert not {"prefix-cache-bytes", "workers", "kubernetes", "grpc-port", "cluster-token-file"} & set(serve)
+    assert not {
+        "prefix-cache-bytes",
+        "gpu-memory-utilization",
+        "workers",
+        "kubernetes",
+        "grpc-port",
+        "cluster-token-file",
+    } & set(serve)
     [service] = [item for item in documents(tmp_path / "out" / "coordinator.yaml") if item["kind"] == "Service"]
     assert [port["port"] for port in service["spec"]["ports"][1:]] == [80]
     expected = {
@@ -165,7 +173,8 @@ def test_the_coordinators_flags(tmp_path: Path) -> None:
     for index, (arguments, limits) in expected.items():
         worker = documents(tmp_path / "out" / f"worker-{index}" / "worker.yaml")[0]
         [container] = worker["spec"]["template"]["spec"]["containers"]
-        assert {*arguments, "--prefix-cache-bytes=1GiB", "--drain-timeout=70"} <= set(container["args"])
+        common = {"--prefix-cache-bytes=1GiB", "--gpu-memory-utilization=0.8", "--drain-timeout=70"}
+        assert {*arguments, *common} <= set(container["args"])
         assert container.get("resources", {}).get("limits", {}) == limits
 
 

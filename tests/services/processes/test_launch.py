@@ -46,13 +46,13 @@ def test_refused_programs(texts: list[str], words: str) -> None:
 def test_arguments_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What all workers have in common; the token travels in the environment only."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    launch = Launch(threads=3, prefix_cache_bytes=0, security=Security(token="secret"))
+    launch = Launch(threads=3, prefix_cache_bytes=0, memory_share=0.5, security=Security(token="secret"))
 
     arguments = launch.arguments("cuda:1", ["target", "draft"])
 
     assert " ".join(arguments) == (
         "--device cuda:1 --roles target,draft --log-level info --payload-transport auto --threads 3 "
-        "--prefix-cache-bytes 0"
+        "--prefix-cache-bytes 0 --gpu-memory-utilization 0.5"
     )
     environment = launch.environment("cuda:1")
     assert (environment[TOKEN_VARIABLE], environment["CUDA_VISIBLE_DEVICES"]) == ("secret", "1")

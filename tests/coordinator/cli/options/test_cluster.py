@@ -23,6 +23,7 @@ PROGRAM = f"hip={sys.executable}"
         ("--draft-head projected", True, ["--draft-head projected", "no effect", "--draft-device"]),
         ("--draft-head loaded --target-devices h:1 --draft-device h:1", True, ["--draft-head loaded"]),
         ("--threads 2 --target-devices h:1,g:1", False, ["--threads 2", "no effect", "flashsplit-worker"]),
+        ("--gpu-memory-utilization 0.5 --target-devices h:1", False, ["--gpu-memory-utilization 0.5", "no effect"]),
         ("--tls-cert a.pem --target-devices cpu,unix:/a", False, ["--tls-cert a.pem", "no effect", "HOST:PORT"]),
         ("--tls-server-name x", False, ["--tls-server-name x", "no effect"]),
         (f"--worker-command {PROGRAM} --target-devices cpu,h:1", False, ["--worker-command hip=", "--target-devices"]),
@@ -93,12 +94,15 @@ def test_what_workers_are_told() -> None:
     assert (options.compute.dtype, options.compute.workers_kv_dtype, options.compute.exact) == (None, None, False)
     launch = options.launch(7)
     assert (launch.threads, launch.cuda_graphs, launch.prefix_cache_bytes) == (None, None, 7)
+    assert launch.memory_share is None
     assert (launch.transport, launch.commands) == (PayloadTransport.AUTO, {})
 
-    words = "--draft-head projected --features slices --kv-dtype fp8 --exact --threads 3 --no-cuda-graphs"
+    words = "--draft-head projected --features slices --kv-dtype fp8 --exact --threads 3 --no-cuda-graphs "
+    words += "--gpu-memory-utilization 0.7"
     options = parse(ClusterOptions, *words.split(), "--payload-transport", "shared", "--worker-command", PROGRAM)
     assert (options.placement.head_place, options.placement.transport) == (HeadPlace.PROJECTED, FeatureTransport.SLICES)
     assert (options.compute.workers_kv_dtype, options.compute.exact) == ("float8_e4m3fn", True)
     launch = options.launch()
     assert (launch.threads, launch.cuda_graphs, launch.prefix_cache_bytes) == (3, False, None)
+    assert launch.memory_share == 0.7
     assert (launch.transport, dict(launch.commands)) == (PayloadTransport.SHARED, {"hip": (sys.executable,)})
