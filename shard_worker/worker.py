@@ -12,7 +12,7 @@ import os
 import platform
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from typing import Any
 
@@ -20,7 +20,7 @@ import structlog
 import torch
 
 from services.errors import FailedPrecondition, FlashsplitError, Unavailable, Unimplemented
-from services.messages.description import Role, WorkerDescription
+from services.messages.description import DeviceDescription, Role, WorkerDescription
 from services.messages.holder import Holder
 from services.messages.loading import LoadPart, LoadProgress
 from services.messages.measure import DeviceSpeed, MeasureRequest
@@ -181,7 +181,7 @@ class Worker:
         return WorkerDescription(
             host=self._host,
             process_id=os.getpid(),
-            devices=tuple(describe(device) for device in self._config.devices),
+            devices=tuple(self._describe(device) for device in self._config.devices),
             roles=self._config.roles,
             flashsplit_version=metadata.version("flashsplit"),
             torch_version=torch.__version__,
@@ -237,9 +237,13 @@ class Worker:
         async with self._loading:
             self._check_idle()
             config = read_config(self._config.paths.get("model_path", wanted.model_path))
-            return tuple(
-                [await self._thread.submit_long(measure, device, config, wanted) for device in self._config.devices]
-            )
+            await self._thread.submit_long(self._leave_pools)
+            try:
+                return tuple(
+                    [await self._thread.submit_long(measure, device, config, wanted) for device in self._config.devices]
+                )
+            finally:
+                await self._thread.submit_long(self._take_pools)
 
     async def echo(self, payload: bytes) -> int:
         self._check_idle()
@@ -277,6 +281,11 @@ class Worker:
                 reported = latest
                 yield reported
         job.result()
+
+    def _describe(self, device: Device) -> DeviceDescription:
+        """Describe a device; memory that was taken for pages counts as free as long as no page has it."""
+        described = describe(device)
+        return replace(described, free_bytes=described.free_bytes + self._pools[device].unused_bytes)
 
     def _leave_pools(self) -> None:
         """Have the memory of pages free for weights; runs on the device thread."""

@@ -97,6 +97,11 @@ class PagePool:
             self._collect()
             return self._used
 
+    @property
+    def unused_bytes(self) -> int:
+        """Memory of the device that was taken and that no page has; on any thread."""
+        return 0 if self._memory is None else len(self._memory.tensor) - self.used_bytes
+
     def take(self, size_bytes: int, device: torch.device | None) -> None:
         """Bound what pages may take together, unless memory is taken already.
 

@@ -344,10 +344,10 @@ def test_memory_is_given_back_where_no_session_uses_it() -> None:
     [kept] = copy_out([group("stage")], [AttentionView(session, slice(None), 1)], 0, 8)
     assert isinstance(kept, KeptRows)
     pool.leave()
-    assert pool.size_bytes == 8 * PAGE_BYTES["stage"]
+    assert (pool.size_bytes, pool.unused_bytes) == (8 * PAGE_BYTES["stage"], 6 * PAGE_BYTES["stage"])
     del session
     pool.leave()
-    assert pool.size_bytes is None
+    assert (pool.size_bytes, pool.unused_bytes) == (None, 0)
     assert pool.used_bytes == 0
     assert torch.equal(kept.read(0, 8), rows)
 

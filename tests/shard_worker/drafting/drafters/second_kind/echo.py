@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from services.model.checkpoint_files import TensorHeader
+from shard_worker.cache.page_pool import PagePool
 from shard_worker.cache.prefix_state import GroupKind, StateView, TensorGroup, WholeView
 from shard_worker.device.devices import Device
 from shard_worker.drafting.drafters import DraftRunner
@@ -101,7 +102,11 @@ class EchoDraft:
 
 
 def load(
-    checkpoint: Checkpoint, device: Device, dtype: str | None, on_progress: Callable[[int, int], None]
+    checkpoint: Checkpoint,
+    device: Device,
+    dtype: str | None,
+    on_progress: Callable[[int, int], None],
+    pool: PagePool | None = None,
 ) -> EchoDraft:
     config, fc = read_fc(checkpoint)
     on_progress(fc.nbytes, fc.nbytes)
