@@ -43,7 +43,8 @@ FEW_CORES = 4
 """With fewer cores than this the thread always sleeps: others need the core."""
 
 SWITCH_S = 0.0005
-"""The longest time that other threads wait for Python's lock while this one does not sleep."""
+"""The longest time that one of the process's threads waits for Python's lock while another one has it: this one comes
+back to it many times in a step."""
 
 BROKEN = "DEVICE_BROKEN"
 """The reason of the error after which a GPU can do nothing more in this process."""
@@ -328,7 +329,6 @@ class _Queue:
     def expect_step(self, cancel: Callable[[], None]) -> None:
         self._cancel_prelaunched = cancel
         if len(os.sched_getaffinity(0)) >= FEW_CORES:
-            sys.setswitchinterval(SWITCH_S)
             self._awake_until = time.monotonic() + AWAKE_S
 
     def end(self) -> None:
@@ -348,6 +348,7 @@ class _Queue:
 
     def run(self, threads: int | None) -> None:
         """Run jobs until the queue ends; arguments as of `DeviceThread`."""
+        sys.setswitchinterval(SWITCH_S)
         if threads:
             torch.set_num_threads(threads)
         with torch.inference_mode():

@@ -85,18 +85,14 @@ class Sampler:
         logits: torch.Tensor,
         token_ids: Sequence[int],
         first_position: int,
-        argmax: torch.Tensor | None = None,
     ) -> list[int]:
         """Return one token after each of a step's last n rows; after fewer where the grammar or what is forbidden says
         that the rows from some row on cannot count.
 
         logits: [n, vocab]. token_ids: the tokens of all rows of the step (at least n), not yet observed, from
-        `first_position` on; none for the one row of logits behind all that was observed. argmax: int64 [n], the argmax
-        of each row where it is known. Raises InvalidArgument and ResourceExhausted as `GrammarState.allowed` and
-        `TokenMasks.apply` do.
+        `first_position` on; none for the one row of logits behind all that was observed. Raises InvalidArgument and
+        ResourceExhausted as `GrammarState.allowed` and `TokenMasks.apply` do.
         """
-        if argmax is not None and self.is_greedy:
-            return argmax.tolist()
         rows = len(logits)
         first_drawn = first_position + len(token_ids) - rows + 1
         logits = self.adjusted(logits, token_ids, first_position)

@@ -19,7 +19,7 @@ from shard_worker.sampling.last_row import LastRow
 from shard_worker.sampling.logprobs import prompt_logprobs, token_logprobs
 from shard_worker.sampling.sampler import Sampler
 from shard_worker.stage.stage import Stage, StageState
-from shard_worker.stage.step_graph import StepOutput
+from shard_worker.stage.step_graph import StepOutput, StepPart
 
 if TYPE_CHECKING:
     from shard_worker.drafting.ahead import Ahead
@@ -34,10 +34,17 @@ class ComputedStep:
     """
 
     forward: Forward
-    output: StepOutput
+    output: StepOutput | StepPart
     features: Features
     started_ns: int
     alone: bool = True
+
+    @property
+    def can_be_followed_ahead(self) -> bool:
+        """Whether what follows may be queued on the device before the step's outcome is known: not behind rows of other
+        sessions, or of a prompt."""
+        forward = self.forward
+        return self.alone and (forward.kind is StepKind.VERIFY or len(forward.token_ids) == 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +97,7 @@ class Verifier:
         # Before the last row is another one, and before anything of the output can be overwritten.
         of_prompt = self._prompt_logprobs(forward, output)
         tokens, kind = forward.token_ids, forward.kind
-        ahead = self._may_go_ahead(forward, output, features) if step.alone else None
+        ahead = self._may_go_ahead(forward, output, features) if step.can_be_followed_ahead else None
         produced: list[int] = []
         logprobs: tuple[TokenLogprobs, ...] = ()
         if ahead is not None:
@@ -106,7 +113,7 @@ class Verifier:
         elif kind is not StepKind.PREFILL:
             if kind is StepKind.DECODE:
                 self._remember_last(step, len(tokens))
-                if step.alone and output.on_host is not None and self._is_greedy:
+                if step.can_be_followed_ahead and output.on_host is not None and self._is_greedy:
                     meanwhile()
             produced, logprobs = self._choose(forward, output)
         elapsed_ns = time.monotonic_ns() - step.started_ns
@@ -126,12 +133,16 @@ class Verifier:
         return self._sampler.is_greedy and self._request.logprobs is None
 
     def _remember_last(self, step: ComputedStep, committed_rows: int) -> None:
-        last = step.output.hidden[committed_rows - 1 : committed_rows]
-        # A view would hold all rows of a prefill, and those of a lone step are overwritten by the next. The few rows of
-        # several sessions are theirs for good: a copy for each would be a launch for each.
-        self.last.hidden = last.clone() if step.alone else last
+        output = step.output
+        if step.alone:
+            # A view would hold all rows of a prefill, and those of a lone step are overwritten by the next.
+            last = output.hidden[committed_rows - 1 : committed_rows].clone()
+            self.last.remember(lambda: last)
+        else:
+            # The few rows of several sessions stay theirs, and hardly one of them is asked for.
+            self.last.remember(lambda: output.hidden[committed_rows - 1 : committed_rows])
 
-    def _prompt_logprobs(self, forward: Forward, output: StepOutput) -> tuple[TokenLogprobs, ...]:
+    def _prompt_logprobs(self, forward: Forward, output: StepOutput | StepPart) -> tuple[TokenLogprobs, ...]:
         """Return the log-probabilities of the step's own tokens where the request asked for them: of those that are
         part of the prompt, but for its first token, before which there is no row."""
         request, head, last = self._request, self._stage.head, self.last.hidden
@@ -147,28 +158,29 @@ class Verifier:
             rows = torch.cat([last, rows])
         return prompt_logprobs(head, rows, tokens, request.prompt_logprobs)
 
-    def _choose(self, forward: Forward, output: StepOutput) -> tuple[list[int], tuple[TokenLogprobs, ...]]:
+    def _choose(self, forward: Forward, output: StepOutput | StepPart) -> tuple[list[int], tuple[TokenLogprobs, ...]]:
         head, tokens, kind = self._stage.head, forward.token_ids, forward.kind
         assert head is not None
         rows = slice(None) if kind is StepKind.VERIFY else slice(-1, None)
-        argmax: torch.Tensor | None = None
+        draft_tokens = tokens[1:] if kind is StepKind.VERIFY else ()
+        stop_tokens, argmax = self._request.stop_token_ids, None
+        if self._sampler.is_greedy and kind is not StepKind.RESUME:
+            argmax = output.argmax_on_host()
+            if argmax is not None and self._request.logprobs is None:
+                return accept(draft_tokens, argmax[rows], stop_tokens), ()
         if kind is StepKind.RESUME:
             logits = self.last.logits()
         elif output.logits is not None:
             logits = output.logits[rows]
-            if self._sampler.is_greedy and output.on_host is not None:
-                argmax = output.on_host.tensor[rows]
-                output.on_host.wait()
         else:
             logits = head.logits(output.hidden[rows], self._batch_invariant_rows)
-        chosen = self._sampler.choose(logits, tokens, forward.base_position, argmax)
-        draft_tokens = tokens[1:] if kind is StepKind.VERIFY else ()
-        produced = accept(draft_tokens, chosen, self._request.stop_token_ids)
+        chosen = self._sampler.choose(logits, tokens, forward.base_position) if argmax is None else argmax[rows]
+        produced = accept(draft_tokens, chosen, stop_tokens)
         if self._request.logprobs is None:
             return produced, ()
         return produced, token_logprobs(logits[: len(produced)], produced, self._request.logprobs)
 
-    def _may_go_ahead(self, forward: Forward, output: StepOutput, features: Features) -> Ahead | None:
+    def _may_go_ahead(self, forward: Forward, output: StepOutput | StepPart, features: Features) -> Ahead | None:
         """Return what lets the draft begin before the tokens are known: for greedy steps that kernels run."""
         ahead = self._ahead
         if (

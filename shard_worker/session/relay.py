@@ -109,7 +109,7 @@ class RelaySession(TargetSession):
     async def _run(self, forward: Forward, arrived_ns: int) -> None:
         self._count_step()
         if forward.kind is StepKind.PREFILL:
-            outgoing = await self.host.thread.submit(self._device.launch, forward)
+            outgoing = await self.host.thread.awaited(self._device.launch(forward))
             self._length += len(forward.token_ids)
             # The device goes on with the next chunk while this one is on its way.
             self._begin(self._send_when_complete, outgoing, arrived_ns)
@@ -248,14 +248,16 @@ class RelayDeviceSession(DeviceSession):
         took."""
         return self._batches.add(self, forward, lambda step: self._outgoing(step).wait())
 
-    def launch(self, forward: Forward) -> OutgoingStep:
-        """Compute a step alone, on a GPU without waiting for it."""
-        return self._outgoing(self.compute(forward))
+    def launch(self, forward: Forward) -> Future[OutgoingStep]:
+        """Have a chunk of a prompt computed, from any thread, on a GPU without waiting for it."""
+        return self._batches.add(self, forward, self._outgoing)
 
     def _outgoing(self, step: ComputedStep) -> OutgoingStep:
         """Queue the way of a step's results to the host."""
-        hidden = [step.output.hidden] if step.output.on_host is None else []
-        leaving = Leaving([*hidden, *step.features.tensors], step.output.on_host)
+        # What the next step overwrites is no place for a chunk, which leaves while the next step runs.
+        on_host = None if step.forward.kind is StepKind.PREFILL else step.output.on_host
+        hidden = [step.output.hidden] if on_host is None else []
+        leaving = Leaving([*hidden, *step.features.tensors], on_host)
         return OutgoingStep(step.forward, step.features.indices, leaving, step.started_ns)
 
     def commit_and_prelaunch(self, step: int, length: int) -> None:

@@ -407,11 +407,20 @@ class DeviceSession(ABC):
         """Of how many stages the session's chain is made."""
         return self._request.stage + 1 + len(self._request.route)
 
+    @property
+    def most_rows(self) -> int:
+        """How many rows the stage computes together."""
+        return self._stage.most_rows_together
+
     def kind(self, forward: Forward) -> Hashable:
-        """Return what is equal for steps that can be computed together."""
+        """Return what is equal for steps that can be computed together; None for one that is computed alone."""
+        stage, rows, uncommitted = self._stage, len(forward.token_ids), forward.kind is StepKind.VERIFY
+        if not stage.joins(rows, forward.base_position + rows, uncommitted=uncommitted):
+            return None
         state = self._progress.state
         invariant_rows = None if state is None else state.batch_invariant_rows
-        return (id(self._stage), forward.kind, self._request.draft is None, invariant_rows)
+        mixed = stage.mixes_uncommitted
+        return (id(stage), mixed or uncommitted, self._request.draft is None, invariant_rows)
 
     def compute(self, forward: Forward) -> ComputedStep:
         """Run the stage on a step alone, on a GPU without waiting for it. Errors as in `begin`."""
@@ -423,10 +432,10 @@ class DeviceSession(ABC):
             # Nothing to compute: the state is there, and the last stage has the logits.
             output = StepOutput(torch.empty(0, self._stage.config.hidden_size, dtype=self._stage.dtype))
             return ComputedStep(forward, output, features, started_ns)
-        output = self._stage.step(
+        computed = self._stage.step(
             given.state, given.token_ids, given.features, uncommitted=given.uncommitted, hidden=given.hidden
         )
-        return ComputedStep(forward, output, features, started_ns)
+        return ComputedStep(forward, computed, features, started_ns)
 
     def begin(self, forward: Forward) -> StepInput:
         """Count a step that is about to be computed, and return its rows. Raises FailedPrecondition where the session

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from services.errors import FlashsplitError
-from services.messages.steps import Forward, StepKind
+from services.messages.steps import Forward
 from shard_worker.device.executor import DeviceThread, device_error
 from shard_worker.model.features import Features
 from shard_worker.sampling.verifier import ComputedStep
@@ -30,8 +30,12 @@ class SteppingSession(Protocol):
     def chain_length(self) -> int:
         """Of how many stages the session's chain is made."""
 
+    @property
+    def most_rows(self) -> int:
+        """How many rows its stage computes together."""
+
     def kind(self, forward: Forward) -> Hashable:
-        """Return what is equal for steps that can be computed together."""
+        """Return what is equal for steps that can be computed together; None for one that is computed alone."""
 
     def begin(self, forward: Forward) -> StepInput:
         """Count a step that is about to be computed, and return its rows. Raises FailedPrecondition where the session
@@ -49,11 +53,6 @@ class WaitingStep:
     forward: Forward
     then: Callable[[ComputedStep], Any]
     result: Future[Any]
-
-
-def joins_others(forward: Forward) -> bool:
-    """Return whether a step can be computed together with those of other sessions: all but chunks of prompts."""
-    return forward.kind is StepKind.VERIFY or (forward.kind is StepKind.DECODE and len(forward.token_ids) == 1)
 
 
 class StepBatches:
@@ -76,12 +75,12 @@ class StepBatches:
         return self.lone and not self._thread.busy
 
     def add(self, session: SteppingSession, forward: Forward, then: Callable[[ComputedStep], T]) -> Future[T]:
-        """Have a step computed behind the jobs that wait, from any thread; chunks of prompts are jobs themselves.
+        """Have a step computed behind the jobs that wait, from any thread; what is computed alone is a job itself.
 
-        Returns a future for what `then` returns on the device thread, or for the error that ended the step. Raises
-        RuntimeError when the thread is over.
+        No session has two steps that wait. Returns a future for what `then` returns on the device thread, or for the
+        error that ended the step. Raises RuntimeError when the thread is over.
         """
-        if not joins_others(forward):
+        if session.kind(forward) is None:
             return self._thread.queue_step(lambda: then(session.compute(forward)))
         step = WaitingStep(session, forward, then, Future[T]())
         self._waiting.append(step)
@@ -121,19 +120,23 @@ class StepBatches:
             raise errors[0]
 
     def _next(self) -> list[WaitingStep]:
-        """Take out the steps of the next batch."""
+        """Take out the steps of the next batch: the first that waits, and all that can be computed with it, in turn."""
         chosen: list[WaitingStep] = []
         left: list[WaitingStep] = []
-        kind, most = None, 1
+        kind, most, rows = None, 1, 0
         for _ in range(len(self._waiting)):
             step = self._waiting.popleft()
+            added = len(step.forward.token_ids)
             if not chosen:
                 kind = step.session.kind(step.forward)
                 most = max(1, -(-len(self._sessions) // step.session.chain_length))
-            if len(chosen) < most and step.session.kind(step.forward) == kind:
-                chosen.append(step)
-            else:
+            elif (
+                len(chosen) == most or rows + added > step.session.most_rows or step.session.kind(step.forward) != kind
+            ):
                 left.append(step)
+                continue
+            chosen.append(step)
+            rows += added
         self._waiting.extendleft(reversed(left))
         return [step for step in chosen if step.result.set_running_or_notify_cancel()]
 

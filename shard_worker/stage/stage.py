@@ -20,13 +20,17 @@ from shard_worker.device.dtypes import to_device
 from shard_worker.model.features import Features
 from shard_worker.model.head import Head
 from shard_worker.model.rows import PLAIN
-from shard_worker.stage.batch_runner import BatchRunner, SessionRows
+from shard_worker.stage.batch_runner import ROW_COUNTS, BatchRunner, SessionRows
 from shard_worker.stage.segment import Segment
-from shard_worker.stage.step_graph import StepOutput, StepRows
+from shard_worker.stage.step_graph import StepOutput, StepPart, StepRows
 from shard_worker.stage.step_runner import StepRunner
 
 MOST_ROWS_TOGETHER = 256
 """Most rows of a step of several sessions in plain torch."""
+
+LONGEST_JOINING = 4096
+"""Up to this position chunks of prompts are computed by the kernels of steps, which read a session's keys once for 16
+rows; further behind, plain torch's attention is faster."""
 
 
 @dataclass(slots=True)
@@ -168,7 +172,7 @@ class Stage:
         *,
         uncommitted: bool,
         hidden: torch.Tensor | None = None,
-    ) -> StepOutput:
+    ) -> StepOutput | StepPart:
         """Run the stage on the rows of these tokens, by kernels where they take such a step. Otherwise as `run`.
 
         hidden: what the stage before made of the rows, on the CPU; None on the first stage. The logits of all rows are
@@ -176,17 +180,41 @@ class Stage:
         """
         count = len(token_ids)
         runners = self._runners(count, uncommitted)
+        if not runners and self.batch_runners and self.joins(count, state.length + count, uncommitted=uncommitted):
+            return self.step_together([StepInput(self, state, tuple(token_ids), features, uncommitted, hidden)])[0]
         if not runners:
             self.cancel()
             rows = self.embed(token_ids) if hidden is None else to_device(hidden, self.device)
             return StepOutput(self.run(state, rows, features, uncommitted=uncommitted))
-        output = None
+        output: StepOutput | None = None
         for runner, caches in zip(runners, state.caches, strict=True):
             output = runner.run(token_ids, hidden, state.length, caches, features, uncommitted=uncommitted)
             hidden = output.hidden
         self._count(state, count, uncommitted)
         assert output is not None
         return output
+
+    @property
+    def most_rows_together(self) -> int:
+        """Most rows of a step of several sessions."""
+        return ROW_COUNTS[-1] if self.batch_runners else MOST_ROWS_TOGETHER
+
+    @property
+    def mixes_uncommitted(self) -> bool:
+        """Whether a step of several sessions may have uncommitted rows beside others."""
+        return bool(self.batch_runners) and not self._is_recurrent
+
+    @property
+    def _is_recurrent(self) -> bool:
+        return any(runner is not None and runner.has_recurrent_layers for runner in self.runners)
+
+    def joins(self, rows: int, length: int, *, uncommitted: bool) -> bool:
+        """Return whether so many rows of a session may be part of a step of several ones. That is the session's own
+        matter: its rows are computed in one way, whether there are others or not. length: its positions, these rows'
+        included."""
+        if rows == 1 or uncommitted:
+            return True
+        return self.mixes_uncommitted and 0 < rows <= self.most_rows_together and length <= LONGEST_JOINING
 
     def most_together(self, inputs: Sequence[StepInput]) -> int:
         """Return how many of these can be one step, from the first on: at least one."""
@@ -200,7 +228,7 @@ class Stage:
             return sum(len(one.token_ids) for one in inputs) <= MOST_ROWS_TOGETHER
         return all(runner.fits(_session_rows(inputs, index)) for index, runner in enumerate(self.batch_runners))
 
-    def step_together(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
+    def step_together(self, inputs: Sequence[StepInput]) -> list[StepPart]:
         """Run the stage on a step of several sessions, which fit as `most_together` says and are alike in whether rows
         are uncommitted, features wanted, and steps batch-invariant. Each one's output is as of `step`; logits are there
         where the head is. Features are added to each one's own."""
@@ -222,13 +250,13 @@ class Stage:
             if self.head is not None:
                 logits = self.head.logits(result, states[0].batch_invariant_rows)
             output = StepOutput(result, logits)
-        outputs, first = [], 0
-        for one, count in zip(inputs, counts, strict=True):
-            outputs.append(output.part(first, first + count))
-            if one.features is not None and features is not None:
-                features.give(one.features, first, first + count)
-            first += count
-        return outputs
+        if features is not None:
+            first = 0
+            for one, count in zip(inputs, counts, strict=True):
+                if one.features is not None:
+                    features.give(one.features, first, first + count)
+                first += count
+        return output.parts(counts)
 
     def _run_kernels(
         self, inputs: Sequence[StepInput], hidden: torch.Tensor | None, features: Features | None

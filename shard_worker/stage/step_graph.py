@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,14 +27,50 @@ class StepOutput:
     argmax: torch.Tensor | None = None
     on_host: OnHost | None = None
 
-    def part(self, first: int, last: int) -> StepOutput:
-        """Return the results of rows [first, last)."""
-        return StepOutput(
-            self.hidden[first:last],
-            None if self.logits is None else self.logits[first:last],
-            None if self.argmax is None else self.argmax[first:last],
-            None if self.on_host is None else replace(self.on_host, tensor=self.on_host.tensor[first:last]),
-        )
+    def argmax_on_host(self) -> list[int] | None:
+        """Wait for the most probable token of each row, and return them; None where they are not copied."""
+        if self.on_host is None or self.argmax is None:
+            return None
+        tokens: list[int] = self.on_host.wait().tolist()
+        return tokens
+
+    def parts(self, counts: Sequence[int]) -> list[StepPart]:
+        """Return the results of several sessions' rows, as many as `counts` says of each."""
+        argmax = functools.cache(self.argmax_on_host)
+        ends = [*itertools.accumulate(counts)]
+        return [StepPart(self, end - count, end, argmax) for end, count in zip(ends, counts, strict=True)]
+
+
+class StepPart:
+    """The results of one session's rows in a step of several sessions, as in `StepOutput`.
+
+    Rows are cut out when they are asked for: for many sessions that would take as long as the step.
+    """
+
+    def __init__(self, whole: StepOutput, first: int, last: int, argmax: Callable[[], list[int] | None]) -> None:
+        """Take rows [first, last) of `whole`. argmax: returns its `argmax_on_host`."""
+        self._whole, self._rows, self._argmax_on_host = whole, slice(first, last), argmax
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        return self._whole.hidden[self._rows]
+
+    @property
+    def logits(self) -> torch.Tensor | None:
+        return None if self._whole.logits is None else self._whole.logits[self._rows]
+
+    @property
+    def argmax(self) -> torch.Tensor | None:
+        return None if self._whole.argmax is None else self._whole.argmax[self._rows]
+
+    @property
+    def on_host(self) -> OnHost | None:
+        whole = self._whole.on_host
+        return None if whole is None else replace(whole, tensor=whole.tensor[self._rows])
+
+    def argmax_on_host(self) -> list[int] | None:
+        tokens = self._argmax_on_host()
+        return None if tokens is None else tokens[self._rows]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,7 @@ def test_the_last_row_gives_the_logits() -> None:
     """They are the head's, from the row that counted last; a later row replaces it."""
     last = LastRow(HEAD)
     for hidden in (HIDDEN, -HIDDEN.flip(-1)):
-        last.hidden = hidden
+        last.remember(functools.partial(torch.clone, hidden))
         expected = F.linear(hidden / hidden.square().mean().sqrt() * 2, HEAD.weight.tensor)
         torch.testing.assert_close(last.read(0, 9), expected)
         assert last.logits().shape == (1, 3)
@@ -35,5 +37,5 @@ def test_restored_logits_hold_until_the_first_step() -> None:
     last.write(torch.tensor([[7.0, 8.0, 9.0]]), 0, 9)
     assert last.logits().tolist() == [[7.0, 8.0, 9.0]]
 
-    last.hidden = HIDDEN
+    last.remember(lambda: HIDDEN)
     assert last.logits().tolist() != [[7.0, 8.0, 9.0]]

@@ -47,8 +47,8 @@ def in_blocks(sampling: SamplingParams, logits: torch.Tensor, length: int, rng: 
         at = len(tokens) - 1
         step = [tokens[-1], *draft]
         rows = logits[at : at + len(step)]
-        argmax = rows.argmax(-1) if sampler.is_greedy else None
-        produced = accept(draft, sampler.choose(rows, step, at, argmax), STOPS)
+        chosen = rows.argmax(-1).tolist() if sampler.is_greedy else sampler.choose(rows, step, at)
+        produced = accept(draft, chosen, STOPS)
         sampler.observe(step[: len(produced)], at)
         tokens += produced
         outputs += produced

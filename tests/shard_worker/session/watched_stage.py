@@ -9,7 +9,7 @@ from typing import Any
 from shard_worker.model.features import Features
 from shard_worker.roles.target import TargetRole
 from shard_worker.stage.stage import Stage, StageState, StepInput
-from shard_worker.stage.step_graph import StepOutput, StepRows
+from shard_worker.stage.step_graph import StepOutput, StepPart, StepRows
 
 
 def do_nothing(*_: object) -> None:
@@ -39,11 +39,11 @@ class WatchedStage(Stage):
 
     def step(
         self, state: StageState, token_ids: Sequence[int], features: Features | None, **options: Any
-    ) -> StepOutput:
+    ) -> StepOutput | StepPart:
         self.before_step(state)
         return super().step(state, token_ids, features, **options)
 
-    def step_together(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
+    def step_together(self, inputs: Sequence[StepInput]) -> list[StepPart]:
         self.before_together(inputs)
         return super().step_together(inputs)
 
