@@ -130,7 +130,11 @@ class PagePool:
         while self._evict():
             pass
         if not self.used_bytes:
+            was_taken = self._memory is not None
             self._memory, self.size_bytes = None, None
+            if was_taken:
+                # Or what is loaded next would be cut from it by torch, and all of it would stay taken.
+                torch.cuda.empty_cache()
 
     # --- pages
 

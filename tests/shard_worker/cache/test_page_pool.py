@@ -16,6 +16,7 @@ from shard_worker.cache.kept_pages import KeptRows
 from shard_worker.cache.page_pool import PagePool
 from shard_worker.cache.prefix_state import GroupKind, Part, StateView, TensorGroup, WholeView, copy_in, copy_out
 from shard_worker.device.devices import Device, free_bytes
+from tests.shard_worker.model.kernels.machine import ON_GPU, device
 
 CAPACITY, PAGE, WINDOW, RING = 40, 4, 6, 12
 CPU = torch.device("cpu")
@@ -360,3 +361,18 @@ def test_a_cpus_pool_may_use_a_share_of_what_is_free() -> None:
     pool.take_share(0.5, cpu)
     assert pool.size_bytes == pytest.approx(0.5 * free, rel=0.3)
     assert pool.used_bytes == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="it is about a GPU's memory")
+def test_memory_that_was_left_is_there_for_weights_and_then_for_pages() -> None:
+    """What is loaded between leaving and taking costs the pages no more than its own size."""
+    pool, gpu, loaded = PagePool(), device(), 1 << 30
+    pool.take_share(0.5, gpu)
+    before = pool.size_bytes
+    pool.leave()
+    weights = torch.empty(loaded, dtype=torch.uint8, device=gpu.torch_device)
+    pool.take_share(0.5, gpu)
+    assert before is not None
+    assert pool.size_bytes is not None
+    assert pool.size_bytes >= before - len(weights) - (64 << 20)
