@@ -14,14 +14,19 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import anthropic
+import openai
 import pytest
 
 from coordinator.cluster.cluster import Cluster
 from services.messages.description import WorkerDescription
 from tests import forking
 from tests.reference import checkpoints, target
+
+if TYPE_CHECKING:
+    from tests.e2e.server import Server
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -85,6 +90,42 @@ def prefix_cases(pairs: dict[str, Pair]) -> dict[str, tuple[tuple[int, ...], tup
         prompt, tokens = target.clear_prompt(target.load(pair.target), 50, 40, seed=300)
         found[name] = tuple(prompt), tuple(tokens)
     return found
+
+
+@pytest.fixture(scope="module")
+def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of the demo pair over two workers, as "demo"."""
+    from tests.e2e.server import PAIR, serving
+
+    arguments = ("--target-devices", "cpu,cpu", "--served-model-name", "demo")
+    with serving(tmp_path_factory.mktemp("serve"), *PAIR, *arguments) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def qwen_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of the demo pair with Qwen's tokens and template, as "qwen"."""
+    from tests.e2e.qwen import write_qwen
+    from tests.e2e.server import DEMO, serving
+
+    folder = tmp_path_factory.mktemp("serve")
+    pair = ("--model", write_qwen(folder / "qwen"), "--draft", DEMO / "draft", "--dtype", "float32")
+    with serving(folder, *pair, "--target-devices", "cpu", "--served-model-name", "qwen") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    """OpenAI's client of the module's own `server`."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def claude(server: Server) -> Iterator[anthropic.Anthropic]:
+    """Anthropic's client of the module's own `server`."""
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60) as made:
+        yield made
 
 
 @pytest.fixture

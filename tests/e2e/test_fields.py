@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -17,8 +16,8 @@ from services.messages.inference_types import Conversation, Delta, GenerateReque
 from services.messages.sampling import SamplingParams
 from services.net.channel import connect
 from services.rpc.inference import RemoteInference
-from tests.e2e.qwen import INTRODUCTION, write_qwen
-from tests.e2e.server import DEMO, Server, serving
+from tests.e2e.qwen import INTRODUCTION
+from tests.e2e.server import Server
 from tests.shard_worker.schemas import fits
 
 ASK: Any = [{"role": "user", "content": "Calculate 4729 + 3485."}]
@@ -34,24 +33,8 @@ WHOLE_SELECT = re.compile(r"SELECT (a|b/c) FROM t")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("serve")
-    model = write_qwen(folder / "qwen")
-    pair = ("--model", model, "--draft", DEMO / "draft", "--dtype", "float32")
-    with serving(folder, *pair, "--target-devices", "cpu", "--served-model-name", "qwen") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def claude(server: Server) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60) as made:
-        yield made
+def server(qwen_server: Server) -> Server:
+    return qwen_server
 
 
 # --- what the answer must be

@@ -58,12 +58,6 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 
 @pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
 def chat_text(client: openai.OpenAI) -> str:
     """What a request says that asks for these settings, and greedily."""
     reply = client.chat.completions.create(model="demo", messages=ASK, max_tokens=LIMIT, **GREEDY)

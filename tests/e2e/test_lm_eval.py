@@ -6,7 +6,7 @@ For both, the harness itself makes the prompts, cuts them into tokens and window
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompleti
 from lm_eval.tasks import TaskManager
 from transformers import PreTrainedModel
 
-from tests.e2e.server import DEMO, PAIR, Server, serving
+from tests.e2e.server import DEMO, Server
 from tests.reference import target
 
 # What it depends on warns of its own calls.
@@ -65,10 +65,8 @@ TASKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    arguments = ("--target-devices", "cpu,cpu", "--served-model-name", "demo")
-    with serving(tmp_path_factory.mktemp("serve"), *PAIR, *arguments) as running:
-        yield running
+def server(demo_server: Server) -> Server:
+    return demo_server
 
 
 @pytest.fixture(scope="module")

@@ -27,12 +27,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
-        yield made
-
-
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["demo", "gpt-4o-mini"]
     assert client.models.retrieve("demo").owned_by == "flashsplit"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -14,7 +13,7 @@ from services.messages.sampling import SamplingParams
 from services.net.channel import connect
 from services.rpc.inference import RemoteInference
 from tests.e2e.conftest import generate
-from tests.e2e.server import PAIR, Server, serving
+from tests.e2e.server import PAIR, Server
 from tests.shard_worker.schemas import fits
 
 ASK: Any = [{"role": "user", "content": "Calculate 4729 + 3485."}]
@@ -34,16 +33,8 @@ PERSON: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    arguments = ("--target-devices", "cpu,cpu", "--served-model-name", "demo")
-    with serving(tmp_path_factory.mktemp("serve"), *PAIR, *arguments) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
-        yield made
+def server(demo_server: Server) -> Server:
+    return demo_server
 
 
 def ask(client: openai.OpenAI, messages: Any = ASK, **fields: Any) -> Any:
