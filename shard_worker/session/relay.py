@@ -167,6 +167,8 @@ class RelaySession(TargetSession):
     async def _save(self, save: SnapshotSave, own: asyncio.Future[SnapshotPart]) -> None:
         self._saving.append(own)
         await self.downstream.save_snapshot(save)
+        # The next step must not come before the copy: one that may be computed with others does not queue behind jobs.
+        await asyncio.wait([own])
 
     async def _own_save(self, saved: SnapshotSaved) -> SnapshotPart:
         """Return this stage's part. Raises FailedPrecondition for an answer that no save waits for."""

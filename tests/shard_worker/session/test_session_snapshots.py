@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 from typing import Any
@@ -13,7 +15,7 @@ from services.messages.description import FeatureTransport, HeadPlace
 from services.messages.sampling import SamplingParams
 from services.messages.steps import Forward, Proposal, SnapshotSave, SnapshotSaved, StepKind
 from tests.shard_worker.chain import BLOCK, Client, MakeChain
-from tests.shard_worker.session.session_memory import Memory, differing, distance, memory_of
+from tests.shard_worker.session.session_memory import Memory, differing, distance, memory_of, stages_of
 from tests.shard_worker.tiny import Tiny, ids
 
 PREFILL, DECODE, VERIFY = StepKind.PREFILL, StepKind.DECODE, StepKind.VERIFY
@@ -387,6 +389,46 @@ async def test_state_and_windows_cannot_be_cut(make_chain: MakeChain, name: str,
 
 
 # --- when a prefix is kept
+
+
+async def test_a_step_right_behind_a_save_is_no_part_of_it(make_chain: MakeChain) -> None:
+    """While the first stage's device is busy with rows, a save comes and at once a step that may be computed with those
+    of other sessions, which takes turns with jobs: what is kept is the state before the step all the same."""
+    prompt = ids(31)
+    chain = make_chain("qwen3_5", (3,))
+    began, release = threading.Event(), threading.Event()
+    async with chain.session() as client:
+        await client.step(PREFILL, prompt[:30])
+        memory = await memory_of(client)
+        thread = stages_of(client)[0].host.thread
+
+        def compute_long() -> None:
+            thread.computes("test", 1)
+            began.set()
+            release.wait()
+
+        async def save_and_go_on() -> None:
+            await client.session.save_snapshot(SnapshotSave("behind", 30))
+            await client.send(client.frame(DECODE, prompt[30:]))
+
+        busy = thread.submit(compute_long)
+        await asyncio.to_thread(began.wait)
+        going_on = asyncio.ensure_future(save_and_go_on())
+        try:
+            async with asyncio.timeout(20):
+                while not len(chain.snapshots[-1].store):
+                    await asyncio.sleep(0.001)
+            # The last stage has saved: a step that does not wait for the first stage's save reaches its device now.
+            for _ in range(100):
+                await asyncio.sleep(0)
+        finally:
+            release.set()
+            await asyncio.gather(busy, going_on)
+        assert isinstance(await anext(client.events), SnapshotSaved)
+        await client.commit()
+    async with chain.session() as client:
+        await client.restore("behind", prompt[:30])
+        assert differing(await memory_of(client), memory) == []
 
 
 @pytest.mark.parametrize("accepted", [0, 1, 3, 5])
