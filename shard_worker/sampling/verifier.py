@@ -134,13 +134,13 @@ class Verifier:
 
     def _remember_last(self, step: ComputedStep, committed_rows: int) -> None:
         output = step.output
-        if step.alone:
+        if isinstance(output, StepPart) and not step.alone:
+            # The few rows of several sessions stay theirs, and hardly one of them is asked for.
+            self.last.remember(output.hidden_row(committed_rows - 1))
+        else:
             # A view would hold all rows of a prefill, and those of a lone step are overwritten by the next.
             last = output.hidden[committed_rows - 1 : committed_rows].clone()
             self.last.remember(lambda: last)
-        else:
-            # The few rows of several sessions stay theirs, and hardly one of them is asked for.
-            self.last.remember(lambda: output.hidden[committed_rows - 1 : committed_rows])
 
     def _prompt_logprobs(self, forward: Forward, output: StepOutput | StepPart) -> tuple[TokenLogprobs, ...]:
         """Return the log-probabilities of the step's own tokens where the request asked for them: of those that are

@@ -55,6 +55,11 @@ class StepPart:
     def hidden(self) -> torch.Tensor:
         return self._whole.hidden[self._rows]
 
+    def hidden_row(self, row: int) -> Callable[[], torch.Tensor]:
+        """Return what cuts out one row [1, hidden] later. It holds the hidden rows of the step, and not its logits."""
+        hidden, first = self._whole.hidden, self._rows.start + row
+        return lambda: hidden[first : first + 1]
+
     @property
     def logits(self) -> torch.Tensor | None:
         return None if self._whole.logits is None else self._whole.logits[self._rows]

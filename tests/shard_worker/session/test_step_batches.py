@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
 from services.errors import FailedPrecondition, ResourceExhausted
 from services.messages.sampling import SamplingParams
@@ -161,6 +164,22 @@ async def test_a_session_that_is_closed_while_its_step_waits(new_chain: Callable
 
 def step_of(client: Client) -> Forward:
     return client.frame(StepKind.DECODE, REQUESTS[0].prompt[-1:])
+
+
+async def test_sessions_hold_no_logits_of_steps_together(new_chain: Callable[..., Chain]) -> None:
+    """What a session remembers of its last step is no more than hidden rows, while it waits for its client."""
+    chain = new_chain("qwen3", ())
+    counts = rows_together(chain)
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(chain.session(draft=None)) for _ in range(4)]
+        for client in clients:
+            await client.prefill(REQUESTS[0].prompt[:-1])
+        await asyncio.gather(*(follow(client, REQUESTS[0].prompt[-1], COUNT) for client in clients))
+        vocabulary = chain.roles[0].loaded.stage.config.vocab_size
+        gc.collect()
+        tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor and thing.dim() == 2]
+        assert [tensor.shape for tensor in tensors if 1 < len(tensor) <= 4 and tensor.shape[1] == vocabulary] == []
+    assert max(counts[0]) > 1
 
 
 async def test_an_error_of_a_step_together_ends_those_in_it(new_chain: Callable[..., Chain]) -> None:
