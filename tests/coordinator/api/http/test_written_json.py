@@ -35,6 +35,6 @@ def test_what_json_does_not_have_is_an_error() -> None:
 
 def test_other_threads_run_while_it_is_written() -> None:
     """Python's own writer gives another thread no turn before it has written all."""
-    entries = [{str(token): {"logprob": -1.0, "rank": token} for token in range(20)} for _ in range(5000)]
+    entries = [{str(token): {"logprob": -1.0, "rank": token} for token in range(20)} for _ in range(15000)]
     assert turns_of_another_thread(lambda: list(json_pieces({"x": WrittenList(entries)}))) > 10
     assert turns_of_another_thread(lambda: list(json_pieces({"x": entries}))) > 10
