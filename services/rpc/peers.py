@@ -103,11 +103,12 @@ class Peers:
     async def description(self, address: str, within_s: float) -> WorkerDescription:
         """Return what a worker says of itself.
 
-        within_s: how long connecting and the answer may take, or twice as long as connecting took the last time where
-        that is more. Raises Unavailable where the worker is not reached or lost meanwhile, ResourceExhausted where it
-        lives and its answer is late.
+        within_s: how long connecting and the answer may take, or four times as long as connecting took the last time
+        where that is more: connecting can be as short as the way back, since a server sends its settings unasked, and
+        an answer is a way there and back. Raises Unavailable where the worker is not reached or lost meanwhile,
+        ResourceExhausted where it lives and its answer is late.
         """
-        within_s = max(within_s, 2 * self._connect_s.get(address, self._timeout_s))
+        within_s = max(within_s, 4 * self._connect_s.get(address, self._timeout_s))
         worker: RemoteWorker | None = None
         found: list[WorkerDescription] = []
 

@@ -53,7 +53,7 @@ EXIT_S = 5.0
 """How long the end of the interpreter waits for a job that runs."""
 
 
-class Company(Protocol):
+class BatchedWork(Protocol):
     """Work of one kind that is done together with what waits beside it, when the thread comes to it."""
 
     @property
@@ -118,10 +118,10 @@ class DeviceThread:
 
     # --- work that is done together
 
-    def serve(self, company: Company) -> None:
+    def serve(self, work: BatchedWork) -> None:
         """Do from now on what waits there: behind the jobs that wait, but for those that compute rows, between which it
         comes in turn. To be called before something waits."""
-        self._queue.company.append(company)
+        self._queue.batched.append(work)
 
     def notice(self) -> None:
         """Notice that something waits there; from any thread. Raises RuntimeError when the thread is over."""
@@ -282,7 +282,7 @@ class _Queue:
     def __init__(self, on_broken: Callable[[], None]) -> None:
         self._on_broken = on_broken
         self._jobs: deque[_Job] = deque()
-        self.company: list[Company] = []
+        self.batched: list[BatchedWork] = []
         self._has_computed = False
         """Whether the last job has computed rows."""
         self._selector = selectors.DefaultSelector()
@@ -305,8 +305,8 @@ class _Queue:
         return bool(self._jobs) or self._waiting is not None
 
     @property
-    def _waiting(self) -> Company | None:
-        return next((company for company in self.company if company.waiting), None)
+    def _waiting(self) -> BatchedWork | None:
+        return next((work for work in self.batched if work.waiting), None)
 
     def notice(self) -> None:
         if self.over:
@@ -451,8 +451,8 @@ class _Queue:
         with contextlib.suppress(IndexError):
             while True:
                 self._jobs.popleft().future.cancel()
-        for company in self.company:
-            company.drop()
+        for work in self.batched:
+            work.drop()
 
     def _wake(self) -> None:
         # The thread is awake where the socket is full, and over where it is closed.

@@ -424,9 +424,12 @@ class DeviceSession(ABC):
 
     def compute(self, forward: Forward) -> ComputedStep:
         """Run the stage on a step alone, on a GPU without waiting for it. Errors as in `begin`."""
+        return self.compute_begun(forward, self.begin(forward))
+
+    def compute_begun(self, forward: Forward, given: StepInput) -> ComputedStep:
+        """Run the stage on a step alone that was begun, of which `given` came."""
         started_ns = time.monotonic_ns()
         self._thread.computes("step", len(forward.token_ids))
-        given = self.begin(forward)
         features = given.features or Features()
         if forward.kind is StepKind.RESUME:
             # Nothing to compute: the state is there, and the last stage has the logits.

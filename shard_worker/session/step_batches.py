@@ -44,6 +44,9 @@ class SteppingSession(Protocol):
     def compute(self, forward: Forward) -> ComputedStep:
         """Run the stage on a step alone. Errors as in `begin`."""
 
+    def compute_begun(self, forward: Forward, given: StepInput) -> ComputedStep:
+        """Run the stage on a step alone that was begun, of which `given` came."""
+
 
 @dataclass(frozen=True, slots=True)
 class WaitingStep:
@@ -56,7 +59,7 @@ class WaitingStep:
 
 
 class StepBatches:
-    """The steps that wait on one device thread, as `Company` of that thread."""
+    """The steps that wait on one device thread, as `BatchedWork` of that thread."""
 
     def __init__(self, thread: DeviceThread, sessions: Collection[object]) -> None:
         """sessions: those that are open, now and later."""
@@ -91,7 +94,7 @@ class StepBatches:
         """How many steps wait."""
         return len(self._waiting)
 
-    # --- as `Company`, on the device thread
+    # --- as `BatchedWork`, on the device thread
 
     @property
     def waiting(self) -> bool:
@@ -104,18 +107,8 @@ class StepBatches:
     def run(self) -> None:
         """Compute steps that wait: those that can be one step with the first of them, and of all sessions no more than
         leaves as many to each stage of the chain. Raises the first error of a step, behind all of them."""
-        steps = self._next()
         errors: list[Exception] = []
-        if len(steps) == 1:
-            [step] = steps
-            try:
-                computed = step.session.compute(step.forward)
-            except Exception as error:
-                _fail(step, error, errors)
-            else:
-                _settle(step, computed, errors)
-        elif steps:
-            self._compute(steps, errors)
+        self._compute(self._next(), errors)
         if errors:
             raise errors[0]
 
@@ -152,19 +145,28 @@ class StepBatches:
             stage = begun[0][1].stage
             most = stage.most_together([given for _, given in begun])
             some, begun = begun[:most], begun[most:]
-            inputs = [given for _, given in some]
-            self._thread.computes("step", sum(len(given.token_ids) for given in inputs))
-            started_ns = time.monotonic_ns()
             try:
-                outputs = stage.step_together(inputs)
+                computed = self._computed(some)
             except Exception as error:
                 for step, _ in some:
                     _fail(step, error, errors)
                 continue
-            for (step, given), output in zip(some, outputs, strict=True):
-                features = given.features or Features()
-                computed = ComputedStep(step.forward, output, features, started_ns, alone=False)
-                _settle(step, computed, errors)
+            for (step, _), results in zip(some, computed, strict=True):
+                _settle(step, results, errors)
+
+    def _computed(self, steps: Sequence[tuple[WaitingStep, StepInput]]) -> list[ComputedStep]:
+        """Return the results of steps that are one step of the stage."""
+        if len(steps) == 1:
+            # It may be too long for what several sessions share.
+            [(step, given)] = steps
+            return [step.session.compute_begun(step.forward, given)]
+        self._thread.computes("step", sum(len(given.token_ids) for _, given in steps))
+        started_ns = time.monotonic_ns()
+        outputs = steps[0][1].stage.step_together([given for _, given in steps])
+        return [
+            ComputedStep(step.forward, output, given.features or Features(), started_ns, alone=False)
+            for (step, given), output in zip(steps, outputs, strict=True)
+        ]
 
 
 def _settle(step: WaitingStep, computed: ComputedStep, errors: list[Exception]) -> None:

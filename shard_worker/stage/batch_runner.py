@@ -129,7 +129,8 @@ class BatchRunner:
             else:
                 step.graph.replay()
             self._parameters.record_launch()
-            return self._output(step, count, features)
+            on_host = OnHost(self._outgoing[:count], self._parameters.done)
+            return step.results(count, self._segment.capture, features, on_host)
 
     def commit(self, caches: Sequence[SegmentCaches], rows: Sequence[int]) -> None:
         """Let the first rows of each session's step in flight count, as many as `rows` says of it."""
@@ -163,7 +164,7 @@ class BatchRunner:
             deltanet.commit(self._layers.delta, self._parameters.places(MAX_SESSIONS), counts, self._hidden)
 
     def _place(self, sessions: Sequence[SessionRows]) -> None:
-        from shard_worker.model.kernels.attention import chunk_count
+        from shard_worker.model.kernels.attention import chunk_count, sums_room
 
         self._parameters.begin()
         first_row = first_sum = 0
@@ -182,6 +183,8 @@ class BatchRunner:
             )
             first_row += rows
             first_sum += rows * chunk_count(session.length)
+        # Kernels would write behind it.
+        assert first_sum <= sums_room(_made_with(first_row), self._longest, alone=False)
 
     def _capture(self, variant: Variant) -> CapturedStep:
         # Kernels are compiled and loaded first, which a capture must not see. Without rows nothing is written.
@@ -203,22 +206,6 @@ class BatchRunner:
         outgoing = output.hidden if output.argmax is None else output.argmax
         self._outgoing[: variant.rows].copy_(outgoing, non_blocking=True)
         return step
-
-    def _output(self, step: CapturedStep, count: int, features: Features | None) -> StepOutput:
-        capture = self._segment.capture
-        if features is not None and capture is not None:
-            if step.total is not None:
-                features.add(step.total[:count].clone())
-            else:
-                layer_rows = [rows[:count].clone() for rows in step.layer_rows]
-                features.slices |= dict(zip(capture.indices.values(), layer_rows, strict=True))
-        output = step.output
-        return StepOutput(
-            output.hidden[:count],
-            None if output.logits is None else output.logits[:count],
-            None if output.argmax is None else output.argmax[:count],
-            OnHost(self._outgoing[:count], self._parameters.done),
-        )
 
 
 def _made_with(rows: int) -> int:

@@ -11,6 +11,7 @@ import torch
 
 from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.device.dtypes import OnHost
+from shard_worker.model.features import Capture, Features
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,3 +145,23 @@ class CapturedStep:
     output: StepOutput
     layer_rows: list[torch.Tensor] = field(default_factory=list)
     total: torch.Tensor | None = None
+
+    def results(self, count: int, capture: Capture | None, features: Features | None, on_host: OnHost) -> StepOutput:
+        """Return the results of the first `count` rows.
+
+        features: what the draft reads of them is added to it, where the segment captures something: `capture`.
+        """
+        if features is not None and capture is not None:
+            # Copies: they are used behind steps of other sessions.
+            if self.total is not None:
+                features.add(self.total[:count].clone())
+            else:
+                layer_rows = [rows[:count].clone() for rows in self.layer_rows]
+                features.slices |= dict(zip(capture.indices.values(), layer_rows, strict=True))
+        output = self.output
+        return StepOutput(
+            output.hidden[:count],
+            None if output.logits is None else output.logits[:count],
+            None if output.argmax is None else output.argmax[:count],
+            on_host,
+        )

@@ -130,7 +130,8 @@ class StepRunner:
             if not was_released:
                 self._parameters.record_launch()
             self._last_variant = variant
-            return self._output(step, len(token_ids), features)
+            on_host = OnHost(self._outgoing[: len(token_ids)], self._parameters.done)
+            return step.results(len(token_ids), self._segment.capture, features, on_host)
 
     def release(self, rows: StepRows, activation: memoryview | None, caches: SegmentCaches, *, certain: bool) -> None:
         """Let the prelaunched step begin where it is that of these rows, before `run` is called for it.
@@ -203,23 +204,6 @@ class StepRunner:
             return self._launch(variant)
         step.graph.replay()
         return step
-
-    def _output(self, step: CapturedStep, count: int, features: Features | None) -> StepOutput:
-        capture = self._segment.capture
-        if features is not None and capture is not None:
-            # Copies: they are used behind steps of other sessions.
-            if step.total is not None:
-                features.add(step.total[:count].clone())
-            else:
-                layer_rows = [rows[:count].clone() for rows in step.layer_rows]
-                features.slices |= dict(zip(capture.indices.values(), layer_rows, strict=True))
-        output = step.output
-        return StepOutput(
-            output.hidden[:count],
-            None if output.logits is None else output.logits[:count],
-            None if output.argmax is None else output.argmax[:count],
-            OnHost(self._outgoing[:count], self._parameters.done),
-        )
 
     def prelaunch(
         self, caches: SegmentCaches, length: int, *, known: StepRows | None = None, running: bool = False

@@ -190,6 +190,19 @@ async def test_sessions_hold_no_logits_of_steps_together(new_chain: Callable[...
     assert max(counts[0]) > 1
 
 
+@pytest.mark.parametrize("most", [1, 2])
+async def test_what_is_too_much_for_one_step_is_computed_in_several(new_chain: Callable[..., Chain], most: int) -> None:
+    """One behind the other, and one that is left for itself as a lone one: it may be longer than several have room for."""
+    chain = new_chain("qwen3_5", (), dtype="bfloat16")
+    requests = [REQUESTS[0], REQUESTS[1], REQUESTS[4], REQUESTS[7], REQUESTS[0]]
+    alone = [produced(await answer(chain, request, batch_invariant_rows=16)) for request in requests]
+    steps: list[int] = []
+    watch(chain.roles[0], most=most, before_together=lambda inputs: steps.append(len(inputs)))
+    answers = await asyncio.gather(*(answer(chain, request, batch_invariant_rows=16) for request in requests))
+    assert [produced(commits) for commits in answers] == alone
+    assert set(steps) == {most} - {1}
+
+
 async def test_an_error_of_a_step_together_ends_those_in_it(new_chain: Callable[..., Chain]) -> None:
     """Each of them hears of it, and sessions that come later are answered."""
     chain = new_chain("qwen3", ())

@@ -32,6 +32,7 @@ class WatchedStage(Stage):
     before_release: Callable[[StepRows, bool], None] = do_nothing
     before_prelaunch: Callable[[StageState, int, StepRows | None], None] = do_nothing
     with_gpu: bool = False
+    most: int | None = None
 
     @property
     def prelaunches(self) -> bool:
@@ -42,6 +43,9 @@ class WatchedStage(Stage):
     ) -> StepOutput | StepPart:
         self.before_step(state)
         return super().step(state, token_ids, features, **options)
+
+    def most_together(self, inputs: Sequence[StepInput]) -> int:
+        return super().most_together(inputs) if self.most is None else min(self.most, len(inputs))
 
     def step_together(self, inputs: Sequence[StepInput]) -> list[StepPart]:
         self.before_together(inputs)
