@@ -192,7 +192,7 @@ async def test_sessions_hold_no_logits_of_steps_together(new_chain: Callable[...
 
 @pytest.mark.parametrize("most", [1, 2])
 async def test_what_is_too_much_for_one_step_is_computed_in_several(new_chain: Callable[..., Chain], most: int) -> None:
-    """One behind the other, and one that is left for itself as a lone one: it may be longer than several have room for."""
+    """One behind the other, and one that is left for itself alone, since it may be longer than several have room for."""
     chain = new_chain("qwen3_5", (), dtype="bfloat16")
     requests = [REQUESTS[0], REQUESTS[1], REQUESTS[4], REQUESTS[7], REQUESTS[0]]
     alone = [produced(await answer(chain, request, batch_invariant_rows=16)) for request in requests]
