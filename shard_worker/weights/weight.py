@@ -51,10 +51,8 @@ class Weight(abc.ABC):
 
     @abc.abstractmethod
     def concatenated(self, others: Sequence[Weight]) -> Weight:
-        """Return the matrix of these rows and then those of the others, which have as many columns.
-
-        Raises TypeError for others of another form.
-        """
+        """Return the matrix of these rows and then those of the others, which have as many columns and take activations
+        of the same dtype."""
 
     def prepared(self) -> Weight:
         """Return the form that multiplies fastest on its device, for a matrix that is complete."""
@@ -85,13 +83,15 @@ class DenseWeight(Weight):
     ) -> torch.Tensor:
         if batch_invariant_rows is None or len(x) == batch_invariant_rows:
             return F.linear(x, self._tensor, bias)
-        return _by_parts(self, x, bias, batch_invariant_rows)
+        return by_parts(self, x, bias, batch_invariant_rows)
 
     def select_rows(self, rows: slice | torch.Tensor) -> DenseWeight:
         return DenseWeight(self._tensor[rows])
 
-    def concatenated(self, others: Sequence[Weight]) -> DenseWeight:
-        return DenseWeight(torch.cat([self._tensor, *(other.tensor for other in others)]))
+    def concatenated(self, others: Sequence[Weight]) -> Weight:
+        if all(isinstance(other, DenseWeight) for other in others):
+            return DenseWeight(torch.cat([self._tensor, *(other.tensor for other in others)]))
+        return StackedWeight((self, *others))
 
     def prepared(self) -> Weight:
         """On the CPU, where it is faster, a copy in the blocks that oneDNN reads: one row then costs half of what it
@@ -128,7 +128,7 @@ class BlockedWeight(Weight):
         self, x: torch.Tensor, bias: torch.Tensor | None = None, batch_invariant_rows: int | None = None
     ) -> torch.Tensor:
         if batch_invariant_rows is not None and len(x) != batch_invariant_rows:
-            return _by_parts(self, x, bias, batch_invariant_rows)
+            return by_parts(self, x, bias, batch_invariant_rows)
         rows = _multiplied_rows(len(x))
         if rows > len(x):
             return self.matmul(_padded(x, rows), bias)[: len(x)]
@@ -140,6 +140,44 @@ class BlockedWeight(Weight):
 
     def concatenated(self, others: Sequence[Weight]) -> Weight:
         raise TypeError("oneDNN's blocks cannot be concatenated: concatenate matrices before `prepared`")
+
+
+class StackedWeight(Weight):
+    """Matrices of unlike forms, one below the other.
+
+    parts: each of as many columns, for activations of one dtype on one device.
+    """
+
+    __slots__ = ("columns", "device", "dtype", "parts", "rows")
+
+    def __init__(self, parts: Sequence[Weight]) -> None:
+        self.parts = tuple(parts)
+        first = self.parts[0]
+        self.rows, self.columns = sum(part.rows for part in self.parts), first.columns
+        self.dtype, self.device = first.dtype, first.device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        raise TypeError("matrices of unlike forms have no dense form together")
+
+    def matmul(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, batch_invariant_rows: int | None = None
+    ) -> torch.Tensor:
+        product = torch.cat([part.matmul(x, None, batch_invariant_rows) for part in self.parts], 1)
+        return product if bias is None else product + bias
+
+    def select_rows(self, rows: slice | torch.Tensor) -> Weight:
+        raise TypeError("rows cannot be taken out of matrices of unlike forms: select them before they are stacked")
+
+    def concatenated(self, others: Sequence[Weight]) -> Weight:
+        return StackedWeight((*self.parts, *others))
+
+    def prepared(self) -> Weight:
+        return StackedWeight([part.prepared() for part in self.parts])
 
 
 def concatenate(parts: Sequence[Weight]) -> Weight:
@@ -162,7 +200,7 @@ def _multiplied_rows(rows: int) -> int:
     return between if rows <= between else power
 
 
-def _by_parts(weight: Weight, x: torch.Tensor, bias: torch.Tensor | None, rows: int) -> torch.Tensor:
+def by_parts(weight: Weight, x: torch.Tensor, bias: torch.Tensor | None, rows: int) -> torch.Tensor:
     """Multiply x [n, columns] as products of so many rows each, the last one filled up with zeros."""
     parts = [x[first : first + rows] for first in range(0, len(x), rows)]
     products = [weight.matmul(_padded(part, rows), bias, rows)[: len(part)] for part in parts]

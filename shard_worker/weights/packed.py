@@ -1,0 +1,199 @@
+"""Matrices of codes with scales: what quantised checkpoints hold, kept packed in memory.
+
+An element is `scale * (code - origin) + offset`, or `scale * table[code] + offset`, where scale and offset belong to a
+group of neighbouring columns of its row. Formats of files differ in how they store codes and scales, and are brought
+to this form when they are loaded; a kernel or library that multiplies by packed matrices knows this form alone.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from shard_worker.weights.weight import StackedWeight, Weight, by_parts
+
+BLOCK_COLUMNS = 64
+"""Columns whose 4-bit codes lie together: byte j of 32 has column j in its low half, and column j + 32 in its high
+half. Both halves of a tile of bytes are then runs of columns."""
+
+_UNPACKED_ELEMENTS = 1 << 22
+"""How many elements are unpacked at a time where nothing multiplies by the packed form."""
+
+
+class Codes(enum.StrEnum):
+    """How the code of an element is stored."""
+
+    BITS4 = "4 bits"
+    """uint8 [rows, columns / 2], in the order of `BLOCK_COLUMNS`; codes 0 to 15."""
+
+    INT8 = "int8"
+    """int8 [rows, columns]."""
+
+    FLOAT8 = "float8_e4m3fn"
+    """float8_e4m3fn [rows, columns]; the code is the number itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupNumbers:
+    """One number for every group of columns of every row: `values`, times `factors` where there are such.
+
+    values: [rows, columns / group], floating point or integers. factors: floating point [rows, columns / span], of
+    groups that `group` divides, or None.
+    """
+
+    values: torch.Tensor
+    group: int
+    factors: torch.Tensor | None = None
+    span: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that they take, in bytes."""
+        return self.values.nbytes + (0 if self.factors is None else self.factors.nbytes)
+
+    def numbers(self, rows: slice = slice(None)) -> torch.Tensor:
+        """Return the numbers of some rows, float32 [rows, columns / group]."""
+        numbers = self.values[rows].float()
+        if self.factors is None:
+            return numbers
+        factors = self.factors[rows].float().repeat_interleave(self.span // self.group, 1)
+        return numbers * factors[:, : numbers.shape[1]]
+
+    def select_rows(self, rows: slice | torch.Tensor) -> GroupNumbers:
+        """Return those of some rows."""
+        return replace(self, values=self.values[rows], factors=None if self.factors is None else self.factors[rows])
+
+    def is_like(self, other: GroupNumbers | None) -> bool:
+        """Return whether rows of both can stand in one tensor."""
+        return (
+            other is not None
+            and (self.group, self.span, self.values.dtype) == (other.group, other.span, other.values.dtype)
+            and (None if self.factors is None else self.factors.dtype)
+            == (None if other.factors is None else other.factors.dtype)
+        )
+
+    def concatenated(self, others: Sequence[GroupNumbers]) -> GroupNumbers:
+        """Return those of these rows and then of the others', which are like these."""
+        values = torch.cat([self.values, *(other.values for other in others)])
+        factors = [one.factors for one in (self, *others) if one.factors is not None]
+        return replace(self, values=values, factors=torch.cat(factors) if factors else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """What packed matrices have in common whose rows can stand in one matrix.
+
+    codes: how they are stored. origin: the code of zero, subtracted from every code. table: what each 4-bit code
+    stands for, 16 numbers, or None where it stands for itself; then `origin` is 0.
+    """
+
+    codes: Codes
+    origin: int = 0
+    table: tuple[float, ...] | None = None
+
+
+class PackedWeight(Weight):
+    """A matrix [rows, columns] of codes with scales.
+
+    packing: how codes are read. codes: as `Codes` says. scales, offsets: those of groups of columns; None for no
+    offsets. Nothing of it is written behind its making.
+    """
+
+    __slots__ = ("codes", "columns", "device", "dtype", "offsets", "packing", "rows", "scales")
+
+    def __init__(
+        self,
+        packing: Packing,
+        codes: torch.Tensor,
+        scales: GroupNumbers,
+        offsets: GroupNumbers | None = None,
+        *,
+        dtype: torch.dtype,
+    ) -> None:
+        """dtype: of the activations that it takes and gives. All tensors are kept, not copied."""
+        self.packing, self.codes, self.scales, self.offsets, self.dtype = packing, codes, scales, offsets, dtype
+        self.rows, held = codes.shape
+        self.columns = held * 2 if packing.codes is Codes.BITS4 else held
+        self.device = codes.device
+        for numbers in (scales, offsets):
+            assert numbers is None or numbers.values.shape == (self.rows, math.ceil(self.columns / numbers.group))
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes + (0 if self.offsets is None else self.offsets.nbytes)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        raise TypeError("a packed matrix has no dense form")
+
+    def unpacked(self, rows: slice = slice(None), dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return the elements of some rows, [rows, columns], computed in float32 and then rounded to `dtype`."""
+        codes, packing = self.codes[rows], self.packing
+        if packing.codes is Codes.BITS4:
+            codes = unpack_4_bits(codes)
+        elements = torch.tensor(packing.table, device=self.device)[codes.int()] if packing.table else codes.float()
+        if packing.origin:
+            elements -= packing.origin
+        elements *= self._by_column(self.scales, rows)
+        if self.offsets is not None:
+            elements += self._by_column(self.offsets, rows)
+        return elements.to(dtype)
+
+    def matmul(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, batch_invariant_rows: int | None = None
+    ) -> torch.Tensor:
+        """As `Weight.matmul`, in plain torch: a part of the rows is unpacked at a time, and forgotten."""
+        if batch_invariant_rows is not None and len(x) != batch_invariant_rows:
+            return by_parts(self, x, bias, batch_invariant_rows)
+        step = max(1, _UNPACKED_ELEMENTS // self.columns)
+        parts = [
+            F.linear(x, self.unpacked(slice(first, first + step), self.dtype)) for first in range(0, self.rows, step)
+        ]
+        product = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return product if bias is None else product + bias
+
+    def select_rows(self, rows: slice | torch.Tensor) -> PackedWeight:
+        offsets = None if self.offsets is None else self.offsets.select_rows(rows)
+        return PackedWeight(self.packing, self.codes[rows], self.scales.select_rows(rows), offsets, dtype=self.dtype)
+
+    def concatenated(self, others: Sequence[Weight]) -> Weight:
+        """As `Weight.concatenated`; matrices of unlike forms stay beside each other."""
+        alike = [other for other in others if isinstance(other, PackedWeight) and self.is_like(other)]
+        if len(alike) < len(others):
+            return StackedWeight((self, *others))
+        offsets = None
+        if self.offsets is not None:
+            offsets = self.offsets.concatenated([other.offsets for other in alike if other.offsets is not None])
+        return PackedWeight(
+            self.packing,
+            torch.cat([self.codes, *(other.codes for other in alike)]),
+            self.scales.concatenated([other.scales for other in alike]),
+            offsets,
+            dtype=self.dtype,
+        )
+
+    def is_like(self, other: PackedWeight) -> bool:
+        """Return whether rows of both can stand in one matrix."""
+        offsets = other.offsets is None if self.offsets is None else self.offsets.is_like(other.offsets)
+        return self.packing == other.packing and self.scales.is_like(other.scales) and offsets
+
+    def _by_column(self, numbers: GroupNumbers, rows: slice) -> torch.Tensor:
+        return numbers.numbers(rows).repeat_interleave(numbers.group, 1)[:, : self.columns]
+
+
+def pack_4_bits(codes: torch.Tensor) -> torch.Tensor:
+    """Return codes 0 to 15, integers [rows, columns], as bytes, uint8 [rows, columns / 2] in the order of
+    `BLOCK_COLUMNS`, which divides the columns."""
+    low, high = codes.to(torch.uint8).view(len(codes), -1, 2, BLOCK_COLUMNS // 2).unbind(2)
+    return (low | high << 4).flatten(1)
+
+
+def unpack_4_bits(packed: torch.Tensor) -> torch.Tensor:
+    """Return the codes in bytes of `pack_4_bits`, uint8 [rows, columns]."""
+    halves = packed.view(len(packed), -1, BLOCK_COLUMNS // 2)
+    return torch.stack([halves & 15, halves >> 4], 2).flatten(1)
