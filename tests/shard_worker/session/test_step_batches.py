@@ -95,9 +95,14 @@ async def assert_alike_alone_and_together(chain: Chain, **fields: Any) -> None:
     """Each session's answers are the same bit for bit, and every stage has computed rows of several of them at once."""
     alone = [produced(await answer(chain, request, **fields)) for request in REQUESTS]
     counts = rows_together(chain)
-    answers = await asyncio.gather(*(answer(chain, request, **fields) for request in REQUESTS))
-    assert [produced(commits) for commits in answers] == alone
-    assert all(max(of_stage) > 1 for of_stage in counts)
+    # Where the steps of a later stage come one by one they are asked for again.
+    for _ in range(20):
+        answers = await asyncio.gather(*(answer(chain, request, **fields) for request in REQUESTS))
+        assert [produced(commits) for commits in answers] == alone
+        if all(max(of_stage, default=0) > 1 for of_stage in counts):
+            break
+    else:
+        pytest.fail(f"steps computed together on each stage: {counts}")
 
 
 @pytest.mark.parametrize(("cuts", "lanes"), [((), False), ((1, 3), False), ((1, 3), True)])
@@ -192,7 +197,7 @@ async def test_sessions_hold_no_logits_of_steps_together(new_chain: Callable[...
 
 @pytest.mark.parametrize("most", [1, 2])
 async def test_what_is_too_much_for_one_step_is_computed_in_several(new_chain: Callable[..., Chain], most: int) -> None:
-    """One behind the other, and one that is left for itself alone, since it may be longer than several have room for."""
+    """One behind the other, and one that is left for itself alone: it may be longer than several have room for."""
     chain = new_chain("qwen3_5", (), dtype="bfloat16")
     requests = [REQUESTS[0], REQUESTS[1], REQUESTS[4], REQUESTS[7], REQUESTS[0]]
     alone = [produced(await answer(chain, request, batch_invariant_rows=16)) for request in requests]
