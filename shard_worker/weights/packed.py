@@ -68,6 +68,16 @@ class GroupNumbers:
         """Return those of some rows."""
         return replace(self, values=self.values[rows], factors=None if self.factors is None else self.factors[rows])
 
+    def with_columns(self, order: torch.Tensor, run: int) -> GroupNumbers:
+        """Return those of columns in another order, as `PackedWeight.with_columns` says."""
+        group = math.gcd(self.group, run)
+        values = _in_order(self.values.repeat_interleave(self.group // group, 1), order, run // group)
+        if self.factors is None:
+            return GroupNumbers(values, group)
+        span = math.gcd(self.span, run)
+        factors = _in_order(self.factors.repeat_interleave(self.span // span, 1), order, run // span)
+        return GroupNumbers(values, group, factors, span)
+
     def is_like(self, other: GroupNumbers | None) -> bool:
         """Return whether rows of both can stand in one tensor."""
         return (
@@ -161,6 +171,22 @@ class PackedWeight(Weight):
         offsets = None if self.offsets is None else self.offsets.select_rows(rows)
         return PackedWeight(self.packing, self.codes[rows], self.scales.select_rows(rows), offsets, dtype=self.dtype)
 
+    def with_columns(self, order: torch.Tensor, run: int) -> PackedWeight:
+        """Return the matrix whose columns stand in another order, run by run, and are the same numbers.
+
+        order: which run of this matrix comes first, second and so on, int64 [columns / run]. run: how many neighbouring
+        columns stay beside each other. Groups that are no part of a run become smaller.
+        """
+        packed = self.packing.codes is Codes.BITS4
+        codes = _in_order(unpack_4_bits(self.codes) if packed else self.codes, order, run)
+        return PackedWeight(
+            self.packing,
+            pack_4_bits(codes) if packed else codes,
+            self.scales.with_columns(order, run),
+            None if self.offsets is None else self.offsets.with_columns(order, run),
+            dtype=self.dtype,
+        )
+
     def concatenated(self, others: Sequence[Weight]) -> Weight:
         """As `Weight.concatenated`; matrices of unlike forms stay beside each other."""
         alike = [other for other in others if isinstance(other, PackedWeight) and self.is_like(other)]
@@ -184,6 +210,11 @@ class PackedWeight(Weight):
 
     def _by_column(self, numbers: GroupNumbers, rows: slice) -> torch.Tensor:
         return numbers.numbers(rows).repeat_interleave(numbers.group, 1)[:, : self.columns]
+
+
+def _in_order(numbers: torch.Tensor, order: torch.Tensor, run: int) -> torch.Tensor:
+    """Return [rows, columns] with its runs of columns in another order."""
+    return numbers.view(len(numbers), -1, run)[:, order].flatten(1)
 
 
 def pack_4_bits(codes: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The block types of GGUF: how many values of a row one block has, and how many bytes it takes."""
+"""The block types of GGUF: what a block takes in a file, and what its values take once they are loaded."""
 
 from __future__ import annotations
 
@@ -6,55 +6,92 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class HeldForm:
+    """How a worker holds the values of a packed type, which computing needs in another form than files have.
+
+    bits: of a code. group: how many values share a scale. group_bytes: of the scale of a group and of its offset, if it
+    has one. block_bytes: of what a whole block has beside that.
+    """
+
+    bits: int
+    group: int
+    group_bytes: int
+    block_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class BlockType:
-    """One type of tensors. name: in GGUF's words, like "Q4_K"."""
+    """One type of tensors. name: in GGUF's words, like "Q4_K".
+
+    values, bytes: how many values of a row one block has, and its bytes. held: how they are held once loaded; None for
+    types that hold plain numbers, and for those that are not served.
+    """
 
     name: str
     values: int
     bytes: int
+    held: HeldForm | None = None
 
     def row_bytes(self, columns: int) -> int:
-        """Return the bytes of a row of so many values, which are whole blocks."""
+        """Return the bytes of a row of so many values in a file; they are whole blocks."""
         return columns // self.values * self.bytes
+
+    def held_bits(self, columns: int) -> int:
+        """Return how many bits the code of a value takes once loaded, in rows of so many.
+
+        Codes of 4 bits lie in blocks of 64; where a row is no multiple of that they are widened to 8.
+        """
+        assert self.held is not None
+        return 8 if columns % 64 else self.held.bits
+
+    def held_row_bytes(self, columns: int) -> int:
+        """Return the bytes that a row of so many values takes once loaded."""
+        assert self.held is not None
+        groups, blocks = columns // self.held.group, columns // self.values
+        return columns * self.held_bits(columns) // 8 + groups * self.held.group_bytes + blocks * self.held.block_bytes
 
 
 BLOCK_TYPES = {
-    number: BlockType(name, values, size)
-    for number, name, values, size in (
-        (0, "F32", 1, 4),
-        (1, "F16", 1, 2),
-        (2, "Q4_0", 32, 18),
-        (3, "Q4_1", 32, 20),
-        (6, "Q5_0", 32, 22),
-        (7, "Q5_1", 32, 24),
-        (8, "Q8_0", 32, 34),
-        (9, "Q8_1", 32, 40),
-        (10, "Q2_K", 256, 84),
-        (11, "Q3_K", 256, 110),
-        (12, "Q4_K", 256, 144),
-        (13, "Q5_K", 256, 176),
-        (14, "Q6_K", 256, 210),
-        (15, "Q8_K", 256, 292),
-        (16, "IQ2_XXS", 256, 66),
-        (17, "IQ2_XS", 256, 74),
-        (18, "IQ3_XXS", 256, 98),
-        (19, "IQ1_S", 256, 50),
-        (20, "IQ4_NL", 32, 18),
-        (21, "IQ3_S", 256, 110),
-        (22, "IQ2_S", 256, 82),
-        (23, "IQ4_XS", 256, 136),
-        (24, "I8", 1, 1),
-        (25, "I16", 1, 2),
-        (26, "I32", 1, 4),
-        (27, "I64", 1, 8),
-        (28, "F64", 1, 8),
-        (29, "IQ1_M", 256, 56),
-        (30, "BF16", 1, 2),
-        (34, "TQ1_0", 256, 54),
-        (35, "TQ2_0", 256, 66),
-        (39, "MXFP4", 32, 17),
-        (40, "NVFP4", 64, 36),
-        (41, "Q1_0", 128, 18),
-    )
+    0: BlockType("F32", 1, 4),
+    1: BlockType("F16", 1, 2),
+    2: BlockType("Q4_0", 32, 18, HeldForm(4, 32, 2)),
+    3: BlockType("Q4_1", 32, 20, HeldForm(4, 32, 4)),
+    6: BlockType("Q5_0", 32, 22, HeldForm(8, 32, 2)),
+    7: BlockType("Q5_1", 32, 24, HeldForm(8, 32, 4)),
+    8: BlockType("Q8_0", 32, 34, HeldForm(8, 32, 2)),
+    9: BlockType("Q8_1", 32, 40),
+    10: BlockType("Q2_K", 256, 84, HeldForm(4, 16, 2, 4)),
+    11: BlockType("Q3_K", 256, 110, HeldForm(4, 16, 1, 2)),
+    12: BlockType("Q4_K", 256, 144, HeldForm(4, 32, 2, 4)),
+    13: BlockType("Q5_K", 256, 176, HeldForm(8, 32, 2, 4)),
+    14: BlockType("Q6_K", 256, 210, HeldForm(8, 16, 1, 2)),
+    15: BlockType("Q8_K", 256, 292),
+    16: BlockType("IQ2_XXS", 256, 66),
+    17: BlockType("IQ2_XS", 256, 74),
+    18: BlockType("IQ3_XXS", 256, 98),
+    19: BlockType("IQ1_S", 256, 50),
+    20: BlockType("IQ4_NL", 32, 18, HeldForm(4, 32, 2)),
+    21: BlockType("IQ3_S", 256, 110),
+    22: BlockType("IQ2_S", 256, 82),
+    23: BlockType("IQ4_XS", 256, 136, HeldForm(4, 32, 1, 2)),
+    24: BlockType("I8", 1, 1),
+    25: BlockType("I16", 1, 2),
+    26: BlockType("I32", 1, 4),
+    27: BlockType("I64", 1, 8),
+    28: BlockType("F64", 1, 8),
+    29: BlockType("IQ1_M", 256, 56),
+    30: BlockType("BF16", 1, 2),
+    34: BlockType("TQ1_0", 256, 54),
+    35: BlockType("TQ2_0", 256, 66),
+    39: BlockType("MXFP4", 32, 17, HeldForm(4, 32, 2)),
+    40: BlockType("NVFP4", 64, 36, HeldForm(4, 16, 2)),
+    41: BlockType("Q1_0", 128, 18),
 }
-"""All types by the number that stands in files, whether their contents can be used here or not."""
+
+"""All types by the number that stands in files, whether their values can be used here or not."""
+
+DENSE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""The element types of those that hold plain numbers which weights can be."""
+
+SERVED = (*DENSE, *(kind.name for kind in BLOCK_TYPES.values() if kind.held is not None))
+"""The names of the types whose values can be used."""

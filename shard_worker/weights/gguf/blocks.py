@@ -1,0 +1,232 @@
+"""From the blocks of GGUF to packed matrices: the same numbers to the bit, in the one form that computing knows.
+
+A block holds the codes of neighbouring values of a row with their scales. Super-blocks of 256 values (the K types and
+IQ4_XS) have small whole numbers as scales of 16 or 32 values, and one number for all that multiplies these: both are
+kept as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from services.errors import Unimplemented
+from services.model.gguf.blocks import SERVED, BlockType
+from shard_worker.weights.packed import Codes, GroupNumbers, PackedWeight, Packing, pack_4_bits
+
+IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""What the codes of IQ4_NL and IQ4_XS stand for."""
+
+E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice what the codes of MXFP4 and NVFP4 stand for; scales are halved instead."""
+
+_VALUES_AT_A_TIME = 1 << 24
+"""How many values are brought to their form at a time, which bounds what is in memory beside the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """The parts of some blocks, the first extent of each being the number of blocks.
+
+    codes: one a value, uint8 or int8. scales, offsets: one a group. scale_factor, offset_factor: one a block.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    offsets: torch.Tensor | None = None
+    scale_factor: torch.Tensor | None = None
+    offset_factor: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How a type is read. split: takes blocks apart, uint8 [n, bytes of a block]. origin, table: as of `Packing`."""
+
+    split: Callable[[torch.Tensor], _Blocks]
+    origin: int = 0
+    table: tuple[int, ...] | None = None
+
+
+def unpack_blocks(
+    kind: BlockType, data: torch.Tensor, dtype: torch.dtype, device: torch.device | None = None
+) -> PackedWeight:
+    """Return the matrix that rows of blocks are.
+
+    data: uint8 [rows, bytes of a row], which is not kept. dtype: of the activations that the matrix takes. device:
+    where it is to be, None for where the data are; blocks are sent there as they are.
+
+    Raises Unimplemented for a type that is not served.
+    """
+    form = _FORMS.get(kind.name)
+    if form is None or kind.held is None:
+        raise Unimplemented(
+            f"GGUF's type {kind.name} is not served, only {', '.join(SERVED)} are: convert the file to Q4_K_M or Q8_0"
+        )
+    device = device or data.device
+    rows, columns = len(data), data.shape[1] // kind.bytes * kind.values
+    bits = kind.held_bits(columns)
+    step = max(1, _VALUES_AT_A_TIME // columns)
+    parts: list[torch.Tensor | None] = [None] * 5
+    for first in range(0, rows, step):
+        some = data[first : first + step].to(device)
+        for index, part in enumerate(_by_rows(form.split(some.reshape(-1, kind.bytes)), len(some), form, bits)):
+            if part is not None:
+                whole = parts[index]
+                if whole is None:
+                    whole = parts[index] = torch.empty(rows, part.shape[1], dtype=part.dtype, device=device)
+                whole[first : first + step] = part
+    codes, scales, offsets, scale_factors, offset_factors = parts
+    assert codes is not None
+    assert scales is not None
+    group, values = kind.held.group, kind.values
+    packing = Packing(Codes.BITS4 if bits == 4 else Codes.INT8, *_reading(form, bits))
+    return PackedWeight(
+        packing,
+        codes,
+        GroupNumbers(scales, group, scale_factors, 0 if scale_factors is None else values),
+        None
+        if offsets is None
+        else GroupNumbers(offsets, group, offset_factors, 0 if offset_factors is None else values),
+        dtype=dtype,
+    )
+
+
+def _by_rows(blocks: _Blocks, rows: int, form: _Form, bits: int) -> list[torch.Tensor | None]:
+    """Return codes, scales, offsets and both factors of some rows, [rows, ...] each, the codes as they are held."""
+    codes = blocks.codes.reshape(rows, -1)
+    if bits == 4:
+        codes = pack_4_bits(codes)
+    elif form.table is not None:
+        codes = torch.tensor(form.table, dtype=torch.int8, device=codes.device)[codes.int()]
+    else:
+        codes = codes.to(torch.int8) - form.origin
+    numbers = (blocks.scales, blocks.offsets, blocks.scale_factor, blocks.offset_factor)
+    return [codes, *(None if part is None else part.reshape(rows, -1) for part in numbers)]
+
+
+def _reading(form: _Form, bits: int) -> tuple[int, tuple[float, ...] | None]:
+    """Return origin and table of the codes as they are held: those of 8 bits are the numbers that they stand for."""
+    if bits == 8:
+        return 0, None
+    return form.origin, None if form.table is None else tuple(map(float, form.table))
+
+
+def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """Return the float16 at a byte of every block, [n, 1]."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16)
+
+
+def _nibbles(packed: torch.Tensor, run: int) -> torch.Tensor:
+    """Return codes of 4 bits, [n, 2 * bytes]: of every `run` bytes first the low halves and then the high ones."""
+    runs = packed.reshape(len(packed), -1, run)
+    return torch.stack([runs & 15, runs >> 4], 2).flatten(1)
+
+
+def _bits(packed: torch.Tensor, run: int, width: int) -> torch.Tensor:
+    """Return codes of `width` bits: of every `run` bytes first the lowest bits of all of them, then the next ones."""
+    runs = packed.reshape(len(packed), -1, 1, run)
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device).view(1, 1, -1, 1)
+    return (runs >> shifts & (1 << width) - 1).flatten(1)
+
+
+def _high_bits_of_5(blocks: torch.Tensor) -> torch.Tensor:
+    """Return the highest bits of 32 codes of 5 bits, which 4 bytes hold in order, at their place in the codes."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
+    return (blocks.unsqueeze(2) >> shifts & 1).flatten(1) << 4
+
+
+def _six_bit_scales(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scales and the offsets of the 8 groups of a super-block, 6 bits each, from 12 bytes."""
+    low, middle, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = torch.cat([low & 63, (high & 15) | (low >> 6) << 4], 1)
+    offsets = torch.cat([middle & 63, high >> 4 | (middle >> 6) << 4], 1)
+    return scales, offsets
+
+
+def _q4_0(blocks: torch.Tensor) -> _Blocks:
+    return _Blocks(_nibbles(blocks[:, 2:], 16), _half(blocks, 0))
+
+
+def _q4_1(blocks: torch.Tensor) -> _Blocks:
+    return _Blocks(_nibbles(blocks[:, 4:], 16), _half(blocks, 0), _half(blocks, 2))
+
+
+def _q5_0(blocks: torch.Tensor) -> _Blocks:
+    return _Blocks(_nibbles(blocks[:, 6:], 16) | _high_bits_of_5(blocks[:, 2:6]), _half(blocks, 0))
+
+
+def _q5_1(blocks: torch.Tensor) -> _Blocks:
+    codes = _nibbles(blocks[:, 8:], 16) | _high_bits_of_5(blocks[:, 4:8])
+    return _Blocks(codes, _half(blocks, 0), _half(blocks, 2))
+
+
+def _q8_0(blocks: torch.Tensor) -> _Blocks:
+    return _Blocks(blocks[:, 2:].view(torch.int8), _half(blocks, 0))
+
+
+def _q2_k(blocks: torch.Tensor) -> _Blocks:
+    scales, codes = blocks[:, :16], _bits(blocks[:, 16:80], 32, 2)
+    return _Blocks(codes, scales & 15, scales >> 4, _half(blocks, 80), -_half(blocks, 82))
+
+
+def _q3_k(blocks: torch.Tensor) -> _Blocks:
+    codes = _bits(blocks[:, 32:96], 32, 2) | _bits(blocks[:, :32], 32, 1) << 2
+    low, high = _nibbles(blocks[:, 96:104], 8), _bits(blocks[:, 104:108], 4, 2)
+    return _Blocks(codes, (low | high << 4).view(torch.int8) - 32, scale_factor=_half(blocks, 108))
+
+
+def _q4_k(blocks: torch.Tensor) -> _Blocks:
+    scales, offsets = _six_bit_scales(blocks[:, 4:16])
+    return _Blocks(_nibbles(blocks[:, 16:], 32), scales, offsets, _half(blocks, 0), -_half(blocks, 2))
+
+
+def _q5_k(blocks: torch.Tensor) -> _Blocks:
+    scales, offsets = _six_bit_scales(blocks[:, 4:16])
+    codes = _nibbles(blocks[:, 48:], 32) | _bits(blocks[:, 16:48], 32, 1) << 4
+    return _Blocks(codes, scales, offsets, _half(blocks, 0), -_half(blocks, 2))
+
+
+def _q6_k(blocks: torch.Tensor) -> _Blocks:
+    codes = _nibbles(blocks[:, :128], 64) | _bits(blocks[:, 128:192], 32, 2) << 4
+    return _Blocks(codes, blocks[:, 192:208].view(torch.int8), scale_factor=_half(blocks, 208))
+
+
+def _iq4_xs(blocks: torch.Tensor) -> _Blocks:
+    low, high = _nibbles(blocks[:, 4:8].reshape(-1, 1), 1).reshape(-1, 8), blocks[:, 2:4]
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)
+    scales = low | (high.unsqueeze(2) >> shifts & 3).flatten(1) << 4
+    return _Blocks(_nibbles(blocks[:, 8:], 16), scales.view(torch.int8) - 32, scale_factor=_half(blocks, 0))
+
+
+def _mxfp4(blocks: torch.Tensor) -> _Blocks:
+    exponents = blocks[:, :1].int()
+    # Half of 2 ** (e - 127), by its bits: for the two smallest it is a subnormal number, in bfloat16 too.
+    bits = torch.where(exponents < 2, 0x00200000 << exponents, (exponents - 1) << 23)
+    return _Blocks(_nibbles(blocks[:, 1:], 16), bits.view(torch.float32).bfloat16())
+
+
+def _nvfp4(blocks: torch.Tensor) -> _Blocks:
+    scales = blocks[:, :4]
+    # e4m3 without a sign, halved; its largest number is not one, but 0 in ggml.
+    numbers = (scales & 127).view(torch.float8_e4m3fn).half() / 2
+    return _Blocks(_nibbles(blocks[:, 4:], 8), torch.where(scales & 127 == 127, 0, numbers))
+
+
+_FORMS = {
+    "Q4_0": _Form(_q4_0, origin=8),
+    "Q4_1": _Form(_q4_1),
+    "Q5_0": _Form(_q5_0, origin=16),
+    "Q5_1": _Form(_q5_1),
+    "Q8_0": _Form(_q8_0),
+    "Q2_K": _Form(_q2_k),
+    "Q3_K": _Form(_q3_k, origin=4),
+    "Q4_K": _Form(_q4_k),
+    "Q5_K": _Form(_q5_k),
+    "Q6_K": _Form(_q6_k, origin=32),
+    "IQ4_NL": _Form(_q4_0, table=IQ4_TABLE),
+    "IQ4_XS": _Form(_iq4_xs, table=IQ4_TABLE),
+    "MXFP4": _Form(_mxfp4, table=E2M1_DOUBLED),
+    "NVFP4": _Form(_nvfp4, table=E2M1_DOUBLED),
+}
