@@ -10,7 +10,7 @@ from services.dtypes import ITEM_BYTES
 from services.errors import InvalidArgument
 from services.layers import LayerRange
 from services.model.checkpoint_files import read_config, read_headers
-from services.model.drafts import DraftConfig, check_draft_kind, draft_format
+from services.model.drafts import DraftConfig, check_draft_kind, draft_dtype, draft_format
 from services.model.target_tensors import loaded_bytes
 
 
@@ -58,7 +58,8 @@ def read_draft_size(directory: Path, target: ModelSize, dtype: str | None) -> Dr
     not those of its config.json or that was made for another target, and what `read_headers` raises.
     """
     field = "--draft"
-    raw, headers = read_config(directory, field), read_headers(directory, field)
+    raw = read_config(directory, field)
+    headers = read_headers(directory, raw, field)
     draft = draft_format(check_draft_kind(raw, directory))
     config = draft.read_config(raw)
     if config.hidden_size != target.hidden_size:
@@ -75,7 +76,7 @@ def read_draft_size(directory: Path, target: ModelSize, dtype: str | None) -> Dr
             field=field,
         )
     names = draft.find_tensors(config, headers, directory)
-    chosen = dtype or headers[names["fc.weight"]].dtype("fc.weight")
+    chosen = dtype or draft_dtype(raw, names, headers)
     return DraftSize(
         config=config,
         weight_bytes=sum(loaded_bytes(name, headers[stored], chosen) for name, stored in names.items()),

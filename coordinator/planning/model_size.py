@@ -13,11 +13,12 @@ from pathlib import Path
 from services.dtypes import ITEM_BYTES
 from services.layers import LayerRange
 from services.model.cached_tensors import Per
-from services.model.checkpoint_files import TensorHeader, read_config, read_headers
+from services.model.checkpoint_files import read_config, read_headers
 from services.model.config import ModelConfig
 from services.model.families import read_model_config
 from services.model.layers import layer_caches
 from services.model.target_tensors import TargetTensors, loaded_bytes
+from services.model.tensor_headers import TensorHeader
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,8 @@ def read_model_size(
 
     Raises what reading its config.json, `read_headers` and `TargetTensors` raise.
     """
-    config, headers = read_model_config(read_config(directory, field)), read_headers(directory, field)
+    raw = read_config(directory, field)
+    config, headers = read_model_config(raw), read_headers(directory, raw, field)
     tensors = TargetTensors(config, headers, directory)
     layers = [tensors.layer(layer) for layer in range(config.num_layers)]
     tensors.check_first()

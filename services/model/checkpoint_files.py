@@ -1,6 +1,8 @@
-"""What a Hugging Face checkpoint directory says without its weights: JSON files, weight files, their tensors' headers.
+"""What a checkpoint says without its weights: its configuration, and the headers of its tensors.
 
-It reads and never writes. It must not know model families.
+`read_config` and `read_headers` take the path that a user names; a kind of checkpoint other than a Hugging Face
+directory is told apart in these two alone, and gives the same: a configuration in Hugging Face's words, and headers by
+Hugging Face's names. It reads and never writes. It must not know model families.
 """
 
 from __future__ import annotations
@@ -9,38 +11,17 @@ import functools
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from services.dtypes import WEIGHT_DTYPES
-from services.errors import DataLoss, InvalidArgument, NotFound, Unimplemented
-from services.model.safetensors_header import DTYPE_CODES, DTYPE_OF_CODE, read_header
+from services.errors import DataLoss, InvalidArgument, NotFound
+from services.model.packings import logical_headers
+from services.model.safetensors_header import read_header
+from services.model.tensor_headers import TensorHeader
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-
-
-@dataclass(frozen=True, slots=True)
-class TensorHeader:
-    """One tensor as stored. code: its element type in safetensors' words, like "BF16"."""
-
-    code: str
-    shape: tuple[int, ...]
-
-    def dtype(self, name: str) -> str:
-        """Return the element type, like "bfloat16". name: the tensor's, for the error.
-
-        Raises Unimplemented for a type that weights cannot have, as in quantised files.
-        """
-        dtype = DTYPE_OF_CODE.get(self.code)
-        if dtype not in WEIGHT_DTYPES:
-            *first, last = (DTYPE_CODES[dtype] for dtype in WEIGHT_DTYPES)
-            raise Unimplemented(
-                f"tensor {name} is stored as {self.code}: only {', '.join(first)} and {last} are served", field=name
-            )
-        return dtype
 
 
 def read_json_object(path: Path, field: str | None = None) -> dict[str, Any]:
@@ -92,11 +73,15 @@ def weight_files(directory: Path, field: str) -> list[Path]:
     return [directory / name for name in names]
 
 
-def read_headers(directory: Path, field: str) -> dict[str, TensorHeader]:
-    """Return the headers of all tensors of a checkpoint by name. field: the option that named the directory.
+def read_headers(directory: Path, config: Mapping[str, Any], field: str) -> dict[str, TensorHeader]:
+    """Return the headers of all tensors of a checkpoint by name, packed matrices by the names that they stand for.
 
-    Raises NotFound for a missing file, DataLoss for one that is not safetensors, and what `weight_files` raises.
+    config: its config.json. field: the option that named the directory.
+
+    Raises NotFound for a missing file, DataLoss for one that is not safetensors, and what `weight_files` and
+    `logical_headers` raise.
     """
+    holders: dict[str, Path] = {}
     headers: dict[str, TensorHeader] = {}
     for path in weight_files(directory, field):
         try:
@@ -106,8 +91,20 @@ def read_headers(directory: Path, field: str) -> dict[str, TensorHeader]:
             raise missing_file(path, field) from None
         except (DataLoss, OSError) as error:
             raise unreadable_file(path, field, error) from error
-        headers |= {name: TensorHeader(entry.code, entry.shape) for name, entry in header.tensors.items()}
-    return headers
+        for name, entry in header.tensors.items():
+            if name in headers:
+                raise tensor_twice(name, holders[name], path, field)
+            headers[name], holders[name] = TensorHeader(entry.code, entry.shape), path
+    return logical_headers(config, headers, directory)
+
+
+def tensor_twice(name: str, first: Path, second: Path, field: str) -> InvalidArgument:
+    """Return the error for a tensor that two files of a checkpoint hold."""
+    return InvalidArgument(
+        f"tensor {name} is in {first} and in {second}: a checkpoint must have it once",
+        reason="TENSOR_TWICE",
+        field=field,
+    )
 
 
 def missing_file(path: Path, field: str) -> NotFound:

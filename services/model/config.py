@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from services.dtypes import WEIGHT_DTYPES
 from services.errors import InvalidArgument, Unimplemented
 
 
@@ -83,6 +84,8 @@ class ModelConfig:
     """How many positions a sliding layer's row sees, its own included."""
     linear: LinearAttentionConfig | None = None
     """The sizes of linear layers, where there are any."""
+    dtype: str | None = None
+    """The element type that the configuration names, which activations have where matrices are packed."""
 
     def __post_init__(self) -> None:
         """Raises InvalidArgument for numbers that contradict each other."""
@@ -104,6 +107,17 @@ class ModelConfig:
     def num_layers(self) -> int:
         """How many layers there are."""
         return len(self.layer_kinds)
+
+
+def named_dtype(raw: Mapping[str, Any]) -> str | None:
+    """Return the element type of activations that a config.json names, inside its text part or outside of it."""
+    text = raw.get("text_config")
+    for place in (text if isinstance(text, Mapping) else {}, raw):
+        for key in ("dtype", "torch_dtype"):
+            name = str(place.get(key)).removeprefix("torch.")
+            if name in WEIGHT_DTYPES:
+                return name
+    return None
 
 
 def check_heads(heads: int, kv_heads: int, source: str = "config.json") -> None:

@@ -21,6 +21,14 @@ MAX_HEADER_BYTES = 100_000_000
 DTYPE_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int32": "I32", FLOAT8: "F8_E4M3"}
 """The format's codes of the element types that are used here."""
 
+CODE_BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1),
+}
+"""Bytes of one element of the types whose elements are whole bytes, by the format's codes."""
+
 DTYPE_OF_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
@@ -57,11 +65,20 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int) -> Safetenso
     if file_bytes < LENGTH_BYTES or not 2 <= length <= min(MAX_HEADER_BYTES, file_bytes - LENGTH_BYTES):
         raise DataLoss(f"a safetensors header of {length} bytes cannot be in a file of {file_bytes} bytes")
     try:
-        described = json.loads(read(LENGTH_BYTES, length))
+        described = json.loads(read(LENGTH_BYTES, length), object_pairs_hook=_once)
         tensors = {name: _entry(name, value) for name, value in described.items() if name != "__metadata__"}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataLoss(f"the safetensors header is not readable: {error}") from error
     return SafetensorsHeader(tensors, LENGTH_BYTES + length)
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return a JSON object of these pairs. Raises ValueError where a name stands twice, which JSON itself allows."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands twice")
+    return made
 
 
 def _entry(name: str, value: dict[str, object]) -> HeaderEntry:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from services.dtypes import ITEM_BYTES
 from services.errors import InvalidArgument
-from services.model.checkpoint_files import TensorHeader
 from services.model.config import ModelConfig
 from services.model.layers import Shapes, layer_shapes, sublayer_of
+from services.model.tensor_headers import TensorHeader
 
 PREFIXES = ("model.language_model.", "model.", "")
 """What the names of the decoder's tensors may begin with."""
@@ -33,10 +33,12 @@ def takes_model_dtype(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def loaded_bytes(name: str, header: TensorHeader, dtype: str) -> int:
-    """Return the bytes that a stored tensor takes in a model of this element type.
+    """Return the bytes that a stored tensor takes in a model of this element type; a packed matrix stays packed.
 
     Raises Unimplemented for a stored type that weights cannot have.
     """
+    if header.packed is not None:
+        return header.packed.loaded_bytes
     stored = header.dtype(name)
     return math.prod(header.shape) * ITEM_BYTES[dtype if takes_model_dtype(name, header.shape) else stored]
 
@@ -84,8 +86,8 @@ class TargetTensors:
         for name in self._headers:
             if name.startswith(start) and name.removeprefix(start) not in shapes and not _IGNORED.search(name):
                 raise InvalidArgument(
-                    f"tensor {name} is not one that family {self._config.family} has: the checkpoint is quantised or "
-                    "of another family",
+                    f"tensor {name} is not one that family {self._config.family} has: the checkpoint is of another "
+                    "family, or packed in another way than quantization_config in its config.json says",
                     field=name,
                 )
         return {name: start + name for name in shapes}
@@ -100,8 +102,15 @@ class TargetTensors:
         self._check(self.norm, (self._config.hidden_size,))
 
     def dtype(self, layer: int) -> str:
-        """Return the element type of a layer's matrices as stored, which a model keeps unless told otherwise."""
+        """Return the element type that a model keeps unless told otherwise: that of a layer's matrices as stored.
+
+        Where any matrix is packed it is what the configuration names, else that of the layer's first norm.
+        """
         name = f"{self._prefix}layers.{layer}.{next(iter(sublayer_of(self._config.mlp).tensor_shapes(self._config)))}"
+        if any(header.packed is not None for header in self._headers.values()):
+            if self._config.dtype is not None:
+                return self._config.dtype
+            name = f"{self._prefix}layers.{layer}.input_layernorm.weight"
         return self._headers[name].dtype(name)
 
     def _find_prefix(self) -> str:
@@ -114,7 +123,7 @@ class TargetTensors:
         header = self._headers.get(name)
         if header is None:
             raise InvalidArgument(f"tensor {name} is missing in {self._directory}", reason="TENSOR_MISSING", field=name)
-        header.dtype(name)
+        header.check_served(name, matrix=len(shape) == 2)
         if header.shape != shape:
             raise InvalidArgument(
                 f"tensor {name} has shape {list(header.shape)}, config.json asks for {list(shape)}",

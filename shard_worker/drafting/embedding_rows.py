@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
 from services.errors import InvalidArgument
+from services.model.target_tensors import loaded_bytes
 from shard_worker.device.devices import Device, describe
+from shard_worker.device.dtypes import dtype_to_name
 from shard_worker.stage.stage import Stage
 from shard_worker.weights.checkpoint import Checkpoint
-from shard_worker.weights.weight import DenseWeight
+from shard_worker.weights.packed import PackedWeight
+from shard_worker.weights.weight import DenseWeight, Weight
 
 MAX_COPY_SHARE = 0.1
 """The share of a GPU's free memory that a copy of the embedding may take: the rest is for sessions."""
@@ -21,33 +22,33 @@ EmbeddingRows = Callable[[tuple[int, ...]], torch.Tensor]
 """Looks up n token ids: returns their rows of the embedding, [n, hidden]."""
 
 
-def rows_of_stage(matrix: torch.Tensor | None, checkpoint: Checkpoint) -> EmbeddingRows:
+def rows_of_stage(matrix: Weight | None, checkpoint: Checkpoint) -> EmbeddingRows:
     """Return a lookup in a resident matrix [vocab, hidden] where there is one, else in the checkpoint's file."""
     if matrix is None:
         return rows_of_checkpoint(checkpoint)
-    return lambda token_ids: F.embedding(torch.tensor(token_ids, device=matrix.device), matrix)
+    return lambda token_ids: matrix.lookup(torch.tensor(token_ids))
 
 
-def resident_embedding(stage: Stage) -> torch.Tensor | None:
+def resident_embedding(stage: Stage) -> Weight | None:
     """Return the whole matrix [vocab, hidden] where a stage has it, else None.
 
     A stage has it as its embedding, or as a tied lm_head whose rows are in order.
     """
     if stage.embedding is None and stage.config.tied_head and stage.head is not None:
-        return stage.head.weight.tensor if isinstance(stage.head.weight, DenseWeight) else None
+        return stage.head.weight if isinstance(stage.head.weight, DenseWeight | PackedWeight) else None
     return stage.embedding
 
 
-def copied_embedding(checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> torch.Tensor | None:
+def copied_embedding(checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Weight | None:
     """Return a copy of the whole matrix on a GPU that has plenty of room left, None elsewhere.
 
     There a draft can look up a token that the host does not know yet.
     """
     name = matrix_name(checkpoint, "embed_tokens.weight")
-    size = math.prod(checkpoint.shape(name)) * dtype.itemsize
+    size = loaded_bytes(name, checkpoint.headers[name], dtype_to_name(dtype))
     if not device.is_gpu or size > MAX_COPY_SHARE * describe(device).free_bytes:
         return None
-    return checkpoint.place(name, device.torch_device, dtype)
+    return checkpoint.weight(name, device.torch_device, dtype)
 
 
 def rows_of_checkpoint(checkpoint: Checkpoint) -> EmbeddingRows:

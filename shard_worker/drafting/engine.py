@@ -17,6 +17,7 @@ from services.errors import FailedPrecondition
 from shard_worker.drafting.drafters import Draft, DraftRunner, DraftState
 from shard_worker.drafting.embedding_rows import EmbeddingRows
 from shard_worker.model.features import Features
+from shard_worker.model.kernel_support import can_read
 from shard_worker.weights.weight import Weight
 
 
@@ -160,7 +161,7 @@ def make_engine(
     def project(hidden: torch.Tensor, batch_invariant_rows: int | None = None) -> torch.Tensor:
         return head.matmul(hidden.to(head.dtype), None, batch_invariant_rows)
 
-    if not kernels or head.dtype != draft.dtype or not draft.has_kernels:
+    if not kernels or head.dtype != draft.dtype or not draft.has_kernels or not can_read(draft.device, [head]):
         return DraftEngine(draft, embedding, project)
     alone = draft.make_runner(head, graphs=graphs)
     together = None if sessions is None else draft.make_runner(head, graphs=graphs, sessions=sessions)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import structlog
 
@@ -12,6 +12,8 @@ from services.errors import FailedPrecondition
 from services.model.config import ModelConfig
 from shard_worker.device import devices
 from shard_worker.device.devices import Device, float8_lack
+from shard_worker.weights.packed import PackedWeight
+from shard_worker.weights.weight import StackedWeight, Weight
 
 log = structlog.get_logger()
 
@@ -38,6 +40,22 @@ def _runs(device: Device, head_sizes: tuple[int, ...]) -> bool:
     if lack is not None:
         log.warning("kernels.unavailable", device=device.name, architecture=target.architecture, why=lack)
     return lack is None
+
+
+def can_read(device: Device, matrices: Iterable[Weight]) -> bool:
+    """Return whether kernels on a device, which run there, multiply by all these matrices: they do by dense ones.
+
+    Otherwise plain torch serves, and the log says so once.
+    """
+    packed = any(isinstance(matrix, PackedWeight | StackedWeight) for matrix in matrices)
+    if packed:
+        _log_packed(device)
+    return not packed
+
+
+@functools.cache
+def _log_packed(device: Device) -> None:
+    log.warning("kernels.unavailable", device=device.name, why="matrices are packed: plain torch unpacks them, slower")
 
 
 def can_prefill(device: Device, config: ModelConfig) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -22,12 +22,18 @@ class LayerTensors:
     vectors: Mapping[str, torch.Tensor]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor]) -> LayerTensors:
-        """Return dense tensors sorted by what they are."""
-        return cls(
-            {name: DenseWeight(tensor) for name, tensor in tensors.items() if tensor.dim() == 2},
-            {name: tensor for name, tensor in tensors.items() if tensor.dim() != 2},
-        )
+    def of(cls, loaded: Mapping[str, Weight | torch.Tensor]) -> LayerTensors:
+        """Return them sorted by what they are; matrices may be given as dense tensors."""
+        matrices: dict[str, Weight] = {}
+        vectors: dict[str, torch.Tensor] = {}
+        for name, tensor in loaded.items():
+            if isinstance(tensor, Weight):
+                matrices[name] = tensor
+            elif tensor.dim() == 2:
+                matrices[name] = DenseWeight(tensor)
+            else:
+                vectors[name] = tensor
+        return cls(matrices, vectors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,12 @@ class DecoderWeights:
     mixer: AttentionWeights | LinearAttentionWeights
     post_norm: torch.Tensor
     mlp: MlpWeights
+
+
+def matrices_of(weights: DecoderWeights) -> list[Weight]:
+    """Return all matrices of a layer."""
+    values = [getattr(part, one.name) for part in (weights.mixer, weights.mlp) for one in fields(part)]
+    return [value for value in values if isinstance(value, Weight)]
 
 
 def norm_factor(config: ModelConfig, stored: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from shard_worker.pflash.sparse import attend_sparsely
 from shard_worker.stage.loader import Progress, StageLoader
 from shard_worker.stage.segment import Segment
 from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.weight import Weight
 
 SPARSE_FROM_CPU, SPARSE_FROM_GPU = 4096, 1 << 17
 """Tokens of a prompt from which attention to chosen blocks is faster than to all: a GPU computes all in one kernel."""
@@ -36,11 +37,11 @@ MLP_ROWS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Drafter:
-    """A loaded Qwen3. embedding: [vocab, hidden], in its stored element type; the segment holds all its layers."""
+    """A loaded Qwen3. embedding: [vocab, hidden]; the segment holds all its layers."""
 
     config: ModelConfig
     segment: Segment
-    embedding: torch.Tensor
+    embedding: Weight
     fingerprint: str
     weight_bytes: int
 
@@ -50,7 +51,7 @@ class Drafter:
         It runs on the device thread, one layer at a time, so that other work gets its turn between layers.
         """
         device = self.segment.device.torch_device
-        hidden = F.embedding(torch.tensor(token_ids, device=device), self.embedding).to(self.segment.dtype)
+        hidden = self.embedding.lookup(torch.tensor(token_ids)).to(self.segment.dtype)
         rope = rope_table(torch.arange(len(token_ids), device=device), self.segment.frequencies, hidden.dtype)
         scores, last = TokenScores(), len(self.segment.weights) - 1
         for number, weights in enumerate(self.segment.weights):

@@ -16,7 +16,7 @@ from shard_worker.device.dtypes import dtype_to_name
 from shard_worker.pflash.drafter import Drafter, check_prompt, load_drafter
 from shard_worker.pflash.selection import MIN_TOKENS, kept_ranges, select_chunks
 from shard_worker.roles import RoleResources, WorkerRole
-from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.opening import open_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class CompressRole(WorkerRole[LoadDrafter]):
     def load(self, part: LoadDrafter, on_progress: Callable[[int, int], None]) -> None:
         """Load a drafter. Raises what `load_drafter` raises."""
         self.loaded = None
-        checkpoint = Checkpoint(part.drafter_path, "--prefill-drafter")
+        checkpoint = open_checkpoint(part.drafter_path, "--prefill-drafter")
         self.loaded = LoadedDrafter(part, load_drafter(checkpoint, self._device, part.dtype, on_progress))
 
     def describe(self) -> DrafterDescription | None:

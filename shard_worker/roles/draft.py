@@ -24,13 +24,13 @@ from shard_worker.drafting.drafters import Draft, DraftState, drafter_of
 from shard_worker.drafting.embedding_rows import matrix_name, rows_of_checkpoint
 from shard_worker.drafting.engine import DraftEngine, DraftRequest, check_start, make_engine
 from shard_worker.drafting.link import restore_draft, save_draft
-from shard_worker.measure.random_checkpoint import open_checkpoint
 from shard_worker.model.features import Features
 from shard_worker.roles import MAX_ROWS, RoleResources, WorkerRole
 from shard_worker.session_record import SessionRecord
 from shard_worker.snapshots.keeper import SnapshotKeeper
 from shard_worker.weights.checkpoint import Checkpoint
-from shard_worker.weights.weight import DenseWeight, Weight
+from shard_worker.weights.opening import open_checkpoint
+from shard_worker.weights.weight import Weight
 
 log = structlog.get_logger()
 
@@ -187,14 +187,13 @@ class DraftRole(WorkerRole[LoadDraft]):
         """Return the target's lm_head [vocab, hidden] on the draft's device and in its dtype."""
         tied = "lm_head.weight" not in target.headers
         name = matrix_name(target, "embed_tokens.weight") if tied else "lm_head.weight"
-        matrix = target.tensor(name).to(self._device.torch_device, draft.dtype, copy=True)
-        if matrix.shape != (draft.config.vocab_size, draft.config.hidden_size):
+        if target.shape(name) != (draft.config.vocab_size, draft.config.hidden_size):
             raise InvalidArgument(
-                f"the target's {name} has shape {list(matrix.shape)}, the draft needs "
+                f"the target's {name} has shape {list(target.shape(name))}, the draft needs "
                 f"[{draft.config.vocab_size}, {draft.config.hidden_size}]",
                 field=name,
             )
-        return DenseWeight(matrix).prepared()
+        return target.weight(name, self._device.torch_device, draft.dtype).prepared()
 
 
 class LocalDraftSession:

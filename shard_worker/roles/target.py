@@ -27,7 +27,6 @@ from shard_worker.drafting.drafters import Draft, DraftState, drafter_of
 from shard_worker.drafting.embedding_rows import EmbeddingRows, copied_embedding, resident_embedding, rows_of_stage
 from shard_worker.drafting.engine import DraftEngine, make_engine
 from shard_worker.drafting.link import DraftLink, LocalDraftLink, LostDraftLink, RemoteDraftLink
-from shard_worker.measure.random_checkpoint import open_checkpoint
 from shard_worker.roles import MAX_ROWS, RoleResources, WorkerRole
 from shard_worker.roles.draft import DraftRole, LoadedDraft
 from shard_worker.sampling.grammar_compiler import GrammarCompiler
@@ -45,6 +44,8 @@ from shard_worker.stage.batch_invariance import allocate
 from shard_worker.stage.loader import CaptureRequest, StageLoader
 from shard_worker.stage.stage import Stage
 from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.opening import open_checkpoint
+from shard_worker.weights.weight import DenseWeight, Weight
 
 if TYPE_CHECKING:
     from shard_worker.drafting.ahead import Ahead
@@ -63,12 +64,17 @@ log = structlog.get_logger()
 class TargetEmbedding:
     """The target's embedding, in which a draft looks up tokens.
 
-    matrix: all of it, [vocab, hidden], where it is on the last device, else None. rows: looks up single rows, in the
-    matrix where there is one, else in the checkpoint's file.
+    matrix: all of it, [vocab, hidden], where it is in this worker's memory, else None. rows: looks up single rows, in
+    the matrix where there is one, else in the checkpoint's file.
     """
 
-    matrix: torch.Tensor | None
+    matrix: Weight | None
     rows: EmbeddingRows
+
+    @property
+    def dense(self) -> torch.Tensor | None:
+        """The matrix as one tensor, None where it is not here or packed."""
+        return self.matrix.tensor if isinstance(self.matrix, DenseWeight) else None
 
     @classmethod
     def of(cls, stage: Stage, checkpoint: Checkpoint) -> TargetEmbedding:
@@ -198,7 +204,7 @@ class TargetRole(WorkerRole[LoadTarget]):
             stage.prepare()
             if beside is not None and stage.head is not None:
                 self.loaded = replace(loaded, embedding=loaded.embedding.beside(beside.draft, stage, loaded.part))
-                self._drafts.engine(beside.draft, stage, self.loaded.embedding).prepare(self.loaded.embedding.matrix)
+                self._drafts.engine(beside.draft, stage, self.loaded.embedding).prepare(self.loaded.embedding.dense)
         except Exception as error:
             # Whatever a compiler may lack on this host, plain torch has what it needs.
             log.warning("kernels.failed", error=f"{type(error).__name__}: {error}"[:500])
@@ -399,7 +405,7 @@ def _ahead(
     request: OpenSession, stage: Stage, embedding: TargetEmbedding, engine: DraftEngine, state: DraftState
 ) -> Ahead | None:
     """Return what issues a block together with the step before it, where kernels on one device run all of both."""
-    matrix, runner = embedding.matrix, stage.runners[-1] if stage.runners else None
+    matrix, runner = embedding.dense, stage.runners[-1] if stage.runners else None
     if (
         engine.runner is None
         or runner is None

@@ -27,7 +27,7 @@ from shard_worker.stage.segment import Segment
 from shard_worker.stage.stage import Stage
 from shard_worker.stage.step_runner import make_runner
 from shard_worker.weights.checkpoint import Checkpoint
-from shard_worker.weights.weight import DenseWeight
+from shard_worker.weights.weight import DenseWeight, Weight
 
 Progress = Callable[[int, int], None]
 """Called with bytes loaded so far and bytes in all."""
@@ -61,7 +61,7 @@ class StageLoader:
         None for the weights'.
 
         Raises InvalidArgument for layers that the model doesn't have and for missing, unknown or mis-shaped tensors,
-        Unimplemented for an unknown family or a quantised checkpoint.
+        Unimplemented for an unknown family.
         """
         self._checkpoint, self._layers = checkpoint, layers
         self.config = read_model_config(checkpoint.config)
@@ -112,14 +112,25 @@ class StageLoader:
                 check_float8(device, kernels=can_run(device, head_sizes(self.config)))
         loaded = resident = 0
 
-        def load_tensor(name: str, device: torch.device) -> torch.Tensor:
+        def count(name: str, nbytes: int) -> None:
             nonlocal loaded, resident
-            cast = takes_model_dtype(name, self._checkpoint.shape(name))
-            tensor = self._checkpoint.place(name, device, self.dtype if cast else self._checkpoint.dtype(name))
-            resident += tensor.nbytes
+            resident += nbytes
             loaded += self._checkpoint.size_bytes(name)
             on_progress(loaded, self.total_bytes)
+
+        def load_vector(name: str, device: torch.device) -> torch.Tensor:
+            cast = takes_model_dtype(name, self._checkpoint.shape(name))
+            tensor = self._checkpoint.place(name, device, self.dtype if cast else self._checkpoint.dtype(name))
+            count(name, tensor.nbytes)
             return tensor
+
+        def load_matrix(name: str, device: torch.device) -> Weight:
+            weight = self._checkpoint.weight(name, device, self.dtype)
+            count(name, weight.nbytes)
+            return weight
+
+        def load_tensor(name: str, device: torch.device) -> Weight | torch.Tensor:
+            return (load_matrix if len(self._checkpoint.shape(name)) == 2 else load_vector)(name, device)
 
         segments = tuple(
             replace(
@@ -129,18 +140,17 @@ class StageLoader:
         )
         embedding = head = None
         if self.is_first:
-            embedding = load_tensor(self._tensors.embedding, devices[0].torch_device)
+            embedding = load_matrix(self._tensors.embedding, devices[0].torch_device)
         if self.is_last:
             last = devices[-1].torch_device
             shared = embedding is not None and self.config.tied_head and embedding.device == last
-            matrix = embedding if shared else load_tensor(self._tensors.head, last)
+            matrix = embedding if shared else load_matrix(self._tensors.head, last)
             assert matrix is not None
-            weight = DenseWeight(matrix).prepared()
-            norm = norm_factor(self.config, load_tensor(self._tensors.norm, last))
-            head = Head(norm, weight, self.config.norm_eps)
-            if shared and not isinstance(weight, DenseWeight):
+            norm = norm_factor(self.config, load_vector(self._tensors.norm, last))
+            head = Head(norm, matrix.prepared(), self.config.norm_eps)
+            if shared and head.weight is not matrix and isinstance(matrix, DenseWeight):
                 # Not both in memory: rows are looked up in the mapped file.
-                embedding = self._checkpoint.tensor(self._tensors.embedding)
+                embedding = DenseWeight(self._checkpoint.tensor(self._tensors.embedding))
         ends = [
             (segment, embedding if segment is segments[0] else None, head if segment is segments[-1] else None)
             for segment in segments
@@ -165,7 +175,7 @@ class StageLoader:
         layers: LayerRange,
         device: Device,
         capture: CaptureRequest | None,
-        load_tensor: Callable[[str, torch.device], torch.Tensor],
+        load_tensor: Callable[[str, torch.device], Weight | torch.Tensor],
     ) -> Segment:
         weights = []
         for layer in range(layers.first, layers.last):

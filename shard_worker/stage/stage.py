@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 
 from services.layers import LayerRange
 from services.messages.description import StepEngine
@@ -24,6 +23,7 @@ from shard_worker.stage.batch_runner import ROW_COUNTS, BatchRunner, SessionRows
 from shard_worker.stage.segment import Segment
 from shard_worker.stage.step_graph import StepOutput, StepPart, StepRows
 from shard_worker.stage.step_runner import StepRunner
+from shard_worker.weights.weight import Weight
 
 MOST_ROWS_TOGETHER = 256
 """Most rows of a step of several sessions in plain torch."""
@@ -79,7 +79,7 @@ class Stage:
     layers: LayerRange
     segments: tuple[Segment, ...]
     """The layers by device, in order."""
-    embedding: torch.Tensor | None
+    embedding: Weight | None
     """[vocab, hidden] on the first stage, None on others."""
     head: Head | None
     """On the last stage, None on others."""
@@ -161,8 +161,7 @@ class Stage:
     def embed(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Return the embedding's rows of these tokens, [n, hidden]."""
         assert self.embedding is not None
-        rows = F.embedding(torch.tensor(tuple(token_ids), device=self.embedding.device), self.embedding)
-        return rows.to(self.dtype)
+        return self.embedding.lookup(torch.tensor(tuple(token_ids))).to(self.dtype)
 
     def step(
         self,

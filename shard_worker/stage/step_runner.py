@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from services.model.config import LayerKind
 from shard_worker.cache.attention_cache import PAGE_ROWS
@@ -21,11 +20,12 @@ from shard_worker.device.dtypes import OnHost, bytes_of
 from shard_worker.device.stream_gate import StreamGate
 from shard_worker.model.features import Features
 from shard_worker.model.head import Head
-from shard_worker.model.kernel_support import can_run, head_sizes
-from shard_worker.model.layer_weights import DecoderWeights
+from shard_worker.model.kernel_support import can_read, can_run, head_sizes
+from shard_worker.model.layer_weights import DecoderWeights, matrices_of
 from shard_worker.stage.kernel_layers import kernel_layers
 from shard_worker.stage.segment import Segment
 from shard_worker.stage.step_graph import CapturedStep, Prelaunched, Released, StepOutput, StepRows, Variant
+from shard_worker.weights.weight import Weight
 
 if TYPE_CHECKING:
     from shard_worker.model.kernels import decoder
@@ -41,7 +41,7 @@ BLOCK_ROWS = 16
 class StepRunner:
     """Runs the steps of one segment, with the embedding and the head where they are on its device."""
 
-    def __init__(self, segment: Segment, embedding: torch.Tensor | None, head: Head | None, *, graphs: bool) -> None:
+    def __init__(self, segment: Segment, embedding: Weight | None, head: Head | None, *, graphs: bool) -> None:
         from shard_worker.model.kernels.step_parameters import StepParameters
 
         self._segment, self._embedding, self._head, self._graphs = segment, embedding, head, graphs
@@ -320,7 +320,7 @@ class StepRunner:
 def launch(
     segment: Segment,
     layers: decoder.Layers,
-    embedding: torch.Tensor | None,
+    embedding: Weight | None,
     head: Head | None,
     parameters: StepParameters,
     variant: Variant,
@@ -339,7 +339,7 @@ def launch(
     places = parameters.places(variant.rows)
     hidden = hidden[: variant.rows]
     if embedding is not None:
-        hidden = F.embedding(parameters.tokens[: variant.rows], embedding)
+        hidden = embedding.lookup(parameters.tokens[: variant.rows])
     capture = segment.capture if variant.featured else None
     capture_indices = [] if capture is None else [layer - segment.layers.first for layer in capture.indices]
     result = decoder.run(
@@ -363,14 +363,16 @@ def launch(
     return step
 
 
-def make_runner(
-    segment: Segment, embedding: torch.Tensor | None, head: Head | None, *, graphs: bool
-) -> StepRunner | None:
+def make_runner(segment: Segment, embedding: Weight | None, head: Head | None, *, graphs: bool) -> StepRunner | None:
     """Return a runner of a segment's steps.
 
-    Returns None where plain torch has to do, as `can_run` says, and for layers that the kernels don't have.
+    Returns None where plain torch has to do, as `can_run` and `can_read` say, and for layers that kernels don't have.
     """
     are_decoders = all(isinstance(weights, DecoderWeights) for weights in segment.weights)
     if not are_decoders or not can_run(segment.device, head_sizes(segment.config)):
+        return None
+    matrices = [matrix for weights in segment.weights for matrix in matrices_of(weights)]
+    matrices += [] if head is None else [head.weight]
+    if not can_read(segment.device, matrices):
         return None
     return StepRunner(segment, embedding, head, graphs=graphs)

@@ -1,103 +1,99 @@
-"""A Hugging Face checkpoint directory: its configuration, its tensors in mapped safetensors files, its fingerprint.
+"""What weights are loaded from, whatever kind of file or directory a user names: the questions that loading asks.
 
-It reads; it never writes and never unpickles. It must not know model families.
+A kind of checkpoint is a subclass; `opening.open_checkpoint` chooses it by the path. It reads; it never writes and
+never unpickles.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import json
-import math
+import abc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 
-from services.model.checkpoint_files import TensorHeader, missing_file, read_config, unreadable_file, weight_files
-from services.model.safetensors_header import LENGTH_BYTES
+from services.model.tensor_headers import TensorHeader
 from shard_worker.device.dtypes import dtype_from_name
+from shard_worker.weights.weight import DenseWeight, Weight
 
-_SAMPLES, _SAMPLE_BYTES = 64, 4096
 
+class Checkpoint(abc.ABC):
+    """A model's or draft's configuration and tensors, which are read when they are asked for.
 
-class Checkpoint:
-    """One checkpoint directory, whose tensors are read when they are asked for.
-
-    config: its config.json. headers: element type and shape of every tensor by name.
+    directory: where it lies, named in errors. config: its configuration in Hugging Face's words. headers: its tensors
+    by Hugging Face's names, packed matrices among them, as `services.model.checkpoint_files.read_headers` gives them to
+    the planner. What a kind must add is abstract here.
     """
 
-    def __init__(self, directory: str | Path, field: str = "--model") -> None:
-        """Map the files. field: the option that named the directory, for errors.
+    def __init__(self, directory: Path, config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> None:
+        self.directory, self.config, self.headers = directory, config, headers
+        self._looked_up: dict[str, Weight] = {}
 
-        Raises NotFound when the directory, its config.json or a named weight file is missing, InvalidArgument when a
-        JSON file is malformed and DataLoss when a weight file is truncated.
+    @property
+    @abc.abstractmethod
+    def fingerprint(self) -> str:
+        """A hash over the configuration, the tensors' headers and samples of their contents.
+
+        It does not depend on path, file times and the split; two trainings of one architecture differ in it, and two
+        packings of one model.
         """
-        self.directory = Path(directory)
-        self._field = field
-        self.config: Mapping[str, Any] = read_config(self.directory, field)
-        self._files = {path: self._open(path) for path in weight_files(self.directory, field)}
-        self._holder = {name: handle for handle in self._files.values() for name in list(handle.keys())}
-        self.headers: Mapping[str, TensorHeader] = {name: self._header(name) for name in self._holder}
-        self._matrices: dict[str, torch.Tensor] = {}
+
+    @abc.abstractmethod
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a dense tensor over the mapped file, with its stored dtype. Copy it before keeping it."""
+
+    @abc.abstractmethod
+    def packed(self, name: str, device: torch.device, dtype: torch.dtype) -> Weight:
+        """Return a packed matrix on a device, in the form in which it is multiplied by, for activations of a dtype.
+
+        No more than this one matrix is unpacked on the way. Raises DataLoss for contents that its format cannot have.
+        """
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape."""
         return self.headers[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return a tensor's stored element type. Raises Unimplemented for one that is not served."""
+        """Return a dense tensor's stored element type. Raises Unimplemented for one that is not served."""
         return dtype_from_name(self.headers[name].dtype(name))
 
     def size_bytes(self, name: str) -> int:
         """Return the bytes of a tensor as stored. Raises as `dtype`."""
-        return math.prod(self.shape(name)) * self.dtype(name).itemsize
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor over the mapped file, with its stored dtype. Copy it before keeping it."""
-        return self._holder[name].get_tensor(name)
+        return self.headers[name].stored_bytes(name)
 
     def place(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """Return a copy of a tensor on a device."""
+        """Return a copy of a dense tensor on a device."""
         return self.tensor(name).to(device=device, dtype=dtype, copy=True)
 
-    def rows(self, name: str, indices: Sequence[int]) -> torch.Tensor:
-        """Return a few rows of a matrix, [len(indices), columns], read from the mapped file."""
-        # The matrix is made once: of every tensor or slice that safetensors makes it leaks some bytes, as of its 0.8.0.
-        if name not in self._matrices:
-            self._matrices[name] = self.tensor(name)
-        return F.embedding(torch.tensor(indices), self._matrices[name])
+    def weight(self, name: str, device: torch.device, dtype: torch.dtype) -> Weight:
+        """Return a matrix on a device, dense or packed as it is stored, for activations of a dtype.
 
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """A hash over the configuration, the tensors' headers and evenly spread samples of the contents.
-
-        It does not depend on path, file times and the split; two trainings of one architecture differ in it.
+        Raises as `packed`.
         """
-        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
-        for path in sorted(self._files, key=lambda path: path.name):
-            size = path.stat().st_size
-            digest.update(size.to_bytes(8, "little"))
-            with path.open("rb") as file:
-                header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
-                digest.update(file.read(header_bytes))
-                first = LENGTH_BYTES + header_bytes
-                for sample in range(_SAMPLES):
-                    file.seek(first + (size - first) * sample // _SAMPLES)
-                    digest.update(file.read(_SAMPLE_BYTES))
-        return digest.hexdigest()[:32]
+        if self.headers[name].packed is not None:
+            return self.packed(name, device, dtype)
+        return DenseWeight(self.place(name, device, dtype))
 
-    def _header(self, name: str) -> TensorHeader:
-        view = self._holder[name].get_slice(name)
-        return TensorHeader(view.get_dtype(), tuple(view.get_shape()))
+    def dense(self, name: str) -> torch.Tensor:
+        """Return a matrix [rows, columns] on the CPU for what cuts it by columns.
 
-    def _open(self, path: Path) -> Any:
-        try:
-            return safe_open(path, framework="pt")
-        except FileNotFoundError:
-            raise missing_file(path, self._field) from None
-        except (SafetensorError, OSError) as error:
-            raise unreadable_file(path, self._field, error) from error
+        A dense one is returned over the mapped file, with its stored dtype, a packed one is unpacked to float32.
+        """
+        if self.headers[name].packed is None:
+            return self.tensor(name)
+        weight = self.packed(name, torch.device("cpu"), torch.float32)
+        return weight.lookup(torch.arange(weight.rows))
+
+    def rows(self, name: str, indices: Sequence[int]) -> torch.Tensor:
+        """Return a few rows of a matrix, [len(indices), columns], read from the mapped file.
+
+        A packed matrix is kept packed in the host's memory from then on; only these rows are unpacked, to float32.
+        """
+        # The matrix is made once: of every tensor or slice that safetensors makes it leaks some bytes, as of its 0.8.0.
+        if name not in self._looked_up:
+            if self.headers[name].packed is None:
+                self._looked_up[name] = DenseWeight(self.tensor(name))
+            else:
+                self._looked_up[name] = self.packed(name, torch.device("cpu"), torch.float32)
+        return self._looked_up[name].lookup(torch.tensor(indices))

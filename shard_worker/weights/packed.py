@@ -187,6 +187,9 @@ class PackedWeight(Weight):
             dtype=self.dtype,
         )
 
+    def lookup(self, indices: torch.Tensor) -> torch.Tensor:
+        return self.select_rows(indices.to(self.device)).unpacked(dtype=self.dtype)
+
     def concatenated(self, others: Sequence[Weight]) -> Weight:
         """As `Weight.concatenated`; matrices of unlike forms stay beside each other."""
         alike = [other for other in others if isinstance(other, PackedWeight) and self.is_like(other)]

@@ -33,7 +33,7 @@ class Weight(abc.ABC):
     @property
     @abc.abstractmethod
     def tensor(self) -> torch.Tensor:
-        """The matrix [rows, columns] as one dense tensor, as kernels read it. Raises TypeError where there is none."""
+        """The matrix [rows, columns] as one dense tensor. Raises TypeError where there is none."""
 
     @abc.abstractmethod
     def matmul(
@@ -53,6 +53,13 @@ class Weight(abc.ABC):
     def concatenated(self, others: Sequence[Weight]) -> Weight:
         """Return the matrix of these rows and then those of the others, which have as many columns and take activations
         of the same dtype."""
+
+    def lookup(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return the rows at the indices int64 [n] as one dense tensor, [n, columns], as an embedding is looked up.
+
+        Raises TypeError for a form that is only multiplied by.
+        """
+        raise TypeError(f"rows of a {type(self).__name__} cannot be looked up: look them up before `prepared`")
 
     def prepared(self) -> Weight:
         """Return the form that multiplies fastest on its device, for a matrix that is complete."""
@@ -87,6 +94,9 @@ class DenseWeight(Weight):
 
     def select_rows(self, rows: slice | torch.Tensor) -> DenseWeight:
         return DenseWeight(self._tensor[rows])
+
+    def lookup(self, indices: torch.Tensor) -> torch.Tensor:
+        return F.embedding(indices.to(self.device), self._tensor)
 
     def concatenated(self, others: Sequence[Weight]) -> Weight:
         if all(isinstance(other, DenseWeight) for other in others):
@@ -171,7 +181,18 @@ class StackedWeight(Weight):
         return product if bias is None else product + bias
 
     def select_rows(self, rows: slice | torch.Tensor) -> Weight:
-        raise TypeError("rows cannot be taken out of matrices of unlike forms: select them before they are stacked")
+        """As `Weight.select_rows`, for a run of rows."""
+        if isinstance(rows, torch.Tensor):
+            raise TypeError("single rows cannot be taken out of matrices of unlike forms: select them before")
+        first, last, step = rows.indices(self.rows)
+        assert step == 1
+        kept, begin = [], 0
+        for part in self.parts:
+            own = slice(max(first - begin, 0), min(last - begin, part.rows))
+            if own.start < own.stop:
+                kept.append(part.select_rows(own))
+            begin += part.rows
+        return concatenate(kept)
 
     def concatenated(self, others: Sequence[Weight]) -> Weight:
         return StackedWeight((*self.parts, *others))

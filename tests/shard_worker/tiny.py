@@ -20,7 +20,7 @@ from shard_worker.drafting.drafters.dflash import DFlashDraft
 from shard_worker.model.features import Features
 from shard_worker.stage.loader import CaptureRequest, StageLoader
 from shard_worker.stage.stage import Stage, StageState
-from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.opening import open_checkpoint
 from tests.reference import checkpoints, storage, target
 
 VOCAB = 256
@@ -125,7 +125,7 @@ def load_stage(
     """Load layers [first, last) of a checkpoint, by default all of them."""
     if isinstance(devices, str):
         devices = parse_devices(devices)
-    checkpoint = Checkpoint(path)
+    checkpoint = open_checkpoint(path)
     text = checkpoint.config.get("text_config", checkpoint.config)
     chosen = LayerRange(*(layers or (0, text["num_hidden_layers"])))
     loader = StageLoader(checkpoint, chosen, dtype, kv_dtype)
@@ -141,7 +141,7 @@ def load_split(path: Path, cuts: Sequence[int], **options: Any) -> list[Stage]:
 
 def load_draft(path: Path, dtype: str | None = None, device: Device | None = None) -> DFlashDraft:
     """Load a draft, by default in its own element type on the CPU."""
-    checkpoint = Checkpoint(path, "--draft")
+    checkpoint = open_checkpoint(path, "--draft")
     draft = drafter_of(checkpoint).load(checkpoint, device or parse_devices("cpu")[0], dtype, ignore_progress)
     assert isinstance(draft, DFlashDraft)
     return draft

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from services.errors import Unimplemented
-from services.model.checkpoint_files import TensorHeader
+from services.model.config import named_dtype
+from services.model.tensor_headers import TensorHeader
 
 
 class DraftConfig(Protocol):
@@ -96,6 +97,20 @@ def check_draft_kind(raw: Mapping[str, Any], directory: Path) -> str:
 def draft_format(name: str) -> DraftFormat:
     """Return the module of this name, which is that of a known draft kind."""
     return cast(DraftFormat, importlib.import_module(f"{__name__}.{name}"))
+
+
+def draft_dtype(raw: Mapping[str, Any], names: Mapping[str, str], headers: Mapping[str, TensorHeader]) -> str:
+    """Return the element type that a draft keeps unless told otherwise: that of `fc` as stored.
+
+    Where any matrix is packed it is what config.json names, else that of the last norm. names: of `find_tensors`.
+    """
+    stored = names["fc.weight"]
+    if any(headers[name].packed is not None for name in names.values()):
+        named = named_dtype(raw)
+        if named is not None:
+            return named
+        stored = names["norm.weight"]
+    return headers[stored].dtype(stored)
 
 
 def _marks(raw: Mapping[str, Any]) -> list[str]:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from services.errors import InvalidArgument, Unimplemented
-from services.model.checkpoint_files import TensorHeader
 from services.model.config import ConfigReader, LayerKind, check_heads
+from services.model.tensor_headers import TensorHeader
 
 _REFUSED = {
     "DFlash2DraftModel": "DFlash2",

@@ -10,10 +10,11 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 from services.errors import InvalidArgument, Unimplemented
-from services.model.config import ModelConfig
+from services.model.config import ModelConfig, named_dtype
 
 TEXT_SUFFIX = "_text"
 """What the `model_type` of a multimodal model's text part ends with."""
@@ -34,8 +35,8 @@ def known_families() -> list[str]:
 def read_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Read a target's config.json by its family.
 
-    Raises InvalidArgument without a model_type, Unimplemented for a quantised model and, listing the known families,
-    for one of an unknown family, and what the family's `read_config` raises.
+    Raises InvalidArgument without a model_type, Unimplemented for an unknown family, listing the known ones, and what
+    the family's `read_config` raises.
     """
     name = raw.get("model_type")
     if not isinstance(name, str):
@@ -49,13 +50,7 @@ def read_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         )
     nested = raw.get("text_config")
     # Where a multimodal config says it only once, it says it outside.
-    outer = {key: raw[key] for key in ("tie_word_embeddings", "quantization_config") if key in raw}
+    outer = {key: raw[key] for key in ("tie_word_embeddings",) if key in raw}
     text = {**outer, **nested} if isinstance(nested, Mapping) else raw
-    if text.get("quantization_config"):
-        raise Unimplemented(
-            "config.json: quantization_config marks a quantised checkpoint: use one with float32, bfloat16 or float16 "
-            "weights",
-            field="quantization_config",
-        )
     family = cast(Family, importlib.import_module(f"{__name__}.{name}"))
-    return family.read_config(text)
+    return replace(family.read_config(text), dtype=named_dtype(raw))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from services.model.config import LayerKind
+from services.model.drafts import draft_dtype
 from services.model.drafts.dflash import DFlashConfig, find_tensors, read_config
 from shard_worker.cache.attention_cache import PAGE_ROWS, AttentionCache, AttentionView
 from shard_worker.cache.page_pool import PagePool
@@ -22,15 +23,15 @@ from shard_worker.cache.prefix_state import GroupKind, StateView, TensorGroup
 from shard_worker.device.devices import Device
 from shard_worker.device.dtypes import dtype_from_name
 from shard_worker.model.features import Features
-from shard_worker.model.kernel_support import can_run
-from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights, MlpWeights
+from shard_worker.model.kernel_support import can_read, can_run
+from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights, MlpWeights, matrices_of
 from shard_worker.model.layers.swiglu import run as run_mlp
 from shard_worker.model.rows import Rows, rope_of_rows
 from shard_worker.ops.attention import attend, grouped_mask, visibility
 from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import apply_rope, inverse_frequencies
 from shard_worker.weights.checkpoint import Checkpoint
-from shard_worker.weights.weight import DenseWeight, Weight, concatenate
+from shard_worker.weights.weight import Weight, concatenate
 
 if TYPE_CHECKING:
     from shard_worker.drafting.runner import DFlashRunner
@@ -216,7 +217,8 @@ class DFlashDraft:
     @property
     def has_kernels(self) -> bool:
         """Whether kernels can run this draft on its device."""
-        return can_run(self.device, [self.config.head_dim])
+        matrices = [matrix for weights in self.layers for matrix in matrices_of(weights)]
+        return can_run(self.device, [self.config.head_dim]) and can_read(self.device, [self.fc, *matrices])
 
     def make_runner(self, head: Weight, *, graphs: bool, sessions: int | None = None) -> DFlashRunner:
         """Return a runner of this draft, as `Draft.make_runner`."""
@@ -270,25 +272,35 @@ def load(
     config = read_config(checkpoint.config)
     names = find_tensors(config, checkpoint.headers, checkpoint.directory)
     total = sum(checkpoint.size_bytes(name) for name in names.values())
-    chosen_dtype = checkpoint.dtype(names["fc.weight"]) if dtype is None else dtype_from_name(dtype)
+    chosen_dtype = dtype_from_name(
+        draft_dtype(checkpoint.config, names, checkpoint.headers) if dtype is None else dtype
+    )
     loaded = resident = 0
 
-    def read(name: str) -> torch.Tensor:
+    def count(stored: str, nbytes: int) -> None:
         nonlocal loaded, resident
-        stored = names[name]
         loaded += checkpoint.size_bytes(stored)
+        resident += nbytes
         on_progress(loaded, total)
+
+    def read(name: str) -> torch.Tensor:
+        stored = names[name]
         tensor_dtype = checkpoint.dtype(stored) if name.endswith("norm.weight") else chosen_dtype
         tensor = checkpoint.place(stored, device.torch_device, tensor_dtype)
-        resident += tensor.nbytes
+        count(stored, tensor.nbytes)
         return tensor
+
+    def matrix(name: str) -> Weight:
+        weight = checkpoint.weight(names[name], device.torch_device, chosen_dtype)
+        count(names[name], weight.nbytes)
+        return weight
 
     def pack(index: int, kind: LayerKind) -> tuple[DecoderWeights, Weight]:
         prefix = f"layers.{index}."
         attention = f"{prefix}self_attn."
 
         def matrices(*parts: str) -> Weight:
-            return concatenate([DenseWeight(read(f"{prefix}{part}_proj.weight")) for part in parts])
+            return concatenate([matrix(f"{prefix}{part}_proj.weight") for part in parts])
 
         norms = [(read(f"{attention}{part}_norm.weight").float(), heads) for part, heads in heads_of]
         qkv = matrices("self_attn.q", "self_attn.k", "self_attn.v")
@@ -320,7 +332,7 @@ def load(
         device=device,
         dtype=chosen_dtype,
         fingerprint=checkpoint.fingerprint,
-        fc=DenseWeight(read("fc.weight")).prepared(),
+        fc=matrix("fc.weight").prepared(),
         hidden_norm=read("hidden_norm.weight").float(),
         norm=read("norm.weight").float(),
         layers=layers,
@@ -333,6 +345,7 @@ def load(
 
 
 def read_fc(checkpoint: Checkpoint) -> tuple[DFlashConfig, torch.Tensor]:
-    """Read what a target stage needs of a draft: its config, and `fc` [hidden, N * hidden] over the mapped file."""
+    """Read what a target stage needs of a draft: its config, and `fc` [hidden, N * hidden], where it is not packed over
+    the mapped file."""
     config = read_config(checkpoint.config)
-    return config, checkpoint.tensor(find_tensors(config, checkpoint.headers, checkpoint.directory)["fc.weight"])
+    return config, checkpoint.dense(find_tensors(config, checkpoint.headers, checkpoint.directory)["fc.weight"])

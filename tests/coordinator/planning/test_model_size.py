@@ -21,7 +21,7 @@ from shard_worker.device.devices import parse_devices
 from shard_worker.drafting.drafters import drafter_of
 from shard_worker.stage.loader import CaptureRequest, StageLoader
 from shard_worker.stage.stage import Stage
-from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.opening import open_checkpoint
 from shard_worker.weights.weight import Weight
 from tests.reference import checkpoints, storage
 
@@ -36,7 +36,7 @@ def load(
     capture: CaptureRequest | None = None,
     kv_dtype: str | None = None,
 ) -> Stage:
-    return StageLoader(Checkpoint(path), layers, dtype, kv_dtype).load(CPU, capture, lambda loaded, total: None)
+    return StageLoader(open_checkpoint(path), layers, dtype, kv_dtype).load(CPU, capture, lambda loaded, total: None)
 
 
 def allocated(cache: AttentionCache | RecurrentCache | None) -> int:
@@ -102,7 +102,9 @@ def test_drafts_take_what_is_said(pairs: Pairs, family: str, dtype: str | None) 
     path, directory = pairs[family]
     target = read_model_size(path, dtype)
     size = read_draft_size(directory, target, dtype)
-    draft = drafter_of(Checkpoint(directory)).load(Checkpoint(directory), CPU[0], dtype, lambda loaded, total: None)
+    draft = drafter_of(open_checkpoint(directory)).load(
+        open_checkpoint(directory), CPU[0], dtype, lambda loaded, total: None
+    )
 
     assert size.weight_bytes == draft.weight_bytes
     assert (size.capture_layers, size.block_size) == (draft.config.capture_layers, draft.config.block_size)
@@ -119,7 +121,7 @@ def test_captured_blocks_cost_their_columns_of_fc(pairs: Pairs) -> None:
     path, directory = pairs["qwen3"]
     target = read_model_size(path, "float32")
     draft = read_draft_size(directory, target, "float32")
-    config, fc = drafter_of(Checkpoint(directory)).read_fc(Checkpoint(directory))
+    config, fc = drafter_of(open_checkpoint(directory)).read_fc(open_checkpoint(directory))
     for layers in (LayerRange(0, 3), LayerRange(3, 6)):
         stage = load(path, layers, "float32", CaptureRequest(config.capture_layers, fc))
         capture = stage.segments[0].capture

@@ -27,10 +27,10 @@ def test_headers_of_all_files_are_joined(tmp_path: Path) -> None:
     write_weights(tmp_path / "a.safetensors", {"x": ("BF16", [2, 3], 12)})
     write_weights(tmp_path / "b.safetensors", {"y": ("F32", [4], 16)})
     write_weights(tmp_path / SINGLE, {"z": ("F16", [], 2)})
-    alone = read_headers(tmp_path, "--model")
+    alone = read_headers(tmp_path, {}, "--model")
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}))
 
-    headers = read_headers(tmp_path, "--model")
+    headers = read_headers(tmp_path, {}, "--model")
 
     assert [(name, header.shape) for name, header in alone.items()] == [("z", ())]
     assert {name: (header.dtype(name), header.shape) for name, header in headers.items()} == {
@@ -42,7 +42,7 @@ def test_headers_of_all_files_are_joined(tmp_path: Path) -> None:
 def test_an_element_type_that_is_not_served_is_named(tmp_path: Path) -> None:
     """A header may hold any code; asking for its type names the tensor and what is served."""
     write_weights(tmp_path / SINGLE, {"q": ("F8_E4M3", [2], 2), "n": ("I32", [1], 4)})
-    headers = read_headers(tmp_path, "--model")
+    headers = read_headers(tmp_path, {}, "--model")
 
     for name, code in (("q", "F8_E4M3"), ("n", "I32")):
         with pytest.raises(Unimplemented, match=f"tensor {name} is stored as {code}: only F32, BF16 and F16"):
@@ -55,14 +55,14 @@ def test_what_is_not_safetensors_is_named(tmp_path: Path, content: bytes) -> Non
     (tmp_path / SINGLE).write_bytes(content)
 
     with pytest.raises(DataLoss, match=r"model\.safetensors cannot be read") as caught:
-        read_headers(tmp_path, "--draft")
+        read_headers(tmp_path, {}, "--draft")
     assert caught.value.where["field"] == "--draft"
 
 
 def test_a_missing_weight_file_is_named(tmp_path: Path) -> None:
     """The error says which file, and which option named its directory."""
     with pytest.raises(NotFound, match=r"model\.safetensors is missing") as caught:
-        read_headers(tmp_path, "--model")
+        read_headers(tmp_path, {}, "--model")
     assert caught.value.where["field"] == "--model"
 
 

@@ -16,7 +16,7 @@ from shard_worker.stage.loader import CaptureRequest
 from shard_worker.stage.stage import Stage
 from shard_worker.stage.step_graph import StepOutput
 from shard_worker.stage.step_runner import StepRunner
-from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.opening import open_checkpoint
 from shard_worker.weights.weight import DenseWeight
 from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device
 from tests.shard_worker.tiny import Tiny, ids, load_draft, load_stage
@@ -88,7 +88,7 @@ class Pair:
         from shard_worker.drafting.runner import DFlashRunner
 
         path = tiny.draft(name, "kernels-ahead", target_layer_ids=(2, 0))
-        _, fc = read_fc(Checkpoint(path, "--draft"))
+        _, fc = read_fc(open_checkpoint(path, "--draft"))
         captures = CaptureRequest((2, 0), fc)
         whole = load_stage(tiny.path(name), devices=[device()], dtype=NAME, capture=captures)
         layers = None if cut is None else (cut, whole.layers.last)
@@ -100,7 +100,7 @@ class Pair:
         self.draft = load_draft(path, NAME, device())
         assert stage.head is not None
         assert whole.embedding is not None
-        self.embedding = whole.embedding
+        self.embedding = whole.embedding.tensor
         [segment] = stage.segments
         self.step = StepRunner(segment, stage.embedding, stage.head, graphs=ON_GPU)
         self.stage: Stage = replace(stage, runners=(self.step,))

@@ -13,7 +13,7 @@ from services.errors import InvalidArgument, Unimplemented
 from shard_worker.device.devices import parse_devices
 from shard_worker.pflash.drafter import Drafter, check_prompt, load_drafter
 from shard_worker.pflash.scoring import chunk_means, smoothed
-from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.opening import open_checkpoint
 from tests.reference import checkpoints
 
 TAIL, WIDTH, CHUNK = 8, 13, 32
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def drafter(folder: Path) -> Drafter:
     [device] = parse_devices("cpu")
-    return load_drafter(Checkpoint(str(folder)), device, "float32", lambda *_: None)
+    return load_drafter(open_checkpoint(str(folder)), device, "float32", lambda *_: None)
 
 
 def restated(folder: Path, token_ids: list[int]) -> list[float]:
@@ -89,4 +89,4 @@ def test_another_family_is_refused(tmp_path: Path) -> None:
     folder = checkpoints.write_qwen3_5(tmp_path / "hybrid", layers=4)
     [device] = parse_devices("cpu")
     with pytest.raises(Unimplemented, match="Qwen3-0.6B"):
-        load_drafter(Checkpoint(str(folder)), device, None, lambda *_: None)
+        load_drafter(open_checkpoint(str(folder)), device, None, lambda *_: None)

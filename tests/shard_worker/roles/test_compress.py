@@ -16,7 +16,7 @@ from services.rpc.compress import RemoteCompressor
 from shard_worker.device.devices import parse_devices
 from shard_worker.pflash.drafter import load_drafter
 from shard_worker.pflash.selection import CHUNK_TOKENS, kept_ranges, select_chunks
-from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.opening import open_checkpoint
 from shard_worker.worker import Worker, WorkerConfig
 from tests.reference import checkpoints
 from tests.services.conftest import Dial, Serve, dial, serve  # noqa: F401  (fixtures)
@@ -63,7 +63,7 @@ async def test_what_is_kept(length: int, ratio: float, worker: Worker, remote: R
         assert found == Compressed(((0, length),), 0)
         return
     [device] = parse_devices("cpu")
-    own = load_drafter(Checkpoint(str(folder)), device, "float32", lambda *_: None)
+    own = load_drafter(open_checkpoint(str(folder)), device, "float32", lambda *_: None)
     *_, scores = own.score(token_ids)
     assert isinstance(scores, list)
     assert list(found.kept) == kept_ranges(select_chunks(scores, token_ids, ratio), length)

@@ -22,7 +22,7 @@ from shard_worker.drafting.drafters import Draft
 from shard_worker.drafting.engine import DraftEngine
 from shard_worker.roles.target import TargetRole
 from shard_worker.stage.step_runner import StepRunner
-from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.opening import open_checkpoint
 from tests.reference import checkpoints, storage
 from tests.shard_worker.chain import DRAFT_ADDRESS, Chain, resources
 from tests.shard_worker.tiny import Tiny, ignore_progress
@@ -52,7 +52,7 @@ def part(path: Path, first: int = 0, last: int = 4, draft: Path | None = None) -
 def test_a_stage_describes_itself(chain: Chain, tiny: Tiny) -> None:
     """Identity, layers, sizes and captures are those of what was loaded."""
     described = chain.roles[1].describe()
-    checkpoint = Checkpoint(tiny.path("qwen3_5"))
+    checkpoint = open_checkpoint(tiny.path("qwen3_5"))
 
     assert described is not None
     assert described.fingerprint == checkpoint.fingerprint

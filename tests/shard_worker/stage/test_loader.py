@@ -14,7 +14,7 @@ from services.errors import FlashsplitError, InvalidArgument, Unimplemented
 from services.layers import LayerRange
 from shard_worker.device.devices import parse_devices
 from shard_worker.stage.loader import StageLoader
-from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.opening import open_checkpoint
 from tests.reference import storage, target
 from tests.shard_worker.model.layers.family_runner import TOLERANCE
 from tests.shard_worker.tiny import Run, Tiny, ids, load_stage, unsplit
@@ -53,7 +53,7 @@ def test_a_stage_reads_its_own_layers_alone(
     """Only its layers, the embedding where it is first and norm and head where it is last; a tied matrix once."""
     expected = stored_bytes(tiny.path(name), *prefixes)
     seen: list[tuple[int, int]] = []
-    loader = StageLoader(Checkpoint(tiny.path(name)), LayerRange(*layers), None)
+    loader = StageLoader(open_checkpoint(tiny.path(name)), LayerRange(*layers), None)
 
     stage = loader.load(parse_devices("cpu"), None, lambda *progress: seen.append(progress))
 
@@ -220,7 +220,7 @@ def test_an_unknown_dtype_is_refused(tiny: Tiny) -> None:
     [
         ({"model_type": "gemma4"}, Unimplemented, "model_type"),
         ({"model_type": None}, InvalidArgument, "model_type"),
-        ({"quantization_config": {"quant_method": "fp8"}}, Unimplemented, "quantization_config"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, Unimplemented, "quantization_config"),
         ({"hidden_act": "gelu"}, Unimplemented, "hidden_act"),
     ],
 )

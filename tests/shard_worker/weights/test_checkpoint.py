@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from services.errors import DataLoss, FlashsplitError, InvalidArgument, NotFound, Unimplemented
-from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.opening import open_checkpoint
 from tests.reference import checkpoints, storage
 from tests.shard_worker.tiny import Tiny
 
@@ -36,7 +36,7 @@ def single(tiny: Tiny, tmp_path: Path) -> Path:
 def test_tensors_are_what_is_stored(tiny: Tiny, name: str) -> None:
     """Names, shapes, sizes, values and single rows are those of the files, in one file or many."""
     expected = storage.load_tensors(tiny.path(name))
-    checkpoint = Checkpoint(tiny.path(name))
+    checkpoint = open_checkpoint(tiny.path(name))
 
     assert set(checkpoint.headers) == set(expected)
     for stored, tensor in expected.items():
@@ -48,7 +48,7 @@ def test_tensors_are_what_is_stored(tiny: Tiny, name: str) -> None:
 
 def test_reading_rows_leaves_nothing_behind(tiny: Tiny) -> None:
     """A draft reads two with every block, for as long as its worker runs."""
-    checkpoint = Checkpoint(tiny.path("qwen3"))
+    checkpoint = open_checkpoint(tiny.path("qwen3"))
     checkpoint.rows(HEAD, (5,))
     before = sys.getallocatedblocks()
     for _ in range(1000):
@@ -67,7 +67,7 @@ def test_stored_dtypes_are_kept_and_foreign_ones_named(tmp_path: Path) -> None:
     }
     storage.write_config(tmp_path, {})
     storage.save_tensors(tmp_path, tensors)
-    checkpoint = Checkpoint(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
 
     for name in ("full", "brain", "half"):
         assert checkpoint.dtype(name) == checkpoint.tensor(name).dtype == tensors[name].dtype
@@ -80,10 +80,10 @@ def test_stored_dtypes_are_kept_and_foreign_ones_named(tmp_path: Path) -> None:
 def test_a_missing_directory_or_config_is_named(tmp_path: Path) -> None:
     """The error names the path and the option that it came from."""
     with pytest.raises(NotFound, match="--draft .*nowhere.* is not a directory") as caught:
-        Checkpoint(tmp_path / "nowhere", "--draft")
+        open_checkpoint(tmp_path / "nowhere", "--draft")
     assert caught.value.where["field"] == "--draft"
     with pytest.raises(NotFound, match=r"has no config\.json"):
-        Checkpoint(tmp_path)
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_malformed_config_is_refused(single: Path, text: str, words: str) -> N
     (single / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
 
     with pytest.raises(InvalidArgument, match=rf"config\.json {words}"):
-        Checkpoint(single)
+        open_checkpoint(single)
 
 
 def set_map(value: Any) -> Callable[[Path], None]:
@@ -135,7 +135,7 @@ def test_damaged_files_are_named(
     damage(sharded)
 
     with pytest.raises(kind, match=words):
-        Checkpoint(sharded)
+        open_checkpoint(sharded)
 
 
 def test_a_directory_without_weights_is_refused(single: Path) -> None:
@@ -143,20 +143,20 @@ def test_a_directory_without_weights_is_refused(single: Path) -> None:
     (single / storage.SINGLE).unlink()
 
     with pytest.raises(NotFound, match=r"model\.safetensors is missing"):
-        Checkpoint(single)
+        open_checkpoint(single)
 
 
 def test_copies_have_one_fingerprint(single: Path, tiny: Tiny) -> None:
     """Neither the path nor file times count."""
     (single / storage.SINGLE).touch()
 
-    assert Checkpoint(single).fingerprint == Checkpoint(tiny.path("qwen3")).fingerprint
+    assert open_checkpoint(single).fingerprint == open_checkpoint(tiny.path("qwen3")).fingerprint
 
 
 def test_other_weights_under_equal_headers_have_another_fingerprint(tiny: Tiny, tmp_path: Path) -> None:
     """Two trainings of one architecture, whose files differ in contents alone, are told apart."""
     other = checkpoints.write_qwen3(tmp_path / "other", seed=1)
-    one, two = Checkpoint(tiny.path("qwen3")), Checkpoint(other)
+    one, two = open_checkpoint(tiny.path("qwen3")), open_checkpoint(other)
 
     assert one.config == two.config
     assert one.headers == two.headers
@@ -167,4 +167,4 @@ def test_another_config_has_another_fingerprint(single: Path, tiny: Tiny) -> Non
     """The same weights read another way are another model."""
     storage.edit_config(single, lambda config: config.update(rms_norm_eps=1e-5))
 
-    assert Checkpoint(single).fingerprint != Checkpoint(tiny.path("qwen3")).fingerprint
+    assert open_checkpoint(single).fingerprint != open_checkpoint(tiny.path("qwen3")).fingerprint

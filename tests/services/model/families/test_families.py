@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.errors import InvalidArgument, Unimplemented
 from services.model.families import known_families, read_model_config
+from services.model.packings import logical_headers
 from tests.services.model.families import test_qwen3, test_qwen3_5
 
 RAW: dict[str, dict[str, Any]] = {"qwen3": test_qwen3.RAW, "qwen3_5": test_qwen3_5.RAW}
@@ -37,14 +39,33 @@ def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
         read_model_config({})
 
 
-def test_a_quantised_checkpoint_is_refused() -> None:
-    """quantization_config is refused in a plain config, and inside and outside of a nested one."""
-    mark = {"quantization_config": {"quant_method": "fp8"}}
+def test_an_unknown_way_of_packing_is_refused(tmp_path: Path) -> None:
+    """quantization_config is read in a plain config, and inside and outside of a nested one."""
+    mark = {"quantization_config": {"quant_method": "bitsandbytes"}}
     inside = NESTED | {"text_config": NESTED["text_config"] | mark}
 
     for raw in (RAW["qwen3"] | mark, NESTED | mark, inside):
-        with pytest.raises(Unimplemented, match="quantization_config"):
-            read_model_config(raw)
+        with pytest.raises(Unimplemented, match=r"quantization_config.*'bitsandbytes'.*fp8") as caught:
+            logical_headers(raw, {}, tmp_path)
+        assert caught.value.where["field"] == "quantization_config"
+    for settings in ({"bits": 4}, "fp8", {"quant_method": 8}):
+        with pytest.raises(InvalidArgument, match="must be an object with a quant_method, one of .*fp8"):
+            logical_headers(RAW["qwen3"] | {"quantization_config": settings}, {}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "dtype"),
+    [
+        ({}, None),
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": "auto"}, None),
+    ],
+)
+def test_the_element_type_is_read(keys: dict[str, str], dtype: str | None) -> None:
+    """By its old name and its new one, inside a text part too."""
+    inside = NESTED | {"text_config": NESTED["text_config"] | keys}
+    assert [read_model_config(raw).dtype for raw in (RAW["qwen3"] | keys, inside, NESTED | keys)] == [dtype] * 3
 
 
 def test_a_multimodal_config_may_tie_its_head_outside() -> None:

@@ -13,7 +13,7 @@ from services.errors import FlashsplitError, InvalidArgument, Unimplemented
 from shard_worker.drafting.drafters import drafter_of
 from shard_worker.drafting.drafters.dflash import DFlashDraft, DFlashState, read_fc
 from shard_worker.model.features import Features
-from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.opening import open_checkpoint
 from tests.reference import storage
 from tests.reference.dense_draft import DenseDraft, DraftOutput
 from tests.shard_worker.tiny import AS_GPU, Tiny, load_draft
@@ -327,7 +327,7 @@ def test_a_draft_of_another_kind_is_refused_by_name(
 def test_stages_read_the_fc_alone(tiny: Tiny) -> None:
     """A target stage gets the draft's shape and `fc` without loading anything else."""
     path = tiny.draft("qwen3", "three-captures", **SHAPES["three-captures"])
-    checkpoint = Checkpoint(path, "--draft")
+    checkpoint = open_checkpoint(path, "--draft")
 
     config, fc = read_fc(checkpoint)
 

@@ -16,8 +16,7 @@ from services.messages.description import FeatureTransport, HeadPlace
 from services.model import drafts
 from shard_worker.drafting import drafters
 from shard_worker.drafting.drafters import drafter_of
-from shard_worker.measure.random_checkpoint import open_checkpoint
-from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.opening import open_checkpoint
 from tests.reference import storage
 from tests.shard_worker.chain import Chain
 from tests.shard_worker.drafting.drafters.second_kind.echo import EchoConfig
@@ -58,7 +57,7 @@ def test_a_kind_is_found_by_its_name(draft: Path, tmp_path: Path) -> None:
     other.mkdir()
     (other / "config.json").write_text(json.dumps({"architectures": ["Unheard"]}))
 
-    assert drafter_of(Checkpoint(draft, "--draft")).__name__.endswith(".echo")
+    assert drafter_of(open_checkpoint(draft, "--draft")).__name__.endswith(".echo")
     with pytest.raises(Unimplemented, match="Unheard.*known kinds: dflash, echo"):
         drafts.check_draft_kind(json.loads((other / "config.json").read_text()), other)
 

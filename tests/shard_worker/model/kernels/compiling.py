@@ -316,7 +316,7 @@ class Recorder:
         """Launch what a worker launches at its start, and then all that a stage with a draft beside it does."""
         from shard_worker.stage.batch_runner import MAX_SESSIONS
 
-        head, embedding = stage.head, stage.embedding
+        head, embedding = stage.head, stage.embedding.tensor
         self._preparing = True
         stage.prepare()
         drafting = draft.make_runner(head.weight, graphs=False)
@@ -333,7 +333,7 @@ def _serve(case: Case, stage: Any, draft: Any, drafting: Any, drafting_together:
     from shard_worker.model.features import Features
     from shard_worker.stage.batch_runner import BatchRunner, SessionRows
 
-    [runner], embedding = stage.runners, stage.embedding
+    [runner], embedding = stage.runners, stage.embedding.tensor
     state = stage.allocate(512, 64)
     for rows in case.rows:
         uncommitted = rows > 1
@@ -349,7 +349,7 @@ def _serve(case: Case, stage: Any, draft: Any, drafting: Any, drafting_together:
             total = torch.zeros(rows, case.target["hidden_size"])
             ahead.issue(state.caches[0], argmax, total, 3, uncommitted=rows > 1)
     [segment] = stage.segments
-    several = BatchRunner(segment, embedding, stage.head, graphs=False)
+    several = BatchRunner(segment, stage.embedding, stage.head, graphs=False)
     sessions = [segment.allocate(512, 64) for _ in range(2)]
     blocks, contexts = BlocksAhead(drafting_together, embedding), [draft.allocate(256) for _ in range(8)]
     for rows in case.batches:
@@ -367,7 +367,7 @@ def _serve(case: Case, stage: Any, draft: Any, drafting: Any, drafting_together:
 
 def _unwritten(directory: Path, config: dict[str, Any]) -> Any:
     """A checkpoint of this configuration whose tensors are memory that nobody has written."""
-    from shard_worker.measure.random_checkpoint import RandomCheckpoint
+    from shard_worker.weights.random_checkpoint import RandomCheckpoint
 
     class UnwrittenCheckpoint(RandomCheckpoint):
         def place(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from services.model.checkpoint_files import TensorHeader
+from services.model.tensor_headers import TensorHeader
 from shard_worker.cache.page_pool import PagePool
 from shard_worker.cache.prefix_state import GroupKind, StateView, TensorGroup, WholeView
 from shard_worker.device.devices import Device

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 
-from services.model.checkpoint_files import TensorHeader, read_config
+from services.model.checkpoint_files import read_config
 from services.model.drafts import draft_format, draft_kind
 from services.model.families import read_model_config
 from services.model.safetensors_header import DTYPE_CODES
 from services.model.target_tensors import target_shapes
+from services.model.tensor_headers import TensorHeader
 from shard_worker.device.dtypes import dtype_from_name
 from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.weight import Weight
 
 KEY = "random_weights"
 """The key of config.json that asks for random weights in place of files, where it is true."""
@@ -29,23 +31,16 @@ SPREAD = 0.02
 """Standard deviation of the numbers; those of vectors have the mean 1."""
 
 
-def open_checkpoint(directory: str | Path, field: str = "--model") -> Checkpoint:
-    """Return the checkpoint in a directory, random where its config.json asks for that. Raises as `Checkpoint`."""
-    random = read_config(directory, field).get(KEY) is True
-    return RandomCheckpoint(directory, field) if random else Checkpoint(directory, field)
-
-
 class RandomCheckpoint(Checkpoint):
     """A target or a draft made of noise, wherever it is asked for."""
 
     def __init__(self, directory: str | Path, field: str = "--model") -> None:
         """Raises InvalidArgument and Unimplemented as reading the configuration does."""
-        self.directory = Path(directory)
-        self.config = read_config(directory, field)
-        dtype = str(self.config.get("torch_dtype", "bfloat16"))
+        config = read_config(directory, field)
+        dtype = str(config.get("torch_dtype", "bfloat16"))
         self._dtype = dtype_from_name(dtype, "torch_dtype")
-        shapes = _shapes(self.config)
-        self.headers = {name: TensorHeader(DTYPE_CODES[dtype], shape) for name, shape in shapes.items()}
+        headers = {name: TensorHeader(DTYPE_CODES[dtype], shape) for name, shape in _shapes(config).items()}
+        super().__init__(Path(directory), config, headers)
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -55,6 +50,9 @@ class RandomCheckpoint(Checkpoint):
         shape = self.shape(name)
         tensor = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, SPREAD, generator=self._generator(device))
         return tensor if len(shape) > 1 else tensor + 1.0
+
+    def packed(self, name: str, device: torch.device, dtype: torch.dtype) -> Weight:
+        raise AssertionError("random matrices are dense")
 
     def rows(self, name: str, indices: Sequence[int]) -> torch.Tensor:
         rows = torch.empty(len(indices), self.shape(name)[1], dtype=self._dtype)

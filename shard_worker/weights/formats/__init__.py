@@ -1,0 +1,71 @@
+"""Formats in which Hugging Face files store packed matrices, one file each, named by `PackedMatrix.format`.
+
+A module has one function, `load`, which brings the stored tensors of one matrix to the form in which it is multiplied
+by, once. Which tensors those are is found by `services.model.packings`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+
+from services.errors import DataLoss
+from services.model.tensor_headers import PackedMatrix
+from shard_worker.weights.weight import Weight
+
+
+@dataclass(frozen=True, slots=True)
+class StoredParts:
+    """The stored tensors of one matrix, for the device that it is loaded to.
+
+    packed: how it is stored. shape: its rows and columns. read: returns a stored tensor over the mapped file. file_of:
+    returns the file that holds one. Both take the tensor's name.
+    """
+
+    packed: PackedMatrix
+    shape: tuple[int, int]
+    device: torch.device
+    read: Callable[[str], torch.Tensor]
+    file_of: Callable[[str], Path]
+
+    def has(self, role: str) -> bool:
+        """Return whether the matrix has such a part."""
+        return role in self.packed.parts
+
+    def tensor(self, role: str) -> torch.Tensor:
+        """Return a copy of a part on the device, with its stored dtype."""
+        return self.read(self.packed.parts[role]).to(self.device, copy=True)
+
+    def scales(self, role: str) -> torch.Tensor:
+        """Return a part of floating point numbers as `tensor` does. Raises DataLoss for NaN and infinity in it."""
+        scales = self.tensor(role)
+        if scales.dtype is torch.float8_e8m0fnu:
+            scales = scales.bfloat16()
+        if not torch.isfinite(scales.float()).all():
+            raise self.damaged(role, "holds NaN or infinity; scales must be finite numbers")
+        return scales
+
+    def damaged(self, role: str, what: str) -> DataLoss:
+        """Return the error for contents that a part cannot have. what: what it holds, and what it must hold."""
+        name = self.packed.parts[role]
+        return DataLoss(f"tensor {name} in {self.file_of(name)} {what}", reason="TENSOR_CONTENTS", field=name)
+
+
+class WeightFormat(Protocol):
+    """What a module of this package offers."""
+
+    def load(self, parts: StoredParts, dtype: torch.dtype) -> Weight:
+        """Return the matrix on the parts' device. dtype: of the activations that it takes and gives.
+
+        Raises DataLoss for contents that the format cannot have.
+        """
+
+
+def weight_format(name: str) -> WeightFormat:
+    """Return the module of this name."""
+    return cast(WeightFormat, importlib.import_module(f"{__name__}.{name}"))

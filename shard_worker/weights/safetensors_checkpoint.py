@@ -1,0 +1,81 @@
+"""A Hugging Face checkpoint directory: its config.json and its tensors in mapped safetensors files."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from services.model.checkpoint_files import missing_file, read_config, tensor_twice, unreadable_file, weight_files
+from services.model.packings import logical_headers
+from services.model.safetensors_header import LENGTH_BYTES
+from services.model.tensor_headers import TensorHeader
+from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.formats import StoredParts, weight_format
+from shard_worker.weights.weight import Weight
+
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """One checkpoint directory."""
+
+    def __init__(self, directory: str | Path, field: str = "--model") -> None:
+        """Map the files. field: the option that named the directory, for errors.
+
+        Raises NotFound when the directory, its config.json or a named weight file is missing, InvalidArgument when a
+        JSON file is malformed or a tensor is there twice, DataLoss when a weight file is truncated, and what
+        `logical_headers` raises.
+        """
+        directory = Path(directory)
+        config = read_config(directory, field)
+        self._files = {path: _open(path, field) for path in weight_files(directory, field)}
+        self._holder: dict[str, Path] = {}
+        stored: dict[str, TensorHeader] = {}
+        for path, file in self._files.items():
+            for name in list(file.keys()):
+                if name in stored:
+                    raise tensor_twice(name, self._holder[name], path, field)
+                view = file.get_slice(name)
+                stored[name], self._holder[name] = TensorHeader(view.get_dtype(), tuple(view.get_shape())), path
+        super().__init__(directory, config, logical_headers(config, stored, directory))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._files[self._holder[name]].get_tensor(name)
+        return tensor
+
+    def packed(self, name: str, device: torch.device, dtype: torch.dtype) -> Weight:
+        header = self.headers[name]
+        assert header.packed is not None
+        rows, columns = header.shape
+        parts = StoredParts(header.packed, (rows, columns), device, self.tensor, self._holder.__getitem__)
+        return weight_format(header.packed.format).load(parts, dtype)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+        for path in sorted(self._files, key=lambda path: path.name):
+            size = path.stat().st_size
+            digest.update(size.to_bytes(8, "little"))
+            with path.open("rb") as file:
+                header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
+                digest.update(file.read(header_bytes))
+                first = LENGTH_BYTES + header_bytes
+                for sample in range(_SAMPLES):
+                    file.seek(first + (size - first) * sample // _SAMPLES)
+                    digest.update(file.read(_SAMPLE_BYTES))
+        return digest.hexdigest()[:32]
+
+
+def _open(path: Path, field: str) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise missing_file(path, field) from None
+    except (SafetensorError, OSError) as error:
+        raise unreadable_file(path, field, error) from error

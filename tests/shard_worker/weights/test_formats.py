@@ -1,0 +1,128 @@
+"""Packed checkpoints of every format: what a model computes with them is what it computes with what they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coordinator.planning.model_size import read_model_size
+from services.layers import LayerRange
+from services.model.checkpoint_files import read_headers
+from shard_worker.stage.loader import StageLoader
+from shard_worker.weights.opening import open_checkpoint
+from shard_worker.weights.packed import PackedWeight
+from tests.reference import packed_checkpoints as packing, storage
+from tests.shard_worker.tiny import Run, Tiny, ids, load_split, load_stage, unsplit
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way of packing. settings: its quantization_config. which: says which matrices are packed."""
+
+    settings: dict[str, Any]
+    pack: packing.Packer
+    which: Callable[[str], bool] = field(default=packing.is_projection)
+
+
+def fp8(**settings: Any) -> dict[str, Any]:
+    return {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"} | settings
+
+
+CASES = {
+    "fp8": Case(fp8(weight_block_size=[128, 128]), packing.float8_blocks(128, 128, torch.bfloat16)),
+    # Blocks that are partial at both edges of the tiny matrices.
+    "fp8-f32-edges": Case(fp8(weight_block_size=[48, 40]), packing.float8_blocks(48, 40, torch.float32)),
+    "fp8-ue8m0": Case(
+        fp8(weight_block_size=[32, 32], scale_fmt="ue8m0", modules_to_not_convert=["lm_head", "model.embed_tokens"]),
+        packing.float8_blocks(32, 32, torch.float8_e8m0fnu),
+    ),
+    "fp8-whole": Case(fp8(weight_block_size=None), packing.float8_whole),
+    "fp8-ends": Case(
+        fp8(weight_block_size=[32, 64]),
+        packing.float8_blocks(32, 64, torch.float32),
+        lambda name: name in ("lm_head.weight", "model.embed_tokens.weight") or packing.is_projection(name),
+    ),
+}
+MODELS = ("qwen3", "qwen3_5-ratio-2")
+
+
+class Packed:
+    """Packed checkpoints and those that they stand for, each written once."""
+
+    def __init__(self, tiny: Tiny, root: Path) -> None:
+        self._tiny, self._root = tiny, root
+        self._written: dict[tuple[str, str], tuple[Path, Path]] = {}
+
+    def __call__(self, name: str, model: str = "qwen3") -> tuple[Path, Path]:
+        """Return the folders of the packed one and of the dense one."""
+        if (name, model) not in self._written:
+            case, folder = CASES[name], self._root / f"{name}-{model}"
+            self._written[name, model] = packing.write_packed(
+                self._tiny.path(model), folder, case.settings, case.pack, case.which
+            )
+        return self._written[name, model]
+
+
+@pytest.fixture(scope="module")
+def packed(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Packed:
+    return Packed(tiny, tmp_path_factory.mktemp("packed"))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_the_matrices_that_are_stood_for(packed: Packed, name: str, model: str) -> None:
+    """In one stage and in two, all of a prompt and then one token; and no matrix of layers is dense."""
+    path, dense = packed(name, model)
+    for run in (unsplit(path), Run(load_split(path, [1]))):
+        expected = unsplit(dense)
+        torch.testing.assert_close(run(ids(20)), expected(ids(20)), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(run([7]), expected([7]), rtol=1e-4, atol=1e-4)
+    mlp = load_stage(path).segments[0].weights[0].mlp
+    assert isinstance(mlp.gate_up, PackedWeight)
+    assert isinstance(mlp.down, PackedWeight)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_matrix_is_the_one_stood_for(packed: Packed, name: str) -> None:
+    """Element by element, all of it and a few rows; and headers give the planner what a worker takes."""
+    path, dense = packed(name)
+    checkpoint, expected = open_checkpoint(path), storage.load_tensors(dense)
+    assert dict(checkpoint.headers) == read_headers(path, checkpoint.config, "--model")
+    assert {name: header.shape for name, header in checkpoint.headers.items()} == {
+        name: tuple(tensor.shape) for name, tensor in expected.items()
+    }
+    for name, header in checkpoint.headers.items():
+        if header.packed is not None:
+            weight = checkpoint.weight(name, CPU, torch.float32)
+            assert isinstance(weight, PackedWeight)
+            torch.testing.assert_close(weight.unpacked(), expected[name], rtol=1e-6, atol=0)
+            torch.testing.assert_close(checkpoint.rows(name, (5, 0, 5)), expected[name][[5, 0, 5]], rtol=1e-6, atol=0)
+            assert torch.equal(checkpoint.dense(name), weight.unpacked())
+            assert weight.nbytes == header.packed.loaded_bytes
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_planner_counts_what_a_worker_takes(packed: Packed, name: str) -> None:
+    """All weights in memory, and what is read of the files, which progress counts."""
+    path, _ = packed(name, "qwen3_5-ratio-2")
+    size = read_model_size(path, None)
+    loader = StageLoader(open_checkpoint(path), LayerRange(0, 4), None)
+    stored = sum(tensor.nbytes for tensor in storage.load_tensors(path).values())
+
+    assert load_stage(path).weight_bytes == size.weight_bytes
+    assert loader.total_bytes == stored
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_packings_have_fingerprints_of_their_own(packed: Packed, tiny: Tiny, name: str) -> None:
+    """So that no two of one model share a prefix."""
+    fingerprints = {open_checkpoint(packed(other)[0]).fingerprint for other in CASES}
+    assert len(fingerprints) == len(CASES)
+    assert open_checkpoint(tiny.path("qwen3")).fingerprint not in fingerprints
