@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
-from shard_worker.weights.weight import StackedWeight, Weight, by_parts
+from shard_worker.weights.cpu_int4 import CpuInt4Weight
+from shard_worker.weights.weight import DenseWeight, StackedWeight, Weight, by_parts
 
 BLOCK_COLUMNS = 64
 """Columns whose 4-bit codes lie together: byte j of 32 has column j in its low half, and column j + 32 in its high
@@ -23,6 +24,9 @@ half. Both halves of a tile of bytes are then runs of columns."""
 
 _UNPACKED_ELEMENTS = 1 << 22
 """How many elements are unpacked at a time where nothing multiplies by the packed form."""
+
+_SIGN = 128
+"""What makes a signed byte an unsigned one."""
 
 
 class Codes(enum.StrEnum):
@@ -154,16 +158,54 @@ class PackedWeight(Weight):
             elements += self._by_column(self.offsets, rows)
         return elements.to(dtype)
 
+    @property
+    def group(self) -> int:
+        """How many neighbouring columns of a row have one scale, and one offset."""
+        return self.scales.group if self.offsets is None else math.gcd(self.scales.group, self.offsets.group)
+
+    @property
+    def unsigned_bits(self) -> int | None:
+        """As of `WholeCodes`: None where codes are numbers of floating point, or stand for such."""
+        table = self.packing.table
+        if self.packing.codes is Codes.BITS4 and table is None:
+            return 4
+        whole = table is not None and all(number.is_integer() and abs(number) < _SIGN for number in table)
+        return 8 if whole or self.packing.codes is Codes.INT8 else None
+
+    def unsigned(self, rows: slice = slice(None)) -> torch.Tensor:
+        """As of `WholeCodes`."""
+        codes, table = self.codes[rows], self.packing.table
+        if self.packing.codes is Codes.INT8:
+            return codes.view(torch.uint8) ^ _SIGN
+        codes = unpack_4_bits(codes)
+        return codes if table is None else (torch.tensor(table) + _SIGN).to(torch.uint8)[codes.int()]
+
+    def unsigned_numbers(self, rows: slice, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of `WholeCodes`."""
+        scales = self.scales.numbers(rows).repeat_interleave(self.scales.group // group, 1)
+        offsets = scales * -(self.packing.origin if self.unsigned_bits == 4 else self.packing.origin + _SIGN)
+        if self.offsets is not None:
+            offsets += self.offsets.numbers(rows).repeat_interleave(self.offsets.group // group, 1)
+        return scales, offsets
+
+    def prepared(self) -> Weight:
+        """On the CPU, the form that torch has a fast product for, or a dense matrix where it has none."""
+        if self.device.type != "cpu":
+            return self
+        if CpuInt4Weight.takes(self):
+            return CpuInt4Weight(self)
+        dense = torch.empty(self.rows, self.columns, dtype=self.dtype)
+        for rows in self._row_parts():
+            dense[rows] = self.unpacked(rows, self.dtype)
+        return DenseWeight(dense).prepared()
+
     def matmul(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, batch_invariant_rows: int | None = None
     ) -> torch.Tensor:
         """As `Weight.matmul`, in plain torch: a part of the rows is unpacked at a time, and forgotten."""
         if batch_invariant_rows is not None and len(x) != batch_invariant_rows:
             return by_parts(self, x, bias, batch_invariant_rows)
-        step = max(1, _UNPACKED_ELEMENTS // self.columns)
-        parts = [
-            F.linear(x, self.unpacked(slice(first, first + step), self.dtype)) for first in range(0, self.rows, step)
-        ]
+        parts = [F.linear(x, self.unpacked(rows, self.dtype)) for rows in self._row_parts()]
         product = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         return product if bias is None else product + bias
 
@@ -210,6 +252,11 @@ class PackedWeight(Weight):
         """Return whether rows of both can stand in one matrix."""
         offsets = other.offsets is None if self.offsets is None else self.offsets.is_like(other.offsets)
         return self.packing == other.packing and self.scales.is_like(other.scales) and offsets
+
+    def _row_parts(self) -> Iterator[slice]:
+        """Yield all rows, as many at a time as are unpacked at a time."""
+        step = max(1, _UNPACKED_ELEMENTS // self.columns)
+        return (slice(first, first + step) for first in range(0, self.rows, step))
 
     def _by_column(self, numbers: GroupNumbers, rows: slice) -> torch.Tensor:
         return numbers.numbers(rows).repeat_interleave(numbers.group, 1)[:, : self.columns]

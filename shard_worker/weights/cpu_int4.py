@@ -1,0 +1,169 @@
+"""Packed matrices on x86 CPUs, in the tiles that torch's int4 product reads.
+
+torch multiplies bfloat16 rows by 4-bit codes with a scale and an offset for every group of columns, summed in float32
+and in one order whatever the number of rows. Codes of 8 bits are two of 4 bits each: `16 * high + low` is a matrix of
+twice the columns, [high | low], which multiplies the same activations twice.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from shard_worker.weights.weight import Weight
+
+_GROUPS = (256, 128, 64, 32)
+"""The groups of columns that torch's product takes."""
+
+_ROWS_MULTIPLE = 16
+"""The product takes matrices of so many rows or a multiple."""
+
+_TILE_ROWS = {"AVX512": 64, "AVX2": 32}
+"""Rows of a tile, by torch's name for what the CPU can do; on others the product is slow. A tile has one half of its
+rows in the low halves of bytes and the other in the high ones, column after column."""
+
+_UNPACKED_FROM_CODES = 128
+"""From so many codes for each column on, the activations' rows times one or two, unpacking tiles and multiplying in
+bfloat16 is faster than torch's int4 product."""
+
+_AT_A_TIME = 1 << 21
+"""How many elements are brought into tiles, or unpacked from them, at a time."""
+
+
+class WholeCodes(Protocol):
+    """A matrix whose elements are `scale * code + offset`, with whole codes from 0 on.
+
+    unsigned_bits: those of a code, 4 or 8; None where codes are not of this kind after all. group: how many
+    neighbouring columns of a row have one scale and offset.
+    """
+
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def unsigned_bits(self) -> int | None: ...
+
+    @property
+    def group(self) -> int: ...
+
+    def unsigned(self, rows: slice) -> torch.Tensor:
+        """Return the codes of some rows, uint8 [rows, columns]."""
+
+    def unsigned_numbers(self, rows: slice, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scales and offsets of some rows, float32 [rows, columns / group] both.
+
+        group: it divides the columns, and the matrix's groups.
+        """
+
+
+class CpuInt4Weight(Weight):
+    """A matrix on the CPU for bfloat16 activations, in tiles of 4-bit codes."""
+
+    __slots__ = ("_codes", "_group", "_halves", "_numbers", "columns", "device", "dtype", "rows")
+
+    def __init__(self, packed: WholeCodes) -> None:
+        """packed: a matrix that `takes` says yes to; it is copied. Scales and offsets are rounded to bfloat16."""
+        self.rows, self.columns = packed.rows, packed.columns
+        self.dtype, self.device = packed.dtype, packed.device
+        self._group, self._halves = _group(packed), 1 if packed.unsigned_bits == 4 else 2
+        self._codes = torch.empty(self.rows, self.columns * self._halves // 2, dtype=torch.uint8)
+        # Of every group and row the scale and the offset in `scale * (code - 8) + offset`.
+        groups = self.columns // self._group
+        self._numbers = torch.empty(groups * self._halves, self.rows, 2, dtype=self.dtype)
+        step = max(1, _AT_A_TIME // self.columns // _tile_rows()) * _tile_rows()
+        for first in range(0, self.rows, step):
+            some = slice(first, first + step)
+            codes, (scales, offsets) = packed.unsigned(some), packed.unsigned_numbers(some, self._group)
+            numbers = self._numbers[:, some]
+            if self._halves == 2:
+                numbers[:groups, :, 0], numbers[:groups, :, 1] = 16 * scales.T, 0
+                offsets = offsets + 128 * scales
+                codes = torch.cat([codes >> 4, codes & 15], 1)
+            numbers[-groups:, :, 0], numbers[-groups:, :, 1] = scales.T, (offsets + 8 * scales).T
+            tiles = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+            self._codes[some] = tiles.view(len(codes), -1)
+
+    @staticmethod
+    def takes(packed: WholeCodes) -> bool:
+        """Return whether a packed matrix can be held so, and is multiplied faster than a dense one then."""
+        return (
+            packed.device.type == "cpu"
+            and packed.dtype is torch.bfloat16
+            and packed.unsigned_bits is not None
+            and packed.rows % _ROWS_MULTIPLE == 0
+            and _group(packed) > 0
+            and _tile_rows() > 0
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self._codes.nbytes + self._numbers.nbytes
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        raise TypeError("a matrix in tiles of 4-bit codes has no dense form")
+
+    def matmul(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, batch_invariant_rows: int | None = None
+    ) -> torch.Tensor:
+        """As `Weight.matmul`. A row's result does not depend on how many rows there are, except for so many that tiles
+        are unpacked, which they are not where batch-invariant rows are asked for."""
+        many = len(x) * self._halves >= _UNPACKED_FROM_CODES
+        if many and batch_invariant_rows is None and self.rows % _tile_rows() == 0 and _are_tiles_known():
+            product = self._multiplied_unpacked(x)
+        else:
+            product = torch.ops.aten._weight_int4pack_mm_for_cpu(
+                torch.cat([x] * self._halves, 1).contiguous(), self._codes, self._group, self._numbers
+            )
+        return product if bias is None else product + bias
+
+    def select_rows(self, rows: slice | torch.Tensor) -> Weight:
+        raise TypeError("rows cannot be taken out of tiles of 4-bit codes: select them before `prepared`")
+
+    def concatenated(self, others: Sequence[Weight]) -> Weight:
+        raise TypeError("tiles of 4-bit codes cannot be concatenated: concatenate matrices before `prepared`")
+
+    def _multiplied_unpacked(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [n, columns] times the transposed matrix, some tiles of which are unpacked at a time."""
+        tile, groups = _tile_rows(), self.columns // self._group
+        step = max(1, _AT_A_TIME // self.columns // tile)
+        tiles = self._codes.view(-1, self.columns * self._halves, tile // 2).transpose(0, 1)
+        scales, offsets = self._numbers[-groups:].movedim(2, 0).unsqueeze(2)
+        products = []
+        for first in range(0, tiles.shape[1], step):
+            some = tiles[:, first : first + step]
+            rows = slice(first * tile, (first + step) * tile)
+            if self._halves == 1:
+                codes, middle = torch.cat([some & 15, some >> 4], 2), 8
+            else:
+                high, low = some.chunk(2)
+                codes, middle = torch.cat([high << 4 | low & 15, high & 0xF0 | low >> 4], 2), 136
+            elements = codes.to(self.dtype).sub_(middle).view(groups, self._group, -1)
+            elements = torch.addcmul(offsets[..., rows], elements, scales[..., rows])
+            products.append(x @ elements.flatten(0, 1))
+        return torch.cat(products, 1)
+
+
+def _group(packed: WholeCodes) -> int:
+    """Return the largest group that torch's product takes whose elements have one scale and offset; 0 if none is."""
+    return next((group for group in _GROUPS if packed.columns % group == 0 and packed.group % group == 0), 0)
+
+
+@functools.cache
+def _tile_rows() -> int:
+    """Return the rows of a tile on this CPU, 0 where the product is slow."""
+    return _TILE_ROWS.get(torch.backends.cpu.get_cpu_capability(), 0)
+
+
+@functools.cache
+def _are_tiles_known() -> bool:
+    """Return whether tiles are as `_TILE_ROWS` says: torch does not promise it."""
+    tile = _tile_rows()
+    codes = torch.randint(16, (2 * tile, 4), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    tiles = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1).view(2, 4, tile // 2)
+    return torch.equal(torch.cat([tiles & 15, tiles >> 4], 2).transpose(1, 2).flatten(0, 1).int(), codes)
