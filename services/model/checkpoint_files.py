@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from services.errors import DataLoss, InvalidArgument, NotFound
+from services.model.packed_parts import CONFIG_KEY
 from services.model.packings import logical_headers
 from services.model.safetensors_header import read_header
 from services.model.tensor_headers import TensorHeader
 
 CONFIG = "config.json"
+MODELOPT = "hf_quant_config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -45,14 +47,19 @@ def read_json_object(path: Path, field: str | None = None) -> dict[str, Any]:
 
 
 def read_config(directory: str | Path, field: str = "--model") -> dict[str, Any]:
-    """Return a checkpoint's config.json.
+    """Return a checkpoint's config.json, with what ModelOpt says in a file of its own as its quantization_config.
 
     Raises NotFound when the directory or the file is missing, InvalidArgument when the file holds no JSON object.
     """
     # Unlike `Path.is_dir`, it takes a name that is too long for one that does not exist.
     if not os.path.isdir(directory):
         raise NotFound(f"{field} {str(directory)!r} is not a directory on this host", field=field)
-    return read_json_object(Path(directory) / CONFIG, field)
+    config = read_json_object(Path(directory) / CONFIG, field)
+    separate = Path(directory) / MODELOPT
+    if CONFIG_KEY not in config and separate.exists():
+        settings = read_json_object(separate, field).get("quantization")
+        config[CONFIG_KEY] = {"quant_method": "modelopt", **(settings if isinstance(settings, Mapping) else {})}
+    return config
 
 
 def weight_files(directory: Path, field: str) -> list[Path]:

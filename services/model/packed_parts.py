@@ -75,12 +75,21 @@ class Parts:
             )
         return shape[0], shape[1]
 
-    def has(self, suffix: str) -> bool:
-        """Return whether there is a part of this name."""
-        return f"{self.module}.{suffix}" in self._stored
+    def has(self, suffix: str, code: str | None = None) -> bool:
+        """Return whether there is a part of this name, and of this element type where one is given."""
+        header = self._stored.get(f"{self.module}.{suffix}")
+        return header is not None and code in (None, header.code)
 
     def matrix(
-        self, format_name: str, shape: tuple[int, int], bits: int, group: int, loaded_bytes: int, group_rows: int = 1
+        self,
+        format_name: str,
+        shape: tuple[int, int],
+        bits: int,
+        group: int,
+        loaded_bytes: int,
+        *,
+        group_rows: int = 1,
+        symmetric: bool = True,
     ) -> TensorHeader:
         """Return the header of the matrix that the parts taken make; the arguments are those of `PackedMatrix`.
 
@@ -94,7 +103,8 @@ class Parts:
             )
         stored = [self._stored[name] for name in self._taken.values()]
         stored_bytes = sum(math.prod(header.shape) * CODE_BYTES[header.code] for header in stored)
-        packed = PackedMatrix(format_name, bits, group, stored_bytes, loaded_bytes, group_rows, dict(self._taken))
+        taken = dict(self._taken)
+        packed = PackedMatrix(format_name, bits, group, stored_bytes, loaded_bytes, group_rows, symmetric, taken)
         return TensorHeader(format_name, shape, packed)
 
 
@@ -107,7 +117,81 @@ def float8_matrix(parts: Parts, shape: tuple[int, int], group_rows: int, group: 
     """Return the header of a matrix in the format `float8`: loaded, it has a scale for every row of every block."""
     rows, columns = shape
     loaded_bytes = rows * columns + rows * math.ceil(columns / group) * scale_bytes(scale_code)
-    return parts.matrix("float8", shape, 8, group, loaded_bytes, group_rows)
+    return parts.matrix("float8", shape, 8, group, loaded_bytes, group_rows=group_rows)
+
+
+def integer_matrix(
+    parts: Parts,
+    format_name: str,
+    shape: tuple[int, int],
+    bits: int,
+    group: int,
+    scale_code: str,
+    *,
+    zeros: bool,
+    reordered: bool = False,
+) -> TensorHeader:
+    """Return the header of a matrix of whole numbers with a scale for each group of a row's columns.
+
+    zeros: whether groups have zero points of their own. Loaded, these take 1 byte for 4 bits and 2 for 8, beside
+    another copy of the scales, which they are multiplied by. reordered: whether columns of a group are no neighbours.
+    """
+    rows, columns = shape
+    groups = rows * math.ceil(columns / group)
+    loaded_bytes = rows * columns * bits // 8 + groups * scale_bytes(scale_code)
+    if zeros:
+        loaded_bytes += groups * (scale_bytes(scale_code) + (1 if bits == 4 else 2))
+    if reordered:
+        loaded_bytes += columns * CODE_BYTES["I32"]
+    return parts.matrix(format_name, shape, bits, group, loaded_bytes, symmetric=not zeros)
+
+
+def nvfp4_matrix(parts: Parts, shape: tuple[int, int]) -> TensorHeader:
+    """Return the header of a matrix in the format `nvfp4`, whose codes and scale of all are taken already."""
+    rows, columns = shape
+    group = 16
+    parts.take("scales", "weight_scale", ("F8_E4M3",), [(rows, math.ceil(columns / group))])
+    loaded_bytes = rows * (columns // 2 + math.ceil(columns / group) + CODE_BYTES["F32"])
+    return parts.matrix("nvfp4", shape, 4, group, loaded_bytes)
+
+
+def mxfp4_matrix(parts: Parts, shape: tuple[int, int]) -> TensorHeader:
+    """Return the header of a matrix in the format `mxfp4`, whose codes are taken already."""
+    rows, columns = shape
+    group = 32
+    parts.take("scales", "weight_scale", ("U8", "F8_E8M0"), [(rows, math.ceil(columns / group))])
+    loaded_bytes = rows * (columns // 2 + math.ceil(columns / group) * scale_bytes("F8_E8M0"))
+    return parts.matrix("mxfp4", shape, 4, group, loaded_bytes)
+
+
+def block_extents(key: str, value: object) -> tuple[int, int]:
+    """Return the rows and columns of a block, which stand under a key of quantization_config.
+
+    Raises InvalidArgument for what is not two whole numbers above 0.
+    """
+    if isinstance(value, list) and len(value) == 2 and all(type(extent) is int and extent > 0 for extent in value):
+        return value[0], value[1]
+    raise InvalidArgument(
+        f"config.json: {CONFIG_KEY}.{key} is {value!r}; it must be two whole numbers above 0, rows and columns",
+        field=f"{CONFIG_KEY}.{key}",
+    )
+
+
+def group_size(settings: Mapping[str, object], *keys: str) -> int | None:
+    """Return how many columns share a scale, under the first of these keys that is given; None for all columns.
+
+    Raises InvalidArgument for what is no whole number above 0, nor -1 for all.
+    """
+    for key in keys:
+        value = settings.get(key)
+        if value is not None:
+            if type(value) is not int or (value < 1 and value != -1):
+                raise InvalidArgument(
+                    f"config.json: {CONFIG_KEY}.{key} is {value!r}; it must be a whole number above 0, or -1",
+                    field=f"{CONFIG_KEY}.{key}",
+                )
+            return None if value == -1 else value
+    raise InvalidArgument(f"config.json: {CONFIG_KEY}.{keys[0]} is missing", field=f"{CONFIG_KEY}.{keys[0]}")
 
 
 def names_module(patterns: Iterable[str], module: str) -> bool:

@@ -21,8 +21,9 @@ class PackedMatrix:
 
     format: the module of `shard_worker.weights.formats` that reads it, for files of Hugging Face; for others what the
     file calls it. bits: those of a code. group: how many columns share a scale; for more than one row, where
-    `group_rows` is more than 1. parts: the names of its stored tensors by what they are, as the format calls them.
-    stored_bytes: what is read of the file for it. loaded_bytes: memory that it takes once loaded, still packed.
+    `group_rows` is more than 1. symmetric: whether the code in the middle stands for 0 in all groups. parts: the names
+    of its stored tensors by what they are, as the format calls them. stored_bytes: what is read of the file for it.
+    loaded_bytes: memory that it takes once loaded, still packed.
     """
 
     format: str
@@ -31,6 +32,7 @@ class PackedMatrix:
     stored_bytes: int
     loaded_bytes: int
     group_rows: int = 1
+    symmetric: bool = True
     parts: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -13,7 +13,7 @@ from services.model.config import ModelConfig
 from shard_worker.device import devices
 from shard_worker.device.devices import Device, float8_lack
 from shard_worker.weights.packed import PackedWeight
-from shard_worker.weights.weight import StackedWeight, Weight
+from shard_worker.weights.weight import ReorderedWeight, StackedWeight, Weight
 
 log = structlog.get_logger()
 
@@ -47,7 +47,7 @@ def can_read(device: Device, matrices: Iterable[Weight]) -> bool:
 
     Otherwise plain torch serves, and the log says so once.
     """
-    packed = any(isinstance(matrix, PackedWeight | StackedWeight) for matrix in matrices)
+    packed = any(isinstance(matrix, PackedWeight | StackedWeight | ReorderedWeight) for matrix in matrices)
     if packed:
         _log_packed(device)
     return not packed

@@ -22,6 +22,9 @@ BLOCK_COLUMNS = 64
 """Columns whose 4-bit codes lie together: byte j of 32 has column j in its low half, and column j + 32 in its high
 half. Both halves of a tile of bytes are then runs of columns."""
 
+E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice what the codes of MXFP4 and NVFP4 stand for, as `Packing.table`; scales are halved instead."""
+
 _UNPACKED_ELEMENTS = 1 << 22
 """How many elements are unpacked at a time where nothing multiplies by the packed form."""
 

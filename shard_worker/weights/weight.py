@@ -201,6 +201,53 @@ class StackedWeight(Weight):
         return StackedWeight([part.prepared() for part in self.parts])
 
 
+class ReorderedWeight(Weight):
+    """A matrix that is held with its columns in another order: rows of activations are brought to it first.
+
+    weight: the matrix as it is held. order: which column of the whole each of its columns is, int32 [columns].
+    """
+
+    __slots__ = ("columns", "device", "dtype", "order", "rows", "weight")
+
+    def __init__(self, weight: Weight, order: torch.Tensor) -> None:
+        self.weight, self.order = weight, order
+        self.rows, self.columns, self.dtype, self.device = weight.rows, weight.columns, weight.dtype, weight.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + self.order.nbytes
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        raise TypeError("a matrix whose columns stand in another order has no dense form in their own")
+
+    def matmul(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, batch_invariant_rows: int | None = None
+    ) -> torch.Tensor:
+        return self.weight.matmul(x.index_select(1, self.order), bias, batch_invariant_rows)
+
+    def select_rows(self, rows: slice | torch.Tensor) -> Weight:
+        return ReorderedWeight(self.weight.select_rows(rows), self.order)
+
+    def lookup(self, indices: torch.Tensor) -> torch.Tensor:
+        held = self.weight.lookup(indices)
+        return torch.empty_like(held).index_copy_(1, self.order.long(), held)
+
+    def concatenated(self, others: Sequence[Weight]) -> Weight:
+        """As `Weight.concatenated`; matrices in unlike orders stay beside each other."""
+        alike = [
+            other.weight
+            for other in others
+            if isinstance(other, ReorderedWeight) and torch.equal(other.order, self.order)
+        ]
+        if len(alike) < len(others):
+            return StackedWeight((self, *others))
+        return ReorderedWeight(self.weight.concatenated(alike), self.order)
+
+    def prepared(self) -> Weight:
+        return ReorderedWeight(self.weight.prepared(), self.order)
+
+
 def concatenate(parts: Sequence[Weight]) -> Weight:
     """Return the matrix of all the parts' rows, in order. Of a single part it is that part, and no copy."""
     first, *others = parts

@@ -11,8 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.errors import InvalidArgument
-from services.model.packed_parts import FLOATS, Parts, check_unlisted, float8_matrix, module_list, refused
+from services.model.packed_parts import (
+    FLOATS,
+    Parts,
+    block_extents,
+    check_unlisted,
+    float8_matrix,
+    module_list,
+    refused,
+)
 from services.model.packings import FoundMatrices
 from services.model.tensor_headers import TensorHeader
 
@@ -26,7 +33,8 @@ def find_matrices(settings: Mapping[str, Any], stored: Mapping[str, TensorHeader
         raise refused("fmt", settings["fmt"], "convert the checkpoint to e4m3")
     if settings.get("expert_dtype") not in (None, "fp8"):
         raise refused("expert_dtype", settings["expert_dtype"], "convert the checkpoint to fp8 throughout")
-    block = _block(settings.get("weight_block_size"))
+    extents = settings.get("weight_block_size")
+    block = None if extents is None else block_extents("weight_block_size", extents)
     modules = {name.removesuffix(_SCALE) for name in stored if name.endswith(_SCALE)} | {
         name.removesuffix(".weight")
         for name, header in stored.items()
@@ -37,18 +45,6 @@ def find_matrices(settings: Mapping[str, Any], stored: Mapping[str, TensorHeader
         check_unlisted(module_list(settings, key), key, matrices)
     return FoundMatrices(
         matrices, frozenset(name for name in stored if name.endswith((".activation_scale", ".input_scale")))
-    )
-
-
-def _block(value: object) -> tuple[int, int] | None:
-    if value is None:
-        return None
-    if isinstance(value, list) and len(value) == 2 and all(type(extent) is int and extent > 0 for extent in value):
-        return value[0], value[1]
-    raise InvalidArgument(
-        f"config.json: quantization_config.weight_block_size is {value!r}; it must be two whole numbers above 0, rows "
-        "and columns, or null",
-        field="quantization_config.weight_block_size",
     )
 
 

@@ -16,7 +16,7 @@ import torch
 
 from services.errors import DataLoss
 from services.model.tensor_headers import PackedMatrix
-from shard_worker.weights.weight import Weight
+from shard_worker.weights.weight import ReorderedWeight, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,49 @@ class WeightFormat(Protocol):
 
         Raises DataLoss for contents that the format cannot have.
         """
+
+
+def checked_zeros(parts: StoredParts, role: str, zeros: torch.Tensor) -> torch.Tensor | None:
+    """Return the zero points of groups, [rows, groups], or None where the configuration says that all are the middle.
+
+    Raises DataLoss where they are not.
+    """
+    if not parts.packed.symmetric:
+        return zeros
+    middle = 1 << parts.packed.bits - 1
+    other = zeros[zeros != middle]
+    if len(other):
+        raise parts.damaged(
+            role,
+            f"makes {other[0].item()} the code of 0, but config.json says that the matrix is symmetric: it must be "
+            f"{middle} in all groups",
+        )
+    return None
+
+
+def in_group_order(parts: StoredParts, codes: torch.Tensor, make: Callable[[torch.Tensor], Weight]) -> Weight:
+    """Return the matrix of codes [rows, columns] whose groups may be of columns that are no neighbours.
+
+    make: makes it of codes whose groups are neighbours. Where the part `group_of_column` says otherwise, the columns
+    are brought to that order once, and with each product the activations are.
+
+    Raises DataLoss for groups that do not exist, or that have more columns than others.
+    """
+    if not parts.has("group_of_column"):
+        return make(codes)
+    role, group = "group_of_column", parts.packed.group
+    group_of, columns = parts.tensor(role).long(), codes.shape[1]
+    usual = torch.arange(columns, device=parts.device) // group
+    if torch.equal(group_of, usual):
+        return make(codes)
+    groups = int(usual[-1]) + 1
+    outside = group_of[(group_of < 0) | (group_of >= groups)]
+    if len(outside):
+        raise parts.damaged(role, f"names group {outside[0].item()}; groups are 0 to {groups - 1}")
+    in_order, order = group_of.sort(stable=True)
+    if not torch.equal(in_order, usual):
+        raise parts.damaged(role, f"has groups of unlike sizes; each must have {group} columns")
+    return ReorderedWeight(make(codes[:, order]), order.int())
 
 
 def weight_format(name: str) -> WeightFormat:

@@ -14,13 +14,10 @@ import torch
 
 from services.errors import Unimplemented
 from services.model.gguf.blocks import SERVED, BlockType
-from shard_worker.weights.packed import Codes, GroupNumbers, PackedWeight, Packing, pack_4_bits
+from shard_worker.weights.packed import E2M1_DOUBLED, Codes, GroupNumbers, PackedWeight, Packing, pack_4_bits
 
 IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """What the codes of IQ4_NL and IQ4_XS stand for."""
-
-E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice what the codes of MXFP4 and NVFP4 stand for; scales are halved instead."""
 
 _VALUES_AT_A_TIME = 1 << 24
 """How many values are brought to their form at a time, which bounds what is in memory beside the result."""

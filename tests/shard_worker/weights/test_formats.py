@@ -16,6 +16,7 @@ from services.model.checkpoint_files import read_headers
 from shard_worker.stage.loader import StageLoader
 from shard_worker.weights.opening import open_checkpoint
 from shard_worker.weights.packed import PackedWeight
+from shard_worker.weights.weight import ReorderedWeight
 from tests.reference import packed_checkpoints as packing, storage
 from tests.shard_worker.tiny import Run, Tiny, ids, load_split, load_stage, unsplit
 
@@ -49,6 +50,79 @@ CASES = {
         packing.float8_blocks(32, 64, torch.float32),
         lambda name: name in ("lm_head.weight", "model.embed_tokens.weight") or packing.is_projection(name),
     ),
+}
+
+
+def ct(name: str, **weights: Any) -> Case:
+    group = {"targets": ["Linear"], "weights": weights}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": name,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*in_proj_[ab]$"],
+    }
+    return Case(settings, packing.compressed(name, **weights))
+
+
+def gptq(bits: int, group: int, *, symmetric: bool, version: int = 1, shuffled: bool = False, **more: Any) -> Case:
+    settings = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group,
+        "sym": symmetric,
+        "desc_act": shuffled,
+        "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
+        "lm_head": "which" in more,
+    }
+    pack = packing.gptq(bits, group, symmetric=symmetric, version=version, shuffled=shuffled)
+    return Case(settings, pack, **more)
+
+
+def awq(group: int, *, symmetric: bool = False) -> Case:
+    settings = {
+        "quant_method": "awq",
+        "version": "gemm",
+        "bits": 4,
+        "group_size": group,
+        "zero_point": not symmetric,
+        "modules_to_not_convert": ["lm_head", "in_proj_a", "in_proj_b"],
+    }
+    return Case(settings, packing.awq(group, symmetric=symmetric))
+
+
+CASES |= {
+    "ct-4-group": ct("pack-quantized", num_bits=4, type="int", symmetric=True, strategy="group", group_size=32),
+    "ct-4-zeros": ct("pack-quantized", num_bits=4, type="int", symmetric=False, strategy="group", group_size=64),
+    "ct-4-channel": ct("pack-quantized", num_bits=4, type="int", symmetric=True, strategy="channel"),
+    "ct-8-group": ct("pack-quantized", num_bits=8, type="int", symmetric=True, strategy="group", group_size=32),
+    "ct-8-zeros": ct("pack-quantized", num_bits=8, type="int", symmetric=False, strategy="channel"),
+    "ct-int": ct("int-quantized", num_bits=8, type="int", symmetric=True, strategy="channel"),
+    "ct-int-zeros": ct("int-quantized", num_bits=8, type="int", symmetric=False, strategy="channel"),
+    "ct-int-whole": ct("int-quantized", num_bits=8, type="int", symmetric=True, strategy="tensor"),
+    "ct-float": ct("float-quantized", num_bits=8, type="float", symmetric=True, strategy="channel"),
+    "ct-float-whole": ct("naive-quantized", num_bits=8, type="float", symmetric=True, strategy="tensor"),
+    "ct-float-block": ct(
+        "float-quantized", num_bits=8, type="float", symmetric=True, strategy="block", block_structure=[32, 32]
+    ),
+    "ct-nvfp4": ct(
+        "nvfp4-pack-quantized", num_bits=4, type="float", symmetric=True, strategy="tensor_group", group_size=16
+    ),
+    "ct-mxfp4": ct("mxfp4-pack-quantized", num_bits=4, type="float", symmetric=True, strategy="group", group_size=32),
+    "awq": awq(32),
+    "awq-symmetric": awq(64, symmetric=True),
+    "gptq": gptq(4, 32, symmetric=False),
+    "gptq-symmetric": gptq(4, 64, symmetric=True),
+    "gptq-v2": gptq(4, 32, symmetric=False, version=2),
+    "gptq-8": gptq(8, 32, symmetric=False),
+    "gptq-act": gptq(4, 32, symmetric=False, shuffled=True),
+    "gptq-head": gptq(
+        4, 32, symmetric=True, which=lambda name: name == "lm_head.weight" or packing.is_projection(name)
+    ),
+    "modelopt-nvfp4": Case(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*in_proj_[ab]"]},
+        packing.modelopt_nvfp4,
+    ),
+    "modelopt-fp8": Case({"quant_method": "modelopt", "quant_algo": "FP8"}, packing.modelopt_fp8),
 }
 MODELS = ("qwen3", "qwen3_5-ratio-2")
 
@@ -89,8 +163,8 @@ def test_logits_are_those_of_the_matrices_that_are_stood_for(
     # CPUs have no fast product for packed matrices in float32 and unpack them at the end.
     monkeypatch.setattr(PackedWeight, "prepared", lambda self: self)
     mlp = load_stage(path).segments[0].weights[0].mlp
-    assert isinstance(mlp.gate_up, PackedWeight)
-    assert isinstance(mlp.down, PackedWeight)
+    for weight in (mlp.gate_up, mlp.down):
+        assert isinstance(weight.weight if isinstance(weight, ReorderedWeight) else weight, PackedWeight)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -105,10 +179,12 @@ def test_the_matrix_is_the_one_stood_for(packed: Packed, name: str) -> None:
     for name, header in checkpoint.headers.items():
         if header.packed is not None:
             weight = checkpoint.weight(name, CPU, torch.float32)
-            assert isinstance(weight, PackedWeight)
-            torch.testing.assert_close(weight.unpacked(), expected[name], rtol=1e-6, atol=0)
-            torch.testing.assert_close(checkpoint.rows(name, (5, 0, 5)), expected[name][[5, 0, 5]], rtol=1e-6, atol=0)
-            assert torch.equal(checkpoint.dense(name), weight.unpacked())
+            whole = weight.lookup(torch.arange(weight.rows))
+            torch.testing.assert_close(whole, expected[name], rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(
+                checkpoint.rows(name, (5, 0, 5)), expected[name][[5, 0, 5]], rtol=1e-6, atol=1e-7
+            )
+            assert torch.equal(checkpoint.dense(name), whole)
             assert weight.nbytes == header.packed.loaded_bytes
 
 
@@ -118,7 +194,8 @@ def test_the_planner_counts_what_a_worker_takes(packed: Packed, name: str) -> No
     path, _ = packed(name, "qwen3_5-ratio-2")
     size = read_model_size(path, None)
     loader = StageLoader(open_checkpoint(path), LayerRange(0, 4), None)
-    stored = sum(tensor.nbytes for tensor in storage.load_tensors(path).values())
+    tensors = storage.load_tensors(path)
+    stored = sum(tensor.nbytes for name, tensor in tensors.items() if not name.endswith("input_scale"))
 
     assert load_stage(path).weight_bytes == size.weight_bytes
     assert loader.total_bytes == stored

@@ -1,0 +1,24 @@
+"""Whole numbers of 4 or 8 bits in words of 32, row by row, as compressed-tensors stores them.
+
+Zero points are packed the same way, but column by column, and like the numbers they are stored with half of their range
+added. With activation order `weight_g_idx` is the group of each column.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shard_worker.weights.formats import StoredParts, in_group_order
+from shard_worker.weights.integers import integer_weight, split_words
+from shard_worker.weights.weight import Weight
+
+
+def load(parts: StoredParts, dtype: torch.dtype) -> Weight:
+    """Return the matrix, as `WeightFormat.load`."""
+    (rows, columns), bits, group = parts.shape, parts.packed.bits, parts.packed.group
+    if parts.tensor("shape").tolist() != [rows, columns]:
+        raise parts.damaged("shape", f"is {parts.tensor('shape').tolist()}; it must be [{rows}, {columns}]")
+    codes = split_words(parts.tensor("codes"), bits)
+    zeros = split_words(parts.tensor("zeros").t(), bits).t()[:rows] if parts.has("zeros") else None
+    scales = parts.scales("scales")
+    return in_group_order(parts, codes, lambda held: integer_weight(held, bits, scales, zeros, group, dtype))
