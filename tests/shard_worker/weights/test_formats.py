@@ -11,7 +11,7 @@ from services.model.checkpoint_files import read_headers
 from shard_worker.stage.loader import StageLoader
 from shard_worker.weights.opening import open_checkpoint
 from shard_worker.weights.packed import PackedWeight
-from shard_worker.weights.weight import ReorderedWeight
+from shard_worker.weights.weight import DenseWeight, ReorderedWeight
 from tests.reference import storage
 from tests.shard_worker.packed import CASES, Packed
 from tests.shard_worker.tiny import Run, Tiny, ids, load_split, load_stage, unsplit
@@ -70,7 +70,10 @@ def test_the_planner_counts_what_a_worker_takes(packed: Packed, name: str) -> No
     tensors = storage.load_tensors(path)
     stored = sum(tensor.nbytes for name, tensor in tensors.items() if not name.endswith("input_scale"))
 
+    head = open_checkpoint(path).weight("lm_head.weight", CPU, torch.float32)
     assert load_stage(path).weight_bytes == size.weight_bytes
+    assert size.head_bytes == size.draft_head_bytes(4) == head.nbytes
+    assert size.draft_head_bytes(2) == (head.nbytes // 2 if isinstance(head, DenseWeight) else head.nbytes)
     assert loader.total_bytes == stored
 
 
