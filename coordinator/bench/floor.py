@@ -9,10 +9,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.bench.shapes import RANDOM
 from coordinator.cluster.cluster import Cluster
-from coordinator.planning.model_size import read_model_size
-from services.dtypes import ITEM_BYTES
 from services.messages.description import TargetDescription
 from services.messages.measure import DeviceSpeed, MeasureRequest
 from services.model.cached_tensors import CacheDtype, Per
@@ -20,6 +17,9 @@ from services.model.checkpoint_files import read_config
 from services.model.config import ModelConfig
 from services.model.families import read_model_config
 from services.model.layers import layer_caches, layer_shapes
+from services.model.safetensors_header import DTYPE_CODES
+from services.model.target_tensors import HEAD, loaded_bytes
+from services.model.tensor_headers import TensorHeader
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,13 @@ class Floor:
         """Measure the devices of a cluster. Raises what `WorkerPort.measure` raises."""
         config = read_model_config(read_config(model))
         targets = [worker.target for worker in cluster.workers if worker.target is not None]
-        dtype = cluster.target.dtype
-        embedding, head = _ends(model, config, dtype)
-        stages = [_weights_read(target, embedding, config.tied_head) for target in targets]
+        head = _head_bytes(cluster.target)
+        stages = [_weights_read(target, head, config.tied_head) for target in targets]
         speeds = []
         for address, target in zip(cluster.addresses, targets, strict=True):
             worker = await cluster.worker(address)
             speeds.append((await worker.measure(MeasureRequest(str(model), target.dtype, target.weight_bytes)))[0])
+        dtype = cluster.target.dtype
         token_bytes, state_bytes = _state(config, dtype, cluster.target.kv_dtype or dtype)
         return cls(
             speeds=tuple(speeds),
@@ -57,12 +57,7 @@ class Floor:
             token_bytes=token_bytes,
             state_bytes=state_bytes,
             draft_bytes=0 if cluster.draft is None else cluster.draft.weight_bytes + head,
-            matrix_elements=sum(
-                math.prod(shape)
-                for layer in range(config.num_layers)
-                for shape in layer_shapes(config, layer).values()
-                if len(shape) == 2
-            ),
+            matrix_elements=_matrix_elements(config),
         )
 
     def ms(self, kind: str, context: int) -> float:
@@ -84,22 +79,27 @@ class Floor:
         return 2 * self.matrix_elements * tokens / slowest * 1e3
 
 
-def _ends(model: Path, config: ModelConfig, dtype: str) -> tuple[int, int]:
-    """Return the bytes of the embedding and of lm_head in a worker's memory. dtype: the element type of activations."""
-    if RANDOM.items() <= read_config(model).items():
-        size = config.vocab_size * config.hidden_size * ITEM_BYTES[dtype]
-        return size, size
-    target = read_model_size(model, dtype)
-    return target.embedding_bytes, target.head_bytes
+def _head_bytes(target: TargetDescription) -> int:
+    """Return the bytes of lm_head as it is loaded."""
+    header = TensorHeader(DTYPE_CODES[target.dtype], (target.vocab_size, target.hidden_size))
+    if target.quantization is not None:
+        header = target.quantization.headers({HEAD: header}, Path(), "--quantize")[HEAD]
+    return loaded_bytes(HEAD, header, target.dtype)
 
 
-def _weights_read(target: TargetDescription, embedding: int, tied: bool) -> int:
+def _matrix_elements(config: ModelConfig) -> int:
+    """Return the elements of all layers' matrices."""
+    shapes = [shape for layer in range(config.num_layers) for shape in layer_shapes(config, layer).values()]
+    return sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+
+
+def _weights_read(target: TargetDescription, head: int, tied: bool) -> int:
     """Return the bytes of weights that a step reads: of an embedding that is not the head too, only single rows.
 
-    embedding: its bytes; tied: whether it is lm_head too.
+    head: bytes of lm_head; tied: whether it is the embedding.
     """
     first, last = target.layers.first == 0, target.layers.last == target.num_layers
-    return target.weight_bytes - (embedding if first and not (tied and last) else 0)
+    return target.weight_bytes - (head if first and not (tied and last) else 0)
 
 
 def _state(config: ModelConfig, dtype: str, kv_dtype: str) -> tuple[int, int]:

@@ -7,6 +7,14 @@ from collections.abc import Sequence
 from services.errors import FailedPrecondition
 from services.messages.description import DraftDescription, TargetDescription, WorkerDescription
 
+_ALIKE = {
+    "quantization": ("PACKING_MISMATCH", "none"),
+    "fingerprint": ("FINGERPRINT_MISMATCH", "none"),
+    "dtype": ("DTYPE_MISMATCH", "auto"),
+    "kv_dtype": ("DTYPE_MISMATCH", "auto"),
+}
+"""What all stages must have alike, with the reason of the error and what is said where it is not set."""
+
 
 def check_same_model(stages: Sequence[WorkerDescription]) -> None:
     """Check that all stages are loaded with the model and the element types of the first.
@@ -15,13 +23,13 @@ def check_same_model(stages: Sequence[WorkerDescription]) -> None:
     """
     first = stages[0]
     for index, worker in enumerate(stages):
-        for field in ("fingerprint", "dtype", "kv_dtype"):
+        for field, (reason, unset) in _ALIKE.items():
             expected, value = getattr(first.target, field), getattr(worker.target, field)
             if value != expected:
                 raise FailedPrecondition(
-                    f"stage {index} ({worker.device} on {worker.host}) holds {field} {value or 'auto'}, stage 0 "
-                    f"({first.device} on {first.host}) {expected or 'auto'}: give both the same checkpoint",
-                    reason="FINGERPRINT_MISMATCH" if field == "fingerprint" else "DTYPE_MISMATCH",
+                    f"stage {index} ({worker.device} on {worker.host}) holds {field} {value or unset}, stage 0 "
+                    f"({first.device} on {first.host}) {expected or unset}: give both the same checkpoint",
+                    reason=reason,
                     field=field,
                     stage=index,
                     host=worker.host,

@@ -17,6 +17,7 @@ from services.errors import FailedPrecondition, FlashsplitError
 from services.messages.description import FeatureTransport, HeadPlace, Role, WorkerDescription
 from services.messages.holder import LEASE_S, WORKER_HELD
 from services.messages.loading import FeatureCapture, LoadDraft, LoadProgress, LoadTarget
+from services.model.quantization import Quantization
 from services.rpc.peers import Peers
 
 T = TypeVar("T")
@@ -41,6 +42,10 @@ class Checkpoints:
     transport: FeatureTransport = FeatureTransport.SUM
     kv_dtype: str | None = None
     """The element type of the target's keys and values; None for that of the weights."""
+    quantization: Quantization | None = None
+    draft_quantization: Quantization | None = None
+    """How the target's and the draft's matrices are packed while they are loaded; None for as the checkpoints have
+    them."""
 
 
 class LoadReporter:
@@ -60,7 +65,7 @@ class Loader:
         """Have a worker load a stage, and return its description.
 
         Also raises FailedPrecondition for a worker without the role, and for one that keeps keys and values in another
-        type than it was told.
+        type than it was told, or packs matrices otherwise.
         """
         checkpoints = self._checkpoints
         worker = await self._peers.worker(address)
@@ -76,7 +81,14 @@ class Loader:
         capture = None
         if checkpoints.draft is not None:
             capture = FeatureCapture(str(checkpoints.draft), checkpoints.transport)
-        part = LoadTarget(str(checkpoints.model), plan.layers, checkpoints.dtype, capture, checkpoints.kv_dtype)
+        part = LoadTarget(
+            str(checkpoints.model),
+            plan.layers,
+            checkpoints.dtype,
+            capture,
+            checkpoints.kv_dtype,
+            checkpoints.quantization,
+        )
         try:
             progress = self._progress(f"stage {index} ({description.device})")
             loaded = await when_free(lambda: worker.load(part, progress))
@@ -92,6 +104,8 @@ class Loader:
                 field="kv_dtype",
                 address=address,
             )
+        if loaded.target is not None:
+            _check_packed(name, loaded, loaded.target.quantization, checkpoints.quantization, "--quantize", address)
         return loaded
 
     async def load_draft(self, address: str, *, beside: bool) -> WorkerDescription:
@@ -112,14 +126,42 @@ class Loader:
             head_place=HeadPlace.SHARED if beside else checkpoints.head_place,
             feature_transport=checkpoints.transport,
             dtype=checkpoints.dtype,
+            quantization=checkpoints.draft_quantization,
+            target_quantization=checkpoints.quantization,
         )
+        name = f"draft ({device}, {address})"
         try:
-            return await when_free(lambda: worker.load(part, self._progress(f"draft ({device})")))
+            loaded = await when_free(lambda: worker.load(part, self._progress(f"draft ({device})")))
         except FlashsplitError as error:
-            raise with_name(error, f"draft ({device}, {address})") from error
+            raise with_name(error, name) from error
+        if loaded.draft is not None:
+            asked = checkpoints.draft_quantization
+            _check_packed(name, loaded, loaded.draft.quantization, asked, "--quantize-draft", address)
+        return loaded
 
     def _progress(self, name: str) -> Callable[[LoadProgress], None]:
         return lambda progress: self._reporter.progress(name, progress.loaded_bytes, progress.total_bytes)
+
+
+def _check_packed(
+    name: str,
+    worker: WorkerDescription,
+    held: Quantization | None,
+    asked: Quantization | None,
+    field: str,
+    address: str,
+) -> None:
+    """Raise FailedPrecondition where a worker packs matrices otherwise than it was told: a release from before there
+    was such a choice ignores it."""
+    if held != asked:
+        raise FailedPrecondition(
+            f"{name} holds matrices {'as the checkpoint has them' if held is None else f'packed to {held}'}, not "
+            f"{'as the checkpoint has them' if asked is None else f'packed to {asked}'}: it runs flashsplit "
+            f"{worker.flashsplit_version}; give all hosts the same release, or leave out {field}",
+            reason="PACKING_MISMATCH",
+            field=field,
+            address=address,
+        )
 
 
 async def when_free(call: Callable[[], Awaitable[T]]) -> T:

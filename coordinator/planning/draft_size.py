@@ -11,6 +11,7 @@ from services.errors import InvalidArgument
 from services.layers import LayerRange
 from services.model.checkpoint_files import read_config, read_headers
 from services.model.drafts import DraftConfig, check_draft_kind, draft_dtype, draft_format
+from services.model.quantization import OPTIONS, Quantization
 from services.model.target_tensors import loaded_bytes
 
 
@@ -51,8 +52,10 @@ class DraftSize:
         return sum(1 for layer in self.capture_layers if layer in layers)
 
 
-def read_draft_size(directory: Path, target: ModelSize, dtype: str | None) -> DraftSize:
-    """Read a draft's sizes. dtype: what --dtype says, None for the draft's own.
+def read_draft_size(
+    directory: Path, target: ModelSize, dtype: str | None, quantization: Quantization | None = None
+) -> DraftSize:
+    """Read a draft's sizes. dtype: what --dtype says, None for the draft's own. quantization: as of `read_model_size`.
 
     Raises Unimplemented for a checkpoint that is no draft of a known kind, InvalidArgument for one whose tensors are
     not those of its config.json or that was made for another target, and what `read_headers` raises.
@@ -60,6 +63,8 @@ def read_draft_size(directory: Path, target: ModelSize, dtype: str | None) -> Dr
     field = "--draft"
     raw = read_config(directory, field)
     headers = read_headers(directory, raw, field)
+    if quantization is not None:
+        headers = quantization.headers(headers, directory, OPTIONS[field])
     draft = draft_format(check_draft_kind(raw, directory))
     config = draft.read_config(raw)
     if config.hidden_size != target.hidden_size:

@@ -17,6 +17,7 @@ from services.model.checkpoint_files import read_config, read_headers
 from services.model.config import ModelConfig
 from services.model.families import read_model_config
 from services.model.layers import layer_caches
+from services.model.quantization import OPTIONS, Quantization
 from services.model.target_tensors import TargetTensors, loaded_bytes
 from services.model.tensor_headers import TensorHeader
 
@@ -45,8 +46,7 @@ class LayerSize:
 class ModelSize:
     """A target, in bytes at the element types that it is to be loaded with; hidden_size and vocab_size count elements.
 
-    kv_dtype: the element type of attention keys and values. packed_head: whether lm_head is stored packed, and stays so
-    in memory.
+    kv_dtype: the element type of attention keys and values.
     """
 
     dtype: str
@@ -59,7 +59,6 @@ class ModelSize:
     norm_bytes: int
     head_bytes: int
     tied_head: bool
-    packed_head: bool
 
     @property
     def item_bytes(self) -> int:
@@ -72,27 +71,30 @@ class ModelSize:
         ends = self.embedding_bytes + self.norm_bytes + (0 if self.tied_head else self.head_bytes)
         return sum(layer.weight_bytes for layer in self.layers) + ends
 
-    def draft_head_bytes(self, item_bytes: int) -> int:
-        """Return what lm_head takes in the worker of a draft. item_bytes: those of an element of the draft."""
-        return self.head_bytes if self.packed_head else self.vocab_size * self.hidden_size * item_bytes
-
     def layers_bytes(self, layers: LayerRange) -> int:
         """Return the weights of some layers, without embedding and head."""
         return sum(layer.weight_bytes for layer in self.layers[layers.first : layers.last])
 
 
 def read_model_size(
-    directory: Path, dtype: str | None, kv_dtype: str | None = None, field: str = "--model"
+    directory: Path,
+    dtype: str | None,
+    kv_dtype: str | None = None,
+    field: str = "--model",
+    quantization: Quantization | None = None,
 ) -> ModelSize:
     """Read a target's sizes.
 
     dtype: what --dtype says, None for the checkpoint's own. kv_dtype: of keys and values, None for the weights'. field:
-    the option that named the directory.
+    the option that named the directory. quantization: how matrices are packed while they are loaded, None for as they
+    are.
 
     Raises what reading its config.json, `read_headers` and `TargetTensors` raise.
     """
     raw = read_config(directory, field)
     config, headers = read_model_config(raw), read_headers(directory, raw, field)
+    if quantization is not None:
+        headers = quantization.headers(headers, directory, OPTIONS[field])
     tensors = TargetTensors(config, headers, directory)
     layers = [tensors.layer(layer) for layer in range(config.num_layers)]
     tensors.check_first()
@@ -113,7 +115,6 @@ def read_model_size(
         norm_bytes=loaded_bytes(tensors.norm, headers[tensors.norm], dtype),
         head_bytes=loaded_bytes(tensors.head, headers[tensors.head], dtype),
         tied_head=config.tied_head,
-        packed_head=headers[tensors.head].packed is not None,
     )
 
 

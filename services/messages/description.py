@@ -12,7 +12,9 @@ from flashsplit.shard.v1 import model_pb2
 from services.errors import FailedPrecondition, InvalidArgument
 from services.layers import LayerRange
 from services.messages.enums import EnumNumbers
+from services.messages.quantization import quantization_from_message, quantization_to_message
 from services.messages.tensors import dtype_name, dtype_number, kv_dtype_name
+from services.model.quantization import Quantization
 
 PROTOCOL_MAJOR = 3
 """The version of the contract; processes of different ones refuse each other."""
@@ -114,7 +116,8 @@ class TargetDescription:
     layers: the stage's, of the model's num_layers. capture_layers: the 0-based blocks of the whole model whose output
     the draft reads, in the draft's order. feature_transport: None without a draft. state_trimmable: whether a snapshot
     of n tokens also serves every shorter prefix of them. kv_dtype: the element type of attention keys and values, None
-    where it is dtype.
+    where it is dtype. quantization: how its matrices were packed when it was loaded, None where they are as the
+    checkpoint has them.
     """
 
     fingerprint: str
@@ -131,6 +134,7 @@ class TargetDescription:
     state_trimmable: bool = False
     step_engine: StepEngine = StepEngine.TORCH
     kv_dtype: str | None = None
+    quantization: Quantization | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +142,8 @@ class DraftDescription:
     """The draft that a worker holds.
 
     block_size: the known token and the draft tokens of one block. capture_layers: the 0-based target blocks whose
-    output the draft reads. num_target_layers: the layers of the target that it was made for. state_trimmable: as of a
-    stage.
+    output the draft reads. num_target_layers: the layers of the target that it was made for. state_trimmable,
+    quantization: as of a stage.
     """
 
     fingerprint: str
@@ -156,6 +160,7 @@ class DraftDescription:
     weight_bytes: int
     state_trimmable: bool = False
     step_engine: StepEngine = StepEngine.TORCH
+    quantization: Quantization | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +291,7 @@ def worker_to_message(worker: WorkerDescription) -> model_pb2.WorkerDescription:
                 state_cuttable=target.state_trimmable,
                 step_engine=_ENGINES.number(target.step_engine),
                 kv_dtype=dtype_number(target.kv_dtype),
+                quantization=quantization_to_message(target.quantization),
             )
         )
     if (draft := worker.draft) is not None:
@@ -305,6 +311,7 @@ def worker_to_message(worker: WorkerDescription) -> model_pb2.WorkerDescription:
                 weight_bytes=draft.weight_bytes,
                 state_cuttable=draft.state_trimmable,
                 step_engine=_ENGINES.number(draft.step_engine),
+                quantization=quantization_to_message(draft.quantization),
             )
         )
     if (drafter := worker.drafter) is not None:
@@ -367,6 +374,7 @@ def _target_from_message(message: model_pb2.TargetDescription) -> TargetDescript
         state_trimmable=message.state_cuttable,
         step_engine=_engine_from_number(message.step_engine),
         kv_dtype=kv_dtype_name(message.kv_dtype, "target.kv_dtype"),
+        quantization=quantization_from_message(message),
     )
 
 
@@ -389,6 +397,7 @@ def _draft_from_message(message: model_pb2.DraftDescription) -> DraftDescription
         weight_bytes=message.weight_bytes,
         state_trimmable=message.state_cuttable,
         step_engine=_engine_from_number(message.step_engine),
+        quantization=quantization_from_message(message),
     )
 
 

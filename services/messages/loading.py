@@ -18,7 +18,9 @@ from services.messages.description import (
     transport_from_number,
     transport_to_number,
 )
+from services.messages.quantization import quantization_from_message, quantization_to_message
 from services.messages.tensors import dtype_name, dtype_number, kv_dtype_name
+from services.model.quantization import Quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,8 @@ class LoadTarget:
     """A stage to load.
 
     dtype: the element type of weights and activations, None for the checkpoint's own. kv_dtype: the element type of
-    attention keys and values, None for that of the weights.
+    attention keys and values, None for that of the weights. quantization: how its matrices are packed, None for as the
+    checkpoint has them.
     """
 
     role: ClassVar = Role.TARGET
@@ -46,6 +49,7 @@ class LoadTarget:
     dtype: str | None = None
     capture: FeatureCapture | None = None
     kv_dtype: str | None = None
+    quantization: Quantization | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,8 @@ class LoadDraft:
     """A draft to load.
 
     model_path: the target's checkpoint, for its lm_head with HeadPlace.LOADED and for rows of its embedding with
-    HeadPlace.SHARED. dtype: None for the checkpoint's own.
+    HeadPlace.SHARED. dtype: None for the checkpoint's own. quantization: how the draft's own matrices are packed.
+    target_quantization: how the target's are, those two among them.
     """
 
     role: ClassVar = Role.DRAFT
@@ -62,6 +67,8 @@ class LoadDraft:
     head_place: HeadPlace
     feature_transport: FeatureTransport
     dtype: str | None = None
+    quantization: Quantization | None = None
+    target_quantization: Quantization | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +100,7 @@ def part_to_message(part: LoadPart) -> pb.LoadRequest:
                 layers=range_to_message(part.layers),
                 dtype=dtype_number(part.dtype),
                 kv_dtype=dtype_number(part.kv_dtype),
+                quantization=quantization_to_message(part.quantization),
             )
             if part.capture is not None:
                 target.capture.draft_path = part.capture.draft_path
@@ -105,6 +113,8 @@ def part_to_message(part: LoadPart) -> pb.LoadRequest:
                 head_place=HEAD_PLACES.number(part.head_place),
                 feature_transport=transport_to_number(part.feature_transport),
                 dtype=dtype_number(part.dtype),
+                quantization=quantization_to_message(part.quantization),
+                target_quantization=quantization_to_message(part.target_quantization),
             )
             return pb.LoadRequest(draft=draft)
         case LoadDrafter():
@@ -126,6 +136,7 @@ def part_from_message(request: pb.LoadRequest) -> LoadPart:
                 dtype=dtype_name(target.dtype),
                 capture=capture,
                 kv_dtype=kv_dtype_name(target.kv_dtype),
+                quantization=quantization_from_message(target),
             )
         case "draft":
             draft = request.draft
@@ -135,6 +146,8 @@ def part_from_message(request: pb.LoadRequest) -> LoadPart:
                 head_place=HEAD_PLACES.value(draft.head_place, "head_place"),
                 feature_transport=_required_transport(draft.feature_transport),
                 dtype=dtype_name(draft.dtype),
+                quantization=quantization_from_message(draft),
+                target_quantization=quantization_from_message(draft, "target_quantization"),
             )
         case "drafter":
             return LoadDrafter(request.drafter.drafter_path, dtype_name(request.drafter.dtype))

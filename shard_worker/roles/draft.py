@@ -102,12 +102,12 @@ class DraftRole(WorkerRole[LoadDraft]):
         Raises what `DraftKind.load` raises, and InvalidArgument for a head of another shape.
         """
         self.loaded = None
-        checkpoint = open_checkpoint(part.draft_path, "--draft")
+        checkpoint = open_checkpoint(part.draft_path, "--draft", part.quantization)
         pool = self.resources.pools.get(self._device)
         draft = drafter_of(checkpoint).load(checkpoint, self._device, part.dtype, on_progress, pool)
         engine = DraftEngine(draft)
         if part.head_place is HeadPlace.LOADED:
-            target = open_checkpoint(part.model_path)
+            target = open_checkpoint(part.model_path, quantization=part.target_quantization)
             head = self._load_head(target, draft)
             engine = make_engine(draft, rows_of_checkpoint(target), head, graphs=self.resources.graphs)
             try:
@@ -156,6 +156,7 @@ class DraftRole(WorkerRole[LoadDraft]):
             weight_bytes=draft.weight_bytes,
             state_trimmable=trimmable(self.loaded.keeper.groups),
             step_engine=self._step_engine(self.loaded),
+            quantization=part.quantization,
         )
 
     async def open(self, request: OpenDraft) -> LocalDraftSession:

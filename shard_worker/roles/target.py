@@ -86,7 +86,7 @@ class TargetEmbedding:
         """Return the embedding with its matrix on the draft's device, where there is room for it."""
         if self.matrix is not None:
             return self
-        checkpoint = open_checkpoint(part.model_path)
+        checkpoint = open_checkpoint(part.model_path, quantization=part.quantization)
         matrix = copied_embedding(checkpoint, draft.device, stage.dtype)
         return TargetEmbedding(matrix, rows_of_stage(matrix, checkpoint))
 
@@ -168,7 +168,7 @@ class TargetRole(WorkerRole[LoadTarget]):
         """
         self.loaded = None
         resources = self.resources
-        checkpoint = open_checkpoint(part.model_path)
+        checkpoint = open_checkpoint(part.model_path, quantization=part.quantization)
         loader = StageLoader(checkpoint, part.layers, part.dtype, part.kv_dtype)
         capture = capture_request(part, loader.config)
         stage = loader.load(resources.devices, capture, on_progress, graphs=resources.graphs, pools=resources.pools)
@@ -231,6 +231,7 @@ class TargetRole(WorkerRole[LoadTarget]):
             state_trimmable=trimmable(loaded.keeper.groups),
             step_engine=stage.engine,
             kv_dtype=loaded.part.kv_dtype,
+            quantization=loaded.part.quantization,
         )
 
     # --- opening a session

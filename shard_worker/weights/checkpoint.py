@@ -7,7 +7,7 @@ never unpickles.
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,12 @@ import torch
 from services.model.tensor_headers import TensorHeader
 from shard_worker.device.dtypes import dtype_from_name
 from shard_worker.weights.weight import DenseWeight, Weight
+
+
+def rows_at_a_time(columns: int, device: torch.device) -> int:
+    """Return how many rows of a matrix are read at a time to be packed on a device: on a CPU so many that what is made
+    of them stays within its caches."""
+    return max(1, (1 << 18 if device.type == "cpu" else 1 << 24) // columns)
 
 
 class Checkpoint(abc.ABC):
@@ -65,6 +71,13 @@ class Checkpoint(abc.ABC):
     def place(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """Return a copy of a dense tensor on a device."""
         return self.tensor(name).to(device=device, dtype=dtype, copy=True)
+
+    def parts(self, name: str, device: torch.device, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """Yield the rows of a dense matrix on a device, some at a time, in order."""
+        matrix = self.tensor(name)
+        step = rows_at_a_time(matrix.shape[1], device)
+        for first in range(0, len(matrix), step):
+            yield matrix[first : first + step].to(device=device, dtype=dtype)
 
     def weight(self, name: str, device: torch.device, dtype: torch.dtype) -> Weight:
         """Return a matrix on a device, dense or packed as it is stored, for activations of a dtype.

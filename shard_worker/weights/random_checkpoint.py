@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from services.model.safetensors_header import DTYPE_CODES
 from services.model.target_tensors import target_shapes
 from services.model.tensor_headers import TensorHeader
 from shard_worker.device.dtypes import dtype_from_name
-from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.checkpoint import Checkpoint, rows_at_a_time
 from shard_worker.weights.weight import Weight
 
 KEY = "random_weights"
@@ -50,6 +50,13 @@ class RandomCheckpoint(Checkpoint):
         shape = self.shape(name)
         tensor = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, SPREAD, generator=self._generator(device))
         return tensor if len(shape) > 1 else tensor + 1.0
+
+    def parts(self, name: str, device: torch.device, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        rows, columns = self.shape(name)
+        step = rows_at_a_time(columns, device)
+        for first in range(0, rows, step):
+            part = torch.empty(min(step, rows - first), columns, dtype=dtype, device=device)
+            yield part.normal_(0.0, SPREAD, generator=self._generator(device))
 
     def packed(self, name: str, device: torch.device, dtype: torch.dtype) -> Weight:
         raise AssertionError("random matrices are dense")

@@ -18,6 +18,7 @@ from coordinator.prefix.disk.disk_cache import DiskCache
 from coordinator.prefix.policy import KeepPolicy
 from coordinator.prefix.stores import open_store
 from services.messages.sampling import SamplingParams
+from services.model.quantization import Quantization
 from services.processes.launch import Launch
 from tests.e2e.conftest import Pair
 
@@ -75,6 +76,7 @@ async def client(
     store: Path | None = None,
     has_draft: bool = True,
     kv_dtype: str | None = None,
+    quantization: Quantization | None = None,
 ) -> AsyncIterator[Client]:
     plan = make_plan(
         target_devices=devices,
@@ -83,7 +85,8 @@ async def client(
         num_layers=pair.layers,
         has_draft=has_draft,
     )
-    files = Checkpoints(pair.target, pair.draft if has_draft else None, "float32", kv_dtype=kv_dtype)
+    draft = pair.draft if has_draft else None
+    files = Checkpoints(pair.target, draft, "float32", kv_dtype=kv_dtype, quantization=quantization)
     async with Cluster(plan, files, launch=Launch(threads=1, prefix_cache_bytes=prefix_cache_bytes)) as cluster:
         disk = None
         if store is not None:

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from services.layers import LayerRange
+from services.model.quantization import Quantization
 from shard_worker.device.devices import Device, parse_devices
 from shard_worker.drafting.drafters import drafter_of
 from shard_worker.drafting.drafters.dflash import DFlashDraft
@@ -121,11 +122,12 @@ def load_stage(
     dtype: str | None = None,
     capture: CaptureRequest | None = None,
     kv_dtype: str | None = None,
+    quantization: Quantization | None = None,
 ) -> Stage:
     """Load layers [first, last) of a checkpoint, by default all of them."""
     if isinstance(devices, str):
         devices = parse_devices(devices)
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, quantization=quantization)
     text = checkpoint.config.get("text_config", checkpoint.config)
     chosen = LayerRange(*(layers or (0, text["num_hidden_layers"])))
     loader = StageLoader(checkpoint, chosen, dtype, kv_dtype)

@@ -14,6 +14,7 @@ from services.errors import FailedPrecondition, Unavailable
 from services.layers import LayerRange
 from services.messages.description import WorkerDescription
 from services.messages.loading import LoadTarget
+from services.model.quantization import Quantization, QuantizedTo
 from services.rpc.peers import Peers
 from tests.coordinator.cluster.toy_worker import ToyHost
 from tests.coordinator.conftest import Hosts
@@ -22,9 +23,11 @@ from tests.services.fakes import WORKER
 FLOAT8 = "float8_e4m3fn"
 
 
-async def load(host: ToyHost, kv_dtype: str | None) -> WorkerDescription:
+async def load(
+    host: ToyHost, kv_dtype: str | None = None, quantization: Quantization | None = None
+) -> WorkerDescription:
     peers = Peers()
-    checkpoints = Checkpoints(Path("/models/t"), None, "bfloat16", kv_dtype=kv_dtype)
+    checkpoints = Checkpoints(Path("/models/t"), None, "bfloat16", kv_dtype=kv_dtype, quantization=quantization)
     try:
         plan = StagePlan(WorkerPlace(None, host.address), LayerRange(0, 3))
         return await Loader(peers, checkpoints, LoadReporter()).load_stage(0, plan, host.address)
@@ -54,6 +57,29 @@ async def test_a_worker_that_ignores_the_type_is_refused(hosts: Hosts) -> None:
     await load(host, None)
 
 
+async def test_a_worker_that_packs_nothing_is_refused(hosts: Hosts) -> None:
+    """One of an older release holds the target, or the draft, as the checkpoint has it: it is named, with its
+    release."""
+    [host] = await hosts(1)
+    packed = Quantization(QuantizedTo.INT4, ends=True)
+    loaded = await load(host, quantization=packed)
+    assert loaded.target is not None
+    assert loaded.target.quantization == packed
+    host.worker.knows_quantization = False
+    with pytest.raises(FailedPrecondition) as caught:
+        await load(host, quantization=packed)
+    assert "holds matrices as the checkpoint has them, not packed to int4, head too" in caught.value.message
+    assert WORKER.flashsplit_version in caught.value.message
+    assert caught.value.where["field"] == "--quantize"
+    peers = Peers()
+    checkpoints = Checkpoints(Path("/models/t"), Path("/models/d"), None, draft_quantization=packed)
+    try:
+        with pytest.raises(FailedPrecondition, match=r"draft .* not packed to int4.* leave out --quantize-draft"):
+            await Loader(peers, checkpoints, LoadReporter()).load_draft(host.address, beside=False)
+    finally:
+        await peers.close()
+
+
 async def test_a_worker_that_does_not_answer_is_named(hosts: Hosts) -> None:
     """Stage and address stand in the error of the call."""
     [host] = await hosts(1)
@@ -71,3 +97,12 @@ def test_stages_of_two_types_do_not_go_together() -> None:
     with pytest.raises(FailedPrecondition, match=f"stage 1 .* holds kv_dtype {FLOAT8}, stage 0 .* auto") as caught:
         check_same_model([WORKER, other])
     assert caught.value.reason == "DTYPE_MISMATCH"
+
+
+def test_stages_of_two_packings_do_not_go_together() -> None:
+    """Both are named, before fingerprints that say less."""
+    assert WORKER.target is not None
+    packed = replace(WORKER.target, quantization=Quantization(QuantizedTo.INT8), fingerprint="f0")
+    with pytest.raises(FailedPrecondition, match="stage 1 .* holds quantization int8, stage 0 .* none") as caught:
+        check_same_model([WORKER, replace(WORKER, target=packed)])
+    assert caught.value.reason == "PACKING_MISMATCH"

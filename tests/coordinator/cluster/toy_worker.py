@@ -55,13 +55,14 @@ LAUNCH = Launch(
 class ToyWorker(FakeWorker):
     """A worker that holds what it has loaded. dies: whether loading DYING ends the process.
 
-    knows_kv_dtype: False for one of a release before keys and values had a type of their own.
+    knows_kv_dtype, knows_quantization: False for one of a release before keys and values had a type of their own, and
+    before matrices were packed while they are loaded.
     """
 
     def __init__(self, roles: tuple[Role, ...] = (Role.TARGET, Role.DRAFT), *, dies: bool = False) -> None:
         super().__init__(replace(WORKER, roles=roles, target=None, draft=None, process_id=os.getpid()))
         self._dies = dies
-        self.knows_kv_dtype = True
+        self.knows_kv_dtype = self.knows_quantization = True
         self.fingerprint = "f00d"
 
     async def describe(self) -> WorkerDescription:
@@ -84,10 +85,13 @@ class ToyWorker(FakeWorker):
                 num_layers=LAYERS,
                 dtype=part.dtype or "bfloat16",
                 kv_dtype=part.kv_dtype if self.knows_kv_dtype else None,
+                quantization=part.quantization if self.knows_quantization else None,
             )
             self.description = replace(self.description, target=target)
         elif isinstance(part, LoadDraft):
-            self.description = replace(self.description, draft=WORKER.draft)
+            assert WORKER.draft is not None
+            draft = replace(WORKER.draft, quantization=part.quantization if self.knows_quantization else None)
+            self.description = replace(self.description, draft=draft)
         yield LoadProgress(4, 4)
         yield self.description
 

@@ -26,6 +26,7 @@ from services.messages.description import (
     worker_from_message,
     worker_to_message,
 )
+from services.model.quantization import Quantization, QuantizedTo
 from tests.services.fakes import WORKER
 
 
@@ -46,7 +47,9 @@ def over_the_wire(worker: WorkerDescription) -> WorkerDescription:
         replace(WORKER, snapshot_bytes=0, snapshot_budget_bytes=2**64 - 1),
         replace(WORKER, target=replace(WORKER.target, state_trimmable=False)),
         replace(WORKER, target=replace(WORKER.target, kv_dtype="float8_e4m3fn")),
+        replace(WORKER, target=replace(WORKER.target, quantization=Quantization(QuantizedTo.INT4, ends=True))),
         replace(WORKER, draft=replace(WORKER.draft, state_trimmable=False)),
+        replace(WORKER, draft=replace(WORKER.draft, quantization=Quantization(QuantizedTo.FP8))),
     ],
 )
 def test_round_trip(worker: WorkerDescription) -> None:

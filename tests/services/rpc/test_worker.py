@@ -14,6 +14,7 @@ from services.layers import LayerRange
 from services.messages.description import PROTOCOL_MAJOR, FeatureTransport, HeadPlace, worker_to_message
 from services.messages.loading import FeatureCapture, LoadDraft, LoadProgress, LoadTarget
 from services.messages.measure import ECHO_BYTES, MeasureRequest, speed_from_message
+from services.model.quantization import Quantization, QuantizedTo
 from services.rpc.link_speed import PIECES, ROUND_TRIPS
 from services.rpc.worker import RemoteWorker, WorkerServicer
 from tests.services.conftest import Dial, Serve
@@ -49,7 +50,16 @@ async def test_describe(worker: RemoteWorker) -> None:
         LoadTarget("", LayerRange(5, 6)),
         LoadTarget("/models/t", LayerRange(0, 3), kv_dtype="float8_e4m3fn"),
         LoadDraft("/models/d", "/models/t", HeadPlace.PROJECTED, FeatureTransport.SUM, "float32"),
+        LoadTarget("/models/t", LayerRange(0, 3), quantization=Quantization(QuantizedTo.INT4, ends=True)),
         LoadDraft("/models/d", "", HeadPlace.SHARED, FeatureTransport.SLICES),
+        LoadDraft(
+            "/models/d",
+            "/models/t",
+            HeadPlace.LOADED,
+            FeatureTransport.SLICES,
+            quantization=Quantization(QuantizedTo.INT8),
+            target_quantization=Quantization(QuantizedTo.FP8, ends=True),
+        ),
     ],
 )
 async def test_load(part: LoadTarget | LoadDraft, port: FakeWorker, worker: RemoteWorker) -> None:
@@ -121,6 +131,10 @@ async def test_versions_are_compared_before_anything_else(serve: Serve, dial: Di
         (pb.LoadRequest(), "part is missing: name a target, a draft or a drafter to load"),
         (pb.LoadRequest(target=pb.LoadTarget()), "layers is [0, 0)"),
         (pb.LoadRequest(target=pb.LoadTarget(layers={"last": 1}, dtype=42)), "dtype is 42"),
+        (
+            pb.LoadRequest(target=pb.LoadTarget(layers={"last": 1}, quantization={"type": 9})),
+            "quantization.type is 9, not one of 1 (int8), 2 (int4), 3 (fp8)",
+        ),
         *(
             (
                 pb.LoadRequest(target=pb.LoadTarget(layers={"last": 1}, kv_dtype=number)),

@@ -34,6 +34,13 @@ class StepEngine(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     STEP_ENGINE_TORCH: _ClassVar[StepEngine]
     STEP_ENGINE_KERNELS: _ClassVar[StepEngine]
     STEP_ENGINE_GRAPHS: _ClassVar[StepEngine]
+
+class QuantizationType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    QUANTIZATION_TYPE_UNSPECIFIED: _ClassVar[QuantizationType]
+    QUANTIZATION_TYPE_INT8: _ClassVar[QuantizationType]
+    QUANTIZATION_TYPE_INT4: _ClassVar[QuantizationType]
+    QUANTIZATION_TYPE_FP8: _ClassVar[QuantizationType]
 ROLE_UNSPECIFIED: Role
 ROLE_TARGET: Role
 ROLE_DRAFT: Role
@@ -49,6 +56,10 @@ STEP_ENGINE_UNSPECIFIED: StepEngine
 STEP_ENGINE_TORCH: StepEngine
 STEP_ENGINE_KERNELS: StepEngine
 STEP_ENGINE_GRAPHS: StepEngine
+QUANTIZATION_TYPE_UNSPECIFIED: QuantizationType
+QUANTIZATION_TYPE_INT8: QuantizationType
+QUANTIZATION_TYPE_INT4: QuantizationType
+QUANTIZATION_TYPE_FP8: QuantizationType
 
 class LayerRange(_message.Message):
     __slots__ = ("first", "last")
@@ -58,8 +69,16 @@ class LayerRange(_message.Message):
     last: int
     def __init__(self, first: _Optional[int] = ..., last: _Optional[int] = ...) -> None: ...
 
+class Quantization(_message.Message):
+    __slots__ = ("type", "ends")
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    type: QuantizationType
+    ends: bool
+    def __init__(self, type: _Optional[_Union[QuantizationType, str]] = ..., ends: _Optional[bool] = ...) -> None: ...
+
 class TargetDescription(_message.Message):
-    __slots__ = ("fingerprint", "family", "layers", "num_layers", "hidden_size", "vocab_size", "max_position", "dtype", "capture_layers", "feature_transport", "weight_bytes", "state_cuttable", "step_engine", "kv_dtype")
+    __slots__ = ("fingerprint", "family", "layers", "num_layers", "hidden_size", "vocab_size", "max_position", "dtype", "capture_layers", "feature_transport", "weight_bytes", "state_cuttable", "step_engine", "kv_dtype", "quantization")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     FAMILY_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +93,7 @@ class TargetDescription(_message.Message):
     STATE_CUTTABLE_FIELD_NUMBER: _ClassVar[int]
     STEP_ENGINE_FIELD_NUMBER: _ClassVar[int]
     KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     fingerprint: str
     family: str
     layers: LayerRange
@@ -88,10 +108,11 @@ class TargetDescription(_message.Message):
     state_cuttable: bool
     step_engine: StepEngine
     kv_dtype: _tensor_pb2.Dtype
-    def __init__(self, fingerprint: _Optional[str] = ..., family: _Optional[str] = ..., layers: _Optional[_Union[LayerRange, _Mapping]] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_position: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., capture_layers: _Optional[_Iterable[int]] = ..., feature_transport: _Optional[_Union[FeatureTransport, str]] = ..., weight_bytes: _Optional[int] = ..., state_cuttable: _Optional[bool] = ..., step_engine: _Optional[_Union[StepEngine, str]] = ..., kv_dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ...) -> None: ...
+    quantization: Quantization
+    def __init__(self, fingerprint: _Optional[str] = ..., family: _Optional[str] = ..., layers: _Optional[_Union[LayerRange, _Mapping]] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_position: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., capture_layers: _Optional[_Iterable[int]] = ..., feature_transport: _Optional[_Union[FeatureTransport, str]] = ..., weight_bytes: _Optional[int] = ..., state_cuttable: _Optional[bool] = ..., step_engine: _Optional[_Union[StepEngine, str]] = ..., kv_dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., quantization: _Optional[_Union[Quantization, _Mapping]] = ...) -> None: ...
 
 class DraftDescription(_message.Message):
-    __slots__ = ("fingerprint", "block_size", "mask_token_id", "capture_layers", "hidden_size", "vocab_size", "num_target_layers", "head_place", "feature_transport", "max_position", "dtype", "weight_bytes", "state_cuttable", "step_engine")
+    __slots__ = ("fingerprint", "block_size", "mask_token_id", "capture_layers", "hidden_size", "vocab_size", "num_target_layers", "head_place", "feature_transport", "max_position", "dtype", "weight_bytes", "state_cuttable", "step_engine", "quantization")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     MASK_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +127,7 @@ class DraftDescription(_message.Message):
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     STATE_CUTTABLE_FIELD_NUMBER: _ClassVar[int]
     STEP_ENGINE_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     fingerprint: str
     block_size: int
     mask_token_id: int
@@ -120,7 +142,8 @@ class DraftDescription(_message.Message):
     weight_bytes: int
     state_cuttable: bool
     step_engine: StepEngine
-    def __init__(self, fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., mask_token_id: _Optional[int] = ..., capture_layers: _Optional[_Iterable[int]] = ..., hidden_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_target_layers: _Optional[int] = ..., head_place: _Optional[_Union[HeadPlace, str]] = ..., feature_transport: _Optional[_Union[FeatureTransport, str]] = ..., max_position: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., weight_bytes: _Optional[int] = ..., state_cuttable: _Optional[bool] = ..., step_engine: _Optional[_Union[StepEngine, str]] = ...) -> None: ...
+    quantization: Quantization
+    def __init__(self, fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., mask_token_id: _Optional[int] = ..., capture_layers: _Optional[_Iterable[int]] = ..., hidden_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_target_layers: _Optional[int] = ..., head_place: _Optional[_Union[HeadPlace, str]] = ..., feature_transport: _Optional[_Union[FeatureTransport, str]] = ..., max_position: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., weight_bytes: _Optional[int] = ..., state_cuttable: _Optional[bool] = ..., step_engine: _Optional[_Union[StepEngine, str]] = ..., quantization: _Optional[_Union[Quantization, _Mapping]] = ...) -> None: ...
 
 class DrafterDescription(_message.Message):
     __slots__ = ("fingerprint", "vocab_size", "num_layers", "max_position", "dtype", "weight_bytes")

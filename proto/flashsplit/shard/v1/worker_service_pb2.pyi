@@ -31,32 +31,38 @@ class FeatureCapture(_message.Message):
     def __init__(self, draft_path: _Optional[str] = ..., transport: _Optional[_Union[_model_pb2.FeatureTransport, str]] = ...) -> None: ...
 
 class LoadTarget(_message.Message):
-    __slots__ = ("model_path", "layers", "dtype", "capture", "kv_dtype")
+    __slots__ = ("model_path", "layers", "dtype", "capture", "kv_dtype", "quantization")
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     CAPTURE_FIELD_NUMBER: _ClassVar[int]
     KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     model_path: str
     layers: _model_pb2.LayerRange
     dtype: _tensor_pb2.Dtype
     capture: FeatureCapture
     kv_dtype: _tensor_pb2.Dtype
-    def __init__(self, model_path: _Optional[str] = ..., layers: _Optional[_Union[_model_pb2.LayerRange, _Mapping]] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., capture: _Optional[_Union[FeatureCapture, _Mapping]] = ..., kv_dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ...) -> None: ...
+    quantization: _model_pb2.Quantization
+    def __init__(self, model_path: _Optional[str] = ..., layers: _Optional[_Union[_model_pb2.LayerRange, _Mapping]] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., capture: _Optional[_Union[FeatureCapture, _Mapping]] = ..., kv_dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., quantization: _Optional[_Union[_model_pb2.Quantization, _Mapping]] = ...) -> None: ...
 
 class LoadDraft(_message.Message):
-    __slots__ = ("draft_path", "model_path", "head_place", "feature_transport", "dtype")
+    __slots__ = ("draft_path", "model_path", "head_place", "feature_transport", "dtype", "quantization", "target_quantization")
     DRAFT_PATH_FIELD_NUMBER: _ClassVar[int]
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
     HEAD_PLACE_FIELD_NUMBER: _ClassVar[int]
     FEATURE_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    TARGET_QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     draft_path: str
     model_path: str
     head_place: _model_pb2.HeadPlace
     feature_transport: _model_pb2.FeatureTransport
     dtype: _tensor_pb2.Dtype
-    def __init__(self, draft_path: _Optional[str] = ..., model_path: _Optional[str] = ..., head_place: _Optional[_Union[_model_pb2.HeadPlace, str]] = ..., feature_transport: _Optional[_Union[_model_pb2.FeatureTransport, str]] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ...) -> None: ...
+    quantization: _model_pb2.Quantization
+    target_quantization: _model_pb2.Quantization
+    def __init__(self, draft_path: _Optional[str] = ..., model_path: _Optional[str] = ..., head_place: _Optional[_Union[_model_pb2.HeadPlace, str]] = ..., feature_transport: _Optional[_Union[_model_pb2.FeatureTransport, str]] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., quantization: _Optional[_Union[_model_pb2.Quantization, _Mapping]] = ..., target_quantization: _Optional[_Union[_model_pb2.Quantization, _Mapping]] = ...) -> None: ...
 
 class LoadDrafter(_message.Message):
     __slots__ = ("drafter_path", "dtype")

@@ -10,6 +10,7 @@ from coordinator.cli.options.cluster import ClusterOptions
 from coordinator.cluster.placement import WorkerPlace
 from services.errors import InvalidArgument
 from services.messages.description import FeatureTransport, HeadPlace
+from services.model.quantization import Quantization, QuantizedTo
 from services.rpc.payload_transport import PayloadTransport
 from tests.coordinator.cli.command_line import parse, refusal
 
@@ -92,16 +93,19 @@ def test_what_workers_are_told() -> None:
     options = parse(ClusterOptions)
     assert (options.placement.head_place, options.placement.transport) == (HeadPlace.LOADED, FeatureTransport.SUM)
     assert (options.compute.dtype, options.compute.workers_kv_dtype, options.compute.exact) == (None, None, False)
+    assert (options.compute.quantization, options.compute.draft_quantization) == (None, None)
     launch = options.launch(7)
     assert (launch.threads, launch.cuda_graphs, launch.prefix_cache_bytes) == (None, None, 7)
     assert launch.memory_share is None
     assert (launch.transport, launch.commands) == (PayloadTransport.AUTO, {})
 
     words = "--draft-head projected --features slices --kv-dtype fp8 --exact --threads 3 --no-cuda-graphs "
-    words += "--gpu-memory-utilization 0.7"
+    words += "--gpu-memory-utilization 0.7 --quantize int4 --quantize-head --quantize-draft int8"
     options = parse(ClusterOptions, *words.split(), "--payload-transport", "shared", "--worker-command", PROGRAM)
     assert (options.placement.head_place, options.placement.transport) == (HeadPlace.PROJECTED, FeatureTransport.SLICES)
     assert (options.compute.workers_kv_dtype, options.compute.exact) == ("float8_e4m3fn", True)
+    assert options.compute.quantization == Quantization(QuantizedTo.INT4, ends=True)
+    assert options.compute.draft_quantization == Quantization(QuantizedTo.INT8)
     launch = options.launch()
     assert (launch.threads, launch.cuda_graphs, launch.prefix_cache_bytes) == (3, False, None)
     assert launch.memory_share == 0.7
