@@ -15,6 +15,7 @@ from coordinator.bench.shapes import TARGETS, write_shape
 from coordinator.cli.option_groups import Flag
 from coordinator.cli.options.model import OptionalModelOptions
 from services.errors import InvalidArgument
+from services.model.checkpoint_files import model_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +33,8 @@ class CheckpointOptions:
 
     @property
     def name(self) -> str:
-        """The shape, or the name of the checkpoint's directory."""
-        return self.shape or (self.checkpoint.model.name if self.checkpoint.model is not None else "")
+        """The shape, or the name of the checkpoint."""
+        return self.shape or (model_name(self.checkpoint.model) if self.checkpoint.model is not None else "")
 
     @contextlib.contextmanager
     def directories(self, drafting: Sequence[str] = ()) -> Iterator[tuple[Path, Path | None]]:

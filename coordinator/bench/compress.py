@@ -19,7 +19,7 @@ from coordinator.cli.console import LoadBars, progress_bars
 from coordinator.cli.option_groups import with_options
 from coordinator.cli.options.cluster import ClusterOptions
 from coordinator.cli.options.config import config_option
-from coordinator.cli.options.model import CheckpointDirectory, ModelOptions
+from coordinator.cli.options.model import CheckpointPath, ModelOptions
 from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.placement import parse_place
 from coordinator.compression.drafter_worker import DrafterWorker
@@ -52,7 +52,7 @@ class CompressFigures:
 @click.command(cls=Command)
 @with_options
 @config_option
-@click.option("--prefill-drafter", required=True, type=CheckpointDirectory(),
+@click.option("--prefill-drafter", required=True, type=CheckpointPath(),
               metavar="DIR", help="The small Qwen3 that reads the prompts.")  # fmt: skip
 @click.option(
     "--prefill-device", metavar="DEVICE|ADDRESS", help="Where that model runs.  [default: beside the first stage]"

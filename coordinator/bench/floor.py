@@ -9,7 +9,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from coordinator.bench.shapes import RANDOM
 from coordinator.cluster.cluster import Cluster
+from coordinator.planning.model_size import read_model_size
 from services.messages.description import TargetDescription
 from services.messages.measure import DeviceSpeed, MeasureRequest
 from services.model.cached_tensors import CacheDtype, Per
@@ -43,13 +45,13 @@ class Floor:
         """Measure the devices of a cluster. Raises what `WorkerPort.measure` raises."""
         config = read_model_config(read_config(model))
         targets = [worker.target for worker in cluster.workers if worker.target is not None]
-        head = _head_bytes(cluster.target)
-        stages = [_weights_read(target, head, config.tied_head) for target in targets]
+        dtype = cluster.target.dtype
+        embedding, head = _ends(model, cluster.target)
+        stages = [_weights_read(target, embedding, config.tied_head) for target in targets]
         speeds = []
         for address, target in zip(cluster.addresses, targets, strict=True):
             worker = await cluster.worker(address)
             speeds.append((await worker.measure(MeasureRequest(str(model), target.dtype, target.weight_bytes)))[0])
-        dtype = cluster.target.dtype
         token_bytes, state_bytes = _state(config, dtype, cluster.target.kv_dtype or dtype)
         return cls(
             speeds=tuple(speeds),
@@ -79,12 +81,16 @@ class Floor:
         return 2 * self.matrix_elements * tokens / slowest * 1e3
 
 
-def _head_bytes(target: TargetDescription) -> int:
-    """Return the bytes of lm_head as it is loaded."""
-    header = TensorHeader(DTYPE_CODES[target.dtype], (target.vocab_size, target.hidden_size))
-    if target.quantization is not None:
-        header = target.quantization.headers({HEAD: header}, Path(), "--quantize")[HEAD]
-    return loaded_bytes(HEAD, header, target.dtype)
+def _ends(model: Path, target: TargetDescription) -> tuple[int, int]:
+    """Return the bytes of the embedding and of lm_head in a worker's memory. target: how they were loaded."""
+    if RANDOM.items() <= read_config(model).items():
+        header = TensorHeader(DTYPE_CODES[target.dtype], (target.vocab_size, target.hidden_size))
+        if target.quantization is not None:
+            header = target.quantization.headers({HEAD: header}, Path(), "--quantize")[HEAD]
+        size = loaded_bytes(HEAD, header, target.dtype)
+        return size, size
+    size_of = read_model_size(model, target.dtype, quantization=target.quantization)
+    return size_of.embedding_bytes, size_of.head_bytes
 
 
 def _matrix_elements(config: ModelConfig) -> int:
@@ -93,13 +99,13 @@ def _matrix_elements(config: ModelConfig) -> int:
     return sum(math.prod(shape) for shape in shapes if len(shape) == 2)
 
 
-def _weights_read(target: TargetDescription, head: int, tied: bool) -> int:
+def _weights_read(target: TargetDescription, embedding: int, tied: bool) -> int:
     """Return the bytes of weights that a step reads: of an embedding that is not the head too, only single rows.
 
-    head: bytes of lm_head; tied: whether it is the embedding.
+    embedding: its bytes; tied: whether it is lm_head too.
     """
     first, last = target.layers.first == 0, target.layers.last == target.num_layers
-    return target.weight_bytes - (head if first and not (tied and last) else 0)
+    return target.weight_bytes - (embedding if first and not (tied and last) else 0)
 
 
 def _state(config: ModelConfig, dtype: str, kv_dtype: str) -> tuple[int, int]:

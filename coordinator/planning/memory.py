@@ -88,7 +88,7 @@ def draft_share(models: Models) -> Share:
     """Return what a draft's own worker holds."""
     target, draft = models.target, models.draft
     assert draft is not None
-    head = target.vocab_size * target.hidden_size * draft.item_bytes if models.head_place is HeadPlace.LOADED else 0
+    head = target.draft_head_bytes(draft.item_bytes) if models.head_place is HeadPlace.LOADED else 0
     return Share(None, draft.weight_bytes + head, True)
 
 

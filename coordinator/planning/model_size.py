@@ -46,7 +46,8 @@ class LayerSize:
 class ModelSize:
     """A target, in bytes at the element types that it is to be loaded with; hidden_size and vocab_size count elements.
 
-    kv_dtype: the element type of attention keys and values.
+    kv_dtype: the element type of attention keys and values. packed_head: whether lm_head is stored packed, and stays so
+    in memory.
     """
 
     dtype: str
@@ -59,6 +60,7 @@ class ModelSize:
     norm_bytes: int
     head_bytes: int
     tied_head: bool
+    packed_head: bool
 
     @property
     def item_bytes(self) -> int:
@@ -70,6 +72,10 @@ class ModelSize:
         """Weights of the whole model on one device."""
         ends = self.embedding_bytes + self.norm_bytes + (0 if self.tied_head else self.head_bytes)
         return sum(layer.weight_bytes for layer in self.layers) + ends
+
+    def draft_head_bytes(self, item_bytes: int) -> int:
+        """Return what lm_head takes in the worker of a draft. item_bytes: those of an element of the draft."""
+        return self.head_bytes if self.packed_head else self.vocab_size * self.hidden_size * item_bytes
 
     def layers_bytes(self, layers: LayerRange) -> int:
         """Return the weights of some layers, without embedding and head."""
@@ -115,6 +121,7 @@ def read_model_size(
         norm_bytes=loaded_bytes(tensors.norm, headers[tensors.norm], dtype),
         head_bytes=loaded_bytes(tensors.head, headers[tensors.head], dtype),
         tied_head=config.tied_head,
+        packed_head=headers[tensors.head].packed is not None,
     )
 
 

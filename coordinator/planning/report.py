@@ -138,7 +138,7 @@ def draft_reason(models: Models, plan: Plan) -> str | None:
     if draft is None:
         return None
     last = len(plan.stages) - 1
-    head = format_size(target.vocab_size * target.hidden_size * draft.item_bytes)
+    head = format_size(target.draft_head_bytes(draft.item_bytes))
     row = format_size(feature_bytes(models, len(target.layers)))
     if plan.draft is None:
         return (

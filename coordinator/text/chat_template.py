@@ -18,8 +18,9 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from coordinator.text.tokenizer import TokenizerError, read_settings, special_tokens
+from coordinator.text.tokenizer import read_settings, special_tokens
 from services.errors import InvalidArgument
+from services.model.text_files import TEMPLATE, TOKENIZER_CONFIG, find_text_file
 
 # Loop rounds and macro calls that one rendering may take; a long chat takes some thousands.
 MAX_STEPS = 1_000_000
@@ -65,30 +66,31 @@ class ChatTemplate:
         self._tool_use = self._default if tool_use is None else self._compile(tool_use)
 
     @classmethod
-    def from_checkpoint(cls, directory: Path) -> Self | None:
-        """Load the directory's chat template, or return None when it has none.
+    def from_checkpoint(cls, model: Path) -> Self | None:
+        """Load the checkpoint's chat template, or return None when it has none.
 
         `chat_template.jinja` wins over the `chat_template` of `tokenizer_config.json`.
 
         Raises TemplateError when one of the files is corrupt or a template is not valid Jinja.
         """
-        path = directory / "chat_template.jinja"
+        name = TEMPLATE
         try:
-            if path.exists():
-                templates = {"default": path.read_text(encoding="utf-8")}
+            file = find_text_file(model, TEMPLATE)
+            if file is not None:
+                templates = {"default": file.content.decode()}
             else:
-                path = directory / "tokenizer_config.json"
-                templates = _named_templates(read_settings(path).get("chat_template"), path)
-            tokens = special_tokens(directory)
-        except TokenizerError as error:
+                name = TOKENIZER_CONFIG
+                templates = _named_templates(read_settings(model, name).get("chat_template"), model / name)
+            tokens = special_tokens(model)
+        except InvalidArgument as error:
             raise TemplateError(str(error)) from error
-        except (OSError, UnicodeError) as error:
-            raise TemplateError(f"{path}: not readable ({error}); expected UTF-8 text") from error
+        except UnicodeError as error:
+            raise TemplateError(f"{model / name}: not readable ({error}); expected UTF-8 text") from error
         source = templates.get("default", next(iter(templates.values()), ""))
         if not source.strip():
             return None
         tool_use = templates.get("tool_use")
-        return cls(source, tool_use=tool_use, special_tokens=tokens, origin=path.name)
+        return cls(source, tool_use=tool_use, special_tokens=tokens, origin=name)
 
     def render(
         self,

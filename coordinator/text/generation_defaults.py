@@ -16,8 +16,7 @@ from typing import Any
 from services.errors import InvalidArgument, NotFound
 from services.messages.sampling import PARAMETERS, Parameter, SamplingParams
 from services.model.checkpoint_files import read_json_object
-
-FILE = "generation_config.json"
+from services.model.text_files import GENERATION_CONFIG, find_text_file
 
 FROM_MODEL, IGNORED = "auto", "vllm"
 """Where `--generation-config` takes the defaults from besides a path, in vLLM's words: the checkpoint, or nowhere."""
@@ -61,7 +60,7 @@ class GenerationDefaults:
         )
 
 
-def read_generation_defaults(directory: Path, source: str = FROM_MODEL) -> GenerationDefaults:
+def read_generation_defaults(model: Path, source: str = FROM_MODEL) -> GenerationDefaults:
     """Return the defaults that a checkpoint comes with; do_sample false stands for temperature 0.
 
     source: FROM_MODEL, IGNORED, or the path of another generation_config.json or of its folder. Raises NotFound where
@@ -69,18 +68,16 @@ def read_generation_defaults(directory: Path, source: str = FROM_MODEL) -> Gener
     """
     if source == IGNORED:
         return GenerationDefaults()
-    path = directory if source == FROM_MODEL else Path(source)
-    path = path if path.is_file() else path / FILE
-    try:
-        settings = read_json_object(path, "--generation-config")
-    except NotFound:
-        if source == FROM_MODEL:
+    if source == FROM_MODEL:
+        file = find_text_file(model, GENERATION_CONFIG)
+        if file is None:
             return GenerationDefaults()
-        raise NotFound(
-            f"--generation-config is {source!r}, and there is no such file, nor a folder with a {FILE}: name one of "
-            f"them, {FROM_MODEL} for that of the model's directory, or {IGNORED} for none",
-            field="--generation-config",
-        ) from None
+        try:
+            path, settings = file.origin, file.json_object()
+        except InvalidArgument as error:
+            raise error.located(field="--generation-config") from None
+    else:
+        path, settings = _read_named(Path(source))
     max_tokens = settings.get("max_new_tokens")
     with _refusals(
         "--generation-config", f"{path}: ", f"; correct it, or leave the file out with --generation-config {IGNORED}"
@@ -90,6 +87,19 @@ def read_generation_defaults(directory: Path, source: str = FROM_MODEL) -> Gener
             raise InvalidArgument(f"max_new_tokens is {max_tokens!r}; it must be a whole number above 0")
     greedy = settings.get("do_sample") is False
     return GenerationDefaults(replace(sampling, temperature=0.0) if greedy else sampling, max_tokens)
+
+
+def _read_named(named: Path) -> tuple[str, dict[str, Any]]:
+    """Return which file --generation-config names, itself or its folder, and what it holds."""
+    path = named if named.is_file() else named / GENERATION_CONFIG
+    try:
+        return str(path), read_json_object(path, "--generation-config")
+    except NotFound:
+        raise NotFound(
+            f"--generation-config is {str(named)!r}, and there is no such file, nor a folder with a "
+            f"{GENERATION_CONFIG}: name one of them, {FROM_MODEL} for that of the model, or {IGNORED} for none",
+            field="--generation-config",
+        ) from None
 
 
 def parse_default_sampling(text: str) -> SamplingParams:

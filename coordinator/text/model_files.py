@@ -11,14 +11,18 @@ from coordinator.text.chat_template import ChatTemplate
 from coordinator.text.generation_defaults import GenerationDefaults
 from coordinator.text.tokenizer import Tokenizer, stop_token_ids
 from services.errors import InvalidArgument
-from services.model.checkpoint_files import CONFIG, read_json_object
+from services.model.checkpoint_files import model_name, read_config
+from services.model.text_files import TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, find_text_file
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What was read from a checkpoint's directory; tokenizer and chat_template are None where it has none."""
+    """What was read of a checkpoint; tokenizer and chat_template are None where it has none.
 
-    directory: Path
+    path: the directory or the GGUF file.
+    """
+
+    path: Path
     num_layers: int
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None
@@ -28,38 +32,43 @@ class ModelFiles:
     defaults: GenerationDefaults = GenerationDefaults()
     """What holds where a request says nothing."""
 
+    @property
+    def name(self) -> str:
+        """What the model is called unless told otherwise."""
+        return model_name(self.path.absolute())
 
-def read_model_files(directory: Path, defaults: GenerationDefaults | None = None) -> ModelFiles:
-    """Read a checkpoint's directory. defaults: None where requests say everything.
+
+def read_model_files(path: Path, defaults: GenerationDefaults | None = None) -> ModelFiles:
+    """Read a checkpoint, a directory or a GGUF file. defaults: None where requests say everything.
 
     Raises NotFound and InvalidArgument naming the file and key, TokenizerError and TemplateError for the tokenizer's
     and the template's files.
     """
-    config = read_json_object(directory / CONFIG, "--model")
+    config = read_config(path, "--model")
     text = config.get("text_config")
     decoder = text if isinstance(text, Mapping) else config
     layers = decoder.get("num_hidden_layers")
     if not isinstance(layers, int) or layers < 1:
         raise InvalidArgument(
-            f"{directory / CONFIG}: num_hidden_layers is {layers!r}; it must be a whole number above 0",
+            f"{path}: num_hidden_layers in its configuration is {layers!r}; it must be a whole number above 0",
             field="num_hidden_layers",
         )
-    tokenizer = Tokenizer.from_checkpoint(directory)
+    tokenizer = Tokenizer.from_checkpoint(path)
     return ModelFiles(
-        directory=directory,
+        path=path,
         num_layers=layers,
         tokenizer=tokenizer,
-        chat_template=ChatTemplate.from_checkpoint(directory),
-        stop_token_ids=frozenset(stop_token_ids(directory, tokenizer)),
-        text_fingerprint=_text_fingerprint(directory),
+        chat_template=ChatTemplate.from_checkpoint(path),
+        stop_token_ids=frozenset(stop_token_ids(path, tokenizer)),
+        text_fingerprint=_text_fingerprint(path),
         defaults=defaults or GenerationDefaults(),
     )
 
 
-def _text_fingerprint(directory: Path) -> str:
+def _text_fingerprint(path: Path) -> str:
     digest = hashlib.sha256()
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        path = directory / name
-        content = path.read_bytes() if path.is_file() else b""
+    for name in (TOKENIZER, TOKENIZER_CONFIG, TEMPLATE):
+        file = find_text_file(path, name)
+        content = b"" if file is None else file.content
         digest.update(len(content).to_bytes(8, "little") + content)
     return digest.hexdigest()[:32]

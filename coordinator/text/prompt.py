@@ -48,7 +48,7 @@ def chat_prompt(
     """
     template, tokenizer = files.chat_template, files.tokenizer
     if template is None or tokenizer is None:
-        raise InvalidArgument(f"{files.directory} has no chat template: leave out --chat", field="--chat")
+        raise InvalidArgument(f"{files.path} has no chat template: leave out --chat", field="--chat")
     if most is not None:
         tokenizer.check_length(text_size(messages), most)
     # The template writes the special tokens itself.
@@ -82,7 +82,5 @@ def text_prompt(files: ModelFiles, text: str, most: int | None = None) -> Prompt
     Raises InvalidArgument when the checkpoint has no tokenizer, TextTooLong for more tokens.
     """
     if files.tokenizer is None:
-        raise InvalidArgument(
-            f"{files.directory} has no tokenizer.json: give the prompt as --prompt-ids", field="--prompt"
-        )
+        raise InvalidArgument(f"{files.path} has no tokenizer.json: give the prompt as --prompt-ids", field="--prompt")
     return Prompt(tuple(files.tokenizer.encode(text, add_special_tokens=True, most=most)), text=text)

@@ -12,8 +12,9 @@ from typing import Any, Self
 
 import tokenizers
 
-from services.errors import InvalidArgument, NotFound
-from services.model.checkpoint_files import read_json_object
+from services.errors import InvalidArgument
+from services.model.checkpoint_files import CONFIG
+from services.model.text_files import GENERATION_CONFIG, SPECIAL_TOKENS, TOKENIZER, TOKENIZER_CONFIG, find_text_file
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A stream re-decodes at most this many ids, then goes on from the last few. The few must hold any
@@ -62,19 +63,20 @@ class Tokenizer:
         self._longest = max(map(len, vocabulary), default=1)
 
     @classmethod
-    def from_checkpoint(cls, directory: Path) -> Self | None:
-        """Load the directory's `tokenizer.json`, or return None when there is none.
+    def from_checkpoint(cls, model: Path) -> Self | None:
+        """Load the checkpoint's `tokenizer.json`, or return None when there is none.
 
-        Raises TokenizerError when the file cannot be read or is not a tokenizer.
+        model: a directory or a GGUF file. Raises TokenizerError when the file cannot be read or is not a tokenizer, and
+        what `find_text_file` raises.
         """
-        path = directory / "tokenizer.json"
-        if not path.exists():
+        file = find_text_file(model, TOKENIZER)
+        if file is None:
             return None
         try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
+            backend = tokenizers.Tokenizer.from_buffer(file.content)
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(
-                f"{path}: not a usable tokenizer ({error}); expected a file written by the tokenizers library"
+                f"{file.origin}: not a usable tokenizer ({error}); expected a file written by the tokenizers library"
             ) from error
         return cls(backend)
 
@@ -232,40 +234,40 @@ class IncrementalDecoder:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
 
 
-def stop_token_ids(directory: Path, tokenizer: Tokenizer | None = None) -> tuple[int, ...]:
+def stop_token_ids(model: Path, tokenizer: Tokenizer | None = None) -> tuple[int, ...]:
     """Return every id with which the checkpoint says that a text ends, each once.
 
     They come from `generation_config.json`, `config.json` (its `text_config` included) and
-    the `eos_token` of `tokenizer_config.json`; any of the files may be missing. The directory's
+    the `eos_token` of `tokenizer_config.json`; any of the files may be missing. The checkpoint's
     own tokenizer is loaded to look the last one up unless it is passed in.
 
     Raises TokenizerError when one of the files is corrupt or holds an `eos_token_id` that is no id.
     """
     ids: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        config = read_settings(directory / name)
-        ids += _eos_ids(config, str(directory / name))
+    for name in (GENERATION_CONFIG, CONFIG):
+        config = read_settings(model, name)
+        ids += _eos_ids(config, str(model / name))
         text_config = config.get("text_config")
         if isinstance(text_config, dict):
-            ids += _eos_ids(text_config, f"{directory / name}: text_config")
-    eos_token = special_tokens(directory).get("eos_token")
+            ids += _eos_ids(text_config, f"{model / name}: text_config")
+    eos_token = special_tokens(model).get("eos_token")
     if eos_token is not None:
-        tokenizer = tokenizer or Tokenizer.from_checkpoint(directory)
+        tokenizer = tokenizer or Tokenizer.from_checkpoint(model)
         eos_id = tokenizer.token_id(eos_token) if tokenizer else None
         ids += [] if eos_id is None else [eos_id]
     return tuple(dict.fromkeys(ids))
 
 
-def special_tokens(directory: Path) -> dict[str, str]:
+def special_tokens(model: Path) -> dict[str, str]:
     """Return the text of the checkpoint's named special tokens, such as `bos_token`.
 
     Raises TokenizerError when one of the checkpoint's tokenizer settings files is corrupt.
     """
-    config = read_settings(directory / "tokenizer_config.json")
+    config = read_settings(model, TOKENIZER_CONFIG)
     sources = [config]
     if "added_tokens_decoder" not in config:
         # Checkpoints older than that field keep the tokens in a file of their own.
-        sources.insert(0, read_settings(directory / "special_tokens_map.json"))
+        sources.insert(0, read_settings(model, SPECIAL_TOKENS))
     tokens: dict[str, str] = {}
     for source in sources:
         for name, value in source.items():
@@ -275,15 +277,14 @@ def special_tokens(directory: Path) -> dict[str, str]:
     return tokens
 
 
-def read_settings(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a settings file, or an empty one when there is no such file.
+def read_settings(model: Path, name: str) -> dict[str, Any]:
+    """Return the JSON object in a checkpoint's settings file, or an empty one when there is no such file.
 
     Raises TokenizerError when the file cannot be read, is not JSON or does not hold an object.
     """
     try:
-        return read_json_object(path)
-    except NotFound:
-        return {}
+        file = find_text_file(model, name)
+        return {} if file is None else file.json_object()
     except InvalidArgument as error:
         raise TokenizerError(error.message) from error
 

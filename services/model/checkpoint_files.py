@@ -14,11 +14,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from services.errors import DataLoss, InvalidArgument, NotFound
+from services.errors import DataLoss, InvalidArgument, NotFound, Unimplemented
+from services.model.gguf import architectures
+from services.model.gguf.blocks import SERVED
+from services.model.gguf.container import SUFFIX, gguf_stem, is_gguf, read_gguf
+from services.model.gguf.tensors import StoredTensor
 from services.model.packed_parts import CONFIG_KEY
 from services.model.packings import logical_headers
 from services.model.safetensors_header import read_header
-from services.model.tensor_headers import TensorHeader
+from services.model.tensor_headers import PackedMatrix, TensorHeader
 
 CONFIG = "config.json"
 MODELOPT = "hf_quant_config.json"
@@ -47,19 +51,39 @@ def read_json_object(path: Path, field: str | None = None) -> dict[str, Any]:
 
 
 def read_config(directory: str | Path, field: str = "--model") -> dict[str, Any]:
-    """Return a checkpoint's config.json, with what ModelOpt says in a file of its own as its quantization_config.
+    """Return a checkpoint's config.json, with what ModelOpt says in a file of its own as its quantization_config; of a
+    GGUF file what its metadata says of all that.
 
-    Raises NotFound when the directory or the file is missing, InvalidArgument when the file holds no JSON object.
+    Raises NotFound when the directory or the file is missing, InvalidArgument when the file holds no JSON object, and
+    for GGUF what `read_gguf` and its architectures raise.
     """
+    if is_gguf(Path(directory)):
+        return architectures.read_config(read_gguf(Path(directory), field))
     # Unlike `Path.is_dir`, it takes a name that is too long for one that does not exist.
     if not os.path.isdir(directory):
         raise NotFound(f"{field} {str(directory)!r} is not a directory on this host", field=field)
+    _check_not_of_gguf(Path(directory), field)
     config = read_json_object(Path(directory) / CONFIG, field)
     separate = Path(directory) / MODELOPT
     if CONFIG_KEY not in config and separate.exists():
         settings = read_json_object(separate, field).get("quantization")
         config[CONFIG_KEY] = {"quant_method": "modelopt", **(settings if isinstance(settings, Mapping) else {})}
     return config
+
+
+def _check_not_of_gguf(directory: Path, field: str) -> None:
+    """Raise InvalidArgument for a directory whose model is a GGUF file, naming the file."""
+    files = [] if (directory / CONFIG).exists() else sorted(directory.glob(f"*{SUFFIX}"))
+    if files:
+        raise InvalidArgument(
+            f"{field} {str(directory)!r} has no {CONFIG} but GGUF files: name one, like {files[0]}", field=field
+        )
+
+
+def model_name(path: Path) -> str:
+    """Return what a checkpoint is called by its path: the directory, or the GGUF file without what all such files end
+    with."""
+    return gguf_stem(path) if is_gguf(path) else path.name
 
 
 def weight_files(directory: Path, field: str) -> list[Path]:
@@ -86,8 +110,11 @@ def read_headers(directory: Path, config: Mapping[str, Any], field: str) -> dict
     config: its config.json. field: the option that named the directory.
 
     Raises NotFound for a missing file, DataLoss for one that is not safetensors, and what `weight_files` and
-    `logical_headers` raise.
+    `logical_headers` raise; for a GGUF file as `read_config`, and Unimplemented for types that are not served.
     """
+    if is_gguf(directory):
+        stored = architectures.stored_tensors(read_gguf(directory, field))
+        return {name: _gguf_header(tensor, directory) for name, tensor in stored.items()}
     holders: dict[str, Path] = {}
     headers: dict[str, TensorHeader] = {}
     for path in weight_files(directory, field):
@@ -103,6 +130,26 @@ def read_headers(directory: Path, config: Mapping[str, Any], field: str) -> dict
                 raise tensor_twice(name, holders[name], path, field)
             headers[name], holders[name] = TensorHeader(entry.code, entry.shape), path
     return logical_headers(config, headers, directory)
+
+
+def _gguf_header(stored: StoredTensor, path: Path) -> TensorHeader:
+    kind = stored.tensor.type
+    if kind.name not in SERVED:
+        raise Unimplemented(
+            f"tensor {stored.tensor.name} in {path} is of type {kind.name}, which is not served, only "
+            f"{', '.join(SERVED)} are: take a file of another type, such as Q4_K_M, or convert the model to one",
+            field=stored.tensor.name,
+        )
+    if kind.held is None:
+        return TensorHeader(kind.name, stored.shape)
+    packed = PackedMatrix(
+        kind.name,
+        bits=kind.held_bits(stored.shape[-1]),
+        group=kind.held.group,
+        stored_bytes=stored.tensor.nbytes,
+        loaded_bytes=stored.loaded_bytes,
+    )
+    return TensorHeader(kind.name, stored.shape, packed)
 
 
 def tensor_twice(name: str, first: Path, second: Path, field: str) -> InvalidArgument:

@@ -16,9 +16,10 @@ import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from services.errors import FailedPrecondition, InvalidArgument
+from services.errors import DataLoss, FailedPrecondition, InvalidArgument, Unimplemented
 from services.messages.output_frames import check_grammar, grammar_field
 from services.messages.steps import Grammar, GrammarKind, OpenSession
+from services.model.text_files import TOKENIZER, find_text_file
 from shard_worker.sampling.grammar import GrammarState, GrammarTokens
 
 MAX_REASON = 500
@@ -33,10 +34,10 @@ _JSON_OPTIONS: Any = {"whitespace_pattern": r"\x20|\x0D?\x0A[\x20\x09]{0,32}"}
 class GrammarCompiler:
     """Compiles grammars for the tokens of one checkpoint; on any thread."""
 
-    def __init__(self, directory: Path, config: Mapping[str, Any], vocab_size: int) -> None:
-        """directory, config: the checkpoint's folder and its config.json. vocab_size: columns of its logits, which may
-        be more or fewer than its tokens."""
-        self._path, self._vocab_size = directory / "tokenizer.json", vocab_size
+    def __init__(self, model: Path, config: Mapping[str, Any], vocab_size: int) -> None:
+        """model, config: the checkpoint's path and its config.json. vocab_size: columns of its logits, which may be
+        more or fewer than its tokens."""
+        self._model, self._vocab_size = model, vocab_size
         self._eos = frozenset(token for token in _eos_tokens(config) if 0 <= token < vocab_size)
         self._limits = LLParserLimits(verbose_errors=False)
         self._lock = threading.Lock()
@@ -74,7 +75,15 @@ class GrammarCompiler:
     def _read(self) -> LLTokenizer:
         """Read the checkpoint's tokens, and add one that only llguidance knows, which stands for the end."""
         try:
-            stored = json.loads(self._path.read_text(encoding="utf-8"))
+            file = find_text_file(self._model, TOKENIZER)
+            if file is None:
+                raise FailedPrecondition(
+                    f"{self._model / TOKENIZER} does not exist, and a grammar needs it: put the model's tokenizer.json "
+                    "beside its weights on the last stage's host, or ask without a grammar",
+                    reason="NO_TOKENIZER",
+                    field="grammar",
+                )
+            stored = json.loads(file.content)
             vocab = stored["model"]["vocab"]
             ids = [*(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))]
             ids += [token["id"] for token in stored["added_tokens"]]
@@ -94,16 +103,10 @@ class GrammarCompiler:
             stored |= {"truncation": None, "padding": None}
             size = max(end + 1, self._vocab_size)
             return LLTokenizer(json.dumps(stored), n_vocab=size, eos_token=end)
-        except FileNotFoundError:
+        except (InvalidArgument, Unimplemented, DataLoss, ValueError, KeyError, TypeError, AttributeError) as error:
             raise FailedPrecondition(
-                f"{self._path} does not exist, and a grammar needs it: put the model's tokenizer.json beside its "
-                "config.json on the last stage's host, or ask without a grammar",
-                reason="NO_TOKENIZER",
-                field="grammar",
-            ) from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise FailedPrecondition(
-                f"{self._path} cannot be used for grammars: {_one_line(f'{type(error).__name__}: {error}')}",
+                f"the tokenizer.json of {self._model} cannot be used for grammars: "
+                f"{_one_line(f'{type(error).__name__}: {error}')}",
                 reason="NO_TOKENIZER",
                 field="grammar",
             ) from error

@@ -86,7 +86,7 @@ def _byte_characters() -> dict[int, str]:
 def model_files(template: str | None = CHATML, *, tokenizer: bool = True) -> ModelFiles:
     """The text side of a checkpoint whose answers end with END."""
     return ModelFiles(
-        directory=Path("/nowhere/demo"),
+        path=Path("/nowhere/demo"),
         num_layers=12,
         tokenizer=byte_tokenizer() if tokenizer else None,
         chat_template=None if template is None else ChatTemplate(template),

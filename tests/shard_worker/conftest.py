@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.shard_worker.chain import MakeChain
+from tests.shard_worker.packed import Packed
 from tests.shard_worker.tiny import Tiny
 
 
@@ -15,6 +16,12 @@ from tests.shard_worker.tiny import Tiny
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """Gives tiny checkpoints, each written on first use."""
     return Tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def packed(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Packed:
+    """Gives packed checkpoints and those that they stand for, each written on first use."""
+    return Packed(tiny, tmp_path_factory.mktemp("packed"))
 
 
 @pytest.fixture(autouse=True, scope="session")

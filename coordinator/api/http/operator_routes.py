@@ -18,6 +18,7 @@ from coordinator.api.http.schemas import DetokenizeRequest, TokenizeRequest
 from coordinator.engine.engine import Engine
 from coordinator.text.tokenizer import read_settings, special_tokens
 from services.errors import InvalidArgument
+from services.model.text_files import TOKENIZER_CONFIG
 from services.text_threads import on_text_thread
 
 
@@ -74,7 +75,7 @@ def routes(engine: Engine, metrics: Metrics) -> APIRouter:
 
 def _tokenizer_settings(engine: Engine) -> dict[str, Any]:
     files = engine.files
-    settings = read_settings(files.directory / "tokenizer_config.json") | special_tokens(files.directory)
+    settings = read_settings(files.path, TOKENIZER_CONFIG) | special_tokens(files.path)
     return settings | ({} if files.chat_template is None else {"chat_template": files.chat_template.source})
 
 

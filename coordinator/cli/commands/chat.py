@@ -118,9 +118,7 @@ async def start_engine(
     """
     if files.chat_template is None or files.tokenizer is None:
         raise InvalidArgument(
-            f"{files.directory} has no chat template: use flashsplit generate with --prompt for it", field="--model"
+            f"{files.path} has no chat template: use flashsplit generate with --prompt for it", field="--model"
         )
     started = await stack.enter_async_context(start_model(files, draft, workers, prefix))
-    return Engine(
-        started.cluster, files, started.cache, name=files.directory.absolute().name, max_running=1, max_waiting=0
-    )
+    return Engine(started.cluster, files, started.cache, name=files.name, max_running=1, max_waiting=0)

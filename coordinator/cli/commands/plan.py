@@ -91,7 +91,7 @@ async def plan(
         local = _local_memory() if any(place.devices == "cpu" for place in places_of(drawn)) else None
         report = make_report(models, drawn, lengths=lengths, sessions=sessions, local_memory=local)
     else:
-        speeds = await _measure(workers, drawn, models, files.directory)
+        speeds = await _measure(workers, drawn, models, files.path)
         load = SessionLoad(max(lengths), sessions)
         chosen = _choose(models, drawn, speeds, load) if auto or drawn.auto else drawn
         notes = _advice(models, chosen, speeds[: len(chosen.stages)], load)

@@ -83,7 +83,7 @@ async def serve(
                 )
             )
         started = await stack.enter_async_context(start_model(files, model.draft, workers, prefix, compression))
-        names = service.names or (model.model.absolute().name,)
+        names = service.names or (files.name,)
         engine = Engine(
             started.cluster,
             files,

@@ -382,7 +382,7 @@ class ClusterOptions:
         """
         plan = self.plan(files.num_layers, has_draft=draft is not None, beside=beside)
         checkpoints = Checkpoints(
-            model=files.directory.absolute(),
+            model=files.path.absolute(),
             draft=None if draft is None else draft.absolute(),
             dtype=self.compute.dtype,
             kv_dtype=self.compute.workers_kv_dtype,
@@ -393,7 +393,7 @@ class ClusterOptions:
         )
         choose_split = None
         if plan.auto:
-            choose_split = SplitChooser(self.models(files.directory, draft), str(checkpoints.model))
+            choose_split = SplitChooser(self.models(files.path, draft), str(checkpoints.model))
         return Cluster(
             plan,
             checkpoints,

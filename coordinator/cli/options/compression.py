@@ -9,7 +9,7 @@ from typing import Annotated
 import click
 
 from coordinator.cli.option_groups import Flag
-from coordinator.cli.options.model import CheckpointDirectory
+from coordinator.cli.options.model import CheckpointPath
 from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.loading import LoadReporter
 from coordinator.cluster.placement import WorkerPlace, parse_place
@@ -19,6 +19,7 @@ from coordinator.compression.settings import CompressionSettings, parse_keep
 from coordinator.text.tokenizer import Tokenizer
 from services.errors import InvalidArgument, NotFound
 from services.messages.inference_types import CompressionMode
+from services.model.text_files import TOKENIZER, find_text_file
 
 DRAFTER_FLAG = "--prefill-drafter"
 DEFAULTS = CompressionSettings()
@@ -33,7 +34,7 @@ class CompressionOptions:
         Flag(
             "A small Qwen3, like Qwen3-0.6B, that reads long prompts first and says which parts of them the end asks "
             "for; only these are computed. The answer is then that to the shorter prompt.",
-            type=CheckpointDirectory(),
+            type=CheckpointPath(),
             metavar="DIR",
         ),
     ] = None
@@ -85,7 +86,7 @@ class CompressionOptions:
                         f"{flag} has no effect without {DRAFTER_FLAG}: name a small Qwen3 checkpoint, or leave it out",
                         field=flag,
                     )
-        elif not (self.prefill_drafter / "tokenizer.json").exists():
+        elif find_text_file(self.prefill_drafter, TOKENIZER) is None:
             raise NotFound(
                 f"{DRAFTER_FLAG} {self.prefill_drafter} has no tokenizer.json: name a whole checkpoint",
                 field=DRAFTER_FLAG,

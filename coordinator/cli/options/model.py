@@ -10,18 +10,19 @@ from typing import Annotated, Any, ClassVar
 import click
 
 from coordinator.cli.option_groups import Flag
+from services.model.gguf.container import SUFFIX, is_gguf
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
-class CheckpointDirectory(click.Path):
-    """The type of flags that name a checkpoint: a directory that is there."""
+class CheckpointPath(click.Path):
+    """The type of flags that name a checkpoint: a directory, or a GGUF file, that is there."""
 
     def __init__(self) -> None:
-        super().__init__(exists=True, file_okay=False, path_type=Path)
+        super().__init__(exists=True, path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the directory. Refuses a model's name on the Hugging Face hub with how to download it."""
+        """Return the path. Refuses a model's name on the Hugging Face hub with how to download it, and other files."""
         name = str(value)
         if _HUB_NAME.fullmatch(name) and not Path(name).exists():
             directory = name.partition("/")[2]
@@ -31,11 +32,16 @@ class CheckpointDirectory(click.Path):
                 param,
                 ctx,
             )
-        return super().convert(value, param, ctx)
+        path = Path(str(super().convert(value, param, ctx)))
+        if not path.is_dir() and not is_gguf(path):
+            self.fail(f"{name!r} is a file: name a Hugging Face directory or a file that ends in {SUFFIX}", param, ctx)
+        return path
 
 
-_TARGET = Flag("Target checkpoint, a Hugging Face directory.", type=CheckpointDirectory(), metavar="DIR")
-_DRAFT = Flag("DFlash draft checkpoint made for the target.", type=CheckpointDirectory(), metavar="DIR")
+_TARGET = Flag(
+    "Target checkpoint: a Hugging Face directory or a GGUF file.", type=CheckpointPath(), metavar="DIR|FILE.gguf"
+)
+_DRAFT = Flag("DFlash draft checkpoint made for the target.", type=CheckpointPath(), metavar="DIR")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

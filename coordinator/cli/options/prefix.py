@@ -177,7 +177,7 @@ class PrefixOptions:
                 self.store.open(),
                 [lineage_of(cluster, files.text_fingerprint, with_draft=with_draft) for with_draft in (False, True)],
                 files.num_layers,
-                files.directory.absolute().name,
+                files.name,
                 budget_bytes=parse_size(self.kv_cache_budget, "--kv-cache-budget"),
                 min_tokens=self.kv_cache_min_tokens,
             )

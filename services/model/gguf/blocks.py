@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -44,10 +45,14 @@ class BlockType:
         assert self.held is not None
         return 8 if columns % 64 else self.held.bits
 
-    def held_row_bytes(self, columns: int) -> int:
-        """Return the bytes that a row of so many values takes once loaded."""
+    def held_row_bytes(self, columns: int, run: int | None = None) -> int:
+        """Return the bytes that a row of so many values takes once loaded.
+
+        run: how many columns stay beside each other where they are put in another order; groups become no larger.
+        """
         assert self.held is not None
-        groups, blocks = columns // self.held.group, columns // self.values
+        groups = columns // math.gcd(self.held.group, run or 0)
+        blocks = columns // math.gcd(self.values, run or 0)
         return columns * self.held_bits(columns) // 8 + groups * self.held.group_bytes + blocks * self.held.block_bytes
 
 

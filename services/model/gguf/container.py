@@ -103,6 +103,12 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == SUFFIX
 
 
+def gguf_stem(path: Path) -> str:
+    """Return a file's name without .gguf, and without its place among the files that a model is split into."""
+    part = _PART.fullmatch(path.name)
+    return part["stem"] if part else path.stem
+
+
 def read_gguf(path: Path, field: str = "--model") -> GgufFile:
     """Read the header of a model. path: its file, or the first of those that it is split into.
 

@@ -1,0 +1,71 @@
+"""What the metadata of all decoders says alike, in the words of Hugging Face's config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from services.errors import InvalidArgument
+from services.model.gguf.container import GgufTensor
+from services.model.gguf.metadata import Metadata
+
+DECODER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""The names of a layer's tensors in checkpoints by those in files, without .weight and .bias."""
+
+
+def decoder_config(metadata: Metadata, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
+    """Return the sizes, the positions and the special tokens. tensors: by their names in the file.
+
+    Raises InvalidArgument for keys and tensors that are missing or hold something else.
+    """
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise InvalidArgument(f"{metadata.path} has no matrix token_embd.weight", field="token_embd.weight")
+    heads, hidden = metadata.integer("{arch}.attention.head_count"), metadata.integer("{arch}.embedding_length")
+    config: dict[str, Any] = {
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden,
+        "num_hidden_layers": metadata.integer("{arch}.block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.integer("{arch}.attention.head_count_kv", heads),
+        "head_dim": metadata.integer("{arch}.attention.key_length", hidden // heads),
+        "intermediate_size": metadata.integer("{arch}.feed_forward_length"),
+        "rms_norm_eps": metadata.number("{arch}.attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": metadata.integer("{arch}.context_length"),
+        "rope_parameters": rope_parameters(metadata),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        # Files do not say in which type the model computed before it was packed; of these models all did in this one.
+        "dtype": "bfloat16",
+    }
+    for name in ("bos", "eos"):
+        token = metadata.token(name)
+        if token is not None:
+            config[f"{name}_token_id"] = token
+    return config
+
+
+def rope_parameters(metadata: Metadata) -> dict[str, Any]:
+    """Return RoPE's base, and how it is scaled where it is."""
+    parameters: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": metadata.number("{arch}.rope.freq_base", 10_000.0),
+    }
+    kind = metadata.text("{arch}.rope.scaling.type", "none")
+    if kind != "none":
+        parameters |= {"rope_type": kind, "factor": metadata.number("{arch}.rope.scaling.factor")}
+        length = "{arch}.rope.scaling.original_context_length"
+        if metadata.has(length):
+            parameters["original_max_position_embeddings"] = metadata.integer(length)
+    return parameters

@@ -1,0 +1,64 @@
+"""The tensors of a GGUF file under Hugging Face's names, and what llama.cpp's converter changed of each."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from services.model.gguf.container import GgufTensor
+
+
+class Elements(StrEnum):
+    """What the numbers of a tensor are of those that the checkpoint had."""
+
+    SAME = "w"
+    PLUS_ONE = "w + 1"
+    MINUS_EXP = "-exp(w)"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOrder:
+    """The order of a linear layer's value heads along one extent of a tensor.
+
+    Checkpoints group them by key head: the heads of key head 0 first. GGUF tiles them: first one head of every key
+    head, then the next one of each. first: how many rows stand before the heads, and stay. size: rows or columns of a
+    head.
+    """
+
+    key_heads: int
+    heads_per_key: int
+    size: int
+    first: int = 0
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both orders are one."""
+        return 1 in (self.key_heads, self.heads_per_key)
+
+    @property
+    def heads(self) -> list[int]:
+        """For every head, as checkpoints order them, its place in GGUF's order."""
+        return [head * self.key_heads + key for key in range(self.key_heads) for head in range(self.heads_per_key)]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a checkpoint as it stands in a GGUF file.
+
+    tensor: where it is stored. shape: that of the checkpoint's tensor. elements: what its numbers are. rows, columns:
+    along which extent value heads are in another order; None where none are.
+    """
+
+    tensor: GgufTensor
+    shape: tuple[int, ...]
+    elements: Elements = Elements.SAME
+    rows: HeadOrder | None = None
+    columns: HeadOrder | None = None
+
+    @property
+    def loaded_bytes(self) -> int:
+        """The bytes that a packed matrix takes once it is loaded."""
+        run = None if self.columns is None or self.columns.is_same else self.columns.size
+        *rows, columns = self.shape
+        return math.prod(rows) * self.tensor.type.held_row_bytes(columns, run)

@@ -1,0 +1,186 @@
+"""The tokenizer that a GGUF file describes, as the tokenizer.json that Hugging Face's libraries read.
+
+Vocabulary, merges and the kinds of tokens stand in the metadata. How text is split before that does not: there is a
+name for it, `tokenizer.ggml.pre`, which stands for a rule that programs know.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from services.errors import DataLoss
+from services.model.gguf.metadata import Metadata
+
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+
+_GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+_BYTES = _GPT2 | {"use_regex": False}
+_DIGITS = {"type": "Digits", "individual_digits": True}
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """How text is split into words. splitters: in order. normalizer: what is done to text before. ignore_merges:
+    whether a word that is a token is taken as it is."""
+
+    splitters: tuple[dict[str, Any], ...]
+    normalizer: dict[str, Any] | None = None
+    ignore_merges: bool = False
+
+
+def _by_words(letters: str, digits: str) -> tuple[dict[str, Any], ...]:
+    """Return the splitters of GPT-4's kind. letters, digits: the characters of words, and the pattern of numbers."""
+    pattern = "|".join(
+        (
+            _CONTRACTIONS,
+            rf"[^\r\n\p{{L}}\p{{N}}]?{letters}+",
+            digits,
+            rf" ?[^\s{letters.strip('[]')}\p{{N}}]+[\r\n]*",
+            r"\s*[\r\n]+",
+            r"\s+(?!\S)",
+            r"\s+",
+        )
+    )
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}, _BYTES
+
+
+_NFC = {"type": "NFC"}
+_LLAMA3 = _Rule(_by_words(r"\p{L}", r"\p{N}{1,3}"), ignore_merges=True)
+_RULES = {
+    "gpt-2": _Rule((_GPT2,)),
+    "starcoder": _Rule((_DIGITS, _GPT2)),
+    "smollm": _Rule((_DIGITS, _GPT2)),
+    "qwen2": _Rule(_by_words(r"\p{L}", r"\p{N}"), _NFC),
+    "qwen35": _Rule(_by_words(r"[\p{L}\p{M}]", r"\p{N}"), _NFC),
+    "deepseek-r1-qwen": _Rule(_by_words(r"\p{L}", r"\p{N}")),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+}
+
+
+def tokenizer_json(metadata: Metadata) -> str | None:
+    """Return the tokenizer as the text of a tokenizer.json; None where the file has none.
+
+    Raises Unimplemented, saying what to do, for kinds of tokenizers and rules that are not known, InvalidArgument and
+    DataLoss for metadata that makes no sense.
+    """
+    if metadata.has("tokenizer.huggingface.json"):
+        return metadata.text("tokenizer.huggingface.json")
+    kind = metadata.text("tokenizer.ggml.model", "none")
+    if kind == "none":
+        return None
+    if kind != "gpt2":
+        raise metadata.unsupported(
+            "tokenizer.ggml.model",
+            "only 'gpt2', byte-level BPE, is read out of a file: put the model's tokenizer.json beside it",
+        )
+    name = metadata.text("tokenizer.ggml.pre", "default")
+    if name not in _RULES:
+        raise metadata.unsupported(
+            "tokenizer.ggml.pre", f"known are {', '.join(_RULES)}: put the model's tokenizer.json beside the file"
+        )
+    rule = _RULES[name]
+    tokens, kinds = _vocabulary(metadata)
+    return json.dumps(
+        {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [
+                _added_token(token_id, tokens[token_id], special=kind == _CONTROL)
+                for token_id, kind in enumerate(kinds)
+                if kind in (_CONTROL, _USER_DEFINED)
+            ],
+            "normalizer": rule.normalizer,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": rule.splitters},
+            "post_processor": _post_processor(metadata, tokens),
+            "decoder": _GPT2,
+            "model": {
+                "type": "BPE",
+                "dropout": None,
+                "unk_token": None,
+                "continuing_subword_prefix": None,
+                "end_of_word_suffix": None,
+                "fuse_unk": False,
+                "byte_fallback": False,
+                "ignore_merges": rule.ignore_merges,
+                "vocab": {token: token_id for token_id, token in enumerate(tokens)},
+                "merges": [_pair(metadata, merge) for merge in metadata.texts("tokenizer.ggml.merges")],
+            },
+        }
+    )
+
+
+def named_tokens(metadata: Metadata) -> dict[str, str]:
+    """Return the texts of special tokens that have a name, like "eos_token".
+
+    Raises InvalidArgument for one that is beyond the vocabulary.
+    """
+    names = [name for name in ("bos", "eos", "unknown", "padding") if metadata.token(name) is not None]
+    if not names or not metadata.has("tokenizer.ggml.tokens"):
+        return {}
+    tokens = metadata.texts("tokenizer.ggml.tokens")
+    shown = {"unknown": "unk", "padding": "pad"}
+    return {f"{shown.get(name, name)}_token": _token(metadata, tokens, name) for name in names}
+
+
+def _vocabulary(metadata: Metadata) -> tuple[list[str], list[int]]:
+    """Return all tokens by their ids and the kind of each, without those behind the last one that is in use: they fill
+    the embedding up to a round number of rows."""
+    tokens = metadata.texts("tokenizer.ggml.tokens")
+    key = "tokenizer.ggml.token_type"
+    kinds = metadata.integers(key) if metadata.has(key) else [1] * len(tokens)
+    if len(kinds) != len(tokens):
+        raise DataLoss(f"{metadata.path}: {key} has {len(kinds)} entries for {len(tokens)} tokens", field=key)
+    while kinds and kinds[-1] == _UNUSED:
+        kinds.pop()
+    return tokens[: len(kinds)], kinds
+
+
+def _token(metadata: Metadata, tokens: list[str], name: str) -> str:
+    token_id = metadata.token(name)
+    if token_id is None or token_id >= len(tokens):
+        raise DataLoss(
+            f"{metadata.path}: tokenizer.ggml.{name}_token_id is {token_id}, the vocabulary has {len(tokens)} tokens",
+            field=f"tokenizer.ggml.{name}_token_id",
+        )
+    return tokens[token_id]
+
+
+def _post_processor(metadata: Metadata, tokens: list[str]) -> dict[str, Any] | None:
+    """Return what puts the first token before every text, where the file asks for one."""
+    if not metadata.flag("tokenizer.ggml.add_bos_token", False):
+        return None
+    token = _token(metadata, tokens, "bos")
+    first, text = {"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [first, text],
+        "pair": [first, text, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {token: {"id": token, "ids": [metadata.token("bos")], "tokens": [token]}},
+    }
+
+
+def _added_token(token_id: int, token: str, *, special: bool) -> dict[str, Any]:
+    return {
+        "id": token_id,
+        "content": token,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": special,
+    }
+
+
+def _pair(metadata: Metadata, merge: str) -> list[str]:
+    pair = merge.split(" ")
+    if len(pair) != 2:
+        raise DataLoss(
+            f"{metadata.path}: tokenizer.ggml.merges has {merge[:40]!r}; it must be two tokens with a space between",
+            field="tokenizer.ggml.merges",
+        )
+    return pair

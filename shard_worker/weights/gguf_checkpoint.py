@@ -1,0 +1,128 @@
+"""A GGUF file as a checkpoint: its tensors under Hugging Face's names, with what the converter changed undone."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import mmap
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from services.errors import DataLoss
+from services.model.checkpoint_files import read_config, read_headers
+from services.model.gguf.architectures import stored_tensors
+from services.model.gguf.blocks import DENSE
+from services.model.gguf.container import GgufTensor, read_gguf
+from services.model.gguf.tensors import Elements, HeadOrder
+from shard_worker.device.dtypes import dtype_from_name
+from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.gguf_blocks import unpack_blocks
+from shard_worker.weights.packed import GroupNumbers, PackedWeight
+from shard_worker.weights.weight import Weight
+
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+
+
+class GgufCheckpoint(Checkpoint):
+    """One model in one or several GGUF files; only the tensors that are asked for are mapped."""
+
+    def __init__(self, path: str | Path, field: str = "--model") -> None:
+        """Read the header. field: the option that named the file, for errors. Raises as `read_headers`."""
+        path = Path(path)
+        config = read_config(path, field)
+        super().__init__(path, config, read_headers(path, config, field))
+        self._stored = stored_tensors(read_gguf(path, field))
+        self._mapped: dict[str, torch.Tensor] = {}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        stored = self._stored[name]
+        tensor = _rows(stored.tensor).view(dtype_from_name(DENSE[stored.tensor.type.name]))
+        match stored.elements:
+            case Elements.PLUS_ONE:
+                tensor = tensor - 1
+            case Elements.MINUS_EXP:
+                tensor = torch.log(-tensor)
+        if stored.rows is not None and not stored.rows.is_same:
+            tensor = tensor.reshape(stored.shape)[_row_order(stored.rows)]
+        if stored.columns is not None and not stored.columns.is_same:
+            tensor = tensor[:, _places(stored.columns)]
+        return tensor.reshape(stored.shape)
+
+    def packed(self, name: str, device: torch.device, dtype: torch.dtype) -> Weight:
+        stored = self._stored[name]
+        weight = unpack_blocks(stored.tensor.type, _rows(stored.tensor), dtype, device)
+        self._check_numbers(name, weight)
+        if stored.rows is not None and not stored.rows.is_same:
+            weight = weight.select_rows(_row_order(stored.rows).to(device))
+        if stored.columns is not None and not stored.columns.is_same:
+            weight = weight.with_columns(torch.tensor(stored.columns.heads, device=device), stored.columns.size)
+        return weight
+
+    def rows(self, name: str, indices: Sequence[int]) -> torch.Tensor:
+        """As `Checkpoint.rows`; nothing but these rows is unpacked."""
+        stored = self._stored[name]
+        if self.headers[name].packed is None or stored.rows is not None or stored.columns is not None:
+            return super().rows(name, indices)
+        if name not in self._mapped:
+            self._mapped[name] = _rows(stored.tensor)
+        return unpack_blocks(stored.tensor.type, self._mapped[name][list(indices)], torch.float32).unpacked()
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """As `Checkpoint.fingerprint`; what the metadata says of text does not count."""
+        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+        tensors = [self._stored[name].tensor for name in sorted(self._stored)]
+        for tensor in tensors:
+            digest.update(f"{tensor.name} {tensor.type.name} {tensor.shape}\n".encode())
+        for path in sorted({tensor.path for tensor in tensors}):
+            here = [tensor for tensor in tensors if tensor.path == path]
+            first, last = min(one.begin for one in here), max(one.begin + one.nbytes for one in here)
+            with path.open("rb") as file:
+                for sample in range(_SAMPLES):
+                    file.seek(first + (last - first) * sample // _SAMPLES)
+                    digest.update(file.read(_SAMPLE_BYTES))
+        return digest.hexdigest()[:32]
+
+    def _check_numbers(self, name: str, weight: PackedWeight) -> None:
+        """Raise DataLoss for scales that are no finite numbers."""
+        for numbers in (weight.scales, weight.offsets):
+            if numbers is not None and not _are_finite(numbers):
+                stored = self._stored[name].tensor
+                raise DataLoss(
+                    f"tensor {stored.name} in {stored.path} has scales that are NaN or infinite; they must be finite",
+                    reason="TENSOR_CONTENTS",
+                    field=name,
+                )
+
+
+def _rows(tensor: GgufTensor) -> torch.Tensor:
+    """Return the bytes of a tensor over the mapped file, uint8 [rows, bytes of a row], which writes never reach."""
+    start = tensor.begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    try:
+        with tensor.path.open("rb") as file:
+            size = tensor.begin - start + tensor.nbytes
+            mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=start)
+    except (OSError, ValueError) as error:
+        raise DataLoss(f"tensor {tensor.name} in {tensor.path} cannot be read: {error}", field=tensor.name) from error
+    content = torch.frombuffer(mapped, dtype=torch.uint8, count=tensor.nbytes, offset=tensor.begin - start)
+    return content.view(-1, tensor.type.row_bytes(tensor.shape[-1]))
+
+
+def _are_finite(numbers: GroupNumbers) -> bool:
+    parts = [numbers.values, *([] if numbers.factors is None else [numbers.factors])]
+    return all(bool(torch.isfinite(part).all()) for part in parts if part.is_floating_point())
+
+
+def _places(order: HeadOrder) -> torch.Tensor:
+    """Return which row (or column) of the file stands at each place of the checkpoint's tensor, behind the first ones
+    that stay."""
+    heads = torch.tensor(order.heads).unsqueeze(1) * order.size + torch.arange(order.size)
+    return order.first + heads.flatten()
+
+
+def _row_order(order: HeadOrder) -> torch.Tensor:
+    """Return which row of the file stands at each place of the checkpoint's tensor."""
+    return torch.cat([torch.arange(order.first), _places(order)])

@@ -1,0 +1,257 @@
+"""GGUF files made of checkpoints, as llama.cpp's converter makes them: with its changes, and packed in any type.
+
+Names of tensors and the numbers of packed types are those of the format's own library; the changes and the packing of
+K types, which the library cannot do, are stated here once more. Nothing here shares code with the project.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+from tests.reference import storage
+
+Array = np.ndarray[Any, np.dtype[Any]]
+ChooseType = Callable[[str, tuple[int, ...]], str]
+"""Gives the type of a tensor by its name in the checkpoint and its shape, in GGUF's words."""
+
+CENTRED = ("layernorm.weight", "q_norm.weight", "k_norm.weight", "model.norm.weight")
+"""How norms of Qwen3.5 end whose weights are centred on 0."""
+
+
+def all_of(name: str) -> ChooseType:
+    """Give all matrices whose rows allow it one type."""
+    block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    return lambda _, shape: name if len(shape) == 2 and shape[1] % block == 0 else "F32"
+
+
+def q4_k_m(name: str, shape: tuple[int, ...]) -> str:
+    """Give the types of the usual mix."""
+    if len(shape) != 2 or shape[1] % 256:
+        return "Q8_0" if len(shape) == 2 and shape[1] % 32 == 0 else "F32"
+    return "Q6_K" if name.endswith(("lm_head.weight", "v_proj.weight", "down_proj.weight")) else "Q4_K"
+
+
+def write_gguf(
+    checkpoint: Path, path: Path, choose: ChooseType, dense: Path | None = None, split_max_tensors: int = 0
+) -> Path:
+    """Write a checkpoint of the Qwen3 or Qwen3.5 family to a GGUF file.
+
+    dense: where a checkpoint is written to whose tensors are the numbers that the packed ones stand for, if anywhere.
+    """
+    config = storage.read_config(checkpoint)
+    text = config.get("text_config", config)
+    hybrid = text["model_type"].startswith("qwen3_5")
+    architecture = gguf.MODEL_ARCH.QWEN35 if hybrid else gguf.MODEL_ARCH.QWEN3
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture], split_max_tensors=split_max_tensors)
+    add_shape(writer, text, hybrid)
+    if (checkpoint / "tokenizer.json").exists():
+        add_tokenizer(writer, checkpoint, text["vocab_size"])
+    if text.get("eos_token_id") is not None:
+        writer.add_eos_token_id(text["eos_token_id"])
+    names = gguf.get_tensor_name_map(architecture, text["num_hidden_layers"] + 1)
+    meant: dict[str, torch.Tensor] = {}
+    for stored, tensor in storage.load_tensors(checkpoint).items():
+        name = stored.replace("language_model.", "")
+        if name.startswith(("mtp.", "model.visual.")) or (name == "lm_head.weight" and text["tie_word_embeddings"]):
+            continue
+        numbers = tensor.float().numpy()
+        changed = convert(name, numbers, text) if hybrid else numbers
+        kind = choose(name, changed.shape)
+        packed = pack(changed, kind)
+        target = names.get_name(name.replace(".dt_bias", ".dt_proj.bias"), try_suffixes=(".weight", ".bias"))
+        assert target is not None, name
+        writer.add_tensor(target, packed, raw_dtype=gguf.GGMLQuantizationType[kind])
+        values = gguf.dequantize(packed.view(np.uint8), gguf.GGMLQuantizationType[kind]).reshape(changed.shape)
+        undone = restore(name, values, text) if hybrid else values
+        meant[name] = torch.from_numpy(np.ascontiguousarray(undone.reshape(numbers.shape)))
+    if hybrid:
+        # The block that guesses further tokens stands behind the model's own.
+        writer.add_tensor(f"blk.{text['num_hidden_layers']}.attn_norm.weight", np.ones(4, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    if dense is not None:
+        dense.mkdir()
+        storage.write_config(dense, text | {"dtype": "float32", "torch_dtype": "float32"})
+        storage.save_tensors(dense, meant)
+        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            if (checkpoint / name).exists():
+                (dense / name).write_bytes((checkpoint / name).read_bytes())
+    return path
+
+
+def add_shape(writer: gguf.GGUFWriter, text: dict[str, Any], hybrid: bool) -> None:
+    """Add what config.json says of the shape."""
+    layers, head_dim = text["num_hidden_layers"], text["head_dim"]
+    rope = text.get("rope_parameters") or text
+    writer.add_name("Tiny")
+    writer.add_block_count(layers + hybrid)
+    writer.add_context_length(text["max_position_embeddings"])
+    writer.add_embedding_length(text["hidden_size"])
+    writer.add_feed_forward_length(text["intermediate_size"])
+    writer.add_head_count(text["num_attention_heads"])
+    writer.add_head_count_kv(text["num_key_value_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(text["rms_norm_eps"])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if hybrid:
+        writer.add_rope_dimension_count(int(head_dim * 0.25))
+        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+        writer.add_full_attention_interval(text["layer_types"].index("full_attention") + 1)
+        writer.add_nextn_predict_layers(1)
+        writer.add_ssm_conv_kernel(text["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(text["linear_key_head_dim"])
+        writer.add_ssm_group_count(text["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(text["linear_num_value_heads"])
+        writer.add_ssm_inner_size(text["linear_value_head_dim"] * text["linear_num_value_heads"])
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, vocab_size: int, pre: str = "starcoder") -> None:
+    """Add a tokenizer of byte-level BPE, and the chat template; ids that it lacks are tokens that are not in use."""
+    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"] | {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    by_id = {token_id: token for token, token_id in vocab.items()}
+    special = {token["id"]: token["special"] for token in tokenizer["added_tokens"]}
+    types = gguf.TokenType
+    size = max(vocab_size, max(by_id) + 1)
+    kinds = [
+        (types.CONTROL if special[i] else types.USER_DEFINED)
+        if i in special
+        else types.NORMAL
+        if i in by_id
+        else types.UNUSED
+        for i in range(size)
+    ]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list([by_id.get(i, f"[PAD{i}]") for i in range(size)])
+    writer.add_token_types(kinds)
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]]
+    writer.add_token_merges(merges)
+    settings_path = checkpoint / "tokenizer_config.json"
+    if settings_path.exists():
+        settings = json.loads(settings_path.read_text())
+        if settings.get("chat_template"):
+            writer.add_chat_template(settings["chat_template"])
+
+
+def convert(name: str, weight: Array, text: dict[str, Any]) -> Array:
+    """Return a tensor of Qwen3.5 as the converter changes it."""
+    if name.endswith(CENTRED) and ".linear_attn." not in name:
+        return weight + np.float32(1)
+    if name.endswith("A_log"):
+        weight = -np.exp(weight)
+    if name.endswith("conv1d.weight"):
+        weight = weight.squeeze(1)
+    order = tiled_order(name, text)
+    if name.endswith("out_proj.weight"):
+        return np.ascontiguousarray(weight[:, order])
+    return weight if order is None else weight[order]
+
+
+def restore(name: str, weight: Array, text: dict[str, Any]) -> Array:
+    """Return a tensor of Qwen3.5 as it was before `convert`."""
+    if name.endswith(CENTRED) and ".linear_attn." not in name:
+        return weight - np.float32(1)
+    if name.endswith("A_log"):
+        weight = np.log(-weight)
+    order = tiled_order(name, text)
+    if order is None:
+        return weight
+    restored = np.empty_like(weight)
+    if name.endswith("out_proj.weight"):
+        restored[:, order] = weight
+    else:
+        restored[order] = weight
+    return restored
+
+
+def tiled_order(name: str, text: dict[str, Any]) -> Array | None:
+    """Return which row (or column) of a tensor stands at each place once value heads are tiled; None for others."""
+    keys, values = text["linear_num_key_heads"], text["linear_num_value_heads"]
+    width, first = text["linear_value_head_dim"], 2 * keys * text["linear_key_head_dim"]
+    # Head `turn` of every key head in turn: key head 0's, key head 1's, ...
+    heads = np.array([key * (values // keys) + turn for turn in range(values // keys) for key in range(keys)])
+    elements = (heads[:, None] * width + np.arange(width)).reshape(-1)
+    leaf = name.partition("linear_attn.")[2]
+    if leaf in ("in_proj_qkv.weight", "conv1d.weight"):
+        return np.concatenate([np.arange(first), first + elements])
+    if leaf in ("in_proj_z.weight", "out_proj.weight"):
+        return elements
+    if leaf in ("in_proj_a.weight", "in_proj_b.weight", "dt_bias", "A_log"):
+        return heads
+    return None
+
+
+def pack(weight: Array, kind: str) -> Array:
+    """Return a tensor in a type, as the library's writer takes it."""
+    if kind == "F32":
+        return np.ascontiguousarray(weight)
+    if kind == "F16":
+        return weight.astype(np.float16)
+    packers: dict[str, Callable[[Array], Array]] = {"Q4_K": pack_q4_k, "Q5_K": pack_q5_k, "Q6_K": pack_q6_k}
+    if kind in packers:
+        packed = packers[kind](weight.reshape(-1, 256))
+        return packed.reshape(len(weight), -1)
+    packed_by_library: Array = gguf.quantize(weight, gguf.GGMLQuantizationType[kind])
+    return packed_by_library
+
+
+def divided(numbers: Array, by: Array) -> Array:
+    """Return the quotient, 0 where the divisor is 0."""
+    return np.divide(numbers, by, out=np.zeros(np.broadcast_shapes(numbers.shape, by.shape), np.float32), where=by != 0)
+
+
+def pack_affine(blocks: Array, levels: int) -> tuple[Array, Array]:
+    """Return the first 16 bytes of blocks of Q4_K and Q5_K, and the codes [n, 8, 32]."""
+    groups = blocks.reshape(-1, 8, 32)
+    offsets = np.maximum(-groups.min(-1), 0)
+    scales = (groups.max(-1) + offsets) / levels
+    d, dmin = (numbers.max(-1, keepdims=True).astype(np.float32) / 63 for numbers in (scales, offsets))
+    d, dmin = d.astype(np.float16), dmin.astype(np.float16)
+    small = np.clip(np.rint(divided(scales, d.astype(np.float32))), 0, 63).astype(np.uint8)
+    least = np.clip(np.rint(divided(offsets, dmin.astype(np.float32))), 0, 63).astype(np.uint8)
+    steps = (d.astype(np.float32) * small)[..., None]
+    codes = np.clip(np.rint(divided(groups + (dmin.astype(np.float32) * least)[..., None], steps)), 0, levels)
+    packed = np.concatenate(
+        [
+            small[:, :4] | (small[:, 4:] >> 4) << 6,
+            least[:, :4] | (least[:, 4:] >> 4) << 6,
+            (small[:, 4:] & 15) | (least[:, 4:] & 15) << 4,
+        ],
+        1,
+    )
+    return np.concatenate([d.view(np.uint8), dmin.view(np.uint8), packed], 1), codes.astype(np.uint8)
+
+
+def pack_q4_k(blocks: Array) -> Array:
+    head, codes = pack_affine(blocks, 15)
+    return np.concatenate([head, (codes[:, 0::2] | codes[:, 1::2] << 4).reshape(-1, 128)], 1)
+
+
+def pack_q5_k(blocks: Array) -> Array:
+    head, codes = pack_affine(blocks, 31)
+    high = np.bitwise_or.reduce((codes >> 4) << np.arange(8, dtype=np.uint8)[:, None], axis=1)
+    low = codes & 15
+    return np.concatenate([head, high, (low[:, 0::2] | low[:, 1::2] << 4).reshape(-1, 128)], 1)
+
+
+def pack_q6_k(blocks: Array) -> Array:
+    groups = blocks.reshape(-1, 16, 16)
+    scales = np.abs(groups).max(-1) / 31
+    d = (scales.max(-1, keepdims=True) / 127).astype(np.float16)
+    small = np.clip(np.rint(divided(scales, d.astype(np.float32))), 0, 127).astype(np.int8)
+    steps = (d.astype(np.float32) * small)[..., None]
+    codes = (np.clip(np.rint(divided(groups, steps)), -32, 31) + 32).astype(np.uint8).reshape(-1, 2, 4, 32)
+    low = np.concatenate([codes[:, :, :2] & 15 | (codes[:, :, 2:] & 15) << 4], 1).reshape(-1, 128)
+    high = np.bitwise_or.reduce((codes >> 4) << (2 * np.arange(4, dtype=np.uint8))[:, None], axis=2).reshape(-1, 64)
+    return np.concatenate([low, high, small.view(np.uint8), d.view(np.uint8)], 1)

@@ -1,0 +1,140 @@
+"""Models out of GGUF files against checkpoints whose dense tensors are the numbers that the packed ones stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from coordinator.planning.model_size import read_model_size
+from services.errors import DataLoss
+from services.layers import LayerRange
+from services.model.gguf.container import read_gguf
+from shard_worker.device.devices import parse_devices
+from shard_worker.stage.loader import StageLoader
+from shard_worker.weights.opening import open_checkpoint
+from shard_worker.weights.packed import PackedWeight
+from tests.reference import checkpoints, storage, target
+from tests.reference.gguf_files import ChooseType, all_of, q4_k_m, write_gguf
+from tests.shard_worker.tiny import Run, ids, ignore_progress, load_split, load_stage
+
+
+@dataclass(frozen=True)
+class Model:
+    """A GGUF file, and the checkpoint of the same numbers."""
+
+    path: Path
+    dense: Path
+
+
+def hybrid(path: Path) -> Path:
+    """Three value heads a key head, so that heads in a wrong order are other heads; unlike numbers of key and value
+    heads in attention."""
+    return checkpoints.write_qwen3_5(
+        path, layers=4, hidden=256, mlp=256, linear_value_heads=6, linear_head_dim=64, heads=6, nested=True, extras=True
+    )
+
+
+def wide_heads(path: Path) -> Path:
+    """Value heads whose columns fill whole groups but no super-block, which is cut in two."""
+    return checkpoints.write_qwen3_5(
+        path, layers=4, hidden=256, mlp=256, linear_value_heads=4, linear_head_dim=128, tied=True
+    )
+
+
+def dense_family(path: Path) -> Path:
+    return checkpoints.write_qwen3(path, layers=3, hidden=256, mlp=512, heads=8, kv_heads=2, head_dim=32)
+
+
+CASES: dict[str, tuple[Callable[[Path], Path], ChooseType, int]] = {
+    "qwen3 Q4_K_M": (dense_family, q4_k_m, 0),
+    "qwen3 Q5_K in several files": (dense_family, all_of("Q5_K"), 7),
+    "qwen3 F16": (dense_family, all_of("F16"), 0),
+    "qwen3_5 Q4_K_M": (hybrid, q4_k_m, 0),
+    "qwen3_5 Q4_0": (hybrid, all_of("Q4_0"), 0),
+    "qwen3_5 Q4_K wide heads": (wide_heads, all_of("Q4_K"), 0),
+    "qwen3_5 F32": (hybrid, all_of("F32"), 0),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
+    """A model by its case, written on first use."""
+    root = tmp_path_factory.mktemp("gguf")
+    made: dict[str, Model] = {}
+
+    def model(case: str) -> Model:
+        if case not in made:
+            write, choose, split = CASES[case]
+            folder = root / str(len(made))
+            folder.mkdir()
+            path = write_gguf(write(folder / "checkpoint"), folder / "model.gguf", choose, folder / "dense", split)
+            made[case] = Model(next(iter(sorted(folder.glob("model*.gguf")))) if split else path, folder / "dense")
+        return made[case]
+
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_the_unpacked_checkpoint(models: Callable[[str], Model], case: str) -> None:
+    """As transformers computes them, for a stage and for two; and the planner counts what is loaded."""
+    model = models(case)
+    prompt = ids(24)
+    expected = target.logits(target.load(model.dense), prompt)
+    whole = load_stage(model.path, dtype="float32")
+    torch.testing.assert_close(Run([whole])(prompt), expected, atol=2e-4, rtol=1e-4)
+    assert whole.weight_bytes == read_model_size(model.path, "float32").weight_bytes
+    halves = load_split(model.path, [1], dtype="float32")
+    torch.testing.assert_close(Run(halves)(prompt), expected, atol=2e-4, rtol=1e-4)
+
+
+def test_matrices_stay_packed(models: Callable[[str], Model]) -> None:
+    case = "qwen3_5 Q4_K_M"
+    path = models(case).path
+    checkpoint = open_checkpoint(path)
+    for name, kind in (("lm_head.weight", "Q6_K"), ("model.layers.0.linear_attn.out_proj.weight", "Q8_0")):
+        assert checkpoint.headers[name].code == kind
+        weight = checkpoint.weight(name, torch.device("cpu"), torch.bfloat16)
+        assert isinstance(weight, PackedWeight)
+        assert weight.dtype == torch.bfloat16
+    stage = load_stage(path)
+    assert stage.dtype == torch.bfloat16
+    assert stage.weight_bytes < sum(tensor.numel() for tensor in storage.load_tensors(models(case).dense).values())
+
+
+def test_rows_are_looked_up_without_the_rest(models: Callable[[str], Model]) -> None:
+    model, name = models("qwen3 Q4_K_M"), "model.embed_tokens.weight"
+    rows = open_checkpoint(model.path).rows(name, [7, 0, 255])
+    assert torch.equal(rows, storage.load_tensors(model.dense)[name][[7, 0, 255]])
+
+
+def test_a_stage_reads_its_own_layers_alone(models: Callable[[str], Model], tmp_path: Path) -> None:
+    """Scales that are no numbers matter to the stage that has them, and are named."""
+    path = tmp_path / "model.gguf"
+    content = bytearray(models("qwen3 Q4_K_M").path.read_bytes())
+    broken = read_gguf(models("qwen3 Q4_K_M").path).tensors["blk.2.ffn_gate.weight"]
+    content[broken.begin : broken.begin + 2] = np.array([np.inf], dtype=np.float16).tobytes()
+    path.write_bytes(content)
+    loader = StageLoader(open_checkpoint(path), LayerRange(0, 2), None)
+    loader.load(parse_devices("cpu"), None, ignore_progress)
+    with pytest.raises(DataLoss, match=r"tensor blk.2.ffn_gate.weight in .*model.gguf has scales that are NaN or inf"):
+        load_stage(path, (2, 3))
+
+
+def test_a_fingerprint_is_that_of_the_numbers(models: Callable[[str], Model], tmp_path: Path) -> None:
+    """Not of the path and of what the file says of text; other packings of one model are other models."""
+    path = models("qwen3 Q4_K_M").path
+    found = open_checkpoint(path).fingerprint
+    renamed = tmp_path / "other.gguf"
+    renamed.write_bytes(path.read_bytes().replace(b"Tiny", b"Tony"))
+    assert open_checkpoint(renamed).fingerprint == found
+    others = {open_checkpoint(models(case).path).fingerprint for case in CASES if case.startswith("qwen3 ")}
+    assert len(others) == 3
+    content = bytearray(renamed.read_bytes())
+    content[min(tensor.begin for tensor in read_gguf(path).tensors.values())] ^= 1
+    renamed.write_bytes(content)
+    assert open_checkpoint(renamed).fingerprint != found
