@@ -36,7 +36,7 @@ from shard_worker.session.checks import check_limits, check_route
 from shard_worker.session.following import FollowingSession
 from shard_worker.session.last_stage import LastStageSession
 from shard_worker.session.relay import RelaySession
-from shard_worker.session.session import SessionHost, TargetSession
+from shard_worker.session.session import DeviceEvents, SessionHost, TargetSession
 from shard_worker.session.step_batches import StepBatches
 from shard_worker.session_record import SessionRecord
 from shard_worker.snapshots.keeper import SnapshotKeeper
@@ -126,6 +126,7 @@ class TargetRole(WorkerRole[LoadTarget]):
         self.loaded: LoadedStage | None = None
         self.sessions = set[TargetSession]()
         self.batches = StepBatches(resources.thread, self.sessions)
+        self._events: DeviceEvents | None = None
 
     @property
     def part(self) -> LoadTarget | None:
@@ -252,7 +253,8 @@ class TargetRole(WorkerRole[LoadTarget]):
         except FlashsplitError as error:
             raise error.located(stage=request.stage, host=location.host, device=location.device) from None
         identity = StageIdentity(location, stage.layers)
-        host = SessionHost(self.resources.thread, stage, loaded.keeper, identity, self.sessions, self.batches)
+        events = self._device_events()
+        host = SessionHost(self.resources.thread, stage, loaded.keeper, identity, self.sessions, self.batches, events)
         session: TargetSession
         if sampler is None:
             downstream = await self._open_next(request, steps=above is not None or stage.embedding is not None)
@@ -264,7 +266,14 @@ class TargetRole(WorkerRole[LoadTarget]):
             ahead = draft.ahead if isinstance(draft, LocalDraftLink) else None
             verifier = Verifier(stage, sampler, request, ahead)
             session = LastStageSession(host, request, state, above, verifier, draft)
-        return session if stage.embedding is None else FollowingSession(session, request)
+        begins_others = stage.embedding is not None and request.route
+        return FollowingSession(session, request) if begins_others else session
+
+    def _device_events(self) -> DeviceEvents:
+        """Return what the device thread tells this event loop."""
+        if self._events is None or self._events.loop is not asyncio.get_running_loop():
+            self._events = DeviceEvents()
+        return self._events
 
     def _loaded_for(self, request: OpenSession) -> LoadedStage:
         """Return the loaded stage, once it is sure that the request is for it and that it can serve it."""

@@ -20,6 +20,10 @@ class BackgroundTasks:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def __len__(self) -> int:
+        """How many tasks run."""
+        return len(self._tasks)
+
     async def settle(self, remaining: int = 0) -> None:
         """Wait until no more than `remaining` tasks run."""
         while len(self._tasks) > remaining:

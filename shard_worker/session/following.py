@@ -1,6 +1,7 @@
 """Steps that follow each other without the coordinator: where it asked for more, the first stage goes on by itself.
 
-What lies between a step's answer and the next step is then the way up the chain alone. Which step follows another
+What lies between a step's answer and the next step is then the way up the chain alone, and nothing on an only stage,
+whose device thread goes on by itself. Which step follows another
 stands in `stage.proto`. This module knows steps and their answers, not what computes them.
 """
 
@@ -30,6 +31,15 @@ MAX_MORE = 64
 
 UNKNOWN_TOKEN = -1
 """Stands in a step for a token that is not known yet."""
+
+
+def check_more(step: Forward) -> None:
+    """Raise InvalidArgument for more following steps than MAX_MORE, or behind a step that produces no token."""
+    if step.more > MAX_MORE or (step.more and step.kind is StepKind.PREFILL):
+        raise InvalidArgument(
+            f"more is {step.more} behind a {step.kind}; up to {MAX_MORE} steps may follow one that produces a token",
+            field="more",
+        )
 
 
 def is_followed(step: Forward, length: int, token_ids: tuple[int, ...], request: OpenSession) -> bool:
@@ -71,7 +81,8 @@ def probable_following_step(step: Forward, request: OpenSession) -> Forward | No
 
 
 class FollowingSession:
-    """A `StageSession` around that of a first stage, which begins the steps that follow by themselves.
+    """A `StageSession` around that of a first stage with others behind it, which begins the steps that follow by
+    themselves.
 
     session: the session of the stage.
     """
@@ -90,16 +101,7 @@ class FollowingSession:
         self._tasks = BackgroundTasks(self._events.put_nowait)
 
     async def forward(self, forward: Forward) -> None:
-        """Take one step, as the port says.
-
-        Raises InvalidArgument for more following steps than MAX_MORE, or behind a step that produces no token.
-        """
-        if forward.more > MAX_MORE or (forward.more and forward.kind is StepKind.PREFILL):
-            raise InvalidArgument(
-                f"more is {forward.more} behind a {forward.kind}; up to {MAX_MORE} steps may follow one that produces "
-                "a token",
-                field="more",
-            )
+        """Take one step, as the port says."""
         async with self._one_at_a_time:
             if forward.more:
                 self._step = forward

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -34,10 +33,9 @@ from shard_worker.drafting.engine import DraftRequest
 from shard_worker.drafting.link import DraftLink
 from shard_worker.model.features import Features
 from shard_worker.sampling.verifier import ComputedStep, StepOutcome, Verifier
-from shard_worker.session.following import following_step, probable_following_step
+from shard_worker.session.following import following_step, is_followed, probable_following_step
 from shard_worker.session.session import (
     DeviceEvent,
-    DeviceEvents,
     DeviceSession,
     Lanes,
     SessionBroken,
@@ -80,9 +78,11 @@ class LastStageSession(TargetSession):
     ) -> None:
         self.draft = draft
         self._verifier = verifier
-        self._has_lane = above is not None
+        self._only_stage = host.stage.embedding is not None
+        self._more = 0
+        """How many steps follow the last one that was answered by themselves, on an only stage."""
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
-        device = LastStageDeviceSession(host, request, state, Lanes(above), DeviceEvents(self._handle), verifier)
+        device = LastStageDeviceSession(host, request, state, Lanes(above), self._handle, verifier)
         super().__init__(host, request, device)
 
     async def events(self) -> AsyncIterator[Event]:
@@ -98,19 +98,22 @@ class LastStageSession(TargetSession):
     # --- steps
 
     async def _run(self, forward: Forward, arrived_ns: int) -> None:
-        if self._has_lane:
-            # Steps are counted as the device thread tells of them, in one order with those that come through the lane.
-            await self.host.thread.awaited(self._device.answer(forward, arrived_ns))
-            return
-        self._count_step()
-        outcome = await self._device.outcome_of(forward)
-        await self._answer(forward, arrived_ns, outcome, self._count_rows(forward, outcome))
+        # It is counted as the device thread tells of it, in one order with those that follow by themselves.
+        await self.host.thread.awaited(self._device.answer(forward, arrived_ns))
+        self.host.events.handle_waiting()
 
     def _handle(self, event: DeviceEvent) -> None:
         match event:
             case StepDecided(step, arrived_ns, outcome):
                 self._count_step()
-                self._begin(self._answer, step, arrived_ns, outcome, self._count_rows(step, outcome))
+                rows = self._count_rows(step, outcome)
+                drafted = self.draft is not None or step.propose_tokens
+                if drafted or self._tasks or (step.kind is StepKind.VERIFY and not outcome.committed):
+                    self._begin(self._answer, step, arrived_ns, outcome, rows)
+                else:
+                    # Nothing is to be waited for.
+                    length = step.base_position + rows
+                    self._events.put_nowait(self._answer_to(step, arrived_ns, outcome, length))
             case SessionBroken(error):
                 self.fail(error)
 
@@ -126,7 +129,8 @@ class LastStageSession(TargetSession):
         async with self._in_order:
             length = forward.base_position + rows
             features = outcome.features.rows(rows)
-            self._events.put_nowait(self._answer_to(forward, arrived_ns, outcome, length, features))
+            passed_bytes = features.size_bytes if self.draft is not None and self.draft.remote else 0
+            self._events.put_nowait(self._answer_to(forward, arrived_ns, outcome, length, passed_bytes))
             request = None
             if outcome.token_ids and forward.propose_tokens:
                 request = DraftRequest(forward.step, length, outcome.token_ids[-1], forward.propose_tokens)
@@ -140,19 +144,23 @@ class LastStageSession(TargetSession):
             await drafting
 
     def _answer_to(
-        self, forward: Forward, arrived_ns: int, outcome: StepOutcome, length: int, features: Features
+        self, forward: Forward, arrived_ns: int, outcome: StepOutcome, length: int, passed_bytes: int = 0
     ) -> Commit:
-        """Return a step's answer. length: the session's behind it; features: those of the committed rows."""
+        """Return a step's answer. length: the session's behind it; passed_bytes: what goes to a draft's own worker."""
         elapsed_ns = max(time.monotonic_ns() - arrived_ns, outcome.forward_ns)
-        passed_bytes = features.size_bytes if self.draft is not None and self.draft.remote else 0
         timing = StageTiming(outcome.forward_ns, elapsed_ns, passed_bytes)
         followed = not forward.propose_tokens and self._device.is_followed(forward.step)
+        if self._only_stage and is_followed(forward, length, outcome.token_ids, self._request):
+            self._more = forward.more
+        else:
+            self._more = 0
         return Commit(
             forward.step,
             length,
             outcome.token_ids,
             (timing,),
             outcome.logprobs,
+            more=self._more,
             followed=followed,
             prompt_logprobs=outcome.prompt_logprobs,
         )
@@ -163,7 +171,7 @@ class LastStageSession(TargetSession):
         """Give the draft the features of committed rows from position `start` on, and have it propose where asked.
 
         What it was asked for is answered with no draft tokens where there is no draft any more. then: called on the
-        device thread with the draft tokens, as `DraftLink.advance` says.
+        device thread with the draft tokens, as `DraftLink.advance` says; on an only stage in any case.
         """
         draft, draft_tokens = self.draft, tuple[int, ...]()
         started_ns = time.monotonic_ns()
@@ -175,6 +183,8 @@ class LastStageSession(TargetSession):
         if request is not None:
             # Who asked waits for it, also where the draft was lost before or meanwhile.
             elapsed_ns = time.monotonic_ns() - started_ns
+            if self._only_stage and not self._device.is_followed(request.step) and not self._closed:
+                await self.host.thread.submit_step(then, draft_tokens)
             followed = self._device.is_followed(request.step)
             self._events.put_nowait(Proposal(request.step, draft_tokens, elapsed_ns, followed))
 
@@ -186,7 +196,7 @@ class LastStageSession(TargetSession):
     # --- snapshots
 
     def _check_save(self, save: SnapshotSave) -> None:
-        if self._device.is_ahead:
+        if self._more:
             raise FailedPrecondition("steps still follow by themselves", reason="OUT_OF_STEP", field="step")
         super()._check_save(save)
 
@@ -240,24 +250,17 @@ class LastStageDeviceSession(DeviceSession):
         request: OpenSession,
         state: StageState,
         lanes: Lanes,
-        events: DeviceEvents,
+        handle: Callable[[DeviceEvent], None],
         verifier: Verifier,
     ) -> None:
-        super().__init__(host, request, state, lanes, events)
+        super().__init__(host, request, state, lanes, handle)
         self._verifier = verifier
         self._alone = host.stage.embedding is not None
         """Whether this is the only stage."""
         self._followed = -1
         """The last step whose following one was sent up the chain."""
-        self._begun: deque[tuple[Forward, Future[StepOutcome]]] = deque()
-        """Steps of an only stage that were begun before the event loop asked for them, and what comes of them."""
 
     # --- on the event loop
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether steps were begun that have not been asked for."""
-        return bool(self._begun)
 
     def is_followed(self, step: int) -> bool:
         """Return whether the step behind this one was sent up the chain already."""
@@ -265,20 +268,6 @@ class LastStageDeviceSession(DeviceSession):
 
     def views(self) -> list[StateView]:
         return [*super().views(), self._verifier.last]
-
-    def outcome_of(self, forward: Forward) -> asyncio.Future[StepOutcome]:
-        """Return what comes of a step, which may have begun already.
-
-        Raises FailedPrecondition where another step than this one was begun.
-        """
-        if not self._begun:
-            return self._thread.awaited(self._batches.add(self, forward, self.decide))
-        begun, future = self._begun.popleft()
-        if begun != forward:
-            raise FailedPrecondition(
-                f"step {forward.step} runs already, with other rows", reason="OUT_OF_STEP", field="step"
-            )
-        return self._thread.awaited(future)
 
     # --- steps
 
@@ -306,15 +295,16 @@ class LastStageDeviceSession(DeviceSession):
 
     def answer(self, forward: Forward, arrived_ns: int) -> Future[None]:
         """Have a step computed and decided, from any thread, and the event loop told what it produces."""
-        return self._batches.add(self, forward, functools.partial(self._tell, arrived_ns))
+        return self._batches.queue(self, forward, functools.partial(self._tell, arrived_ns))
 
     def _tell(self, arrived_ns: int, step: ComputedStep) -> None:
-        self.events.put(StepDecided(step.forward, arrived_ns, self.decide(step)))
-        self.events.announce()
+        self.tell(StepDecided(step.forward, arrived_ns, self.decide(step)))
+        if step.alone:
+            self._events.announce()
 
     def follow(self, forward: Forward, token_ids: tuple[int, ...], draft_tokens: tuple[int, ...]) -> None:
-        """Begin the step that follows by itself, where that can be done from here: on an only stage, where the event
-        loop will ask for it when it has heard of this one, or through the lane to the stages above."""
+        """Begin the step that follows by itself, where that can be done from here: on an only stage, or through the
+        lane to the stages above."""
         state = self._progress.state
         if not forward.more or state is None or not (self._alone or self._lanes.above is not None):
             return
@@ -326,8 +316,9 @@ class LastStageDeviceSession(DeviceSession):
         sent = self._lanes.above is not None and self._lanes.above.send(following)
         # Before the following step's rows come, and not before those above can begin with them.
         self.commit(forward.step, length)
-        if sent:
+        if sent or self._alone:
             self._followed = forward.step
+        if sent:
             if self._batches.lone:
                 rows = self._next.rows_of(following)
                 self._expect_activation(following, rows)
@@ -335,7 +326,7 @@ class LastStageDeviceSession(DeviceSession):
         elif self._alone:
             if self._batches.lone:
                 self._stage.release(state, self._next.rows_of(following), None, certain=False)
-            self._begun.append((following, self._batches.add(self, following, self.decide)))
+            self._batches.add(self, following, functools.partial(self._tell, time.monotonic_ns()), self._break_by)
 
     def _take_step(self, forward: Forward, arrived_ns: int) -> None:
         self._check_next(forward)

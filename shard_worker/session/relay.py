@@ -35,7 +35,6 @@ from shard_worker.session.checks import PassedStep, check_commit, check_rows
 from shard_worker.session.following import probable_following_step
 from shard_worker.session.session import (
     DeviceEvent,
-    DeviceEvents,
     DeviceSession,
     Lanes,
     SessionBroken,
@@ -67,7 +66,7 @@ class RelaySession(TargetSession):
         self._saving: deque[asyncio.Future[SnapshotPart]] = deque()
         self._restored: SnapshotPart | None = None
         lanes = Lanes(above, downstream.step_lane)
-        device = RelayDeviceSession(host, request, state, lanes, DeviceEvents(self._handle))
+        device = RelayDeviceSession(host, request, state, lanes, self._handle)
         super().__init__(host, request, device, downstream.stages)
 
     async def events(self) -> AsyncIterator[Event]:
@@ -153,7 +152,7 @@ class RelaySession(TargetSession):
         Errors as in `check_commit`.
         """
         # What the device thread sent on by itself may not be heard of yet.
-        self._device.events.handle_waiting()
+        self.host.events.handle_waiting()
         passed = check_commit(commit, self._unanswered.popleft() if self._unanswered else None)
         if passed.kind is StepKind.VERIFY and not self._closed:
             self._length = commit.length
@@ -248,11 +247,11 @@ class RelayDeviceSession(DeviceSession):
     def pass_on(self, forward: Forward) -> Future[tuple[Forward, int]]:
         """Have a step computed, from any thread. Returns it as the next stage gets it, and the nanoseconds that it
         took."""
-        return self._batches.add(self, forward, lambda step: self._outgoing(step).wait())
+        return self._batches.queue(self, forward, lambda step: self._outgoing(step).wait())
 
     def launch(self, forward: Forward) -> Future[OutgoingStep]:
         """Have a chunk of a prompt computed, from any thread, on a GPU without waiting for it."""
-        return self._batches.add(self, forward, self._outgoing)
+        return self._batches.queue(self, forward, self._outgoing)
 
     def _outgoing(self, step: ComputedStep) -> OutgoingStep:
         """Queue the way of a step's results to the host."""
@@ -281,14 +280,15 @@ class RelayDeviceSession(DeviceSession):
             below.prepare(sent)
         leaving.wait_first()
         # Before its answer can come; the event loop wakes up behind it.
-        self.events.put(StepPassedOn(sent, arrived_ns, outgoing.elapsed_ns))
+        self.tell(StepPassedOn(sent, arrived_ns, outgoing.elapsed_ns))
         if below is None or not below.send(sent, leaving.wait if leaving.lent else None):
             leaving.wait()
-            self.events.put(StepNotSent(outgoing.lasting(sent)))
+            self.tell(StepNotSent(outgoing.lasting(sent)))
         elif sent.more and step.alone:
             self._expect_token(sent)
             self._next.expect(sent)
-        self.events.announce()
+        if step.alone:
+            self._events.announce()
 
     def _expect_token(self, sent: Forward) -> None:
         """On the first stage, tell the lane below that the next step comes with the token that this one produces."""

@@ -15,7 +15,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import structlog
@@ -44,6 +43,7 @@ from shard_worker.model.features import Features
 from shard_worker.sampling.verifier import ComputedStep, StepOutcome
 from shard_worker.session.background import BackgroundTasks
 from shard_worker.session.checks import check_restore, check_rows, check_save, check_tensors
+from shard_worker.session.following import check_more
 from shard_worker.session.prelaunch import NextStep, Progress
 from shard_worker.session.step_batches import StepBatches
 from shard_worker.session_record import SessionRecord
@@ -60,7 +60,8 @@ class SessionHost:
 
     thread: the thread that owns the devices. keeper: keeps the prefixes of the stage's sessions. identity: how the
     stage presents itself to the coordinator. sessions: the open sessions, to which each adds itself until it closes.
-    batches: computes steps of those sessions that wait at the same time.
+    batches: computes steps of those sessions that wait at the same time. events: what the device thread tells the event
+    loop of them.
     """
 
     thread: DeviceThread
@@ -69,6 +70,7 @@ class SessionHost:
     identity: StageIdentity
     sessions: set[TargetSession]
     batches: StepBatches
+    events: DeviceEvents
 
 
 # --- what the device thread tells the event loop
@@ -113,28 +115,37 @@ DeviceEvent = StepPassedOn | StepNotSent | StepDecided | SessionBroken
 
 
 class DeviceEvents:
-    """Events on their way from the device thread to the event loop, where they are handled in their order."""
+    """Events of all sessions on their way from the device thread to the event loop, where they are handled in their
+    order."""
 
-    def __init__(self, handle: Callable[[DeviceEvent], None]) -> None:
-        """Must be called on the event loop. handle: called there with each event."""
-        self._handle = handle
-        self._loop = asyncio.get_running_loop()
-        self._waiting: deque[DeviceEvent] = deque()
+    def __init__(self) -> None:
+        """Must be called on the event loop."""
+        self.loop = asyncio.get_running_loop()
+        self._waiting: deque[tuple[Callable[[DeviceEvent], None], DeviceEvent]] = deque()
+        self._announced = False
+        """Whether the event loop will handle what waits."""
 
-    def put(self, event: DeviceEvent) -> None:
-        """Add an event; to be called on the device thread. The event loop sees it with the next `announce`."""
-        self._waiting.append(event)
+    def put(self, handle: Callable[[DeviceEvent], None], event: DeviceEvent) -> None:
+        """Add an event; to be called on the device thread. handle: is called with it on the event loop, which sees it
+        with the next `announce`; it must not raise."""
+        self._waiting.append((handle, event))
 
     def announce(self) -> None:
         """Have the event loop handle all that waits; to be called on the device thread."""
+        if self._announced or not self._waiting:
+            return
+        self._announced = True
         # The loop may be over, and with it who would want to know.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self.handle_waiting)
+            self.loop.call_soon_threadsafe(self.handle_waiting)
 
     def handle_waiting(self) -> None:
         """Handle all that waits now; to be called on the event loop."""
+        # Before the first event is looked for: what is added behind the last one is announced again.
+        self._announced = False
         while self._waiting:
-            self._handle(self._waiting.popleft())
+            handle, event = self._waiting.popleft()
+            handle(event)
 
 
 # --- errors
@@ -270,6 +281,7 @@ class TargetSession(ABC):
                 reason="OUT_OF_STEP",
                 field="step",
             )
+        check_more(forward)
         self._check_answered()
         stage = self.host.stage
         check_rows(forward, self._length, self._request, stage.config.vocab_size)
@@ -347,11 +359,17 @@ class DeviceSession(ABC):
     """
 
     def __init__(
-        self, host: SessionHost, request: OpenSession, state: StageState, lanes: Lanes, events: DeviceEvents
+        self,
+        host: SessionHost,
+        request: OpenSession,
+        state: StageState,
+        lanes: Lanes,
+        handle: Callable[[DeviceEvent], None],
     ) -> None:
+        """handle: takes the session's events, on the event loop."""
         self._thread, self._stage, self._request = host.thread, host.stage, request
-        self._batches = host.batches
-        self._lanes, self.events = lanes, events
+        self._batches, self._events, self._handle = host.batches, host.events, handle
+        self._lanes = lanes
         self._progress = Progress(state)
         self._next = NextStep(host.thread, host.stage, host.batches, request, self._progress)
         self.captures: Sequence[int | None] = incoming_captures(request, host.stage)
@@ -482,6 +500,14 @@ class DeviceSession(ABC):
         check_rows(forward, state.length, self._request, self._stage.config.vocab_size)
         check_tensors(forward, self._stage, self.captures)
 
+    def tell(self, event: DeviceEvent) -> None:
+        """Tell the session on the event loop of an event, with the next `announce`."""
+        self._events.put(self._handle, event)
+
+    def announce(self) -> None:
+        """Have the event loop hear what all sessions here were told."""
+        self._events.announce()
+
     # --- lanes
 
     def _take_from_lane(self, job: Callable[[Forward, int], None], forward: Forward) -> None:
@@ -494,12 +520,11 @@ class DeviceSession(ABC):
         if self._released or self._batches.lone:
             then(self.compute(forward))
         else:
-            self._batches.add(self, forward, then).add_done_callback(self._break_by)
+            self._batches.add(self, forward, then, self._break_by)
 
-    def _break_by(self, ended: Future[None]) -> None:
-        if not ended.cancelled() and (error := ended.exception()) is not None:
-            assert isinstance(error, Exception)
-            self._break(reported(error, self._request.request_id))
+    def _break_by(self, error: Exception) -> None:
+        """End the session by an error of one of its steps."""
+        self._break(reported(error, self._request.request_id))
 
     def _expect_activation(self, following: Forward, rows: StepRows) -> None:
         """Tell the lane above that a step which was sent up will come down again with an activation, and behind that
@@ -516,9 +541,9 @@ class DeviceSession(ABC):
         try:
             job(*args, **options)
         except Exception as error:
-            self._break(reported(error, self._request.request_id))
+            self._break_by(error)
             raise
 
     def _break(self, error: FlashsplitError) -> None:
-        self.events.put(SessionBroken(error))
-        self.events.announce()
+        self.tell(SessionBroken(error))
+        self._events.announce()

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from services.errors import FlashsplitError
 from services.messages.steps import Forward
@@ -47,15 +47,25 @@ class SteppingSession(Protocol):
     def compute_begun(self, forward: Forward, given: StepInput) -> ComputedStep:
         """Run the stage on a step alone that was begun, of which `given` came."""
 
+    def announce(self) -> None:
+        """Have others hear what came of steps."""
+
 
 @dataclass(frozen=True, slots=True)
 class WaitingStep:
-    """A step to be computed. then: what is done with its results at once; it says what `result` becomes."""
+    """A step to be computed.
+
+    then: what is done with its results at once. failed: called with an error instead, or with one of `then`. begins:
+    asked before it is computed; where it says no, nothing more is done. dropped: called instead of all of them where
+    the thread is over.
+    """
 
     session: SteppingSession
     forward: Forward
-    then: Callable[[ComputedStep], Any]
-    result: Future[Any]
+    then: Callable[[ComputedStep], None]
+    failed: Callable[[Exception], None]
+    begins: Callable[[], bool] = lambda: True
+    dropped: Callable[[], object] = lambda: None
 
 
 class StepBatches:
@@ -77,18 +87,40 @@ class StepBatches:
         """Whether nothing else can come on the thread than the next step of a lone session."""
         return self.lone and not self._thread.busy
 
-    def add(self, session: SteppingSession, forward: Forward, then: Callable[[ComputedStep], T]) -> Future[T]:
+    def add(
+        self,
+        session: SteppingSession,
+        forward: Forward,
+        then: Callable[[ComputedStep], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
         """Have a step computed behind the jobs that wait, from any thread; what is computed alone is a job itself.
 
-        No session has two steps that wait. Returns a future for what `then` returns on the device thread, or for the
-        error that ended the step. Raises RuntimeError when the thread is over.
+        No session has two steps that wait. then, failed: as of `WaitingStep`, on the device thread. Raises RuntimeError
+        when the thread is over.
         """
-        if session.kind(forward) is None:
-            return self._thread.queue_step(lambda: then(session.compute(forward)))
-        step = WaitingStep(session, forward, then, Future[T]())
+        self._add(WaitingStep(session, forward, then, failed))
+
+    def queue(self, session: SteppingSession, forward: Forward, then: Callable[[ComputedStep], T]) -> Future[T]:
+        """Have a step computed as `add` does.
+
+        Returns a future for what `then` returns on the device thread, or for the error that ended the step.
+        """
+        result: Future[T] = Future()
+
+        def settle(computed: ComputedStep) -> None:
+            result.set_result(then(computed))
+
+        begins = result.set_running_or_notify_cancel
+        self._add(WaitingStep(session, forward, settle, result.set_exception, begins, result.cancel))
+        return result
+
+    def _add(self, step: WaitingStep) -> None:
+        if step.session.kind(step.forward) is None:
+            self._thread.queue_step(self._compute_alone, step)
+            return
         self._waiting.append(step)
         self._thread.notice()
-        return step.result
 
     def __len__(self) -> int:
         """How many steps wait."""
@@ -102,13 +134,25 @@ class StepBatches:
 
     def drop(self) -> None:
         while self._waiting:
-            self._waiting.popleft().result.cancel()
+            self._waiting.popleft().dropped()
 
     def run(self) -> None:
         """Compute steps that wait: those that can be one step with the first of them, and of all sessions no more than
         leaves as many to each stage of the chain. Raises the first error of a step, behind all of them."""
         errors: list[Exception] = []
-        self._compute(self._next(), errors)
+        steps = self._next()
+        self._compute(steps, errors)
+        if steps:
+            # Behind all of them: who hears of the first would keep the thread from the others.
+            steps[0].session.announce()
+        if errors:
+            raise errors[0]
+
+    def _compute_alone(self, step: WaitingStep) -> None:
+        errors: list[Exception] = []
+        if step.begins():
+            self._compute([step], errors)
+            step.session.announce()
         if errors:
             raise errors[0]
 
@@ -131,7 +175,7 @@ class StepBatches:
             chosen.append(step)
             rows += added
         self._waiting.extendleft(reversed(left))
-        return [step for step in chosen if step.result.set_running_or_notify_cancel()]
+        return [step for step in chosen if step.begins()]
 
     def _compute(self, steps: Sequence[WaitingStep], errors: list[Exception]) -> None:
         """Compute steps together, or one behind the other what is too much for one step."""
@@ -143,7 +187,7 @@ class StepBatches:
                 _fail(step, error, errors)
         while begun:
             stage = begun[0][1].stage
-            most = stage.most_together([given for _, given in begun])
+            most = 1 if len(begun) == 1 else stage.most_together([given for _, given in begun])
             some, begun = begun[:most], begun[most:]
             try:
                 computed = self._computed(some)
@@ -172,14 +216,13 @@ class StepBatches:
 def _settle(step: WaitingStep, computed: ComputedStep, errors: list[Exception]) -> None:
     """Do with a step's results what is to be done."""
     try:
-        result = step.then(computed)
+        step.then(computed)
     except Exception as error:
         _fail(step, error, errors)
-    else:
-        step.result.set_result(result)
 
 
 def _fail(step: WaitingStep, error: Exception, errors: list[Exception]) -> None:
     errors.append(error)
     meaning = device_error(error)
-    step.result.set_exception(meaning.copied() if isinstance(meaning, FlashsplitError) else meaning)
+    assert isinstance(meaning, Exception)
+    step.failed(meaning.copied() if isinstance(meaning, FlashsplitError) else meaning)

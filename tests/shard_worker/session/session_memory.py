@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, cast
 
 import torch
 
+from shard_worker.device.executor import DeviceThread
+from shard_worker.drafting.drafters import DraftState
 from shard_worker.drafting.drafters.dflash import DFlashState
 from shard_worker.drafting.link import LocalDraftLink
 from shard_worker.session.following import FollowingSession
 from shard_worker.session.last_stage import LastStageSession
 from shard_worker.session.relay import RelaySession
 from shard_worker.session.session import TargetSession
+from shard_worker.stage.stage import StageState
 from tests.shard_worker.chain import Client
 
 Memory = dict[str, torch.Tensor]
@@ -36,6 +40,13 @@ def draft_of(client: Client) -> DFlashState | None:
     return link.state if isinstance(link, LocalDraftLink) else link.session.state
 
 
+async def reached(thread: DeviceThread, state: StageState | DraftState, length: int) -> None:
+    """Wait until a state has so many tokens: a verify is committed behind its answer, and the draft told of them."""
+    async with asyncio.timeout(10):
+        while state.length != length:
+            await thread.submit(int)
+
+
 async def memory_of(client: Client, *, window: int | None = None) -> Memory:
     """Return copies of all rows and states of the committed tokens, by layer.
 
@@ -44,9 +55,7 @@ async def memory_of(client: Client, *, window: int | None = None) -> Memory:
     memory: Memory = {}
     for session in stages_of(client):
         state, stage = session.state, session.host.stage
-        # A verify is committed behind its answer.
-        await session.host.thread.submit(int)
-        assert state.length == client.length
+        await reached(session.host.thread, state, client.length)
         for segment, caches in zip(stage.segments, state.caches, strict=True):
             for layer, slot in zip(range(segment.layers.first, segment.layers.last), segment.slots, strict=True):
                 if stage.config.layer_kinds[layer] == "linear_attention":
@@ -59,7 +68,7 @@ async def memory_of(client: Client, *, window: int | None = None) -> Memory:
                         [rows] = caches.attention.read(slice(slot, slot + 1), which, 0, state.length)
                         memory[f"{layer}.{what}"] = rows.clone()
     if (draft := draft_of(client)) is not None:
-        assert draft.length == client.length
+        await reached(stages_of(client)[-1].host.thread, draft, client.length)
         for layer, (kind, slot) in enumerate(draft.layers):
             seen = draft.length
             if kind == "sliding_attention" and window is not None:
