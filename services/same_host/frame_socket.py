@@ -114,6 +114,9 @@ class FrameSocket(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._lanes: dict[int, FrameLane] = {}
         self._received = bytearray()
+        self._outgoing: list[bytes] = []
+        """What is written when the event loop has done what it is at: frames of many streams in one call."""
+        self._loop = asyncio.get_running_loop()
 
     @property
     def closed(self) -> bool:
@@ -129,9 +132,11 @@ class FrameSocket(asyncio.Protocol):
 
     def send(self, stream_id: int, size: int, frame: bytes = b"") -> bool:
         """Send a frame of `size` bytes or, without one, what the size says by itself; return whether it could be."""
-        if self.closed or self._transport is None:
+        if self.closed:
             return False
-        self._transport.writelines((_HEADER.pack(stream_id, size), frame))
+        if not self._outgoing:
+            self._loop.call_soon(self._flush)
+        self._outgoing += (_HEADER.pack(stream_id, size), frame)
         return True
 
     def forget(self, stream_id: int) -> None:
@@ -143,6 +148,11 @@ class FrameSocket(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
         self._end_lanes()
+
+    def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, []
+        if not self.closed and self._transport is not None:
+            self._transport.writelines(outgoing)
 
     # --- called by asyncio
 

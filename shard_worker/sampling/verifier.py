@@ -145,12 +145,14 @@ class Verifier:
     def _prompt_logprobs(self, forward: Forward, output: StepOutput | StepPart) -> tuple[TokenLogprobs, ...]:
         """Return the log-probabilities of the step's own tokens where the request asked for them: of those that are
         part of the prompt, but for its first token, before which there is no row."""
-        request, head, last = self._request, self._stage.head, self.last.hidden
-        prompt_rows = max(0, request.prompt_length - forward.base_position)
-        tokens = forward.token_ids[:prompt_rows]
-        if request.prompt_logprobs is None or forward.kind is StepKind.VERIFY or not tokens:
+        request, head = self._request, self._stage.head
+        if request.prompt_logprobs is None or forward.kind is StepKind.VERIFY:
+            return ()
+        tokens = forward.token_ids[: max(0, request.prompt_length - forward.base_position)]
+        if not tokens:
             return ()
         assert head is not None
+        last = self.last.hidden
         rows = output.hidden[: len(tokens) - 1]
         if last is None:
             tokens = tokens[1:]

@@ -274,7 +274,8 @@ class LastStageDeviceSession(DeviceSession):
     def decide(self, step: ComputedStep) -> StepOutcome:
         """Decide what a step produces."""
         forward = step.forward
-        step.features.to(self._stage.device)
+        if self._request.draft is not None:
+            step.features.to(self._stage.device)
 
         def meanwhile() -> None:
             if not forward.more or self._request.draft is not None:

@@ -35,9 +35,16 @@ class StepOutput:
         tokens: list[int] = self.on_host.wait().tolist()
         return tokens
 
+    def _argmax_of_all(self) -> list[int] | None:
+        """As `argmax_on_host`; of a step without kernels on the CPU they are computed, at once for all rows."""
+        tokens = self.argmax_on_host()
+        if tokens is None and self.logits is not None and self.logits.device.type == "cpu":
+            tokens = self.logits.argmax(-1).tolist()
+        return tokens
+
     def parts(self, counts: Sequence[int]) -> list[StepPart]:
         """Return the results of several sessions' rows, as many as `counts` says of each."""
-        argmax = functools.cache(self.argmax_on_host)
+        argmax = functools.cache(self._argmax_of_all)
         ends = [*itertools.accumulate(counts)]
         return [StepPart(self, end - count, end, argmax) for end, count in zip(ends, counts, strict=True)]
 
@@ -49,7 +56,8 @@ class StepPart:
     """
 
     def __init__(self, whole: StepOutput, first: int, last: int, argmax: Callable[[], list[int] | None]) -> None:
-        """Take rows [first, last) of `whole`. argmax: returns its `argmax_on_host`."""
+        """Take rows [first, last) of `whole`. argmax: returns the most probable tokens of all its rows, where they can
+        be had at once."""
         self._whole, self._rows, self._argmax_on_host = whole, slice(first, last), argmax
 
     @property
