@@ -189,6 +189,11 @@ def check_draft_request(draft: Draft, state: DraftState, position: int, tokens: 
             reason="OUT_OF_STEP",
             field="position",
         )
+    check_tokens(draft, tokens)
+
+
+def check_tokens(draft: Draft, tokens: int) -> None:
+    """Check that the draft can propose that many tokens. Raises FailedPrecondition otherwise."""
     most = draft.config.block_size - 1
     if not 1 <= tokens <= most:
         raise FailedPrecondition(f"propose asks for {tokens} tokens, this draft proposes 1 to {most}", field="tokens")

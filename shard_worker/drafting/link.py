@@ -1,12 +1,12 @@
 """How the last stage reaches the draft: a draft in the same process, or one behind a stream.
 
-Both take features of committed rows and, when asked, answer with draft tokens. They differ in where the work runs, not
-in what it is.
+Both take features of committed rows and, when asked, answer with draft tokens: a draft in the same process on the
+device thread, where `draft_batches` does the work of all sessions together, the other one from the event loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -29,26 +29,17 @@ if TYPE_CHECKING:
     from shard_worker.drafting.ahead import Ahead
 
 
-Then = Callable[[tuple[int, ...]], None]
-
-
-class DraftLink(Protocol):
-    """One session's way to its draft."""
-
-    remote: bool
-    """Whether the draft is in another worker."""
+class DraftElsewhere(Protocol):
+    """One session's way to a draft in another worker."""
 
     @property
     def held_bytes(self) -> int:
         """Memory that the session's draft state takes in this process by now."""
 
-    async def advance(
-        self, features: Features, start: int, request: DraftRequest | None, then: Then | None = None
-    ) -> tuple[int, ...]:
+    async def advance(self, features: Features, start: int, request: DraftRequest | None) -> tuple[int, ...]:
         """Take features of committed rows from position `start` on; then propose, where `request` asks for it.
 
-        Returns the draft tokens, none without a request. then: called with them as soon as they are there, on the
-        device thread; not by a draft in another worker.
+        Returns the draft tokens, none without a request.
         """
 
     async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
@@ -92,17 +83,14 @@ async def restore_draft(
 
 
 class LocalDraftLink:
-    """A `DraftLink` to a draft on the last stage's own devices, which shares its lm_head and embedding.
+    """One session's way to a draft on the last stage's own devices, which shares its lm_head and embedding.
 
-    state: the session's context in the draft. ahead: what issues a block together with the step before it, where that
-    can be done.
+    engine: the draft. state: the session's context in it. ahead: what issues a block together with the step before it,
+    where that can be done.
     """
-
-    remote = False
 
     def __init__(
         self,
-        thread: DeviceThread,
         engine: DraftEngine,
         state: DraftState,
         keeper: SnapshotKeeper,
@@ -110,34 +98,17 @@ class LocalDraftLink:
         record: SessionRecord,
         ahead: Ahead | None = None,
     ) -> None:
-        self._thread, self._engine, self.state, self.ahead = thread, engine, state, ahead
+        self.engine, self.state, self.ahead = engine, state, ahead
         self._keeper, self._location, self._record = keeper, location, record
 
     @property
     def held_bytes(self) -> int:
         return self.state.size_bytes
 
-    async def advance(
-        self, features: Features, start: int, request: DraftRequest | None, then: Then | None = None
-    ) -> tuple[int, ...]:
-        self._record.steps += request is not None
-        return await self._thread.submit(self._advance, features, start, request, then)
-
-    def _advance(
-        self, features: Features, start: int, request: DraftRequest | None, then: Then | None
-    ) -> tuple[int, ...]:
-        draft_tokens = self._record.timed(self._draft_tokens, features, start, request)
-        if then is not None and request is not None:
-            then(draft_tokens)
-        return draft_tokens
-
-    def _draft_tokens(self, features: Features, start: int, request: DraftRequest | None) -> tuple[int, ...]:
-        self._thread.computes("draft", features.count + (0 if request is None else request.tokens))
-        if self.ahead is not None and self.ahead.issued:
-            return self.ahead.draft_tokens()
-        if not features.empty:
-            self._engine.append(self.state, features, start)
-        return () if request is None else self._engine.propose(self.state, request)
+    def count(self, blocks: int, elapsed_ns: int) -> None:
+        """Count blocks that were proposed, and the time that the session's part in them took; on the device thread."""
+        self._record.steps += blocks
+        self._record.forward_ns += elapsed_ns
 
     async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
         return await save_draft(self._keeper, self.state, save, self._location)
@@ -150,14 +121,14 @@ class LocalDraftLink:
 
 
 class RemoteDraftLink:
-    """A `DraftLink` to a draft in another worker.
+    """A `DraftElsewhere` that is there.
 
     session: the draft's session there. device: where the last stage computes. projected: whether the draft has neither
     the target's embedding nor its lm_head, so that this end sends it rows of `embedding` and turns its hidden rows into
     tokens by `project`.
     """
 
-    remote, held_bytes = True, 0
+    held_bytes = 0
 
     def __init__(
         self,
@@ -173,9 +144,7 @@ class RemoteDraftLink:
         self._projected, self._mask_token_id = projected, mask_token_id
         self._embedding, self._project = embedding, project
 
-    async def advance(
-        self, features: Features, start: int, request: DraftRequest | None, then: Then | None = None
-    ) -> tuple[int, ...]:
+    async def advance(self, features: Features, start: int, request: DraftRequest | None) -> tuple[int, ...]:
         for piece in await self._thread.submit(slices_to_wire, features, start):
             await self.session.feature_slice(piece)
         if request is None:
@@ -207,16 +176,14 @@ class RemoteDraftLink:
 
 
 class LostDraftLink:
-    """A `DraftLink` to a draft that could not be reached when the session was opened: its first use raises why."""
+    """A `DraftElsewhere` that could not be reached when the session was opened: its first use raises why."""
 
-    remote, held_bytes = True, 0
+    held_bytes = 0
 
     def __init__(self, error: FlashsplitError) -> None:
         self._error = error
 
-    async def advance(
-        self, features: Features, start: int, request: DraftRequest | None, then: Then | None = None
-    ) -> tuple[int, ...]:
+    async def advance(self, features: Features, start: int, request: DraftRequest | None) -> tuple[int, ...]:
         raise self._error
 
     async def save_snapshot(self, save: SnapshotSave) -> SnapshotPart:
@@ -227,6 +194,10 @@ class LostDraftLink:
 
     async def close(self, why: str = CLOSED) -> None:
         pass
+
+
+DraftLink = LocalDraftLink | DraftElsewhere
+"""One session's way to its draft."""
 
 
 def slices_to_wire(features: Features, start: int) -> list[FeatureSlice]:

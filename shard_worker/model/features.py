@@ -6,7 +6,7 @@ sum that rides along: 2 rows of hidden values a token on the wire instead of 1 +
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -72,6 +72,15 @@ class Features:
         if self.total is not None:
             self.total = to_device(self.total, device)
         self.slices = {index: to_device(piece, device) for index, piece in self.slices.items()}
+
+
+def joined(features: Sequence[Features]) -> Features:
+    """Return the features of several sessions' rows, one session's behind the other's, all captured alike."""
+    if len(features) == 1:
+        return features[0]
+    totals = [one.total for one in features if one.total is not None]
+    slices = {index: torch.cat([one.slices[index] for one in features]) for index in features[0].slices}
+    return Features(torch.cat(totals) if totals else None, slices)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from services.rpc.stage import StageServicer, StageSession
 from services.streams.step_lane import StepLane
 from shard_worker.cache.prefix_state import trimmable
 from shard_worker.device.dtypes import dtype_to_name
+from shard_worker.drafting.draft_batches import DraftBatches
 from shard_worker.drafting.drafters import Draft, DraftState, drafter_of
 from shard_worker.drafting.embedding_rows import EmbeddingRows, copied_embedding, resident_embedding, rows_of_stage
 from shard_worker.drafting.engine import DraftEngine, make_engine
@@ -41,6 +42,7 @@ from shard_worker.session.step_batches import StepBatches
 from shard_worker.session_record import SessionRecord
 from shard_worker.snapshots.keeper import SnapshotKeeper
 from shard_worker.stage.batch_invariance import allocate
+from shard_worker.stage.batch_runner import MAX_SESSIONS
 from shard_worker.stage.loader import CaptureRequest, StageLoader
 from shard_worker.stage.stage import Stage
 from shard_worker.weights.checkpoint import Checkpoint
@@ -125,8 +127,10 @@ class TargetRole(WorkerRole[LoadTarget]):
         self._drafts = StageDrafts(resources)
         self.loaded: LoadedStage | None = None
         self.sessions = set[TargetSession]()
-        self.batches = StepBatches(resources.thread, self.sessions)
         self._events: DeviceEvents | None = None
+        # Drafts first: sessions wait for them with their next steps.
+        self._drafting = DraftBatches(resources.thread, self._announce)
+        self.batches = StepBatches(resources.thread, self.sessions)
 
     @property
     def part(self) -> LoadTarget | None:
@@ -253,8 +257,16 @@ class TargetRole(WorkerRole[LoadTarget]):
         except FlashsplitError as error:
             raise error.located(stage=request.stage, host=location.host, device=location.device) from None
         identity = StageIdentity(location, stage.layers)
-        events = self._device_events()
-        host = SessionHost(self.resources.thread, stage, loaded.keeper, identity, self.sessions, self.batches, events)
+        host = SessionHost(
+            self.resources.thread,
+            stage,
+            loaded.keeper,
+            identity,
+            self.sessions,
+            self.batches,
+            self._drafting,
+            self._device_events(),
+        )
         session: TargetSession
         if sampler is None:
             downstream = await self._open_next(request, steps=above is not None or stage.embedding is not None)
@@ -263,8 +275,7 @@ class TargetRole(WorkerRole[LoadTarget]):
             draft = None
             if request.draft is not None:
                 draft = await self._drafts.open(request, stage, loaded.embedding)
-            ahead = draft.ahead if isinstance(draft, LocalDraftLink) else None
-            verifier = Verifier(stage, sampler, request, ahead)
+            verifier = Verifier(stage, sampler, request, draft.ahead if isinstance(draft, LocalDraftLink) else None)
             session = LastStageSession(host, request, state, above, verifier, draft)
         begins_others = stage.embedding is not None and request.route
         return FollowingSession(session, request) if begins_others else session
@@ -274,6 +285,10 @@ class TargetRole(WorkerRole[LoadTarget]):
         if self._events is None or self._events.loop is not asyncio.get_running_loop():
             self._events = DeviceEvents()
         return self._events
+
+    def _announce(self) -> None:
+        if self._events is not None:
+            self._events.announce()
 
     def _loaded_for(self, request: OpenSession) -> LoadedStage:
         """Return the loaded stage, once it is sure that the request is for it and that it can serve it."""
@@ -332,7 +347,9 @@ class StageDrafts:
             assert stage.head is not None
             # A stage is left without runners where kernels failed: those of a draft beside it cannot be relied on.
             kernels, graphs = bool(stage.runners), self._resources.graphs
-            engine = make_engine(draft, embedding.rows, stage.head.weight, graphs=graphs, kernels=kernels)
+            engine = make_engine(
+                draft, embedding.rows, stage.head.weight, graphs=graphs, kernels=kernels, sessions=MAX_SESSIONS
+            )
             self._engine = (stage, draft, engine)
         return self._engine[2]
 
@@ -377,7 +394,6 @@ class StageDrafts:
         batch_invariant_rows = stage.batch_invariant_rows(request.batch_invariant_rows)
         state = await thread.submit(engine.draft.allocate, request.max_length, batch_invariant_rows)
         return LocalDraftLink(
-            thread,
             engine,
             state,
             loaded.keeper,

@@ -29,18 +29,21 @@ from services.messages.steps import (
 )
 from services.streams.step_lane import StepLane
 from shard_worker.cache.prefix_state import StateView
+from shard_worker.drafting.draft_batches import DraftWork
 from shard_worker.drafting.engine import DraftRequest
-from shard_worker.drafting.link import DraftLink
+from shard_worker.drafting.link import DraftLink, LocalDraftLink
 from shard_worker.model.features import Features
 from shard_worker.sampling.verifier import ComputedStep, StepOutcome, Verifier
 from shard_worker.session.following import following_step, is_followed, probable_following_step
 from shard_worker.session.session import (
     DeviceEvent,
     DeviceSession,
+    DraftFailed,
     Lanes,
     SessionBroken,
     SessionHost,
     StepDecided,
+    StepDrafted,
     TargetSession,
     failure_below,
 )
@@ -60,6 +63,13 @@ def draft_lost(error: FlashsplitError, beside: Location) -> Failure:
         where.get("address", beside.address),
     )
     return replace(failure_below(error, place), reason=FailureReason.DRAFT_LOST)
+
+
+def draft_request(step: Forward, length: int, outcome: StepOutcome) -> DraftRequest | None:
+    """Return what a step's draft is asked for, None for nothing. length: the committed tokens behind the step."""
+    if not outcome.token_ids or not step.propose_tokens:
+        return None
+    return DraftRequest(step.step, length, outcome.token_ids[-1], step.propose_tokens)
 
 
 class LastStageSession(TargetSession):
@@ -82,7 +92,15 @@ class LastStageSession(TargetSession):
         self._more = 0
         """How many steps follow the last one that was answered by themselves, on an only stage."""
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
-        device = LastStageDeviceSession(host, request, state, Lanes(above), self._handle, verifier)
+        self._undrafted = 0
+        """Steps whose features the draft beside the stage has not taken yet."""
+        self._all_drafted = asyncio.Event()
+        local = draft if isinstance(draft, LocalDraftLink) else None
+        self._drafts_elsewhere = draft is not None and local is None
+        """Whether the session was opened with a draft in another worker."""
+        device = LastStageDeviceSession(
+            host, request, state, Lanes(above), self._handle, verifier, local, drafts_elsewhere=self._drafts_elsewhere
+        )
         super().__init__(host, request, device)
 
     async def events(self) -> AsyncIterator[Event]:
@@ -104,16 +122,23 @@ class LastStageSession(TargetSession):
 
     def _handle(self, event: DeviceEvent) -> None:
         match event:
-            case StepDecided(step, arrived_ns, outcome):
+            case StepDecided(step, arrived_ns, outcome, drafting):
                 self._count_step()
                 rows = self._count_rows(step, outcome)
-                drafted = self.draft is not None or step.propose_tokens
-                if drafted or self._tasks or (step.kind is StepKind.VERIFY and not outcome.committed):
+                self._undrafted += drafting
+                if self._drafts_elsewhere:
                     self._begin(self._answer, step, arrived_ns, outcome, rows)
                 else:
-                    # Nothing is to be waited for.
                     length = step.base_position + rows
                     self._events.put_nowait(self._answer_to(step, arrived_ns, outcome, length))
+            case StepDrafted(request, draft_tokens, elapsed_ns):
+                if request is not None:
+                    followed = self._device.is_followed(request.step)
+                    self._events.put_nowait(Proposal(request.step, draft_tokens, elapsed_ns, followed))
+                self._undrafted -= 1
+                self._all_drafted.set()
+            case DraftFailed(error):
+                self._lose_draft(error)
             case SessionBroken(error):
                 self.fail(error)
 
@@ -125,21 +150,19 @@ class LastStageSession(TargetSession):
         return rows
 
     async def _answer(self, forward: Forward, arrived_ns: int, outcome: StepOutcome, rows: int) -> None:
-        """Send a step's answer and have the draft propose the next block; rows: how many of the step are committed."""
+        """Send a step's answer and have a draft elsewhere propose the next block; rows: how many of the step are
+        committed."""
         async with self._in_order:
             length = forward.base_position + rows
             features = outcome.features.rows(rows)
-            passed_bytes = features.size_bytes if self.draft is not None and self.draft.remote else 0
+            passed_bytes = 0 if self.draft is None else features.size_bytes
             self._events.put_nowait(self._answer_to(forward, arrived_ns, outcome, length, passed_bytes))
-            request = None
-            if outcome.token_ids and forward.propose_tokens:
-                request = DraftRequest(forward.step, length, outcome.token_ids[-1], forward.propose_tokens)
+            request = draft_request(forward, length, outcome)
             # The draft first: the next step waits for its tokens. The commit comes behind, still before the next
             # forward, because jobs run in order.
-            then = functools.partial(self._device.follow, forward, outcome.token_ids)
-            drafting = asyncio.ensure_future(self._advance_draft(features, forward.base_position, request, then))
+            drafting = asyncio.ensure_future(self._advance_draft(forward, outcome.token_ids, features, request))
             await asyncio.sleep(0)
-            if forward.kind is StepKind.VERIFY and not outcome.committed and not self._closed:
+            if forward.kind is StepKind.VERIFY and not self._closed:
                 await self.host.thread.submit_step(self._device.commit, forward.step, length)
             await drafting
 
@@ -166,34 +189,45 @@ class LastStageSession(TargetSession):
         )
 
     async def _advance_draft(
-        self, features: Features, start: int, request: DraftRequest | None, then: Callable[[tuple[int, ...]], None]
+        self, forward: Forward, token_ids: tuple[int, ...], features: Features, request: DraftRequest | None
     ) -> None:
-        """Give the draft the features of committed rows from position `start` on, and have it propose where asked.
+        """Give a draft elsewhere the features of a step's committed rows, and have it propose where asked.
 
-        What it was asked for is answered with no draft tokens where there is no draft any more. then: called on the
-        device thread with the draft tokens, as `DraftLink.advance` says; on an only stage in any case.
+        What it was asked for is answered with no draft tokens where there is no draft any more. token_ids: those that
+        the step produced.
         """
         draft, draft_tokens = self.draft, tuple[int, ...]()
         started_ns = time.monotonic_ns()
         if draft is not None:
+            assert not isinstance(draft, LocalDraftLink)
             try:
-                draft_tokens = await draft.advance(features, start, request, then)
+                draft_tokens = await draft.advance(features, forward.base_position, request)
             except FlashsplitError as error:
-                await self._lose_draft(draft, error)
+                self._lose_draft(error)
         if request is not None:
             # Who asked waits for it, also where the draft was lost before or meanwhile.
             elapsed_ns = time.monotonic_ns() - started_ns
-            if self._only_stage and not self._device.is_followed(request.step) and not self._closed:
-                await self.host.thread.submit_step(then, draft_tokens)
-            followed = self._device.is_followed(request.step)
-            self._events.put_nowait(Proposal(request.step, draft_tokens, elapsed_ns, followed))
+            if self._only_stage and not self._closed:
+                await self.host.thread.submit_step(self._device.follow, forward, token_ids, draft_tokens)
+            self._events.put_nowait(
+                Proposal(request.step, draft_tokens, elapsed_ns, self._device.is_followed(request.step))
+            )
 
-    async def _lose_draft(self, draft: DraftLink, error: FlashsplitError) -> None:
-        self.draft = None
-        self._events.put_nowait(draft_lost(error, self._location))
-        await draft.close()
+    def _lose_draft(self, error: FlashsplitError) -> None:
+        """Go on without the draft, unless it was lost before."""
+        draft, self.draft = self.draft, None
+        if draft is not None:
+            self._device.draft = None
+            self._events.put_nowait(draft_lost(error, self._location))
+            self._begin(draft.close)
 
     # --- snapshots
+
+    async def save_snapshot(self, save: SnapshotSave) -> None:
+        while self._undrafted and not self._closed and self._error is None:
+            self._all_drafted.clear()
+            await self._all_drafted.wait()
+        await super().save_snapshot(save)
 
     def _check_save(self, save: SnapshotSave) -> None:
         if self._more:
@@ -213,7 +247,7 @@ class LastStageSession(TargetSession):
                 return await draft.save_snapshot(save)
             except FlashsplitError as error:
                 refusal = error.message
-                await self._lose_draft(draft, error)
+                self._lose_draft(error)
         return SnapshotPart(replace(self._location, stage=None), 0, 0, (), refusal)
 
     async def _restore(self, restore: SnapshotRestore, own: SnapshotPart) -> None:
@@ -226,17 +260,19 @@ class LastStageSession(TargetSession):
                 # The draft is there: the request may begin anew with it, or asks for what no draft could do.
                 raise
             except FlashsplitError as error:
-                await self._lose_draft(draft, error)
+                self._lose_draft(error)
         self._events.put_nowait(SnapshotRestored(restore.snapshot_id, restore.length, tuple(parts)))
 
     # --- its end
 
     def _end_events(self) -> None:
         self._events.put_nowait(None)
+        self._all_drafted.set()
 
     async def _close_others(self, why: str) -> None:
         self._end_events()
-        draft, self.draft = self.draft, None
+        draft = self.draft
+        self.draft = self._device.draft = None
         if draft is not None:
             await draft.close(why)
 
@@ -252,8 +288,14 @@ class LastStageDeviceSession(DeviceSession):
         lanes: Lanes,
         handle: Callable[[DeviceEvent], None],
         verifier: Verifier,
+        draft: LocalDraftLink | None,
+        *,
+        drafts_elsewhere: bool,
     ) -> None:
+        """draft: the session's draft, where it is beside the stage. drafts_elsewhere: the event loop has the draft."""
         super().__init__(host, request, state, lanes, handle)
+        self.draft = draft
+        self._drafting, self._drafts_elsewhere = host.drafting, drafts_elsewhere
         self._verifier = verifier
         self._alone = host.stage.embedding is not None
         """Whether this is the only stage."""
@@ -299,9 +341,46 @@ class LastStageDeviceSession(DeviceSession):
         return self._batches.queue(self, forward, functools.partial(self._tell, arrived_ns))
 
     def _tell(self, arrived_ns: int, step: ComputedStep) -> None:
-        self.tell(StepDecided(step.forward, arrived_ns, self.decide(step)))
+        forward, outcome = step.forward, self.decide(step)
+        rows = len(outcome.token_ids if forward.kind is StepKind.VERIFY else forward.token_ids)
+        request = None if self._drafts_elsewhere else draft_request(forward, forward.base_position + rows, outcome)
+        draft = self.draft
+        self.tell(StepDecided(forward, arrived_ns, outcome, draft is not None or request is not None))
         if step.alone:
             self._events.announce()
+        then = functools.partial(self._drafted, forward, outcome.token_ids, request)
+        if draft is not None:
+            failed = functools.partial(self._draft_failed, then)
+            features = outcome.features.rows(rows)
+            self._drafting.add(DraftWork(draft, features, forward.base_position, request, then, failed))
+        elif request is not None:
+            then((), 0)
+        elif not self._drafts_elsewhere:
+            self.commit(forward.step, forward.base_position + rows)
+
+    def _drafted(
+        self,
+        forward: Forward,
+        token_ids: tuple[int, ...],
+        request: DraftRequest | None,
+        draft_tokens: tuple[int, ...],
+        elapsed_ns: int,
+    ) -> None:
+        """Go on behind a step whose features the draft has taken, if there is one; arguments as of `follow`."""
+        if request is not None:
+            self.follow(forward, token_ids, draft_tokens)
+        if forward.kind is StepKind.VERIFY:
+            self.commit(forward.step, forward.base_position + len(token_ids))
+        self.tell(StepDrafted(request, draft_tokens, elapsed_ns))
+
+    def _draft_failed(self, then: Callable[[tuple[int, ...], int], None], error: Exception) -> None:
+        """Go on without the draft; an error that is not its own ends the session."""
+        self.draft = None
+        if isinstance(error, FlashsplitError):
+            self.tell(DraftFailed(error))
+            then((), 0)
+        else:
+            self._break_by(error)
 
     def follow(self, forward: Forward, token_ids: tuple[int, ...], draft_tokens: tuple[int, ...]) -> None:
         """Begin the step that follows by itself, where that can be done from here: on an only stage, or through the

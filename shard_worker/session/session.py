@@ -39,6 +39,8 @@ from services.streams.step_lane import StepLane
 from shard_worker.cache.prefix_state import StateView
 from shard_worker.device.dtypes import dtype_to_name, over_wire
 from shard_worker.device.executor import DeviceThread, device_error
+from shard_worker.drafting.draft_batches import DraftBatches
+from shard_worker.drafting.engine import DraftRequest
 from shard_worker.model.features import Features
 from shard_worker.sampling.verifier import ComputedStep, StepOutcome
 from shard_worker.session.background import BackgroundTasks
@@ -60,8 +62,8 @@ class SessionHost:
 
     thread: the thread that owns the devices. keeper: keeps the prefixes of the stage's sessions. identity: how the
     stage presents itself to the coordinator. sessions: the open sessions, to which each adds itself until it closes.
-    batches: computes steps of those sessions that wait at the same time. events: what the device thread tells the event
-    loop of them.
+    batches: computes steps of those sessions that wait at the same time. drafting: does what their drafts beside the
+    stage have to do. events: what the device thread tells the event loop of them.
     """
 
     thread: DeviceThread
@@ -70,6 +72,7 @@ class SessionHost:
     identity: StageIdentity
     sessions: set[TargetSession]
     batches: StepBatches
+    drafting: DraftBatches
     events: DeviceEvents
 
 
@@ -97,11 +100,34 @@ class StepNotSent:
 
 @dataclass(frozen=True, slots=True)
 class StepDecided:
-    """A step was computed on the last stage, which decided how many of its rows count and what it produced."""
+    """A step was computed on the last stage, which decided how many of its rows count and what it produced.
+
+    drafting: `StepDrafted` will tell what came of it for the draft.
+    """
 
     step: Forward
     arrived_ns: int
     outcome: StepOutcome
+    drafting: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepDrafted:
+    """The draft beside the stage has taken a step's features and proposed what it was asked for; or there is none.
+
+    request: what was asked for, if anything was.
+    """
+
+    request: DraftRequest | None
+    draft_tokens: tuple[int, ...]
+    elapsed_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFailed:
+    """The draft beside the stage can do no more for the session."""
+
+    error: FlashsplitError
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +137,7 @@ class SessionBroken:
     error: FlashsplitError
 
 
-DeviceEvent = StepPassedOn | StepNotSent | StepDecided | SessionBroken
+DeviceEvent = StepPassedOn | StepNotSent | StepDecided | StepDrafted | DraftFailed | SessionBroken
 
 
 class DeviceEvents:

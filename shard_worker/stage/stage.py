@@ -16,7 +16,7 @@ from services.model.config import ModelConfig
 from shard_worker.cache.prefix_state import GroupKind, TensorGroup
 from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.device.dtypes import to_device
-from shard_worker.model.features import Features
+from shard_worker.model.features import Features, joined
 from shard_worker.model.head import Head
 from shard_worker.model.rows import PLAIN
 from shard_worker.stage.batch_runner import ROW_COUNTS, BatchRunner, SessionRows
@@ -237,7 +237,8 @@ class Stage:
         hidden = None
         if inputs[0].hidden is not None:
             hidden = to_device(torch.cat([one.hidden for one in inputs if one.hidden is not None]), self.device)
-        features = _joined([one.features for one in inputs if one.features is not None])
+        wanted = [one.features for one in inputs if one.features is not None]
+        features = joined(wanted) if wanted else None
         if self.batch_runners:
             output = self._run_kernels(inputs, hidden, features)
         else:
@@ -359,12 +360,3 @@ class Stage:
 
 def _session_rows(inputs: Sequence[StepInput], segment: int) -> list[SessionRows]:
     return [SessionRows(one.state.length, one.token_ids, one.state.caches[segment]) for one in inputs]
-
-
-def _joined(features: Sequence[Features]) -> Features | None:
-    """Return the features of several sessions' rows, one session's behind the other's; None for no session."""
-    if not features:
-        return None
-    totals = [one.total for one in features if one.total is not None]
-    slices = {index: torch.cat([one.slices[index] for one in features]) for index in features[0].slices}
-    return Features(torch.cat(totals) if totals else None, slices)

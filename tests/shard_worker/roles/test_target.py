@@ -253,7 +253,7 @@ class KernelDraft:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._draft, name)
 
-    def make_runner(self, _: torch.Tensor, *, graphs: bool) -> KernelDraft:
+    def make_runner(self, _: torch.Tensor, *, graphs: bool, sessions: int | None = None) -> KernelDraft:
         return self
 
     def prepare(self, mask_row: torch.Tensor, embedding: torch.Tensor | None) -> None:
@@ -290,7 +290,8 @@ def test_only_a_draft_of_this_target_is_prepared_with_it(tiny: Tiny, same: bool)
 
     role.prepare()
 
-    assert draft.prepared == same
+    # For one session and for several.
+    assert draft.prepared == 2 * same
     assert role.loaded.stage.runners
     chain.shutdown()
 
