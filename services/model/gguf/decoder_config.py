@@ -33,10 +33,16 @@ def decoder_config(metadata: Metadata, tensors: Mapping[str, GgufTensor]) -> dic
     if embedding is None or len(embedding.shape) != 2:
         raise InvalidArgument(f"{metadata.path} has no matrix token_embd.weight", field="token_embd.weight")
     heads, hidden = metadata.integer("{arch}.attention.head_count"), metadata.integer("{arch}.embedding_length")
+    layers = metadata.integer("{arch}.block_count")
+    if layers > len(tensors):
+        raise InvalidArgument(
+            f"{metadata.path}: block_count is {layers}, but the file has {len(tensors)} tensors in all",
+            field="block_count",
+        )
     config: dict[str, Any] = {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "num_hidden_layers": metadata.integer("{arch}.block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.integer("{arch}.attention.head_count_kv", heads),
         "head_dim": metadata.integer("{arch}.attention.key_length", hidden // heads),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +10,13 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 
 from services.errors import FlashsplitError, InvalidArgument, Unimplemented
 from services.model.checkpoint_files import model_name, read_config, read_headers
 from services.model.families import read_model_config
 from services.model.target_tensors import TargetTensors, target_shapes
+from services.model.text_files import GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, find_text_file
 from tests.reference import checkpoints, storage
 from tests.reference.gguf_files import all_of, q4_k_m, write_gguf
 
@@ -85,6 +88,12 @@ def write(path: Path, architecture: str, change: Callable[[gguf.GGUFWriter], Non
         ),
         (
             "qwen3",
+            lambda writer: writer.add_key_value("qwen3.block_count", 2**31, gguf.GGUFValueType.UINT32),
+            InvalidArgument,
+            "block_count is 2147483648, but the file has 1 tensors in all",
+        ),
+        (
+            "qwen3",
             lambda writer: writer.add_rope_freq_base(float("nan")),
             InvalidArgument,
             "qwen3.rope.freq_base is 'nan'; it must be a number above 0",
@@ -133,6 +142,48 @@ def test_types_and_tensors_that_are_unknown_are_named(tmp_path: Path) -> None:
     )
     with pytest.raises(Unimplemented, match=r"tensor blk.0.ffn_up.weight in .*wide.gguf is of type TQ2_0, which is"):
         read_headers(path, read_config(path), "--model")
+
+
+@given(data=st.data())
+def test_damaged_files_end_in_a_description_or_in_an_error(data: st.DataObject, tokens_file: Path) -> None:
+    """Numbers that are other numbers, too: what follows from them stays small."""
+    content = bytearray(tokens_file.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, 1600))
+        piece = data.draw(st.one_of(st.binary(min_size=1, max_size=8), st.just(b"\xff" * 4), st.just(bytes(8))))
+        content[at : at + len(piece)] = piece
+    path = tokens_file.with_name("damaged.gguf")
+    path.write_bytes(content)
+    with contextlib.suppress(FlashsplitError):
+        config = read_config(path)
+        headers = read_headers(path, config, "--model")
+        read_model_config(config)
+        assert all(header.stored_bytes(name) <= len(content) for name, header in headers.items())
+    for name in (TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG):
+        with contextlib.suppress(FlashsplitError):
+            find_text_file(path, name)
+
+
+@pytest.fixture(scope="module")
+def tokens_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of one hybrid layer with a small tokenizer."""
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_ssm_conv_kernel(4)
+        writer.add_ssm_state_size(16)
+        writer.add_ssm_group_count(2)
+        writer.add_ssm_time_step_rank(4)
+        writer.add_ssm_inner_size(64)
+        writer.add_rope_dimension_count(8)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("qwen2")
+        writer.add_token_list(["a", "b", "ab", "<|im_end|>"])
+        writer.add_token_types([1, 1, 1, 3])
+        writer.add_token_merges(["a b"])
+        writer.add_eos_token_id(3)
+        writer.add_chat_template("{{ messages }}")
+
+    return write(tmp_path_factory.mktemp("damaged") / "model.gguf", "qwen35", add)
 
 
 def test_a_directory_of_files_says_which_to_name(tmp_path: Path) -> None:
