@@ -91,16 +91,7 @@ class Parts:
         group_rows: int = 1,
         symmetric: bool = True,
     ) -> TensorHeader:
-        """Return the header of the matrix that the parts taken make; the arguments are those of `PackedMatrix`.
-
-        Raises Unimplemented for a matrix of 4 bits whose columns are no multiple of 64.
-        """
-        if bits == 4 and shape[1] % 64:
-            raise Unimplemented(
-                f"{self.module}.weight has {shape[1]} columns; matrices of 4 bits are served whose columns are a "
-                "multiple of 64: convert it to 8 bits",
-                field=f"{self.module}.weight",
-            )
+        """Return the header of the matrix that the parts taken make; the arguments are those of `PackedMatrix`."""
         stored = [self._stored[name] for name in self._taken.values()]
         stored_bytes = sum(math.prod(header.shape) * CODE_BYTES[header.code] for header in stored)
         taken = dict(self._taken)
@@ -118,6 +109,12 @@ def float8_matrix(parts: Parts, shape: tuple[int, int], group_rows: int, group: 
     rows, columns = shape
     loaded_bytes = rows * columns + rows * math.ceil(columns / group) * scale_bytes(scale_code)
     return parts.matrix("float8", shape, 8, group, loaded_bytes, group_rows=group_rows)
+
+
+def code_bytes(shape: tuple[int, int], bits: int) -> int:
+    """Return what the codes of a matrix take in memory: those of 4 bits as many, where columns come in blocks of 64."""
+    rows, columns = shape
+    return rows * columns // (2 if bits == 4 and columns % 64 == 0 else 1)
 
 
 def integer_matrix(
@@ -138,7 +135,7 @@ def integer_matrix(
     """
     rows, columns = shape
     groups = rows * math.ceil(columns / group)
-    loaded_bytes = rows * columns * bits // 8 + groups * scale_bytes(scale_code)
+    loaded_bytes = code_bytes(shape, bits) + groups * scale_bytes(scale_code)
     if zeros:
         loaded_bytes += groups * (scale_bytes(scale_code) + (1 if bits == 4 else 2))
     if reordered:
@@ -151,7 +148,7 @@ def nvfp4_matrix(parts: Parts, shape: tuple[int, int]) -> TensorHeader:
     rows, columns = shape
     group = 16
     parts.take("scales", "weight_scale", ("F8_E4M3",), [(rows, math.ceil(columns / group))])
-    loaded_bytes = rows * (columns // 2 + math.ceil(columns / group) + CODE_BYTES["F32"])
+    loaded_bytes = code_bytes(shape, 4) + rows * (math.ceil(columns / group) + CODE_BYTES["F32"])
     return parts.matrix("nvfp4", shape, 4, group, loaded_bytes)
 
 
@@ -160,7 +157,7 @@ def mxfp4_matrix(parts: Parts, shape: tuple[int, int]) -> TensorHeader:
     rows, columns = shape
     group = 32
     parts.take("scales", "weight_scale", ("U8", "F8_E8M0"), [(rows, math.ceil(columns / group))])
-    loaded_bytes = rows * (columns // 2 + math.ceil(columns / group) * scale_bytes("F8_E8M0"))
+    loaded_bytes = code_bytes(shape, 4) + rows * math.ceil(columns / group) * scale_bytes("F8_E8M0")
     return parts.matrix("mxfp4", shape, 4, group, loaded_bytes)
 
 

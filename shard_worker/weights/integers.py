@@ -1,10 +1,13 @@
-"""Matrices of whole numbers of 4 and 8 bits, in the form in which they are multiplied by: what their formats share."""
+"""Matrices of codes of 4 and 8 bits, in the form in which they are multiplied by: what their formats share.
+
+Files have codes of 4 bits in pairs of neighbouring columns, the first one in the low half of a byte.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from shard_worker.weights.packed import Codes, GroupNumbers, PackedWeight, Packing, pack_4_bits
+from shard_worker.weights.packed import BLOCK_COLUMNS, E2M1_DOUBLED, Codes, GroupNumbers, PackedWeight, Packing
 
 
 def integer_weight(
@@ -12,9 +15,9 @@ def integer_weight(
 ) -> PackedWeight:
     """Return the matrix with the elements `scale * (code - zero)`.
 
-    codes: 0 to 2 ** bits - 1, uint8 [rows, columns]. scales: floating point [rows, columns / group]. zeros: the code
-    that stands for 0 in each group, integers of the same shape; None where it is the one in the middle everywhere.
-    dtype: of the activations that it takes and gives.
+    codes: 0 to 2 ** bits - 1, uint8 [rows, columns] for 8 bits and pairs [rows, columns / 2] for 4. scales: floating
+    point [rows, columns / group]. zeros: the code that stands for 0 in each group, integers of the same shape; None
+    where it is the one in the middle everywhere. dtype: of the activations that it takes and gives.
     """
     middle = 1 << bits - 1
     offsets = None
@@ -22,17 +25,49 @@ def integer_weight(
         # From the middle to the zero point: one more than fits where a code has 8 bits.
         values = (middle - zeros.short()).to(torch.int8 if bits == 4 else torch.int16)
         offsets = GroupNumbers(values.contiguous(), group, scales, group)
-    if bits == 4:
-        packing, held = Packing(Codes.BITS4, origin=middle), pack_4_bits(codes)
-    else:
+    if bits == 8:
         packing, held = Packing(Codes.INT8), (codes ^ middle).view(torch.int8)
+    elif _has_blocks(codes):
+        packing, held = Packing(Codes.BITS4, origin=middle), in_blocks(codes)
+    else:
+        packing, held = Packing(Codes.INT8, origin=middle), split_pairs(codes).view(torch.int8)
     return PackedWeight(packing, held, GroupNumbers(scales, group), offsets, dtype=dtype)
 
 
-def split_words(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the codes in words of 32 bits, uint8 with `32 / bits` times the words' last extent, lowest bits first.
+def e2m1_weight(pairs: torch.Tensor, scales: GroupNumbers, dtype: torch.dtype) -> PackedWeight:
+    """Return the matrix of floating point numbers of 4 bits, each times twice its scale.
 
-    words: int32, contiguous in their last extent.
+    pairs: codes, uint8 [rows, columns / 2]. scales: halved, as the table that the codes are looked up in holds twice
+    the numbers. dtype: of the activations that it takes and gives.
     """
-    held = words.contiguous().view(torch.uint8)
-    return held if bits == 8 else torch.stack([held & 15, held >> 4], -1).flatten(-2)
+    if _has_blocks(pairs):
+        packing, held = Packing(Codes.BITS4, table=tuple(map(float, E2M1_DOUBLED))), in_blocks(pairs)
+    else:
+        table = torch.tensor(E2M1_DOUBLED, dtype=torch.int8, device=pairs.device)
+        packing, held = Packing(Codes.INT8), table[split_pairs(pairs).int()]
+    return PackedWeight(packing, held, scales, dtype=dtype)
+
+
+def bytes_of_words(words: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of words of 32 bits, uint8 with 4 times the words' last extent, lowest bits first: codes of 8
+    bits, or pairs of codes of 4."""
+    return words.contiguous().view(torch.uint8)
+
+
+def split_pairs(pairs: torch.Tensor) -> torch.Tensor:
+    """Return the codes in pairs, uint8 with twice the last extent."""
+    return torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)
+
+
+def in_blocks(pairs: torch.Tensor) -> torch.Tensor:
+    """Return codes in pairs, uint8 [rows, columns / 2], in the order of `BLOCK_COLUMNS`."""
+    first, second = pairs.view(len(pairs), -1, 2, BLOCK_COLUMNS // 4).unbind(2)
+    held = torch.empty((*first.shape, 2), dtype=torch.uint8, device=pairs.device)
+    held[..., 0] = (first & 15) | second << 4
+    held[..., 1] = first >> 4 | (second & 0xF0)
+    return held.flatten(1)
+
+
+def _has_blocks(pairs: torch.Tensor) -> bool:
+    """Return whether the columns of pairs are whole blocks; otherwise each code is held in a byte."""
+    return pairs.shape[1] * 2 % BLOCK_COLUMNS == 0

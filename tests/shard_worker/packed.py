@@ -83,6 +83,7 @@ def awq(group: int, *, symmetric: bool = False) -> Case:
 CASES |= {
     "ct-4-group": ct("pack-quantized", num_bits=4, type="int", symmetric=True, strategy="group", group_size=32),
     "ct-4-zeros": ct("pack-quantized", num_bits=4, type="int", symmetric=False, strategy="group", group_size=64),
+    "ct-4-zeros-32": ct("pack-quantized", num_bits=4, type="int", symmetric=False, strategy="group", group_size=32),
     "ct-4-channel": ct("pack-quantized", num_bits=4, type="int", symmetric=True, strategy="channel"),
     "ct-8-group": ct("pack-quantized", num_bits=8, type="int", symmetric=True, strategy="group", group_size=32),
     "ct-8-zeros": ct("pack-quantized", num_bits=8, type="int", symmetric=False, strategy="channel"),

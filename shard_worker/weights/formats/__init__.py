@@ -16,6 +16,7 @@ import torch
 
 from services.errors import DataLoss
 from services.model.tensor_headers import PackedMatrix
+from shard_worker.weights.integers import split_pairs
 from shard_worker.weights.weight import ReorderedWeight, Weight
 
 
@@ -85,17 +86,18 @@ def checked_zeros(parts: StoredParts, role: str, zeros: torch.Tensor) -> torch.T
 
 
 def in_group_order(parts: StoredParts, codes: torch.Tensor, make: Callable[[torch.Tensor], Weight]) -> Weight:
-    """Return the matrix of codes [rows, columns] whose groups may be of columns that are no neighbours.
+    """Return the matrix of codes whose groups may be of columns that are no neighbours.
 
-    make: makes it of codes whose groups are neighbours. Where the part `group_of_column` says otherwise, the columns
-    are brought to that order once, and with each product the activations are.
+    codes: as `integer_weight` takes them. make: makes it of codes whose groups are neighbours. Where the part
+    `group_of_column` says otherwise, the columns are brought to that order once, and with each product the activations
+    are.
 
     Raises DataLoss for groups that do not exist, or that have more columns than others.
     """
     if not parts.has("group_of_column"):
         return make(codes)
-    role, group = "group_of_column", parts.packed.group
-    group_of, columns = parts.tensor(role).long(), codes.shape[1]
+    role, group, (_, columns) = "group_of_column", parts.packed.group, parts.shape
+    group_of = parts.tensor(role).long()
     usual = torch.arange(columns, device=parts.device) // group
     if torch.equal(group_of, usual):
         return make(codes)
@@ -106,7 +108,10 @@ def in_group_order(parts: StoredParts, codes: torch.Tensor, make: Callable[[torc
     in_order, order = group_of.sort(stable=True)
     if not torch.equal(in_order, usual):
         raise parts.damaged(role, f"has groups of unlike sizes; each must have {group} columns")
-    return ReorderedWeight(make(codes[:, order]), order.int())
+    if parts.packed.bits == 8:
+        return ReorderedWeight(make(codes[:, order]), order.int())
+    in_place = split_pairs(codes)[:, order]
+    return ReorderedWeight(make(in_place[:, ::2] | in_place[:, 1::2] << 4), order.int())
 
 
 def weight_format(name: str) -> WeightFormat:

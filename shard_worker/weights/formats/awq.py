@@ -5,22 +5,25 @@ from __future__ import annotations
 import torch
 
 from shard_worker.weights.formats import StoredParts, checked_zeros
-from shard_worker.weights.integers import integer_weight, split_words
+from shard_worker.weights.integers import bytes_of_words, integer_weight
 from shard_worker.weights.packed import PackedWeight
 
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""In which half byte of a word, the lowest bits first, each of its eight rows is."""
+"""Where in a word each of its eight rows is, counted in codes of 4 bits from the lowest."""
 
 
 def load(parts: StoredParts, dtype: torch.dtype) -> PackedWeight:
     """Return the matrix, as `WeightFormat.load`."""
-    codes, zeros = (_in_order(split_words(parts.tensor(role), 4)) for role in ("codes", "zeros"))
+    rows, columns = parts.shape
+    words = bytes_of_words(parts.tensor("codes").t()).view(rows // len(PLACES), columns, 4)
+    pairs = torch.empty((len(words), len(PLACES), columns // 2), dtype=torch.uint8, device=words.device)
+    for number in range(4):
+        # One row in the low halves and one in the high ones.
+        left, right = words[:, ::2, number], words[:, 1::2, number]
+        pairs[:, PLACES.index(2 * number)] = (left & 15) | right << 4
+        pairs[:, PLACES.index(2 * number + 1)] = left >> 4 | (right & 0xF0)
+    words = parts.tensor("zeros").t()
+    zeros = torch.stack([words >> 4 * place & 15 for place in PLACES], 1).flatten(0, 1)
     scales = parts.scales("scales").t().contiguous()
     own_zeros = checked_zeros(parts, "zeros", zeros)
-    return integer_weight(codes.contiguous(), 4, scales, own_zeros, parts.packed.group, dtype)
-
-
-def _in_order(codes: torch.Tensor) -> torch.Tensor:
-    """Return codes [columns, rows] in the order of the words' halves of bytes as [rows, columns]."""
-    columns, rows = codes.shape
-    return codes.view(columns, rows // 8, 8)[:, :, list(PLACES)].view(columns, rows).t()
+    return integer_weight(pairs.flatten(0, 1), 4, scales, own_zeros, parts.packed.group, dtype)

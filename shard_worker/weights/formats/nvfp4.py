@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from shard_worker.weights.formats import StoredParts
-from shard_worker.weights.formats.mxfp4 import pairs_of_4_bits
-from shard_worker.weights.packed import E2M1_DOUBLED, Codes, GroupNumbers, PackedWeight, Packing, pack_4_bits
+from shard_worker.weights.integers import e2m1_weight
+from shard_worker.weights.packed import GroupNumbers, PackedWeight
 
 
 def load(parts: StoredParts, dtype: torch.dtype) -> PackedWeight:
@@ -22,8 +22,6 @@ def load(parts: StoredParts, dtype: torch.dtype) -> PackedWeight:
         whole = 1 / divisor
     else:
         whole = parts.scales("scale_factor")
-    # Half of it, as the table holds the doubled numbers.
     factors = (whole / 2).reshape(1, 1).repeat(rows, 1)
     scales = GroupNumbers(parts.scales("scales"), parts.packed.group, factors, columns)
-    packing = Packing(Codes.BITS4, table=tuple(map(float, E2M1_DOUBLED)))
-    return PackedWeight(packing, pack_4_bits(pairs_of_4_bits(parts.tensor("codes"))), scales, dtype=dtype)
+    return e2m1_weight(parts.tensor("codes"), scales, dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from shard_worker.weights.formats import StoredParts, in_group_order
-from shard_worker.weights.integers import integer_weight, split_words
+from shard_worker.weights.integers import bytes_of_words, integer_weight, split_pairs
 from shard_worker.weights.weight import Weight
 
 
@@ -18,7 +18,10 @@ def load(parts: StoredParts, dtype: torch.dtype) -> Weight:
     (rows, columns), bits, group = parts.shape, parts.packed.bits, parts.packed.group
     if parts.tensor("shape").tolist() != [rows, columns]:
         raise parts.damaged("shape", f"is {parts.tensor('shape').tolist()}; it must be [{rows}, {columns}]")
-    codes = split_words(parts.tensor("codes"), bits)
-    zeros = split_words(parts.tensor("zeros").t(), bits).t()[:rows] if parts.has("zeros") else None
+    codes = bytes_of_words(parts.tensor("codes"))
+    zeros = None
+    if parts.has("zeros"):
+        zeros = bytes_of_words(parts.tensor("zeros").t())
+        zeros = (zeros if bits == 8 else split_pairs(zeros)).t()[:rows]
     scales = parts.scales("scales")
     return in_group_order(parts, codes, lambda held: integer_weight(held, bits, scales, zeros, group, dtype))

@@ -191,16 +191,6 @@ def test_a_tensor_in_two_files_is_named(copied: Callable[[str], Path]) -> None:
             read(path)
 
 
-def test_matrices_of_4_bits_have_whole_blocks_of_columns(copied: Callable[[str], Path]) -> None:
-    """Of others it is said what to convert them to."""
-    path = copied("awq")
-    storage.edit_tensors(path, put(DOWN + "qweight", lambda t: t[:96]))
-    for part in ("qzeros", "scales"):
-        storage.edit_tensors(path, put(DOWN + part, lambda t: t[:3]))
-    with pytest.raises(Unimplemented, match=r"1\.mlp\.down_proj\.weight has 96 columns; .* multiple of 64: convert"):
-        load_stage(path)
-
-
 def test_modelopts_own_file_counts(packed: Packed, tmp_path: Path) -> None:
     """Older versions write hf_quant_config.json instead of quantization_config."""
     path = Path(shutil.copytree(packed("modelopt-nvfp4")[0], tmp_path / "copy"))

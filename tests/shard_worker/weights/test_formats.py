@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from shard_worker.stage.loader import StageLoader
 from shard_worker.weights.opening import open_checkpoint
 from shard_worker.weights.packed import PackedWeight
 from shard_worker.weights.weight import DenseWeight, ReorderedWeight
-from tests.reference import storage
+from tests.reference import checkpoints, packed_checkpoints, storage
 from tests.shard_worker.packed import CASES, Packed
 from tests.shard_worker.tiny import Run, Tiny, ids, load_split, load_stage, unsplit
 
@@ -83,3 +85,13 @@ def test_packings_have_fingerprints_of_their_own(packed: Packed, tiny: Tiny, nam
     fingerprints = {open_checkpoint(packed(other)[0]).fingerprint for other in CASES}
     assert len(fingerprints) == len(CASES)
     assert open_checkpoint(tiny.path("qwen3")).fingerprint not in fingerprints
+
+
+@pytest.mark.parametrize("name", ["ct-4-zeros-32", "ct-nvfp4", "ct-mxfp4", "awq", "gptq-act"])
+def test_columns_that_are_no_whole_blocks_are_held_in_bytes(tmp_path: Path, name: str) -> None:
+    """Codes of 4 bits lie in blocks of 64 columns; of others each has a byte, and is the same number."""
+    source, case = checkpoints.write_qwen3(tmp_path / "source", layers=1, mlp=96), CASES[name]
+    path, dense = packed_checkpoints.write_packed(source, tmp_path, case.settings, case.pack, case.which)
+
+    torch.testing.assert_close(unsplit(path)(ids(20)), unsplit(dense)(ids(20)), rtol=1e-4, atol=1e-4)
+    assert load_stage(path).weight_bytes == read_model_size(path, None).weight_bytes
