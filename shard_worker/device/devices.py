@@ -70,8 +70,9 @@ class KernelTarget:
     tile_bytes: the largest tile of keys or values that four warps' registers hold beside the sums of attention, in
     bytes. one_tile_height: whether tiles of more than 16 rows are summed in another order than those of 16.
     tensor_engine: whether an engine of its own fetches tiles, and the matrix instructions behind it sum in the same
-    order as those for 16 rows. lack: why the kernels cannot run there, None where they can. float8_lack: why they
-    cannot convert float8_e4m3fn, None where they can.
+    order as those for 16 rows. lane_order: whether a lane's part of an operand that is made of bytes is known. lack:
+    why the kernels cannot run there, None where they can. float8_lack: why they cannot convert float8_e4m3fn, None
+    where they can.
     float32_precision: how products of float32 are made, as Triton's `input_precision`.
     """
 
@@ -82,9 +83,17 @@ class KernelTarget:
     tile_bytes: int
     one_tile_height: bool
     tensor_engine: bool
+    lane_order: bool
     lack: str | None
     float8_lack: str | None
     float32_precision: str
+
+    def operand_run(self, width: int, warps: int) -> int:
+        """Return how many neighbouring columns a lane takes of an operand that is made of bytes, for tiles of so many
+        rows of weights: 4, or 2 for Hopper's instructions for four warps; 0 where that is not known."""
+        if not self.lane_order:
+            return 0
+        return 2 if self.tensor_engine and warps % 4 == 0 and width % 64 == 0 else 4
 
 
 def build_vendor() -> str | None:
@@ -122,6 +131,8 @@ def cuda_target(properties: Any) -> KernelTarget:
         one_tile_height=False,
         # Seen to keep the order on Hopper. Others have such an engine too, but nobody has compared their sums.
         tensor_engine=capability == (9, 0),
+        # Blackwell's larger chips take operands from a memory of their own.
+        lane_order=properties.major != 10,
         lack=lack(_KERNEL_CAPABILITY),
         float8_lack=lack(_FLOAT8_CAPABILITY),
         # The matrix units know tf32 only. Three passes are as good as float32 but for the last bits, and far faster
@@ -148,6 +159,7 @@ def hip_target(properties: Any) -> KernelTarget:
         # Other heights are other instructions, or lie otherwise over a program's warps.
         one_tile_height=True,
         tensor_engine=False,
+        lane_order=False,
         lack=lack,
         float8_lack=None if float8 else f"{architecture} has another 8-bit type, or none",
         float32_precision="ieee",

@@ -234,14 +234,14 @@ class DFlashRunner:
             bias = None if mixer.qkv_bias is None else mixer.qkv_bias[queries:]
             shape = _keys_alone(layers.heads[weights.kind])
             heads = Heads(shape, mixer.qk_norm[config.heads :], *rope, places[weights.kind], slot)
-            linear(context, mixer.qkv.tensor[queries:], bias=bias, heads=heads, eps=config.norm_eps)
+            linear(context, mixer.qkv.select_rows(slice(queries, None)), bias=bias, heads=heads, eps=config.norm_eps)
 
     def _propose(self, rows: int) -> None:
         places = {kind: self.proposing.places(rows, copy) for copy, kind in enumerate(self._kinds)}
         hidden = block_rows(self.known_rows, self._mask_row, places[self._kinds[0]], rows)
         result = decoder.run(self._layers, hidden, places, uncommitted=False, then=self._draft.norm)
         assert result.normed is not None
-        logits, _ = linear(result.normed, self._head.tensor)
+        logits, _ = linear(result.normed, self._head)
         torch.argmax(logits, -1, out=self._draft_tokens[:rows])
 
 

@@ -43,19 +43,38 @@ def _runs(device: Device, head_sizes: tuple[int, ...]) -> bool:
 
 
 def can_read(device: Device, matrices: Iterable[Weight]) -> bool:
-    """Return whether kernels on a device, which run there, multiply by all these matrices: they do by dense ones.
+    """Return whether kernels on a device, which run there, multiply by all these matrices.
 
-    Otherwise plain torch serves, and the log says so once.
+    They do by dense ones, and by packed ones of the forms that they know. Otherwise plain torch serves, and the log
+    says so once.
     """
-    packed = any(isinstance(matrix, PackedWeight | StackedWeight | ReorderedWeight) for matrix in matrices)
-    if packed:
-        _log_packed(device)
-    return not packed
+    lacks = [lack for matrix in matrices if (lack := _reading_lack(device, matrix)) is not None]
+    if lacks:
+        _log_unread(device, lacks[0])
+    return not lacks
+
+
+def _reading_lack(device: Device, matrix: Weight) -> str | None:
+    """Return why kernels do not multiply by a matrix, None where they do."""
+    if isinstance(matrix, StackedWeight):
+        return next((lack for part in matrix.parts if (lack := _reading_lack(device, part)) is not None), None)
+    if isinstance(matrix, ReorderedWeight):
+        return _reading_lack(device, matrix.weight)
+    if not isinstance(matrix, PackedWeight):
+        return None
+    # Only where kernels can run is Triton installed.
+    from shard_worker.model.kernels.codes import form_of
+
+    try:
+        form_of(matrix, devices.kernel_target(device.torch_device))
+    except ValueError as error:
+        return f"a matrix is packed in a form that they do not know: {error}"
+    return None
 
 
 @functools.cache
-def _log_packed(device: Device) -> None:
-    log.warning("kernels.unavailable", device=device.name, why="matrices are packed: plain torch unpacks them, slower")
+def _log_unread(device: Device, lack: str) -> None:
+    log.warning("kernels.unavailable", device=device.name, why=f"{lack}; plain torch unpacks matrices, slower")
 
 
 def can_prefill(device: Device, config: ModelConfig) -> bool:

@@ -354,11 +354,11 @@ def launch(
         commit(layers.delta, places, places.lines[:, ROWS.value], hidden, states=False)
     step = CapturedStep(None, StepOutput(result.hidden))
     if capture is not None and capture.fc is not None:
-        step.total = linear(torch.cat(result.captured, -1), capture.fc.tensor)[0].float()
+        step.total = linear(torch.cat(result.captured, -1), capture.fc)[0].float()
     elif capture is not None:
         step.layer_rows = result.captured
     if head is not None and result.normed is not None:
-        logits, _ = linear(result.normed, head.weight.tensor)
+        logits, _ = linear(result.normed, head.weight)
         step.output = StepOutput(result.hidden, logits, logits.argmax(-1))
     return step
 

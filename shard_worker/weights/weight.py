@@ -249,9 +249,22 @@ class ReorderedWeight(Weight):
 
 
 def concatenate(parts: Sequence[Weight]) -> Weight:
-    """Return the matrix of all the parts' rows, in order. Of a single part it is that part, and no copy."""
+    """Return the matrix of all the parts' rows, in order. Of a single part it is that part, and no copy.
+
+    Where not all have one form, neighbours that have become one.
+    """
     first, *others = parts
-    return first.concatenated(others) if others else first
+    whole = first.concatenated(others) if others else first
+    if not isinstance(whole, StackedWeight):
+        return whole
+    runs = [first]
+    for part in others:
+        both = runs[-1].concatenated([part])
+        if isinstance(both, StackedWeight):
+            runs.append(part)
+        else:
+            runs[-1] = both
+    return StackedWeight(runs)
 
 
 def _multiplied_rows(rows: int) -> int:

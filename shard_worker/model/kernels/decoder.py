@@ -74,11 +74,11 @@ def run(
         mixed = _mix(layers, weights, slot, normed, rope, places[weights.kind], uncommitted)
         bias = weights.mixer.out_bias if isinstance(weights.mixer, AttentionWeights) else None
         hidden, normed = linear(
-            mixed, weights.mixer.out.tensor, bias=bias, residual=hidden, norm=weights.post_norm, eps=layers.eps
+            mixed, weights.mixer.out, bias=bias, residual=hidden, norm=weights.post_norm, eps=layers.eps
         )
         assert normed is not None
-        gated, _ = linear(normed, weights.mlp.gate_up.tensor, paired=True)
-        hidden, normed = linear(gated, weights.mlp.down.tensor, residual=hidden, norm=norms[index], eps=layers.eps)
+        gated, _ = linear(normed, weights.mlp.gate_up, paired=True)
+        hidden, normed = linear(gated, weights.mlp.down, residual=hidden, norm=norms[index], eps=layers.eps)
         if index in capture:
             captured.append(hidden)
     return Result(hidden, normed, captured)
@@ -97,10 +97,10 @@ def _mix(
     if isinstance(mixer, AttentionWeights):
         shape = layers.heads[weights.kind]
         heads = Heads(shape, mixer.qk_norm, *rope, places, slot)
-        queries, _ = linear(normed, mixer.qkv.tensor, bias=mixer.qkv_bias, heads=heads, eps=layers.eps)
+        queries, _ = linear(normed, mixer.qkv, bias=mixer.qkv_bias, heads=heads, eps=layers.eps)
         return attend(shape, queries, places, slot, layers.longest)
     assert layers.delta is not None
-    projected, _ = linear(normed, mixer.projection.tensor)
+    projected, _ = linear(normed, mixer.projection)
     return deltanet.run(
         layers.delta,
         projected,

@@ -10,6 +10,7 @@ kernel.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -20,8 +21,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from shard_worker.device import devices
 from shard_worker.device.devices import KernelTarget, product_precision
+from shard_worker.model.kernels.codes import Form, as_words, form_of, group_sums, packed_sums
+from shard_worker.model.kernels.elementwise import swiglu
 from shard_worker.model.kernels.heads import Heads, finish_heads
 from shard_worker.model.kernels.sums import row_sums
+from shard_worker.weights.packed import PackedWeight
+from shard_worker.weights.weight import ReorderedWeight, StackedWeight, Weight
 
 _MAX_BLOCKS = 1 << 16
 
@@ -78,8 +83,8 @@ def _factor(squares, ms, rows, depth, eps, PARTS: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def _finish(
-    acc, other, out, squares, bias, residual, norm, scaled, totals, cos, sin, lines, sessions, indices, slot, block, ms,
-    ns, rows, width, depth, eps, next_eps,
+    acc, other, out, squares, bias, residual, norm, scaled, totals, cos, sin, lines, sessions, indices, slot, block,
+    first_block, ms, ns, rows, width, stride, depth, eps, next_eps,
     BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, SQUARES: tl.constexpr,
     NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, PAIRED: tl.constexpr,
     THEN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
@@ -106,11 +111,11 @@ def _finish(
         acc = acc.to(kind).to(tl.float32) + tl.load(residual + at, mask=kept, other=0.0).to(tl.float32)
     if DIM > 0:
         finish_heads(
-            acc, out, norm, cos, sin, lines, sessions, indices, slot, next_eps, block, ms, rows, BLOCK_ROWS, HEADS,
-            KV_HEADS, DIM, ROTARY, STRIDE, LINE, PAGE, RING, FLOAT8,
+            acc, out, norm, cos, sin, lines, sessions, indices, slot, next_eps, first_block + block, ms, rows,
+            BLOCK_ROWS, HEADS, KV_HEADS, DIM, ROTARY, STRIDE, LINE, PAGE, RING, FLOAT8,
         )  # fmt: skip
     else:
-        tl.store(out + at, acc.to(kind), mask=kept)
+        tl.store(out + ms[:, None] * stride + ns[None, :], acc.to(kind), mask=kept)
     if THEN:
         acc = tl.where(kept, acc.to(kind).to(tl.float32), 0.0)
         factors = tl.load(norm + ns, mask=ns < width, other=0.0)
@@ -123,22 +128,24 @@ def _finish(
         tl.store(totals + at, tl.reshape(sums, (BLOCK_ROWS, each)), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "slot", "tiles"])
+@triton.jit(do_not_specialize=["rows", "slot", "tiles", "first_block"])
 def _product(
-    x, weight, out, squares, bias, residual, norm, scaled, totals, cos, sin, lines, sessions, indices, slot, partial,
-    arrived, rows, tiles, width, depth, eps, next_eps,
+    x, weight, scales, scale_factors, offsets, offset_factors, sums, out, squares, bias, residual, norm, scaled, totals,
+    cos, sin, lines, sessions, indices, slot, partial, arrived, rows, tiles, width, stride, depth, first_block, eps,
+    next_eps,
     BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr, UNIT: tl.constexpr,
     SPLIT: tl.constexpr, SERIAL: tl.constexpr, DESCRIPTORS: tl.constexpr, ALONE: tl.constexpr, STAGES: tl.constexpr,
     EVEN_WIDTH: tl.constexpr, EVEN_DEPTH: tl.constexpr, SQUARES: tl.constexpr,
     NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, PAIRED: tl.constexpr,
     THEN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
     STRIDE: tl.constexpr, LINE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, FLOAT8: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, WARPS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of out [rows, width], x [rows, depth] times weight [width, depth] transposed, or part of its sum.
 
     tiles: of rows; those that share weights are neighbours. ALONE: there is but one. PAIRED: weight has 2 * width rows,
-    gates before ups.
+    gates before ups. stride: from one row of out to the next. first_block: of heads, what comes before this weight's.
+    FORM: of a packed weight, whose codes are in `weight`; None for a dense one.
     """
     tile, part = tl.program_id(0), tl.program_id(1)
     block = tile // tiles
@@ -148,52 +155,70 @@ def _product(
     share = tl.cdiv(tl.cdiv(depth, UNIT), SPLIT) * UNIT
     total = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
     other_total = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
-    for turn in tl.static_range(SPLIT if SERIAL else 1):
-        first = (part + turn) * share
-        last = tl.minimum(first + share, depth)
-        acc = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
-        other = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
-        if DESCRIPTORS:
-            for k in tl.range(first, last, BLOCK_DEPTH, num_stages=STAGES):
-                x_tile = x.load([tile % tiles * BLOCK_ROWS, k])
-                acc = tl.dot(x_tile, weight.load([block * BLOCK_WIDTH, k]).T, acc, input_precision=PRECISION)
-                if PAIRED:
-                    u_tile = weight.load([block * BLOCK_WIDTH + width, k])
-                    other = tl.dot(x_tile, u_tile.T, other, input_precision=PRECISION)
+    if FORM is not None:
+        if SERIAL:
+            for turn in range(SPLIT):
+                acc, other = packed_sums(
+                    x, weight, scales, scale_factors, offsets, offset_factors, sums, ms, block, turn * share,
+                    tl.minimum(turn * share + share, depth), rows, width, depth, BLOCK_ROWS, BLOCK_WIDTH, BLOCK_DEPTH,
+                    STAGES, WARPS, PAIRED, PRECISION, FORM,
+                )  # fmt: skip
+                total += acc
+                other_total += other
         else:
-            # The last block reads some rows twice rather than rows that are not there.
-            held = ns if EVEN_WIDTH else tl.minimum(ns, width - 1)
-            x_at = x + ms[:, None] * depth + first + ks[None, :]
-            w_at = (weight + held.to(tl.int64) * depth + first)[None, :] + ks[:, None]
-            present = (ms < rows)[:, None]
-            # Read once, unless neighbours read it too.
-            evict: tl.constexpr = "evict_first" if ALONE else ""
-            for k in tl.range(first, last, BLOCK_DEPTH, num_stages=STAGES):
-                if EVEN_DEPTH:
-                    x_tile = tl.load(x_at, mask=present, other=0.0)
-                    w_tile = tl.load(w_at, eviction_policy=evict)
-                else:
-                    x_tile = tl.load(x_at, mask=present & (k + ks < last)[None, :], other=0.0)
-                    w_tile = tl.load(w_at, mask=(k + ks < last)[:, None], other=0.0)
-                acc = tl.dot(x_tile, w_tile, acc, input_precision=PRECISION)
-                if PAIRED:
-                    u_at = w_at + width.to(tl.int64) * depth
-                    u_tile = (
-                        tl.load(u_at, eviction_policy=evict)
-                        if EVEN_DEPTH
-                        else tl.load(u_at, mask=(k + ks < last)[:, None], other=0.0)
-                    )
-                    other = tl.dot(x_tile, u_tile, other, input_precision=PRECISION)
-                x_at += BLOCK_DEPTH
-                w_at += BLOCK_DEPTH
-        total += acc
-        other_total += other
+            total, other_total = packed_sums(
+                x, weight, scales, scale_factors, offsets, offset_factors, sums, ms, block, part * share,
+                tl.minimum(part * share + share, depth), rows, width, depth, BLOCK_ROWS, BLOCK_WIDTH, BLOCK_DEPTH,
+                STAGES, WARPS, PAIRED, PRECISION, FORM,
+            )  # fmt: skip
+    else:
+        for turn in tl.static_range(SPLIT if SERIAL else 1):
+            first = (part + turn) * share
+            last = tl.minimum(first + share, depth)
+            acc = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
+            other = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
+            if DESCRIPTORS:
+                for k in tl.range(first, last, BLOCK_DEPTH, num_stages=STAGES):
+                    x_tile = x.load([tile % tiles * BLOCK_ROWS, k])
+                    acc = tl.dot(x_tile, weight.load([block * BLOCK_WIDTH, k]).T, acc, input_precision=PRECISION)
+                    if PAIRED:
+                        u_tile = weight.load([block * BLOCK_WIDTH + width, k])
+                        other = tl.dot(x_tile, u_tile.T, other, input_precision=PRECISION)
+            else:
+                # The last block reads some rows twice rather than rows that are not there.
+                held = ns if EVEN_WIDTH else tl.minimum(ns, width - 1)
+                x_at = x + ms[:, None] * depth + first + ks[None, :]
+                w_at = (weight + held.to(tl.int64) * depth + first)[None, :] + ks[:, None]
+                present = (ms < rows)[:, None]
+                # Read once, unless neighbours read it too.
+                evict: tl.constexpr = "evict_first" if ALONE else ""
+                for k in tl.range(first, last, BLOCK_DEPTH, num_stages=STAGES):
+                    if EVEN_DEPTH:
+                        x_tile = tl.load(x_at, mask=present, other=0.0)
+                        w_tile = tl.load(w_at, eviction_policy=evict)
+                    else:
+                        x_tile = tl.load(x_at, mask=present & (k + ks < last)[None, :], other=0.0)
+                        w_tile = tl.load(w_at, mask=(k + ks < last)[:, None], other=0.0)
+                    acc = tl.dot(x_tile, w_tile, acc, input_precision=PRECISION)
+                    if PAIRED:
+                        u_at = w_at + width.to(tl.int64) * depth
+                        u_tile = (
+                            tl.load(u_at, eviction_policy=evict)
+                            if EVEN_DEPTH
+                            else tl.load(u_at, mask=(k + ks < last)[:, None], other=0.0)
+                        )
+                        other = tl.dot(x_tile, u_tile, other, input_precision=PRECISION)
+                    x_at += BLOCK_DEPTH
+                    w_at += BLOCK_DEPTH
+            total += acc
+            other_total += other
 
     if SPLIT == 1 or SERIAL:
         _finish(
             total, other_total, out, squares, bias, residual, norm, scaled, totals, cos, sin, lines, sessions, indices,
-            slot, block, ms, ns, rows, width, depth, eps, next_eps, BLOCK_ROWS, BLOCK_WIDTH, SQUARES, NORMED,
-            NORM_BLOCK, BIASED, ADDED, PAIRED, THEN, HEADS, KV_HEADS, DIM, ROTARY, STRIDE, LINE, PAGE, RING, FLOAT8,
+            slot, block, first_block, ms, ns, rows, width, stride, depth, eps, next_eps, BLOCK_ROWS, BLOCK_WIDTH,
+            SQUARES, NORMED, NORM_BLOCK, BIASED, ADDED, PAIRED, THEN, HEADS, KV_HEADS, DIM, ROTARY, STRIDE, LINE, PAGE,
+            RING, FLOAT8,
         )  # fmt: skip
     else:
         size: tl.constexpr = BLOCK_ROWS * BLOCK_WIDTH
@@ -215,15 +240,29 @@ def _product(
             tl.store(arrived + tile, 0)
             _finish(
                 total, other_total, out, squares, bias, residual, norm, scaled, totals, cos, sin, lines, sessions,
-                indices, slot, block, ms, ns, rows, width, depth, eps, next_eps, BLOCK_ROWS, BLOCK_WIDTH, SQUARES,
-                NORMED, NORM_BLOCK, BIASED, ADDED, PAIRED, THEN, HEADS, KV_HEADS, DIM, ROTARY, STRIDE, LINE, PAGE, RING,
-                FLOAT8,
+                indices, slot, block, first_block, ms, ns, rows, width, stride, depth, eps, next_eps, BLOCK_ROWS,
+                BLOCK_WIDTH, SQUARES, NORMED, NORM_BLOCK, BIASED, ADDED, PAIRED, THEN, HEADS, KV_HEADS, DIM, ROTARY,
+                STRIDE, LINE, PAGE, RING, FLOAT8,
             )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Around:
+    """What happens around a product, as of `linear`. following: where the rows go that the next norm is due on."""
+
+    x: torch.Tensor | Normed
+    bias: torch.Tensor | None
+    residual: torch.Tensor | None
+    paired: bool
+    norm: torch.Tensor | None
+    eps: float
+    heads: Heads | None
+    following: Normed | None
 
 
 def linear(
     x: torch.Tensor | Normed,
-    weight: torch.Tensor,
+    weight: torch.Tensor | Weight,
     *,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
@@ -238,53 +277,99 @@ def linear(
     bias: [width]. residual: [n, width], added at the end. paired: weight
     is [2 * width, depth], and the result is silu(first half) * second half. norm: float32 [width], of the RMSNorm that
     the result goes through next. heads: the result is queries (and gates), [n, heads.shape.stride]; keys and values go
-    into the session's pages. eps: of either norm that comes after the product.
+    into the session's pages. eps: of either norm that comes after the product. config: how the product is cut, None for
+    what `choose` says. A weight whose parts have unlike forms takes a launch for each; it has no residual and no norm.
     """
     source = x.scaled if isinstance(x, Normed) else x
-    rows, depth = source.shape
-    width = weight.shape[0] // 2 if paired else weight.shape[0]
-    shape = None if heads is None else heads.shape
-    out = torch.empty((rows, width if shape is None else shape.stride), dtype=source.dtype, device=source.device)
-    dim, size = None if shape is None else shape.dim, source.dtype.itemsize
-    config = config or choose(width, depth, paired, dim, size, devices.kernel_target(source.device), rows)
-    blocks, tiles = triton.cdiv(width, config.width), triton.cdiv(rows, config.height)
-    partial, programs = out, 1 if config.serial else config.split
-    if programs > 1:
-        each = config.height * config.width * (2 if paired else 1)
-        partial = torch.empty(blocks * tiles * programs * each, dtype=torch.float32, device=source.device)
-    following, normed = None, x if isinstance(x, Normed) else None
-    places = None if heads is None else heads.places
+    parts = weight.parts if isinstance(weight, StackedWeight) else (weight,)
+    rows, total = len(source), row_count(weight)
+    if paired and len(parts) > 1:
+        # Gates and ups have unlike forms: they meet behind the products.
+        return swiglu(linear(x, weight, bias=bias, eps=eps)[0]), None
+    width = total // 2 if paired else total
+    out = torch.empty((rows, width if heads is None else heads.shape.stride), dtype=source.dtype, device=source.device)
+    following = None
     if norm is not None:
         totals = torch.empty((rows, triton.cdiv(width, SQUARES_WIDTH)), dtype=torch.float32, device=source.device)
         following = Normed(torch.empty_like(out), totals, eps)
+    assert len(parts) == 1 or (residual is None and norm is None)
+    around, first = _Around(x, bias, residual, paired, norm, eps, heads, following), 0
+    for part in parts:
+        _multiply(around, part, out if heads is not None else out[:, first:], first, config)
+        first += row_count(part)
+    return out, following if following is None else _with_factors(following)
+
+
+def _multiply(
+    around: _Around, weight: torch.Tensor | Weight, out: torch.Tensor, first: int, config: Config | None
+) -> None:
+    """Launch the product with a weight of one form. first: how many rows of weights come before."""
+    x, heads, residual, following = around.x, around.heads, around.residual, around.following
+    source, normed = (x.scaled, x) if isinstance(x, Normed) else (x, None)
+    if isinstance(weight, ReorderedWeight):
+        source, weight = source.index_select(1, weight.order), weight.weight
+    rows, depth = source.shape
+    target, size = devices.kernel_target(source.device), source.dtype.itemsize
+    shape, places = (None, None) if heads is None else (heads.shape, heads.places)
+    dim = None if shape is None else shape.dim
+    width = row_count(weight) // (2 if around.paired else 1)
+    packed = weight if isinstance(weight, PackedWeight) else None
+    form = None if packed is None else form_of(packed, target)
+    if config is None and form is not None:
+        config = choose_packed(form, width, depth, around.paired, dim, size, target, rows)
+    config = config or choose(width, depth, around.paired, dim, size, target, rows)
+    if form is not None and target is not None:
+        form = form._replace(run=target.operand_run(config.width, config.warps))
+    blocks, tiles = triton.cdiv(width, config.width), triton.cdiv(rows, config.height)
+    partial, programs = out, 1 if config.serial else config.split
+    if programs > 1:
+        each = config.height * config.width * (2 if around.paired else 1)
+        partial = torch.empty(blocks * tiles * programs * each, dtype=torch.float32, device=source.device)
     squares = None if normed is None else normed.squares if normed.factors is None else normed.factors
-    read_x, read_weight = source, weight
+    bias = None if around.bias is None else around.bias[first : first + width]
+    read_x = source
+    groups: tuple[torch.Tensor | None, ...] = (None,) * 5
+    if packed is not None and form is not None:
+        read_weight = packed.codes.view(torch.uint8)
+        groups = (
+            as_words(packed.scales, form, config.depth),
+            packed.scales.factors,
+            as_words(packed.offsets, form, config.depth),
+            None if packed.offsets is None else packed.offsets.factors,
+            None if packed.offsets is None else group_sums(source, form.sums),
+        )
+    else:
+        read_weight = weight if isinstance(weight, torch.Tensor) else weight.tensor
     if config.descriptors:
         read_x = TensorDescriptor.from_tensor(source, [config.height, config.depth])
-        read_weight = TensorDescriptor.from_tensor(weight, [config.width, config.depth])
+        read_weight = TensorDescriptor.from_tensor(read_weight, [config.width, config.depth])
     _product[(blocks * tiles, programs)](
-        read_x, read_weight, out, squares, bias, residual,
-        norm if heads is None else heads.norms,
+        read_x, read_weight, *groups, out, squares, bias, residual,
+        around.norm if heads is None else heads.norms,
         following.scaled if following else None, following.squares if following else None,
         heads.cos if heads else None, heads.sin if heads else None,
         places.lines if places else None, places.sessions if places else None, places.indices if places else None,
         heads.slot if heads else 0, partial, _arrived(source.device),
-        rows, tiles, width, depth, normed.eps if normed else 0.0, eps,
+        rows, tiles, width, out.stride(0), depth, first // shape.dim if shape else 0,
+        normed.eps if normed else 0.0, around.eps,
         BLOCK_ROWS=config.height, BLOCK_WIDTH=config.width, BLOCK_DEPTH=config.depth, UNIT=_UNIT, SPLIT=config.split,
         SERIAL=config.serial, DESCRIPTORS=config.descriptors, ALONE=tiles == 1, STAGES=config.stages,
         EVEN_WIDTH=width % config.width == 0, EVEN_DEPTH=depth % config.depth == 0, SQUARES=SQUARES_WIDTH,
         NORMED=-1 if normed is None else normed.squares.shape[1] if normed.factors is None else 0,
         NORM_BLOCK=1 if normed is None else triton.next_power_of_2(normed.squares.shape[1]),
-        BIASED=bias is not None,
-        ADDED=residual is not None, PAIRED=paired, THEN=norm is not None,
+        BIASED=bias is not None, ADDED=residual is not None, PAIRED=around.paired, THEN=around.norm is not None,
         HEADS=shape.heads if shape else 0, KV_HEADS=shape.kv_heads if shape else 0, DIM=shape.dim if shape else 0,
         ROTARY=shape.rotary if shape else 0, STRIDE=shape.stride if shape else 0, LINE=places.line if places else 0,
         PAGE=shape.page if shape else 0,
         RING=shape.ring if shape else 0, FLOAT8=shape.float8 if shape else False,
-        PRECISION=product_precision(source),
+        PRECISION=product_precision(source), WARPS=config.warps, FORM=form,
         num_warps=config.warps,
     )  # fmt: skip
-    return out, following if following is None else _with_factors(following)
+
+
+def row_count(weight: torch.Tensor | Weight) -> int:
+    """Return the rows of a matrix."""
+    return len(weight) if isinstance(weight, torch.Tensor) else weight.rows
 
 
 @triton.jit
@@ -410,6 +495,63 @@ def _choose_for_many(
         serial=serial,
         descriptors=True,
     )
+
+
+@functools.cache
+def choose_packed(
+    form: Form,
+    width: int,
+    depth: int,
+    paired: bool,
+    head_dim: int | None,
+    size: int,
+    target: KernelTarget | None,
+    rows: int = _TILE_ROWS,
+) -> Config:
+    """Return the cut for a packed matrix of a form, as `choose` does for dense ones.
+
+    A warp holds 16 rows of weights, so that each thread looks up few groups' numbers. More rows of activations than 16
+    take tiles as high as registers and sums in one order allow.
+    """
+    processors = 128 if target is None else target.processors
+    shared = 64 << 10 if target is None else target.shared_bytes
+    few = rows <= _TILE_ROWS // 2 and form.run > 0
+    wide = head_dim or (32 if few else 64 if paired or width <= 64 * processors else 128)
+    # CDNA's warps are twice as large, and have twice the registers.
+    warps = max(1, min(4, wide // 16) if target is not None and target.lane_registers > 256 else wide // 16)
+    split = _split_packed(triton.cdiv(width, 64), depth, processors)
+    if few:
+        height = _TILE_ROWS // 2
+    elif rows <= _TILE_ROWS or target is None or target.one_tile_height:
+        height = _TILE_ROWS
+    else:
+        height = min(64 if target.tensor_engine else 32, triton.next_power_of_2(rows))
+    depths = [one for one in form.depths(depth) if one <= 128 * form.halves]
+    if size == 4 or height > 32:
+        depths = [one for one in depths if one <= 128] or depths
+    for deep in depths:
+        stage = wide * (2 if paired else 1) * deep // form.halves + height * deep * size
+        stages = min(4, shared // 2 // stage + 1)
+        if stages >= 4:
+            break
+    programs = triton.cdiv(width, wide) * triton.cdiv(rows, height)
+    serial = split > 1 and programs * split > 4 * processors and height > _TILE_ROWS
+    return Config(wide, deep, split, warps, max(2, stages), height, serial)
+
+
+def _split_packed(blocks: int, depth: int, processors: int) -> int:
+    """Return into how many parts the depth is cut for blocks of 64 rows, so that all processors end together.
+
+    Beginning a part takes as long as some columns. A processor needs several blocks to be busy.
+    """
+
+    def cost(split: int) -> float:
+        each = blocks * split / processors
+        columns = triton.cdiv(triton.cdiv(depth, _UNIT), split) * _UNIT + 384
+        return math.ceil(each) * columns / min(1.0, 0.4 + 0.15 * each)
+
+    most = max(1, min(8, depth // (2 * _UNIT)))
+    return min(range(1, most + 1), key=cost)
 
 
 @functools.cache

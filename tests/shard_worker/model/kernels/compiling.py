@@ -30,6 +30,9 @@ import torch
 from services.layers import LayerRange
 from shard_worker.device import devices
 from shard_worker.device.devices import KernelTarget, cuda_target, hip_target
+from shard_worker.measure.random_packed import KINDS, random_packed
+from shard_worker.weights.packed import GroupNumbers, PackedWeight
+from shard_worker.weights.weight import Weight
 from tests.shard_worker.tiny import AS_GPU, ignore_progress
 
 WARP_SIZES = {"gfx908": 64, "gfx90a": 64, "gfx942": 64, "gfx950": 64}
@@ -150,7 +153,8 @@ def _demo(part: str) -> dict[str, Any]:
 class Case:
     """A target with its draft, the weights' element type and that of keys and values, and the numbers of rows.
 
-    rows: of a step of one session. batches: of a step of several ones.
+    rows: of a step of one session. batches: of a step of several ones. packings: how the target's matrices are packed,
+    of `random_packed.KINDS`, by a pattern that their names match first; the others are dense.
     """
 
     target: dict[str, Any]
@@ -159,6 +163,7 @@ class Case:
     kv_dtype: str | None = None
     rows: tuple[int, ...] = (1, 16, 32, 64)
     batches: tuple[int, ...] = (16, 128)
+    packings: tuple[tuple[str, str], ...] = ()
 
 
 _27B = (QWEN3_5_27B, _draft(QWEN3_5_27B, ["sliding_attention", "full_attention"]))
@@ -173,6 +178,18 @@ CASES = {
     "8b-float8": Case(*_8B, "bfloat16", "float8_e4m3fn"),
     "8b-float16": Case(*_8B, "float16", rows=(16,)),
     "8b-float32": Case(*_8B, "float32"),
+    "27b-q4_k_m": Case(
+        *_27B,
+        "bfloat16",
+        packings=(
+            (r"in_proj_[ab]\.", ""),
+            (r"lm_head|v_proj|layers\.1\.mlp\.down_proj", "q6_k"),
+            (r"layers\.\d+\.", "q4_k"),
+        ),
+    ),
+    "8b-int4": Case(*_8B, "bfloat16", rows=(1, 16), packings=((r"layers\.\d+\.", "int4"),)),
+    "8b-q8_0": Case(*_8B, "bfloat16", rows=(1, 16), packings=(("", "q8_0"),)),
+    "8b-fp8": Case(*_8B, "float16", rows=(1, 16), packings=((r"layers\.\d+\.", "fp8"),)),
     "demo": Case(*_DEMO, "bfloat16"),
     "demo-float32": Case(*_DEMO, "float32"),
 }
@@ -270,6 +287,7 @@ class Recorder:
         torch.version.hip = torch.version.cuda = None
         # oneDNN would copy matrices into blocks of its own.
         torch.backends.mkldnn.is_available = lambda: False  # type: ignore[method-assign]
+        PackedWeight.prepared = lambda weight: weight  # type: ignore[method-assign]
         torch.cat = _shaped_cat
 
     def _note(self, *, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
@@ -302,8 +320,8 @@ class Recorder:
             torch.version.cuda, torch.version.hip = ("13.0", None) if vendor == "cuda" else (None, "7.1")
             with tempfile.TemporaryDirectory() as directory:
                 target, draft = (
-                    _unwritten(Path(directory) / part, {**config, "torch_dtype": case.dtype})
-                    for part, config in (("target", case.target), ("draft", case.draft))
+                    _unwritten(Path(directory) / part, {**config, "torch_dtype": case.dtype}, packings)
+                    for part, config, packings in (("target", case.target, case.packings), ("draft", case.draft, ()))
                 )
                 draft_config, fc = dflash.read_fc(draft)
                 loader = StageLoader(target, LayerRange(0, 2), case.dtype, case.kv_dtype)
@@ -311,6 +329,20 @@ class Recorder:
                 stage = loader.load([AS_GPU], capture, ignore_progress, graphs=False)
                 self._run(case, stage, dflash.load(draft, AS_GPU, case.dtype, ignore_progress))
         return self._launches
+
+    def record_products(self, kinds: Sequence[str], architectures: Sequence[str], rows: Sequence[int]) -> list[Launch]:
+        """Return the launches of products with pairs of packed matrices, which take most of a GPU."""
+        from shard_worker.model.kernels.matmul import linear
+
+        self._launches = []
+        for architecture in architectures:
+            self._driver.target = architecture
+            for kind in kinds:
+                self._case = kind
+                weight = unwritten_packed(kind, 4096, 2048, torch.bfloat16)
+                for count in rows:
+                    linear(torch.zeros(count, 2048, dtype=torch.bfloat16), weight, paired=True)
+        return [launch for launch in self._launches if launch.name == "matmul._product"]
 
     def _run(self, case: Case, stage: Any, draft: Any) -> None:
         """Launch what a worker launches at its start, and then all that a stage with a draft beside it does."""
@@ -365,13 +397,30 @@ def _serve(case: Case, stage: Any, draft: Any, drafting: Any, drafting_together:
         stage.run(stage.allocate(512, 1), hidden, None, uncommitted=False)
 
 
-def _unwritten(directory: Path, config: dict[str, Any]) -> Any:
+def unwritten_packed(kind: str, rows: int, columns: int, dtype: torch.dtype) -> PackedWeight:
+    """A packed matrix, of `random_packed.KINDS`, in memory that nobody has written."""
+    row = random_packed(kind, 1, columns, dtype, torch.device("cpu"))
+
+    def numbers(of_row: GroupNumbers | None) -> GroupNumbers | None:
+        return None if of_row is None else of_row.select_rows(torch.empty(rows, dtype=torch.int64).fill_(0))
+
+    scales = numbers(row.scales)
+    assert scales is not None
+    codes = torch.empty((rows, row.codes.shape[1]), dtype=row.codes.dtype)
+    return PackedWeight(row.packing, codes, scales, numbers(row.offsets), dtype=dtype)
+
+
+def _unwritten(directory: Path, config: dict[str, Any], packings: Sequence[tuple[str, str]]) -> Any:
     """A checkpoint of this configuration whose tensors are memory that nobody has written."""
     from shard_worker.weights.random_checkpoint import RandomCheckpoint
 
     class UnwrittenCheckpoint(RandomCheckpoint):
         def place(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(self.shape(name), dtype=dtype, device=device)
+
+        def weight(self, name: str, device: torch.device, dtype: torch.dtype) -> Weight:
+            kind = next((kind for pattern, kind in packings if re.search(pattern, name)), "")
+            return unwritten_packed(kind, *self.shape(name), dtype) if kind else super().weight(name, device, dtype)
 
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
@@ -444,9 +493,13 @@ def main() -> None:
     """Compile what the command line asks for, and print a line of JSON for each kernel."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--targets", nargs="+", choices=TARGETS, required=True)
-    parser.add_argument("--cases", nargs="+", choices=CASES, required=True)
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=[])
+    parser.add_argument("--packed", nargs="*", choices=KINDS, default=[], help="products with matrices packed so")
+    parser.add_argument("--rows", nargs="+", type=int, default=[1], help="of these products")
     arguments = parser.parse_args()
     recorder = Recorder()
+    for launch in distinct(recorder.record_products(arguments.packed, arguments.targets, arguments.rows)):
+        print(json.dumps(dataclasses.asdict(compile_launch(launch))), flush=True)
     for case in arguments.cases:
         targets = [name for name in arguments.targets if TARGETS[name].lack is None]
         if CASES[case].kv_dtype is not None:
@@ -458,9 +511,15 @@ def main() -> None:
             print(json.dumps(dataclasses.asdict(compiled)), flush=True)
 
 
-def compiled_kernels(targets: Sequence[str], cases: Sequence[str]) -> list[Compiled]:
-    """Compile kernels in a process of its own, as `main` does. Raises CalledProcessError when that ends early."""
+def compiled_kernels(
+    targets: Sequence[str], cases: Sequence[str], packed: Sequence[str] = (), rows: Sequence[int] = (1,)
+) -> list[Compiled]:
+    """Compile kernels in a process of its own, as `main` does. Raises CalledProcessError when that ends early.
+
+    packed, rows: kinds of packed matrices that products are compiled with, for so many rows.
+    """
     command = [sys.executable, "-W", "ignore", "-m", __name__, "--targets", *targets, "--cases", *cases]
+    command += ["--packed", *packed, "--rows", *map(str, rows)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).parents[4]
     environment["PYTHONPATH"] = os.pathsep.join(map(str, (root, root / "proto")))

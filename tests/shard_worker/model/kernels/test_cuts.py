@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from shard_worker.device.devices import KernelTarget
-from shard_worker.model.kernels import attention, delta_prefill, matmul
+from shard_worker.measure.random_packed import random_packed
+from shard_worker.model.kernels import attention, codes, delta_prefill, matmul
 from tests.shard_worker.model.kernels.compiling import TARGETS
 
 H100 = TARGETS["sm_90"]
@@ -57,6 +59,47 @@ def test_a_sum_has_the_same_parts_for_any_number_of_rows(
             stage = (config.height + config.width * (2 if paired else 1)) * config.depth * size
             assert config.stages >= 2
             assert config.stages * stage < target.shared_bytes
+
+
+PACKED_27B = [
+    (34816, 5120, True, None, "q4_k"),
+    (5120, 17408, False, None, "q6_k"),
+    (5120, 6144, False, None, "q4_k"),
+    (1024, 5120, False, 256, "q6_k"),
+    (16384, 5120, False, None, "q4_k"),
+    (248320, 5120, False, None, "q6_k"),
+    (5120, 2880, False, None, "nvfp4"),
+    (1024, 2880, False, 64, "int4"),
+    (12288, 4096, True, None, "fp8"),
+    (896, 896, False, None, "int8"),
+]
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize(("width", "depth", "paired", "dim", "kind"), PACKED_27B)
+@pytest.mark.parametrize("size", [2, 4])
+def test_packed_matrices_are_cut_alike_for_any_number_of_rows(
+    target: KernelTarget, width: int, depth: int, paired: bool, dim: int | None, kind: str, size: int
+) -> None:
+    """In the same parts and spans; tiles fit, are as high as sums in one order allow, and a warp has 16 rows of them
+    where threads read codes for their own lanes."""
+    dtype = torch.bfloat16 if size == 2 else torch.float32
+    form = codes.form_of(random_packed(kind, 1, depth, dtype, torch.device("cpu")), target)
+    assert 64 % form.bytes == 0
+    assert depth % form.span == 0
+    configs = [
+        matmul.choose_packed(form, width, depth, paired, dim, size, target, rows) for rows in (1, 8, 16, 17, 64, 512)
+    ]
+    for config in configs:
+        assert config.split == configs[0].split
+        assert config.height <= 16 or not target.one_tile_height
+        assert config.height <= 32 or target.tensor_engine
+        assert depth % config.depth == 0
+        assert config.depth % form.span == 0
+        assert not target.lane_order or config.width == 16 * config.warps
+        stage = config.width * (2 if paired else 1) * config.depth // form.halves + config.height * config.depth * size
+        assert (config.stages - 1) * stage <= target.shared_bytes // 2 or config.stages == 2
+        assert stage < target.shared_bytes
 
 
 def test_prefill_on_an_h100() -> None:

@@ -1,0 +1,144 @@
+"""Products with packed matrices against those of their elements in double precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shard_worker.cache.attention_cache import PAGE_ROWS, AttentionCache
+from shard_worker.measure.random_packed import KINDS, random_packed
+from shard_worker.weights.packed import PackedWeight
+from shard_worker.weights.weight import DenseWeight, ReorderedWeight, StackedWeight, Weight, concatenate
+from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device, places_of
+
+pytestmark = pytest.mark.gpu
+
+EPS = 1e-6
+WIDTH, DEPTH = (1536, 4096) if ON_GPU else (24, 256)
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return made.to(device().torch_device, dtype)
+
+
+def packed(kind: str, rows: int = WIDTH, columns: int = DEPTH, dtype: torch.dtype = DTYPE) -> PackedWeight:
+    return random_packed(kind, rows, columns, dtype, device().torch_device)
+
+
+def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether rounding the result alone explains what differs."""
+    rounding = (expected.to(found.dtype).double() - expected).norm()
+    return bool((found.double() - expected).norm() <= 1.02 * rounding + 2e-6 * expected.norm())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_products_are_those_of_the_elements(kind: str) -> None:
+    """They are rounded once, at their end: nothing before costs more than float32 does."""
+    from shard_worker.model.kernels.matmul import linear
+
+    weight = packed(kind)
+    for rows in (1, 3, 16, 40, 256) if ON_GPU else (3,):
+        x = random(rows, DEPTH, seed=rows)
+        assert near(linear(x, weight)[0], x.double() @ weight.unpacked().double().T)
+
+
+@pytest.mark.parametrize(("kind", "run"), [("q4_k", 2), ("q4_k", 4), ("q6_k", 2), ("q6_k", 4), ("awq", 2), ("awq", 4)])
+@torch.inference_mode()
+def test_the_order_in_which_lanes_multiply_changes_no_product(
+    kind: str, run: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows and columns of both operands are brought to one order: with 16, 32 and 64 bytes at a time."""
+    from shard_worker.model.kernels import matmul
+
+    weight, x = packed(kind, 64, 256), random(3, 256, seed=1)
+    form, expected = matmul.form_of(weight, None), x.double() @ weight.unpacked().double().T
+    monkeypatch.setattr(matmul, "form_of", lambda weight, target: form._replace(run=run))
+    monkeypatch.setattr(matmul.devices, "kernel_target", lambda device: None)
+    for width, warps in ((32, 2), (64, 2)):
+        config = matmul.Config(width, form.depths(256)[-1], 1, warps, 2, 8)
+        assert near(matmul.linear(x, weight, config=config)[0], expected)
+
+
+@pytest.mark.parametrize("kind", KINDS if ON_GPU else ["q4_k"])
+@torch.inference_mode()
+def test_a_row_is_the_same_alone_and_among_others(kind: str) -> None:
+    """To the last bit, for tiles of all heights, and where the depth is in parts."""
+    from shard_worker.device.devices import kernel_target
+    from shard_worker.model.kernels.codes import form_of
+    from shard_worker.model.kernels.matmul import choose_packed, linear
+
+    depth = max(DEPTH, 1024)
+    target = kernel_target(device().torch_device)
+    for paired in (False, True) if ON_GPU else (False,):
+        weight = packed(kind, WIDTH * (2 if paired else 1), depth)
+        width = weight.rows // 2 if paired else weight.rows
+        assert choose_packed(form_of(weight, target), width, depth, paired, None, 2, target, 1).split > 1
+        most = 512 if ON_GPU else 17
+        x = random(most, depth, seed=2)
+        alone = torch.cat([linear(x[row : row + 1], weight, paired=paired)[0] for row in range(0, most, 16)])
+        for rows in (8, 16, 17, 32, 64, 128, 200, 256, 512) if ON_GPU else (17,):
+            together, _ = linear(x[:rows], weight, paired=paired)
+            assert torch.equal(together[::16], alone[: -(-rows // 16)])
+
+
+@pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
+@torch.inference_mode()
+def test_what_is_done_around_a_product(dtype: torch.dtype) -> None:
+    """A norm that is due, SwiGLU, bias, residual and the next norm; gates and ups of one form and of two."""
+    from shard_worker.model.kernels.matmul import begin, linear
+
+    limit = 1e-5 if dtype is torch.float32 else 1e-2
+    x, norm = random(3, DEPTH, seed=3, dtype=dtype), torch.rand(DEPTH, device=device().torch_device) + 0.5
+    normed = begin(x, norm, EPS)
+    due = F.rms_norm(x.double(), (DEPTH,), norm.double(), EPS)
+    gates, ups = packed("q4_k", dtype=dtype), packed("q8_0", dtype=dtype)
+    for weight in (packed("q4_k", 2 * WIDTH, dtype=dtype), StackedWeight((gates, ups))):
+        parts = weight.parts if isinstance(weight, StackedWeight) else (weight,)
+        gate, up = (due @ torch.cat([part.unpacked() for part in parts]).double().T).chunk(2, -1)
+        found, expected = linear(normed, weight, paired=True)[0], F.silu(gate) * up
+        assert (found.double() - expected).norm() < limit * expected.norm()
+
+    bias, residual = random(WIDTH, seed=4, dtype=dtype), random(3, WIDTH, seed=5, dtype=dtype)
+    then = torch.rand(WIDTH, device=device().torch_device) + 0.5
+    order = torch.randperm(DEPTH, generator=torch.Generator().manual_seed(6)).to(x.device)
+    weight = ReorderedWeight(gates, order.int())
+    found, following = linear(x, weight, bias=bias, residual=residual, norm=then, eps=EPS)
+    expected = x.double()[:, order] @ gates.unpacked().double().T + bias.double() + residual.double()
+    assert (found.double() - expected).norm() < limit * expected.norm()
+    assert following is not None
+    assert (following.squares.sum(1).double() - expected.square().sum(1)).norm() < limit * expected.square().sum()
+    assert (following.scaled.double() - expected * then.double()).norm() < limit * (expected * then).norm()
+
+
+@torch.inference_mode()
+def test_heads_of_unlike_forms_are_those_of_one_matrix() -> None:
+    """Queries, keys, values and gates, packed each in its own way and dense: what a dense matrix of the same elements
+    makes of them, in the result and in the session's pages."""
+    from shard_worker.model.kernels.attention import rope_table
+    from shard_worker.model.kernels.heads import Heads, HeadShape
+    from shard_worker.model.kernels.matmul import linear
+
+    on, heads, kv_heads, dim, rows = device().torch_device, 2, 1, 32, 3
+    shape = HeadShape(heads, kv_heads, dim, dim, PAGE_ROWS, gated=True)
+    parts: list[Weight] = [
+        packed("q4_k", heads * dim, dtype=torch.float32),
+        packed("q6_k", kv_heads * dim, dtype=torch.float32),
+        DenseWeight(random(kv_heads * dim, DEPTH, seed=7, dtype=torch.float32) / 50),
+        packed("q4_k", heads * dim, dtype=torch.float32),
+    ]
+    elements = [part.unpacked() if isinstance(part, PackedWeight) else part.tensor for part in parts]
+    x, norms = random(rows, DEPTH, seed=8, dtype=torch.float32), torch.rand(heads + kv_heads, dim, device=on) + 0.5
+    bias = random(sum(part.rows for part in parts), seed=9, dtype=torch.float32)
+    found = []
+    for weight in (concatenate(parts), torch.cat(elements)):
+        cache = AttentionCache(1, kv_heads, PAGE_ROWS, dim, x, PAGE_ROWS)
+        cache.reserve(rows)
+        places = places_of(cache, 0, rows)
+        rope = rope_table(places, rows, torch.logspace(0, -3, dim // 2, device=on), torch.float32)
+        queries, _ = linear(x, weight, bias=bias, heads=Heads(shape, norms, *rope, places, 0), eps=EPS)
+        found.append([queries, *(cache.read(slice(None), which, 0, rows) for which in (0, 1))])
+    for own, expected in zip(*found, strict=True):
+        assert (own - expected).norm() < 1e-4 * expected.norm()
