@@ -13,7 +13,7 @@ from shard_worker.device.dtypes import dtype_to_name
 from shard_worker.stage.stage import Stage
 from shard_worker.weights.checkpoint import Checkpoint
 from shard_worker.weights.packed import PackedWeight
-from shard_worker.weights.weight import DenseWeight, Weight
+from shard_worker.weights.weight import DenseWeight, RowLookup, Weight
 
 MAX_COPY_SHARE = 0.1
 """The share of a GPU's free memory that a copy of the embedding may take: the rest is for sessions."""
@@ -22,14 +22,14 @@ EmbeddingRows = Callable[[tuple[int, ...]], torch.Tensor]
 """Looks up n token ids: returns their rows of the embedding, [n, hidden]."""
 
 
-def rows_of_stage(matrix: Weight | None, checkpoint: Checkpoint) -> EmbeddingRows:
+def rows_of_stage(matrix: RowLookup | None, checkpoint: Checkpoint) -> EmbeddingRows:
     """Return a lookup in a resident matrix [vocab, hidden] where there is one, else in the checkpoint's file."""
     if matrix is None:
         return rows_of_checkpoint(checkpoint)
     return lambda token_ids: matrix.lookup(torch.tensor(token_ids))
 
 
-def resident_embedding(stage: Stage) -> Weight | None:
+def resident_embedding(stage: Stage) -> RowLookup | None:
     """Return the whole matrix [vocab, hidden] where a stage has it, else None.
 
     A stage has it as its embedding, or as a tied lm_head whose rows are in order.

@@ -26,7 +26,7 @@ from shard_worker.pflash.sparse import attend_sparsely
 from shard_worker.stage.loader import Progress, StageLoader
 from shard_worker.stage.segment import Segment
 from shard_worker.weights.checkpoint import Checkpoint
-from shard_worker.weights.weight import Weight
+from shard_worker.weights.weight import RowLookup
 
 SPARSE_FROM_CPU, SPARSE_FROM_GPU = 4096, 1 << 17
 """Tokens of a prompt from which attention to chosen blocks is faster than to all: a GPU computes all in one kernel."""
@@ -41,7 +41,7 @@ class Drafter:
 
     config: ModelConfig
     segment: Segment
-    embedding: Weight
+    embedding: RowLookup
     fingerprint: str
     weight_bytes: int
 

@@ -47,7 +47,7 @@ from shard_worker.stage.loader import CaptureRequest, StageLoader
 from shard_worker.stage.stage import Stage
 from shard_worker.weights.checkpoint import Checkpoint
 from shard_worker.weights.opening import open_checkpoint
-from shard_worker.weights.weight import DenseWeight, Weight
+from shard_worker.weights.weight import DenseWeight, RowLookup
 
 if TYPE_CHECKING:
     from shard_worker.drafting.ahead import Ahead
@@ -70,7 +70,7 @@ class TargetEmbedding:
     the matrix where there is one, else in the checkpoint's file.
     """
 
-    matrix: Weight | None
+    matrix: RowLookup | None
     rows: EmbeddingRows
 
     @property

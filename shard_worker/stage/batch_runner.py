@@ -21,7 +21,7 @@ from shard_worker.stage.kernel_layers import kernel_layers
 from shard_worker.stage.segment import Segment
 from shard_worker.stage.step_graph import CapturedStep, StepOutput, Variant
 from shard_worker.stage.step_runner import launch
-from shard_worker.weights.weight import Weight
+from shard_worker.weights.weight import RowLookup
 
 if TYPE_CHECKING:
     from shard_worker.model.kernels.step_parameters import StepParameters
@@ -50,7 +50,7 @@ class SessionRows:
 class BatchRunner:
     """Runs steps of several sessions through one segment, with the embedding and the head where they are there."""
 
-    def __init__(self, segment: Segment, embedding: Weight | None, head: Head | None, *, graphs: bool) -> None:
+    def __init__(self, segment: Segment, embedding: RowLookup | None, head: Head | None, *, graphs: bool) -> None:
         from shard_worker.model.kernels.step_parameters import StepParameters
 
         self._segment, self._embedding, self._head, self._graphs = segment, embedding, head, graphs

@@ -26,8 +26,8 @@ from shard_worker.stage.batch_runner import BatchRunner
 from shard_worker.stage.segment import Segment
 from shard_worker.stage.stage import Stage
 from shard_worker.stage.step_runner import make_runner
-from shard_worker.weights.checkpoint import Checkpoint
-from shard_worker.weights.weight import DenseWeight, Weight
+from shard_worker.weights.checkpoint import Checkpoint, MappedRows
+from shard_worker.weights.weight import DenseWeight, RowLookup, Weight
 
 Progress = Callable[[int, int], None]
 """Called with bytes loaded so far and bytes in all."""
@@ -138,19 +138,20 @@ class StageLoader:
             )
             for layers, device in _spread(self._layers, devices)
         )
-        embedding = head = None
+        embedding: RowLookup | None = None
+        loaded_embedding = head = None
         if self.is_first:
-            embedding = load_matrix(self._tensors.embedding, devices[0].torch_device)
+            embedding = loaded_embedding = load_matrix(self._tensors.embedding, devices[0].torch_device)
         if self.is_last:
             last = devices[-1].torch_device
-            shared = embedding is not None and self.config.tied_head and embedding.device == last
-            matrix = embedding if shared else load_matrix(self._tensors.head, last)
+            shared = loaded_embedding is not None and self.config.tied_head and loaded_embedding.device == last
+            matrix = loaded_embedding if shared else load_matrix(self._tensors.head, last)
             assert matrix is not None
             norm = norm_factor(self.config, load_vector(self._tensors.norm, last))
             head = Head(norm, matrix.prepared(), self.config.norm_eps)
-            if shared and head.weight is not matrix and isinstance(matrix, DenseWeight):
+            if shared and head.weight is not matrix:
                 # Not both in memory: rows are looked up in the mapped file.
-                embedding = DenseWeight(self._checkpoint.tensor(self._tensors.embedding))
+                embedding = MappedRows(self._checkpoint, self._tensors.embedding)
         ends = [
             (segment, embedding if segment is segments[0] else None, head if segment is segments[-1] else None)
             for segment in segments

@@ -23,7 +23,7 @@ from shard_worker.stage.batch_runner import ROW_COUNTS, BatchRunner, SessionRows
 from shard_worker.stage.segment import Segment
 from shard_worker.stage.step_graph import StepOutput, StepPart, StepRows
 from shard_worker.stage.step_runner import StepRunner
-from shard_worker.weights.weight import Weight
+from shard_worker.weights.weight import RowLookup
 
 MOST_ROWS_TOGETHER = 256
 """Most rows of a step of several sessions in plain torch."""
@@ -79,7 +79,7 @@ class Stage:
     layers: LayerRange
     segments: tuple[Segment, ...]
     """The layers by device, in order."""
-    embedding: Weight | None
+    embedding: RowLookup | None
     """[vocab, hidden] on the first stage, None on others."""
     head: Head | None
     """On the last stage, None on others."""

@@ -25,7 +25,7 @@ from shard_worker.model.layer_weights import DecoderWeights, matrices_of
 from shard_worker.stage.kernel_layers import kernel_layers
 from shard_worker.stage.segment import Segment
 from shard_worker.stage.step_graph import CapturedStep, Prelaunched, Released, StepOutput, StepRows, Variant
-from shard_worker.weights.weight import Weight
+from shard_worker.weights.weight import RowLookup
 
 if TYPE_CHECKING:
     from shard_worker.model.kernels import decoder
@@ -41,7 +41,7 @@ BLOCK_ROWS = 16
 class StepRunner:
     """Runs the steps of one segment, with the embedding and the head where they are on its device."""
 
-    def __init__(self, segment: Segment, embedding: Weight | None, head: Head | None, *, graphs: bool) -> None:
+    def __init__(self, segment: Segment, embedding: RowLookup | None, head: Head | None, *, graphs: bool) -> None:
         from shard_worker.model.kernels.step_parameters import StepParameters
 
         self._segment, self._embedding, self._head, self._graphs = segment, embedding, head, graphs
@@ -320,7 +320,7 @@ class StepRunner:
 def launch(
     segment: Segment,
     layers: decoder.Layers,
-    embedding: Weight | None,
+    embedding: RowLookup | None,
     head: Head | None,
     parameters: StepParameters,
     variant: Variant,
@@ -363,7 +363,7 @@ def launch(
     return step
 
 
-def make_runner(segment: Segment, embedding: Weight | None, head: Head | None, *, graphs: bool) -> StepRunner | None:
+def make_runner(segment: Segment, embedding: RowLookup | None, head: Head | None, *, graphs: bool) -> StepRunner | None:
     """Return a runner of a segment's steps.
 
     Returns None where plain torch has to do, as `can_run` and `can_read` say, and for layers that kernels don't have.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,24 @@ def rows_at_a_time(columns: int, device: torch.device) -> int:
     """Return how many rows of a matrix are read at a time to be packed on a device: on a CPU so many that what is made
     of them stays within its caches."""
     return max(1, (1 << 18 if device.type == "cpu" else 1 << 24) // columns)
+
+
+@dataclass(frozen=True, slots=True)
+class MappedRows:
+    """A matrix of a checkpoint that is not loaded: its rows are looked up where it is stored. device: the CPU."""
+
+    checkpoint: Checkpoint
+    name: str
+    device: torch.device = field(default=torch.device("cpu"))
+
+    @property
+    def nbytes(self) -> int:
+        """Nothing: pages of the mapped file come and go."""
+        return 0
+
+    def lookup(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return rows as `Checkpoint.rows` does, for indices int64 [n] on the CPU."""
+        return self.checkpoint.rows(self.name, indices.tolist())
 
 
 class Checkpoint(abc.ABC):

@@ -7,12 +7,28 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 BLOCKED_FOR = 16
 """The number of rows that oneDNN's blocks are chosen for; all other numbers of rows take them too."""
+
+
+class RowLookup(Protocol):
+    """A matrix whose rows are looked up, as those of an embedding are."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows come from."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes, in bytes."""
+
+    def lookup(self, indices: torch.Tensor) -> torch.Tensor:
+        """As `Weight.lookup`."""
 
 
 class Weight(abc.ABC):

@@ -15,6 +15,7 @@ from shard_worker.pflash.drafter import Drafter, check_prompt, load_drafter
 from shard_worker.pflash.scoring import chunk_means, smoothed
 from shard_worker.weights.opening import open_checkpoint
 from tests.reference import checkpoints
+from tests.shard_worker.packed import Packed
 
 TAIL, WIDTH, CHUNK = 8, 13, 32
 
@@ -28,6 +29,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def drafter(folder: Path) -> Drafter:
     [device] = parse_devices("cpu")
     return load_drafter(open_checkpoint(str(folder)), device, "float32", lambda *_: None)
+
+
+def test_a_packed_drafter_scores_as_what_it_stands_for(packed: Packed) -> None:
+    """Its embedding may be packed too."""
+    [device] = parse_devices("cpu")
+    prompt = checkpoints.random_prompts(256, 1, 5, [200])[0]
+    scores = [
+        [*load_drafter(open_checkpoint(path), device, None, lambda *_: None).score(tuple(prompt))][-1]
+        for path in packed("fp8-ends")
+    ]
+    assert scores[0] == pytest.approx(scores[1], rel=1e-4)
 
 
 def restated(folder: Path, token_ids: list[int]) -> list[float]:
