@@ -11,6 +11,7 @@ from coordinator.bench.compare import compare
 from coordinator.bench.compress import compress
 from coordinator.bench.generate import generate
 from coordinator.bench.hop import hop
+from coordinator.bench.products import products
 from coordinator.bench.serve import serve
 from coordinator.bench.snapshot import snapshot
 from coordinator.bench.step import SINGLE_KINDS, single_kind, step
@@ -18,7 +19,7 @@ from coordinator.bench.step import SINGLE_KINDS, single_kind, step
 
 @click.group()
 def bench() -> None:
-    """Measure steps, answers, clients at once, prefixes and hops on this machine.
+    """Measure steps, products, answers, clients at once, prefixes and hops on this machine.
 
     Figures of one run belong together: compare them as ratios. Each table says on which machine, by which command and
     at which commit it was measured; --json holds the same.
@@ -29,6 +30,7 @@ bench.add_command(compare)
 bench.add_command(compress)
 bench.add_command(generate)
 bench.add_command(hop)
+bench.add_command(products)
 bench.add_command(serve)
 bench.add_command(snapshot)
 bench.add_command(step)
