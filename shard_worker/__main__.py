@@ -94,7 +94,7 @@ class Flags:
 )
 @click.option(
     "--model",
-    metavar="DIR",
+    metavar="DIR|FILE.gguf",
     help="Target checkpoint on this host; wins over the coordinator's path.",
 )
 @click.option(

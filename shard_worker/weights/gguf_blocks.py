@@ -14,6 +14,7 @@ import torch
 
 from services.errors import Unimplemented
 from services.model.gguf.blocks import SERVED, BlockType
+from shard_worker.weights.gguf_grids import grid
 from shard_worker.weights.packed import E2M1_DOUBLED, Codes, GroupNumbers, PackedWeight, Packing, pack_4_bits
 
 IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -27,7 +28,8 @@ _VALUES_AT_A_TIME = 1 << 24
 class _Blocks:
     """The parts of some blocks, the first extent of each being the number of blocks.
 
-    codes: one a value, uint8 or int8. scales, offsets: one a group. scale_factor, offset_factor: one a block.
+    codes: one a value, uint8 or int8; two in a byte where `_Form.in_order` says so. scales, offsets: one a group.
+    scale_factor, offset_factor: one a block.
     """
 
     codes: torch.Tensor
@@ -39,11 +41,15 @@ class _Blocks:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How a type is read. split: takes blocks apart, uint8 [n, bytes of a block]. origin, table: as of `Packing`."""
+    """How a type is read. split: takes blocks apart, uint8 [n, bytes of a block]. origin, table: as of `Packing`.
+
+    in_order: whether its codes of 4 bits lie in bytes as packed matrices have them, and are left there.
+    """
 
     split: Callable[[torch.Tensor], _Blocks]
     origin: int = 0
     table: tuple[int, ...] | None = None
+    in_order: bool = False
 
 
 def unpack_blocks(
@@ -94,7 +100,7 @@ def _by_rows(blocks: _Blocks, rows: int, form: _Form, bits: int) -> list[torch.T
     """Return codes, scales, offsets and both factors of some rows, [rows, ...] each, the codes as they are held."""
     codes = blocks.codes.reshape(rows, -1)
     if bits == 4:
-        codes = pack_4_bits(codes)
+        codes = codes if form.in_order else pack_4_bits(codes)
     elif form.table is not None:
         codes = torch.tensor(form.table, dtype=torch.int8, device=codes.device)[codes.int()]
     else:
@@ -176,7 +182,7 @@ def _q3_k(blocks: torch.Tensor) -> _Blocks:
 
 def _q4_k(blocks: torch.Tensor) -> _Blocks:
     scales, offsets = _six_bit_scales(blocks[:, 4:16])
-    return _Blocks(_nibbles(blocks[:, 16:], 32), scales, offsets, _half(blocks, 0), -_half(blocks, 2))
+    return _Blocks(blocks[:, 16:], scales, offsets, _half(blocks, 0), -_half(blocks, 2))
 
 
 def _q5_k(blocks: torch.Tensor) -> _Blocks:
@@ -211,6 +217,69 @@ def _nvfp4(blocks: torch.Tensor) -> _Blocks:
     return _Blocks(_nibbles(blocks[:, 4:], 8), torch.where(scales & 127 == 127, 0, numbers))
 
 
+def _words(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return unsigned numbers that bytes [n, ...] are, int64. dtype: the signed one of as many bits."""
+    return packed.contiguous().view(dtype).long() & (1 << 8 * dtype.itemsize) - 1
+
+
+def _signs(bits: torch.Tensor) -> torch.Tensor:
+    """Return 1 where a bit is 0 and -1 where it is 1, int8."""
+    return 1 - 2 * bits.to(torch.int8)
+
+
+def _signs_of_7_bits(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the signs of 8 values for each number, [n, ... * 8]: 7 have a bit each, and an even number is negative."""
+    bits = numbers.unsqueeze(-1) >> torch.arange(7, device=numbers.device) & 1
+    return _signs(torch.cat([bits, bits.sum(-1, keepdim=True) & 1], -1)).flatten(1)
+
+
+def _from_grid(name: str, indices: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    """Return values whose magnitudes stand in a type's grid at the indices, int8 [n, values]."""
+    return grid(name, indices.device)[indices.long()].flatten(1) * signs
+
+
+def _sevens(words: torch.Tensor) -> torch.Tensor:
+    """Return the four numbers of 7 bits in the lower part of 32 bits, [n, ... * 4]."""
+    shifts = torch.arange(0, 28, 7, device=words.device)
+    return (words.unsqueeze(-1) >> shifts & 127).flatten(1)
+
+
+def _odd(scales: torch.Tensor, parts: int) -> torch.Tensor:
+    """Return the odd numbers that scales of 4 bits stand for, in parts of 1: float16 has them all."""
+    return (2 * scales + 1).half() / parts
+
+
+def _iq2_xxs(blocks: torch.Tensor) -> _Blocks:
+    groups = blocks[:, 2:].reshape(len(blocks), 8, 8)
+    words = _words(groups[:, :, 4:], torch.int32).flatten(1)
+    codes = _from_grid("IQ2_XXS", groups[:, :, :4].flatten(1), _signs_of_7_bits(_sevens(words)))
+    return _Blocks(codes, _odd(words >> 28, 8), scale_factor=_half(blocks, 0))
+
+
+def _iq2_xs(blocks: torch.Tensor) -> _Blocks:
+    words = _words(blocks[:, 2:66], torch.int16)
+    codes = _from_grid("IQ2_XS", words & 511, _signs_of_7_bits(words >> 9))
+    return _Blocks(codes, _odd(_nibbles(blocks[:, 66:], 1), 8), scale_factor=_half(blocks, 0))
+
+
+def _iq2_s(blocks: torch.Tensor) -> _Blocks:
+    indices = blocks[:, 2:34].int() | _bits(blocks[:, 66:74], 1, 2).int() << 8
+    codes = _from_grid("IQ2_S", indices, _signs(_bits(blocks[:, 34:66], 1, 1)))
+    return _Blocks(codes, _odd(_nibbles(blocks[:, 74:], 1), 8), scale_factor=_half(blocks, 0))
+
+
+def _iq3_xxs(blocks: torch.Tensor) -> _Blocks:
+    words = _words(blocks[:, 66:], torch.int32)
+    codes = _from_grid("IQ3_XXS", blocks[:, 2:66], _signs_of_7_bits(_sevens(words)))
+    return _Blocks(codes, _odd(words >> 28, 4), scale_factor=_half(blocks, 0))
+
+
+def _iq3_s(blocks: torch.Tensor) -> _Blocks:
+    indices = blocks[:, 2:66].int() | _bits(blocks[:, 66:74], 1, 1).int() << 8
+    codes = _from_grid("IQ3_S", indices, _signs(_bits(blocks[:, 74:106], 1, 1)))
+    return _Blocks(codes, 2 * _nibbles(blocks[:, 106:], 1) + 1, scale_factor=_half(blocks, 0))
+
+
 _FORMS = {
     "Q4_0": _Form(_q4_0, origin=8),
     "Q4_1": _Form(_q4_1),
@@ -219,11 +288,16 @@ _FORMS = {
     "Q8_0": _Form(_q8_0),
     "Q2_K": _Form(_q2_k),
     "Q3_K": _Form(_q3_k, origin=4),
-    "Q4_K": _Form(_q4_k),
+    "Q4_K": _Form(_q4_k, in_order=True),
     "Q5_K": _Form(_q5_k),
     "Q6_K": _Form(_q6_k, origin=32),
     "IQ4_NL": _Form(_q4_0, table=IQ4_TABLE),
     "IQ4_XS": _Form(_iq4_xs, table=IQ4_TABLE),
     "MXFP4": _Form(_mxfp4, table=E2M1_DOUBLED),
     "NVFP4": _Form(_nvfp4, table=E2M1_DOUBLED),
+    "IQ2_XXS": _Form(_iq2_xxs),
+    "IQ2_XS": _Form(_iq2_xs),
+    "IQ2_S": _Form(_iq2_s),
+    "IQ3_XXS": _Form(_iq3_xxs),
+    "IQ3_S": _Form(_iq3_s),
 }

@@ -32,7 +32,7 @@ def random_rows(kind: BlockType, rows: int, columns: int) -> np.ndarray:
     random = np.random.default_rng(7)
     data = random.integers(0, 256, (rows * (columns // kind.values), kind.bytes), dtype=np.uint8)
     if kind.name not in ("MXFP4", "NVFP4"):
-        for at in FLOAT16_AT.get(kind.name, (0,) if kind.name == "IQ4_XS" else (0, 2)):
+        for at in FLOAT16_AT.get(kind.name, (0,) if kind.name.startswith("IQ") else (0, 2)):
             numbers = random.standard_normal(len(data)).astype(np.float16)
             data[:, at : at + 2] = numbers.view(np.uint8).reshape(-1, 2)
     else:
