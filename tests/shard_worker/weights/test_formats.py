@@ -79,8 +79,7 @@ def test_the_planner_counts_what_a_worker_takes(packed: Packed, name: str) -> No
     assert loader.total_bytes == stored
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_packings_have_fingerprints_of_their_own(packed: Packed, tiny: Tiny, name: str) -> None:
+def test_packings_have_fingerprints_of_their_own(packed: Packed, tiny: Tiny) -> None:
     """So that no two of one model share a prefix."""
     fingerprints = {open_checkpoint(packed(other)[0]).fingerprint for other in CASES}
     assert len(fingerprints) == len(CASES)
