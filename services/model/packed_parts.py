@@ -130,14 +130,14 @@ def integer_matrix(
 ) -> TensorHeader:
     """Return the header of a matrix of whole numbers with a scale for each group of a row's columns.
 
-    zeros: whether groups have zero points of their own. Loaded, these take 1 byte for 4 bits and 2 for 8, beside
-    another copy of the scales, which they are multiplied by. reordered: whether columns of a group are no neighbours.
+    zeros: whether groups have zero points of their own, which take 4 bytes each once loaded. reordered: whether columns
+    of a group are no neighbours.
     """
     rows, columns = shape
     groups = rows * math.ceil(columns / group)
     loaded_bytes = code_bytes(shape, bits) + groups * scale_bytes(scale_code)
     if zeros:
-        loaded_bytes += groups * (scale_bytes(scale_code) + (1 if bits == 4 else 2))
+        loaded_bytes += groups * CODE_BYTES["F32"]
     if reordered:
         loaded_bytes += columns * CODE_BYTES["I32"]
     return parts.matrix(format_name, shape, bits, group, loaded_bytes, symmetric=not zeros)

@@ -22,9 +22,8 @@ def integer_weight(
     middle = 1 << bits - 1
     offsets = None
     if zeros is not None:
-        # From the middle to the zero point: one more than fits where a code has 8 bits.
-        values = (middle - zeros.short()).to(torch.int8 if bits == 4 else torch.int16)
-        offsets = GroupNumbers(values.contiguous(), group, scales, group)
+        # In float32 they are exact for scales of 16 bits.
+        offsets = GroupNumbers((middle - zeros.short()) * scales.float(), group)
     if bits == 8:
         packing, held = Packing(Codes.INT8), (codes ^ middle).view(torch.int8)
     elif _has_blocks(codes):

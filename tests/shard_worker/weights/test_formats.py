@@ -10,6 +10,7 @@ import torch
 from coordinator.planning.model_size import read_model_size
 from services.layers import LayerRange
 from services.model.checkpoint_files import read_headers
+from shard_worker.model.kernels.codes import form_of
 from shard_worker.stage.loader import StageLoader
 from shard_worker.weights.opening import open_checkpoint
 from shard_worker.weights.packed import PackedWeight
@@ -94,3 +95,12 @@ def test_columns_that_are_no_whole_blocks_are_held_in_bytes(tmp_path: Path, name
 
     torch.testing.assert_close(unsplit(path)(ids(20)), unsplit(dense)(ids(20)), rtol=1e-4, atol=1e-4)
     assert load_stage(path).weight_bytes == read_model_size(path, None).weight_bytes
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "fp8-f32-edges"])
+def test_kernels_know_every_format(packed: Packed, name: str) -> None:
+    """In groups of usual sizes each is brought to a form that they multiply by."""
+    weight = open_checkpoint(packed(name)[0]).weight("model.layers.0.mlp.down_proj.weight", CPU, torch.bfloat16)
+    held = weight.weight if isinstance(weight, ReorderedWeight) else weight
+    assert isinstance(held, PackedWeight)
+    assert form_of(held, None).depths(held.columns)
