@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from coordinator.text.generation_defaults import GenerationDefaults
 from coordinator.text.tokenizer import Tokenizer, stop_token_ids
 from services.errors import InvalidArgument
 from services.model.checkpoint_files import model_name, read_config
-from services.model.text_files import TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, find_text_file
+from services.model.text_files import TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, TextFile, find_text_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +53,22 @@ def read_model_files(path: Path, defaults: GenerationDefaults | None = None) -> 
             f"{path}: num_hidden_layers in its configuration is {layers!r}; it must be a whole number above 0",
             field="num_hidden_layers",
         )
-    tokenizer = Tokenizer.from_checkpoint(path)
+    files = [find_text_file(path, name) for name in (TOKENIZER, TOKENIZER_CONFIG, TEMPLATE)]
+    tokenizer = None if files[0] is None else Tokenizer.from_file(files[0])
     return ModelFiles(
         path=path,
         num_layers=layers,
         tokenizer=tokenizer,
         chat_template=ChatTemplate.from_checkpoint(path),
         stop_token_ids=frozenset(stop_token_ids(path, tokenizer)),
-        text_fingerprint=_text_fingerprint(path),
+        text_fingerprint=_text_fingerprint(files),
         defaults=defaults or GenerationDefaults(),
     )
 
 
-def _text_fingerprint(path: Path) -> str:
+def _text_fingerprint(files: Sequence[TextFile | None]) -> str:
     digest = hashlib.sha256()
-    for name in (TOKENIZER, TOKENIZER_CONFIG, TEMPLATE):
-        file = find_text_file(path, name)
+    for file in files:
         content = b"" if file is None else file.content
         digest.update(len(content).to_bytes(8, "little") + content)
     return digest.hexdigest()[:32]

@@ -14,7 +14,14 @@ import tokenizers
 
 from services.errors import InvalidArgument
 from services.model.checkpoint_files import CONFIG
-from services.model.text_files import GENERATION_CONFIG, SPECIAL_TOKENS, TOKENIZER, TOKENIZER_CONFIG, find_text_file
+from services.model.text_files import (
+    GENERATION_CONFIG,
+    SPECIAL_TOKENS,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    TextFile,
+    find_text_file,
+)
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A stream re-decodes at most this many ids, then goes on from the last few. The few must hold any
@@ -70,8 +77,11 @@ class Tokenizer:
         what `find_text_file` raises.
         """
         file = find_text_file(model, TOKENIZER)
-        if file is None:
-            return None
+        return None if file is None else cls.from_file(file)
+
+    @classmethod
+    def from_file(cls, file: TextFile) -> Self:
+        """Load a `tokenizer.json`. Raises TokenizerError when it is not a tokenizer."""
         try:
             backend = tokenizers.Tokenizer.from_buffer(file.content)
         except Exception as error:  # the library raises bare Exception

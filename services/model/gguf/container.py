@@ -291,7 +291,9 @@ class _HeaderReader:
             count = self._count(f"items of {key}", 8)
             begin = self._at
             for _ in range(count):
-                self._skip(self._number("Q", key), key)
+                at = self._at
+                self._skip(8, key)
+                self._skip(int.from_bytes(self._held[at : at + 8], "little"), key)
         elif kind in _SCALARS:
             size = struct.calcsize(_SCALARS[kind])
             count = self._count(f"items of {key}", size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,30 +26,30 @@ def text_file(path: Path, name: str) -> str | None:
     path: the GGUF file. Raises what `read_gguf` raises, and InvalidArgument, Unimplemented and DataLoss for metadata
     that cannot be used.
     """
-    make = _MAKERS.get(name)
-    return None if make is None else make(path)
+    file = read_gguf(path)
+    match name:
+        case "config.json":
+            return json.dumps(read_config(file))
+        case "tokenizer.json":
+            return tokenizer_json(Metadata(file))
+        case "tokenizer_config.json":
+            return json.dumps(_tokenizer_config(Metadata(file)))
+        case "generation_config.json":
+            return json.dumps(_generation_config(Metadata(file)))
+        case _:
+            return None
 
 
-def _tokenizer(path: Path) -> str | None:
-    return tokenizer_json(Metadata(read_gguf(path)))
-
-
-def _config(path: Path) -> str:
-    return json.dumps(read_config(read_gguf(path)))
-
-
-def _tokenizer_config(path: Path) -> str:
-    metadata = Metadata(read_gguf(path))
+def _tokenizer_config(metadata: Metadata) -> dict[str, Any]:
     settings: dict[str, Any] = dict(named_tokens(metadata))
     if metadata.has(_TEMPLATE):
         named = metadata.starting_with(f"{_TEMPLATE}.")
         templates = {"default": metadata.text(_TEMPLATE)} | {name: str(text) for name, text in named.items()}
         settings["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
-    return json.dumps(settings)
+    return settings
 
 
-def _generation_config(path: Path) -> str:
-    metadata = Metadata(read_gguf(path))
+def _generation_config(metadata: Metadata) -> dict[str, Any]:
     settings: dict[str, Any] = {
         _SAMPLING.get(name, name): shortest(value)
         for name, value in metadata.starting_with("general.sampling.").items()
@@ -62,12 +61,4 @@ def _generation_config(path: Path) -> str:
         ends += [tokens.index(token) for token in _ENDS if token in tokens]
     if ends:
         settings["eos_token_id"] = list(dict.fromkeys(ends))
-    return json.dumps(settings)
-
-
-_MAKERS: dict[str, Callable[[Path], str | None]] = {
-    "config.json": _config,
-    "tokenizer.json": _tokenizer,
-    "tokenizer_config.json": _tokenizer_config,
-    "generation_config.json": _generation_config,
-}
+    return settings

@@ -10,6 +10,7 @@ import torch
 from services.errors import Unimplemented
 from services.model.gguf import blocks
 from services.model.gguf.blocks import BLOCK_TYPES, SERVED, BlockType
+from shard_worker.model.kernels.codes import form_of
 from shard_worker.weights.gguf_blocks import unpack_blocks
 from shard_worker.weights.packed import Codes
 
@@ -57,6 +58,15 @@ def test_values_are_the_librarys_to_the_bit(name: str, monkeypatch: pytest.Monke
     assert (weight.rows, weight.columns, weight.dtype) == (5, 1024, torch.bfloat16)
     assert weight.nbytes == 5 * kind.held_row_bytes(1024)
     assert weight.packing.codes is (Codes.BITS4 if kind.held_bits(1024) == 4 else Codes.INT8)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_kernels_know_the_form(name: str) -> None:
+    """As files have it, and with value heads in another order."""
+    kind = KINDS[name]
+    weight = unpack_blocks(kind, torch.from_numpy(random_rows(kind, 1, 5120)), torch.bfloat16)
+    for matrix in (weight, weight.with_columns(torch.arange(40), 128)):
+        assert form_of(matrix, None).depths(5120)
 
 
 @pytest.mark.parametrize("name", [name for name in PACKED if KINDS[name].values == 32])

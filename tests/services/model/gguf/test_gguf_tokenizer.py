@@ -56,6 +56,7 @@ def write(path: Path, tokenizer: tokenizers.Tokenizer, pre: str, settings: dict[
     writer = gguf.GGUFWriter(path, "qwen3")
     add_tokenizer(writer, folder, tokenizer.get_vocab_size() + 5, pre)
     writer.add_eos_token_id(tokenizer.token_to_id("<|im_end|>"))
+    writer.add_string("tokenizer.chat_template.tool_use", "{{ tools }}")
     writer.add_float32("general.sampling.temp", 0.6)
     writer.add_int32("general.sampling.top_k", 20)
     writer.write_header_to_file()
@@ -143,7 +144,10 @@ def test_settings_beside_a_file_win_key_by_key(tmp_path: Path) -> None:
 
     assert settings_of(TOKENIZER_CONFIG) == {
         "eos_token": "<|im_end|>",
-        "chat_template": [{"name": "default", "template": "{{ messages }}"}],
+        "chat_template": [
+            {"name": "default", "template": "{{ messages }}"},
+            {"name": "tool_use", "template": "{{ tools }}"},
+        ],
     }
     ends = [trained(Qwen2Tokenizer).token_to_id(token) for token in ("<|im_end|>", "<|endoftext|>")]
     assert settings_of(GENERATION_CONFIG) == {"eos_token_id": ends, "temperature": 0.6, "top_k": 20}
