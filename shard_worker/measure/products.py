@@ -12,7 +12,7 @@ import itertools
 import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -165,20 +165,30 @@ class Products:
     def _job(
         self, rows: int, weights: Sequence[tuple[Matrix, Weight]], config: Config | None = None
     ) -> Callable[[], None]:
-        from shard_worker.model.kernels.matmul import begin, linear
+        from shard_worker.model.kernels.codes import group_sums
+        from shard_worker.model.kernels.matmul import SQUARES_WIDTH, Summed, begin, linear
+
+        def summed(x: torch.Tensor) -> torch.Tensor:
+            return group_sums(x, SQUARES_WIDTH)
 
         plain = {columns: self._random(rows, columns) for columns in {weight.columns for _, weight in weights}}
         norms = {count: torch.ones(count, device=self._device) for count in {*plain, *(w.rows for _, w in weights)}}
         normed: dict[int, Normed] = {columns: begin(x, norms[columns], EPS) for columns, x in plain.items()}
+        normed = {columns: replace(x, sums=summed(x.scaled)) for columns, x in normed.items()}
+        gated = {columns: Summed(x, summed(x)) for columns, x in plain.items()}
+        following = [*(weight for _, weight in weights[1:]), None]
 
         def run() -> None:
-            for matrix, weight in weights:
+            for (matrix, weight), then in zip(weights, following, strict=True):
                 if matrix.added:
+                    # What attention gives comes without sums.
+                    mixed = plain[weight.columns] if matrix.name == "out" else gated[weight.columns]
                     residual, norm = plain.get(weight.rows), norms[weight.rows]
-                    x = plain[weight.columns]
-                    linear(x, weight, residual=residual, norm=norm, eps=EPS, config=config)
+                    linear(mixed, weight, residual=residual, norm=norm, eps=EPS, then=then, config=config)
                 else:
-                    linear(normed[weight.columns], weight, paired=matrix.paired, config=config)
+                    next_gated = then if matrix.paired else None
+                    x = normed[weight.columns]
+                    linear(x, weight, paired=matrix.paired, then=next_gated, config=config)
 
         return run
 

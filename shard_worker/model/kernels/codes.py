@@ -20,9 +20,13 @@ import triton.language as tl
 from shard_worker.device.devices import KernelTarget
 from shard_worker.model.kernels.sums import row_sums
 from shard_worker.weights.packed import BLOCK_COLUMNS, Codes, GroupNumbers, PackedWeight
+from shard_worker.weights.weight import StackedWeight, Weight
 
 _MOST_SPAN = 128
 """The most columns whose products are summed up before they are scaled."""
+
+_SUMS = 32
+"""Columns of a sum of the activations, but for offsets of smaller groups."""
 
 _KINDS = {
     torch.uint8: "u8",
@@ -115,7 +119,7 @@ def form_of(weight: PackedWeight, target: KernelTarget | None) -> Form:
         scale_span=_factor_span(scales, weight.columns),
         offset="" if offsets is None else _kind(offsets),
         offset_span=0 if offsets is None else _factor_span(offsets, weight.columns),
-        sums=min(32, span),
+        sums=min(_SUMS, span),
         factor=factor,
     )
     if not form.depths(weight.columns):
@@ -523,6 +527,13 @@ def group_sums(x: torch.Tensor, width: int) -> torch.Tensor:
     sums = torch.empty((rows, depth // width), dtype=torch.float32, device=x.device)
     _sums[(rows, triton.cdiv(depth, 1024))](x, sums, depth, BLOCK=1024, SUMS=width, num_warps=4)
     return sums
+
+
+def wants_sums(weight: Weight) -> bool:
+    """Return whether a matrix, or a part of it, is multiplied with the sums of every 32 columns of the activations."""
+    if isinstance(weight, StackedWeight):
+        return any(map(wants_sums, weight.parts))
+    return isinstance(weight, PackedWeight) and weight.offsets is not None and weight.offsets.group % _SUMS == 0
 
 
 def as_words(numbers: GroupNumbers | None, form: Form, depth: int) -> torch.Tensor | None:

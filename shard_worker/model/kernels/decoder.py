@@ -15,9 +15,10 @@ from services.model.config import LayerKind
 from shard_worker.model.kernels import deltanet
 from shard_worker.model.kernels.attention import attend, rope_table
 from shard_worker.model.kernels.heads import Heads, HeadShape
-from shard_worker.model.kernels.matmul import Normed, begin, linear
+from shard_worker.model.kernels.matmul import Normed, Summed, begin, linear
 from shard_worker.model.kernels.step_parameters import Places
 from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights
+from shard_worker.weights.weight import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +69,40 @@ def run(
     captured = []
     rope = rope_table(next(iter(places.values())), len(hidden), layers.frequencies, hidden.dtype)
     norms = [*(weights.input_norm for weights in layers.weights[1:]), then]
-    normed: Normed | None = begin(hidden, layers.weights[0].input_norm, layers.eps)
+    firsts = [*(_first_matrix(weights) for weights in layers.weights[1:]), None]
+    normed: Normed | Summed | None = begin(hidden, layers.weights[0].input_norm, layers.eps)
     for index, (weights, slot) in enumerate(zip(layers.weights, layers.slots, strict=True)):
-        assert normed is not None
+        assert isinstance(normed, Normed)
         mixed = _mix(layers, weights, slot, normed, rope, places[weights.kind], uncommitted)
         bias = weights.mixer.out_bias if isinstance(weights.mixer, AttentionWeights) else None
         hidden, normed = linear(
-            mixed, weights.mixer.out, bias=bias, residual=hidden, norm=weights.post_norm, eps=layers.eps
+            mixed,
+            weights.mixer.out,
+            bias=bias,
+            residual=hidden,
+            norm=weights.post_norm,
+            eps=layers.eps,
+            then=weights.mlp.gate_up,
         )
-        assert normed is not None
-        gated, _ = linear(normed, weights.mlp.gate_up, paired=True)
-        hidden, normed = linear(gated, weights.mlp.down, residual=hidden, norm=norms[index], eps=layers.eps)
+        assert isinstance(normed, Normed)
+        gated, summed = linear(normed, weights.mlp.gate_up, paired=True, then=weights.mlp.down)
+        hidden, normed = linear(
+            gated if summed is None else summed,
+            weights.mlp.down,
+            residual=hidden,
+            norm=norms[index],
+            eps=layers.eps,
+            then=firsts[index],
+        )
         if index in capture:
             captured.append(hidden)
+    assert not isinstance(normed, Summed)
     return Result(hidden, normed, captured)
+
+
+def _first_matrix(weights: DecoderWeights) -> Weight:
+    """Return what the rows that enter a layer are multiplied by."""
+    return weights.mixer.qkv if isinstance(weights.mixer, AttentionWeights) else weights.mixer.projection
 
 
 def _mix(

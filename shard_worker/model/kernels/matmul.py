@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from shard_worker.device import devices
 from shard_worker.device.devices import KernelTarget, product_precision
-from shard_worker.model.kernels.codes import Form, as_words, form_of, group_sums, packed_sums
+from shard_worker.model.kernels.codes import Form, as_words, form_of, group_sums, packed_sums, wants_sums
 from shard_worker.model.kernels.elementwise import swiglu
 from shard_worker.model.kernels.heads import Heads, finish_heads
 from shard_worker.model.kernels.sums import row_sums
@@ -37,7 +37,8 @@ _UNIT = 256
 """A part of the depth has a multiple of so many columns, but for the last one; tiles' depths divide it."""
 
 SQUARES_WIDTH = 32
-"""Columns of a row whose squares are summed up first, for the RMSNorm that follows."""
+"""Columns of a row whose squares are summed up first, for the RMSNorm that follows; and they themselves, for a packed
+matrix with offsets that follows."""
 
 
 class Config(NamedTuple):
@@ -63,13 +64,22 @@ class Normed:
     """Rows that an RMSNorm is due on: multiplied by its weights already, but not by the factor of each row.
 
     scaled: [n, depth]. squares: float32 [n, depth / SQUARES_WIDTH], rounded up: the sums of so many columns' squares.
-    factors: float32 [n], of each row, where they are computed already.
+    factors: float32 [n], of each row, where they are computed already. sums: as of `Summed`, of what is in `scaled`.
     """
 
     scaled: torch.Tensor
     squares: torch.Tensor
     eps: float
     factors: torch.Tensor | None = None
+    sums: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """Rows [n, depth], and the sums of every SQUARES_WIDTH of their columns, float32 [n, depth / SQUARES_WIDTH]."""
+
+    rows: torch.Tensor
+    sums: torch.Tensor
 
 
 @triton.jit
@@ -82,15 +92,30 @@ def _factor(squares, ms, rows, depth, eps, PARTS: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
+def _store_sums(
+    tile, sums, block, ms, rows, width, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, SUMS: tl.constexpr
+):
+    """Store the sums of every SUMS columns of a tile, float32 [BLOCK_ROWS, BLOCK_WIDTH]."""
+    each: tl.constexpr = BLOCK_WIDTH // SUMS
+    result = row_sums(tl.reshape(tile, (BLOCK_ROWS * each, SUMS)), BLOCK_ROWS * each, SUMS)
+    parts = block * each + tl.arange(0, each)
+    inside = (ms[:, None] < rows) & (parts[None, :] * SUMS < width)
+    at = ms[:, None] * tl.cdiv(width, SUMS) + parts[None, :]
+    tl.store(sums + at, tl.reshape(result, (BLOCK_ROWS, each)), mask=inside)
+
+
+@triton.jit
 def _finish(
-    acc, other, out, squares, bias, residual, norm, scaled, totals, cos, sin, lines, sessions, indices, slot, block,
-    first_block, ms, ns, rows, width, stride, depth, eps, next_eps,
+    acc, other, out, squares, bias, residual, norm, scaled, totals, next_sums, cos, sin, lines, sessions, indices, slot,
+    block, first_block, ms, ns, rows, width, stride, depth, eps, next_eps,
     BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, SQUARES: tl.constexpr,
     NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, PAIRED: tl.constexpr,
-    THEN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
-    STRIDE: tl.constexpr, LINE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, FLOAT8: tl.constexpr,
+    THEN: tl.constexpr, SUMMED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    ROTARY: tl.constexpr, STRIDE: tl.constexpr, LINE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr,
+    FLOAT8: tl.constexpr,
 ):  # fmt: skip
-    """Do what follows the sums of a tile: the norm's factor, bias, SwiGLU, residual, and the next norm's beginning."""
+    """Do what follows the sums of a tile: the norm's factor, bias, SwiGLU, residual, the next norm's beginning, and
+    sums for the next product."""
     kept = (ms[:, None] < rows) & (ns[None, :] < width)
     at = ms[:, None] * width + ns[None, :]
     kind = out.dtype.element_ty
@@ -116,29 +141,39 @@ def _finish(
         )  # fmt: skip
     else:
         tl.store(out + ms[:, None] * stride + ns[None, :], acc.to(kind), mask=kept)
+    result = acc.to(kind)
     if THEN:
-        acc = tl.where(kept, acc.to(kind).to(tl.float32), 0.0)
+        acc = tl.where(kept, result.to(tl.float32), 0.0)
         factors = tl.load(norm + ns, mask=ns < width, other=0.0)
-        tl.store(scaled + at, (acc * factors[None, :]).to(kind), mask=kept)
-        each: tl.constexpr = BLOCK_WIDTH // SQUARES
-        sums = row_sums(tl.reshape(acc * acc, (BLOCK_ROWS * each, SQUARES)), BLOCK_ROWS * each, SQUARES)
-        parts = block * each + tl.arange(0, each)
-        inside = (ms[:, None] < rows) & (parts[None, :] * SQUARES < width)
-        at = ms[:, None] * tl.cdiv(width, SQUARES) + parts[None, :]
-        tl.store(totals + at, tl.reshape(sums, (BLOCK_ROWS, each)), mask=inside)
+        result = (acc * factors[None, :]).to(kind)
+        tl.store(scaled + at, result, mask=kept)
+        _store_sums(acc * acc, totals, block, ms, rows, width, BLOCK_ROWS, BLOCK_WIDTH, SQUARES)
+    if SUMMED:
+        _store_sums(
+            tl.where(kept, result.to(tl.float32), 0.0),
+            next_sums,
+            block,
+            ms,
+            rows,
+            width,
+            BLOCK_ROWS,
+            BLOCK_WIDTH,
+            SQUARES,
+        )
 
 
 @triton.jit(do_not_specialize=["rows", "slot", "tiles", "first_block"])
 def _product(
     x, weight, scales, scale_factors, offsets, offset_factors, sums, out, squares, bias, residual, norm, scaled, totals,
-    cos, sin, lines, sessions, indices, slot, partial, arrived, rows, tiles, width, stride, depth, first_block, eps,
-    next_eps,
+    next_sums, cos, sin, lines, sessions, indices, slot, partial, arrived, rows, tiles, width, stride, depth,
+    first_block, eps, next_eps,
     BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr, UNIT: tl.constexpr,
     SPLIT: tl.constexpr, SERIAL: tl.constexpr, DESCRIPTORS: tl.constexpr, ALONE: tl.constexpr, STAGES: tl.constexpr,
     EVEN_WIDTH: tl.constexpr, EVEN_DEPTH: tl.constexpr, SQUARES: tl.constexpr,
     NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, PAIRED: tl.constexpr,
-    THEN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
-    STRIDE: tl.constexpr, LINE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, FLOAT8: tl.constexpr,
+    THEN: tl.constexpr, SUMMED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    ROTARY: tl.constexpr, STRIDE: tl.constexpr, LINE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr,
+    FLOAT8: tl.constexpr,
     PRECISION: tl.constexpr, WARPS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of out [rows, width], x [rows, depth] times weight [width, depth] transposed, or part of its sum.
@@ -215,10 +250,10 @@ def _product(
 
     if SPLIT == 1 or SERIAL:
         _finish(
-            total, other_total, out, squares, bias, residual, norm, scaled, totals, cos, sin, lines, sessions, indices,
-            slot, block, first_block, ms, ns, rows, width, stride, depth, eps, next_eps, BLOCK_ROWS, BLOCK_WIDTH,
-            SQUARES, NORMED, NORM_BLOCK, BIASED, ADDED, PAIRED, THEN, HEADS, KV_HEADS, DIM, ROTARY, STRIDE, LINE, PAGE,
-            RING, FLOAT8,
+            total, other_total, out, squares, bias, residual, norm, scaled, totals, next_sums, cos, sin, lines,
+            sessions, indices, slot, block, first_block, ms, ns, rows, width, stride, depth, eps, next_eps, BLOCK_ROWS,
+            BLOCK_WIDTH, SQUARES, NORMED, NORM_BLOCK, BIASED, ADDED, PAIRED, THEN, SUMMED, HEADS, KV_HEADS, DIM, ROTARY,
+            STRIDE, LINE, PAGE, RING, FLOAT8,
         )  # fmt: skip
     else:
         size: tl.constexpr = BLOCK_ROWS * BLOCK_WIDTH
@@ -239,29 +274,35 @@ def _product(
                     other_total += tl.load(parts + turn * step + size + inner, cache_modifier=".cg")
             tl.store(arrived + tile, 0)
             _finish(
-                total, other_total, out, squares, bias, residual, norm, scaled, totals, cos, sin, lines, sessions,
-                indices, slot, block, first_block, ms, ns, rows, width, stride, depth, eps, next_eps, BLOCK_ROWS,
-                BLOCK_WIDTH, SQUARES, NORMED, NORM_BLOCK, BIASED, ADDED, PAIRED, THEN, HEADS, KV_HEADS, DIM, ROTARY,
-                STRIDE, LINE, PAGE, RING, FLOAT8,
+                total, other_total, out, squares, bias, residual, norm, scaled, totals, next_sums, cos, sin, lines,
+                sessions, indices, slot, block, first_block, ms, ns, rows, width, stride, depth, eps, next_eps,
+                BLOCK_ROWS, BLOCK_WIDTH, SQUARES, NORMED, NORM_BLOCK, BIASED, ADDED, PAIRED, THEN, SUMMED, HEADS,
+                KV_HEADS, DIM, ROTARY, STRIDE, LINE, PAGE, RING, FLOAT8,
             )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class _Around:
-    """What happens around a product, as of `linear`. following: where the rows go that the next norm is due on."""
+    """What happens around a product, as of `linear`.
 
-    x: torch.Tensor | Normed
+    source: what is multiplied. normed: the same where a norm is due on it. sums: as of `Summed`, where a weight wants
+    them. following: where the result's rows go on their way into the next product.
+    """
+
+    source: torch.Tensor
+    normed: Normed | None
+    sums: torch.Tensor | None
     bias: torch.Tensor | None
     residual: torch.Tensor | None
     paired: bool
     norm: torch.Tensor | None
     eps: float
     heads: Heads | None
-    following: Normed | None
+    following: Normed | Summed | None
 
 
 def linear(
-    x: torch.Tensor | Normed,
+    x: torch.Tensor | Normed | Summed,
     weight: torch.Tensor | Weight,
     *,
     bias: torch.Tensor | None = None,
@@ -270,17 +311,20 @@ def linear(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     heads: Heads | None = None,
+    then: Weight | None = None,
     config: Config | None = None,
-) -> tuple[torch.Tensor, Normed | None]:
-    """Return x [n, depth] times weight [width, depth] transposed, and the rows on their way into the norm that follows.
+) -> tuple[torch.Tensor, Normed | Summed | None]:
+    """Return x [n, depth] times weight [width, depth] transposed, and the rows on their way into what follows.
 
     bias: [width]. residual: [n, width], added at the end. paired: weight
     is [2 * width, depth], and the result is silu(first half) * second half. norm: float32 [width], of the RMSNorm that
     the result goes through next. heads: the result is queries (and gates), [n, heads.shape.stride]; keys and values go
-    into the session's pages. eps: of either norm that comes after the product. config: how the product is cut, None for
-    what `choose` says. A weight whose parts have unlike forms takes a launch for each; it has no residual and no norm.
+    into the session's pages. eps: of either norm that comes after the product. then: what the rows are multiplied by
+    next, where that is known: they are given with the sums that it wants. config: how the product is cut,
+    None for what `choose` says. A weight whose parts have unlike forms takes a launch for each; it has no residual and
+    no norm.
     """
-    source = x.scaled if isinstance(x, Normed) else x
+    source = x.scaled if isinstance(x, Normed) else x.rows if isinstance(x, Summed) else x
     parts = weight.parts if isinstance(weight, StackedWeight) else (weight,)
     rows, total = len(source), row_count(weight)
     if paired and len(parts) > 1:
@@ -288,26 +332,39 @@ def linear(
         return swiglu(linear(x, weight, bias=bias, eps=eps)[0]), None
     width = total // 2 if paired else total
     out = torch.empty((rows, width if heads is None else heads.shape.stride), dtype=source.dtype, device=source.device)
-    following = None
+    sums_shape = (rows, triton.cdiv(width, SQUARES_WIDTH))
+    next_sums = None
+    if then is not None and wants_sums(then):
+        next_sums = torch.empty(sums_shape, dtype=torch.float32, device=source.device)
+    following: Normed | Summed | None = None
     if norm is not None:
-        totals = torch.empty((rows, triton.cdiv(width, SQUARES_WIDTH)), dtype=torch.float32, device=source.device)
-        following = Normed(torch.empty_like(out), totals, eps)
-    assert len(parts) == 1 or (residual is None and norm is None)
-    around, first = _Around(x, bias, residual, paired, norm, eps, heads, following), 0
+        totals = torch.empty(sums_shape, dtype=torch.float32, device=source.device)
+        following = Normed(torch.empty_like(out), totals, eps, sums=next_sums)
+    elif next_sums is not None:
+        following = Summed(out, next_sums)
+    assert len(parts) == 1 or (residual is None and following is None)
+    sums = None if isinstance(x, torch.Tensor) else x.sums
+    if sums is None and any(isinstance(part, Weight) and wants_sums(part) for part in parts):
+        sums = group_sums(source, SQUARES_WIDTH)
+    around = _Around(
+        source, x if isinstance(x, Normed) else None, sums, bias, residual, paired, norm, eps, heads, following
+    )
+    first = 0
     for part in parts:
         _multiply(around, part, out if heads is not None else out[:, first:], first, config)
         first += row_count(part)
-    return out, following if following is None else _with_factors(following)
+    return out, _with_factors(following) if isinstance(following, Normed) else following
 
 
 def _multiply(
     around: _Around, weight: torch.Tensor | Weight, out: torch.Tensor, first: int, config: Config | None
 ) -> None:
     """Launch the product with a weight of one form. first: how many rows of weights come before."""
-    x, heads, residual, following = around.x, around.heads, around.residual, around.following
-    source, normed = (x.scaled, x) if isinstance(x, Normed) else (x, None)
+    heads, residual, normed, sums = around.heads, around.residual, around.normed, around.sums
+    following = around.following if isinstance(around.following, Normed) else None
+    source, next_sums = around.source, None if around.following is None else around.following.sums
     if isinstance(weight, ReorderedWeight):
-        source, weight = source.index_select(1, weight.order), weight.weight
+        source, sums, weight = source.index_select(1, weight.order), None, weight.weight
     rows, depth = source.shape
     target, size = devices.kernel_target(source.device), source.dtype.itemsize
     shape, places = (None, None) if heads is None else (heads.shape, heads.places)
@@ -336,7 +393,11 @@ def _multiply(
             packed.scales.factors,
             as_words(packed.offsets, form, config.depth),
             None if packed.offsets is None else packed.offsets.factors,
-            None if packed.offsets is None else group_sums(source, form.sums),
+            None
+            if packed.offsets is None
+            else sums
+            if sums is not None and form.sums == SQUARES_WIDTH
+            else group_sums(source, form.sums),
         )
     else:
         read_weight = weight if isinstance(weight, torch.Tensor) else weight.tensor
@@ -346,7 +407,7 @@ def _multiply(
     _product[(blocks * tiles, programs)](
         read_x, read_weight, *groups, out, squares, bias, residual,
         around.norm if heads is None else heads.norms,
-        following.scaled if following else None, following.squares if following else None,
+        following.scaled if following else None, following.squares if following else None, next_sums,
         heads.cos if heads else None, heads.sin if heads else None,
         places.lines if places else None, places.sessions if places else None, places.indices if places else None,
         heads.slot if heads else 0, partial, _arrived(source.device),
@@ -358,6 +419,7 @@ def _multiply(
         NORMED=-1 if normed is None else normed.squares.shape[1] if normed.factors is None else 0,
         NORM_BLOCK=1 if normed is None else triton.next_power_of_2(normed.squares.shape[1]),
         BIASED=bias is not None, ADDED=residual is not None, PAIRED=around.paired, THEN=around.norm is not None,
+        SUMMED=next_sums is not None,
         HEADS=shape.heads if shape else 0, KV_HEADS=shape.kv_heads if shape else 0, DIM=shape.dim if shape else 0,
         ROTARY=shape.rotary if shape else 0, STRIDE=shape.stride if shape else 0, LINE=places.line if places else 0,
         PAGE=shape.page if shape else 0,
@@ -525,7 +587,8 @@ def choose_packed(
     elif rows <= _TILE_ROWS or target is None or target.one_tile_height:
         height = _TILE_ROWS
     else:
-        height = min(64 if target.tensor_engine else 32, triton.next_power_of_2(rows))
+        # Pairs have twice the sums.
+        height = min(64 if target.tensor_engine and not paired else 32, triton.next_power_of_2(rows))
     depths = [one for one in form.depths(depth) if one <= 128 * form.halves]
     if size == 4 or height > 32:
         depths = [one for one in depths if one <= 128] or depths

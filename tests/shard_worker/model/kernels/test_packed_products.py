@@ -33,6 +33,12 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((found.double() - expected).norm() <= 1.02 * rounding + 2e-6 * expected.norm())
 
 
+def check_sums(sums: torch.Tensor, rows: torch.Tensor) -> None:
+    """Fail unless these are the sums of every 32 columns, the last ones of fewer."""
+    padded = F.pad(rows.double(), (0, -rows.shape[1] % 32))
+    torch.testing.assert_close(sums.double(), padded.view(len(rows), -1, 32).sum(2), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
 def test_products_are_those_of_the_elements(kind: str) -> None:
@@ -88,7 +94,7 @@ def test_a_row_is_the_same_alone_and_among_others(kind: str) -> None:
 @torch.inference_mode()
 def test_what_is_done_around_a_product(dtype: torch.dtype) -> None:
     """A norm that is due, SwiGLU, bias, residual and the next norm; gates and ups of one form and of two."""
-    from shard_worker.model.kernels.matmul import begin, linear
+    from shard_worker.model.kernels.matmul import Normed, Summed, begin, linear
 
     limit = 1e-5 if dtype is torch.float32 else 1e-2
     x, norm = random(3, DEPTH, seed=3, dtype=dtype), torch.rand(DEPTH, device=device().torch_device) + 0.5
@@ -98,17 +104,24 @@ def test_what_is_done_around_a_product(dtype: torch.dtype) -> None:
     for weight in (packed("q4_k", 2 * WIDTH, dtype=dtype), StackedWeight((gates, ups))):
         parts = weight.parts if isinstance(weight, StackedWeight) else (weight,)
         gate, up = (due @ torch.cat([part.unpacked() for part in parts]).double().T).chunk(2, -1)
-        found, expected = linear(normed, weight, paired=True)[0], F.silu(gate) * up
+        (found, summed), expected = linear(normed, weight, paired=True, then=gates), F.silu(gate) * up
+        if isinstance(weight, PackedWeight):
+            assert isinstance(summed, Summed)
+            check_sums(summed.sums, found)
         assert (found.double() - expected).norm() < limit * expected.norm()
 
     bias, residual = random(WIDTH, seed=4, dtype=dtype), random(3, WIDTH, seed=5, dtype=dtype)
     then = torch.rand(WIDTH, device=device().torch_device) + 0.5
     order = torch.randperm(DEPTH, generator=torch.Generator().manual_seed(6)).to(x.device)
     weight = ReorderedWeight(gates, order.int())
-    found, following = linear(x, weight, bias=bias, residual=residual, norm=then, eps=EPS)
+    found, following = linear(
+        x, weight, bias=bias, residual=residual, norm=then, eps=EPS, then=concatenate([gates, ups])
+    )
     expected = x.double()[:, order] @ gates.unpacked().double().T + bias.double() + residual.double()
     assert (found.double() - expected).norm() < limit * expected.norm()
-    assert following is not None
+    assert isinstance(following, Normed)
+    assert following.sums is not None
+    check_sums(following.sums, following.scaled)
     assert (following.squares.sum(1).double() - expected.square().sum(1)).norm() < limit * expected.square().sum()
     assert (following.scaled.double() - expected * then.double()).norm() < limit * (expected * then).norm()
 
