@@ -8,6 +8,8 @@ to this form when they are loaded; a kernel or library that multiplies by packed
 from __future__ import annotations
 
 import enum
+import functools
+import importlib.util
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from shard_worker.device import devices
 from shard_worker.weights.cpu_int4 import CpuInt4Weight
 from shard_worker.weights.weight import DenseWeight, StackedWeight, Weight, by_parts
 
@@ -25,7 +28,7 @@ half. Both halves of a tile of bytes are then runs of columns."""
 E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice what the codes of MXFP4 and NVFP4 stand for, as `Packing.table`; scales are halved instead."""
 
-_UNPACKED_ELEMENTS = 1 << 22
+_UNPACKED_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}
 """How many elements are unpacked at a time where nothing multiplies by the packed form."""
 
 _SIGN = 128
@@ -150,6 +153,8 @@ class PackedWeight(Weight):
 
     def unpacked(self, rows: slice = slice(None), dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the elements of some rows, [rows, columns], computed in float32 and then rounded to `dtype`."""
+        if _unpacks_by_kernel(self.device) and self._numbers_are_plain:
+            return self._unpacked_by_kernel(rows, dtype)
         codes, packing = self.codes[rows], self.packing
         if packing.codes is Codes.BITS4:
             codes = unpack_4_bits(codes)
@@ -160,6 +165,25 @@ class PackedWeight(Weight):
         if self.offsets is not None:
             elements += self._by_column(self.offsets, rows)
         return elements.to(dtype)
+
+    @property
+    def _numbers_are_plain(self) -> bool:
+        """Whether a kernel knows the types of all groups' numbers."""
+        from shard_worker.ops.unpacking import KINDS
+
+        return all(numbers is None or numbers.values.dtype in KINDS for numbers in (self.scales, self.offsets))
+
+    def _unpacked_by_kernel(self, rows: slice, dtype: torch.dtype) -> torch.Tensor:
+        """As `unpacked`, in one pass over memory."""
+        from shard_worker.ops.unpacking import unpack
+
+        scales, offsets = self.scales.select_rows(rows), None
+        if self.offsets is not None:
+            own = self.offsets.select_rows(rows)
+            offsets = (own.values, own.group, own.factors, own.span)
+        held = (scales.values, scales.group, scales.factors, scales.span)
+        table = None if self.packing.table is None else _table_on(self.device, self.packing.table)
+        return unpack(self.codes[rows], self.columns, self.packing.origin, table, held, offsets, dtype)
 
     @property
     def group(self) -> int:
@@ -258,11 +282,24 @@ class PackedWeight(Weight):
 
     def _row_parts(self) -> Iterator[slice]:
         """Yield all rows, as many at a time as are unpacked at a time."""
-        step = max(1, _UNPACKED_ELEMENTS // self.columns)
+        step = max(1, _UNPACKED_ELEMENTS[self.device.type] // self.columns)
         return (slice(first, first + step) for first in range(0, self.rows, step))
 
     def _by_column(self, numbers: GroupNumbers, rows: slice) -> torch.Tensor:
         return numbers.numbers(rows).repeat_interleave(numbers.group, 1)[:, : self.columns]
+
+
+@functools.cache
+def _unpacks_by_kernel(device: torch.device) -> bool:
+    """Return whether Triton compiles kernels for a device."""
+    target = devices.kernel_target(device)
+    return target is not None and target.lack is None and importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _table_on(device: torch.device, table: tuple[float, ...]) -> torch.Tensor:
+    """Return a table on a device: it is sent there once."""
+    return torch.tensor(table, dtype=torch.float32, device=device)
 
 
 def _in_order(numbers: torch.Tensor, order: torch.Tensor, run: int) -> torch.Tensor:

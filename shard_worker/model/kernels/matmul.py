@@ -590,7 +590,7 @@ def choose_packed(
         # Pairs have twice the sums.
         height = min(64 if target.tensor_engine and not paired else 32, triton.next_power_of_2(rows))
     depths = [one for one in form.depths(depth) if one <= 128 * form.halves]
-    if size == 4 or height > 32:
+    if size == 4 or height > _TILE_ROWS:
         depths = [one for one in depths if one <= 128] or depths
     for deep in depths:
         stage = wide * (2 if paired else 1) * deep // form.halves + height * deep * size

@@ -33,6 +33,21 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((found.double() - expected).norm() <= 1.02 * rounding + 2e-6 * expected.norm())
 
 
+@pytest.mark.parametrize("kind", KINDS if ON_GPU else ["q4_k", "iq4_xs", "int8", "fp8"])
+@torch.inference_mode()
+def test_elements_are_unpacked_in_one_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them and some rows' are those of plain torch, but for the rounding of a sum."""
+    from shard_worker.weights import packed as module
+
+    weight, by_kernel = packed(kind, 8), []
+    for kernel in (True, False):
+        monkeypatch.setattr(module, "_unpacks_by_kernel", lambda device, kernel=kernel: kernel)
+        by_kernel.append([weight.unpacked(), weight.unpacked(slice(3, 7), DTYPE), weight.lookup(torch.tensor([5, 2]))])
+    for own, expected in zip(*by_kernel, strict=True):
+        assert (own.dtype, own.shape) == (expected.dtype, expected.shape)
+        torch.testing.assert_close(own, expected, rtol=1e-6 if own.dtype is torch.float32 else 1e-2, atol=1e-6)
+
+
 def check_sums(sums: torch.Tensor, rows: torch.Tensor) -> None:
     """Fail unless these are the sums of every 32 columns, the last ones of fewer."""
     padded = F.pad(rows.double(), (0, -rows.shape[1] % 32))
