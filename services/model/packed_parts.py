@@ -66,7 +66,7 @@ class Parts:
     def take_matrix(self, role: str, suffix: str, codes: Collection[str]) -> tuple[int, int]:
         """Take a part that has rows and columns, as `take` does, and return how many."""
         shape = self.take(role, suffix, codes).shape
-        if len(shape) != 2:
+        if len(shape) != 2 or 0 in shape:
             name = f"{self.module}.{suffix}"
             raise InvalidArgument(
                 f"tensor {name} in {self._directory} has shape {list(shape)}; it must be a matrix",
@@ -196,13 +196,20 @@ def names_module(patterns: Iterable[str], module: str) -> bool:
 
     An entry is a regular expression behind "re:", a pattern with asterisks, or some neighbouring parts of the dotted
     name, such as "lm_head", "mlp.gate" or "model.layers.0": it names all modules inside what it names.
+
+    Raises InvalidArgument for what is no regular expression.
     """
     return any(_names(pattern, module) for pattern in patterns)
 
 
 def _names(pattern: str, module: str) -> bool:
     if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
+        try:
+            return re.match(pattern[3:], module) is not None
+        except re.error as error:
+            raise InvalidArgument(
+                f"config.json: {pattern!r} in {CONFIG_KEY} is no regular expression: {error}", field=CONFIG_KEY
+            ) from error
     if "*" in pattern:
         return fnmatch.fnmatchcase(module, pattern)
     return f".{pattern}." in f".{module}."

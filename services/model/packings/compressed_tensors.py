@@ -52,6 +52,7 @@ class Scheme:
 
 def find_matrices(settings: Mapping[str, Any], stored: Mapping[str, TensorHeader], directory: Path) -> FoundMatrices:
     """Find the packed matrices, as `PackingMethod` says."""
+    _refuse_work_at_run_time(settings)
     groups = _groups(settings)
     ignored = module_list(settings, "ignore")
     modules = sorted(
@@ -88,10 +89,36 @@ def find_matrices(settings: Mapping[str, Any], stored: Mapping[str, TensorHeader
     return FoundMatrices(matrices, frozenset(name for name in stored if name.endswith(_UNUSED)))
 
 
+def _refuse_work_at_run_time(settings: Mapping[str, Any]) -> None:
+    """Raises Unimplemented for sparse matrices, and for rotations of activations; those of weights are done already."""
+    sparsity = _object(settings, "sparsity_config")
+    if sparsity.get("format") not in (None, "dense"):
+        raise refused("sparsity_config.format", sparsity["format"], "use a checkpoint that is not sparse")
+    for transform in _object(_object(settings, "transform_config"), "config_groups").values():
+        places = transform.get("apply") if isinstance(transform, Mapping) else None
+        for place in places if isinstance(places, list) else [places]:
+            location = place.get("location") if isinstance(place, Mapping) else place
+            if not str(location).startswith("weight"):
+                raise refused("transform_config", location, "use a checkpoint whose activations are not rotated")
+
+
+def _object(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the object under a key, an empty one where it is not given. Raises InvalidArgument for anything else."""
+    value = settings.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise InvalidArgument(
+            f"config.json: {key} in quantization_config is {value!r}; it must be an object", field="quantization_config"
+        )
+    return value
+
+
 def _groups(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping) or not all(
-        isinstance(group, Mapping) and isinstance(group.get("targets"), list) for group in groups.values()
+        isinstance(group, Mapping)
+        and isinstance(group.get("targets"), list)
+        and all(isinstance(target, str) for target in group["targets"])
+        for group in groups.values()
     ):
         raise InvalidArgument(
             f"config.json: quantization_config.config_groups is {groups!r}; it must be an object of groups, each with "

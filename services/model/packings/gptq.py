@@ -7,13 +7,12 @@ checkpoint_format gptq_v2. With desc_act a column's group is what `g_idx` says.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from services.errors import InvalidArgument
-from services.model.packed_parts import FLOATS, Parts, check_unlisted, group_size, integer_matrix, refused
+from services.model.packed_parts import FLOATS, Parts, check_unlisted, group_size, integer_matrix, names_module, refused
 from services.model.packings import FoundMatrices
 from services.model.tensor_headers import TensorHeader
 
@@ -53,8 +52,9 @@ def find_matrices(settings: Mapping[str, Any], stored: Mapping[str, TensorHeader
 def _settings_of(module: str, settings: Mapping[str, Any], dynamic: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings of one module: those of the first pattern that matches it come before the others."""
     for pattern, own in dynamic.items():
-        matches = not pattern.startswith("-:") and re.match(pattern.removeprefix("+:"), module)
-        if matches and isinstance(own, Mapping):
+        if pattern.startswith("-:") or not isinstance(own, Mapping):
+            continue
+        if names_module([f"re:{pattern.removeprefix('+:')}"], module):
             return {**settings, **own}
     return settings
 

@@ -22,7 +22,7 @@ _LISTS = ("ignore", "exclude_modules")
 
 def find_matrices(settings: Mapping[str, Any], stored: Mapping[str, TensorHeader], directory: Path) -> FoundMatrices:
     """Find the packed matrices, as `PackingMethod` says."""
-    algorithm = settings.get("quant_algo")
+    algorithm = str(settings.get("quant_algo"))
     if algorithm not in _MARKS:
         raise refused("quant_algo", algorithm, f"convert the checkpoint to {' or '.join(_MARKS)}")
     matrices = {}

@@ -110,6 +110,13 @@ def test_contents_that_a_format_cannot_have_are_named(
     assert caught.value.where["field"] == name
 
 
+ROTATIONS = {
+    "R2": {"type": "hadamard", "apply": [{"targets": ["v_proj"], "location": "weight_output"}]},
+    "R4": {"type": "hadamard", "apply": [{"targets": ["down_proj"], "location": "input"}]},
+}
+"""One that is part of the weights already, and one that each product would begin with."""
+
+
 def groups(**weights: Any) -> dict[str, Any]:
     return {"group_0": {"targets": ["Linear"], "weights": weights}}
 
@@ -149,7 +156,11 @@ def groups(**weights: Any) -> dict[str, Any]:
         ("ct-int", {"config_groups": {}}, InvalidArgument, "is packed, but no group"),
         ("ct-int", {"config_groups": None}, InvalidArgument, "config_groups is None; it must be an object of groups"),
         ("ct-int", {"ignore": ["lm_head", "re:.*v_proj"]}, InvalidArgument, r"v_proj\.weight is packed, .*ignore"),
+        ("ct-int", {"ignore": ["re:("]}, InvalidArgument, r"'re:\(' .*is no regular expression"),
+        ("ct-int", {"sparsity_config": "x"}, InvalidArgument, "sparsity_config .* must be an object"),
         ("ct-int", {"ignore": []}, InvalidArgument, r"lm_head\.weight is not packed, but .*config_groups"),
+        ("ct-int", {"sparsity_config": {"format": "sparse-24-bitmask"}}, Unimplemented, "format 'sparse-24-bitmask'"),
+        ("ct-int", {"transform_config": {"config_groups": ROTATIONS}}, Unimplemented, "transform_config 'input'"),
         ("ct-4-group", {"config_groups": groups(num_bits=3, group_size=32)}, Unimplemented, "num_bits 3 .*4 or 8"),
         (
             "ct-4-group",
