@@ -44,6 +44,8 @@ class GgufCheckpoint(Checkpoint):
             case Elements.PLUS_ONE:
                 tensor = tensor - 1
             case Elements.MINUS_EXP:
+                if not bool((tensor < 0).all()):
+                    raise self._damaged(name, "holds numbers that are not below 0, as -exp(w) is")
                 tensor = torch.log(-tensor)
         if stored.rows is not None and not stored.rows.is_same:
             tensor = tensor.reshape(stored.shape)[_row_order(stored.rows)]
@@ -90,12 +92,11 @@ class GgufCheckpoint(Checkpoint):
         """Raise DataLoss for scales that are no finite numbers."""
         for numbers in (weight.scales, weight.offsets):
             if numbers is not None and not _are_finite(numbers):
-                stored = self._stored[name].tensor
-                raise DataLoss(
-                    f"tensor {stored.name} in {stored.path} has scales that are NaN or infinite; they must be finite",
-                    reason="TENSOR_CONTENTS",
-                    field=name,
-                )
+                raise self._damaged(name, "has scales that are NaN or infinite; they must be finite")
+
+    def _damaged(self, name: str, what: str) -> DataLoss:
+        stored = self._stored[name].tensor
+        return DataLoss(f"tensor {stored.name} in {stored.path} {what}", reason="TENSOR_CONTENTS", field=name)
 
 
 def _rows(tensor: GgufTensor) -> torch.Tensor:

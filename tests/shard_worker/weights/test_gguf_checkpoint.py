@@ -125,6 +125,16 @@ def test_a_stage_reads_its_own_layers_alone(models: Callable[[str], Model], tmp_
         load_stage(path, (2, 3))
 
 
+def test_decays_that_no_checkpoint_has_are_named(models: Callable[[str], Model], tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    content = bytearray(models("qwen3_5 Q4_0").path.read_bytes())
+    decays = read_gguf(models("qwen3_5 Q4_0").path).tensors["blk.0.ssm_a"]
+    content[decays.begin : decays.begin + 4] = np.array([0.5], dtype=np.float32).tobytes()
+    path.write_bytes(content)
+    with pytest.raises(DataLoss, match=r"tensor blk.0.ssm_a in .*model.gguf holds numbers that are not below 0"):
+        load_stage(path, (0, 1))
+
+
 def test_a_fingerprint_is_that_of_the_numbers(models: Callable[[str], Model], tmp_path: Path) -> None:
     """Not of the path and of what the file says of text; other packings of one model are other models."""
     path = models("qwen3 Q4_K_M").path
