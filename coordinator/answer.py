@@ -80,7 +80,8 @@ class Stats:
     acceptance_length: the mean number of tokens that a verify step produced, None without one. cached_tokens: prompt
     tokens that were not computed but restored from `cache_source` ("memory" or "disk", None where there were none),
     which took restore_ms. draft_lost: whether a draft that the answer should have had was lost. original_prompt_tokens:
-    the prompt's length before it was compressed, which took compress_ms; None where it was not.
+    the prompt's length before it was compressed, which took compress_ms; None where it was not. resumed: how often the
+    answer went on behind a chain that was lost.
     """
 
     prompt_tokens: int
@@ -101,6 +102,7 @@ class Stats:
     draft_lost: bool = False
     original_prompt_tokens: int | None = None
     compress_ms: float = 0.0
+    resumed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.engine.generation import CHUNKS_IN_FLIGHT
+from coordinator.engine.chain_attempt import CHUNKS_IN_FLIGHT
 from services.errors import InternalError
 from services.messages.steps import Commit, Event, Failure, Forward, Proposal, StepKind
 from services.rpc.stage import StageSession

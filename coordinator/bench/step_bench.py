@@ -19,7 +19,7 @@ from coordinator.bench.floor import Floor
 from coordinator.bench.session_driver import CHUNK, SessionDriver
 from coordinator.cli.option_groups import Flag
 from coordinator.cluster.cluster import Cluster
-from coordinator.engine.generation import MORE_STEPS
+from coordinator.engine.chain_attempt import MORE_STEPS
 from services.errors import InvalidArgument
 from services.messages.sampling import SamplingParams
 from services.messages.steps import StepKind

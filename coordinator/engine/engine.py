@@ -76,8 +76,10 @@ class Engine:
         max_running: int = 16,
         max_waiting: int = 64,
         compressor: Compressor | None = None,
+        resume_timeout_s: float = 0.0,
     ) -> None:
-        """Raises InvalidArgument when max_model_len is beyond the model's own context."""
+        """resume_timeout_s: how long an answer waits for a chain of stages that was lost; 0 to end with it, as is due
+        where nobody brings it back. Raises InvalidArgument when max_model_len is beyond the model's own context."""
         self.cluster, self.files, self.prefixes, self.compressor = cluster, files, prefixes, compressor
         self.name, self.aliases, self.created = name, aliases, int(time.time())
         most = cluster.target.max_position
@@ -90,7 +92,7 @@ class Engine:
         self._max_running, self._max_waiting = max_running, max_waiting
         self._turns = asyncio.Semaphore(max_running)
         self._running = self._waiting = 0
-        self._draining = False
+        self._draining, self._resume_timeout_s = False, resume_timeout_s
         self.listeners: list[Callable[[FinishedRequest], None]] = []
         self.step_listeners: list[Callable[[StepTaken], None]] = []
         self._idle = asyncio.Event()
@@ -124,7 +126,14 @@ class Engine:
         """
         span = RequestSpan(request, self.name)
         request = replace(request, trace=span.trace)
-        generation = Generation(self.cluster, request, self.files.tokenizer, self.prefixes, self._pass_step)
+        generation = Generation(
+            self.cluster,
+            request,
+            self.files.tokenizer,
+            self.prefixes,
+            self._pass_step,
+            resume_timeout_s=self._resume_timeout_s,
+        )
         check_length(request, self.max_model_len)
         arrived = started = time.monotonic()
         outcome = "refused"
@@ -166,6 +175,7 @@ class Engine:
             "decode_ms": round(stats.decode_ms, 1),
             "draft_ms": round(stats.draft_ms, 1),
             "acceptance_length": stats.acceptance_length,
+            "resumed": stats.resumed,
         }  # fmt: skip
         log.info(
             "request.finished",

@@ -281,6 +281,7 @@ def _finished(message: generation_pb2.Finished) -> Finished:
             timings.decode_tokens_per_second,
             timings.draft_ms,
             timings.compress_ms,
+            timings.resumed,
         ),
         SpeculationFigures(
             speculation.steps,

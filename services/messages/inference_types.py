@@ -155,7 +155,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """How many milliseconds the parts of an answer took. Decoding begins with the first token."""
+    """How many milliseconds the parts of an answer took. Decoding begins with the first token.
+
+    resumed: how often the answer waited for lost workers, and went on with the same tokens.
+    """
 
     prefill_ms: float = 0.0
     restore_ms: float = 0.0
@@ -163,6 +166,7 @@ class Timings:
     decode_tokens_per_second: float = 0.0
     draft_ms: float = 0.0
     compress_ms: float = 0.0
+    resumed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ ASK: Any = [{"role": "user", "content": "Calculate 4729 + 3485."}]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    options = ("--target-devices", "cpu,cpu", "--client-timeout", 3, "--allowed-hosts", "gpu.example")
+    options = ("--target-devices", "cpu,cpu", "--client-timeout", 3, "--allowed-hosts", "gpu.example", "--no-resume")
     with serving(tmp_path_factory.mktemp("serve"), *PAIR, *options) as running:
         yield running
 

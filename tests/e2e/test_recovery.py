@@ -10,6 +10,7 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -137,6 +138,72 @@ async def test_answers_go_on_when_the_drafts_worker_is_killed_or_stopped(fault: 
             assert metric(server, "answers_without_draft_total") >= sum(lost for _, lost in answers)
             until(lambda: metric(server, "draft_ready") == 1, 60)
             assert [await calculate(client, number, asyncio.Event()) for number in range(len(SUMS))] == alone
+
+
+PEOPLE = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+MIXED: list[dict[str, Any]] = [
+    {"temperature": 0, "max_tokens": 160, "extra_body": {"ignore_eos": True}},
+    {"temperature": 0.9, "seed": 7, "max_tokens": 160, "extra_body": {"ignore_eos": True, "speculate": False}},
+    {"temperature": 0, "presence_penalty": 0.7, "frequency_penalty": 0.3, "max_tokens": 120, "logprobs": True},
+    {"temperature": 0.7, "seed": 3, "max_tokens": 120, "stop": ["never said"], "extra_body": {"ignore_eos": True}},
+    {
+        "temperature": 0.8,
+        "seed": 11,
+        "max_tokens": 120,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": PEOPLE}},
+    },
+]
+"""What answers that lose a worker ask for; extra_body is the SDK's."""
+
+
+async def whole_answer(client: openai.AsyncOpenAI, fields: dict[str, Any], begun: asyncio.Event) -> tuple[Any, int]:
+    """Text, log-probabilities and finish reason of a streamed answer, and how often it was resumed."""
+    first, second = SUMS[0]
+    text, logprobs, reason, resumed = "", list[Any](), None, 0
+    async with await client.chat.completions.create(
+        model="target",
+        messages=[{"role": "user", "content": f"Calculate {first} + {second}."}],
+        stream=True,
+        stream_options={"include_usage": True},
+        **fields,
+    ) as chunks:
+        async for chunk in chunks:
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                reason = choice.finish_reason or reason
+                if choice.logprobs is not None and choice.logprobs.content:
+                    logprobs += [(token.token, round(token.logprob, 4)) for token in choice.logprobs.content]
+                begun.set()
+            resumed += (chunk.model_extra or {}).get("timings", {}).get("resumed", 0)
+    return (text, logprobs, reason), resumed
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(0, marks=pytest.mark.slow)])
+async def test_answers_outlive_their_workers(stage: int, tmp_path: Path) -> None:
+    """Streams of all kinds, drafted and plain, go on with the same tokens when a worker that was killed is back; their
+    clients see a pause."""
+    options = ("--target-devices", "cpu,cpu", "--dtype", "float32", "--threads", 1)
+    with serving(tmp_path, *PAIR, *options) as server:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120
+        ) as client:
+            alone = [await whole_answer(client, fields, asyncio.Event()) for fields in MIXED]
+            assert [resumed for _, resumed in alone] == [0] * len(MIXED)
+            begun = [asyncio.Event() for _ in MIXED]
+            asking = [
+                asyncio.ensure_future(whole_answer(client, fields, event))
+                for fields, event in zip(MIXED, begun, strict=True)
+            ]
+            await asyncio.gather(*(event.wait() for event in begun))
+            os.kill(sorted(children(server.process.pid))[stage], signal.SIGKILL)
+            answers = await asyncio.gather(*asking)
+    assert [answer for answer, _ in answers] == [answer for answer, _ in alone]
+    assert sum(resumed for _, resumed in answers) >= 2
 
 
 def is_drafter(pid: int) -> bool:

@@ -146,6 +146,7 @@ def _finished(answer: Answer) -> Finished:
             stats.decode_tokens_per_s,
             stats.draft_ms,
             stats.compress_ms,
+            stats.resumed,
         ),
         SpeculationFigures(
             stats.steps, stats.draft_tokens, stats.accepted_tokens, stats.acceptance_length, stats.notes

@@ -31,6 +31,7 @@ _COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "draft_tokens": ("Tokens that the draft proposed.", ()),
     "accepted_tokens": ("Draft tokens that were accepted.", ()),
     "answers_without_draft": ("Answers that were plain, all or in part: the draft was lost.", ()),
+    "answers_resumed": ("Times that answers went on behind lost workers.", ()),
     "decode_steps": ("Steps through all stages after the first token.", ()),
     "stage_forward_seconds": ("Decode time that a stage computed.", ("stage", "device")),
     "stage_wire_seconds": ("Decode time between a stage and the one above.", ("stage", "device")),
@@ -152,6 +153,7 @@ class Metrics:
         self._add("draft_tokens", stats.draft_tokens)
         self._add("accepted_tokens", stats.accepted_tokens)
         self._add("answers_without_draft", stats.draft_lost)
+        self._add("answers_resumed", stats.resumed)
         self._add("decode_steps", stats.steps)
         self._observe("request_prompt_tokens", stats.prompt_tokens)
         self._observe("request_generation_tokens", stats.completion_tokens)

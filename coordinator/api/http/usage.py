@@ -49,5 +49,6 @@ def timings_of(answer: Answer) -> dict[str, Any]:
         "draft_n_accepted": stats.accepted_tokens,
         "acceptance_length": stats.acceptance_length,
         "steps": stats.steps,
+        "resumed": stats.resumed,
         "notes": list(stats.notes),
     }

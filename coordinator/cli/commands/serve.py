@@ -94,6 +94,7 @@ async def serve(
             max_running=service.max_concurrent_requests,
             max_waiting=service.max_waiting_requests,
             compressor=started.compressor,
+            resume_timeout_s=service.resume_timeout if service.resume else 0.0,
         )
         board = await stack.enter_async_context(Board(engine))
         stop = _stop_signal()

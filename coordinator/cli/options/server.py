@@ -12,6 +12,7 @@ import click
 from coordinator.api.api_keys import ApiKeys, read_keys
 from coordinator.api.http.allowed_hosts import AllowedHosts, own_names
 from coordinator.cli.option_groups import Flag
+from coordinator.engine.generation import RESUME_TIMEOUT_S
 from services.addresses import is_loopback
 from services.errors import InvalidArgument
 from services.net.client_server import CLIENT_TIMEOUT_S
@@ -152,6 +153,22 @@ class ServiceOptions:
     max_waiting_requests: Annotated[
         int, Flag("Requests that wait; more of them are told to come again (429).", type=click.IntRange(0), metavar="N")
     ] = 64
+    resume: Annotated[
+        bool,
+        Flag(
+            "When a worker is lost, let answers wait until it is back, and go on with the same tokens; otherwise they "
+            "end with an error.",
+            "--resume/--no-resume",
+        ),
+    ] = True
+    resume_timeout: Annotated[
+        float,
+        Flag(
+            "How long an answer waits for lost workers.",
+            type=click.FloatRange(0, min_open=True),
+            metavar="SECONDS",
+        ),
+    ] = RESUME_TIMEOUT_S
     client_timeout: Annotated[
         float,
         Flag(

@@ -189,20 +189,22 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., cache_source: _Optional[_Union[CacheSource, str]] = ..., completion_tokens: _Optional[int] = ..., original_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("prefill_ms", "restore_ms", "decode_ms", "decode_tokens_per_second", "draft_ms", "compress_ms")
+    __slots__ = ("prefill_ms", "restore_ms", "decode_ms", "decode_tokens_per_second", "draft_ms", "compress_ms", "resumed")
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     RESTORE_MS_FIELD_NUMBER: _ClassVar[int]
     DECODE_MS_FIELD_NUMBER: _ClassVar[int]
     DECODE_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     DRAFT_MS_FIELD_NUMBER: _ClassVar[int]
     COMPRESS_MS_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
     prefill_ms: float
     restore_ms: float
     decode_ms: float
     decode_tokens_per_second: float
     draft_ms: float
     compress_ms: float
-    def __init__(self, prefill_ms: _Optional[float] = ..., restore_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., decode_tokens_per_second: _Optional[float] = ..., draft_ms: _Optional[float] = ..., compress_ms: _Optional[float] = ...) -> None: ...
+    resumed: int
+    def __init__(self, prefill_ms: _Optional[float] = ..., restore_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., decode_tokens_per_second: _Optional[float] = ..., draft_ms: _Optional[float] = ..., compress_ms: _Optional[float] = ..., resumed: _Optional[int] = ...) -> None: ...
 
 class Speculation(_message.Message):
     __slots__ = ("steps", "draft_tokens", "accepted_tokens", "acceptance_length", "notes")

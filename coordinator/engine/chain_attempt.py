@@ -1,0 +1,318 @@
+"""One attempt to compute an answer on a chain of stages: prefill in chunks behind the longest kept prefix, then decode
+steps until something ends the answer.
+
+Each step goes down the chain once. What comes back is the tokens that it produced and, where it was asked for, the
+draft's proposal for the next step. An answer that has begun on another chain is computed anew up to its last token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+
+from coordinator.answer import Answer, Phase, Piece
+from coordinator.cluster.cluster import Cluster
+from coordinator.engine.answer_state import AnswerState, Cached, untold
+from coordinator.engine.prefill_chunk import chunk_for
+from coordinator.engine.step_times import StageShare, StepTaken, sent_bytes, split_time
+from coordinator.prefix.policy import chunks
+from coordinator.prefix.run import PrefixRun
+from services.errors import InternalError, error_named
+from services.messages.steps import (
+    Commit,
+    Event,
+    Failure,
+    FailureReason,
+    Forward,
+    Proposal,
+    SnapshotRestored,
+    SnapshotSaved,
+    StepKind,
+)
+from services.rpc.stage import StageSession
+
+MORE_STEPS = 15
+"""Most steps that the workers may take by themselves behind one that was sent."""
+
+CHUNKS_IN_FLIGHT = 4
+"""Prefill chunks that are sent ahead of their answers, so that the stages work on different chunks at once."""
+
+REPLAY_ROWS = 16
+"""Rows of a step that computes known tokens of an answer anew. They are verified like a block of a draft, so that each
+has the bits that it had in a step of its own, wherever rows do not depend on others."""
+
+
+class ChainAttempt:
+    """One attempt. Iterate over `pieces`, then read `answer`.
+
+    answer: None until it is complete. opened: whether the chain took the session. produced: whether tokens were added
+    to the answer.
+    """
+
+    def __init__(
+        self,
+        state: AnswerState,
+        cluster: Cluster,
+        prefix: PrefixRun | None,
+        on_step: Callable[[StepTaken], None],
+        looked_up_at: float,
+    ) -> None:
+        """prefix: has looked for the longest kept prefix, from the time `looked_up_at` on. on_step: called with every
+        answered step."""
+        self._state, self._cluster, self._prefix, self._on_step = state, cluster, prefix, on_step
+        self._request, self._looked_up_at = state.request, looked_up_at
+        self._chunk = self._request.prefill_chunk or chunk_for(cluster.workers)
+        draft = cluster.draft
+        self._draft_reach = 0 if draft is None else draft.max_position
+        # All tokens that the session has committed or will, also those behind the answer's end.
+        self._sequence: list[int] = [*self._request.prompt_ids, *state.token_ids]
+        self._step = self._length = 0
+        # How many steps the workers go on with by themselves, and how many draft tokens each of them proposes.
+        self._following = self._proposing = 0
+        self._draft_tokens: tuple[int, ...] = ()
+        self._restored_at = self._run_at = self._prefilled_at = 0.0
+        self.opened = self.produced = False
+        self.answer: Answer | None = None
+
+    async def pieces(self) -> AsyncGenerator[Piece]:
+        """Yield what is new of the answer. Raises the FlashsplitError that ended the attempt, if one did."""
+        session: StageSession | None = await self._open()
+        self.opened = True
+        try:
+            assert session is not None
+            events = session.events()
+            async for piece in self._run(session, events):
+                yield piece
+            if self._prefix is not None:
+                self._prefix.finish(session, events, tuple(self._sequence[: self._length]))
+                session = None
+        finally:
+            self._note_phases()
+            if session is not None:
+                await session.close()
+
+    async def _open(self) -> StageSession:
+        request, block_size = self._request, self._state.speculation.block_size
+        length = len(request.prompt_ids)
+        replay_rows = REPLAY_ROWS if self._state.token_ids else 1
+        return await self._cluster.open(
+            request_id=request.request_id,
+            max_length=length + request.max_tokens,
+            max_rows=max(self._chunk, block_size, replay_rows),
+            block_rows=max(block_size, replay_rows),
+            prompt_length=length,
+            sampling=request.sampling,
+            stop_token_ids=request.stop_token_ids,
+            speculate=block_size > 1,
+            logprobs=request.logprobs,
+            prompt_logprobs=request.prompt_logprobs,
+            grammar=request.grammar,
+            trace=request.trace,
+        )
+
+    async def _run(self, session: StageSession, events: AsyncIterator[Event]) -> AsyncIterator[Piece]:
+        state = self._state
+        started = self._run_at = time.monotonic()
+        async for piece in self._prefill(session, events):
+            self._prefilled_at = time.monotonic()
+            yield piece
+        if state.token_ids:
+            await self._replay(session, events)
+            self._prefilled_at = self._prefilled_at or time.monotonic()
+        state.prefill_s += self._prefilled_at - started
+        while state.finish_reason is None:
+            async for piece in self._decode_step(session, events):
+                yield piece
+        if (piece_left := state.end()) is not None:
+            yield piece_left
+        hit = None if self._prefix is None else self._prefix.hit
+        restored_ms = 0.0 if self._prefix is None else self._prefix.restored_ms
+        cached = Cached() if hit is None else Cached(hit.length, hit.source, hit.load_ms + restored_ms)
+        self.answer = state.answer(session.stages, cached)
+
+    def _note_phases(self) -> None:
+        """Record when prefill and decode began and ended, as far as the attempt came."""
+        now, phases = time.monotonic(), self._state.phases
+        if self._run_at:
+            phases.append(Phase("prefill", max(self._run_at, self._restored_at), self._prefilled_at or now))
+        if self._prefilled_at:
+            phases.append(Phase("decode", self._prefilled_at, now))
+
+    # --- prefill
+
+    async def _prefill(self, session: StageSession, events: AsyncIterator[Event]) -> AsyncIterator[Piece]:
+        prompt, prefix, state = self._request.prompt_ids, self._prefix, self._state
+        points = prefix.points if prefix is not None else ()
+        restore = prefix.restore() if prefix is not None else None
+        if restore is not None:
+            await session.restore_snapshot(restore)
+            self._length = restore.length
+        # Where the whole prompt was restored there is nothing to compute: its logits give the first token.
+        steps = chunks(len(prompt), points, self._chunk, self._length) or [(len(prompt), len(prompt))]
+        unanswered, answered, propose = 0, self._length, 0
+        for first, end in steps:
+            last = end == len(prompt)
+            kind = StepKind.PREFILL if not last else StepKind.DECODE if first < end else StepKind.RESUME
+            if last and not state.token_ids:
+                propose = self._proposal_length()
+            await session.forward(Forward(self._step, first, prompt[first:end], kind, propose))
+            self._step += 1
+            if end in points:
+                await self._keep(session, end)
+            unanswered += 1
+            while unanswered > (0 if last else CHUNKS_IN_FLIGHT):
+                commit = await self._commit(events)
+                unanswered -= 1
+                self._report(StepKind.PREFILL, commit.length - answered, commit, split_time(commit, 0))
+                if self._request.prompt_logprobs is not None:
+                    yield state.add_prompt(answered, prompt[answered : commit.length], commit)
+                answered = commit.length
+        self._length = commit.length
+        if not state.token_ids:
+            yield self._add(commit)
+            if state.finish_reason is None:
+                self._draft_tokens = await self._proposal(events, propose)
+
+    async def _replay(self, session: StageSession, events: AsyncIterator[Event]) -> None:
+        """Compute anew what the answer has behind the prompt, but for its last token, with which the next step begins.
+
+        Where rounding has it that other tokens would follow, those that were told are taken.
+        """
+        known = [*self._request.prompt_ids, *self._state.token_ids]
+        end, kind = len(known) - 1, StepKind.VERIFY
+        while self._length < end:
+            most = REPLAY_ROWS if kind is StepKind.VERIFY else self._chunk
+            rows = tuple(known[self._length : min(self._length + most, end)])
+            if kind is StepKind.VERIFY and len(rows) == 1:
+                kind = StepKind.DECODE
+            await session.forward(Forward(self._step, self._length, rows, kind))
+            self._step += 1
+            commit = await self._commit(events)
+            self._report(StepKind.PREFILL, len(rows), commit, split_time(commit, 0))
+            if commit.length < self._length + len(rows):
+                kind = StepKind.PREFILL
+            self._length = commit.length
+
+    # --- decode
+
+    async def _decode_step(self, session: StageSession, events: AsyncIterator[Event]) -> AsyncIterator[Piece]:
+        state = self._state
+        draft_tokens = self._draft_tokens[: state.remaining - 1]
+        kind = StepKind.VERIFY if draft_tokens else StepKind.DECODE
+        rows = (state.token_ids[-1], *draft_tokens)
+        propose, sent_ns = self._proposing, time.monotonic_ns()
+        if not self._following:
+            if self._prefix is not None and self._prefix.checkpoint_due(self._length):
+                await self._keep(session, self._length)
+            propose = self._proposing = self._proposal_length()
+            sent_ns = time.monotonic_ns()
+            more = self._more(max(len(draft_tokens), propose))
+            await session.forward(Forward(self._step, self._length, rows, kind, propose, more=more))
+        self._step += 1
+        commit = await self._commit(events)
+        stages = split_time(commit, time.monotonic_ns() - sent_ns)
+        state.times.add(stages)
+        self._length, self._following = commit.length, commit.more
+        accepted = len(commit.token_ids) - 1 if draft_tokens else 0
+        piece = self._add(commit)
+        # What was accepted behind the answer's end is no part of the answer.
+        state.accepted += min(accepted, len(piece.token_ids))
+        yield piece
+        drafted_ns = state.times.draft_ns
+        if state.finish_reason is None:
+            self._draft_tokens = await self._proposal(events, propose)
+        elapsed_ns = time.monotonic_ns() - sent_ns
+        state.speculation.observe(len(draft_tokens), accepted, elapsed_ns / 1e9)
+        self._report(kind, len(rows), commit, stages, elapsed_ns, state.times.draft_ns - drafted_ns)
+
+    def _more(self, draft_tokens: int) -> int:
+        """Return how many steps may follow by themselves.
+
+        They all lie within the answer; there are none where a length is being measured or a text may end the answer.
+        """
+        if self._request.stop_strings or not self._state.speculation.steady:
+            return 0
+        return max(0, min(MORE_STEPS, self._state.remaining // (draft_tokens + 1) - 1))
+
+    async def _keep(self, session: StageSession, length: int) -> None:
+        """Have the workers keep the state behind the first `length` tokens, which are all that is committed."""
+        if self._prefix is not None and (save := await self._prefix.save(tuple(self._sequence[:length]))) is not None:
+            await session.save_snapshot(save)
+
+    def _proposal_length(self) -> int:
+        """Return how many draft tokens to ask for; none beyond the context that the draft was made for."""
+        state = self._state
+        count = state.speculation.draft_tokens()
+        if count and len(self._request.prompt_ids) + len(state.token_ids) + count >= self._draft_reach:
+            state.speculation.switch_off(f"plain decode: the draft was made for {self._draft_reach} tokens")
+            return 0
+        return count
+
+    def _add(self, commit: Commit) -> Piece:
+        """Add a step's tokens to the answer, and return what is new of it."""
+        self.produced = True
+        self._sequence += commit.token_ids
+        return self._state.add(commit)
+
+    # --- events
+
+    async def _commit(self, events: AsyncIterator[Event]) -> Commit:
+        event = await self._next(events)
+        while isinstance(event, Failure):
+            event = await self._next(events)
+        if not isinstance(event, Commit):
+            raise InternalError(f"stage 0 answered {type(event).__name__} where a commit was due")
+        if self._request.logprobs is not None and len(event.logprobs) != len(event.token_ids):
+            raise untold()
+        return event
+
+    async def _proposal(self, events: AsyncIterator[Event], count: int) -> tuple[int, ...]:
+        if not count:
+            return ()
+        event = await self._next(events)
+        while isinstance(event, Failure):
+            event = await self._next(events)
+        if not isinstance(event, Proposal):
+            raise InternalError(f"stage 0 answered {type(event).__name__} where a proposal was due")
+        self._state.times.draft_ns += event.elapsed_ns
+        return event.token_ids
+
+    async def _next(self, events: AsyncIterator[Event]) -> Event:
+        """Return the next event but for those of snapshots. A lost draft is noted; any other failure is raised."""
+        event = await anext(events, None)
+        while isinstance(event, SnapshotSaved | SnapshotRestored):
+            if self._prefix is not None:
+                self._prefix.record(event)
+            if isinstance(event, SnapshotRestored):
+                self._restored_at = time.monotonic()
+                self._state.phases.append(Phase("restore", self._looked_up_at, self._restored_at))
+            event = await anext(events, None)
+        if event is None:
+            raise InternalError("stage 0 ended the session without a reason")
+        if isinstance(event, Failure):
+            if event.reason is not FailureReason.DRAFT_LOST:
+                raise error_named(
+                    event.code,
+                    event.message,
+                    reason=event.reason.name,
+                    stage=event.location.stage,
+                    host=event.location.host,
+                    device=event.location.device,
+                )
+            self._state.speculation.lose_draft(event.message)
+            self._cluster.report_lost_draft(event)
+        return event
+
+    def _report(
+        self,
+        kind: StepKind,
+        rows: int,
+        commit: Commit,
+        stages: tuple[StageShare, ...],
+        elapsed_ns: int = 0,
+        draft_ns: int = 0,
+    ) -> None:
+        """Pass an answered step to who listens; the arguments are the fields of `StepTaken`."""
+        kept = rows if kind is StepKind.PREFILL else len(commit.token_ids)
+        name, sent = self._request.request_id, sent_bytes(commit, rows)
+        self._on_step(StepTaken(name, kind, rows, kept, elapsed_ns, draft_ns, stages, sent))
