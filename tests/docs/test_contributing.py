@@ -99,6 +99,7 @@ def test_a_sampling_parameter_is_four_files() -> None:
     ("heading", "name"),
     [
         ("A model family", "qwen3_5"),
+        ("A way of packing matrices", "awq"),
         ("A kind of layer", "linear_attention"),
         ("A draft kind", "dflash"),
         ("A role of workers", "compress"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shard_worker.weights.weight import BlockedWeight, DenseWeight, Weight, concatenate
+from shard_worker.weights.weight import BlockedWeight, DenseWeight, ReorderedWeight, StackedWeight, Weight, concatenate
 from tests.shard_worker.allocated import allocated_bytes
 
 
@@ -73,3 +73,36 @@ def test_prompts_of_all_lengths_take_no_more_memory() -> None:
         x = torch.randn(rows, 64)
         assert weight.matmul(x).shape == (rows, 96)
     assert allocated_bytes() - before < 12 << 20
+
+
+@pytest.mark.parametrize("rows", [slice(0, 9), slice(2, 5), slice(3, 9), slice(4, None), slice(6, 8)])
+def test_runs_of_rows_are_taken_out_of_unlike_forms(rows: slice) -> None:
+    """From one part, from several, and from where one ends."""
+    first, second, order = torch.randn(4, 6), torch.randn(5, 6), torch.tensor([2, 0, 5, 4, 1, 3])
+    reordered = ReorderedWeight(DenseWeight(second[:, order]), order.int())
+    x = torch.randn(3, 6)
+
+    part = concatenate([DenseWeight(first), reordered]).select_rows(rows)
+
+    torch.testing.assert_close(part.matmul(x), x @ torch.cat((first, second))[rows].T)
+
+
+def test_columns_in_another_order() -> None:
+    """Products and rows looked up are those of the columns in their own order; two in one order stay one matrix."""
+    matrix, order = torch.randn(6, 5), torch.tensor([3, 1, 4, 0, 2])
+    weight = ReorderedWeight(DenseWeight(matrix[:, order]), order.int())
+    x, bias = torch.randn(2, 5), torch.randn(6)
+
+    check_product(weight, matrix, x, bias)
+    check_product(weight.prepared(), matrix, x, bias)
+    assert torch.equal(weight.lookup(torch.tensor([4, 0])), matrix[[4, 0]])
+    assert weight.nbytes == matrix.nbytes + 5 * 4
+    with pytest.raises(TypeError, match="no dense form"):
+        _ = weight.tensor
+    both = concatenate([weight, weight.select_rows(torch.tensor([1, 5]))])
+    assert isinstance(both, ReorderedWeight)
+    check_product(both, torch.cat((matrix, matrix[[1, 5]])), x, None)
+    other = ReorderedWeight(DenseWeight(matrix), torch.arange(5, dtype=torch.int32))
+    apart = concatenate([weight, other, DenseWeight(matrix)])
+    assert isinstance(apart, StackedWeight)
+    check_product(apart, torch.cat((matrix, matrix, matrix)), x, None)
