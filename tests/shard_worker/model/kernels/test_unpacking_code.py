@@ -1,0 +1,97 @@
+"""The PTX that unpacks codes, instruction by instruction, for every byte: Triton's interpreter does not run it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from shard_worker.measure.random_packed import random_packed
+from shard_worker.weights.packed import Codes, PackedWeight
+from tests.shard_worker.model.kernels.compiling import TARGETS
+
+MASK = 0xFFFFFFFF
+
+
+def halves(word: int, dtype: torch.dtype) -> list[float]:
+    """The two numbers in a word, the lower half first."""
+    bits = torch.tensor([word & 0xFFFF, word >> 16], dtype=torch.int32).to(torch.int16)
+    return bits.view(dtype).double().tolist()
+
+
+def as_word(numbers: list[float], dtype: torch.dtype) -> int:
+    """A word of two numbers, which the type holds exactly."""
+    made = torch.tensor(numbers, dtype=torch.float64).to(dtype)
+    assert made.double().tolist() == numbers
+    low, high = (bits & 0xFFFF for bits in made.view(torch.int16).tolist())
+    return low | high << 16
+
+
+def permuted(first: int, second: int, selector: int) -> int:
+    """As `prmt.b32`: each of four nibbles chooses one of eight bytes, its highest bit is not used here."""
+    source, result = first | second << 32, 0
+    for place in range(4):
+        chosen = selector >> 4 * place & 15
+        assert chosen < 8
+        result |= (source >> 8 * chosen & 255) << 8 * place
+    return result
+
+
+def run(assembly: str, word: int, outputs: int, dtype: torch.dtype) -> list[int]:
+    """Return what the code writes to its outputs for a word of four bytes."""
+    registers = {f"${outputs}": word}
+
+    def value(text: str) -> int:
+        return registers[text] if text in registers else int(text, 0)
+
+    def fma(first: int, second: int, third: int) -> int:
+        terms = zip(*(halves(one, dtype) for one in (first, second, third)), strict=True)
+        return as_word([one * two + three for one, two, three in terms], dtype)
+
+    def lop3(first: int, second: int, third: int, table: int) -> int:
+        assert table == 0xEA
+        return first & second | third
+
+    operations: dict[str, Callable[..., int]] = {
+        "mov": lambda first: first,
+        "and": lambda first, second: first & second,
+        "shr": lambda first, second: first >> second,
+        "prmt": lambda first, second, third: permuted(first, second, third & 0xFFFF),
+        "lop3": lop3,
+        "fma": fma,
+    }
+    for line in assembly.strip("{} ").split(";"):
+        if not line.strip() or line.strip().startswith(".reg"):
+            continue
+        name, target, arguments = re.fullmatch(r"\s*(\w+)[\w.]* (\S+), (.*)", line).groups()  # type: ignore[union-attr]
+        registers[target] = operations[name](*(value(text.strip()) for text in arguments.split(","))) & MASK
+    return [registers[f"${index}"] for index in range(outputs)]
+
+
+def numbers_of(weight: PackedWeight, codes: torch.Tensor) -> list[float]:
+    """What codes of 0 to 15 or of eight bits stand for, without their scales."""
+    if weight.packing.codes is not Codes.BITS4:
+        return codes.to(torch.uint8).view(weight.codes.dtype).double().tolist()
+    table = weight.packing.table
+    return [code - weight.packing.origin if table is None else table[code] for code in codes.tolist()]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["int4", "q4_k", "iq4_xs", "mxfp4", "q8_0", "fp8"])
+def test_bytes_become_what_they_stand_for(kind: str, dtype: torch.dtype) -> None:
+    """Every byte, in every place of a word: first the low halves of all, then the high ones."""
+    from shard_worker.model.kernels.codes import form_of
+
+    weight = random_packed(kind, 1, 256, dtype, torch.device("cpu"))
+    form = form_of(weight, TARGETS["sm_90"])
+    for first in range(256):
+        # NaN is no number that a matrix holds.
+        places = ((first + 67 * place) % 256 for place in range(4))
+        chosen = [0 if kind == "fp8" and byte & 127 == 127 else byte for byte in places]
+        written = run(form.assembly, int.from_bytes(bytes(chosen), "little"), 2 * form.halves, dtype)
+        found = [number for word in written for number in halves(word, dtype)]
+        held = torch.tensor(chosen)
+        expected = numbers_of(weight, torch.cat([held & 15, held >> 4]) if form.halves == 2 else held)
+        assert found == expected
