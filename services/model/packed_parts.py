@@ -56,7 +56,8 @@ class Parts:
         if shapes and header.shape not in shapes:
             expected = " or ".join(str(list(shape)) for shape in shapes)
             raise InvalidArgument(
-                f"tensor {name} in {self._directory} has shape {list(header.shape)}; it must be {expected}",
+                f"tensor {name} in {self._directory} has shape {list(header.shape)}; it must be {expected} by what "
+                f"{CONFIG_KEY} in config.json says",
                 reason="TENSOR_SHAPE",
                 field=name,
             )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.model.packed_parts import Parts, check_unlisted, group_size, integer_matrix, module_list, refused
+from services.model.packed_parts import FLOATS, Parts, check_unlisted, group_size, integer_matrix, module_list, refused
 from services.model.packings import FoundMatrices
 from services.model.tensor_headers import TensorHeader
 
@@ -43,5 +43,5 @@ def _matrix(parts: Parts, asked_group: int | None, *, zeros: bool) -> TensorHead
     rows, group = words * 8, asked_group or columns
     groups = math.ceil(columns / group)
     parts.take("zeros", "qzeros", ("I32",), [(groups, words)])
-    scale = parts.take("scales", "scales", ("F16", "BF16", "F32"), [(groups, rows)])
+    scale = parts.take("scales", "scales", FLOATS, [(groups, rows)])
     return integer_matrix(parts, "awq", (rows, columns), 4, group, scale.code, zeros=zeros)

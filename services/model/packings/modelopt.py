@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.model.packed_parts import Parts, check_unlisted, float8_matrix, module_list, nvfp4_matrix, refused
+from services.model.packed_parts import FLOATS, Parts, check_unlisted, float8_matrix, module_list, nvfp4_matrix, refused
 from services.model.packings import FoundMatrices
 from services.model.tensor_headers import TensorHeader
 
@@ -34,7 +34,7 @@ def find_matrices(settings: Mapping[str, Any], stored: Mapping[str, TensorHeader
                 parts.take("scale_factor", "weight_scale_2", ("F32",), [(), (1,)])
                 matrices[name] = nvfp4_matrix(parts, (rows, columns * 2))
             else:
-                scale = parts.take("scales", "weight_scale", ("F32", "BF16", "F16"), [(), (1,)])
+                scale = parts.take("scales", "weight_scale", FLOATS, [(), (1,)])
                 matrices[name] = float8_matrix(parts, (rows, columns), rows, columns, scale.code)
     for key in _LISTS:
         check_unlisted(module_list(settings, key), key, matrices)
