@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +22,7 @@ from services.event_loop import run
 from services.messages.description import ROLE_SUMMARIES, Role
 from services.net.security import Security, load_security
 from services.net.server import Server
+from services.processes.device_memory import parse_limit
 from services.processes.lifeline import die_with
 from services.rpc.payload_transport import PayloadTransport
 from services.sizes import parse_size
@@ -47,6 +48,7 @@ class Flags:
     threads: int | None
     cuda_graphs: bool | None
     gpu_memory_utilization: float | None
+    device_memory: str | None
     prefix_cache_bytes: str | None
     tls_cert: str | None
     tls_key: str | None
@@ -120,6 +122,13 @@ class Flags:
     help="Share of each device's memory for weights, captured steps and keys and values of sessions. On a GPU it is "
     "taken once the model is loaded; on a CPU it is a share of what is free then, taken as sessions grow.  "
     "[default: 0.9]",
+)
+@click.option(
+    "--device-memory",
+    metavar="SIZE",
+    help="Keep to so much of each device's memory, like 8GiB: for weights, sessions, activations and, on a GPU, the "
+    "640 MiB of its context and kernels. For a device that others use too, other workers among them; a part that does "
+    "not fit is refused.  [default: all of it]",
 )
 @click.option(
     "--prefix-cache-bytes",
@@ -280,13 +289,18 @@ async def _serve(flags: Flags, roles: tuple[Role, ...], security: Security, budg
     # torch takes seconds to import: --help and a wrong flag should not wait for it. Its objects live as long as the
     # process: looking through them again and again while more of them are made would take a sixth of the start.
     gc.disable()
-    from shard_worker.device.devices import best_devices, parse_devices
+    from shard_worker.device.devices import best_devices, keep_to_limit, parse_devices
     from shard_worker.snapshots.store import default_budget_bytes
     from shard_worker.worker import MEMORY_SHARE, Worker, WorkerConfig
 
     gc.freeze()
     gc.enable()
     devices = parse_devices("+".join(best_devices()) if flags.devices == "best" else flags.devices)
+    if flags.device_memory is not None:
+        limits = [parse_limit(flags.device_memory, device.name, "--device-memory") for device in devices]
+        devices = tuple(replace(device, limit_bytes=limit) for device, limit in zip(devices, limits, strict=True))
+        for device in devices:
+            keep_to_limit(device)
     if flags.cuda_graphs is not None and not any(device.is_gpu for device in devices):
         flag = "--cuda-graphs" if flags.cuda_graphs else "--no-cuda-graphs"
         raise InvalidArgument(

@@ -334,7 +334,7 @@ class Cluster:
         if last and self._plan.has_draft and self._plan.draft is None:
             roles.append(Role.DRAFT)
         assert place.devices is not None
-        process = WorkerProcess(place.devices, roles, launch)
+        process = WorkerProcess(place.devices, roles, launch, place.memory)
         self._processes[index] = process
         try:
             await process.start()

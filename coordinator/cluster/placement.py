@@ -17,6 +17,7 @@ from pathlib import Path
 from services.addresses import parse_address
 from services.errors import InvalidArgument
 from services.layers import LayerRange
+from services.processes.device_memory import parse_limit
 
 AUTO = "auto"
 
@@ -32,12 +33,18 @@ _DEVICE = re.compile(r"^(cpu|best|(cuda|hip):\d{1,3})$")
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """Where a worker is: a device expression to start one on, or the address of a running one."""
+    """Where a worker is: a device expression to start one on, or the address of a running one.
+
+    memory: how much of each device's memory the started one keeps to, like "8GiB"; None for all of it.
+    """
 
     devices: str | None
     address: str | None
+    memory: str | None = None
 
     def __str__(self) -> str:
+        if self.devices is not None and self.memory is not None:
+            return f"{self.devices}@{self.memory}"
         return self.devices or self.address or ""
 
 
@@ -126,20 +133,33 @@ def _draft_place(text: str | None, last: WorkerPlace, *, has_draft: bool) -> Wor
 def parse_places(text: str) -> tuple[WorkerPlace, ...]:
     """Parse the places of several workers, joined by commas.
 
-    Raises InvalidArgument for a GPU named twice and for an entry that is neither a device nor an address.
+    Raises InvalidArgument for a GPU named twice without saying how much of it each worker may use, and for an entry
+    that is neither a device nor an address.
     """
-    places = tuple(parse_place(entry.strip(), "--target-devices") for entry in text.split(","))
-    gpus = [name for place in places for name in (place.devices or "").split("+") if ":" in name]
+    field = "--target-devices"
+    places = tuple(parse_place(entry.strip(), field) for entry in text.split(","))
+    gpus = [(name, place) for place in places for name in (place.devices or "").split("+") if ":" in name]
+    for name, place in gpus:
+        if place.memory is None and sum(other == name for other, _ in gpus) > 1:
+            raise InvalidArgument(
+                f"{field} names {name} twice: say how much of its memory each worker may use, like {name}@8GiB; only "
+                "cpu may repeat without",
+                field=field,
+            )
     addresses = [place.address for place in places if place.address is not None]
-    for name in (*gpus, *addresses):
-        if (gpus + addresses).count(name) > 1:
-            raise InvalidArgument(f"--target-devices names {name} twice: only cpu may repeat", field="--target-devices")
+    for address in addresses:
+        if addresses.count(address) > 1:
+            raise InvalidArgument(f"{field} names {address} twice: only cpu may repeat", field=field)
     return places
 
 
 def parse_place(text: str, field: str) -> WorkerPlace:
-    """Parse the place of one worker. Raises InvalidArgument for a text that is neither a device nor an address."""
-    names = text.split("+")
+    """Parse the place of one worker, with how much memory it may use behind an @, like "cuda:0@8GiB".
+
+    Raises InvalidArgument for a text that is neither a device nor an address, and for a size that is none.
+    """
+    devices, at, memory = text.partition("@")
+    names = devices.split("+")
     if all(_DEVICE.match(name) for name in names):
         vendors = {name.partition(":")[0] for name in names}
         if len(vendors) > 1 or ("best" in vendors and len(names) > 1):
@@ -148,13 +168,16 @@ def parse_place(text: str, field: str) -> WorkerPlace:
                 "which starts a worker each",
                 field=field,
             )
-        return WorkerPlace(text, None)
+        if at:
+            for name in names:
+                parse_limit(memory, name, f"{field} {text}: the size")
+        return WorkerPlace(devices, None, memory if at else None)
     try:
         return WorkerPlace(None, parse_address(text, field))
     except InvalidArgument:
         raise InvalidArgument(
-            f"{field} {text!r} is neither a device (cpu, cuda:N, hip:N, several of one vendor joined by +) nor the "
-            "address of a running worker (HOST:PORT, unix:PATH)",
+            f"{field} {text!r} is neither a device (cpu, cuda:N, hip:N, several of one vendor joined by +, with "
+            "@SIZE for a part of its memory) nor the address of a running worker (HOST:PORT, unix:PATH)",
             field=field,
         ) from None
 

@@ -104,7 +104,7 @@ class DrafterWorker:
             return self._place.address
         if self._process is None:
             assert self._place.devices is not None
-            self._process = WorkerProcess(self._place.devices, [Role.COMPRESS], self._launch)
+            self._process = WorkerProcess(self._place.devices, [Role.COMPRESS], self._launch, self._place.memory)
             await self._process.start()
             self._death = asyncio.ensure_future(self._process.died())
         return self._process.address

@@ -111,6 +111,10 @@ def _device(at: WorkerPlace, pod: WorkerPod, name: str) -> str:
         device = place.devices
     else:
         field, device = f"{name}.at", at.devices
+        if at.memory is not None:
+            raise InvalidArgument(
+                f"{field} {str(at)!r}: a pod has its devices to itself; leave out @{at.memory}", field=field
+            )
         if device is not None and ":" in device:
             vendor = device.partition(":")[0]
             device = "+".join(f"{vendor}:{number}" for number in range(device.count("+") + 1))

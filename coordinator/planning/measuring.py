@@ -37,7 +37,9 @@ async def workers_at(places: Sequence[WorkerPlace], launch: Launch) -> AsyncIter
     """Give the addresses of these workers. The local ones, one for equal places, run as they would in a cluster."""
     launch = replace(launch, threads=launch.threads or threads_each(list(places)), prefix_cache_bytes=0)
     processes = {
-        place: WorkerProcess(place.devices, [Role.TARGET], launch) for place in places if place.devices is not None
+        place: WorkerProcess(place.devices, [Role.TARGET], launch, place.memory)
+        for place in places
+        if place.devices is not None
     }
     try:
         starting = [asyncio.ensure_future(process.start()) for process in processes.values()]

@@ -30,18 +30,20 @@ class SessionLoad:
     sessions: int
 
 
-def memory_of(worker: WorkerSpeed, device: int) -> Memory:
-    """Return what names a device's memory: devices of one name on one host are one memory."""
-    return worker.host, worker.devices[device].name
+def memory_of(worker: WorkerSpeed, index: int, device: int) -> Memory:
+    """Return what names a device's memory: devices of one name on one host are one memory, but for a part of one that a
+    worker keeps to. index: which worker of the plan it is."""
+    name = worker.devices[device].name
+    return (worker.host, name, index) if worker.devices[device].limited else (worker.host, name)
 
 
 def free_bytes(workers: Sequence[WorkerSpeed]) -> dict[Memory, int]:
     """Return the bytes that may be used of each memory: what is free, and what the workers hold and will give up."""
     free: dict[Memory, int] = {}
     held: dict[Memory, int] = {}
-    for worker in workers:
-        for index, device in enumerate(worker.devices):
-            memory = memory_of(worker, index)
+    for index, worker in enumerate(workers):
+        for number, device in enumerate(worker.devices):
+            memory = memory_of(worker, index, number)
             room = device.free_bytes - int(device.total_bytes * RESERVE)
             free[memory] = min(free.get(memory, room), room)
             held[memory] = held.get(memory, 0) + worker.held_bytes // len(worker.devices)
@@ -61,7 +63,9 @@ def choose_split(
     free = free_bytes(everyone)
     if draft_worker is not None:
         share = draft_share(models)
-        free[memory_of(draft_worker, 0)] -= share.weight_bytes + cache_bytes(models, share, load.length, load.sessions)
+        free[memory_of(draft_worker, len(workers), 0)] -= share.weight_bytes + cache_bytes(
+            models, share, load.length, load.sessions
+        )
     ranges = _fastest(models, workers, free, load, draft_beside=plan.has_draft and plan.draft is None)
     if ranges is None:
         raise FailedPrecondition(_does_not_fit(models, free, load), reason="DOES_NOT_FIT")
@@ -106,12 +110,13 @@ def _fastest(
 
     def usage(stage: int, layers: LayerRange) -> dict[Memory, int]:
         worker = workers[stage]
-        taken: dict[Memory, int] = {memory_of(worker, index): 0 for index in range(len(worker.devices))}
+        memories = [memory_of(worker, stage, index) for index in range(len(worker.devices))]
+        taken = dict.fromkeys(memories, 0)
         if len(layers) < len(worker.devices):
             return taken
         here = draft_beside and layers.last == count
         for index, share in enumerate(stage_shares(models, layers, len(worker.devices), draft_here=here)):
-            taken[memory_of(worker, index)] += taken_bytes(models, share, load)
+            taken[memories[index]] += taken_bytes(models, share, load)
         return taken
 
     return best_split(count, len(workers), cost, usage, free, may_skip=may_skip)

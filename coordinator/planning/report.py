@@ -11,7 +11,8 @@ from coordinator.planning.memory import Models, Share, cache_bytes, device_names
 from coordinator.planning.planner import CONTEXT, SessionLoad
 from coordinator.planning.step_time import Prediction, WorkerSpeed, bottleneck, predict
 from services.messages.description import HeadPlace
-from services.sizes import format_size
+from services.processes.device_memory import usable_bytes
+from services.sizes import format_size, parse_size
 
 PREFILL_ROWS = 512
 """Rows of a prefill chunk, as every command sends them by default."""
@@ -88,17 +89,23 @@ def make_report(
         for number, share in enumerate(shares):
             name = worker.devices[number].name if worker is not None else device_names(place)[number]
             total, free = (None, None)
+            limited = place.memory is not None
             if worker is not None:
                 total, free = worker.devices[number].total_bytes, worker.devices[number].free_bytes
+                limited = worker.devices[number].limited
+            elif place.memory is not None:
+                total = free = usable_bytes(parse_size(place.memory, "--target-devices"), name)
             elif name == "cpu" and local_memory is not None:
                 total, free = local_memory
             host = worker.host if worker is not None else "here"
+            owner = f"stage {index}" if index < stages else "draft"
+            memory = f"{name} of {host}" if place.address is None or worker is not None else str(place)
             loads.append(
                 DeviceLoad(
-                    owner=f"stage {index}" if index < stages else "draft",
+                    owner=owner,
                     worker=str(place),
                     device=name,
-                    memory=f"{name} of {host}" if place.address is None or worker is not None else str(place),
+                    memory=f"{memory} for {owner}" if limited else memory,
                     share=share,
                     weight_bytes=share.weight_bytes,
                     cache_bytes={length: cache_bytes(models, share, length, sessions) for length in lengths},

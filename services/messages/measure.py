@@ -36,7 +36,8 @@ class DeviceSpeed:
     read_bytes_per_s: how fast a step reads weights. matmul_flops_per_s: operations a second of a large product.
     layer_s: what a layer of each kind costs beside reading its weights. step_s: what a step costs once. choose_s: what
     choosing a token costs on the last stage. copy_bytes_per_s: the rate of a large copy on the device, reading and
-    writing counted, which no step can read faster than; 0 where it was not measured.
+    writing counted, which no step can read faster than; 0 where it was not measured. limited: whether the worker keeps
+    to a part of the device's memory, of which no other worker takes anything.
     """
 
     name: str
@@ -48,6 +49,7 @@ class DeviceSpeed:
     step_s: float
     choose_s: float
     copy_bytes_per_s: float = 0.0
+    limited: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ def speed_to_message(speed: DeviceSpeed) -> pb.DeviceSpeed:
         step_nanoseconds=round(speed.step_s * 1e9),
         choose_nanoseconds=round(speed.choose_s * 1e9),
         copy_bytes_per_s=speed.copy_bytes_per_s,
+        limited=speed.limited,
     )
     for kind, seconds in speed.layer_s.items():
         message.layers.add(kind=kind, nanoseconds=round(seconds * 1e9))
@@ -113,4 +116,5 @@ def speed_from_message(message: pb.DeviceSpeed) -> DeviceSpeed:
         step_s=message.step_nanoseconds / 1e9,
         choose_s=message.choose_nanoseconds / 1e9,
         copy_bytes_per_s=message.copy_bytes_per_s,
+        limited=message.limited,
     )

@@ -47,9 +47,13 @@ class Launch:
         """Return the program, as words, for devices like "hip:0+hip:1"."""
         return tuple(self.commands.get(vendor_of(devices), DEFAULT_COMMAND))
 
-    def arguments(self, devices: str, roles: Sequence[str]) -> list[str]:
-        """Return the flags of a worker on these devices with these roles."""
+    def arguments(self, devices: str, roles: Sequence[str], memory: str | None = None) -> list[str]:
+        """Return the flags of a worker on these devices with these roles.
+
+        memory: how much of each device's memory it keeps to, like "8GiB"; None for all of it.
+        """
         optional = {
+            "--device-memory": memory,
             "--threads": self.threads,
             "--prefix-cache-bytes": self.prefix_cache_bytes,
             "--gpu-memory-utilization": self.memory_share,

@@ -54,10 +54,15 @@ def failure_fields(error: FlashsplitError) -> dict[str, Any]:
 
 
 class WorkerProcess:
-    """A child worker on `device` offering `roles`; use `start`, then `address`, and in any case `stop`."""
+    """A child worker on `device` offering `roles`; use `start`, then `address`, and in any case `stop`.
 
-    def __init__(self, device: str, roles: Sequence[str], launch: Launch = DEFAULT_LAUNCH) -> None:
-        self.device, self._roles, self._launch = device, tuple(roles), launch
+    It keeps to so much `memory` of each device, like "8GiB", or may use all of it.
+    """
+
+    def __init__(
+        self, device: str, roles: Sequence[str], launch: Launch = DEFAULT_LAUNCH, memory: str | None = None
+    ) -> None:
+        self.device, self._roles, self._launch, self._memory = device, tuple(roles), launch, memory
         self._scratch: Scratch | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._lifeline: int | None = None
@@ -86,7 +91,7 @@ class WorkerProcess:
         arguments = [
             *self._launch.command(self.device),
             *("--listen", self.address, "--lifeline-fd", str(child_end), "--scratch", str(self._directory)),
-            *self._launch.arguments(self.device, self._roles),
+            *self._launch.arguments(self.device, self._roles, self._memory),
         ]
         try:
             with self._log.open() as log:

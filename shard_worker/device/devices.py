@@ -11,7 +11,7 @@ import functools
 import os
 import platform
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ import torch
 
 from services.errors import FailedPrecondition, InvalidArgument
 from services.messages.description import DeviceDescription
+from services.processes.device_memory import usable_bytes
 from services.processes.visible_gpus import visible_numbers
+from services.sizes import format_size
 
 _NAME = re.compile(r"cpu|(cuda|hip):(0|[1-9]\d{0,2})")
 _BUILD = {"cuda": "CUDA", "hip": "ROCm"}
@@ -42,10 +44,14 @@ _HIP_SHARED_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device by flashsplit's name and by torch's."""
+    """A device by flashsplit's name and by torch's.
+
+    limit_bytes: how much of its memory this process keeps to, None for no limit.
+    """
 
     name: str
     torch_device: torch.device
+    limit_bytes: int | None = None
 
     @property
     def is_gpu(self) -> bool:
@@ -244,14 +250,67 @@ def free_bytes(device: Device) -> tuple[int, int]:
     """Return how much of a device's memory is free, and how much it has.
 
     On a GPU what torch has set aside without using it counts as free, and is given back for that. On a CPU what the
-    host could make free counts too, such as cached files.
+    host could make free counts too, such as cached files. A limit is all that there is, and what this process uses of
+    it is not free.
     """
     if device.is_gpu:
         torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(device.torch_device)
-    host = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-    free, total = (int(host[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal"))
-    return free, total
+        free, total = torch.cuda.mem_get_info(device.torch_device)
+    else:
+        free, total = (_kilobytes("/proc/meminfo", name) for name in ("MemAvailable", "MemTotal"))
+    return _within_limit(device, free, total)
+
+
+def keep_to_limit(device: Device) -> None:
+    """Have torch refuse what goes beyond a GPU's limit, where the device has one.
+
+    Raises InvalidArgument for a limit beyond the device's memory.
+    """
+    if device.limit_bytes is None:
+        return
+    total = describe(replace(device, limit_bytes=None)).total_bytes
+    if device.limit_bytes > total:
+        raise InvalidArgument(
+            f"--device-memory {format_size(device.limit_bytes)} is more than {device.name} has, {format_size(total)}: "
+            "give less, or leave it out",
+            field="--device-memory",
+        )
+    if device.is_gpu:
+        share = usable_bytes(device.limit_bytes, device.name) / total
+        torch.cuda.set_per_process_memory_fraction(share, device.torch_device)
+
+
+def check_room(device: Device, needed_bytes: int, what: str) -> None:
+    """Raise FailedPrecondition where a device's limit has no room for what is to be loaded. what: what that is."""
+    if device.limit_bytes is None:
+        return
+    free, _ = free_bytes(device)
+    if needed_bytes > free:
+        raise FailedPrecondition(
+            f"{what} take {format_size(needed_bytes)} on {device.name}, and of the {format_size(device.limit_bytes)} "
+            f"that --device-memory leaves this worker {format_size(free)} are free for them: give it fewer layers or "
+            "more memory, or pack matrices with --quantize",
+            reason="DOES_NOT_FIT",
+            field="--device-memory",
+        )
+
+
+def _within_limit(device: Device, free: int, total: int) -> tuple[int, int]:
+    """Return free and total memory as this process may use it."""
+    if device.limit_bytes is None:
+        return free, total
+    if device.is_gpu:
+        used = torch.cuda.memory_reserved(device.torch_device)
+    else:
+        used = _kilobytes("/proc/self/status", "RssAnon")
+    usable = usable_bytes(device.limit_bytes, device.name)
+    return max(0, min(free, usable - used)), usable
+
+
+def _kilobytes(path: str, name: str) -> int:
+    """Return the bytes of a line like "MemTotal:  16 kB" of a file of Linux's."""
+    lines = dict(line.split(":", 1) for line in Path(path).read_text(encoding="utf-8").splitlines())
+    return int(lines[name].split()[0]) << 10
 
 
 def describe(device: Device) -> DeviceDescription:
@@ -259,7 +318,9 @@ def describe(device: Device) -> DeviceDescription:
     if device.is_gpu:
         free, total = torch.cuda.mem_get_info(device.torch_device)
         product = torch.cuda.get_device_name(device.torch_device)
+        free, total = _within_limit(device, free, total)
         return DeviceDescription(device.name, product, total, free)
     page = os.sysconf("SC_PAGE_SIZE")
     total, free = os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
+    free, total = _within_limit(device, free, total)
     return DeviceDescription(device.name, platform.processor() or platform.machine(), total, free)

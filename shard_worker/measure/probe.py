@@ -79,6 +79,7 @@ def measure(device: Device, config: Mapping[str, Any], request: MeasureRequest) 
         step_s=step_s,
         choose_s=probe.choose_s(),
         copy_bytes_per_s=probe.copy_rate(),
+        limited=device.limit_bytes is not None,
     )
     if device.is_gpu:
         # What torch keeps for later would look taken to whoever asks next.

@@ -11,10 +11,10 @@ from services.errors import InvalidArgument
 from services.layers import LayerRange
 from services.model.config import ModelConfig
 from services.model.families import read_model_config
-from services.model.target_tensors import TargetTensors, takes_model_dtype
+from services.model.target_tensors import TargetTensors, loaded_bytes, takes_model_dtype
 from shard_worker.cache.page_pool import PagePool
-from shard_worker.device.devices import Device
-from shard_worker.device.dtypes import dtype_from_name, kv_dtype_from_name
+from shard_worker.device.devices import Device, check_room
+from shard_worker.device.dtypes import dtype_from_name, dtype_to_name, kv_dtype_from_name
 from shard_worker.model.features import Capture, fc_columns
 from shard_worker.model.head import Head
 from shard_worker.model.kernel_support import can_prefill, can_run, check_float8, head_sizes
@@ -105,11 +105,14 @@ class StageLoader:
         capture: what a draft wants, None without one. on_progress: called after every tensor. graphs: whether steps may
         run as CUDA graphs. pools: where each device's pages come from, None for pools without a bound.
 
-        Raises FailedPrecondition for a device that cannot keep keys and values in the element type asked for.
+        Raises FailedPrecondition for a device that cannot keep keys and values in the element type asked for, and for
+        one whose limit has no room for its weights.
         """
         if self._kv_dtype is not None:
             for device in devices:
                 check_float8(device, kernels=can_run(device, head_sizes(self.config)))
+        for device, needed in self._bytes_of(devices).items():
+            check_room(device, needed, f"the weights of layers {self._layers}")
         loaded = resident = 0
 
         def count(name: str, nbytes: int) -> None:
@@ -205,6 +208,24 @@ class StageLoader:
             columns = fc_columns(request.fc, indices, self.config.hidden_size)
             fc = DenseWeight(columns.to(device.torch_device, self.dtype)).prepared()
         return Capture(indices, fc)
+
+    def _bytes_of(self, devices: Sequence[Device]) -> dict[Device, int]:
+        """Return the bytes of weights that each device is to hold."""
+        dtype = dtype_to_name(self.dtype)
+
+        def size(*names: str) -> int:
+            return sum(loaded_bytes(name, self._checkpoint.headers[name], dtype) for name in names)
+
+        found = dict.fromkeys(devices, 0)
+        for layers, device in _spread(self._layers, devices):
+            for layer in range(layers.first, layers.last):
+                found[device] += size(*self._layer_names[layer].values())
+        if self.is_first:
+            found[devices[0]] += size(self._tensors.embedding)
+        if self.is_last:
+            shared = self.is_first and self.config.tied_head and devices[0] == devices[-1]
+            found[devices[-1]] += size(self._tensors.norm, *([] if shared else [self._tensors.head]))
+        return found
 
     def _all_names(self) -> list[str]:
         names = [name for named in self._layer_names.values() for name in named.values()]

@@ -18,7 +18,8 @@ from coordinator.cluster.placement import make_plan
 from services.messages.description import FeatureTransport
 from services.messages.sampling import SamplingParams
 from services.processes.launch import Launch
-from tests.e2e.conftest import Pair, Worker, alive, children, flashsplit, generate, interrupt, until
+from tests.e2e.conftest import Pair, Worker, alive, children, flashsplit, generate, interrupt, refusal, until
+from tests.e2e.exact_runs import DEMO
 
 
 def plan(*arguments: object, code: int = 0) -> str:
@@ -140,3 +141,12 @@ def test_an_interrupted_probe_leaves_nothing_behind(pairs: dict[str, Pair]) -> N
 
     assert process.returncode == 130
     until(lambda: not any(alive(pid) for pid in workers), 5)
+
+
+def test_workers_keep_to_a_part_of_the_memory() -> None:
+    """An answer comes from two parts of one memory; one that is too small for its layers is refused with numbers."""
+    asked = ("--model", DEMO / "target", "--prompt", "Once upon a time", "--max-tokens", "3")
+    assert len(generate(*asked, "--target-devices", "cpu@4GiB,cpu@4GiB")["token_ids"]) == 3
+    err = refusal(*asked, "--target-devices", "cpu@50MiB")
+    assert "the weights of layers [0, 12) take 43.0 MiB on cpu" in err
+    assert "of the 50.0 MiB that --device-memory leaves this worker 0 B are free" in err

@@ -99,7 +99,7 @@ WORKER = WorkerDescription(
 )
 
 SPEEDS = (
-    DeviceSpeed("cuda:0", 80 << 30, 79 << 30, 3.35e12, 6.5e14, {"full_attention": 2e-5}, 1e-6, 0.0, 4.1e12),
+    DeviceSpeed("cuda:0", 80 << 30, 79 << 30, 3.35e12, 6.5e14, {"full_attention": 2e-5}, 1e-6, 0.0, 4.1e12, True),
     DeviceSpeed("cuda:1", 1, 0, 0.5, 0.25, {"full_attention": 3e-5, "linear_attention": 4e-5}, 0.0, 5e-6),
 )
 

@@ -40,7 +40,9 @@ class PlacementOptions:
         Flag(
             "Who runs the target, in layer order. A comma starts a new worker; + joins devices of one vendor in one "
             "worker (cuda:0,hip:0+hip:1); an entry may be the address of a running flashsplit-worker (HOST:PORT or "
-            "unix:PATH). cpu may repeat, a GPU may not.  [default: one worker on all GPUs, or the CPU]",
+            "unix:PATH). @SIZE behind an entry keeps that worker to so much of each of its devices' memory "
+            "(cuda:0@8GiB), for a device that others use too: a GPU may then stand in several entries.  [default: one "
+            "worker on all GPUs, or the CPU]",
             metavar="ENTRY[,ENTRY…]",
         ),
     ] = None

@@ -17,11 +17,12 @@ import torch
 from services.model.config import LayerKind
 from services.model.drafts import draft_dtype
 from services.model.drafts.dflash import DFlashConfig, find_tensors, read_config
+from services.model.target_tensors import loaded_bytes
 from shard_worker.cache.attention_cache import PAGE_ROWS, AttentionCache, AttentionView
 from shard_worker.cache.page_pool import PagePool
 from shard_worker.cache.prefix_state import GroupKind, StateView, TensorGroup
-from shard_worker.device.devices import Device
-from shard_worker.device.dtypes import dtype_from_name
+from shard_worker.device.devices import Device, check_room
+from shard_worker.device.dtypes import dtype_from_name, dtype_to_name
 from shard_worker.model.features import Features
 from shard_worker.model.kernel_support import can_read, can_run
 from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights, MlpWeights, matrices_of
@@ -275,6 +276,9 @@ def load(
     chosen_dtype = dtype_from_name(
         draft_dtype(checkpoint.config, names, checkpoint.headers) if dtype is None else dtype
     )
+    word = dtype_to_name(chosen_dtype)
+    needed = sum(loaded_bytes(name, checkpoint.headers[stored], word) for name, stored in names.items())
+    check_room(device, needed, "the draft's weights")
     loaded = resident = 0
 
     def count(stored: str, nbytes: int) -> None:

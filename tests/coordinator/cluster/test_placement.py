@@ -193,3 +193,34 @@ def test_local_workers_share_the_cores(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
 
     assert threads_each(parse_places(devices)) == expected
+
+
+def test_several_workers_share_a_gpu_by_parts_of_its_memory() -> None:
+    """Each entry says how much of each of its devices is its own; the CPU's memory can be cut likewise."""
+    places = parse_places("cuda:0@8GiB, cuda:0@16GiB,cuda:0+cuda:1@1.5GB,cpu@4GiB,cpu")
+    assert [str(place) for place in places] == [
+        "cuda:0@8GiB",
+        "cuda:0@16GiB",
+        "cuda:0+cuda:1@1.5GB",
+        "cpu@4GiB",
+        "cpu",
+    ]
+    assert places[2] == WorkerPlace("cuda:0+cuda:1", None, "1.5GB")
+    assert parse_places(",".join(map(str, places))) == places
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("cuda:0@8GiB,cuda:0", "names cuda:0 twice: .* like cuda:0@8GiB"),
+        ("cuda:0,cuda:1+cuda:0@8GiB", "names cuda:0 twice"),
+        ("cuda:0@8pounds", r"--target-devices cuda:0@8pounds: the size '8pounds' has the unknown unit"),
+        ("cuda:0@", r"the size is ''"),
+        ("cuda:0@512MiB", "the size '512MiB' is too little for cuda:0"),
+        ("h:1@8GiB", "neither a device"),
+    ],
+)
+def test_parts_of_memory_that_make_no_sense_are_refused(text: str, words: str) -> None:
+    """With what would be accepted."""
+    with pytest.raises(InvalidArgument, match=words):
+        parse_places(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from coordinator.planning.edges import Edge, plan_edges
 from coordinator.planning.memory import Models
 from coordinator.planning.model_size import read_model_size
 from coordinator.planning.picture import BAR, show
+from coordinator.planning.planner import free_bytes
 from coordinator.planning.report import as_json, draft_reason, make_report
 from services.errors import InvalidArgument
 from services.messages.description import FeatureTransport, HeadPlace
+from services.processes.device_memory import GPU_CONTEXT_BYTES
 from tests.coordinator.planning.conftest import worker
 
 Pairs = dict[str, tuple[Path, Path]]
@@ -168,3 +171,22 @@ def test_senseless_lengths_are_refused(text: str, word: str) -> None:
     with pytest.raises(InvalidArgument, match=word) as caught:
         parse_lengths(text, 4096)
     assert caught.value.where["field"] == "--max-model-len"
+
+
+def test_parts_of_one_gpu_are_memories_of_their_own(pairs: Pairs) -> None:
+    """Unasked they have what is written less a GPU's context; measured, what each worker says."""
+    models, plan = models_of(pairs), plan_of("cuda:0@1GiB,cuda:0@2GiB")
+    report = make_report(models, plan, lengths=(64,), sessions=1)
+    assert [load.free_bytes for load in report.devices] == [
+        (1 << 30) - GPU_CONTEXT_BYTES,
+        (2 << 30) - GPU_CONTEXT_BYTES,
+    ]
+    assert len({load.memory for load in report.devices}) == 2
+    assert as_json(report)["target_devices"] == "cuda:0@1GiB,cuda:0@2GiB"
+
+    whole = [worker("cuda:0", free=300_000), worker("cuda:0", free=400_000)]
+    parts = [replace(one, devices=(replace(one.devices[0], limited=True),)) for one in whole]
+    assert set(free_bytes(whole).values()) == {300_000}
+    assert sorted(free_bytes(parts).values()) == [300_000, 400_000]
+    notes = make_report(models, plan, lengths=(64, 4096), sessions=2, workers=parts).notes
+    assert [note[: note.index(" has")] for note in notes] == ["cuda:0 of a for stage 0", "cuda:0 of a for stage 1"]

@@ -56,4 +56,6 @@ def test_arguments_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     environment = launch.environment("cuda:1")
     assert (environment[TOKEN_VARIABLE], environment["CUDA_VISIBLE_DEVICES"]) == ("secret", "1")
+    assert "--device-memory 8GiB" in " ".join(launch.arguments("cuda:1", ["target"], "8GiB"))
+    assert "--device-memory" not in arguments
     assert "--threads" not in Launch().arguments("cpu", ["target"])

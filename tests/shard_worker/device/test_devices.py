@@ -8,15 +8,19 @@ import pytest
 import torch
 
 from services.errors import FailedPrecondition, InvalidArgument
+from services.processes.device_memory import GPU_CONTEXT_BYTES
 from services.processes.visible_gpus import VARIABLE
 from shard_worker.device.devices import (
     Device,
     best_devices,
     build_vendor,
+    check_room,
     cuda_target,
     describe,
     float8_lack,
+    free_bytes,
     hip_target,
+    keep_to_limit,
     kernel_target,
     parse_devices,
     product_precision,
@@ -216,3 +220,68 @@ def test_a_cpu_is_no_target_of_kernels() -> None:
     assert kernel_target(torch.device("cpu")) is None
     assert float8_lack(Device("cpu", torch.device("cpu")), kernels=False) is None
     assert product_precision(torch.zeros(1)) == "ieee"
+
+
+GIB = 1 << 30
+
+
+class PretendedMemory:
+    """A GPU's memory: others use some of it, and torch has set some of it aside for this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, total: int, free: int, reserved: int) -> None:
+        self.shares: list[tuple[float, torch.device]] = []
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (free, total))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: reserved)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "GPU")
+        monkeypatch.setattr(
+            torch.cuda, "set_per_process_memory_fraction", lambda share, device: self.shares.append((share, device))
+        )
+
+
+def test_a_limit_is_all_the_memory_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the context; less what this process has, and no more than others leave. torch is told to refuse more."""
+    gpu = Device("cuda:1", torch.device("cuda", 1), 8 * GIB)
+    usable = 8 * GIB - GPU_CONTEXT_BYTES
+    memory = PretendedMemory(monkeypatch, total=24 * GIB, free=20 * GIB, reserved=2 * GIB)
+    assert free_bytes(gpu) == (usable - 2 * GIB, usable)
+    assert (describe(gpu).free_bytes, describe(gpu).total_bytes) == (usable - 2 * GIB, usable)
+    keep_to_limit(gpu)
+    assert memory.shares == [(usable / (24 * GIB), torch.device("cuda", 1))]
+    PretendedMemory(monkeypatch, total=24 * GIB, free=GIB, reserved=0)
+    assert free_bytes(gpu) == (GIB, usable)
+    PretendedMemory(monkeypatch, total=6 * GIB, free=6 * GIB, reserved=0)
+    with pytest.raises(InvalidArgument, match="--device-memory 8.0 GiB is more than cuda:1 has, 6.0 GiB"):
+        keep_to_limit(gpu)
+
+
+def test_without_a_limit_nothing_is_kept_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch is told nothing, and all of the device's memory counts."""
+    gpu = Device("cuda:0", torch.device("cuda", 0))
+    memory = PretendedMemory(monkeypatch, total=24 * GIB, free=20 * GIB, reserved=2 * GIB)
+    keep_to_limit(gpu)
+    check_room(gpu, 1 << 50, "weights")
+    assert memory.shares == []
+    assert free_bytes(gpu) == (20 * GIB, 24 * GIB)
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything of it is loaded."""
+    gpu = Device("cuda:0", torch.device("cuda", 0), 8 * GIB)
+    PretendedMemory(monkeypatch, total=24 * GIB, free=20 * GIB, reserved=GIB)
+    check_room(gpu, 6 * GIB, "the weights of layers 0:5")
+    with pytest.raises(FailedPrecondition) as caught:
+        check_room(gpu, 7 * GIB, "the weights of layers 0:5")
+    for words in ("the weights of layers 0:5 take 7.0 GiB on cuda:0", "of the 8.0 GiB", "6.4 GiB are free"):
+        assert words in caught.value.message
+
+
+def test_a_limit_of_the_cpu_counts_what_the_process_has() -> None:
+    """Its own memory, beside files that are mapped."""
+    plain, limited = Device("cpu", torch.device("cpu")), Device("cpu", torch.device("cpu"), 8 * GIB)
+    assert free_bytes(limited)[1] == 8 * GIB < free_bytes(plain)[1]
+    before = free_bytes(limited)[0]
+    held = torch.ones(64 << 20, dtype=torch.uint8)
+    assert before - free_bytes(limited)[0] >= len(held) // 2
+    with pytest.raises(FailedPrecondition, match="on cpu"):
+        check_room(limited, 8 * GIB, "weights")

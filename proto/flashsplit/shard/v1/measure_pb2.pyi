@@ -30,7 +30,7 @@ class LayerCost(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., nanoseconds: _Optional[int] = ...) -> None: ...
 
 class DeviceSpeed(_message.Message):
-    __slots__ = ("name", "total_bytes", "free_bytes", "read_bytes_per_s", "matmul_flops_per_s", "layers", "step_nanoseconds", "choose_nanoseconds", "copy_bytes_per_s")
+    __slots__ = ("name", "total_bytes", "free_bytes", "read_bytes_per_s", "matmul_flops_per_s", "layers", "step_nanoseconds", "choose_nanoseconds", "copy_bytes_per_s", "limited")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class DeviceSpeed(_message.Message):
     STEP_NANOSECONDS_FIELD_NUMBER: _ClassVar[int]
     CHOOSE_NANOSECONDS_FIELD_NUMBER: _ClassVar[int]
     COPY_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LIMITED_FIELD_NUMBER: _ClassVar[int]
     name: str
     total_bytes: int
     free_bytes: int
@@ -49,7 +50,8 @@ class DeviceSpeed(_message.Message):
     step_nanoseconds: int
     choose_nanoseconds: int
     copy_bytes_per_s: float
-    def __init__(self, name: _Optional[str] = ..., total_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., read_bytes_per_s: _Optional[float] = ..., matmul_flops_per_s: _Optional[float] = ..., layers: _Optional[_Iterable[_Union[LayerCost, _Mapping]]] = ..., step_nanoseconds: _Optional[int] = ..., choose_nanoseconds: _Optional[int] = ..., copy_bytes_per_s: _Optional[float] = ...) -> None: ...
+    limited: bool
+    def __init__(self, name: _Optional[str] = ..., total_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., read_bytes_per_s: _Optional[float] = ..., matmul_flops_per_s: _Optional[float] = ..., layers: _Optional[_Iterable[_Union[LayerCost, _Mapping]]] = ..., step_nanoseconds: _Optional[int] = ..., choose_nanoseconds: _Optional[int] = ..., copy_bytes_per_s: _Optional[float] = ..., limited: _Optional[bool] = ...) -> None: ...
 
 class MeasureResponse(_message.Message):
     __slots__ = ("devices",)
