@@ -598,7 +598,9 @@ def choose_packed(
         if stages >= 4:
             break
     programs = triton.cdiv(width, wide) * triton.cdiv(rows, height)
-    serial = split > 1 and programs * split > 4 * processors and height > _TILE_ROWS
+    # A pair's sums of a part and of all parts are more than RDNA's registers hold.
+    crowded = paired and target is not None and target.one_tile_height and target.lane_registers <= 256
+    serial = split > 1 and programs * split > 4 * processors and rows > _TILE_ROWS and not crowded
     return Config(wide, deep, split, warps, max(2, stages), height, serial)
 
 
