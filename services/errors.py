@@ -133,6 +133,9 @@ def error_named(code_name: str, message: str, *, reason: str | None = None, **wh
     return _BY_NAME.get(code_name, InternalError)(message, reason=reason).located(**where)
 
 
+OUT_OF_MEMORY = "OUT_OF_MEMORY"
+"""The reason of the error where a device has no memory for a session's next rows."""
+
 CLOSED = "closed"
 """The word for how a session ends that its caller closes."""
 

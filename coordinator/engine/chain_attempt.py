@@ -17,7 +17,7 @@ from coordinator.engine.prefill_chunk import chunk_for
 from coordinator.engine.step_times import StageShare, StepTaken, sent_bytes, split_time
 from coordinator.prefix.policy import chunks
 from coordinator.prefix.run import PrefixRun
-from services.errors import InternalError, error_named
+from services.errors import OUT_OF_MEMORY, InternalError, error_named
 from services.messages.steps import (
     Commit,
     Event,
@@ -294,7 +294,7 @@ class ChainAttempt:
                 raise error_named(
                     event.code,
                     event.message,
-                    reason=event.reason.name,
+                    reason=event.cause if event.cause == OUT_OF_MEMORY else event.reason.name,
                     stage=event.location.stage,
                     host=event.location.host,
                     device=event.location.device,

@@ -19,6 +19,7 @@ from coordinator.compression.compressor import Compressor
 from coordinator.engine.generation import Generation
 from coordinator.engine.request_checks import check_length
 from coordinator.engine.request_span import RequestSpan
+from coordinator.engine.room import Place, Room
 from coordinator.engine.step_times import StepTaken
 from coordinator.prefix.cache import PrefixCache
 from coordinator.text.model_files import ModelFiles
@@ -34,10 +35,14 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How many requests run and wait now, and the most that may."""
+    """How many requests run and wait now, and the most that may.
+
+    set_aside: those of the running ones that wait for memory which the workers do not have now.
+    """
 
     running: int
     waiting: int
+    set_aside: int
     max_running: int
     max_waiting: int
     draining: bool
@@ -91,6 +96,7 @@ class Engine:
         self.max_model_len = max_model_len or most
         self._max_running, self._max_waiting = max_running, max_waiting
         self._turns = asyncio.Semaphore(max_running)
+        self._room = Room()
         self._running = self._waiting = 0
         self._draining, self._resume_timeout_s = False, resume_timeout_s
         self.listeners: list[Callable[[FinishedRequest], None]] = []
@@ -101,7 +107,8 @@ class Engine:
     @property
     def load(self) -> EngineLoad:
         """How busy the engine is."""
-        return EngineLoad(self._running, self._waiting, self._max_running, self._max_waiting, self._draining)
+        set_aside = self._room.set_aside
+        return EngineLoad(self._running, self._waiting, set_aside, self._max_running, self._max_waiting, self._draining)
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -126,6 +133,7 @@ class Engine:
         """
         span = RequestSpan(request, self.name)
         request = replace(request, trace=span.trace)
+        place = Place(self._room)
         generation = Generation(
             self.cluster,
             request,
@@ -133,12 +141,13 @@ class Engine:
             self.prefixes,
             self._pass_step,
             resume_timeout_s=self._resume_timeout_s,
+            place=place,
         )
         check_length(request, self.max_model_len)
         arrived = started = time.monotonic()
         outcome = "refused"
         try:
-            async with self._turn():
+            async with self._turn(place):
                 started, outcome = time.monotonic(), "cancelled"
                 try:
                     yield generation
@@ -193,7 +202,7 @@ class Engine:
             listener(finished)
 
     @contextlib.asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
+    async def _turn(self, place: Place) -> AsyncIterator[None]:
         if self._draining:
             raise Unavailable("the server is shutting down: ask another one", reason="DRAINING")
         if not self.cluster.alive:
@@ -211,6 +220,11 @@ class Engine:
         try:
             try:
                 await self._turns.acquire()
+                try:
+                    await self._room.enter(place)
+                except BaseException:
+                    self._turns.release()
+                    raise
             finally:
                 self._waiting -= 1
             self._running += 1
@@ -218,6 +232,7 @@ class Engine:
                 yield
             finally:
                 self._running -= 1
+                self._room.leave(place)
                 self._turns.release()
         finally:
             if not self._running + self._waiting:

@@ -1,5 +1,5 @@
-"""One answer, by as many attempts on a chain of stages as it takes: where a worker is lost on the way, the answer waits
-for the chain to be whole and goes on with the same tokens."""
+"""One answer, by as many attempts on a chain of stages as it takes: where a worker is lost on the way, or has no memory
+left, the answer waits and goes on with the same tokens."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from coordinator.cluster.cluster import Cluster
 from coordinator.engine.answer_state import AnswerState
 from coordinator.engine.chain_attempt import ChainAttempt
 from coordinator.engine.request_checks import check_request
+from coordinator.engine.room import Place
 from coordinator.engine.speculation import Speculation
 from coordinator.engine.step_times import StepTaken
 from coordinator.prefix.cache import PrefixCache
 from coordinator.prefix.run import PrefixRun
 from coordinator.text.tokenizer import Tokenizer
-from services.errors import FlashsplitError, NotFound
+from services.errors import OUT_OF_MEMORY, FlashsplitError, NotFound
 
 LOST_CODES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
 """The codes of errors that say that a part of the chain was lost, and not that the request cannot be answered."""
@@ -51,16 +52,20 @@ class Generation:
         on_step: Callable[[StepTaken], None] = lambda step: None,
         *,
         resume_timeout_s: float = 0.0,
+        place: Place | None = None,
     ) -> None:
         """on_step: called with every answered step. resume_timeout_s: how long the answer waits for a chain that was
-        lost; 0 to end with it. Raises InvalidArgument for a request that does not fit."""
+        lost; 0 to end with it. place: among other answers, for which this one is set aside where the workers' memory
+        ends; None to end then. Raises InvalidArgument for a request that does not fit."""
         check_request(request, cluster, tokenizer)
         self._cluster, self._request, self._prefixes, self._on_step = cluster, request, prefixes, on_step
-        self._resume_timeout_s = resume_timeout_s
+        self._resume_timeout_s, self._place = resume_timeout_s, place
         self._state = AnswerState(request, tokenizer)
         self._prefix: PrefixRun | None = None
         self._lost_at: float | None = None
         """When the chain was lost behind the last token that was added."""
+        self._is_back = False
+        """Whether the answer was set aside, and has no new token since."""
         self._resumptions = 0
         """How often the answer was taken up again behind it."""
         self.answer: Answer | None = None
@@ -84,12 +89,14 @@ class Generation:
             try:
                 async with contextlib.aclosing(attempt.pieces()) as pieces:
                     async for piece in pieces:
+                        self._note_progress(attempt)
                         yield piece
                 self.answer = attempt.answer
             except FlashsplitError as error:
                 if isinstance(error, NotFound) and self._begins_cold(attempt):
                     continue
-                await self._wait_for_chain(attempt, await self._cluster.explain(error))
+                if not await self._stepped_aside(error):
+                    await self._wait_for_chain(attempt, await self._cluster.explain(error))
                 looked_up_at = await self._look_up()
 
     def _choose_draft(self) -> None:
@@ -118,6 +125,27 @@ class Generation:
         self._prefix.forget_hit()
         self._state.phases.clear()
         return True
+
+    # --- memory that ends
+
+    async def _stepped_aside(self, error: FlashsplitError) -> bool:
+        """Return whether the answer has waited for memory, which the workers did not have for its next rows."""
+        if self._place is None or error.reason != OUT_OF_MEMORY:
+            return False
+        names = {"request_id": self._request.request_id, "tokens": self.completion_tokens}
+        log.info("request.set_aside", why=error.message, **names)
+        began = time.monotonic()
+        if not await self._place.step_aside():
+            return False
+        log.info("request.resumed", after_s=round(time.monotonic() - began, 3), **names)
+        self._state.resumed += 1
+        self._is_back = True
+        return True
+
+    def _note_progress(self, attempt: ChainAttempt) -> None:
+        if self._is_back and attempt.produced and self._place is not None:
+            self._is_back = False
+            self._place.goes_on()
 
     # --- lost chains
 

@@ -389,6 +389,7 @@ def _failure_to_message(failure: Failure) -> failure_pb2.Failure:
         message=failure.message,
         location=location_to_message(failure.location),
         code=failure.code,
+        cause=failure.cause,
     )
 
 
@@ -399,6 +400,7 @@ def _failure_from_message(message: failure_pb2.Failure) -> Failure:
         message=message.message,
         location=location_from_message(message.location),
         code=message.code,
+        cause=message.cause,
     )
 
 

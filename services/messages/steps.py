@@ -319,13 +319,14 @@ class Failure:
     """An error further down the chain. After DRAFT_LOST the session goes on, and proposals are empty; after any other
     it is over.
 
-    code: the name of the gRPC status code that the failing worker gave.
+    code: the name of the gRPC status code that the failing worker gave. cause: the reason that it gave, empty for none.
     """
 
     reason: FailureReason
     message: str
     location: Location
     code: str
+    cause: str = ""
 
 
 SessionRequest = Forward | ForwardWithoutFeatures | StepFeatures | SnapshotSave | SnapshotRestore

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from services.errors import ResourceExhausted
+from services.errors import OUT_OF_MEMORY, ResourceExhausted
 from shard_worker.device.devices import Device, free_bytes
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ class PagePool:
         return ResourceExhausted(
             f"no memory is left for keys and values: {size_bytes} bytes are needed, and {used} of {size} are in use; "
             "serve fewer or shorter sessions at once, give this stage fewer layers, or raise --gpu-memory-utilization",
-            reason="OUT_OF_MEMORY",
+            reason=OUT_OF_MEMORY,
         )
 
     # --- kept prefixes

@@ -28,7 +28,7 @@ from typing import Any, Protocol, TypeVar, cast
 import structlog
 import torch
 
-from services.errors import FlashsplitError, ResourceExhausted, Unavailable
+from services.errors import OUT_OF_MEMORY, FlashsplitError, ResourceExhausted, Unavailable
 from shard_worker.device.watchdog import FIRST_S, StepCosts, Work
 
 T = TypeVar("T")
@@ -495,7 +495,7 @@ def device_error(error: BaseException) -> BaseException:
         sentence = (cpu_allocator + rest if cpu_allocator else place).partition("\n")[0].partition(".")[0]
         meaning = ResourceExhausted(
             f"the device has no memory left: {sentence}; give this stage fewer layers or use a shorter context",
-            reason="OUT_OF_MEMORY",
+            reason=OUT_OF_MEMORY,
         )
     elif isinstance(error, torch.AcceleratorError) and _is_broken():
         meaning = Unavailable(

@@ -190,7 +190,7 @@ def failure_below(error: FlashsplitError, location: Location) -> Failure:
     """Return what to tell up the chain about an error of the worker at `location`, or of the way to it."""
     broken = error.code_name in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
     reason = FailureReason.LINK_BROKEN if broken else FailureReason.STAGE_FAILED
-    return Failure(reason, f"{location}: {error.message}", location, error.code_name)
+    return Failure(reason, f"{location}: {error.message}", location, error.code_name, error.reason)
 
 
 # --- on the event loop
@@ -485,12 +485,15 @@ class DeviceSession(ABC):
         return ComputedStep(forward, computed, features, started_ns)
 
     def begin(self, forward: Forward) -> StepInput:
-        """Count a step that is about to be computed, and return its rows. Raises FailedPrecondition where the session
-        is closed."""
+        """Count a step that is about to be computed, take the memory for it, and return its rows.
+
+        Raises FailedPrecondition where the session is closed, ResourceExhausted where there is no memory.
+        """
         state = self.state()
         if state.pending:
             # The commit may be among the jobs behind this step.
             self._stage.commit(state, forward.base_position)
+        self._stage.reserve(state, len(forward.token_ids))
         self._progress.step = forward.step
         self._next.forget()
         features, hidden = None if self._request.draft is None else Features(), None

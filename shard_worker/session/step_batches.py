@@ -38,8 +38,10 @@ class SteppingSession(Protocol):
         """Return what is equal for steps that can be computed together; None for one that is computed alone."""
 
     def begin(self, forward: Forward) -> StepInput:
-        """Count a step that is about to be computed, and return its rows. Raises FailedPrecondition where the session
-        is closed."""
+        """Count a step that is about to be computed, take the memory for it, and return its rows.
+
+        Raises FailedPrecondition where the session is closed, ResourceExhausted where there is no memory.
+        """
 
     def compute(self, forward: Forward) -> ComputedStep:
         """Run the stage on a step alone. Errors as in `begin`."""

@@ -309,6 +309,12 @@ class Stage:
             self._count(state, count, uncommitted)
         return hidden
 
+    def reserve(self, state: StageState, rows: int) -> None:
+        """Take the memory for a session's next rows: one that finds none must not be the end of those that are computed
+        with it. Raises ResourceExhausted where there is no memory."""
+        for caches in state.caches:
+            caches.reserve(state.length + rows)
+
     def commit(self, state: StageState, length: int) -> None:
         """Let the rows of the verify in flight count up to the position `length`."""
         rows = length - state.length

@@ -31,7 +31,7 @@ _COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "draft_tokens": ("Tokens that the draft proposed.", ()),
     "accepted_tokens": ("Draft tokens that were accepted.", ()),
     "answers_without_draft": ("Answers that were plain, all or in part: the draft was lost.", ()),
-    "answers_resumed": ("Times that answers went on behind lost workers.", ()),
+    "answers_resumed": ("Times that answers went on behind lost workers, or behind having been set aside.", ()),
     "decode_steps": ("Steps through all stages after the first token.", ()),
     "stage_forward_seconds": ("Decode time that a stage computed.", ("stage", "device")),
     "stage_wire_seconds": ("Decode time between a stage and the one above.", ("stage", "device")),
@@ -108,6 +108,9 @@ class Metrics:
             return Gauge(f"flashsplit_{name}", text, ("model_name",), registry=registry).labels(engine.name)
 
         gauge("requests_running", "Requests that run.").set_function(lambda: engine.load.running)
+        gauge("requests_set_aside", "Running requests that wait for the workers' memory.").set_function(
+            lambda: engine.load.set_aside
+        )
         gauge("requests_waiting", "Requests that wait.").set_function(lambda: engine.load.waiting)
         self._cache_usage = gauge(
             "kv_cache_usage_ratio", "Of the memory free for caches of open sessions, what they take; fullest worker."

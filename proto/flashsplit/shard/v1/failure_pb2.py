@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!flashsplit/shard/v1/failure.proto\x12\x13\x66lashsplit.shard.v1\"W\n\x08Location\x12\x12\n\x05stage\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\tB\x08\n\x06_stage\"\x8d\x01\n\x07\x46\x61ilure\x12\x32\n\x06reason\x18\x01 \x01(\x0e\x32\".flashsplit.shard.v1.FailureReason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12/\n\x08location\x18\x03 \x01(\x0b\x32\x1d.flashsplit.shard.v1.Location\x12\x0c\n\x04\x63ode\x18\x04 \x01(\t*\x8f\x01\n\rFailureReason\x12\x1e\n\x1a\x46\x41ILURE_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x46\x41ILURE_REASON_LINK_BROKEN\x10\x01\x12\x1f\n\x1b\x46\x41ILURE_REASON_STAGE_FAILED\x10\x02\x12\x1d\n\x19\x46\x41ILURE_REASON_DRAFT_LOST\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!flashsplit/shard/v1/failure.proto\x12\x13\x66lashsplit.shard.v1\"W\n\x08Location\x12\x12\n\x05stage\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\tB\x08\n\x06_stage\"\x9c\x01\n\x07\x46\x61ilure\x12\x32\n\x06reason\x18\x01 \x01(\x0e\x32\".flashsplit.shard.v1.FailureReason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12/\n\x08location\x18\x03 \x01(\x0b\x32\x1d.flashsplit.shard.v1.Location\x12\x0c\n\x04\x63ode\x18\x04 \x01(\t\x12\r\n\x05\x63\x61use\x18\x05 \x01(\t*\x8f\x01\n\rFailureReason\x12\x1e\n\x1a\x46\x41ILURE_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x46\x41ILURE_REASON_LINK_BROKEN\x10\x01\x12\x1f\n\x1b\x46\x41ILURE_REASON_STAGE_FAILED\x10\x02\x12\x1d\n\x19\x46\x41ILURE_REASON_DRAFT_LOST\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'flashsplit.shard.v1.failure_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FAILUREREASON']._serialized_start=292
-  _globals['_FAILUREREASON']._serialized_end=435
+  _globals['_FAILUREREASON']._serialized_start=307
+  _globals['_FAILUREREASON']._serialized_end=450
   _globals['_LOCATION']._serialized_start=58
   _globals['_LOCATION']._serialized_end=145
   _globals['_FAILURE']._serialized_start=148
-  _globals['_FAILURE']._serialized_end=289
+  _globals['_FAILURE']._serialized_end=304
 # @@protoc_insertion_point(module_scope)

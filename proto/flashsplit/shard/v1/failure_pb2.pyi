@@ -30,13 +30,15 @@ class Location(_message.Message):
     def __init__(self, stage: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Failure(_message.Message):
-    __slots__ = ("reason", "message", "location", "code")
+    __slots__ = ("reason", "message", "location", "code", "cause")
     REASON_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     LOCATION_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
     reason: FailureReason
     message: str
     location: Location
     code: str
-    def __init__(self, reason: _Optional[_Union[FailureReason, str]] = ..., message: _Optional[str] = ..., location: _Optional[_Union[Location, _Mapping]] = ..., code: _Optional[str] = ...) -> None: ...
+    cause: str
+    def __init__(self, reason: _Optional[_Union[FailureReason, str]] = ..., message: _Optional[str] = ..., location: _Optional[_Union[Location, _Mapping]] = ..., code: _Optional[str] = ..., cause: _Optional[str] = ...) -> None: ...

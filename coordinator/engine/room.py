@@ -1,0 +1,90 @@
+"""Who computes when the workers' memory for keys and values ends: an answer that finds none is set aside, its session's
+memory serves the others, and it is taken up again when one of them has ended.
+
+One answer always goes on, so that all come to their end. It must not know what answers are made of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+
+class Room:
+    """The answers that run, and those of them that are set aside."""
+
+    def __init__(self) -> None:
+        self._running: list[Place] = []
+        """In the order in which they came."""
+        self._entering: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def set_aside(self) -> int:
+        """How many answers are set aside."""
+        return sum(place.called is not None for place in self._running)
+
+    async def enter(self, place: Place) -> None:
+        """Let an answer begin, once nobody is set aside: it would take the memory that they wait for."""
+        while self.set_aside:
+            await _future_in(self._entering)
+        self._running.append(place)
+
+    def leave(self, place: Place) -> None:
+        """End an answer; one that was set aside is called back."""
+        self._running.remove(place)
+        self.call_back()
+
+    def call_back(self) -> None:
+        """Let the answer go on that came first of those set aside, if there is one."""
+        for place in self._running:
+            if place.called is not None and not place.called.done():
+                place.called.set_result(None)
+                return
+        if not self.set_aside:
+            while self._entering:
+                entering = self._entering.popleft()
+                if not entering.done():
+                    entering.set_result(None)
+
+    async def wait(self, place: Place) -> bool:
+        """Wait to be called back; where no other answer goes on, return at once: True the first time, since what others
+        had may not have been free yet, and then False."""
+        if self.set_aside == len(self._running) - 1:
+            was_alone, place.was_alone = place.was_alone, True
+            return not was_alone
+        place.called = asyncio.get_running_loop().create_future()
+        try:
+            await place.called
+        finally:
+            place.called = None
+        return True
+
+
+class Place:
+    """One answer's place among the others.
+
+    called: done when it is called back; None while it is not set aside. was_alone: it has found no memory while no
+    other answer went on, and has no new token since.
+    """
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self.was_alone = False
+        self.called: asyncio.Future[None] | None = None
+
+    async def step_aside(self) -> bool:
+        """Wait until memory may be there again. Returns False at once where waiting would bring none."""
+        return await self._room.wait(self)
+
+    def goes_on(self) -> None:
+        """Say that the answer goes on behind having been set aside: there may be room for another one, or for new
+        ones."""
+        self.was_alone = False
+        self._room.call_back()
+
+
+async def _future_in(waiting: deque[asyncio.Future[None]]) -> None:
+    """Wait for a future that others find in this queue."""
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    waiting.append(future)
+    await future

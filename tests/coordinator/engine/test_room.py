@@ -1,0 +1,118 @@
+"""Answers that find no memory wait for each other; one always goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import pytest
+
+from coordinator.engine.room import Place, Room
+from services.errors import OUT_OF_MEMORY, ResourceExhausted
+from tests.coordinator.fakes import Script, ScriptedCluster, ScriptedSession, engine, request, says
+
+TEXT = "the quick brown fox jumps over the lazy dog"
+
+
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_who_came_first_is_called_back_first() -> None:
+    """At the end of another, and when one that was called back goes on; new ones begin behind all of them."""
+    room = Room()
+    places = [Place(room) for _ in range(4)]
+    for place in places:
+        await room.enter(place)
+    third, second = (asyncio.ensure_future(places[index].step_aside()) for index in (2, 1))
+    await settled()
+    assert room.set_aside == 2
+    new = Place(room)
+    entering = asyncio.ensure_future(room.enter(new))
+    room.leave(places[3])
+    await settled()
+    assert (second.done(), third.done(), entering.done()) == (True, False, False)
+    assert second.result()
+    places[1].goes_on()
+    await settled()
+    assert third.result()
+    assert not entering.done()
+    places[2].goes_on()
+    await settled()
+    assert entering.done()
+    assert room.set_aside == 0
+
+
+async def test_the_last_one_goes_on_or_ends() -> None:
+    """It tries again once, because the others' memory may come late; then waiting would bring nothing."""
+    room = Room()
+    one, other = Place(room), Place(room)
+    await room.enter(one)
+    await room.enter(other)
+    waiting = asyncio.ensure_future(one.step_aside())
+    await settled()
+    assert await other.step_aside()
+    assert not await other.step_aside()
+    other.goes_on()
+    await settled()
+    assert waiting.done()
+
+
+async def test_one_that_is_cancelled_leaves_its_place() -> None:
+    room = Room()
+    places = [Place(room) for _ in range(3)]
+    for place in places:
+        await room.enter(place)
+    first, second = (asyncio.ensure_future(place.step_aside()) for place in places[:2])
+    await settled()
+    first.cancel()
+    await settled()
+    room.leave(places[0])
+    await settled()
+    assert second.result()
+    assert room.set_aside == 0
+
+
+@pytest.mark.parametrize("room_for", [50, 60, 100, 200])
+async def test_more_answers_than_there_is_memory_for(room_for: int) -> None:
+    """Each takes 46 tokens of a memory for so many; all come to the same end, and no one takes memory that is not
+    there."""
+    sessions: list[ScriptedSession] = []
+
+    class Scarce(dict[int, ResourceExhausted]):
+        """Steps find no memory where the rows of all open sessions have it."""
+
+        def get(self, key: int, default: object = None) -> object:
+            rows = sum(
+                len(forward.token_ids) for session in sessions if not session.closed for forward in session.forwards
+            )
+            if rows <= room_for:
+                return default
+            return ResourceExhausted("no memory is left for keys and values", reason=OUT_OF_MEMORY)
+
+    served = engine(Script(says(TEXT), failures=Scarce()), max_running=6)
+    sessions = cast(ScriptedCluster, served.cluster).sessions
+
+    async def answer() -> tuple[str | None, int]:
+        async with served.answering(request()) as generation:
+            async for _ in generation.pieces():
+                await asyncio.sleep(0)
+        assert generation.answer is not None
+        return generation.answer.text, generation.answer.stats.resumed
+
+    answers = await asyncio.wait_for(asyncio.gather(*(answer() for _ in range(12))), 30)
+    assert [text for text, _ in answers] == [TEXT] * 12
+    assert sum(resumed for _, resumed in answers) >= 6 - room_for // 40
+    assert served.load.set_aside == 0
+    assert all(session.closed for session in sessions)
+
+
+async def test_an_answer_that_fits_nowhere_ends_with_the_numbers() -> None:
+    error = ResourceExhausted("no memory is left for keys and values: 7 of 7 bytes are in use", reason=OUT_OF_MEMORY)
+    served = engine(Script(says(TEXT), failures={3: error}))
+    async with served.answering(request()) as generation:
+        with pytest.raises(ResourceExhausted, match="7 of 7 bytes are in use"):
+            async for _ in generation.pieces():
+                pass
+    assert served.load.running == 0
