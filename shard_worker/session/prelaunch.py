@@ -55,7 +55,14 @@ class NextStep:
         if self._request.draft is None or forward.propose_tokens:
             # Where no block is asked for the draft would take in the step's features meanwhile.
             self._expected_rows = len(forward.token_ids)
-            self._thread.queue_step(self.prelaunch, self._expected_rows, known)
+            self._thread.queue_step(self._prelaunch_unless_here, self._expected_rows, known)
+
+    def _prelaunch_unless_here(self, rows: int, known: StepRows | None) -> None:
+        """Prelaunch a step that was expected, unless it has come: it may have been quicker than what was to be done
+        before it."""
+        state = self._progress.state
+        if self._expected_rows and state is not None and (known is None or known.base == state.length):
+            self.prelaunch(rows, known)
 
     def prelaunch(self, rows: int, known: StepRows | None = None, *, running: bool = False) -> None:
         """Launch a step of so many rows now. known: its rows, where they are known. running: the step before it may
