@@ -43,7 +43,8 @@ def test_a_hung_device_is_noticed(tmp_path: Path) -> None:
     serve and the server is not ready; when the thread goes on all is as before."""
     process, address = worker(tmp_path, "only"), f"unix:{tmp_path}/only.sock"
     try:
-        with serving(tmp_path, *PAIR, "--target-devices", address, "--no-prefix-cache") as server:
+        options = ("--target-devices", address, "--no-prefix-cache", "--no-resume")
+        with serving(tmp_path, *PAIR, *options) as server:
             before = ask(server)
             assert ask(server) == before
             with stopped(device_thread(process.pid)):

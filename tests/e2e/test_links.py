@@ -76,8 +76,9 @@ def test_slow_and_silent_links(secure: bool, tmp_path: Path) -> None:
             stack.enter_context(tcp_worker(tmp_path / f"{name}.log", *worker_flags)) for name in ("first", "second")
         ]
         first, second = (stack.enter_context(link(f"127.0.0.1:{port}")) for port in ports)
-        placed = ["--target-devices", f"{first.address},{second.address}", "--payload-transport", "stream"]
-        server = stack.enter_context(serving(tmp_path, *PAIR, *placed, "--no-prefix-cache", *server_flags))
+        options = ("--payload-transport", "stream", "--no-prefix-cache", "--no-resume", *server_flags)
+        placed = ("--target-devices", f"{first.address},{second.address}", *options)
+        server = stack.enter_context(serving(tmp_path, *PAIR, *placed))
         expected = answer(server.url, LONG_PROMPT)
         second.fault = Fault(bytes_per_s=SLOW_BYTES_PER_S)
         assert answer(server.url, LONG_PROMPT) == expected
