@@ -68,7 +68,7 @@ class AnswerState:
         """
         logprobs = [*([None] if not first else []), *commit.prompt_logprobs]
         if len(logprobs) != len(token_ids):
-            raise untold()
+            raise missing_logprobs()
         added = tuple(map(PromptToken, token_ids, logprobs))[max(0, len(self._prompt) - first) :]
         self._prompt += added
         return Piece((), prompt=added)
@@ -162,6 +162,6 @@ class AnswerState:
         )
 
 
-def untold() -> InternalError:
+def missing_logprobs() -> InternalError:
     """Return the error for log-probabilities that were asked for and are missing."""
     return InternalError("the last stage told no log-probabilities: install the same flashsplit on all hosts")

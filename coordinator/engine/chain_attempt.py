@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from coordinator.answer import Answer, Phase, Piece
 from coordinator.cluster.cluster import Cluster
-from coordinator.engine.answer_state import AnswerState, Cached, untold
+from coordinator.engine.answer_state import AnswerState, Cached, missing_logprobs
 from coordinator.engine.prefill_chunk import chunk_for
 from coordinator.engine.step_times import StageShare, StepTaken, sent_bytes, split_time
 from coordinator.prefix.policy import chunks
@@ -263,7 +263,7 @@ class ChainAttempt:
         if not isinstance(event, Commit):
             raise InternalError(f"stage 0 answered {type(event).__name__} where a commit was due")
         if self._request.logprobs is not None and len(event.logprobs) != len(event.token_ids):
-            raise untold()
+            raise missing_logprobs()
         return event
 
     async def _proposal(self, events: AsyncIterator[Event], count: int) -> tuple[int, ...]:
