@@ -1,4 +1,4 @@
-"""The shape of a target, as its family reads it from a checkpoint's config.json, and typed reading of such files."""
+"""The shape of a target, as its family reads it from a checkpoint's config.json."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from enum import StrEnum
 from typing import Any
 
 from services.dtypes import WEIGHT_DTYPES
-from services.errors import InvalidArgument, Unimplemented
+from services.errors import InvalidArgument
+from services.model.config_reader import ConfigReader
+from services.model.rope import Rope
 
 
 class LayerKind(StrEnum):
@@ -64,9 +66,8 @@ class ModelConfig:
     heads: int
     kv_heads: int
     head_dim: int
-    rotary_dim: int
-    """The first elements of a head that RoPE rotates."""
-    rope_theta: float
+    rope: Rope
+    """How positions enter attention."""
     norm_eps: float
     max_position: int
     """The longest context that the model was made for."""
@@ -90,9 +91,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Raises InvalidArgument for numbers that contradict each other."""
         check_heads(self.heads, self.kv_heads)
-        if self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim:
+        rotated = self.rope.rotary_dim
+        if rotated % 2 or not 2 <= rotated <= self.head_dim:
             raise InvalidArgument(
-                f"config.json: {self.rotary_dim} of {self.head_dim} elements of a head would rotate; it must be an "
+                f"config.json: {rotated} of {self.head_dim} elements of a head would rotate; it must be an "
                 "even number of them",
                 field="partial_rotary_factor",
             )
@@ -129,103 +131,21 @@ def check_heads(heads: int, kv_heads: int, source: str = "config.json") -> None:
         )
 
 
-class ConfigReader:
-    """Typed reading of a config.json. Every method raises InvalidArgument naming the key that holds something else.
+def read_layer_kinds(
+    reader: ConfigReader, default: tuple[LayerKind, ...], known: set[LayerKind]
+) -> tuple[LayerKind, ...]:
+    """Return `layer_types` where given, else the default.
 
-    A key that is missing or null counts as not given.
+    known: the kinds that the family has. Raises InvalidArgument unless `layer_types` names one of them for each layer
+    of the default.
     """
-
-    def __init__(self, raw: Mapping[str, Any], source: str = "config.json") -> None:
-        """source: what errors call the file."""
-        self._raw, self._source = raw, source
-
-    def has(self, key: str) -> bool:
-        """Whether the key is given."""
-        return self._raw.get(key) is not None
-
-    def raw(self, key: str) -> Any:
-        """Return whatever the key holds, unchecked."""
-        return self._raw.get(key)
-
-    def integer(self, key: str, default: int | None = None, at_least: int = 1) -> int:
-        """Return a whole number. Without a default the key must be given."""
-        value = self._raw.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-            raise InvalidArgument(
-                f"{self._source}: {key} is {value!r}; it must be a whole number of at least {at_least}",
-                field=key,
-            )
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        """Return a number above 0."""
-        value = self._raw.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise InvalidArgument(f"{self._source}: {key} is {value!r}; it must be above 0", field=key)
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        """Return true or false."""
-        value = self._raw.get(key)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise InvalidArgument(f"{self._source}: {key} is {value!r}; it must be true or false", field=key)
-        return value
-
-    def only(self, key: str, *served: object) -> None:
-        """Check that a key, where it is given, holds one of the values served. Raises Unimplemented otherwise."""
-        value = self._raw.get(key)
-        if value is not None and value not in served:
-            raise Unimplemented(
-                f"{self._source}: {key} {value!r} is not supported, only {' and '.join(map(repr, served))} is",
-                field=key,
-            )
-
-    def rope(self) -> Mapping[str, Any]:
-        """Return `rope_parameters`, or `rope_scaling` as it was called before; an empty mapping without either."""
-        for key in ("rope_parameters", "rope_scaling"):
-            nested = self._raw.get(key) or {}
-            if not isinstance(nested, Mapping):
-                raise InvalidArgument(f"{self._source}: {key} must be an object", field=key)
-            if nested:
-                return nested
-        return {}
-
-    def rope_theta(self, default: float) -> float:
-        """Return RoPE's base from `rope_parameters` or the top level.
-
-        Raises Unimplemented for RoPE that is scaled or differs by layer.
-        """
-        nested = self.rope()
-        if any(isinstance(value, Mapping) for value in nested.values()):
-            raise Unimplemented(
-                f"{self._source}: rope_parameters that differ by layer are not supported",
-                field="rope_parameters",
-            )
-        kind = nested.get("rope_type", nested.get("type", "default"))
-        if kind not in ("default", "mrope"):
-            raise Unimplemented(
-                f"{self._source}: rope type {kind!r} is not supported, only 'default' is",
-                field="rope_type",
-            )
-        merged = ConfigReader({**self._raw, **nested}, self._source)
-        return merged.number("rope_theta", default)
-
-    def layer_kinds(self, default: tuple[LayerKind, ...], known: set[LayerKind]) -> tuple[LayerKind, ...]:
-        """Return `layer_types` where given, else the default.
-
-        known: the kinds that the family has. Raises InvalidArgument unless `layer_types` names one of them for each
-        layer of the default.
-        """
-        names = self._raw.get("layer_types")
-        if names is None:
-            return default
-        accepted = ", ".join(sorted(known))
-        if not isinstance(names, list) or len(names) != len(default) or any(name not in known for name in names):
-            raise InvalidArgument(
-                f"{self._source}: layer_types must name {len(default)} layers, each one of {accepted}",
-                field="layer_types",
-            )
-        return tuple(LayerKind(name) for name in names)
+    names = reader.raw("layer_types")
+    if names is None:
+        return default
+    accepted = ", ".join(sorted(known))
+    if not isinstance(names, list) or len(names) != len(default) or any(name not in known for name in names):
+        raise InvalidArgument(
+            f"{reader.source}: layer_types must name {len(default)} layers, each one of {accepted}",
+            field="layer_types",
+        )
+    return tuple(LayerKind(name) for name in names)

@@ -226,7 +226,7 @@ class DFlashRunner:
         config = draft.config
         context = begin(self._context[:rows], draft.hidden_norm, config.norm_eps)
         places = {kind: self.appending.places(rows, copy) for copy, kind in enumerate(self._kinds)}
-        rope = rope_table(places[self._kinds[0]], rows, draft.frequencies, draft.dtype)
+        rope = rope_table(places[self._kinds[0]], rows, draft.rotation, draft.dtype)
         queries = config.heads * config.head_dim
         for weights, slot in zip(layers.weights, layers.slots, strict=True):
             mixer = weights.mixer
@@ -283,7 +283,7 @@ def _layers(draft: DFlashDraft) -> decoder.Layers:
         heads=heads,
         delta=None,
         longest=config.max_position,
-        frequencies=draft.frequencies,
+        rotation=draft.rotation,
         eps=config.norm_eps,
     )
 

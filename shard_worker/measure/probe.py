@@ -28,7 +28,7 @@ from shard_worker.device.dtypes import dtype_from_name
 from shard_worker.model.head import Head
 from shard_worker.model.layer_weights import LayerTensors
 from shard_worker.model.layers import decoder
-from shard_worker.ops.rope import inverse_frequencies
+from shard_worker.ops.rope import Rotation
 from shard_worker.sampling.sampler import Sampler
 from shard_worker.stage.segment import Segment
 from shard_worker.weights.weight import DenseWeight, Weight
@@ -166,7 +166,7 @@ class _Probe:
             layers=LayerRange(0, layers),
             device=self.device,
             weights=tuple(weights),
-            frequencies=inverse_frequencies(shape.rotary_dim, shape.rope_theta, self.device.torch_device),
+            rotation=Rotation.of(shape.rope, self.device.torch_device),
             capture=None,
             dtype=self.dtype,
         )

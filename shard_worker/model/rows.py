@@ -14,7 +14,7 @@ from shard_worker.model.layer_weights import LinearAttentionWeights
 from shard_worker.ops.activation import swiglu
 from shard_worker.ops.attention import Causal, grouped_mask, visibility
 from shard_worker.ops.norm import rms_norm
-from shard_worker.ops.rope import rope_table
+from shard_worker.ops.rope import Rotation, rope_table
 
 RecurrentPrefill = Callable[
     [LinearAttentionConfig, LinearAttentionWeights, torch.Tensor, RecurrentCache, int, float], torch.Tensor
@@ -98,7 +98,7 @@ class Rows:
 def make_rows(
     config: ModelConfig,
     kinds: frozenset[LayerKind],
-    frequencies: torch.Tensor,
+    rotation: Rotation,
     like: torch.Tensor,
     sessions: Sequence[tuple[int, int, SegmentCaches]],
     uncommitted: bool,
@@ -108,12 +108,12 @@ def make_rows(
 ) -> Rows:
     """Return the rows of these sessions for layers of these kinds, in the dtype and on the device of `like`.
 
-    frequencies: RoPE's, float32 [rotary_dim / 2]. sessions: of each its rows' first position, how many there are, and
+    rotation: RoPE's. sessions: of each its rows' first position, how many there are, and
     the session's caches. The other arguments are fields of `Rows`.
     """
     device = like.device
     positions = [torch.arange(base, base + count, device=device) for base, count, _ in sessions]
-    rope = rope_of_rows(positions, frequencies, like.dtype, batch_invariant_rows)
+    rope = rope_of_rows(positions, rotation, like.dtype, batch_invariant_rows)
     if batch_invariant_rows is not None:
         return Rows([SessionRows(*one) for one in sessions], rope, uncommitted, operations, batch_invariant_rows)
     attending = kinds - {LayerKind.LINEAR}
@@ -125,7 +125,7 @@ def make_rows(
 
 
 def rope_of_rows(
-    positions: Sequence[torch.Tensor], frequencies: torch.Tensor, dtype: torch.dtype, batch_invariant_rows: int | None
+    positions: Sequence[torch.Tensor], rotation: Rotation, dtype: torch.dtype, batch_invariant_rows: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `rope_table` for the rows of several sessions, at `positions` [n] of each.
 
@@ -133,8 +133,8 @@ def rope_of_rows(
     """
     together = positions[0] if len(positions) == 1 else torch.cat(list(positions))
     if batch_invariant_rows is None:
-        return rope_table(together, frequencies, dtype)
-    tables = [rope_table(position, frequencies, dtype) for position in together.chunk(len(together))]
+        return rope_table(together, rotation, dtype)
+    tables = [rope_table(position, rotation, dtype) for position in together.chunk(len(together))]
     cos, sin = (torch.cat(tensors) for tensors in zip(*tables, strict=True))
     return cos, sin
 

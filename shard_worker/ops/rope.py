@@ -2,24 +2,48 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 
-
-def inverse_frequencies(rotary_dim: int, theta: float, device: torch.device) -> torch.Tensor:
-    """Return `theta^(-2j / rotary_dim)` for j < rotary_dim / 2, float32 [rotary_dim / 2]."""
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=device).float() / rotary_dim
-    return 1.0 / (theta**exponents)
+from services.model.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
 
 
-def rope_table(
-    positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """How fast each pair of elements turns, and what it is multiplied by.
+
+    frequencies: radians a position, float32 [rotary_dim / 2]. factor: what cos and sin are multiplied by.
+    """
+
+    frequencies: torch.Tensor
+    factor: float = 1.0
+
+    @classmethod
+    def of(cls, rope: Rope, device: torch.device) -> Rotation:
+        """Return the rotation of a model: `theta^(-2j / rotary_dim)` for j < rotary_dim / 2, and scaled as it says."""
+        exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
+        frequencies = 1.0 / (rope.theta**exponents)
+        factor = 1.0
+        match rope.scaling:
+            case LinearScaling():
+                frequencies = frequencies / rope.scaling.factor
+            case Llama3Scaling():
+                frequencies = _blended_by_wavelength(frequencies, rope.scaling)
+            case YarnScaling():
+                frequencies = _blended_by_pair(frequencies, rope, rope.scaling)
+                factor = rope.scaling.attention_factor
+        return cls(frequencies.to(device), factor)
+
+
+def rope_table(positions: torch.Tensor, rotation: Rotation, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cos and signed sin for rows at `positions` [n]: two [n, 1, rotary_dim] tensors of `dtype`.
 
     The first half of sin is negative, so that `apply_rope` needs one swap of halves and no negation.
     """
-    angles = positions.float()[:, None, None] * frequencies
-    cos, sin = angles.cos(), angles.sin()
+    angles = positions.float()[:, None, None] * rotation.frequencies
+    cos, sin = angles.cos() * rotation.factor, angles.sin() * rotation.factor
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
@@ -34,3 +58,29 @@ def apply_rope(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> tor
     swapped = torch.cat((part[..., width // 2 :], part[..., : width // 2]), -1)
     rotated = torch.addcmul(part * cos, swapped, sin)
     return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), -1)
+
+
+def _blended_by_wavelength(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
+    """Scale frequencies as `Llama3Scaling` says."""
+    turns = scaling.original_length * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+
+
+def _blended_by_pair(frequencies: torch.Tensor, rope: Rope, scaling: YarnScaling) -> torch.Tensor:
+    """Scale frequencies as `YarnScaling` says."""
+
+    def pair_of(turns: float) -> float:
+        """Return at which pair, counted in fractions, so many turns fit into the original context."""
+        longest = math.log(scaling.original_length / (turns * 2 * math.pi))
+        return rope.rotary_dim * longest / (2 * math.log(rope.theta))
+
+    first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.rotary_dim - 1)
+    # Never a division by 0.
+    width = last - first or 0.001
+    divided = ((torch.arange(len(frequencies), dtype=torch.float32) - first) / width).clamp(0, 1)
+    return frequencies / scaling.factor * divided + frequencies * (1 - divided)

@@ -25,7 +25,7 @@ def kernel_layers(segment: Segment) -> decoder.Layers:
             heads=config.heads,
             kv_heads=config.kv_heads,
             dim=config.head_dim,
-            rotary=config.rotary_dim,
+            rotary=config.rope.rotary_dim,
             page=PAGE_ROWS,
             window=(config.sliding_window or 0) if kind is LayerKind.SLIDING else 0,
             gated=any(isinstance(one.mixer, AttentionWeights) and one.mixer.gated for one in segment.weights),
@@ -50,6 +50,6 @@ def kernel_layers(segment: Segment) -> decoder.Layers:
         heads=heads,
         delta=delta,
         longest=config.max_position,
-        frequencies=segment.frequencies,
+        rotation=segment.rotation,
         eps=config.norm_eps,
     )

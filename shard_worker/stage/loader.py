@@ -21,7 +21,7 @@ from shard_worker.model.kernel_support import can_prefill, can_run, check_float8
 from shard_worker.model.layer_weights import LayerTensors, norm_factor
 from shard_worker.model.layers import decoder
 from shard_worker.model.rows import PLAIN, RowOperations
-from shard_worker.ops.rope import inverse_frequencies
+from shard_worker.ops.rope import Rotation
 from shard_worker.stage.batch_runner import BatchRunner
 from shard_worker.stage.segment import Segment
 from shard_worker.stage.stage import Stage
@@ -190,7 +190,7 @@ class StageLoader:
             layers=layers,
             device=device,
             weights=tuple(weights),
-            frequencies=inverse_frequencies(self.config.rotary_dim, self.config.rope_theta, device.torch_device),
+            rotation=Rotation.of(self.config.rope, device.torch_device),
             capture=self._capture(layers, device, capture),
             dtype=self.dtype,
             operations=row_operations(device, self.config),

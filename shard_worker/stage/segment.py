@@ -18,6 +18,7 @@ from shard_worker.model.features import Capture, Features
 from shard_worker.model.layer_weights import DecoderWeights
 from shard_worker.model.layers import decoder
 from shard_worker.model.rows import PLAIN, RowOperations, make_rows
+from shard_worker.ops.rope import Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,8 @@ class Segment:
     device: Device
     weights: tuple[DecoderWeights, ...]
     """One for each layer, in order."""
-    frequencies: torch.Tensor
-    """RoPE's, float32 [rotary_dim / 2] on the device."""
+    rotation: Rotation
+    """RoPE's, on the device."""
     capture: Capture | None
     """What a draft wants of these layers; None where it wants nothing."""
     dtype: torch.dtype
@@ -92,7 +93,7 @@ class Segment:
         rows = make_rows(
             self.config,
             kinds,
-            self.frequencies,
+            self.rotation,
             hidden,
             sessions,
             uncommitted,

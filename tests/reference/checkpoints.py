@@ -69,6 +69,7 @@ def write_qwen3(
     eos_token_id: int | None = None,
     max_positions: int = 4096,
     rope_theta: float = 10_000.0,
+    rope_scaling: dict[str, Any] | None = None,
     legacy_rope: bool = False,
     logit_scale: float = 4.0,
 ) -> Path:
@@ -87,7 +88,7 @@ def write_qwen3(
         use_sliding_window=sliding is not None,
         sliding_window=sliding,
         max_window_layers=layers // 2 if sliding is not None else layers,
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta, **(rope_scaling or {})},
         max_position_embeddings=max_positions,
         eos_token_id=eos,
         dtype=dtype,
@@ -102,9 +103,10 @@ def write_qwen3(
 
 
 def flatten_rope(config: dict[str, Any]) -> None:
-    """The older spelling of the published Qwen3 files: rope_theta at the top level."""
-    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
-    config["rope_scaling"] = None
+    """The older spelling of the published Qwen3 files: rope_theta at the top level, rope_scaling beside it."""
+    parameters = config.pop("rope_parameters")
+    config["rope_theta"] = parameters.pop("rope_theta")
+    config["rope_scaling"] = None if parameters["rope_type"] == "default" else parameters
 
 
 def write_qwen3_5(

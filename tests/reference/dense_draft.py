@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.reference import storage
 
@@ -36,7 +38,7 @@ class DenseDraft:
         self.kv_heads: int = decoder["num_key_value_heads"]
         self.head_dim: int = decoder["head_dim"]
         self.eps: float = decoder["rms_norm_eps"]
-        self.theta: float = (decoder.get("rope_parameters") or decoder)["rope_theta"]
+        self.frequencies, self.attention_factor = self.rope(decoder)
         self.window: int | None = decoder.get("sliding_window")
         self.layer_types: list[str] = decoder["layer_types"]
         self.block_size: int = raw["block_size"] if "block_size" in raw else nested["block_size"]
@@ -55,6 +57,17 @@ class DenseDraft:
             (kind == "sliding_attention" and sliding_causal) if causal is None else causal for kind in self.layer_types
         ]
 
+    def rope(self, decoder: dict[str, Any]) -> tuple[torch.Tensor, float]:
+        """Angles a position of each pair, and what cos and sin are multiplied by; where it is scaled, transformers'."""
+        nested = decoder.get("rope_parameters") or decoder.get("rope_scaling") or {}
+        parameters = {"rope_theta": decoder.get("rope_theta"), "rope_type": "default", **nested}
+        if parameters["rope_type"] == "default":
+            exponent = torch.arange(self.head_dim // 2, dtype=self.dtype) * 2 / self.head_dim
+            return parameters["rope_theta"] ** -exponent, 1.0
+        config = Qwen3Config(head_dim=self.head_dim, rope_parameters=parameters)
+        frequencies, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config)
+        return frequencies.to(self.dtype), factor
+
     def weight(self, name: str) -> torch.Tensor:
         return self.tensors[name + ".weight"]
 
@@ -68,12 +81,11 @@ class DenseDraft:
         return x / torch.sqrt(mean_square + self.eps) * self.weight(name)
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotate the pairs (d, d + D/2) of [n, D] by position * theta^(-2d/D)."""
+        """Rotate the pairs (d, d + D/2) of [n, D] by position times the pair's frequency."""
         half = self.head_dim // 2
-        exponent = torch.arange(half, dtype=self.dtype) * 2 / self.head_dim
-        angle = positions.to(self.dtype)[:, None] * self.theta ** -exponent[None, :]
+        angle = positions.to(self.dtype)[:, None] * self.frequencies[None, :]
         first, second = x[:, :half], x[:, half:]
-        return torch.cat(
+        return self.attention_factor * torch.cat(
             [
                 first * torch.cos(angle) - second * torch.sin(angle),
                 second * torch.cos(angle) + first * torch.sin(angle),

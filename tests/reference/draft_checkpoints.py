@@ -132,6 +132,7 @@ def write_draft(
     form: str = "zlab",
     dtype: str = "float32",
     rope_theta: float = 500_000.0,
+    rope_scaling: dict[str, Any] | None = None,
     max_positions: int = 4096,
 ) -> Path:
     """A draft for the target at `target_path`, with the target's width and vocabulary.
@@ -169,9 +170,9 @@ def write_draft(
         "dtype": dtype,
     }
     if form in ("rope_parameters", "speculators"):
-        decoder["rope_parameters"] = {"rope_type": "default", "rope_theta": rope_theta}
+        decoder["rope_parameters"] = {"rope_type": "default", "rope_theta": rope_theta, **(rope_scaling or {})}
     else:
-        decoder |= {"rope_theta": rope_theta, "rope_scaling": None}
+        decoder |= {"rope_theta": rope_theta, "rope_scaling": rope_scaling}
     if form == "speculators":
         config = speculators_config(decoder, outer, Path(target_path), ids, mask, block_size, is_causal)
     else:

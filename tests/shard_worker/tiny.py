@@ -27,11 +27,15 @@ from tests.reference import checkpoints, storage, target
 VOCAB = 256
 """Token ids of all checkpoints but "vocab-5"."""
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+"""RoPE that is scaled for positions that tests reach."""
+
 WRITERS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "qwen3": (checkpoints.write_qwen3, {}),
     "qwen3-tied": (checkpoints.write_qwen3, {"tied": True, "legacy_rope": True}),
     "qwen3-sliding": (checkpoints.write_qwen3, {"sliding": 6}),
     "qwen3-bias": (checkpoints.write_qwen3, {"layers": 2}),
+    "qwen3-yarn": (checkpoints.write_qwen3, {"layers": 2, "rope_scaling": YARN, "legacy_rope": True}),
     "qwen3_5": (checkpoints.write_qwen3_5, {}),
     "qwen3_5-ratio-1": (checkpoints.write_qwen3_5, {"layers": 4, "linear_value_heads": 2, "tied": True}),
     "qwen3_5-ratio-2": (checkpoints.write_qwen3_5, {"layers": 4, "linear_value_heads": 4}),
@@ -45,7 +49,7 @@ WRITERS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
 }
 """How each checkpoint is written, by its name: the function of `tests.reference.checkpoints`, and its options."""
 
-QWEN3 = ("qwen3", "qwen3-tied", "qwen3-sliding", "qwen3-bias")
+QWEN3 = ("qwen3", "qwen3-tied", "qwen3-sliding", "qwen3-bias", "qwen3-yarn")
 QWEN3_5 = ("qwen3_5-ratio-1", "qwen3_5-ratio-2", "qwen3_5-ratio-3", "qwen3_5-nested", "qwen3_5-bias")
 
 

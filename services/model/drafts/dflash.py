@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from services.errors import InvalidArgument, Unimplemented
-from services.model.config import ConfigReader, LayerKind, check_heads
+from services.model.config import LayerKind, check_heads, read_layer_kinds
+from services.model.config_reader import ConfigReader
+from services.model.rope import Rope, context_length, read_rope
 from services.model.tensor_headers import TensorHeader
 
 _REFUSED = {
@@ -41,7 +43,7 @@ class DFlashConfig:
     heads: int
     kv_heads: int
     head_dim: int
-    rope_theta: float
+    rope: Rope
     norm_eps: float
     max_position: int
     attention_bias: bool
@@ -92,8 +94,10 @@ def read_config(raw: Mapping[str, Any]) -> DFlashConfig:
     if reader.flag("use_swa", False):
         kinds: tuple[LayerKind, ...] = (LayerKind.SLIDING,) * layers
     else:
-        kinds = reader.layer_kinds(full, {LayerKind.FULL, LayerKind.SLIDING})
+        kinds = read_layer_kinds(reader, full, {LayerKind.FULL, LayerKind.SLIDING})
     heads = reader.integer("num_attention_heads")
+    head_dim = reader.integer("head_dim", reader.integer("hidden_size") // heads)
+    rope = read_rope(reader, head_dim)
     window_key = "swa_window_size" if reader.has("swa_window_size") else "sliding_window"
     config = DFlashConfig(
         hidden_size=reader.integer("hidden_size"),
@@ -101,10 +105,10 @@ def read_config(raw: Mapping[str, Any]) -> DFlashConfig:
         vocab_size=reader.integer("vocab_size"),
         heads=heads,
         kv_heads=reader.integer("num_key_value_heads", heads),
-        head_dim=reader.integer("head_dim", reader.integer("hidden_size") // heads),
-        rope_theta=reader.rope_theta(10_000.0),
+        head_dim=head_dim,
+        rope=rope,
         norm_eps=reader.number("rms_norm_eps", 1e-6),
-        max_position=reader.integer("max_position_embeddings", 32768),
+        max_position=context_length(reader, rope),
         attention_bias=reader.flag("attention_bias", False),
         layer_kinds=kinds,
         causal=_causal(reader, kinds),

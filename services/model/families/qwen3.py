@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from services.model.config import ConfigReader, LayerKind, ModelConfig
+from services.model.config import LayerKind, ModelConfig, read_layer_kinds
+from services.model.config_reader import ConfigReader
+from services.model.rope import context_length, read_rope
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -20,19 +22,19 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     default = tuple(LayerKind.SLIDING if layer >= first_sliding else LayerKind.FULL for layer in range(layers))
     heads = reader.integer("num_attention_heads")
     head_dim = reader.integer("head_dim", 128)
+    rope = read_rope(reader, head_dim)
     return ModelConfig(
         family="qwen3",
         hidden_size=reader.integer("hidden_size"),
         mlp_size=reader.integer("intermediate_size"),
         vocab_size=reader.integer("vocab_size"),
-        layer_kinds=reader.layer_kinds(default, {LayerKind.FULL, LayerKind.SLIDING}),
+        layer_kinds=read_layer_kinds(reader, default, {LayerKind.FULL, LayerKind.SLIDING}),
         heads=heads,
         kv_heads=reader.integer("num_key_value_heads", heads),
         head_dim=head_dim,
-        rotary_dim=head_dim,
-        rope_theta=reader.rope_theta(10_000.0),
+        rope=rope,
         norm_eps=reader.number("rms_norm_eps", 1e-6),
-        max_position=reader.integer("max_position_embeddings", 32768),
+        max_position=context_length(reader, rope),
         tied_head=reader.flag("tie_word_embeddings", False),
         attention_bias=reader.flag("attention_bias", False),
         sliding_window=window,

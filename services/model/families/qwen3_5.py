@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.errors import InvalidArgument
-from services.model.config import ConfigReader, LayerKind, LinearAttentionConfig, ModelConfig
+from services.model.config import LayerKind, LinearAttentionConfig, ModelConfig, read_layer_kinds
+from services.model.config_reader import ConfigReader
+from services.model.rope import context_length, read_rope, rope_parameters
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -19,7 +21,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     interval = reader.integer("full_attention_interval", 4)
     default = tuple(LayerKind.LINEAR if (layer + 1) % interval else LayerKind.FULL for layer in range(layers))
     head_dim = reader.integer("head_dim", 256)
-    partial = ConfigReader({**raw, **reader.rope()}).number("partial_rotary_factor", 0.25)
+    partial = reader.with_keys(rope_parameters(reader)).number("partial_rotary_factor", 0.25)
+    rope = read_rope(reader, int(head_dim * partial))
     linear = LinearAttentionConfig(
         key_heads=reader.integer("linear_num_key_heads", 16),
         value_heads=reader.integer("linear_num_value_heads", 32),
@@ -38,14 +41,13 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         hidden_size=reader.integer("hidden_size"),
         mlp_size=reader.integer("intermediate_size"),
         vocab_size=reader.integer("vocab_size"),
-        layer_kinds=reader.layer_kinds(default, {LayerKind.FULL, LayerKind.LINEAR}),
+        layer_kinds=read_layer_kinds(reader, default, {LayerKind.FULL, LayerKind.LINEAR}),
         heads=reader.integer("num_attention_heads"),
         kv_heads=reader.integer("num_key_value_heads"),
         head_dim=head_dim,
-        rotary_dim=int(head_dim * partial),
-        rope_theta=reader.rope_theta(10_000.0),
+        rope=rope,
         norm_eps=reader.number("rms_norm_eps", 1e-6),
-        max_position=reader.integer("max_position_embeddings", 32768),
+        max_position=context_length(reader, rope),
         tied_head=reader.flag("tie_word_embeddings", False),
         attention_bias=reader.flag("attention_bias", False),
         norm_offset=1.0,

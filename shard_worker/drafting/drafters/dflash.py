@@ -30,7 +30,7 @@ from shard_worker.model.layers.swiglu import run as run_mlp
 from shard_worker.model.rows import Rows, rope_of_rows
 from shard_worker.ops.attention import attend, grouped_mask, visibility
 from shard_worker.ops.norm import rms_norm
-from shard_worker.ops.rope import apply_rope, inverse_frequencies
+from shard_worker.ops.rope import Rotation, apply_rope
 from shard_worker.weights.checkpoint import Checkpoint
 from shard_worker.weights.weight import Weight, concatenate
 
@@ -71,9 +71,8 @@ class DFlashDraft:
     """A loaded DFlash draft.
 
     fc: [hidden, N * hidden], over the N captured blocks. hidden_norm, norm: float32 factors of RMSNorms, [hidden].
-    context: of each layer the rows of qkv that make keys and values, which alone the context needs. frequencies: RoPE's
-    inverse frequencies. pool: where its sessions' pages come from. The rest is described by
-    `shard_worker.drafting.drafters.Draft`.
+    context: of each layer the rows of qkv that make keys and values, which alone the context needs. rotation: RoPE's.
+    pool: where its sessions' pages come from. The rest is described by `shard_worker.drafting.drafters.Draft`.
     """
 
     config: DFlashConfig
@@ -86,7 +85,7 @@ class DFlashDraft:
     norm: torch.Tensor
     layers: tuple[DecoderWeights, ...]
     context: tuple[Weight, ...]
-    frequencies: torch.Tensor
+    rotation: Rotation
     pool: PagePool
 
     def allocate(self, max_length: int, batch_invariant_rows: int | None = None) -> DFlashState:
@@ -234,7 +233,7 @@ class DFlashDraft:
         """Return the rotary table of sessions' rows: of each the first one's position, and how many there are."""
         device = self.device.torch_device
         positions = [torch.arange(first, first + count, device=device) for first, count in rows]
-        return rope_of_rows(positions, self.frequencies, self.dtype, batch_invariant_rows)
+        return rope_of_rows(positions, self.rotation, self.dtype, batch_invariant_rows)
 
     def _mask(self, kind: LayerKind, causal: bool, first: int, end: int, span: int, slots: int) -> torch.Tensor | None:
         """Return what each row of a session's block [first, end) may not see, None where it may see everything.
@@ -341,7 +340,7 @@ def load(
         norm=read("norm.weight").float(),
         layers=layers,
         context=context,
-        frequencies=inverse_frequencies(config.head_dim, config.rope_theta, device.torch_device),
+        rotation=Rotation.of(config.rope, device.torch_device),
         # Last: it counts what is read above.
         weight_bytes=resident,
         pool=pool or PagePool(),

@@ -18,6 +18,7 @@ from shard_worker.device import devices
 from shard_worker.device.devices import KernelTarget, product_precision
 from shard_worker.model.kernels.heads import HeadShape
 from shard_worker.model.kernels.step_parameters import BASE, FIRST_PAGE, FIRST_ROW, FIRST_SUM, ROWS, Places
+from shard_worker.ops.rope import Rotation
 
 _TILE_ROWS = 32
 """The most queries in a tile. More would be another matrix instruction, whose sums may differ in the last bit."""
@@ -203,7 +204,10 @@ def _combine(
 
 
 @triton.jit
-def _rope(lines, sessions, indices, frequencies, cos, sin, LINE: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
+def _rope(
+    lines, sessions, indices, frequencies, factor, cos, sin,
+    LINE: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     js = tl.arange(0, BLOCK)
     inside = js < HALF
@@ -213,7 +217,7 @@ def _rope(lines, sessions, indices, frequencies, cos, sin, LINE: tl.constexpr, H
         position = tl.load(indices + row)
     position += tl.load(lines + BASE)
     angles = position.to(tl.float32) * tl.load(frequencies + js, mask=inside, other=0.0)
-    c, s = tl.cos(angles), tl.sin(angles)
+    c, s = tl.cos(angles) * factor, tl.sin(angles) * factor
     at = row * 2 * HALF + js
     kind = cos.dtype.element_ty
     tl.store(cos + at, c.to(kind), mask=inside)
@@ -222,15 +226,13 @@ def _rope(lines, sessions, indices, frequencies, cos, sin, LINE: tl.constexpr, H
     tl.store(sin + at + HALF, s.to(kind), mask=inside)
 
 
-def rope_table(
-    places: Places, rows: int, frequencies: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_table(places: Places, rows: int, rotation: Rotation, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `ops.rope.rope_table` for the positions of so many rows: two [rows, rotary_dim] tensors."""
-    half, device = len(frequencies), places.lines.device
+    half, device = len(rotation.frequencies), places.lines.device
     cos = torch.empty((rows, 2 * half), dtype=dtype, device=device)
     sin = torch.empty_like(cos)
     _rope[(rows,)](
-        places.lines, places.sessions, places.indices, frequencies, cos, sin,
+        places.lines, places.sessions, places.indices, rotation.frequencies, rotation.factor, cos, sin,
         LINE=places.line, HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1,
     )  # fmt: skip
     return cos, sin

@@ -18,6 +18,7 @@ from shard_worker.model.kernels.heads import Heads, HeadShape
 from shard_worker.model.kernels.matmul import Normed, Summed, begin, linear
 from shard_worker.model.kernels.step_parameters import Places
 from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights
+from shard_worker.ops.rope import Rotation
 from shard_worker.weights.weight import Weight
 
 
@@ -26,7 +27,7 @@ class Layers:
     """Layers in order, each with its slot in the caches of its kind.
 
     heads: the shape of each kind of attention layer. delta: that of recurrent layers, None where there are none.
-    longest: positions that any session may have. frequencies: RoPE's, float32 [rotary_dim / 2]. eps: of all norms.
+    longest: positions that any session may have. rotation: RoPE's. eps: of all norms.
     """
 
     weights: Sequence[DecoderWeights]
@@ -34,7 +35,7 @@ class Layers:
     heads: dict[LayerKind, HeadShape]
     delta: deltanet.Shape | None
     longest: int
-    frequencies: torch.Tensor
+    rotation: Rotation
     eps: float
 
 
@@ -67,7 +68,7 @@ def run(
     layers whose output is wanted.
     """
     captured = []
-    rope = rope_table(next(iter(places.values())), len(hidden), layers.frequencies, hidden.dtype)
+    rope = rope_table(next(iter(places.values())), len(hidden), layers.rotation, hidden.dtype)
     norms = [*(weights.input_norm for weights in layers.weights[1:]), then]
     firsts = [*(_first_matrix(weights) for weights in layers.weights[1:]), None]
     normed: Normed | Summed | None = begin(hidden, layers.weights[0].input_norm, layers.eps)

@@ -11,7 +11,7 @@ from services.model.config import LayerKind, ModelConfig
 from services.model.families import read_model_config
 from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.model.rows import SessionRows, make_rows
-from shard_worker.ops.rope import inverse_frequencies
+from shard_worker.ops.rope import Rotation
 from tests.reference import storage
 from tests.shard_worker.tiny import Tiny
 
@@ -28,8 +28,8 @@ def config(tiny: Tiny) -> ModelConfig:
 
 def rows_at(config: ModelConfig, base: int, count: int) -> SessionRows:
     like, caches = torch.empty(0), SegmentCaches(None, None)
-    frequencies = inverse_frequencies(config.rotary_dim, config.rope_theta, like.device)
-    [rows] = make_rows(config, KINDS, frequencies, like, [(base, count, caches)], uncommitted=False).sessions
+    rotation = Rotation.of(config.rope, like.device)
+    [rows] = make_rows(config, KINDS, rotation, like, [(base, count, caches)], uncommitted=False).sessions
     return rows
 
 

@@ -65,7 +65,7 @@ def test_both_layouts_describe_one_draft() -> None:
 
     assert plain == read(SPECULATORS)
     assert (plain.block_size, plain.mask_token_id, plain.capture_layers) == (8, 254, (1, 6))
-    assert (plain.rope_theta, plain.norm_eps, plain.max_position) == (5e6, 1e-5, 2048)
+    assert (plain.rope.theta, plain.norm_eps, plain.max_position) == (5e6, 1e-5, 2048)
     assert plain.layer_kinds == (FULL,) * 3
     assert plain.causal == (False,) * 3
 
@@ -83,8 +83,8 @@ def test_theta_is_found_in_all_places() -> None:
     """rope_theta at the top, in rope_parameters, and in either within a speculators decoder."""
     newer = {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e7}}
 
-    assert read(PLAIN, **newer).rope_theta == 1e7
-    assert read(SPECULATORS, transformer_layer_config=newer).rope_theta == 1e7
+    assert read(PLAIN, **newer).rope.theta == 1e7
+    assert read(SPECULATORS, transformer_layer_config=newer).rope.theta == 1e7
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_a_window_without_sliding_layers_is_ignored() -> None:
         ({"dflash_config": {"input_embedding_scale": 0.5}}, Unimplemented, "input_embedding_scale"),
         ({"hidden_act": "gelu"}, Unimplemented, "hidden_act"),
         ({"dflash_config": {"is_neox_style": False}}, Unimplemented, "is_neox_style"),
-        ({"rope_scaling": {"type": "yarn", "factor": 32.0}}, Unimplemented, "yarn"),
+        ({"rope_scaling": {"type": "longrope", "factor": 32.0}}, Unimplemented, "longrope"),
         ({"dflash_config": {"target_layer_ids": None}, "layer_ids": [1, 6]}, Unimplemented, "layer_ids"),
         ({"dflash_config": {"mask_token_id": 256}}, InvalidArgument, "mask_token_id is 256"),
         ({"dflash_config": {"mask_token_id": -1}}, InvalidArgument, "mask_token_id is -1"),

@@ -46,16 +46,19 @@ def test_sliding_layers_begin_at_max_window_layers() -> None:
 
 def test_theta_is_read_from_both_places() -> None:
     """rope_theta counts at the top level and in rope_parameters."""
-    assert read(rope_parameters=None, rope_theta=7e5).rope_theta == 7e5
-    assert read(rope_parameters={"rope_type": "default", "rope_theta": 3e5}).rope_theta == 3e5
+    assert read(rope_parameters=None, rope_theta=7e5).rope.theta == 7e5
+    assert read(rope_parameters={"rope_type": "default", "rope_theta": 3e5}).rope.theta == 3e5
 
 
 @pytest.mark.parametrize(
     ("changes", "kind", "field"),
     [
         ({"hidden_act": "gelu"}, Unimplemented, "hidden_act"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, Unimplemented, "rope_type"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, Unimplemented, "rope_type"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4}}, Unimplemented, "rope_type"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, Unimplemented, "rope_type"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, InvalidArgument, "factor"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 0.5}}, InvalidArgument, "beta_fast"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "ramp": "cosine"}}, Unimplemented, "ramp"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, Unimplemented, "rope_parameters"),
         ({"rope_parameters": [1e6]}, InvalidArgument, "rope_parameters"),
         ({"layer_types": 4}, InvalidArgument, "layer_types"),

@@ -52,9 +52,9 @@ def test_a_quarter_of_a_head_rotates_unless_said_otherwise() -> None:
     """partial_rotary_factor counts in rope_parameters and at the top level, and is a quarter without either."""
     rope = {"rope_type": "default", "rope_theta": 1e4}
 
-    assert read(rope_parameters=rope).rotary_dim == 8
-    assert read(rope_parameters=rope, partial_rotary_factor=0.5).rotary_dim == 16
-    assert read(rope_parameters=rope | {"partial_rotary_factor": 1.0}).rotary_dim == 32
+    assert read(rope_parameters=rope).rope.rotary_dim == 8
+    assert read(rope_parameters=rope, partial_rotary_factor=0.5).rope.rotary_dim == 16
+    assert read(rope_parameters=rope | {"partial_rotary_factor": 1.0}).rope.rotary_dim == 32
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_quarter_of_a_head_rotates_unless_said_otherwise() -> None:
         ({"hidden_act": "gelu"}, Unimplemented, "hidden_act"),
         ({"attn_output_gate": False}, Unimplemented, "attn_output_gate"),
         ({"output_gate_type": "sigmoid"}, Unimplemented, "output_gate_type"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, Unimplemented, "rope_type"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4}}, Unimplemented, "rope_type"),
         ({"partial_rotary_factor": 0.01, "rope_parameters": None}, InvalidArgument, "partial_rotary_factor"),
         ({"linear_num_value_heads": 3}, InvalidArgument, "linear_num_value_heads"),
         ({"linear_conv_kernel_dim": 1}, InvalidArgument, "linear_conv_kernel_dim"),

@@ -16,7 +16,7 @@ from shard_worker.model.features import Features
 from shard_worker.weights.opening import open_checkpoint
 from tests.reference import storage
 from tests.reference.dense_draft import DenseDraft, DraftOutput
-from tests.shard_worker.tiny import AS_GPU, Tiny, load_draft
+from tests.shard_worker.tiny import AS_GPU, YARN, Tiny, load_draft
 
 HIDDEN, BLOCK, KNOWN = 64, 8, 17
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -30,6 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "window-below-block": {"layer_types": (FULL, SLIDING), "sliding_window": 5, "is_causal": False},
     "window-1": {"layer_types": (SLIDING, SLIDING), "sliding_window": 1},
     "rope_parameters": {"form": "rope_parameters", "rope_theta": 3e4},
+    "yarn": {"rope_scaling": YARN},
     "speculators": {"form": "speculators", "layer_types": (SLIDING, FULL), "sliding_window": 10},
     "speculators-non-causal": {
         "form": "speculators",
