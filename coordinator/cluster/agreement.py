@@ -9,6 +9,7 @@ from services.messages.description import DraftDescription, TargetDescription, W
 
 _ALIKE = {
     "quantization": ("PACKING_MISMATCH", "none"),
+    "rope_scaling": ("ROPE_MISMATCH", "none"),
     "fingerprint": ("FINGERPRINT_MISMATCH", "none"),
     "dtype": ("DTYPE_MISMATCH", "auto"),
     "kv_dtype": ("DTYPE_MISMATCH", "auto"),

@@ -46,6 +46,9 @@ class Checkpoints:
     draft_quantization: Quantization | None = None
     """How the target's and the draft's matrices are packed while they are loaded; None for as the checkpoints have
     them."""
+    rope_scaling: str | None = None
+    """What takes the place of the scaling of RoPE in the target's configuration, as `parse_rope_scaling` returned it;
+    None for its own."""
 
 
 class LoadReporter:
@@ -65,7 +68,7 @@ class Loader:
         """Have a worker load a stage, and return its description.
 
         Also raises FailedPrecondition for a worker without the role, and for one that keeps keys and values in another
-        type than it was told, or packs matrices otherwise.
+        type than it was told, packs matrices otherwise, or scales RoPE otherwise.
         """
         checkpoints = self._checkpoints
         worker = await self._peers.worker(address)
@@ -88,6 +91,7 @@ class Loader:
             capture,
             checkpoints.kv_dtype,
             checkpoints.quantization,
+            checkpoints.rope_scaling,
         )
         try:
             progress = self._progress(f"stage {index} ({description.device})")
@@ -106,6 +110,7 @@ class Loader:
             )
         if loaded.target is not None:
             _check_packed(name, loaded, loaded.target.quantization, checkpoints.quantization, "--quantize", address)
+            _check_rope(name, loaded, loaded.target.rope_scaling, checkpoints.rope_scaling, address)
         return loaded
 
     async def load_draft(self, address: str, *, beside: bool) -> WorkerDescription:
@@ -160,6 +165,18 @@ def _check_packed(
             f"{worker.flashsplit_version}; give all hosts the same release, or leave out {field}",
             reason="PACKING_MISMATCH",
             field=field,
+            address=address,
+        )
+
+
+def _check_rope(name: str, worker: WorkerDescription, held: str | None, asked: str | None, address: str) -> None:
+    """Raise FailedPrecondition where a worker scales RoPE otherwise than it was told, as `_check_packed`."""
+    if held != asked:
+        raise FailedPrecondition(
+            f"{name} scales RoPE as {held or 'the checkpoint says'}, not as {asked or 'the checkpoint says'}: it runs "
+            f"flashsplit {worker.flashsplit_version}; give all hosts the same release, or leave out --rope-scaling",
+            reason="ROPE_MISMATCH",
+            field="--rope-scaling",
             address=address,
         )
 

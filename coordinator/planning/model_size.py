@@ -18,6 +18,7 @@ from services.model.config import ModelConfig
 from services.model.families import read_model_config
 from services.model.layers import layer_caches
 from services.model.quantization import OPTIONS, Quantization
+from services.model.rope import with_rope_scaling
 from services.model.target_tensors import TargetTensors, loaded_bytes
 from services.model.tensor_headers import TensorHeader
 
@@ -88,16 +89,17 @@ def read_model_size(
     kv_dtype: str | None = None,
     field: str = "--model",
     quantization: Quantization | None = None,
+    rope_scaling: str | None = None,
 ) -> ModelSize:
     """Read a target's sizes.
 
     dtype: what --dtype says, None for the checkpoint's own. kv_dtype: of keys and values, None for the weights'. field:
     the option that named the directory. quantization: how matrices are packed while they are loaded, None for as they
-    are.
+    are. rope_scaling: as of `with_rope_scaling`.
 
     Raises what reading its config.json, `read_headers` and `TargetTensors` raise.
     """
-    raw = read_config(directory, field)
+    raw = with_rope_scaling(read_config(directory, field), rope_scaling)
     config, headers = read_model_config(raw), read_headers(directory, raw, field)
     if quantization is not None:
         headers = quantization.headers(headers, directory, OPTIONS[field])

@@ -117,7 +117,7 @@ class TargetDescription:
     the draft reads, in the draft's order. feature_transport: None without a draft. state_trimmable: whether a snapshot
     of n tokens also serves every shorter prefix of them. kv_dtype: the element type of attention keys and values, None
     where it is dtype. quantization: how its matrices were packed when it was loaded, None where they are as the
-    checkpoint has them.
+    checkpoint has them. rope_scaling: what took the place of the scaling of RoPE, None where that is the checkpoint's.
     """
 
     fingerprint: str
@@ -135,6 +135,7 @@ class TargetDescription:
     step_engine: StepEngine = StepEngine.TORCH
     kv_dtype: str | None = None
     quantization: Quantization | None = None
+    rope_scaling: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +293,7 @@ def worker_to_message(worker: WorkerDescription) -> model_pb2.WorkerDescription:
                 step_engine=_ENGINES.number(target.step_engine),
                 kv_dtype=dtype_number(target.kv_dtype),
                 quantization=quantization_to_message(target.quantization),
+                rope_scaling=target.rope_scaling or "",
             )
         )
     if (draft := worker.draft) is not None:
@@ -375,6 +377,7 @@ def _target_from_message(message: model_pb2.TargetDescription) -> TargetDescript
         step_engine=_engine_from_number(message.step_engine),
         kv_dtype=kv_dtype_name(message.kv_dtype, "target.kv_dtype"),
         quantization=quantization_from_message(message),
+        rope_scaling=message.rope_scaling or None,
     )
 
 

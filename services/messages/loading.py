@@ -21,6 +21,7 @@ from services.messages.description import (
 from services.messages.quantization import quantization_from_message, quantization_to_message
 from services.messages.tensors import dtype_name, dtype_number, kv_dtype_name
 from services.model.quantization import Quantization
+from services.model.rope import parse_rope_scaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ class LoadTarget:
 
     dtype: the element type of weights and activations, None for the checkpoint's own. kv_dtype: the element type of
     attention keys and values, None for that of the weights. quantization: how its matrices are packed, None for as the
-    checkpoint has them.
+    checkpoint has them. rope_scaling: what `services.model.rope.parse_rope_scaling` returned, None for the checkpoint's
+    own.
     """
 
     role: ClassVar = Role.TARGET
@@ -50,6 +52,7 @@ class LoadTarget:
     capture: FeatureCapture | None = None
     kv_dtype: str | None = None
     quantization: Quantization | None = None
+    rope_scaling: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,7 @@ def part_to_message(part: LoadPart) -> pb.LoadRequest:
                 dtype=dtype_number(part.dtype),
                 kv_dtype=dtype_number(part.kv_dtype),
                 quantization=quantization_to_message(part.quantization),
+                rope_scaling=part.rope_scaling or "",
             )
             if part.capture is not None:
                 target.capture.draft_path = part.capture.draft_path
@@ -137,6 +141,7 @@ def part_from_message(request: pb.LoadRequest) -> LoadPart:
                 capture=capture,
                 kv_dtype=kv_dtype_name(target.kv_dtype),
                 quantization=quantization_from_message(target),
+                rope_scaling=parse_rope_scaling(target.rope_scaling) if target.rope_scaling else None,
             )
         case "draft":
             draft = request.draft

@@ -37,8 +37,8 @@ class ConfigReader:
             )
         return value
 
-    def number(self, key: str, default: float) -> float:
-        """Return a number above 0."""
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a number above 0. Without a default the key must be given."""
         value = self._raw.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:

@@ -104,14 +104,15 @@ def read_rope(reader: ConfigReader, rotary_dim: int, default_theta: float = 10_0
     theta = merged.number("rope_theta", default_theta)
     if kind == "default":
         return Rope(rotary_dim, theta)
-    factor = merged.number("factor", 0.0) if kind != "yarn" or merged.has("factor") else None
+    factor = merged.number("factor") if kind != "yarn" or merged.has("factor") else None
     if kind == "linear":
         assert factor is not None
         return Rope(rotary_dim, theta, LinearScaling(factor))
-    original = merged.integer("original_max_position_embeddings", merged.integer("max_position_embeddings", 0, 0))
+    longest = "max_position_embeddings"
+    original = merged.integer(f"original_{longest}" if merged.has(f"original_{longest}") else longest)
     if kind == "llama3":
         assert factor is not None
-        low, high = merged.number("low_freq_factor", 0.0), merged.number("high_freq_factor", 0.0)
+        low, high = merged.number("low_freq_factor"), merged.number("high_freq_factor")
         if high <= low:
             raise InvalidArgument(
                 f"{reader.source}: high_freq_factor is {high:g}; it must be above low_freq_factor, {low:g}",
@@ -119,7 +120,7 @@ def read_rope(reader: ConfigReader, rotary_dim: int, default_theta: float = 10_0
             )
         return Rope(rotary_dim, theta, Llama3Scaling(factor, low, high, original))
     if factor is None:
-        factor = merged.integer("max_position_embeddings") / original
+        factor = merged.integer(longest) / original
     return Rope(rotary_dim, theta, _yarn(merged, factor, original))
 
 

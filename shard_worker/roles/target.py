@@ -173,7 +173,7 @@ class TargetRole(WorkerRole[LoadTarget]):
         """
         self.loaded = None
         resources = self.resources
-        checkpoint = open_checkpoint(part.model_path, quantization=part.quantization)
+        checkpoint = open_checkpoint(part.model_path, quantization=part.quantization, rope_scaling=part.rope_scaling)
         loader = StageLoader(checkpoint, part.layers, part.dtype, part.kv_dtype)
         capture = capture_request(part, loader.config)
         stage = loader.load(resources.devices, capture, on_progress, graphs=resources.graphs, pools=resources.pools)
@@ -237,6 +237,7 @@ class TargetRole(WorkerRole[LoadTarget]):
             step_engine=stage.engine,
             kv_dtype=loaded.part.kv_dtype,
             quantization=loaded.part.quantization,
+            rope_scaling=loaded.part.rope_scaling,
         )
 
     # --- opening a session

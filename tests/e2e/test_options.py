@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import fields
@@ -17,9 +19,11 @@ from coordinator.cluster.placement import make_plan
 from coordinator.engine.generation import generate
 from services.errors import InvalidArgument
 from services.messages.sampling import SamplingParams
+from services.model.rope import parse_rope_scaling
 from services.processes.launch import Launch
+from shard_worker.weights.opening import open_checkpoint
 from tests.e2e.conftest import Pair
-from tests.reference import checkpoints
+from tests.reference import checkpoints, storage, target
 
 PROMPT = tuple(range(7, 60))
 HOT = {"temperature": 1.3, "seed": 5}
@@ -68,11 +72,11 @@ def test_none_is_left_out() -> None:
 
 
 @asynccontextmanager
-async def cluster(pair: Pair, devices: str, dtype: str) -> AsyncIterator[Cluster]:
+async def cluster(pair: Pair, devices: str, dtype: str, *, rope_scaling: str | None = None) -> AsyncIterator[Cluster]:
     plan = make_plan(
         target_devices=devices, layer_split=None, draft_device=None, num_layers=pair.layers, has_draft=True
     )
-    checkpoint = Checkpoints(pair.target, pair.draft, dtype)
+    checkpoint = Checkpoints(pair.target, pair.draft, dtype, rope_scaling=rope_scaling)
     async with Cluster(plan, checkpoint, launch=Launch(threads=1)) as made:
         yield made
 
@@ -110,3 +114,17 @@ async def test_one_worker_and_three(case: str, pairs: dict[str, Pair], tmp_path:
                 assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
             # The same chunks through other processes have the same bits.
             assert split.prompt == whole.prompt, change
+
+
+async def test_rope_is_scaled_as_the_command_says(pairs: dict[str, Pair], tmp_path: Path) -> None:
+    """Answers are those of transformers with the same words in config.json, and the model is another one by name."""
+    pair = pairs["qwen3"]
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    scaled = Path(shutil.copytree(pair.target, tmp_path / "scaled"))
+    storage.edit_config(scaled, lambda config: config["rope_parameters"].update(yarn))
+    prompt, tokens = target.clear_prompt(target.load(scaled), 50, 30)
+    async with cluster(pair, "cpu", "float32", rope_scaling=parse_rope_scaling(json.dumps(yarn))) as made:
+        answer = await generate(made, Request("scaled", tuple(prompt), 30), None)
+        fingerprint = made.target.fingerprint
+    assert list(answer.token_ids) == tokens
+    assert fingerprint != open_checkpoint(pair.target).fingerprint

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import click
+import structlog
 
 from coordinator.cli.option_groups import Flag
 from coordinator.cluster.cluster import Cluster
@@ -23,9 +24,12 @@ from services.dtypes import FLOAT8
 from services.errors import InvalidArgument
 from services.messages.description import FeatureTransport, HeadPlace
 from services.model.quantization import Quantization, QuantizedTo
+from services.model.rope import parse_rope_scaling
 from services.net.security import Security, load_security
 from services.processes.launch import Launch, parse_commands, vendor_of
 from services.rpc.payload_transport import PayloadTransport
+
+log = structlog.get_logger()
 
 KV_DTYPES: Mapping[str, str | None] = {"auto": None, "fp8": FLOAT8}
 """What `--kv-dtype` can be, and what workers are told for it."""
@@ -125,7 +129,8 @@ class PlacementOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeOptions:
-    """In which number formats all workers compute, and whether a row's bits depend on its batch."""
+    """In which number formats and with which positions all workers compute, and whether a row's bits depend on its
+    batch."""
 
     dtype: Annotated[
         str | None,
@@ -166,6 +171,17 @@ class ComputeOptions:
             type=click.Choice([str(kind) for kind in QuantizedTo]),
         ),
     ] = None
+    rope_scaling: Annotated[
+        str | None,
+        Flag(
+            "Stretch the target's context: what takes the place of the scaling of RoPE in its config.json, as a JSON "
+            'object of the same keys, like {"rope_type":"yarn","factor":4.0,"original_max_position_embeddings":32768} '
+            "for Qwen3 up to 131072 tokens. Types are linear, llama3 and yarn. Answers to short prompts change too, "
+            "and may be slightly worse: leave it out unless prompts are longer than the model's own context. A draft "
+            "keeps its own.  [default: as the checkpoint says]",
+            metavar="JSON",
+        ),
+    ] = None
     exact: Annotated[
         bool,
         Flag(
@@ -189,6 +205,14 @@ class ComputeOptions:
     def draft_quantization(self) -> Quantization | None:
         """How the draft's are."""
         return None if self.quantize_draft is None else Quantization(QuantizedTo(self.quantize_draft))
+
+    @property
+    def workers_rope_scaling(self) -> str | None:
+        """How RoPE is scaled as workers are told it, None for as the checkpoint says.
+
+        Raises as `parse_rope_scaling`.
+        """
+        return None if self.rope_scaling is None else parse_rope_scaling(self.rope_scaling)
 
     def check(self, *, has_draft: bool) -> None:
         """Raise InvalidArgument for an option without effect."""
@@ -383,12 +407,20 @@ class ClusterOptions:
         beside: where further workers will be started as these are. Raises what `plan` and `launch` raise.
         """
         plan = self.plan(files.num_layers, has_draft=draft is not None, beside=beside)
+        rope_scaling = self.compute.workers_rope_scaling
+        if rope_scaling is not None:
+            log.warning(
+                "model.rope_scaled",
+                rope_scaling=rope_scaling,
+                why="answers to short prompts change too, and may be slightly worse than without --rope-scaling",
+            )
         checkpoints = Checkpoints(
             model=files.path.absolute(),
             draft=None if draft is None else draft.absolute(),
             dtype=self.compute.dtype,
             kv_dtype=self.compute.workers_kv_dtype,
             quantization=self.compute.quantization,
+            rope_scaling=rope_scaling,
             draft_quantization=self.compute.draft_quantization,
             head_place=self.placement.head_place,
             transport=self.placement.transport,
@@ -412,7 +444,13 @@ class ClusterOptions:
         Raises what `read_model_size` and `read_draft_size` raise.
         """
         compute = self.compute
-        target = read_model_size(model, compute.dtype, compute.workers_kv_dtype, quantization=compute.quantization)
+        target = read_model_size(
+            model,
+            compute.dtype,
+            compute.workers_kv_dtype,
+            quantization=compute.quantization,
+            rope_scaling=compute.workers_rope_scaling,
+        )
         draft_size = None
         if draft is not None:
             draft_size = read_draft_size(draft, target, compute.dtype, compute.draft_quantization)

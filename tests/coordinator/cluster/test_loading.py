@@ -24,10 +24,20 @@ FLOAT8 = "float8_e4m3fn"
 
 
 async def load(
-    host: ToyHost, kv_dtype: str | None = None, quantization: Quantization | None = None
+    host: ToyHost,
+    kv_dtype: str | None = None,
+    quantization: Quantization | None = None,
+    rope_scaling: str | None = None,
 ) -> WorkerDescription:
     peers = Peers()
-    checkpoints = Checkpoints(Path("/models/t"), None, "bfloat16", kv_dtype=kv_dtype, quantization=quantization)
+    checkpoints = Checkpoints(
+        Path("/models/t"),
+        None,
+        "bfloat16",
+        kv_dtype=kv_dtype,
+        quantization=quantization,
+        rope_scaling=rope_scaling,
+    )
     try:
         plan = StagePlan(WorkerPlace(None, host.address), LayerRange(0, 3))
         return await Loader(peers, checkpoints, LoadReporter()).load_stage(0, plan, host.address)
@@ -78,6 +88,20 @@ async def test_a_worker_that_packs_nothing_is_refused(hosts: Hosts) -> None:
             await Loader(peers, checkpoints, LoadReporter()).load_draft(host.address, beside=False)
     finally:
         await peers.close()
+
+
+async def test_a_worker_that_knows_no_scaling_of_rope_is_refused(hosts: Hosts) -> None:
+    """One of an older release turns positions as the checkpoint says: it is named, with its release."""
+    [host] = await hosts(1)
+    scaling = '{"factor": 2, "rope_type": "linear"}'
+    loaded = await load(host, rope_scaling=scaling)
+    assert loaded.target is not None
+    assert loaded.target.rope_scaling == scaling
+    host.worker.knows_rope_scaling = False
+    with pytest.raises(FailedPrecondition, match="scales RoPE as the checkpoint says, not as") as caught:
+        await load(host, rope_scaling=scaling)
+    assert WORKER.flashsplit_version in caught.value.message
+    assert caught.value.where["field"] == "--rope-scaling"
 
 
 async def test_a_worker_that_does_not_answer_is_named(hosts: Hosts) -> None:

@@ -55,14 +55,14 @@ LAUNCH = Launch(
 class ToyWorker(FakeWorker):
     """A worker that holds what it has loaded. dies: whether loading DYING ends the process.
 
-    knows_kv_dtype, knows_quantization: False for one of a release before keys and values had a type of their own, and
-    before matrices were packed while they are loaded.
+    knows_kv_dtype, knows_quantization, knows_rope_scaling: False for one of a release before keys and values had a type
+    of their own, before matrices were packed while they are loaded, and before RoPE was scaled as a command says.
     """
 
     def __init__(self, roles: tuple[Role, ...] = (Role.TARGET, Role.DRAFT), *, dies: bool = False) -> None:
         super().__init__(replace(WORKER, roles=roles, target=None, draft=None, process_id=os.getpid()))
         self._dies = dies
-        self.knows_kv_dtype = self.knows_quantization = True
+        self.knows_kv_dtype = self.knows_quantization = self.knows_rope_scaling = True
         self.fingerprint = "f00d"
 
     async def describe(self) -> WorkerDescription:
@@ -86,6 +86,7 @@ class ToyWorker(FakeWorker):
                 dtype=part.dtype or "bfloat16",
                 kv_dtype=part.kv_dtype if self.knows_kv_dtype else None,
                 quantization=part.quantization if self.knows_quantization else None,
+                rope_scaling=part.rope_scaling if self.knows_rope_scaling else None,
             )
             self.description = replace(self.description, target=target)
         elif isinstance(part, LoadDraft):

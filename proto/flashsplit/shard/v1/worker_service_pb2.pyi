@@ -31,20 +31,22 @@ class FeatureCapture(_message.Message):
     def __init__(self, draft_path: _Optional[str] = ..., transport: _Optional[_Union[_model_pb2.FeatureTransport, str]] = ...) -> None: ...
 
 class LoadTarget(_message.Message):
-    __slots__ = ("model_path", "layers", "dtype", "capture", "kv_dtype", "quantization")
+    __slots__ = ("model_path", "layers", "dtype", "capture", "kv_dtype", "quantization", "rope_scaling")
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     CAPTURE_FIELD_NUMBER: _ClassVar[int]
     KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    ROPE_SCALING_FIELD_NUMBER: _ClassVar[int]
     model_path: str
     layers: _model_pb2.LayerRange
     dtype: _tensor_pb2.Dtype
     capture: FeatureCapture
     kv_dtype: _tensor_pb2.Dtype
     quantization: _model_pb2.Quantization
-    def __init__(self, model_path: _Optional[str] = ..., layers: _Optional[_Union[_model_pb2.LayerRange, _Mapping]] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., capture: _Optional[_Union[FeatureCapture, _Mapping]] = ..., kv_dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., quantization: _Optional[_Union[_model_pb2.Quantization, _Mapping]] = ...) -> None: ...
+    rope_scaling: str
+    def __init__(self, model_path: _Optional[str] = ..., layers: _Optional[_Union[_model_pb2.LayerRange, _Mapping]] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., capture: _Optional[_Union[FeatureCapture, _Mapping]] = ..., kv_dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., quantization: _Optional[_Union[_model_pb2.Quantization, _Mapping]] = ..., rope_scaling: _Optional[str] = ...) -> None: ...
 
 class LoadDraft(_message.Message):
     __slots__ = ("draft_path", "model_path", "head_place", "feature_transport", "dtype", "quantization", "target_quantization")

@@ -94,6 +94,7 @@ def test_what_workers_are_told() -> None:
     assert (options.placement.head_place, options.placement.transport) == (HeadPlace.LOADED, FeatureTransport.SUM)
     assert (options.compute.dtype, options.compute.workers_kv_dtype, options.compute.exact) == (None, None, False)
     assert (options.compute.quantization, options.compute.draft_quantization) == (None, None)
+    assert options.compute.workers_rope_scaling is None
     launch = options.launch(7)
     assert (launch.threads, launch.cuda_graphs, launch.prefix_cache_bytes) == (None, None, 7)
     assert launch.memory_share is None
@@ -101,7 +102,9 @@ def test_what_workers_are_told() -> None:
 
     words = "--draft-head projected --features slices --kv-dtype fp8 --exact --threads 3 --no-cuda-graphs "
     words += "--gpu-memory-utilization 0.7 --quantize int4 --quantize-head --quantize-draft int8"
-    options = parse(ClusterOptions, *words.split(), "--payload-transport", "shared", "--worker-command", PROGRAM)
+    more = ("--rope-scaling", '{"rope_type": "linear", "factor": 2}', "--worker-command", PROGRAM)
+    options = parse(ClusterOptions, *words.split(), "--payload-transport", "shared", *more)
+    assert options.compute.workers_rope_scaling == '{"factor": 2, "rope_type": "linear"}'
     assert (options.placement.head_place, options.placement.transport) == (HeadPlace.PROJECTED, FeatureTransport.SLICES)
     assert (options.compute.workers_kv_dtype, options.compute.exact) == ("float8_e4m3fn", True)
     assert options.compute.quantization == Quantization(QuantizedTo.INT4, ends=True)
