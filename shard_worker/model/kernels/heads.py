@@ -46,12 +46,12 @@ class HeadShape:
 class Heads:
     """What a projection needs to finish its heads.
 
-    norms: the per-head norms' weights, float32 [heads + kv_heads, dim]. cos, sin: from `rope_table`. slot: the layer's
-    index in a page.
+    norms: the per-head norms' weights, float32 [heads + kv_heads, dim]; None without such norms. cos, sin: from
+    `rope_table`. slot: the layer's index in a page.
     """
 
     shape: HeadShape
-    norms: torch.Tensor
+    norms: torch.Tensor | None
     cos: torch.Tensor
     sin: torch.Tensor
     places: Places
@@ -73,8 +73,9 @@ def finish_heads(
     ds = tl.arange(0, DIM)
     if block < HEADS + KV_HEADS:
         x = acc.to(kind).to(tl.float32)
-        x *= tl.rsqrt(row_sums(x * x, BLOCK_ROWS, DIM) / DIM + eps)[:, None]
-        x = (x * tl.load(norms + block * DIM + ds)[None, :]).to(kind).to(tl.float32)
+        if norms is not None:
+            x *= tl.rsqrt(row_sums(x * x, BLOCK_ROWS, DIM) / DIM + eps)[:, None]
+            x = (x * tl.load(norms + block * DIM + ds)[None, :]).to(kind).to(tl.float32)
         paired = tl.where(ds < ROTARY // 2, ds + ROTARY // 2, tl.where(ds < ROTARY, ds - ROTARY // 2, ds))
         y = tl.gather(x, tl.broadcast_to(paired[None, :], x.shape), 1)
         turning = (ms < rows)[:, None] & (ds < ROTARY)[None, :]

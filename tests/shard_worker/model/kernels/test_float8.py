@@ -10,7 +10,7 @@ import torch
 from shard_worker.cache.attention_cache import PAGE_ROWS, AttentionCache
 from shard_worker.ops.float8 import FLOAT8, narrowed, widened
 from shard_worker.ops.norm import rms_norm
-from shard_worker.ops.rope import apply_rope
+from shard_worker.ops.rope import Rotation, apply_rope
 from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device, places_of
 
 pytestmark = pytest.mark.gpu
@@ -55,11 +55,11 @@ def test_rows_are_stored_as_plain_torch_stores_them(kept: dict[torch.dtype, Atte
     factors = torch.logspace(-3, 3, DIM, device=on)
     norms = factors.expand(HEADS + KV_HEADS, DIM).contiguous()
     weight[(HEADS + KV_HEADS) * DIM :] *= factors.repeat(KV_HEADS)[:, None].to(DTYPE) / 4
-    frequencies = torch.logspace(0, -3, ROTARY // 2, device=on)
+    rotation = Rotation(torch.logspace(0, -3, ROTARY // 2, device=on))
     queries = {}
     for dtype, cache in kept.items():
         parameters = places_of(cache, BASE, ROWS - 1)
-        rope = rope_table(parameters, ROWS, frequencies, DTYPE)
+        rope = rope_table(parameters, ROWS, rotation, DTYPE)
         heads = Heads(replace(shape, float8=dtype is FLOAT8), norms, *rope, parameters, SLOT)
         queries[dtype], _ = linear(x, weight, heads=heads, eps=1e-6)
 
@@ -108,7 +108,7 @@ def test_plain_torch_fills_a_cache_likewise(kept: dict[torch.dtype, AttentionCac
     weight = torch.eye(width, device=on, dtype=DTYPE)
     norms = torch.ones(HEADS + KV_HEADS, DIM, device=on)
     parameters = places_of(kept[FLOAT8], BASE, ROWS)
-    rope = rope_table(parameters, ROWS, torch.logspace(0, -3, ROTARY // 2, device=on), DTYPE)
+    rope = rope_table(parameters, ROWS, Rotation(torch.logspace(0, -3, ROTARY // 2, device=on)), DTYPE)
     shape = HeadShape(HEADS, KV_HEADS, DIM, ROTARY, PAGE_ROWS, float8=True)
     linear(x, weight, heads=Heads(shape, norms, *rope, parameters, SLOT), eps=1e-6)
 

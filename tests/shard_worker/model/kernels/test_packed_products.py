@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from shard_worker.cache.attention_cache import PAGE_ROWS, AttentionCache
 from shard_worker.measure.random_packed import KINDS, random_packed
+from shard_worker.ops.rope import Rotation
 from shard_worker.weights.packed import PackedWeight
 from shard_worker.weights.weight import DenseWeight, ReorderedWeight, StackedWeight, Weight, concatenate
 from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device, places_of
@@ -165,7 +166,7 @@ def test_heads_of_unlike_forms_are_those_of_one_matrix() -> None:
         cache = AttentionCache(1, kv_heads, PAGE_ROWS, dim, x, PAGE_ROWS)
         cache.reserve(rows)
         places = places_of(cache, 0, rows)
-        rope = rope_table(places, rows, torch.logspace(0, -3, dim // 2, device=on), torch.float32)
+        rope = rope_table(places, rows, Rotation(torch.logspace(0, -3, dim // 2, device=on)), torch.float32)
         queries, _ = linear(x, weight, bias=bias, heads=Heads(shape, norms, *rope, places, 0), eps=EPS)
         found.append([queries, *(cache.read(slice(None), which, 0, rows) for which in (0, 1))])
     for own, expected in zip(*found, strict=True):
