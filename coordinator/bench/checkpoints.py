@@ -37,13 +37,22 @@ class CheckpointOptions:
         return self.shape or (model_name(self.checkpoint.model) if self.checkpoint.model is not None else "")
 
     @contextlib.contextmanager
-    def directories(self, drafting: Sequence[str] = ()) -> Iterator[tuple[Path, Path | None]]:
+    def directories(
+        self, drafting: Sequence[str] = (), accepted: float | None = None
+    ) -> Iterator[tuple[Path, Path | None]]:
         """Give the directories of the target and the draft, those of a shape until the context ends.
 
-        drafting: what is measured that needs a draft. A shape has a draft only for these: what a draft with random
-        weights proposes is worth nothing. Raises InvalidArgument for options that contradict each other or lack one.
+        drafting: what is measured that needs a draft. A shape has a draft only for these, or where it is told how many
+        of its draft tokens are accepted: what a draft with random weights proposes is worth nothing. accepted: as of
+        `write_shape`. Raises InvalidArgument for options that contradict each other or lack one.
         """
         model, draft = self.checkpoint.model, self.checkpoint.draft
+        if accepted is not None and self.shape is None:
+            raise InvalidArgument(
+                "--synthetic-acceptance is for a --shape, whose weights are random: a checkpoint's draft is "
+                "accepted for what it guesses",
+                field="--synthetic-acceptance",
+            )
         if self.shape is None and model is not None:
             if drafting and draft is None:
                 raise InvalidArgument(
@@ -60,5 +69,5 @@ class CheckpointOptions:
             )
         else:
             with tempfile.TemporaryDirectory(prefix="flashsplit-bench-") as directory:
-                target, shape_draft = write_shape(self.shape, Path(directory))
-                yield target, shape_draft if drafting else None
+                target, shape_draft = write_shape(self.shape, Path(directory), accepted)
+                yield target, shape_draft if drafting or accepted is not None else None

@@ -8,14 +8,17 @@ from typing import Any
 import click
 
 
-def counts_option(flag: str, *, default: str, help: str, least: int = 1) -> Callable[[Callable[..., Any]], Any]:
+def counts_option(flag: str, *, default: str | None, help: str, least: int = 1) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that adds the option, which a command gets as a tuple.
 
-    Numbers below the least are refused before anything runs.
+    default: what stands for a missing option; None for no numbers at all. Numbers below the least are refused before
+    anything runs.
     """
 
-    def read(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]:
+    def read(_: click.Context, __: click.Parameter, text: str | None) -> tuple[int, ...]:
         """Return the numbers in a text. Raises BadParameter for another text."""
+        if text is None:
+            return ()
         try:
             counts = tuple(int(part) for part in text.split(","))
         except ValueError:

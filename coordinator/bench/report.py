@@ -26,7 +26,7 @@ Row = Mapping[str, Any]
 
 FILE_WIDTH = 200
 
-_MEASURED_COUNTS = ("identical", "kept")
+_MEASURED_COUNTS = ("identical", "kept", "requests", "set_aside")
 """Whole numbers that are measurements all the same."""
 
 _UNITS = {"_ms": "milliseconds", "_us": "microseconds", "_per_s": "a second"}

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
+import re
 import statistics
-import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import click
 from rich.table import Table
 
-from coordinator.answer import Request
 from coordinator.bench.checkpoints import CheckpointOptions
+from coordinator.bench.client_load import LONG_PROMPT_TOKENS, AskedLengths, Clients, Lengths, Load, percentile
 from coordinator.bench.counts import counts_option
 from coordinator.bench.report import OutputOptions, empty_table
+from coordinator.bench.shapes import BLOCK_SIZE
 from coordinator.cli.command import Command
 from coordinator.cli.console import LoadBars, progress_bars
 from coordinator.cli.option_groups import Flag, with_options
@@ -26,22 +25,61 @@ from coordinator.cli.options.config import config_option
 from coordinator.engine.engine import Engine
 from coordinator.engine.prefill_chunk import chunk_for
 from coordinator.text.model_files import read_model_files
+from services.errors import InvalidArgument
+
+CLIENTS = (1, 2, 4, 8, 16)
+"""How many clients there are at once where neither they nor rates are named."""
+
+REQUESTS_OF_A_CLIENT, REQUESTS_OF_A_RATE = 4, 64
+
+MOST_AT_ONCE = 1024
+"""Requests that may run at once where they come by themselves."""
+
+
+class LengthsType(click.ParamType[Lengths]):
+    """Lengths on the command line: one number, or two with a dash between."""
+
+    name = "lengths"
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Lengths:
+        """Return the lengths. Raises BadParameter for another text."""
+        if isinstance(value, Lengths):
+            return value
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", str(value))
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not self._least <= first <= last:
+            self.fail(f"{value!r} must be a number of at least {self._least}, or two with a dash: 64-512", param, ctx)
+        return Lengths(first, last)
 
 
 @dataclass(frozen=True, slots=True)
-class ClientsFigures:
-    """Figures of so many clients at once, each of which asks again when it has its answer.
+class ServeFigures:
+    """Figures of one load. Times between tokens are those between one piece of an answer and the next, which with a
+    draft may be several tokens; a token's time is the median over answers of the mean.
 
-    requests: of all clients together; gain: tokens_per_s over that of the first row.
+    load: how many clients there were at once, or how many requests came a second. draft: how drafts were accepted.
+    long_prompts: how many came meanwhile; the times between tokens are then those of that while. gain: tokens_per_s
+    over that of the first row. set_aside: how often answers were, for lack of memory.
     """
 
-    clients: int
+    load: str
+    draft: str
+    long_prompts: int
     requests: int
     tokens_per_s: float
     gain: float
+    tokens_per_step: float
     first_token_p50_ms: float
     first_token_p95_ms: float
+    first_token_p99_ms: float
     token_p50_ms: float
+    between_p50_ms: float
+    between_p95_ms: float
+    between_p99_ms: float
+    set_aside: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +98,75 @@ class FairnessFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """What each client asks for, and how often."""
+    """What is asked for, when and how often."""
 
-    requests: Annotated[int, Flag("Requests of each client.", type=click.IntRange(1))] = 4
-    prompt_tokens: Annotated[int, Flag("Random tokens of each prompt.", type=click.IntRange(1))] = 32
-    max_tokens: Annotated[int, Flag("Tokens of each answer.", type=click.IntRange(2))] = 64
+    rate: Annotated[
+        tuple[float, ...],
+        Flag(
+            "In place of clients that wait for their answers: requests come by themselves, so many a second on average "
+            "(Poisson). May be given several times.",
+            type=click.FloatRange(0, min_open=True),
+            metavar="R",
+        ),
+    ] = ()
+    requests: Annotated[
+        int | None,
+        Flag(
+            f"Requests of each client, or at each rate.  [default: {REQUESTS_OF_A_CLIENT} of a client, "
+            f"{REQUESTS_OF_A_RATE} at a rate]",
+            type=click.IntRange(1),
+            metavar="N",
+        ),
+    ] = None
+    prompt_tokens: Annotated[
+        Lengths,
+        Flag("Random tokens of each prompt, or from how many to how many.", type=LengthsType(1), metavar="N[-M]"),
+    ] = Lengths(32, 32)
+    max_tokens: Annotated[
+        Lengths, Flag("Tokens of each answer, or from how many to how many.", type=LengthsType(2), metavar="N[-M]")
+    ] = Lengths(64, 64)
+    seed: Annotated[int, Flag("Of lengths, tokens and the times of requests.")] = 1
+    long_prompts: Annotated[
+        int,
+        Flag(
+            f"Measure each load a second time while so many prompts of {LONG_PROMPT_TOKENS} tokens come, one "
+            "behind the other.",
+            type=click.IntRange(0),
+            metavar="N",
+        ),
+    ] = 0
     prefill_chunk: Annotated[
         int | None,
         Flag("Prompt tokens a step.  [default: as the server would]", type=click.IntRange(1, 8192), metavar="N"),
     ] = None
     plain: Annotated[bool, Flag("Decode one token a step, even with a draft.")] = False
+    synthetic_acceptance: Annotated[
+        float | None,
+        Flag(
+            "With --shape: measure its draft too, of whose draft tokens so many of a whole block are accepted on "
+            "average, by chance, as random weights would accept none.",
+            type=click.FloatRange(0, BLOCK_SIZE - 1),
+            metavar="N",
+        ),
+    ] = None
+
+    def check(self, clients: tuple[int, ...]) -> None:
+        """Raise InvalidArgument for options of which one has no effect beside another."""
+        if self.rate and clients:
+            raise InvalidArgument("--clients has no effect with --rate: leave one of them out", field="--clients")
+        if self.plain and self.synthetic_acceptance is not None:
+            raise InvalidArgument(
+                "--synthetic-acceptance has no effect with --plain: leave one of them out",
+                field="--synthetic-acceptance",
+            )
 
 
 @click.command(cls=Command)
 @with_options
 @config_option
-@counts_option("--clients", default="1,2,4,8,16", help="Clients at once.")
+@counts_option(
+    "--clients", default=None, help=f"Clients at once.  [default: {','.join(map(str, CLIENTS))}, without --rate]"
+)
 async def serve(
     checkpoint: CheckpointOptions,
     workers: ClusterOptions,
@@ -83,26 +174,34 @@ async def serve(
     output: OutputOptions,
     clients: tuple[int, ...],
 ) -> None:
-    """Measure the tokens a second of all clients together, by their number.
+    """Measure the tokens a second of all clients together, by their number or by the rate of their requests.
 
     One client leaves each stage idle while the others work; several keep them busy at the same time. Below: how long a
     short prompt waits for its first token while a prompt of eight chunks is being computed.
     """
+    load.check(clients)
+    counts = () if load.rate else clients or CLIENTS
+    synthetic = load.synthetic_acceptance
     async with contextlib.AsyncExitStack() as stack:
-        target, draft = stack.enter_context(checkpoint.directories())
+        target, draft = stack.enter_context(checkpoint.directories(accepted=synthetic))
         files = read_model_files(target)
         with LoadBars() as bars:
             cluster = await stack.enter_async_context(workers.cluster(files, draft, bars, prefix_cache_bytes=0))
-        engine = Engine(cluster, files, None, name="bench", max_running=max(clients), max_waiting=0)
-        bench = ClientsBench(engine, load)
-        rows: list[ClientsFigures] = []
+        most = MOST_AT_ONCE if load.rate else max(counts) + (load.long_prompts > 0)
+        engine = Engine(cluster, files, None, name="bench", max_running=most, max_waiting=0)
+        bench = ServeBench(engine, load)
+        rows: list[ServeFigures] = []
         with progress_bars() as progress:
-            await bench.crowd(1, 1)
-            for number in progress.track(clients, description="measuring"):
-                rows.append(await bench.crowd(number, load.requests, rows[0] if rows else None))
+            await bench.clients().closed(1, 1)
+            for count in progress.track(counts or load.rate, description="measuring"):
+                for long_prompts in (0, load.long_prompts)[: 1 + (load.long_prompts > 0)]:
+                    rows.append(await bench.measure(count, long_prompts, rows[0] if rows else None))
             progress.add_task("a short prompt behind a long one", total=None)
             fairness = await bench.fairness()
-    output.show(rows, table(rows), cluster.workers, fairness=asdict(fairness))
+    note = ""
+    if synthetic is not None:
+        note = f"synthetic: {synthetic:g} draft tokens of a block are accepted on average, by chance"
+    output.show(rows, table(rows), cluster.workers, note=note, fairness=asdict(fairness))
     if not output.as_json:
         print(
             f"short prompt: {fairness.alone_ms:.0f} ms alone, {fairness.behind_ms:.0f} ms behind a long one, "
@@ -110,90 +209,109 @@ async def serve(
         )
 
 
-class ClientsBench:
+class ServeBench:
     """Measures requests of one kind on one engine."""
 
-    def __init__(self, engine: Engine, load: RequestOptions) -> None:
-        self._engine, self._prompt_tokens, self._max_tokens = engine, load.prompt_tokens, load.max_tokens
-        self._chunk, self._speculate = load.prefill_chunk or chunk_for(engine.cluster.workers), not load.plain
+    def __init__(self, engine: Engine, asked: RequestOptions) -> None:
+        """Raises InvalidArgument for requests that are longer than the engine serves."""
+        self._engine, self._asked = engine, asked
+        self._chunk = asked.prefill_chunk or chunk_for(engine.cluster.workers)
+        longest = asked.prompt_tokens.last + asked.max_tokens.last
+        if longest > engine.max_model_len:
+            raise InvalidArgument(
+                f"--prompt-tokens {asked.prompt_tokens} and --max-tokens {asked.max_tokens} may make {longest} tokens, "
+                f"the model's context holds {engine.max_model_len}: lower one of them",
+                field="--prompt-tokens",
+            )
 
-    async def crowd(self, clients: int, requests: int, first_row: ClientsFigures | None = None) -> ClientsFigures:
-        """Measure so many clients, each with so many requests in a row. first_row: the one that gains are ratios to."""
-        firsts: list[float] = []
-        between: list[float] = []
-
-        async def client() -> None:
-            """Ask again and again."""
-            for _ in range(requests):
-                first, total = await self._answer_ms(self._prompt_tokens, self._max_tokens)
-                firsts.append(first)
-                between.append((total - first) / (self._max_tokens - 1))
-
-        started = time.monotonic()
-        await asyncio.gather(*(client() for _ in range(clients)))
-        rate = clients * requests * self._max_tokens / (time.monotonic() - started)
-        return ClientsFigures(
-            clients=clients,
-            requests=clients * requests,
-            tokens_per_s=rate,
-            gain=rate / first_row.tokens_per_s if first_row is not None else 1.0,
-            first_token_p50_ms=statistics.median(firsts),
-            first_token_p95_ms=_percentile(firsts, 0.95),
-            token_p50_ms=statistics.median(between),
+    def clients(self) -> Clients:
+        """Return clients, all of which ask for the same."""
+        asked = self._asked
+        return Clients(
+            self._engine,
+            AskedLengths(asked.prompt_tokens, asked.max_tokens),
+            seed=asked.seed,
+            prefill_chunk=self._chunk,
+            speculate=not asked.plain,
         )
+
+    async def measure(self, load: float, long_prompts: int, first_row: ServeFigures | None) -> ServeFigures:
+        """Measure a load: so many clients, or so many requests a second.
+
+        long_prompts: so many come meanwhile. first_row: the one that gains are ratios to.
+        """
+        asked, clients = self._asked, self.clients()
+        if asked.rate:
+            found = await clients.arriving(load, asked.requests or REQUESTS_OF_A_RATE, long_prompts)
+        else:
+            found = await clients.closed(int(load), asked.requests or REQUESTS_OF_A_CLIENT, long_prompts)
+        first_row_rate = found.tokens_per_s if first_row is None else first_row.tokens_per_s
+        return ServeFigures(
+            load=f"{load:g} requests/s" if asked.rate else f"{load} clients",
+            draft=self._draft,
+            long_prompts=long_prompts,
+            requests=len(found.answers),
+            tokens_per_s=found.tokens_per_s,
+            gain=found.tokens_per_s / first_row_rate,
+            tokens_per_step=found.tokens_per_step,
+            **_milliseconds(found),
+            set_aside=sum(answer.set_aside for answer in found.answers),
+        )
+
+    @property
+    def _draft(self) -> str:
+        if self._asked.plain or self._engine.cluster.draft is None:
+            return "plain"
+        return "DFlash" if self._asked.synthetic_acceptance is None else "synthetic"
 
     async def fairness(self, repeats: int = 3) -> FairnessFigures:
         """Measure a short prompt behind a long one; the median of some tries."""
+        clients, short = self.clients(), self._asked.prompt_tokens.first
         room = self._engine.max_model_len - 8
         chunks = max(2, min(8, room // self._chunk))
         length = min(chunks * self._chunk, room)
-        long_ms = min([(await self._answer_ms(length, 2))[0] for _ in range(repeats)])
-        alone = min([(await self._answer_ms(self._prompt_tokens, 2))[0] for _ in range(repeats)])
+
+        async def first_token_ms(prompt_tokens: int) -> float:
+            return (await clients.answer(prompt_tokens, 2)).first_token_s * 1e3
+
+        long_ms = min([await first_token_ms(length) for _ in range(repeats)])
+        alone = min([await first_token_ms(short) for _ in range(repeats)])
         behind = []
         for _ in range(repeats):
-            busy = asyncio.ensure_future(self._answer_ms(length, 2))
+            busy = asyncio.ensure_future(clients.answer(length, 2))
             # In the middle of it.
             await asyncio.sleep(long_ms / 1e3 / 3)
-            behind.append((await self._answer_ms(self._prompt_tokens, 2))[0])
+            behind.append(await first_token_ms(short))
             await busy
         return FairnessFigures(long_ms / chunks, alone, statistics.median(behind))
 
-    async def _answer_ms(self, prompt_tokens: int, max_tokens: int) -> tuple[float, float]:
-        """Answer a random prompt, and return the milliseconds to the first token and to the last."""
-        vocabulary = self._engine.cluster.target.vocab_size
-        request = Request(
-            request_id=secrets.token_hex(8),
-            prompt_ids=tuple(secrets.randbelow(vocabulary) for _ in range(prompt_tokens)),
-            max_tokens=max_tokens,
-            speculate=self._speculate,
-            prefill_chunk=self._chunk,
-        )
-        started = time.monotonic()
-        first = 0.0
-        async with self._engine.answering(request) as generation:
-            async for _ in generation.pieces():
-                first = first or time.monotonic()
-        return (first - started) * 1e3, (time.monotonic() - started) * 1e3
+
+def _milliseconds(load: Load) -> dict[str, float]:
+    """Return a load's times by their names in `ServeFigures`."""
+    shares = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+    first = {f"first_token_{name}_ms": load.first_token_s(share) * 1e3 for name, share in shares.items()}
+    between = {f"between_{name}_ms": percentile(load.gaps_s, share) * 1e3 for name, share in shares.items()}
+    return {**first, "token_p50_ms": load.token_s * 1e3, **between}
 
 
-def _percentile(values: Sequence[float], share: float) -> float:
-    """Return the value that this share of the values lies below."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-def table(rows: list[ClientsFigures]) -> Table:
+def table(rows: list[ServeFigures]) -> Table:
     """Return the figures for people."""
+    headings = ("load", "long prompts", "requests", "tokens/s", "times first", "tokens a step", "first token p50 ms")
     figures = empty_table(
-        "clients", "requests", "tokens/s", "times one", "first token p50 ms", "p95 ms", "token p50 ms"
+        *headings, "p95", "p99", "a token p50 ms", "between tokens p50 ms", "p95", "p99", "set aside", "draft"
     )
     for row in rows:
         figures.add_row(
-            str(row.clients),
+            row.load,
+            str(row.long_prompts),
             str(row.requests),
             f"{row.tokens_per_s:.1f}",
             f"{row.gain:.2f}",
-            *(f"{value:.0f}" for value in (row.first_token_p50_ms, row.first_token_p95_ms)),
+            f"{row.tokens_per_step:.2f}",
+            *(f"{value:.0f}" for value in (row.first_token_p50_ms, row.first_token_p95_ms, row.first_token_p99_ms)),
             f"{row.token_p50_ms:.1f}",
+            *(f"{value:.1f}" for value in (row.between_p50_ms, row.between_p95_ms, row.between_p99_ms)),
+            str(row.set_aside),
+            row.draft,
         )
     return figures

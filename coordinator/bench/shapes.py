@@ -10,6 +10,12 @@ from typing import Any
 RANDOM = {"random_weights": True}
 """The key by which a worker knows that there are no weight files."""
 
+SYNTHETIC = "synthetic_acceptance"
+"""The key by which a worker knows with what chance a draft token is taken all the same, where all before it are."""
+
+BLOCK_SIZE = 16
+"""Rows of the drafts' blocks: the known token and the draft tokens."""
+
 _COMMON: Mapping[str, Any] = {
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
@@ -101,7 +107,7 @@ def draft_config(shape: str) -> dict[str, Any]:
         "head_dim": 128,
         "max_position_embeddings": 40960,
         "rope_theta": rope["rope_theta"],
-        "block_size": 16,
+        "block_size": BLOCK_SIZE,
         "num_target_layers": target["num_hidden_layers"],
         "layer_types": ["sliding_attention" if sliding else "full_attention"] * 4 + ["full_attention"],
         "sliding_window": 2048,
@@ -110,10 +116,29 @@ def draft_config(shape: str) -> dict[str, Any]:
     }
 
 
-def write_shape(shape: str, directory: Path) -> tuple[Path, Path]:
-    """Write checkpoints of a shape and of its draft, without weights, and return the directories of both."""
+def acceptance_chance(accepted: float) -> float:
+    """Return the chance with which each draft token must be taken so that so many of a whole block are on average.
+
+    accepted: from 0 to all of the block's draft tokens. Draft tokens behind one that is not taken are not taken either.
+    """
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        chance = (low + high) / 2
+        if sum(chance**count for count in range(1, BLOCK_SIZE)) < accepted:
+            low = chance
+        else:
+            high = chance
+    return high
+
+
+def write_shape(shape: str, directory: Path, accepted: float | None = None) -> tuple[Path, Path]:
+    """Write checkpoints of a shape and of its draft, without weights, and return the directories of both.
+
+    accepted: how many draft tokens of a block are to be taken on average, None for those that the target chooses too.
+    """
     paths = []
-    for name, config in (("target", TARGETS[shape]), ("draft", draft_config(shape))):
+    synthetic = {} if accepted is None else {SYNTHETIC: acceptance_chance(accepted)}
+    for name, config in (("target", {**TARGETS[shape], **synthetic}), ("draft", draft_config(shape))):
         path = directory / name
         path.mkdir()
         (path / "config.json").write_text(json.dumps({**config, **RANDOM}), encoding="utf-8")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shard_worker.model.synthetic_acceptance import SyntheticAcceptance
 from shard_worker.ops.norm import rms_norm
 from shard_worker.weights.weight import Weight
 
@@ -14,12 +15,14 @@ from shard_worker.weights.weight import Weight
 class Head:
     """What makes logits of the residual stream.
 
-    norm: float32 [hidden]. weight: [vocab, hidden], prepared.
+    norm: float32 [hidden]. weight: [vocab, hidden], prepared. synthetic: says which draft tokens are chosen whatever
+    the logits are; None but for measuring.
     """
 
     norm: torch.Tensor
     weight: Weight
     eps: float
+    synthetic: SyntheticAcceptance | None = None
 
     def logits(self, hidden: torch.Tensor, batch_invariant_rows: int | None = None) -> torch.Tensor:
         """Return the logits [n, vocab] of the residual stream [n, hidden], in the weights' dtype.

@@ -169,7 +169,7 @@ class Verifier:
         if self._sampler.is_greedy and kind is not StepKind.RESUME:
             argmax = output.argmax_on_host()
             if argmax is not None and self._request.logprobs is None:
-                return accept(draft_tokens, argmax[rows], stop_tokens), ()
+                return accept(draft_tokens, self._synthetic(forward, argmax[rows]), stop_tokens), ()
         if kind is StepKind.RESUME:
             logits = self.last.logits()
         elif output.logits is not None:
@@ -177,10 +177,17 @@ class Verifier:
         else:
             logits = head.logits(output.hidden[rows], self._batch_invariant_rows)
         chosen = self._sampler.choose(logits, tokens, forward.base_position) if argmax is None else argmax[rows]
-        produced = accept(draft_tokens, chosen, stop_tokens)
+        produced = accept(draft_tokens, self._synthetic(forward, chosen), stop_tokens)
         if self._request.logprobs is None:
             return produced, ()
         return produced, token_logprobs(logits[: len(produced)], produced, self._request.logprobs)
+
+    def _synthetic(self, forward: Forward, chosen: list[int]) -> list[int]:
+        """Return what the target chose behind the rows of a verify, which while measuring may be chance."""
+        synthetic = None if self._stage.head is None else self._stage.head.synthetic
+        if synthetic is None or forward.kind is not StepKind.VERIFY:
+            return chosen
+        return synthetic.choose(forward.token_ids, forward.base_position, chosen)
 
     def _may_go_ahead(self, forward: Forward, output: StepOutput | StepPart, features: Features) -> Ahead | None:
         """Return what lets the draft begin before the tokens are known: for greedy steps that kernels run."""

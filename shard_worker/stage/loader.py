@@ -21,6 +21,7 @@ from shard_worker.model.kernel_support import can_prefill, can_run, check_float8
 from shard_worker.model.layer_weights import LayerTensors, norm_factor
 from shard_worker.model.layers import decoder
 from shard_worker.model.rows import PLAIN, RowOperations
+from shard_worker.model.synthetic_acceptance import read_synthetic_acceptance
 from shard_worker.ops.rope import Rotation
 from shard_worker.stage.batch_runner import BatchRunner
 from shard_worker.stage.segment import Segment
@@ -151,7 +152,8 @@ class StageLoader:
             matrix = loaded_embedding if shared else load_matrix(self._tensors.head, last)
             assert matrix is not None
             norm = norm_factor(self.config, load_vector(self._tensors.norm, last))
-            head = Head(norm, matrix.prepared(), self.config.norm_eps)
+            synthetic = read_synthetic_acceptance(self._checkpoint.config, self.config.vocab_size, last)
+            head = Head(norm, matrix.prepared(), self.config.norm_eps, synthetic)
             if shared and head.weight is not matrix:
                 # Not both in memory: rows are looked up in the mapped file.
                 embedding = MappedRows(self._checkpoint, self._tensors.embedding)

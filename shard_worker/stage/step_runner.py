@@ -331,7 +331,7 @@ def launch(
     layers: the segment's, as kernels take them. parameters: on the device already. hidden: the rows [variant.rows or
     more, hidden] from the stage before, where there is no embedding.
     """
-    from shard_worker.model.kernels import decoder
+    from shard_worker.model.kernels import decoder, synthetic
     from shard_worker.model.kernels.deltanet import commit
     from shard_worker.model.kernels.matmul import linear
     from shard_worker.model.kernels.step_parameters import ROWS
@@ -359,7 +359,10 @@ def launch(
         step.layer_rows = result.captured
     if head is not None and result.normed is not None:
         logits, _ = linear(result.normed, head.weight)
-        step.output = StepOutput(result.hidden, logits, logits.argmax(-1))
+        chosen = logits.argmax(-1)
+        if head.synthetic is not None:
+            synthetic.choose(head.synthetic, parameters.tokens, places, chosen)
+        step.output = StepOutput(result.hidden, logits, chosen)
     return step
 
 

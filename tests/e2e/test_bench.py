@@ -145,6 +145,29 @@ def test_generating_plainly_and_with_dflash(tmp_path: Path) -> None:
     assert "<svg" in path.with_suffix(".svg").read_text()
 
 
+def test_clients_at_once_and_requests_as_they_come(start_worker: Callable[..., Worker], tiny: Sequence[object]) -> None:
+    """Each load is measured alone and while long prompts come; its times lie in order, and its lengths are drawn anew
+    from the same seed."""
+    placed = (*tiny, "--target-devices", start_worker().address)
+    lengths = ("--prompt-tokens", "3-20", "--max-tokens", "4-9", "--prefill-chunk", 128, "--json")
+    closed = json.loads(here("serve", *placed, *lengths, "--clients", 2, "--requests", 2, "--long-prompts", 1))
+    arriving = json.loads(here("serve", *placed, *lengths, "--rate", 50, "--requests", 5, "--plain"))
+    assert [(row["load"], row["draft"], row["long_prompts"]) for row in closed["rows"]] == [
+        ("2 clients", "DFlash", 0),
+        ("2 clients", "DFlash", 1),
+    ]
+    assert [row["load"] for row in arriving["rows"]] == ["50 requests/s"]
+    assert [closed["rows"][0]["requests"], arriving["rows"][0]["requests"]] == [4, 5]
+    assert {row["tokens_per_step"] for row in arriving["rows"]} == {1.0}
+    for row in [*closed["rows"], *arriving["rows"]]:
+        assert row["requests"] >= 4
+        assert row["tokens_per_s"] > 0
+        assert 0 < row["first_token_p50_ms"] <= row["first_token_p95_ms"] <= row["first_token_p99_ms"]
+        assert 0 <= row["between_p50_ms"] <= row["between_p95_ms"] <= row["between_p99_ms"]
+        assert row["set_aside"] == 0
+    assert closed["fairness"]["chunk_ms"] > 0
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"chat": []}', '{"chat": "one"}', '{"chat": [{"text": "one"}]}'])
 def test_prompts_of_another_form_are_refused(tmp_path: Path, text: str) -> None:
     """Before any worker is started."""
@@ -189,6 +212,10 @@ def test_wrong_flags_are_refused_before_anything_runs(tmp_path: Path) -> None:
     for kind in ("draft", "cycle"):
         assert "--draft is missing" in here(kind, *PAIR[:2], code=2)
         assert "0 is not in the range" in here(kind, *PAIR, "--rows", 0, code=2)
+    assert "--clients has no effect with --rate" in here("serve", *PAIR, "--rate", 1, "--clients", 2, code=2)
+    for more, refusal in ((PAIR, "is for a --shape"), (("--shape", "qwen3-8b", "--plain"), "no effect with --plain")):
+        assert refusal in here("serve", *more, "--synthetic-acceptance", 5, code=2)
+    assert "'5-3' must be a number of at least 2, or two" in here("serve", *PAIR, "--max-tokens", "5-3", code=2)
     for kind, flag, text in (
         ("serve", "--clients", "1,0"),
         ("snapshot", "--lengths", "1"),
@@ -201,4 +228,5 @@ def test_more_than_the_model_holds_is_refused(start_worker: Callable[..., Worker
     """With the size that it would take, before anything is measured."""
     placed = (*PAIR, "--target-devices", start_worker().address)
     assert "--context 4000 and --steps 64 of cycle may make" in here("cycle", *placed, "--context", 4000, code=2)
+    assert "--max-tokens 64 may make 4464 tokens" in here("serve", *placed, "--prompt-tokens", "9-4400", code=2)
     assert "--prefill-tokens 5000: the model's context" in here("prefill", *placed, "--prefill-tokens", 5000, code=2)
