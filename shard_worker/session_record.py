@@ -25,12 +25,13 @@ log = structlog.get_logger()
 class SessionRecord:
     """The record of one session on a stage or with a draft; it begins when it is created.
 
-    steps: forwards of the stage, or blocks that the draft proposed. forward_ns: how long they took in all.
+    steps: forwards of the stage, or blocks that the draft proposed. forward_ns: how long they took in all. queued_ns:
+    how long those of a stage waited for the device, with what others computed meanwhile.
     """
 
     def __init__(self, request_id: str, trace: Trace | None, location: Location, layers: LayerRange | None) -> None:
         """layers: those of the stage, None for a draft."""
-        self.steps = self.forward_ns = 0
+        self.steps = self.forward_ns = self.queued_ns = 0
         self._began = time.monotonic()
         self._failure: str | None = None
         self._ended = False
@@ -85,6 +86,7 @@ class SessionRecord:
             flashsplit__steps=self.steps,
             flashsplit__tokens=tokens,
             flashsplit__forward_ms=forward_ms,
+            flashsplit__queued_ms=round(self.queued_ns / 1e6, 3),
             flashsplit__ended=ended,
         )
         self._span.end(None if ended in (CLOSED, "cancelled") else ended)

@@ -191,6 +191,7 @@ class Worker:
             snapshot_bytes=self._snapshots.held_bytes,
             snapshot_budget_bytes=self._snapshots.budget_bytes,
             session_bytes=sum(role.session_bytes for role in self.roles.values()),
+            batches=next((role.batch_counts for role in self.roles.values() if role.batch_counts is not None), None),
             **loaded,
         )
 
@@ -284,8 +285,13 @@ class Worker:
 
     def _describe(self, device: Device) -> DeviceDescription:
         """Describe a device; memory that was taken for pages counts as free as long as no page has it."""
-        described = describe(device)
-        return replace(described, free_bytes=described.free_bytes + self._pools[device].unused_bytes)
+        described, pool = describe(device), self._pools[device]
+        return replace(
+            described,
+            free_bytes=described.free_bytes + pool.unused_bytes,
+            pool_bytes=pool.size_bytes or 0,
+            pool_used_bytes=pool.used_bytes if pool.size_bytes else 0,
+        )
 
     def _leave_pools(self) -> None:
         """Have the memory of pages free for weights; runs on the device thread."""

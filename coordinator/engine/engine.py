@@ -111,6 +111,11 @@ class Engine:
         return EngineLoad(self._running, self._waiting, set_aside, self._max_running, self._max_waiting, self._draining)
 
     @property
+    def preemptions(self) -> int:
+        """How often requests were set aside so far."""
+        return self._room.preemptions
+
+    @property
     def max_prompt_tokens(self) -> int:
         """Most tokens that a prompt may have as it comes; where there is a compressor it may become shorter."""
         return self.max_model_len if self.compressor is None else max(self.max_model_len, MAX_TOKENS)

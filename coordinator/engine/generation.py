@@ -137,6 +137,7 @@ class Generation:
         began = time.monotonic()
         if not await self._place.step_aside():
             return False
+        self._state.phases.append(Phase("set_aside", began, time.monotonic()))
         log.info("request.resumed", after_s=round(time.monotonic() - began, 3), **names)
         self._state.resumed += 1
         self._is_back = True

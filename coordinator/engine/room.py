@@ -17,6 +17,8 @@ class Room:
         self._running: list[Place] = []
         """In the order in which they came."""
         self._entering: deque[asyncio.Future[None]] = deque()
+        self.preemptions = 0
+        """How often an answer was set aside so far."""
 
     @property
     def set_aside(self) -> int:
@@ -52,6 +54,7 @@ class Room:
         if self.set_aside == len(self._running) - 1:
             was_alone, place.was_alone = place.was_alone, True
             return not was_alone
+        self.preemptions += 1
         place.called = asyncio.get_running_loop().create_future()
         try:
             await place.called

@@ -7,6 +7,7 @@ from types import TracebackType
 
 from coordinator.engine.engine import Engine
 from coordinator.status import report
+from coordinator.status.batches import RecentBatches
 from coordinator.status.figures import Figures
 from coordinator.status.rolling import KEPT_S, Sums
 from coordinator.status.worker_poll import PolledWorker, WorkerPoll
@@ -23,6 +24,7 @@ class Board:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self.figures, self._poll = engine, Figures(engine), WorkerPoll(engine)
+        self._batches: dict[str, RecentBatches] = {}
 
     async def __aenter__(self) -> Board:
         return self
@@ -74,19 +76,9 @@ class Board:
             edges=self._edges(),
         )
 
-    async def cache_usage(self) -> float:
-        """Return the share of the memory for sessions' caches that open ones take, 0 to 1, in the fullest worker.
-
-        That memory is what they take and what is free on the worker's devices. A worker that runs requests on several
-        devices counts with all of them; one that doesn't say how much is free counts as empty.
-        """
-        shares = [0.0]
-        for worker in await self._poll.ask():
-            description = worker.description
-            free = sum(device.free_bytes for device in description.devices)
-            if free:
-                shares.append(description.session_bytes / (description.session_bytes + free))
-        return round(max(shares), 6)
+    async def workers(self) -> list[PolledWorker]:
+        """Return the workers with what they say of themselves, in the order in which a request meets them."""
+        return await self._poll.ask()
 
     def _worker(self, worker: PolledWorker) -> report.WorkerStatus:
         description, index, rolling = worker.description, worker.stage, self.figures.rolling
@@ -118,16 +110,25 @@ class Board:
                 session_bytes=description.session_bytes,
                 snapshot_bytes=description.snapshot_bytes,
                 snapshot_budget_bytes=description.snapshot_budget_bytes,
+                pool_bytes=sum(device.pool_bytes for device in description.devices),
+                pool_used_bytes=sum(device.pool_used_bytes for device in description.devices),
             ),
             sessions=description.open_sessions,
             load=_share(computed_ns / 1e9, seconds),
             shares=shares_of(rolling.last(KEPT_S)[0], index, draft=worker.draft),
+            batches=self._recent_batches(worker),
             versions=report.Versions(
                 flashsplit=description.flashsplit_version,
                 torch=description.torch_version,
                 python=description.python_version,
             ),
         )
+
+    def _recent_batches(self, worker: PolledWorker) -> report.Batches | None:
+        counts = worker.description.batches
+        if worker.stage is None or counts is None:
+            return None
+        return self._batches.setdefault(worker.name, RecentBatches()).since_before(counts)
 
     def _edges(self) -> list[report.EdgeStatus]:
         """Return the connections down the chain, and the one to the draft where it has a worker of its own."""

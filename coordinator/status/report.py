@@ -23,12 +23,26 @@ class LayerBounds(BaseModel):
 
 
 class Memory(BaseModel):
-    """What a worker holds: weights, caches of open sessions, kept prefixes."""
+    """What a worker holds: weights, caches of open sessions, kept prefixes.
+
+    pool_bytes: the most that pages of keys and values may take, of sessions and of prefixes on the devices; of them
+    pool_used_bytes are in use.
+    """
 
     weight_bytes: int
     session_bytes: int
     snapshot_bytes: int
     snapshot_budget_bytes: int
+    pool_bytes: int
+    pool_used_bytes: int
+
+
+class Batches(BaseModel):
+    """The steps that a stage computed in the last seconds, and how many rows and sessions each had on average."""
+
+    steps: int
+    rows: float
+    sessions: float
 
 
 class Shares(BaseModel):
@@ -51,7 +65,8 @@ class WorkerStatus(BaseModel):
     """One worker. error: why it could not be asked now; then the rest is what it said last.
 
     name: "stage 0", "draft" or "prefill drafter". layers: of the target. draft: whether the draft is here. load: share
-    of the last seconds in which it computed for requests. shares: null where no decode step ran.
+    of the last seconds in which it computed for requests. shares: null where no decode step ran. batches: null where no
+    step ran lately, and for other workers than stages.
     """
 
     name: str
@@ -67,6 +82,7 @@ class WorkerStatus(BaseModel):
     sessions: int
     load: float
     shares: Shares | None
+    batches: Batches | None
     versions: Versions
 
 

@@ -10,7 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.status.report import Cache, EdgeStatus, Shares, Status, WorkerStatus
+from coordinator.status.report import Cache, EdgeStatus, Memory, Shares, Status, WorkerStatus
 from services.sizes import format_age, format_size
 
 BAR = 20
@@ -79,15 +79,37 @@ _COLUMNS: Sequence[tuple[str, Cell]] = (
     ("caches", lambda worker, _: format_size(worker.memory.session_bytes)),
     ("prefixes", lambda worker, _: format_size(worker.memory.snapshot_bytes)),
     ("free", lambda worker, _: format_size(sum(device.free_bytes for device in worker.devices))),
+    ("pages", lambda worker, _: _pages(worker.memory)),
     ("sessions", lambda worker, _: str(worker.sessions)),
+    ("rows a step", lambda worker, _: "" if worker.batches is None else f"{worker.batches.rows:.1f}"),
     ("sent there", lambda _, edge: "" if edge is None else f"{format_size(round(edge.bytes_per_s))}/s"),
     ("hop ms", lambda _, edge: "" if edge is None or edge.step_ms is None else f"{edge.step_ms:.2f}"),
     ("load", lambda worker, _: Text("no answer", "bold red") if worker.error else f"{worker.load:.0%}"),
     ("a step's time", lambda worker, _: _bar(worker.shares)),
     ("busy/wire/wait", lambda worker, _: _percents(worker.shares)),
 )
-_LEAST_NEEDED = ("free", "prefixes", "sent there", "busy/wire/wait", "caches", "sessions", "hop ms", "weights")
+_LEAST_NEEDED = (
+    "free",
+    "prefixes",
+    "sent there",
+    "pages",
+    "busy/wire/wait",
+    "caches",
+    "rows a step",
+    "sessions",
+    "hop ms",
+    "weights",
+)
 """Columns that are left out on a narrow console, in this order."""
+
+
+def _pages(memory: Memory) -> str:
+    """Return what pages take of what they may take together."""
+    return (
+        f"{memory.pool_used_bytes / memory.pool_bytes:.0%} of {format_size(memory.pool_bytes)}"
+        if memory.pool_bytes
+        else ""
+    )
 
 
 def _chain(status: Status, console: Console) -> Table:

@@ -38,6 +38,16 @@ class PolledWorker:
     draft: bool = False
 
     @property
+    def cache_usage(self) -> float:
+        """The share of the memory for sessions' caches that open ones take, 0 to 1.
+
+        That memory is what they take and what is free on the worker's devices. A worker that runs requests on several
+        devices counts with all of them; one that doesn't say how much is free counts as empty.
+        """
+        free = sum(device.free_bytes for device in self.description.devices)
+        return self.description.session_bytes / (self.description.session_bytes + free) if free else 0.0
+
+    @property
     def weight_bytes(self) -> int:
         """The bytes of the weights that it has in this role."""
         description, has_stage = self.description, self.stage is not None

@@ -101,12 +101,36 @@ _ENGINES = EnumNumbers(
 
 @dataclass(frozen=True, slots=True)
 class DeviceDescription:
-    """One compute device. total_bytes, free_bytes: of its memory, 0 where the system doesn't say."""
+    """One compute device.
+
+    total_bytes, free_bytes: of its memory, 0 where the system doesn't say. pool_bytes: the most that pages of keys and
+    values may take together, of which pool_used_bytes are in use; 0 where nothing is loaded that has any.
+    """
 
     name: str
     product: str
     total_bytes: int
     free_bytes: int
+    pool_bytes: int = 0
+    pool_used_bytes: int = 0
+
+
+BATCH_ROW_BOUNDS = tuple(1 << power for power in range(10))
+"""The numbers of rows up to which steps are counted apart; those of more rows are counted together."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCounts:
+    """Steps that a stage has computed since its worker began.
+
+    rows, sessions: of all of them together. steps_by_rows: how many had up to so many rows, and more than the number
+    before, for each of BATCH_ROW_BOUNDS, and behind those how many had more.
+    """
+
+    steps: int
+    rows: int
+    sessions: int
+    steps_by_rows: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +205,8 @@ class WorkerDescription:
     """A worker: where it runs, what it can do, and what it holds.
 
     max_tensor_bytes: the largest tensor that it takes. snapshot_bytes, snapshot_budget_bytes: the host memory of kept
-    prefixes, and the most that they may take. session_bytes: the memory of open sessions' caches.
+    prefixes, and the most that they may take. session_bytes: the memory of open sessions' caches. batches: None where
+    it has no stage.
     """
 
     host: str
@@ -199,6 +224,7 @@ class WorkerDescription:
     snapshot_budget_bytes: int = 0
     drafter: DrafterDescription | None = None
     session_bytes: int = 0
+    batches: BatchCounts | None = None
     protocol_major: int = PROTOCOL_MAJOR
     protocol_minor: int = PROTOCOL_MINOR
 
@@ -274,7 +300,11 @@ def worker_to_message(worker: WorkerDescription) -> model_pb2.WorkerDescription:
             product=device.product,
             total_bytes=device.total_bytes,
             free_bytes=device.free_bytes,
+            pool_bytes=device.pool_bytes,
+            pool_used_bytes=device.pool_used_bytes,
         )
+    if (batches := worker.batches) is not None:
+        message.batches.CopyFrom(model_pb2.BatchCounts(**asdict(batches)))
     if (target := worker.target) is not None:
         message.target.CopyFrom(
             model_pb2.TargetDescription(
@@ -330,7 +360,14 @@ def worker_from_message(message: model_pb2.WorkerDescription) -> WorkerDescripti
         host=message.host,
         process_id=message.process_id,
         devices=tuple(
-            DeviceDescription(device.name, device.product, device.total_bytes, device.free_bytes)
+            DeviceDescription(
+                device.name,
+                device.product,
+                device.total_bytes,
+                device.free_bytes,
+                device.pool_bytes,
+                device.pool_used_bytes,
+            )
             for device in message.devices
         ),
         # A newer worker may offer roles that this side has no name for, and no use.
@@ -346,7 +383,16 @@ def worker_from_message(message: model_pb2.WorkerDescription) -> WorkerDescripti
         snapshot_budget_bytes=message.snapshot_budget_bytes,
         drafter=_drafter_from_message(message.drafter) if message.HasField("drafter") else None,
         session_bytes=message.session_bytes,
+        batches=_batches_from_message(message.batches) if message.HasField("batches") else None,
     )
+
+
+def _batches_from_message(message: model_pb2.BatchCounts) -> BatchCounts | None:
+    """Return the counts; None where they are counted apart in another way than here."""
+    by_rows = tuple(message.steps_by_rows)
+    if len(by_rows) != len(BATCH_ROW_BOUNDS) + 1:
+        return None
+    return BatchCounts(message.steps, message.rows, message.sessions, by_rows)
 
 
 def _drafter_from_message(message: model_pb2.DrafterDescription) -> DrafterDescription:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 from services.errors import FlashsplitError
-from services.messages.description import Role
+from services.messages.description import BatchCounts, Role
 from services.messages.snapshots import SnapshotOwner
 from services.messages.steps import Location
 from services.net.server import Registration
@@ -82,6 +82,11 @@ class WorkerRole(ABC, Generic[PartT]):
     def session_bytes(self) -> int:
         """Memory that open sessions take by now."""
         return 0
+
+    @property
+    def batch_counts(self) -> BatchCounts | None:
+        """What steps it has computed; None where it computes none."""
+        return None
 
     @property
     def keeper(self) -> SnapshotKeeper | None:

@@ -11,7 +11,14 @@ import structlog
 import torch
 
 from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, Unavailable
-from services.messages.description import DraftDescription, FeatureTransport, HeadPlace, Role, TargetDescription
+from services.messages.description import (
+    BatchCounts,
+    DraftDescription,
+    FeatureTransport,
+    HeadPlace,
+    Role,
+    TargetDescription,
+)
 from services.messages.draft_session import OpenDraft
 from services.messages.loading import LoadDraft, LoadTarget
 from services.messages.snapshots import SnapshotOwner
@@ -148,6 +155,10 @@ class TargetRole(WorkerRole[LoadTarget]):
     def session_bytes(self) -> int:
         """Memory that open sessions take by now, that of drafts beside the stage included."""
         return sum(session.held_bytes for session in self.sessions)
+
+    @property
+    def batch_counts(self) -> BatchCounts:
+        return self.batches.counts
 
     def registrations(self) -> list[Registration]:
         return [StageServicer(self, self.resources.links).register]

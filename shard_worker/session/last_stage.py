@@ -124,6 +124,7 @@ class LastStageSession(TargetSession):
         match event:
             case StepDecided(step, arrived_ns, outcome, drafting):
                 self._count_step()
+                self._record.queued_ns += max(0, time.monotonic_ns() - arrived_ns - outcome.forward_ns)
                 rows = self._count_rows(step, outcome)
                 self._undrafted += drafting
                 if self._drafts_elsewhere:

@@ -132,6 +132,7 @@ class RelaySession(TargetSession):
     def _note(self, passed: Forward, arrived_ns: int, forward_ns: int) -> None:
         """Remember a step that is about to go to the next stage, until it is answered."""
         self._record.forward_ns += forward_ns
+        self._record.queued_ns += max(0, time.monotonic_ns() - arrived_ns - forward_ns)
         self._unanswered.append(PassedStep.of(passed, arrived_ns, forward_ns))
 
     def _handle(self, event: DeviceEvent) -> None:

@@ -6,6 +6,7 @@ steps come from, nor what becomes of their results.
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from services.errors import FlashsplitError
+from services.messages.description import BATCH_ROW_BOUNDS, BatchCounts
 from services.messages.steps import Forward
 from shard_worker.device.executor import DeviceThread, device_error
 from shard_worker.model.features import Features
@@ -77,7 +79,15 @@ class StepBatches:
         """sessions: those that are open, now and later."""
         self._thread, self._sessions = thread, sessions
         self._waiting: deque[WaitingStep] = deque()
+        self._rows = self._session_steps = 0
+        self._steps_by_rows = [0] * (len(BATCH_ROW_BOUNDS) + 1)
         thread.serve(self)
+
+    @property
+    def counts(self) -> BatchCounts:
+        """What was computed so far; on any thread."""
+        by_rows = tuple(self._steps_by_rows)
+        return BatchCounts(sum(by_rows), self._rows, self._session_steps, by_rows)
 
     @property
     def lone(self) -> bool:
@@ -205,14 +215,22 @@ class StepBatches:
         if len(steps) == 1:
             # It may be too long for what several sessions share.
             [(step, given)] = steps
-            return [step.session.compute_begun(step.forward, given)]
+            alone = step.session.compute_begun(step.forward, given)
+            self._count(len(given.token_ids), 1)
+            return [alone]
         self._thread.computes("step", sum(len(given.token_ids) for _, given in steps))
         started_ns = time.monotonic_ns()
         outputs = steps[0][1].stage.step_together([given for _, given in steps])
+        self._count(sum(len(given.token_ids) for _, given in steps), len(steps))
         return [
             ComputedStep(step.forward, output, given.features or Features(), started_ns, alone=False)
             for (step, given), output in zip(steps, outputs, strict=True)
         ]
+
+    def _count(self, rows: int, sessions: int) -> None:
+        self._rows += rows
+        self._session_steps += sessions
+        self._steps_by_rows[bisect.bisect_left(BATCH_ROW_BOUNDS, rows)] += 1
 
 
 def _settle(step: WaitingStep, computed: ComputedStep, errors: list[Exception]) -> None:

@@ -110,6 +110,8 @@ def test_figures_follow_the_requests(server: Server) -> None:
         assert 0 < worker["load"] <= 1
         assert shares["busy"] > 0
         assert shares["busy"] + shares["wire"] + shares["wait"] == pytest.approx(1, abs=0.01)
+        assert worker["batches"]["rows"] >= worker["batches"]["sessions"] == 1
+        assert 0 <= worker["memory"]["pool_used_bytes"] < worker["memory"]["pool_bytes"]
     assert after["workers"][1]["shares"]["drafting"] > 0
     assert after["workers"][0]["shares"]["drafting"] == 0
 
@@ -152,7 +154,16 @@ def test_the_command_prints_a_table_and_json(server: Server) -> None:
     process = flashsplit("status", "--url", f"{server.url}/v1/")
     out, err = process.communicate(timeout=30)
     assert process.returncode == 0, err
-    for part in ("stage 0", "stage 1 + draft", "cpu on ", "6:12", "rows kept a verify", "from memory", "torch 2"):
+    for part in (
+        "stage 0",
+        "stage 1 + draft",
+        "cpu on ",
+        "6:12",
+        "rows kept a verify",
+        "from memory",
+        "torch 2",
+        "rows a step",
+    ):
         assert part in out, part
 
     process = flashsplit("status", "--url", server.url, "--json")

@@ -207,5 +207,6 @@ def test_spans_of_all_processes_form_one_tree(
     assert stage["flashsplit.layers"].endswith(")")
     assert stage["flashsplit.steps"] > 0
     assert stage["flashsplit.forward_ms"] > 0
+    assert stage["flashsplit.queued_ms"] >= 0
     services = {span.name: service for service, span in receiver.spans}
     assert (services["chat demo"], services["stage 0"]) == ("flashsplit", "flashsplit-worker")

@@ -12,6 +12,7 @@ from typing import Any
 from services.errors import CLOSED, DataLoss, InvalidArgument, NotFound
 from services.layers import LayerRange
 from services.messages.description import (
+    BatchCounts,
     DeviceDescription,
     DraftDescription,
     FeatureTransport,
@@ -57,7 +58,10 @@ from services.streams.step_lane import StepLane
 WORKER = WorkerDescription(
     host="alpha",
     process_id=41,
-    devices=(DeviceDescription("cuda:0", "H100", 80 << 30, 79 << 30), DeviceDescription("cuda:1", "H100", 1, 0)),
+    devices=(
+        DeviceDescription("cuda:0", "H100", 80 << 30, 79 << 30, 60 << 30, 5 << 30),
+        DeviceDescription("cuda:1", "H100", 1, 0),
+    ),
     roles=(Role.TARGET, Role.DRAFT),
     flashsplit_version="0.1.0",
     torch_version="2.13.0",
@@ -96,6 +100,7 @@ WORKER = WorkerDescription(
     snapshot_bytes=3 << 40,
     snapshot_budget_bytes=1 << 62,
     session_bytes=5 << 40,
+    batches=BatchCounts(5, 40, 9, (1, 0, 2, 0, 0, 0, 0, 0, 0, 1, 1)),
 )
 
 SPEEDS = (

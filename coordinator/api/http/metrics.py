@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from coordinator.engine.engine import Engine, FinishedRequest
 from coordinator.engine.step_times import StepTaken
 from coordinator.status.board import Board
+from coordinator.status.worker_poll import PolledWorker
+from services.messages.description import BATCH_ROW_BOUNDS
 from services.messages.steps import StepKind
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -72,6 +75,8 @@ _ALIASES = {
     "inference_seconds": "request_inference_time_seconds",
     "draft_tokens": "spec_decode_num_draft_tokens",
     "accepted_tokens": "spec_decode_num_accepted_tokens",
+    "batch_rows": "iteration_tokens_total",
+    "preemptions": "num_preemptions",
 }
 _REASONS: Mapping[str, str] = {"stop": "stop", "length": "length", "cancelled": "abort", "request_aborted": "abort"}
 """vLLM's reasons for which requests end, by our outcomes."""
@@ -112,9 +117,12 @@ class Metrics:
             lambda: engine.load.set_aside
         )
         gauge("requests_waiting", "Requests that wait.").set_function(lambda: engine.load.waiting)
-        self._cache_usage = gauge(
+        self._engine = engine
+        self._workers: Sequence[PolledWorker] = ()
+        """As they described themselves last."""
+        gauge(
             "kv_cache_usage_ratio", "Of the memory free for caches of open sessions, what they take; fullest worker."
-        )
+        ).set_function(lambda: round(max((worker.cache_usage for worker in self._workers), default=0.0), 6))
         ready = Gauge("flashsplit_ready", "1 when a request would be taken.", registry=registry)
         ready.set_function(lambda: engine.ready)
         if engine.cluster.draft_worker is not None:
@@ -177,15 +185,50 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Return all metrics, and those that vLLM has again under its names where that was asked for."""
-        for metric in self._registry.collect():
+        for metric in (*self._registry.collect(), *self._of_workers(), self._preemptions()):
             yield metric
             if self._vllm_names:
                 yield from self._as_vllm(metric)
 
     async def text(self) -> bytes:
         """Return all metrics in Prometheus' text format, as soon as the workers have said what their caches take."""
-        self._cache_usage.set(await self._board.cache_usage())
+        self._workers = await self._board.workers()
         return generate_latest(self)
+
+    def _of_workers(self) -> Iterator[Metric]:
+        """Yield what the workers count themselves: the rows of steps, and the memory of pages."""
+        labels = ("model_name", "stage")
+        rows = HistogramMetricFamily(
+            "flashsplit_batch_rows", "Rows of a step that a stage computed, of all sessions in it.", labels=labels
+        )
+        sessions = CounterMetricFamily(
+            "flashsplit_batch_sessions", "Sessions in the steps that a stage computed.", labels=labels
+        )
+        pool = GaugeMetricFamily(
+            "flashsplit_kv_pool_bytes", "The most that pages of keys and values may take.", labels=labels
+        )
+        used = GaugeMetricFamily(
+            "flashsplit_kv_pool_used_bytes", "What pages of sessions and of kept prefixes take of it.", labels=labels
+        )
+        for worker in self._workers:
+            values, counts = (self._model, str(worker.stage)), worker.description.batches
+            if worker.stage is None:
+                continue
+            pool.add_metric(values, sum(device.pool_bytes for device in worker.description.devices))
+            used.add_metric(values, sum(device.pool_used_bytes for device in worker.description.devices))
+            if counts is not None:
+                bounds = [*(f"{float(bound)}" for bound in BATCH_ROW_BOUNDS), "+Inf"]
+                buckets = [*zip(bounds, map(float, accumulate(counts.steps_by_rows)), strict=True)]
+                rows.add_metric(values, buckets, counts.rows)
+                sessions.add_metric(values, counts.sessions)
+        yield from (rows, sessions, pool, used)
+
+    def _preemptions(self) -> Metric:
+        counter = CounterMetricFamily(
+            "flashsplit_preemptions", "Times that requests were set aside for lack of memory.", labels=("model_name",)
+        )
+        counter.add_metric((self._model,), self._engine.preemptions)
+        return counter
 
     def _as_vllm(self, metric: Metric) -> Iterator[Metric]:
         """Return what vLLM knows as its own of one of these metrics. Its label `engine` counts replicas: here one."""
@@ -208,8 +251,11 @@ class Metrics:
             alias = Metric(name, metric.documentation, metric.type)
             alias.samples = [
                 sample._replace(
-                    name=name + sample.name.removeprefix(metric.name), labels={**sample.labels, "engine": "0"}
+                    name=name + sample.name.removeprefix(metric.name),
+                    labels={**{key: value for key, value in sample.labels.items() if key != "stage"}, "engine": "0"},
                 )
+                # All stages compute the same batches.
                 for sample in metric.samples
+                if sample.labels.get("stage", "0") == "0"
             ]
             yield alias

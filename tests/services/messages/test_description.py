@@ -44,6 +44,7 @@ def over_the_wire(worker: WorkerDescription) -> WorkerDescription:
         replace(WORKER, target=None, draft=None, devices=(), roles=(), open_sessions=0),
         replace(WORKER, target=replace(WORKER.target, feature_transport=None, capture_layers=())),
         replace(WORKER, protocol_minor=7, max_tensor_bytes=2**64 - 1),
+        replace(WORKER, batches=None),
         replace(WORKER, snapshot_bytes=0, snapshot_budget_bytes=2**64 - 1),
         replace(WORKER, target=replace(WORKER.target, state_trimmable=False)),
         replace(WORKER, target=replace(WORKER.target, kv_dtype="float8_e4m3fn")),

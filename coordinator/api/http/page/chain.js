@@ -77,6 +77,9 @@ class Card {
     setText(this.error, worker.error ?? "");
     this.showShares(worker.shares);
     const held = Object.entries(MEMORY).map(([field, name]) => `${size(worker.memory[field])} ${name}`);
+    const { pool_bytes: pool, pool_used_bytes: used } = worker.memory;
+    if (pool) held.push(`pages ${percent(used / pool)} of ${size(pool)}`);
+    if (worker.batches) held.push(`${worker.batches.rows.toFixed(1)} rows a step`);
     setText(this.memory, held.join(" · "));
     this.element.title = `flashsplit ${worker.versions.flashsplit}, torch ${worker.versions.torch}, Python ${worker.versions.python}, process ${worker.process_id}, ${worker.address}`;
     this.element.classList.toggle("other-version", worker.versions.flashsplit !== status.version);

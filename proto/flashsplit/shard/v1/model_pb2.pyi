@@ -164,19 +164,35 @@ class DrafterDescription(_message.Message):
     def __init__(self, fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., max_position: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., weight_bytes: _Optional[int] = ...) -> None: ...
 
 class DeviceDescription(_message.Message):
-    __slots__ = ("name", "product", "total_bytes", "free_bytes")
+    __slots__ = ("name", "product", "total_bytes", "free_bytes", "pool_bytes", "pool_used_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PRODUCT_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    POOL_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     product: str
     total_bytes: int
     free_bytes: int
-    def __init__(self, name: _Optional[str] = ..., product: _Optional[str] = ..., total_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ...) -> None: ...
+    pool_bytes: int
+    pool_used_bytes: int
+    def __init__(self, name: _Optional[str] = ..., product: _Optional[str] = ..., total_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., pool_bytes: _Optional[int] = ..., pool_used_bytes: _Optional[int] = ...) -> None: ...
+
+class BatchCounts(_message.Message):
+    __slots__ = ("steps", "rows", "sessions", "steps_by_rows")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_BY_ROWS_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    rows: int
+    sessions: int
+    steps_by_rows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, steps: _Optional[int] = ..., rows: _Optional[int] = ..., sessions: _Optional[int] = ..., steps_by_rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("protocol_major", "protocol_minor", "host", "devices", "roles", "flashsplit_version", "torch_version", "python_version", "target", "draft", "open_sessions", "process_id", "max_tensor_bytes", "snapshot_bytes", "snapshot_budget_bytes", "drafter", "session_bytes")
+    __slots__ = ("protocol_major", "protocol_minor", "host", "devices", "roles", "flashsplit_version", "torch_version", "python_version", "target", "draft", "open_sessions", "process_id", "max_tensor_bytes", "snapshot_bytes", "snapshot_budget_bytes", "drafter", "session_bytes", "batches")
     PROTOCOL_MAJOR_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MINOR_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -194,6 +210,7 @@ class WorkerDescription(_message.Message):
     SNAPSHOT_BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     SESSION_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
     protocol_major: int
     protocol_minor: int
     host: str
@@ -211,4 +228,5 @@ class WorkerDescription(_message.Message):
     snapshot_budget_bytes: int
     drafter: DrafterDescription
     session_bytes: int
-    def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., host: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[DeviceDescription, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., flashsplit_version: _Optional[str] = ..., torch_version: _Optional[str] = ..., python_version: _Optional[str] = ..., target: _Optional[_Union[TargetDescription, _Mapping]] = ..., draft: _Optional[_Union[DraftDescription, _Mapping]] = ..., open_sessions: _Optional[int] = ..., process_id: _Optional[int] = ..., max_tensor_bytes: _Optional[int] = ..., snapshot_bytes: _Optional[int] = ..., snapshot_budget_bytes: _Optional[int] = ..., drafter: _Optional[_Union[DrafterDescription, _Mapping]] = ..., session_bytes: _Optional[int] = ...) -> None: ...
+    batches: BatchCounts
+    def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., host: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[DeviceDescription, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., flashsplit_version: _Optional[str] = ..., torch_version: _Optional[str] = ..., python_version: _Optional[str] = ..., target: _Optional[_Union[TargetDescription, _Mapping]] = ..., draft: _Optional[_Union[DraftDescription, _Mapping]] = ..., open_sessions: _Optional[int] = ..., process_id: _Optional[int] = ..., max_tensor_bytes: _Optional[int] = ..., snapshot_bytes: _Optional[int] = ..., snapshot_budget_bytes: _Optional[int] = ..., drafter: _Optional[_Union[DrafterDescription, _Mapping]] = ..., session_bytes: _Optional[int] = ..., batches: _Optional[_Union[BatchCounts, _Mapping]] = ...) -> None: ...

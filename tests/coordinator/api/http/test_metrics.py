@@ -11,10 +11,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from coordinator.api.http.metrics import Metrics
 from coordinator.engine.engine import Engine
 from coordinator.status.board import Board
+from coordinator.status.worker_poll import PolledWorker
 from services.errors import InvalidArgument
 from tests.coordinator.api.http.conftest import Client, Connect
 from tests.coordinator.fakes import Script, engine, says
-from tests.services.fakes import until
+from tests.services.fakes import WORKER, until
 
 CHAT = "/v1/chat/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -154,3 +155,34 @@ async def test_the_names_of_vllm(connect: Connect) -> None:
     ):
         assert plain[f"vllm:{name}_count"] == 2, name
     assert plain["vllm:inter_token_latency_seconds_count"] >= len("hello") + 1
+
+
+async def test_what_workers_count_of_their_steps_and_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A histogram of each stage's rows and the memory of its pages; vLLM's own has the batches once."""
+
+    async def workers(board: Board) -> list[PolledWorker]:
+        return [
+            *(PolledWorker(f"stage {n}", f"h:{n}", WORKER, stage=n) for n in (0, 1)),
+            PolledWorker("draft", "h:2", WORKER),
+        ]
+
+    monkeypatch.setattr(Board, "workers", workers)
+    found = await numbers(engine(Script()))
+    for stage in ("0", "1"):
+        own = frozenset({("stage", stage)})
+        rows = {
+            dict(labels).get("le"): value
+            for (name, labels), value in found.items()
+            if name == "flashsplit_batch_rows_bucket" and own <= labels
+        }
+        assert (rows["1.0"], rows["2.0"], rows["4.0"], rows["512.0"], rows["+Inf"]) == (1, 1, 3, 4, 5)
+        assert (found["flashsplit_batch_rows_sum", own], found["flashsplit_batch_rows_count", own]) == (40, 5)
+        assert found["flashsplit_batch_sessions_total", own] == 9
+        assert (found["flashsplit_kv_pool_bytes", own], found["flashsplit_kv_pool_used_bytes", own]) == (
+            60 << 30,
+            5 << 30,
+        )
+    assert not [labels for name, labels in found if ("stage", "None") in labels]
+    vllm = [value for (name, _), value in found.items() if name == "vllm:iteration_tokens_total_sum"]
+    assert vllm == [40]
+    assert found["vllm:num_preemptions_total", frozenset({("engine", "0")})] == 0
