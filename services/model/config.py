@@ -73,12 +73,14 @@ class ModelConfig:
     """The longest context that the model was made for."""
     tied_head: bool
     """Whether lm_head is the embedding matrix."""
-    mlp: str = "swiglu"
-    """The feed-forward sublayer: a module of `services.model.layers` and of the worker's own `layers`."""
     norm_offset: float = 0.0
     """What is added to a stored RMSNorm weight: 1 where weights are stored centred on 0."""
     attention_bias: bool = False
     """Whether the projections of attention layers have a bias."""
+    mlp_bias: bool = False
+    """Whether the projections of SwiGLU have a bias."""
+    qk_norm: bool = True
+    """Whether queries and keys have an RMSNorm of each head."""
     attention_gate: bool = False
     """Whether attention's output is multiplied by a sigmoid gate, which the query projection also makes."""
     sliding_window: int | None = None
@@ -104,6 +106,10 @@ class ModelConfig:
                 "use_sliding_window",
                 field="sliding_window",
             )
+
+    def feed_forward(self, layer: int) -> str:
+        """Return the feed-forward part of a layer: a module of `services.model.layers` and of the worker's `layers`."""
+        return "swiglu"
 
     @property
     def num_layers(self) -> int:

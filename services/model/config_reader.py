@@ -58,7 +58,7 @@ class ConfigReader:
         value = self._raw.get(key)
         if value is not None and value not in served:
             raise Unimplemented(
-                f"{self.source}: {key} {value!r} is not supported, only {' and '.join(map(repr, served))} is",
+                f"{self.source}: {key} {value!r} is not supported, only {' and '.join(map(repr, served)) or 'null'} is",
                 field=key,
             )
 

@@ -19,6 +19,7 @@ OPTION = "--rope-scaling"
 
 _PLACES = ("rope_parameters", "rope_scaling")
 _TYPES = ("default", "linear", "llama3", "yarn")
+_OF_GGUF = "divided"
 _KEPT = frozenset({"rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"})
 """What is said beside the scaling; positions of text are the same in all sections of `mrope_section`."""
 _KNOWN = _KEPT | {
@@ -34,6 +35,7 @@ _KNOWN = _KEPT | {
     "attention_factor",
     "mscale",
     "mscale_all_dim",
+    "divisors",
 }
 
 
@@ -72,12 +74,19 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class DividedScaling:
+    """Each frequency has a divisor of its own, as GGUF files of Llama have them."""
+
+    divisors: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Rope:
     """RoPE of one model. rotary_dim: the first elements of a head that it rotates. theta: its base."""
 
     rotary_dim: int
     theta: float
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | DividedScaling | None = None
 
 
 def rope_parameters(reader: ConfigReader) -> Mapping[str, Any]:
@@ -104,6 +113,8 @@ def read_rope(reader: ConfigReader, rotary_dim: int, default_theta: float = 10_0
     theta = merged.number("rope_theta", default_theta)
     if kind == "default":
         return Rope(rotary_dim, theta)
+    if kind == _OF_GGUF:
+        return Rope(rotary_dim, theta, _divided(merged, rotary_dim))
     factor = merged.number("factor") if kind != "yarn" or merged.has("factor") else None
     if kind == "linear":
         assert factor is not None
@@ -177,7 +188,7 @@ def _type_of(parameters: Mapping[str, Any]) -> str:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "mrope":
         return "default"
-    if kind not in _TYPES:
+    if kind not in (*_TYPES, _OF_GGUF):
         raise Unimplemented(
             f"rope_type {kind!r} is not supported, only {', '.join(_TYPES[:-1])} and {_TYPES[-1]} are",
             field="rope_type",
@@ -192,6 +203,20 @@ def _check_keys(parameters: Mapping[str, Any], source: str, error: type[InvalidA
             f"{source}: {unknown[0]} is not a key of RoPE that is known; known keys are {', '.join(sorted(_KNOWN))}",
             field=unknown[0],
         )
+
+
+def _divided(reader: ConfigReader, rotary_dim: int) -> DividedScaling:
+    divisors = reader.raw("divisors")
+    if (
+        not isinstance(divisors, list)
+        or len(divisors) != rotary_dim // 2
+        or any(isinstance(one, bool) or not isinstance(one, int | float) or one <= 0 for one in divisors)
+    ):
+        raise InvalidArgument(
+            f"{reader.source}: divisors of RoPE must be {rotary_dim // 2} numbers above 0, one for each frequency",
+            field="divisors",
+        )
+    return DividedScaling(tuple(float(one) for one in divisors))
 
 
 def _yarn(reader: ConfigReader, factor: float, original: int) -> YarnScaling:

@@ -106,7 +106,8 @@ class TargetTensors:
 
         Where any matrix is packed it is what the configuration names, else that of the layer's first norm.
         """
-        name = f"{self._prefix}layers.{layer}.{next(iter(sublayer_of(self._config.mlp).tensor_shapes(self._config)))}"
+        feed_forward = sublayer_of(self._config.feed_forward(layer))
+        name = f"{self._prefix}layers.{layer}.{next(iter(feed_forward.tensor_shapes(self._config)))}"
         if any(header.packed is not None for header in self._headers.values()):
             if self._config.dtype is not None:
                 return self._config.dtype

@@ -231,6 +231,7 @@ class DFlashRunner:
         for weights, slot in zip(layers.weights, layers.slots, strict=True):
             mixer = weights.mixer
             assert isinstance(mixer, AttentionWeights)
+            assert mixer.qk_norm is not None
             bias = None if mixer.qkv_bias is None else mixer.qkv_bias[queries:]
             shape = _keys_alone(layers.heads[weights.kind])
             heads = Heads(shape, mixer.qk_norm[config.heads :], *rope, places[weights.kind], slot)

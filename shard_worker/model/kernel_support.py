@@ -12,6 +12,7 @@ from services.errors import FailedPrecondition
 from services.model.config import ModelConfig
 from shard_worker.device import devices
 from shard_worker.device.devices import Device, float8_lack
+from shard_worker.model.layer_weights import DecoderWeights
 from shard_worker.weights.packed import PackedWeight
 from shard_worker.weights.weight import ReorderedWeight, StackedWeight, Weight
 
@@ -52,6 +53,24 @@ def can_read(device: Device, matrices: Iterable[Weight]) -> bool:
     if lacks:
         _log_unread(device, lacks[0])
     return not lacks
+
+
+def have_layers(device: Device, layers: Iterable[DecoderWeights]) -> bool:
+    """Return whether kernels on a device, which run there, have layers of all these forms.
+
+    Their feed-forward part is SwiGLU without biases. Otherwise plain torch serves, and the log says so once.
+    """
+    for weights in layers:
+        if weights.feed_forward != "swiglu" or weights.mlp.gate_up_bias is not None:
+            what = "biases in SwiGLU" if weights.feed_forward == "swiglu" else weights.feed_forward
+            _log_missing(device, what)
+            return False
+    return True
+
+
+@functools.cache
+def _log_missing(device: Device, what: str) -> None:
+    log.warning("kernels.unavailable", device=device.name, why=f"there are none for {what}; plain torch serves, slower")
 
 
 def _reading_lack(device: Device, matrix: Weight) -> str | None:

@@ -42,12 +42,12 @@ class AttentionWeights:
 
     qkv: the rows of [queries | keys | values | gates], each head after head; gates only where attention is gated.
     qkv_bias: in the same order. qk_norm: float32 [heads + kv_heads, head_dim], so that queries and keys are normed in
-    one call. out: [hidden, heads * head_dim].
+    one call; None where they have no norms. out: [hidden, heads * head_dim].
     """
 
     qkv: Weight
     qkv_bias: torch.Tensor | None
-    qk_norm: torch.Tensor
+    qk_norm: torch.Tensor | None
     out: Weight
     out_bias: torch.Tensor | None
     gated: bool
@@ -74,21 +74,29 @@ class LinearAttentionWeights:
 
 @dataclass(frozen=True, slots=True)
 class MlpWeights:
-    """The weights of SwiGLU. gate_up: [2 * mlp, hidden], gate rows first. down: [hidden, mlp]."""
+    """The weights of SwiGLU. gate_up: [2 * mlp, hidden], gate rows first. down: [hidden, mlp]. Their biases, if any: of
+    their rows.
+    """
 
     gate_up: Weight
     down: Weight
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """The weights of one layer. input_norm, post_norm: float32 [hidden], before the mixer and before the MLP."""
+    """The weights of one layer. input_norm, post_norm: float32 [hidden], before the mixer and before the MLP.
+
+    feed_forward: what the MLP is, as of `ModelConfig.feed_forward`.
+    """
 
     kind: LayerKind
     input_norm: torch.Tensor
     mixer: AttentionWeights | LinearAttentionWeights
     post_norm: torch.Tensor
     mlp: MlpWeights
+    feed_forward: str = "swiglu"
 
 
 def matrices_of(weights: DecoderWeights) -> list[Weight]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.model.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
+from services.model.rope import DividedScaling, LinearScaling, Llama3Scaling, Rope, YarnScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ class Rotation:
         match rope.scaling:
             case LinearScaling():
                 frequencies = frequencies / rope.scaling.factor
+            case DividedScaling():
+                frequencies = frequencies / torch.tensor(rope.scaling.divisors)
             case Llama3Scaling():
                 frequencies = _blended_by_wavelength(frequencies, rope.scaling)
             case YarnScaling():

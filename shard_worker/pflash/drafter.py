@@ -74,6 +74,7 @@ class Drafter:
         """
         config, attention = self.config, weights.mixer
         assert isinstance(attention, AttentionWeights)
+        assert attention.qk_norm is not None
         length, heads, kv_heads = len(hidden), config.heads, config.kv_heads
         normed = rms_norm(hidden, weights.input_norm, config.norm_eps)
         projected = attention.qkv.matmul(normed, attention.qkv_bias).view(length, -1, config.head_dim)

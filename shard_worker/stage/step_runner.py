@@ -20,7 +20,7 @@ from shard_worker.device.dtypes import OnHost, bytes_of
 from shard_worker.device.stream_gate import StreamGate
 from shard_worker.model.features import Features
 from shard_worker.model.head import Head
-from shard_worker.model.kernel_support import can_read, can_run, head_sizes
+from shard_worker.model.kernel_support import can_read, can_run, have_layers, head_sizes
 from shard_worker.model.layer_weights import DecoderWeights, matrices_of
 from shard_worker.stage.kernel_layers import kernel_layers
 from shard_worker.stage.segment import Segment
@@ -369,10 +369,12 @@ def launch(
 def make_runner(segment: Segment, embedding: RowLookup | None, head: Head | None, *, graphs: bool) -> StepRunner | None:
     """Return a runner of a segment's steps.
 
-    Returns None where plain torch has to do, as `can_run` and `can_read` say, and for layers that kernels don't have.
+    Returns None where plain torch has to do, as `can_run`, `have_layers` and `can_read` say.
     """
     are_decoders = all(isinstance(weights, DecoderWeights) for weights in segment.weights)
     if not are_decoders or not can_run(segment.device, head_sizes(segment.config)):
+        return None
+    if not have_layers(segment.device, segment.weights):
         return None
     matrices = [matrix for weights in segment.weights for matrix in matrices_of(weights)]
     matrices += [] if head is None else [head.weight]

@@ -16,7 +16,7 @@ from services.model.checkpoint_files import read_config, read_headers
 from services.model.gguf.architectures import stored_tensors
 from services.model.gguf.blocks import DENSE
 from services.model.gguf.container import GgufTensor, read_gguf
-from services.model.gguf.tensors import Elements, HeadOrder
+from services.model.gguf.tensors import Elements, HeadOrder, InterleavedHalves
 from shard_worker.device.dtypes import dtype_from_name
 from shard_worker.weights.checkpoint import Checkpoint
 from shard_worker.weights.gguf_blocks import unpack_blocks
@@ -117,13 +117,13 @@ def _are_finite(numbers: GroupNumbers) -> bool:
     return all(bool(torch.isfinite(part).all()) for part in parts if part.is_floating_point())
 
 
-def _places(order: HeadOrder) -> torch.Tensor:
+def _places(order: HeadOrder | InterleavedHalves) -> torch.Tensor:
     """Return which row (or column) of the file stands at each place of the checkpoint's tensor, behind the first ones
     that stay."""
     heads = torch.tensor(order.heads).unsqueeze(1) * order.size + torch.arange(order.size)
     return order.first + heads.flatten()
 
 
-def _row_order(order: HeadOrder) -> torch.Tensor:
+def _row_order(order: HeadOrder | InterleavedHalves) -> torch.Tensor:
     """Return which row of the file stands at each place of the checkpoint's tensor."""
     return torch.cat([torch.arange(order.first), _places(order)])

@@ -1,4 +1,4 @@
-"""Writers of tiny random checkpoints: Qwen3 and Qwen3.5 targets, and DFlash drafts.
+"""Writers of tiny random checkpoints: targets of every family, and DFlash drafts.
 
 Shapes and tensor names come from the transformers model classes, values from the seeded
 generators of `weights`. Every writer returns the folder it filled.
@@ -11,6 +11,10 @@ from typing import Any
 
 import torch
 from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
@@ -22,7 +26,7 @@ from tests.reference import storage
 from tests.reference.draft_checkpoints import write_draft
 from tests.reference.weights import draw_model, generator
 
-__all__ = ["random_prompts", "write_draft", "write_qwen3", "write_qwen3_5"]
+__all__ = ["random_prompts", "write_draft", "write_llama", "write_mistral", "write_qwen3", "write_qwen3_5"]
 
 
 def shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
@@ -107,6 +111,76 @@ def flatten_rope(config: dict[str, Any]) -> None:
     parameters = config.pop("rope_parameters")
     config["rope_theta"] = parameters.pop("rope_theta")
     config["rope_scaling"] = None if parameters["rope_type"] == "default" else parameters
+
+
+def write_llama(
+    path: Path | str,
+    *,
+    seed: int = 0,
+    layers: int = 2,
+    hidden: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int | None = None,
+    vocab: int = 256,
+    tied: bool = False,
+    dtype: str = "float32",
+    attention_bias: bool = False,
+    mlp_bias: bool = False,
+    rope_scaling: dict[str, Any] | None = None,
+    legacy_rope: bool = False,
+) -> Path:
+    """A Llama checkpoint. The config names head_dim where it is given."""
+    sizes = decoder_sizes(hidden, heads, kv_heads, layers, vocab, tied, dtype)
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        head_dim=head_dim,
+        attention_bias=attention_bias,
+        mlp_bias=mlp_bias,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, **(rope_scaling or {})},
+        **sizes,
+    )
+    folder = write_plain(path, config, LlamaForCausalLM, seed)
+    if legacy_rope:
+        storage.edit_config(folder, flatten_rope)
+    return folder
+
+
+def write_mistral(path: Path | str, *, seed: int = 0, sliding: int | None = None, tied: bool = False) -> Path:
+    """A Mistral checkpoint; `sliding` gives all layers that window."""
+    sizes = decoder_sizes(64, 4, 2, 2, 256, tied, "float32")
+    config = MistralConfig(architectures=["MistralForCausalLM"], sliding_window=sliding, head_dim=16, **sizes)
+    folder = write_plain(path, config, MistralForCausalLM, seed)
+    # What is null is not written, and would be the class's own window when it is read.
+    storage.edit_config(folder, lambda config: config.update(sliding_window=sliding))
+    return folder
+
+
+def decoder_sizes(
+    hidden: int, heads: int, kv_heads: int, layers: int, vocab: int, tied: bool, dtype: str
+) -> dict[str, Any]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 4096,
+        "eos_token_id": vocab - 1,
+        "dtype": dtype,
+    }
+
+
+def write_plain(path: Path | str, config: Any, model: type[torch.nn.Module], seed: int) -> Path:
+    """A checkpoint whose files hold the model's own tensors under their own names."""
+    with torch.device("meta"):
+        shapes = shapes_of(model(config))
+    tied, hidden = config.tie_word_embeddings, config.hidden_size
+    tensors = draw_model(shapes, seed=seed, tied=tied, centre=1.0, hidden=hidden, logit_scale=4.0)
+    dtype = str(config.dtype).removeprefix("torch.")
+    return finish(path, config, tensors, config.eos_token_id, dtype, None)
 
 
 def write_qwen3_5(

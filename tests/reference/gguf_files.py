@@ -21,6 +21,12 @@ Array = np.ndarray[Any, np.dtype[Any]]
 ChooseType = Callable[[str, tuple[int, ...]], str]
 """Gives the type of a tensor by its name in the checkpoint and its shape, in GGUF's words."""
 
+ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "qwen3_5": gguf.MODEL_ARCH.QWEN35,
+}
+
 CENTRED = ("layernorm.weight", "q_norm.weight", "k_norm.weight", "model.norm.weight")
 """How norms of Qwen3.5 end whose weights are centred on 0."""
 
@@ -41,14 +47,14 @@ def q4_k_m(name: str, shape: tuple[int, ...]) -> str:
 def write_gguf(
     checkpoint: Path, path: Path, choose: ChooseType, dense: Path | None = None, split_max_tensors: int = 0
 ) -> Path:
-    """Write a checkpoint of the Qwen3 or Qwen3.5 family to a GGUF file.
+    """Write a checkpoint of the Qwen3, Qwen3.5 or Llama family to a GGUF file.
 
     dense: where a checkpoint is written to whose tensors are the numbers that the packed ones stand for, if anywhere.
     """
     config = storage.read_config(checkpoint)
     text = config.get("text_config", config)
     hybrid = text["model_type"].startswith("qwen3_5")
-    architecture = gguf.MODEL_ARCH.QWEN35 if hybrid else gguf.MODEL_ARCH.QWEN3
+    architecture = ARCHITECTURES[text["model_type"].removesuffix("_text")]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture], split_max_tensors=split_max_tensors)
     add_shape(writer, text, hybrid)
     if (checkpoint / "tokenizer.json").exists():
@@ -62,18 +68,21 @@ def write_gguf(
         if name.startswith(("mtp.", "model.visual.")) or (name == "lm_head.weight" and text["tie_word_embeddings"]):
             continue
         numbers = tensor.float().numpy()
-        changed = convert(name, numbers, text) if hybrid else numbers
+        changed = convert(name, numbers, text)
         kind = choose(name, changed.shape)
         packed = pack(changed, kind)
         target = names.get_name(name.replace(".dt_bias", ".dt_proj.bias"), try_suffixes=(".weight", ".bias"))
         assert target is not None, name
         writer.add_tensor(target, packed, raw_dtype=gguf.GGMLQuantizationType[kind])
         values = gguf.dequantize(packed.view(np.uint8), gguf.GGMLQuantizationType[kind]).reshape(changed.shape)
-        undone = restore(name, values, text) if hybrid else values
+        undone = restore(name, values, text)
         meant[name] = torch.from_numpy(np.ascontiguousarray(undone.reshape(numbers.shape)))
     if hybrid:
         # The block that guesses further tokens stands behind the model's own.
         writer.add_tensor(f"blk.{text['num_hidden_layers']}.attn_norm.weight", np.ones(4, dtype=np.float32))
+    scaling = text["rope_parameters"]
+    if scaling["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_divisors(scaling, text["head_dim"]))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -144,8 +153,39 @@ def add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, vocab_size: int, pr
             writer.add_chat_template(settings["chat_template"])
 
 
+def llama3_divisors(scaling: dict[str, Any], head_dim: int) -> Array:
+    """Return what Llama 3's RoPE divides each frequency by, as the converter works it out."""
+    original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    divisors = []
+    for pair in range(head_dim // 2):
+        wavelength = 2 * np.pi * scaling["rope_theta"] ** (2 * pair / head_dim)
+        if wavelength < original / high:
+            divisors.append(1.0)
+        elif wavelength > original / low:
+            divisors.append(factor)
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(divisors, dtype=np.float32)
+
+
+def llama_heads(name: str, text: dict[str, Any]) -> int | None:
+    """Return how many heads' rows the converter of Llama interleaves; None for other tensors."""
+    if ".q_proj." in name:
+        return int(text["num_attention_heads"])
+    return int(text["num_key_value_heads"]) if ".k_proj." in name else None
+
+
 def convert(name: str, weight: Array, text: dict[str, Any]) -> Array:
-    """Return a tensor of Qwen3.5 as the converter changes it."""
+    """Return a tensor as the converter changes it."""
+    if text["model_type"] == "qwen3":
+        return weight
+    if text["model_type"] == "llama":
+        heads = llama_heads(name, text)
+        if heads is None:
+            return weight
+        return weight.reshape(heads, 2, -1, weight[0].size).swapaxes(1, 2).reshape(weight.shape)
     if name.endswith(CENTRED) and ".linear_attn." not in name:
         return weight + np.float32(1)
     if name.endswith("A_log"):
@@ -159,7 +199,12 @@ def convert(name: str, weight: Array, text: dict[str, Any]) -> Array:
 
 
 def restore(name: str, weight: Array, text: dict[str, Any]) -> Array:
-    """Return a tensor of Qwen3.5 as it was before `convert`."""
+    """Return a tensor as it was before `convert`."""
+    if text["model_type"] == "qwen3":
+        return weight
+    if text["model_type"] == "llama":
+        heads = llama_heads(name, text)
+        return weight if heads is None else weight.reshape(heads, -1, 2, weight[0].size).swapaxes(1, 2)
     if name.endswith(CENTRED) and ".linear_attn." not in name:
         return weight - np.float32(1)
     if name.endswith("A_log"):

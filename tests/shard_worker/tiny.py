@@ -30,12 +30,29 @@ VOCAB = 256
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 """RoPE that is scaled for positions that tests reach."""
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+"""The same as Llama 3.1 has it."""
+
 WRITERS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "qwen3": (checkpoints.write_qwen3, {}),
     "qwen3-tied": (checkpoints.write_qwen3, {"tied": True, "legacy_rope": True}),
     "qwen3-sliding": (checkpoints.write_qwen3, {"sliding": 6}),
     "qwen3-bias": (checkpoints.write_qwen3, {"layers": 2}),
     "qwen3-yarn": (checkpoints.write_qwen3, {"layers": 2, "rope_scaling": YARN, "legacy_rope": True}),
+    "llama": (checkpoints.write_llama, {"rope_scaling": LLAMA3}),
+    "llama-tied": (
+        checkpoints.write_llama,
+        {"tied": True, "head_dim": 32, "rope_scaling": LLAMA3, "legacy_rope": True},
+    ),
+    "llama-biases": (checkpoints.write_llama, {"attention_bias": True, "mlp_bias": True}),
+    "mistral": (checkpoints.write_mistral, {"tied": True}),
+    "mistral-sliding": (checkpoints.write_mistral, {"sliding": 6}),
     "qwen3_5": (checkpoints.write_qwen3_5, {}),
     "qwen3_5-ratio-1": (checkpoints.write_qwen3_5, {"layers": 4, "linear_value_heads": 2, "tied": True}),
     "qwen3_5-ratio-2": (checkpoints.write_qwen3_5, {"layers": 4, "linear_value_heads": 4}),
@@ -50,6 +67,7 @@ WRITERS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
 """How each checkpoint is written, by its name: the function of `tests.reference.checkpoints`, and its options."""
 
 QWEN3 = ("qwen3", "qwen3-tied", "qwen3-sliding", "qwen3-bias", "qwen3-yarn")
+LLAMA = ("llama", "llama-tied", "llama-biases", "mistral", "mistral-sliding")
 QWEN3_5 = ("qwen3_5-ratio-1", "qwen3_5-ratio-2", "qwen3_5-ratio-3", "qwen3_5-nested", "qwen3_5-bias")
 
 

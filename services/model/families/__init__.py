@@ -15,9 +15,28 @@ from typing import Any, Protocol, cast
 
 from services.errors import InvalidArgument, Unimplemented
 from services.model.config import ModelConfig, named_dtype
+from services.model.config_reader import ConfigReader
 
 TEXT_SUFFIX = "_text"
 """What the `model_type` of a multimodal model's text part ends with."""
+
+
+_NEUTRAL: Mapping[str, tuple[float | bool, ...]] = {
+    "attention_multiplier": (),
+    "attn_logit_softcapping": (),
+    "clip_qkv": (),
+    "embedding_multiplier": (1.0,),
+    "final_logit_softcapping": (),
+    "logit_scale": (1.0,),
+    "logits_scaling": (1.0,),
+    "query_pre_attn_scalar": (),
+    "residual_multiplier": (1.0,),
+    "scale_emb": (1.0,),
+    "swiglu_limit": (),
+    "use_qk_norm": (False,),
+}
+"""Keys with which models of other families scale, clip or gate what the families here don't, and the values with which
+they change nothing."""
 
 
 class Family(Protocol):
@@ -48,9 +67,18 @@ def read_model_config(raw: Mapping[str, Any]) -> ModelConfig:
             reason="UNKNOWN_FAMILY",
             field="model_type",
         )
+    _check_plain(raw)
     nested = raw.get("text_config")
     # Where a multimodal config says it only once, it says it outside.
     outer = {key: raw[key] for key in ("tie_word_embeddings",) if key in raw}
     text = {**outer, **nested} if isinstance(nested, Mapping) else raw
     family = cast(Family, importlib.import_module(f"{__name__}.{name}"))
     return replace(family.read_config(text), dtype=named_dtype(raw))
+
+
+def _check_plain(raw: Mapping[str, Any]) -> None:
+    """Raise Unimplemented for a key that asks for math which no family here has, whatever a reader would make of it."""
+    text = raw.get("text_config")
+    reader = ConfigReader({**raw, **(text if isinstance(text, Mapping) else {})})
+    for key, values in _NEUTRAL.items():
+        reader.only(key, *values)

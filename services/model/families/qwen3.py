@@ -7,13 +7,14 @@ from typing import Any
 
 from services.model.config import LayerKind, ModelConfig, read_layer_kinds
 from services.model.config_reader import ConfigReader
-from services.model.rope import context_length, read_rope
+from services.model.rope import context_length, read_rope, rope_parameters
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Read a config.json. Raises InvalidArgument or Unimplemented naming the key that cannot be served."""
     reader = ConfigReader(raw)
     reader.only("hidden_act", "silu")
+    reader.with_keys(rope_parameters(reader)).only("partial_rotary_factor", 1.0)
     layers = reader.integer("num_hidden_layers")
     window, first_sliding = None, layers
     if reader.flag("use_sliding_window", False):

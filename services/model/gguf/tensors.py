@@ -43,17 +43,43 @@ class HeadOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class InterleavedHalves:
+    """The order of the rows of queries or keys, for RoPE of neighbours.
+
+    RoPE turns pairs of elements: in checkpoints one from the first half of a head and one from the second, in GGUF two
+    neighbours. count: how many heads there are. head_dim: rows of a head.
+    """
+
+    count: int
+    head_dim: int
+
+    first = 0
+    size = 1
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both orders are one."""
+        return self.head_dim == 2
+
+    @property
+    def heads(self) -> list[int]:
+        """For every row, as checkpoints order them, its place in GGUF's order."""
+        within = [2 * pair + half for half in (0, 1) for pair in range(self.head_dim // 2)]
+        return [head * self.head_dim + row for head in range(self.count) for row in within]
+
+
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """One tensor of a checkpoint as it stands in a GGUF file.
 
     tensor: where it is stored. shape: that of the checkpoint's tensor. elements: what its numbers are. rows, columns:
-    along which extent value heads are in another order; None where none are.
+    along which extent they are in another order, and which; None where they are not.
     """
 
     tensor: GgufTensor
     shape: tuple[int, ...]
     elements: Elements = Elements.SAME
-    rows: HeadOrder | None = None
+    rows: HeadOrder | InterleavedHalves | None = None
     columns: HeadOrder | None = None
 
     @property

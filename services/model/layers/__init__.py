@@ -1,7 +1,7 @@
 """Sublayers without their math, one file each: the tensors that a checkpoint has for one, and what it caches.
 
-A sublayer is found by the name of its module, which `LayerKind.mixer` and `ModelConfig.mlp` give; its math is the
-worker's module of the same name. The functions here put the sublayers of a whole layer together.
+A sublayer is found by the name of its module, which `LayerKind.mixer` and `ModelConfig.feed_forward` give; its math is
+the worker's module of the same name. The functions here put the sublayers of a whole layer together.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
         "input_layernorm.weight": (config.hidden_size,),
         "post_attention_layernorm.weight": (config.hidden_size,),
         **sublayer_of(config.layer_kinds[layer].mixer).tensor_shapes(config),
-        **sublayer_of(config.mlp).tensor_shapes(config),
+        **sublayer_of(config.feed_forward(layer)).tensor_shapes(config),
     }
 
 
 def layer_caches(config: ModelConfig, layer: int) -> tuple[CachedTensor, ...]:
     """Return what a session keeps for a decoder layer."""
-    mixer, mlp = sublayer_of(config.layer_kinds[layer].mixer), sublayer_of(config.mlp)
-    return (*mixer.cached_tensors(config), *mlp.cached_tensors(config))
+    mixer, feed_forward = sublayer_of(config.layer_kinds[layer].mixer), sublayer_of(config.feed_forward(layer))
+    return (*mixer.cached_tensors(config), *feed_forward.cached_tensors(config))

@@ -1,4 +1,4 @@
-"""Grouped-query attention with per-head norms of queries and keys, full or over a sliding window."""
+"""Grouped-query attention, full or over a sliding window; queries and keys may have norms of each head."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "self_attn.k_proj.weight": (keys, config.hidden_size),
         "self_attn.v_proj.weight": (keys, config.hidden_size),
         "self_attn.o_proj.weight": (config.hidden_size, queries),
-        "self_attn.q_norm.weight": (config.head_dim,),
-        "self_attn.k_norm.weight": (config.head_dim,),
     }
+    if config.qk_norm:
+        shapes |= {f"self_attn.{part}_norm.weight": (config.head_dim,) for part in "qk"}
     if config.attention_bias:
         shapes |= {
             "self_attn.q_proj.bias": (q_rows,),
@@ -29,6 +29,6 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def cached_tensors(config: ModelConfig) -> tuple[CachedTensor, ...]:
-    """Return the keys (after norm and RoPE) and values of every position."""
+    """Return the keys (after RoPE) and values of every position."""
     row = (config.kv_heads, config.head_dim)
     return tuple(CachedTensor(name, row, Per.TOKEN, CacheDtype.KEYS_AND_VALUES) for name in ("k", "v"))

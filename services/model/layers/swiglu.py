@@ -7,12 +7,15 @@ from services.model.config import ModelConfig
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return its three matrices."""
-    return {
+    """Return its three matrices, and a bias of each where there are any."""
+    shapes: dict[str, tuple[int, ...]] = {
         "mlp.gate_proj.weight": (config.mlp_size, config.hidden_size),
         "mlp.up_proj.weight": (config.mlp_size, config.hidden_size),
         "mlp.down_proj.weight": (config.hidden_size, config.mlp_size),
     }
+    if config.mlp_bias:
+        shapes |= {name.replace("weight", "bias"): shape[:1] for name, shape in shapes.items()}
+    return shapes
 
 
 def cached_tensors(config: ModelConfig) -> tuple[CachedTensor, ...]:

@@ -165,6 +165,7 @@ class DFlashDraft:
         for layer, ((kind, slot), weights) in enumerate(zip(states[0].layers, self.layers, strict=True)):
             mixer = weights.mixer
             assert isinstance(mixer, AttentionWeights)
+            assert mixer.qk_norm is not None
             bias = None if mixer.qkv_bias is None else mixer.qkv_bias[queries:]
             projected = self.context[layer].matmul(context, bias, fixed_rows).view(len(context), 2, config.kv_heads, -1)
             keys = apply_rope(rms_norm(projected[:, 0], mixer.qk_norm[config.heads :], config.norm_eps), rope)
@@ -193,6 +194,7 @@ class DFlashDraft:
         for (kind, slot), causal, weights in zip(states[0].layers, config.causal, self.layers, strict=True):
             mixer = weights.mixer
             assert isinstance(mixer, AttentionWeights)
+            assert mixer.qk_norm is not None
             x = rms_norm(hidden, weights.input_norm, config.norm_eps)
             projected = mixer.qkv.matmul(x, mixer.qkv_bias, fixed_rows).view(len(x), -1, config.head_dim)
             normed = rms_norm(projected[:, : config.heads + config.kv_heads], mixer.qk_norm, config.norm_eps)

@@ -1,4 +1,4 @@
-"""The attention mixer: one projection, per-head q/k norms, RoPE, cache write, attention, and maybe a gate."""
+"""The attention mixer: one projection, maybe norms of queries and keys, RoPE, cache write, attention, maybe a gate."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ def pack(config: ModelConfig, tensors: LayerTensors) -> AttentionWeights:
         parts = [q.select_rows(queries), k, v, q.select_rows(gates)]
         if biases is not None:
             biases = [biases[0][queries], *biases[1:], biases[0][gates]]
-    q_norm = norm_factor(config, tensors.vectors["self_attn.q_norm.weight"])
-    k_norm = norm_factor(config, tensors.vectors["self_attn.k_norm.weight"])
+    qk_norm = None
+    if config.qk_norm:
+        q_norm, k_norm = (norm_factor(config, tensors.vectors[f"self_attn.{part}_norm.weight"]) for part in "qk")
+        qk_norm = torch.cat((q_norm.expand(config.heads, -1), k_norm.expand(config.kv_heads, -1))).contiguous()
     return AttentionWeights(
         qkv=concatenate(parts).prepared(),
         qkv_bias=None if biases is None else torch.cat(biases),
-        qk_norm=torch.cat((q_norm.expand(config.heads, -1), k_norm.expand(config.kv_heads, -1))).contiguous(),
+        qk_norm=qk_norm,
         out=tensors.matrices["self_attn.o_proj.weight"].prepared(),
         out_bias=tensors.vectors.get("self_attn.o_proj.bias"),
         gated=config.attention_gate,
@@ -48,7 +50,9 @@ def run(
     """Return what rows x [n, hidden] become, [n, hidden]. Their keys and values are written to the caches first."""
     count, heads, kv_heads, head_dim = x.shape[0], config.heads, config.kv_heads, config.head_dim
     projected = weights.qkv.matmul(x, weights.qkv_bias, rows.batch_invariant_rows).view(count, -1, head_dim)
-    qk = rms_norm(projected[:, : heads + kv_heads], weights.qk_norm, config.norm_eps)
+    qk = projected[:, : heads + kv_heads]
+    if weights.qk_norm is not None:
+        qk = rms_norm(qk, weights.qk_norm, config.norm_eps)
     qk = apply_rope(qk, rows.rope)
     values = projected[:, heads + kv_heads : heads + 2 * kv_heads]
     window = config.sliding_window if kind is LayerKind.SLIDING else None

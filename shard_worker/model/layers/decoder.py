@@ -34,7 +34,7 @@ class Mixer(Protocol):
 class FeedForward(Protocol):
     """What the module of a feed-forward part offers: the part of a layer that takes each row by itself."""
 
-    def pack(self, tensors: LayerTensors) -> Any:
+    def pack(self, config: ModelConfig, tensors: LayerTensors) -> Any:
         """Return its weights, fused and converted."""
 
     def run(self, weights: Any, x: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
@@ -43,13 +43,14 @@ class FeedForward(Protocol):
 
 def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> DecoderWeights:
     """Return a layer's weights as `run` takes them."""
-    kind = config.layer_kinds[layer]
+    kind, feed_forward = config.layer_kinds[layer], config.feed_forward(layer)
     return DecoderWeights(
         kind=kind,
         input_norm=norm_factor(config, tensors.vectors["input_layernorm.weight"]),
         mixer=_mixer(kind.mixer).pack(config, tensors),
         post_norm=norm_factor(config, tensors.vectors["post_attention_layernorm.weight"]),
-        mlp=_feed_forward(config.mlp).pack(tensors),
+        mlp=_feed_forward(feed_forward).pack(config, tensors),
+        feed_forward=feed_forward,
     )
 
 
@@ -65,7 +66,7 @@ def run(
     normed = norm(hidden, weights.input_norm, config.norm_eps)
     hidden = hidden + _mixer(weights.kind.mixer).run(config, weights.mixer, weights.kind, slot, normed, rows)
     normed = norm(hidden, weights.post_norm, config.norm_eps)
-    return hidden + _feed_forward(config.mlp).run(weights.mlp, normed, rows)
+    return hidden + _feed_forward(weights.feed_forward).run(weights.mlp, normed, rows)
 
 
 @functools.cache

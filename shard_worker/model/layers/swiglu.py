@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from services.model.config import ModelConfig
 from shard_worker.model.layer_weights import LayerTensors, MlpWeights
 from shard_worker.model.rows import Rows
 from shard_worker.ops.activation import swiglu
 from shard_worker.weights.weight import concatenate
 
 
-def pack(tensors: LayerTensors) -> MlpWeights:
+def pack(config: ModelConfig, tensors: LayerTensors) -> MlpWeights:
     """Return the weights with one matrix for gate and up."""
     gate, up, down = (tensors.matrices[f"mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
-    return MlpWeights(concatenate([gate, up]).prepared(), down.prepared())
+    weights = MlpWeights(concatenate([gate, up]).prepared(), down.prepared())
+    if not config.mlp_bias:
+        return weights
+    of_gate, of_up, of_down = (tensors.vectors[f"mlp.{part}_proj.bias"] for part in ("gate", "up", "down"))
+    return replace(weights, gate_up_bias=torch.cat([of_gate, of_up]), down_bias=of_down)
 
 
 def run(weights: MlpWeights, x: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
     """Return what rows x [n, hidden] become, [n, hidden]. rows: what they are, where they are a step's."""
     fixed_rows = None if rows is None else rows.batch_invariant_rows
-    gate_up = weights.gate_up.matmul(x, None, fixed_rows)
+    gate_up = weights.gate_up.matmul(x, weights.gate_up_bias, fixed_rows)
     hidden = swiglu(gate_up) if rows is None else rows.each(rows.operations.swiglu, gate_up)
-    return weights.down.matmul(hidden, None, fixed_rows)
+    return weights.down.matmul(hidden, weights.down_bias, fixed_rows)

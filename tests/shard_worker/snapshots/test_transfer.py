@@ -170,6 +170,7 @@ async def imported(parts: Parts, chain: Chain, **changes: Any) -> None:
         ("qwen3_5", (2, 5), (4,)),
         ("qwen3", (2,), (1, 3)),
         ("qwen3", (1, 2), ()),
+        ("llama", (1,), ()),
     ],
 )
 async def test_another_split_takes_a_prefix_up(

@@ -20,7 +20,7 @@ from shard_worker.weights.opening import open_checkpoint
 from shard_worker.weights.packed import PackedWeight
 from tests.reference import checkpoints, storage, target
 from tests.reference.gguf_files import ChooseType, all_of, q4_k_m, write_gguf
-from tests.shard_worker.tiny import Run, ids, ignore_progress, load_split, load_stage
+from tests.shard_worker.tiny import LLAMA3, Run, ids, ignore_progress, load_split, load_stage
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,17 @@ def dense_family(path: Path) -> Path:
     return checkpoints.write_qwen3(path, layers=3, hidden=256, mlp=512, heads=8, kv_heads=2, head_dim=32)
 
 
+def llama(path: Path) -> Path:
+    """Scaled RoPE, and rows of unlike numbers of queries and keys."""
+    return checkpoints.write_llama(path, hidden=256, heads=8, head_dim=32, attention_bias=True, rope_scaling=LLAMA3)
+
+
 CASES: dict[str, tuple[Callable[[Path], Path], ChooseType, int]] = {
     "qwen3 Q4_K_M": (dense_family, q4_k_m, 0),
     "qwen3 Q5_K in several files": (dense_family, all_of("Q5_K"), 7),
     "qwen3 F16": (dense_family, all_of("F16"), 0),
+    "llama Q4_K": (llama, all_of("Q4_K"), 0),
+    "llama F32": (llama, all_of("F32"), 0),
     "qwen3_5 Q4_K_M": (hybrid, q4_k_m, 0),
     "qwen3_5 Q4_0": (hybrid, all_of("Q4_0"), 0),
     "qwen3_5 Q4_K wide heads": (wide_heads, all_of("Q4_K"), 0),

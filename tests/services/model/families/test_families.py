@@ -10,9 +10,14 @@ import pytest
 from services.errors import InvalidArgument, Unimplemented
 from services.model.families import known_families, read_model_config
 from services.model.packings import logical_headers
-from tests.services.model.families import test_qwen3, test_qwen3_5
+from tests.services.model.families import test_llama, test_mistral, test_qwen3, test_qwen3_5
 
-RAW: dict[str, dict[str, Any]] = {"qwen3": test_qwen3.RAW, "qwen3_5": test_qwen3_5.RAW}
+RAW: dict[str, dict[str, Any]] = {
+    "llama": test_llama.RAW,
+    "mistral": test_mistral.RAW,
+    "qwen3": test_qwen3.RAW,
+    "qwen3_5": test_qwen3_5.RAW,
+}
 NESTED: dict[str, Any] = {"model_type": "qwen3_5", "text_config": RAW["qwen3_5"], "vision_config": {"depth": 1}}
 
 
@@ -74,3 +79,15 @@ def test_a_multimodal_config_may_tie_its_head_outside() -> None:
 
     for tied in (True, False):
         assert read_model_config(NESTED | {"text_config": text, "tie_word_embeddings": tied}).tied_head is tied
+
+
+@pytest.mark.parametrize("family", RAW)
+@pytest.mark.parametrize(("key", "value"), [("embedding_multiplier", 12.0), ("final_logit_softcapping", 30.0)])
+def test_math_that_no_family_has_is_refused(family: str, key: str, value: float) -> None:
+    """Though the reference would not look at the key: scaled embeddings, capped logits and such; not where a key says
+    that there is none of it."""
+    plain = read_model_config(RAW[family] | {"embedding_multiplier": 1.0, "final_logit_softcapping": None})
+    assert plain == read_model_config(RAW[family])
+    with pytest.raises(Unimplemented, match=f"{key} {value} is not supported") as caught:
+        read_model_config(RAW[family] | {key: value})
+    assert caught.value.where["field"] == key

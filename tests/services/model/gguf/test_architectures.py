@@ -23,6 +23,7 @@ from tests.reference.gguf_files import all_of, q4_k_m, write_gguf
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "qwen3": lambda path: checkpoints.write_qwen3(path, layers=2, rope_theta=1e6, vocab=320),
     "qwen3-tied": lambda path: checkpoints.write_qwen3(path, layers=1, tied=True, kv_heads=1),
+    "llama": lambda path: checkpoints.write_llama(path, head_dim=16, attention_bias=True),
     "qwen3_5": lambda path: checkpoints.write_qwen3_5(path, layers=4, linear_value_heads=6, nested=True, extras=True),
 }
 

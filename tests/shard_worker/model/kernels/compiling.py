@@ -166,6 +166,12 @@ class Case:
     packings: tuple[tuple[str, str], ...] = ()
 
 
+_LLAMA = {
+    **{key: QWEN3_8B[key] for key in QWEN3_8B if key not in ("layer_types", "use_sliding_window", "sliding_window")},
+    "model_type": "llama",
+    "attention_bias": False,
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+}
 _27B = (QWEN3_5_27B, _draft(QWEN3_5_27B, ["sliding_attention", "full_attention"]))
 _8B = (QWEN3_8B, _draft(QWEN3_8B, ["full_attention"], is_causal=True, attention_bias=True))
 _DEMO = (_demo("target"), _demo("draft"))
@@ -190,6 +196,7 @@ CASES = {
     "8b-int4": Case(*_8B, "bfloat16", rows=(1, 16), packings=((r"layers\.\d+\.", "int4"),)),
     "8b-q8_0": Case(*_8B, "bfloat16", rows=(1, 16), packings=(("", "q8_0"),)),
     "8b-fp8": Case(*_8B, "float16", rows=(1, 16), packings=((r"layers\.\d+\.", "fp8"),)),
+    "llama": Case(_LLAMA, _draft(_LLAMA, ["full_attention"]), "bfloat16", rows=(16,), batches=(16,)),
     "demo": Case(*_DEMO, "bfloat16"),
     "demo-float32": Case(*_DEMO, "float32"),
 }
