@@ -12,13 +12,14 @@ from pathlib import Path
 from coordinator.bench.shapes import RANDOM
 from coordinator.cluster.cluster import Cluster
 from coordinator.planning.model_size import read_model_size
+from services.layers import LayerRange
 from services.messages.description import TargetDescription
 from services.messages.measure import DeviceSpeed, MeasureRequest
 from services.model.cached_tensors import CacheDtype, Per
 from services.model.checkpoint_files import read_config
 from services.model.config import ModelConfig
 from services.model.families import read_model_config
-from services.model.layers import layer_caches, layer_shapes
+from services.model.layers import layer_caches, layer_shapes, read_share
 from services.model.safetensors_header import DTYPE_CODES
 from services.model.target_tensors import HEAD, loaded_bytes
 from services.model.tensor_headers import TensorHeader
@@ -47,7 +48,7 @@ class Floor:
         targets = [worker.target for worker in cluster.workers if worker.target is not None]
         dtype = cluster.target.dtype
         embedding, head = _ends(model, cluster.target)
-        stages = [_weights_read(target, embedding, config.tied_head) for target in targets]
+        stages = [_weights_read(config, target, embedding, head) for target in targets]
         speeds = []
         for address, target in zip(cluster.addresses, targets, strict=True):
             worker = await cluster.worker(address)
@@ -59,7 +60,7 @@ class Floor:
             token_bytes=token_bytes,
             state_bytes=state_bytes,
             draft_bytes=0 if cluster.draft is None else cluster.draft.weight_bytes + head,
-            matrix_elements=_matrix_elements(config),
+            matrix_elements=round(_matrix_elements(config, LayerRange(0, config.num_layers))),
         )
 
     def ms(self, kind: str, context: int) -> float:
@@ -93,19 +94,24 @@ def _ends(model: Path, target: TargetDescription) -> tuple[int, int]:
     return size_of.embedding_bytes, size_of.head_bytes
 
 
-def _matrix_elements(config: ModelConfig) -> int:
-    """Return the elements of all layers' matrices."""
-    shapes = [shape for layer in range(config.num_layers) for shape in layer_shapes(config, layer).values()]
-    return sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+def _matrix_elements(config: ModelConfig, layers: LayerRange, *, read: bool = True) -> float:
+    """Return the elements of the matrices of some layers; `read`: of those that a row is multiplied by."""
+    shapes = [one for layer in range(layers.first, layers.last) for one in layer_shapes(config, layer).items()]
+    matrices = [(name, math.prod(shape)) for name, shape in shapes if len(shape) == 2]
+    return sum(elements * (read_share(config, name) if read else 1) for name, elements in matrices)
 
 
-def _weights_read(target: TargetDescription, embedding: int, tied: bool) -> int:
-    """Return the bytes of weights that a step reads: of an embedding that is not the head too, only single rows.
+def _weights_read(config: ModelConfig, target: TargetDescription, embedding: int, head: int) -> int:
+    """Return the bytes of weights that a step of one row reads: of an embedding that is not the head too only single
+    rows, and of experts those that the row goes through.
 
-    embedding: its bytes; tied: whether it is lm_head too.
+    embedding, head: their bytes, which are one matrix where the head is tied.
     """
     first, last = target.layers.first == 0, target.layers.last == target.num_layers
-    return target.weight_bytes - (embedding if first and not (tied and last) else 0)
+    shared = first and last and config.tied_head
+    layers = target.weight_bytes - (embedding if first else 0) - (head if last and not shared else 0)
+    share = _matrix_elements(config, target.layers) / _matrix_elements(config, target.layers, read=False)
+    return round(layers * share) + (head if last else 0)
 
 
 def _state(config: ModelConfig, dtype: str, kv_dtype: str) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from services.model.cached_tensors import Per
 from services.model.checkpoint_files import read_config, read_headers
 from services.model.config import ModelConfig
 from services.model.families import read_model_config
-from services.model.layers import layer_caches
+from services.model.layers import layer_caches, read_share
 from services.model.quantization import OPTIONS, Quantization
 from services.model.rope import with_rope_scaling
 from services.model.target_tensors import TargetTensors, loaded_bytes
@@ -27,8 +27,9 @@ from services.model.tensor_headers import TensorHeader
 class LayerSize:
     """One layer. All in bytes, but for its kind in Hugging Face's words.
 
-    read_bytes: the matrices that a one-row step reads. token_bytes: what is cached of one position. state_bytes: what
-    is cached whatever the length. block_row_bytes: what is cached for each row of the largest verify.
+    read_bytes: the matrices that a one-row step reads; of experts, those that the row goes through. token_bytes: what
+    is cached of one position. state_bytes: what is cached whatever the length. block_row_bytes: what is cached for each
+    row of the largest verify.
     """
 
     kind: str
@@ -137,7 +138,9 @@ def _layer_size(
     return LayerSize(
         kind=config.layer_kinds[layer].value,
         weight_bytes=sum(weights.values()),
-        read_bytes=sum(size for name, size in weights.items() if len(headers[name].shape) == 2),
+        read_bytes=round(
+            sum(size * read_share(config, name) for name, size in weights.items() if len(headers[name].shape) == 2)
+        ),
         token_bytes=cached[Per.TOKEN],
         state_bytes=cached[Per.SESSION],
         block_row_bytes=cached[Per.BLOCK_ROW],

@@ -53,6 +53,31 @@ class LinearAttentionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """The sizes of a mixture of experts.
+
+    count: how many experts there are. chosen: how many of them a row goes through. size: inner elements of each.
+    normalised: whether the shares of the chosen ones are made to sum up to 1. layers: those whose feed-forward part is
+    such a mixture. shared_size: inner elements of an expert that all rows go through too; None without one.
+    """
+
+    count: int
+    chosen: int
+    size: int
+    normalised: bool
+    layers: frozenset[int]
+    shared_size: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument where more experts are to be chosen than there are."""
+        if self.chosen > self.count:
+            raise InvalidArgument(
+                f"config.json: num_experts_per_tok is {self.chosen}; it must be at most num_experts, {self.count}",
+                field="num_experts_per_tok",
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder-only target. Sizes count elements; positions and windows count tokens."""
 
@@ -85,6 +110,8 @@ class ModelConfig:
     """Whether attention's output is multiplied by a sigmoid gate, which the query projection also makes."""
     sliding_window: int | None = None
     """How many positions a sliding layer's row sees, its own included."""
+    experts: ExpertsConfig | None = None
+    """The sizes of mixtures of experts, where there are any."""
     linear: LinearAttentionConfig | None = None
     """The sizes of linear layers, where there are any."""
     dtype: str | None = None
@@ -109,7 +136,7 @@ class ModelConfig:
 
     def feed_forward(self, layer: int) -> str:
         """Return the feed-forward part of a layer: a module of `services.model.layers` and of the worker's `layers`."""
-        return "swiglu"
+        return "experts" if self.experts is not None and layer in self.experts.layers else "swiglu"
 
     @property
     def num_layers(self) -> int:

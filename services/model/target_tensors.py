@@ -14,6 +14,7 @@ from services.dtypes import ITEM_BYTES
 from services.errors import InvalidArgument
 from services.model.config import ModelConfig
 from services.model.layers import Shapes, layer_shapes, sublayer_of
+from services.model.layers.experts import ROUTER
 from services.model.tensor_headers import TensorHeader
 
 PREFIXES = ("model.language_model.", "model.", "")
@@ -24,12 +25,15 @@ HEAD = "lm_head.weight"
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 
 
-def takes_model_dtype(name: str, shape: tuple[int, ...]) -> bool:
-    """Say whether a tensor is loaded in the model's element type: matrices are, and the biases of projections.
+def loaded_dtype(name: str, header: TensorHeader, dtype: str) -> str:
+    """Return the element type that a dense tensor is loaded in: for matrices and biases of projections the model's.
 
-    All other vectors (norms, decays and such) keep their stored type until they are widened to float32.
+    All other vectors (norms, decays and such) keep their stored type until they are widened to float32. Routers of
+    experts are float32: a rounded score would send a row to another expert.
     """
-    return len(shape) > 1 or name.endswith("_proj.bias")
+    if name.endswith(f".{ROUTER}"):
+        return "float32"
+    return dtype if len(header.shape) > 1 or name.endswith("_proj.bias") else header.dtype(name)
 
 
 def loaded_bytes(name: str, header: TensorHeader, dtype: str) -> int:
@@ -39,8 +43,8 @@ def loaded_bytes(name: str, header: TensorHeader, dtype: str) -> int:
     """
     if header.packed is not None:
         return header.packed.loaded_bytes
-    stored = header.dtype(name)
-    return math.prod(header.shape) * ITEM_BYTES[dtype if takes_model_dtype(name, header.shape) else stored]
+    header.dtype(name)
+    return math.prod(header.shape) * ITEM_BYTES[loaded_dtype(name, header, dtype)]
 
 
 def target_shapes(config: ModelConfig) -> Shapes:

@@ -23,6 +23,7 @@ from services.messages.sampling import SamplingParams
 from services.model.config import ModelConfig
 from services.model.families import read_model_config
 from services.model.layers import layer_shapes
+from services.model.layers.experts import ROUTER
 from shard_worker.device.devices import Device, describe
 from shard_worker.device.dtypes import dtype_from_name
 from shard_worker.model.head import Head
@@ -132,6 +133,8 @@ class _Probe:
             many, size = MANY, _matrix_bytes(shape, self.dtype)
             if self.device.is_gpu or MANY * size > self.most_bytes:
                 shape, size = replace(shape, hidden_size=NARROW, mlp_size=NARROW), 0
+                if shape.experts is not None:
+                    shape = replace(shape, experts=replace(shape.experts, size=NARROW))
             else:
                 many = max(MANY, min(self.most_bytes, self.resident_bytes) // size)
             few_s = self._seconds(self._step(shape, FEW), LAYER_S)
@@ -156,10 +159,13 @@ class _Probe:
 
     def _step(self, shape: ModelConfig, layers: int) -> Callable[[], None]:
         """Return a step of one row through so many layers of one kind; heads and state are those of the model."""
-        shape = replace(shape, layer_kinds=shape.layer_kinds * layers)
+        shape = _of_layers(shape, layers)
         weights = []
         for layer in range(layers):
-            tensors = {name: self._full(*extents) for name, extents in layer_shapes(shape, layer).items()}
+            shapes = layer_shapes(shape, layer).items()
+            tensors = {name: self._full(*extents) for name, extents in shapes}
+            # As it is loaded: `services.model.target_tensors.loaded_dtype`.
+            tensors |= {name: self._full(*extents).float() for name, extents in shapes if name == ROUTER}
             weights.append(decoder.pack(shape, layer, LayerTensors.of(tensors)))
         segment = Segment(
             config=shape,
@@ -214,7 +220,16 @@ def _products(x: torch.Tensor, weights: list[Weight]) -> Callable[[], None]:
     return run
 
 
+def _of_layers(shape: ModelConfig, layers: int) -> ModelConfig:
+    """Return a model of so many layers of the only kind of `shape`; of experts it has those that one row goes
+    through."""
+    experts = shape.experts
+    if experts is not None:
+        experts = replace(experts, count=experts.chosen, layers=frozenset(range(layers)))
+    return replace(shape, layer_kinds=shape.layer_kinds[:1] * layers, experts=experts)
+
+
 def _matrix_bytes(shape: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of one layer's matrices."""
-    extents = layer_shapes(shape, 0).values()
+    extents = layer_shapes(_of_layers(shape, 1), 0).values()
     return sum(math.prod(extent) for extent in extents if len(extent) > 1) * dtype.itemsize

@@ -12,7 +12,7 @@ from services.errors import FailedPrecondition
 from services.model.config import ModelConfig
 from shard_worker.device import devices
 from shard_worker.device.devices import Device, float8_lack
-from shard_worker.model.layer_weights import DecoderWeights
+from shard_worker.model.layer_weights import DecoderWeights, MlpWeights
 from shard_worker.weights.packed import PackedWeight
 from shard_worker.weights.weight import ReorderedWeight, StackedWeight, Weight
 
@@ -61,9 +61,8 @@ def have_layers(device: Device, layers: Iterable[DecoderWeights]) -> bool:
     Their feed-forward part is SwiGLU without biases. Otherwise plain torch serves, and the log says so once.
     """
     for weights in layers:
-        if weights.feed_forward != "swiglu" or weights.mlp.gate_up_bias is not None:
-            what = "biases in SwiGLU" if weights.feed_forward == "swiglu" else weights.feed_forward
-            _log_missing(device, what)
+        if not isinstance(weights.mlp, MlpWeights) or weights.mlp.gate_up_bias is not None:
+            _log_missing(device, "biases in SwiGLU" if isinstance(weights.mlp, MlpWeights) else "mixtures of experts")
             return False
     return True
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 
 import torch
 
@@ -85,6 +85,23 @@ class MlpWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsWeights:
+    """The weights of a mixture of experts.
+
+    router: float32 [experts, hidden]. experts: each one's. chosen: how many of them a row goes through. normalised:
+    whether the shares of the chosen ones are made to sum up to 1. shared, shared_gate: of the expert that all rows go
+    through, and [1, hidden], how much of it they take; None without one.
+    """
+
+    router: Weight
+    experts: tuple[MlpWeights, ...]
+    chosen: int
+    normalised: bool
+    shared: MlpWeights | None = None
+    shared_gate: Weight | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderWeights:
     """The weights of one layer. input_norm, post_norm: float32 [hidden], before the mixer and before the MLP.
 
@@ -95,14 +112,24 @@ class DecoderWeights:
     input_norm: torch.Tensor
     mixer: AttentionWeights | LinearAttentionWeights
     post_norm: torch.Tensor
-    mlp: MlpWeights
+    mlp: MlpWeights | ExpertsWeights
     feed_forward: str = "swiglu"
 
 
 def matrices_of(weights: DecoderWeights) -> list[Weight]:
     """Return all matrices of a layer."""
-    values = [getattr(part, one.name) for part in (weights.mixer, weights.mlp) for one in fields(part)]
-    return [value for value in values if isinstance(value, Weight)]
+    return [*_matrices(weights.mixer), *_matrices(weights.mlp)]
+
+
+def _matrices(part: object) -> Iterator[Weight]:
+    if isinstance(part, Weight):
+        yield part
+    elif isinstance(part, tuple):
+        for one in part:
+            yield from _matrices(one)
+    elif is_dataclass(part):
+        for field in fields(part):
+            yield from _matrices(getattr(part, field.name))
 
 
 def norm_factor(config: ModelConfig, stored: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from services.layers import LayerRange
 from services.model.config import LayerKind, ModelConfig
 from services.model.families import read_model_config
 from shard_worker.device.devices import Device
-from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights
+from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights, MlpWeights
 from shard_worker.model.layers import swiglu
 from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import apply_rope, rope_table
@@ -72,8 +72,9 @@ class Drafter:
 
         Of the last layer only the queries and keys are needed: its input is returned as it is.
         """
-        config, attention = self.config, weights.mixer
+        config, attention, mlp = self.config, weights.mixer, weights.mlp
         assert isinstance(attention, AttentionWeights)
+        assert isinstance(mlp, MlpWeights)
         assert attention.qk_norm is not None
         length, heads, kv_heads = len(hidden), config.heads, config.kv_heads
         normed = rms_norm(hidden, weights.input_norm, config.norm_eps)
@@ -86,7 +87,7 @@ class Drafter:
         mixed = attend_causally(qk[:, :heads], qk[:, heads:], projected[:, heads + kv_heads :])
         hidden = hidden + attention.out.matmul(mixed, attention.out_bias)
         parts = [
-            part + swiglu.run(weights.mlp, rms_norm(part, weights.post_norm, config.norm_eps))
+            part + swiglu.run(mlp, rms_norm(part, weights.post_norm, config.norm_eps))
             for part in torch.split(hidden, MLP_ROWS)
         ]
         return torch.cat(parts)

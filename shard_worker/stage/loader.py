@@ -11,7 +11,7 @@ from services.errors import InvalidArgument
 from services.layers import LayerRange
 from services.model.config import ModelConfig
 from services.model.families import read_model_config
-from services.model.target_tensors import TargetTensors, loaded_bytes, takes_model_dtype
+from services.model.target_tensors import TargetTensors, loaded_bytes, loaded_dtype
 from shard_worker.cache.page_pool import PagePool
 from shard_worker.device.devices import Device, check_room
 from shard_worker.device.dtypes import dtype_from_name, dtype_to_name, kv_dtype_from_name
@@ -123,13 +123,12 @@ class StageLoader:
             on_progress(loaded, self.total_bytes)
 
         def load_vector(name: str, device: torch.device) -> torch.Tensor:
-            cast = takes_model_dtype(name, self._checkpoint.shape(name))
-            tensor = self._checkpoint.place(name, device, self.dtype if cast else self._checkpoint.dtype(name))
+            tensor = self._checkpoint.place(name, device, self._dtype_of(name))
             count(name, tensor.nbytes)
             return tensor
 
         def load_matrix(name: str, device: torch.device) -> Weight:
-            weight = self._checkpoint.weight(name, device, self.dtype)
+            weight = self._checkpoint.weight(name, device, self._dtype_of(name))
             count(name, weight.nbytes)
             return weight
 
@@ -175,6 +174,10 @@ class StageLoader:
             runners=runners,
             batch_runners=tuple(BatchRunner(*end, graphs=graphs) for end in ends) if all(runners) else (),
         )
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        """Return the element type that a tensor is loaded in, or takes activations of where it is packed."""
+        return dtype_from_name(loaded_dtype(name, self._checkpoint.headers[name], dtype_to_name(self.dtype)))
 
     def _load_segment(
         self,

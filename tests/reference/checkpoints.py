@@ -20,13 +20,23 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from tests.reference import storage
 from tests.reference.draft_checkpoints import write_draft
 from tests.reference.weights import draw_model, generator
 
-__all__ = ["random_prompts", "write_draft", "write_llama", "write_mistral", "write_qwen3", "write_qwen3_5"]
+__all__ = [
+    "random_prompts",
+    "write_draft",
+    "write_llama",
+    "write_mistral",
+    "write_qwen3",
+    "write_qwen3_5",
+    "write_qwen3_moe",
+]
 
 
 def shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
@@ -156,6 +166,55 @@ def write_mistral(path: Path | str, *, seed: int = 0, sliding: int | None = None
     return folder
 
 
+def write_qwen3_moe(
+    path: Path | str,
+    *,
+    seed: int = 0,
+    layers: int = 4,
+    experts: int = 8,
+    chosen: int = 3,
+    tied: bool = False,
+    normalised: bool = True,
+    dense: Iterable[int] = (),
+    step: int = 1,
+    sliding: int | None = None,
+    dtype: str = "float32",
+) -> Path:
+    """A Qwen3-MoE checkpoint. dense, step: which layers have no experts, as `mlp_only_layers` and
+    `decoder_sparse_step` say. sliding: gives all layers that window."""
+    config = Qwen3MoeConfig(
+        architectures=["Qwen3MoeForCausalLM"],
+        head_dim=16,
+        moe_intermediate_size=32,
+        num_experts=experts,
+        num_experts_per_tok=chosen,
+        norm_topk_prob=normalised,
+        mlp_only_layers=list(dense),
+        decoder_sparse_step=step,
+        use_sliding_window=sliding is not None,
+        sliding_window=sliding,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        **decoder_sizes(64, 4, 2, layers, 256, tied, dtype),
+    )
+    return write_plain(path, config, Qwen3MoeForCausalLM, seed)
+
+
+def apart(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The shapes of experts one by one, as most files hold them, in place of all of a layer together."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        start, middle, part = name.rpartition(".experts.")
+        if not middle or len(shape) != 3:
+            found[name] = shape
+            continue
+        count, rows, columns = shape
+        parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+        for expert in range(count):
+            for one in parts:
+                found[f"{start}.experts.{expert}.{one}.weight"] = (rows // len(parts), columns)
+    return found
+
+
 def decoder_sizes(
     hidden: int, heads: int, kv_heads: int, layers: int, vocab: int, tied: bool, dtype: str
 ) -> dict[str, Any]:
@@ -176,7 +235,7 @@ def decoder_sizes(
 def write_plain(path: Path | str, config: Any, model: type[torch.nn.Module], seed: int) -> Path:
     """A checkpoint whose files hold the model's own tensors under their own names."""
     with torch.device("meta"):
-        shapes = shapes_of(model(config))
+        shapes = apart(shapes_of(model(config)))
     tied, hidden = config.tie_word_embeddings, config.hidden_size
     tensors = draw_model(shapes, seed=seed, tied=tied, centre=1.0, hidden=hidden, logit_scale=4.0)
     dtype = str(config.dtype).removeprefix("torch.")

@@ -19,6 +19,7 @@ GAINS = {
     "o_proj": 1.5,
     "out_proj": 1.5,
     "down_proj": 2.0,
+    "gate": 3.0,  # routers of experts that choose clearly
     "in_proj_a": 0.5,
     "in_proj_qkv": 2.0,  # keeps the gated norm away from its epsilon, hence rounding small
 }

@@ -55,7 +55,13 @@ DRAFT_ADDRESS = "draft:1"
 BUDGET = 64 << 20
 """Room for snapshots on each worker."""
 
-CAPTURED = {"qwen3-sliding": (2, 0, 3), "qwen3": (2, 0, 3), "qwen3_5": (6, 0, 7), "llama": (1, 0)}
+CAPTURED = {
+    "qwen3-sliding": (2, 0, 3),
+    "qwen3": (2, 0, 3),
+    "qwen3_5": (6, 0, 7),
+    "llama": (1, 0),
+    "qwen3_moe": (2, 0, 3),
+}
 """The target blocks that the drafts of `MakeChain` read, by checkpoint."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"

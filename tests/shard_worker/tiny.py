@@ -53,6 +53,9 @@ WRITERS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "llama-biases": (checkpoints.write_llama, {"attention_bias": True, "mlp_bias": True}),
     "mistral": (checkpoints.write_mistral, {"tied": True}),
     "mistral-sliding": (checkpoints.write_mistral, {"sliding": 6}),
+    "qwen3_moe": (checkpoints.write_qwen3_moe, {"dense": (1,)}),
+    "qwen3_moe-tied": (checkpoints.write_qwen3_moe, {"tied": True, "normalised": False, "step": 2}),
+    "qwen3_moe-all": (checkpoints.write_qwen3_moe, {"layers": 2, "experts": 4, "chosen": 4, "sliding": 6}),
     "qwen3_5": (checkpoints.write_qwen3_5, {}),
     "qwen3_5-ratio-1": (checkpoints.write_qwen3_5, {"layers": 4, "linear_value_heads": 2, "tied": True}),
     "qwen3_5-ratio-2": (checkpoints.write_qwen3_5, {"layers": 4, "linear_value_heads": 4}),
@@ -68,6 +71,7 @@ WRITERS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
 
 QWEN3 = ("qwen3", "qwen3-tied", "qwen3-sliding", "qwen3-bias", "qwen3-yarn")
 LLAMA = ("llama", "llama-tied", "llama-biases", "mistral", "mistral-sliding")
+QWEN3_MOE = ("qwen3_moe", "qwen3_moe-tied", "qwen3_moe-all")
 QWEN3_5 = ("qwen3_5-ratio-1", "qwen3_5-ratio-2", "qwen3_5-ratio-3", "qwen3_5-nested", "qwen3_5-bias")
 
 

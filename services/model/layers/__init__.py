@@ -11,6 +11,7 @@ from typing import Protocol, cast
 
 from services.model.cached_tensors import CachedTensor
 from services.model.config import ModelConfig
+from services.model.layers.experts import EXPERTS
 
 Shapes = dict[str, tuple[int, ...]]
 """The shape of every tensor by its name behind `layers.N.`, in the order in which they are loaded."""
@@ -39,6 +40,15 @@ def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
         **sublayer_of(config.layer_kinds[layer].mixer).tensor_shapes(config),
         **sublayer_of(config.feed_forward(layer)).tensor_shapes(config),
     }
+
+
+def read_share(config: ModelConfig, name: str) -> float:
+    """Return which share of a tensor a step of one row reads: of experts, those that the row goes through.
+
+    name: full, or behind `layers.N.`. As the experts of a layer are alike, it stands for that share of all of them.
+    """
+    experts = config.experts
+    return 1.0 if experts is None or EXPERTS not in name else experts.chosen / experts.count
 
 
 def layer_caches(config: ModelConfig, layer: int) -> tuple[CachedTensor, ...]:

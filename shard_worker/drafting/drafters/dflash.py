@@ -212,6 +212,7 @@ class DFlashDraft:
             together = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
             hidden = hidden + mixer.out.matmul(together, mixer.out_bias, fixed_rows)
             normed = rms_norm(hidden, weights.post_norm, config.norm_eps)
+            assert isinstance(weights.mlp, MlpWeights)
             hidden = hidden + run_mlp(weights.mlp, normed, rows)
         guessed = [row for row, known in enumerate(index) if known == mask]
         return rms_norm(hidden[torch.tensor(guessed, device=device)], self.norm, config.norm_eps)

@@ -17,7 +17,7 @@ from shard_worker.model.kernels.attention import attend, rope_table
 from shard_worker.model.kernels.heads import Heads, HeadShape
 from shard_worker.model.kernels.matmul import Normed, Summed, begin, linear
 from shard_worker.model.kernels.step_parameters import Places
-from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights
+from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights, MlpWeights
 from shard_worker.ops.rope import Rotation
 from shard_worker.weights.weight import Weight
 
@@ -74,6 +74,8 @@ def run(
     normed: Normed | Summed | None = begin(hidden, layers.weights[0].input_norm, layers.eps)
     for index, (weights, slot) in enumerate(zip(layers.weights, layers.slots, strict=True)):
         assert isinstance(normed, Normed)
+        mlp = weights.mlp
+        assert isinstance(mlp, MlpWeights)
         mixed = _mix(layers, weights, slot, normed, rope, places[weights.kind], uncommitted)
         bias = weights.mixer.out_bias if isinstance(weights.mixer, AttentionWeights) else None
         hidden, normed = linear(
@@ -83,13 +85,13 @@ def run(
             residual=hidden,
             norm=weights.post_norm,
             eps=layers.eps,
-            then=weights.mlp.gate_up,
+            then=mlp.gate_up,
         )
         assert isinstance(normed, Normed)
-        gated, summed = linear(normed, weights.mlp.gate_up, paired=True, then=weights.mlp.down)
+        gated, summed = linear(normed, mlp.gate_up, paired=True, then=mlp.down)
         hidden, normed = linear(
             gated if summed is None else summed,
-            weights.mlp.down,
+            mlp.down,
             residual=hidden,
             norm=norms[index],
             eps=layers.eps,

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of both families, and workers with made-up figures."""
+"""Tiny checkpoints of a few families, and workers with made-up figures."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
     """Target and draft by family; bfloat16, so that --dtype changes something."""
     root = tmp_path_factory.mktemp("planned")
     dense = checkpoints.write_qwen3(root / "qwen3", layers=6, tied=True, dtype="bfloat16", max_shard_size="60KB")
+    experts = checkpoints.write_qwen3_moe(root / "qwen3_moe", dense=(1,), dtype="bfloat16")
     hybrid = checkpoints.write_qwen3_5(root / "qwen3_5", layers=8, nested=True, extras=True, dtype="bfloat16")
     return {
         "qwen3": (dense, checkpoints.write_draft(root / "qwen3-draft", dense)),
+        "qwen3_moe": (experts, checkpoints.write_draft(root / "qwen3_moe-draft", experts)),
         "qwen3_5": (
             hybrid,
             checkpoints.write_draft(

@@ -49,7 +49,7 @@ def allocated(cache: AttentionCache | RecurrentCache | None) -> int:
 
 @pytest.mark.parametrize("kv_dtype", [None, "float8_e4m3fn"])
 @pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "qwen3_moe"])
 def test_stages_take_what_is_said(pairs: Pairs, family: str, dtype: str | None, kv_dtype: str | None) -> None:
     """Weights and caches of every stage of a split and of the whole, as a worker has them."""
     path, draft = pairs[family]
@@ -114,6 +114,15 @@ def test_drafts_take_what_is_said(pairs: Pairs, family: str, dtype: str | None) 
         for cache in state.caches.values():
             cache.reserve(cache.slots)
         assert size.cache_bytes(length) == state.size_bytes == held
+
+
+def test_a_step_reads_the_experts_that_a_row_goes_through(pairs: Pairs) -> None:
+    """Three of eight alike, beside attention and the router; a layer without experts is read whole."""
+    target = read_model_size(pairs["qwen3_moe"][0], "float32")
+    attention, expert, router, dense = 4 * 64 * (64 + 32 + 32 + 64), 4 * 3 * 64 * 32, 4 * 8 * 64, 4 * 3 * 64 * 128
+
+    assert [layer.read_bytes for layer in target.layers[:2]] == [attention + router + 3 * expert, attention + dense]
+    assert target.layers[0].weight_bytes > attention + router + 8 * expert
 
 
 def test_captured_blocks_cost_their_columns_of_fc(pairs: Pairs) -> None:

@@ -14,7 +14,8 @@ from services.errors import FailedPrecondition
 from services.model.config import LinearAttentionConfig
 from shard_worker.device import devices
 from shard_worker.device.devices import Device, KernelTarget, cuda_target, hip_target
-from shard_worker.model.kernel_support import can_prefill, can_run, check_float8
+from shard_worker.model.kernel_support import can_prefill, can_run, check_float8, have_layers
+from tests.shard_worker.tiny import Tiny, load_stage
 
 Pretend = Callable[[KernelTarget], Device]
 
@@ -79,6 +80,19 @@ def test_heads_of_other_sizes_are_named(pretend: Pretend, sizes: list[int]) -> N
         assert not can_run(pretend(nvidia(9, 0)), sizes)
     assert [event["why"] for event in logs] == [
         f"heads have {sizes[-1]} numbers, and 16, 32, 64, 128 or 256 are needed"
+    ]
+
+
+def test_layers_without_kernels_are_named_once(pretend: Pretend, tiny: Tiny) -> None:
+    """Mixtures of experts, and biases in SwiGLU: plain torch computes them."""
+    names = ("llama", "llama-biases", "qwen3_moe", "qwen3_moe")
+    layers = [load_stage(tiny.path(name), (0, 2)).segments[0].weights for name in names]
+    device = pretend(nvidia(9, 0))
+    with structlog.testing.capture_logs() as logs:
+        found = [have_layers(device, one) for one in layers]
+    assert found == [True, False, False, False]
+    assert [event["why"] for event in logs] == [
+        f"there are none for {what}; plain torch serves, slower" for what in ("biases in SwiGLU", "mixtures of experts")
     ]
 
 

@@ -24,7 +24,7 @@ from tests.shard_worker.tiny import Tiny, ids
 SUM, SLICES = FeatureTransport.SUM, FeatureTransport.SLICES
 PREFILL, DECODE, VERIFY = StepKind.PREFILL, StepKind.DECODE, StepKind.VERIFY
 COUNT = 100
-CUTS = {"qwen3-sliding": [(), (2,), (1, 3)], "qwen3_5": [(), (3,), (2, 5)], "llama": [(1,)]}
+CUTS = {"qwen3-sliding": [(), (2,), (1, 3)], "qwen3_5": [(), (3,), (2, 5)], "llama": [(1,)], "qwen3_moe": [(2,)]}
 SPLITS = [(name, cuts) for name, all_cuts in CUTS.items() for cuts in all_cuts]
 
 

@@ -99,7 +99,9 @@ def test_so_they_are_with_matrices_as_they_are(
     assert equal(*map(state, runs))
 
 
-@pytest.mark.parametrize(("name", "cuts"), [("qwen3-sliding", (1, 3)), ("qwen3_5", (3,)), ("qwen3_5", (1, 4, 6))])
+@pytest.mark.parametrize(
+    ("name", "cuts"), [("qwen3-sliding", (1, 3)), ("qwen3_5", (3,)), ("qwen3_5", (1, 4, 6)), ("qwen3_moe", (2,))]
+)
 @pytest.mark.parametrize("summed", [True, False])
 def test_so_they_are_over_several_stages_with_captures(
     tiny: Tiny, name: str, cuts: tuple[int, ...], summed: bool

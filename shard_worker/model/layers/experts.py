@@ -1,0 +1,78 @@
+"""A mixture of experts: each row goes through the few SwiGLUs that a router chooses for it, and maybe a shared one.
+
+Rows are sorted by expert, so that each expert's weights are read once a step, and a row's parts are summed up by the
+experts' numbers, in float32: a row comes out the same whatever rows are computed with it, as far as products keep to
+that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from services.model.config import ModelConfig
+from services.model.layers.experts import EXPERTS, ROUTER, sizes
+from shard_worker.model.layer_weights import ExpertsWeights, LayerTensors, MlpWeights
+from shard_worker.model.layers import swiglu
+from shard_worker.model.rows import Rows
+from shard_worker.weights.weight import concatenate
+
+
+def pack(config: ModelConfig, tensors: LayerTensors) -> ExpertsWeights:
+    """Return the weights with one matrix for gate and up of each expert."""
+    shape, matrices = sizes(config), tensors.matrices
+
+    def expert(prefix: str) -> MlpWeights:
+        gate, up, down = (matrices[f"{prefix}{part}_proj.weight"] for part in ("gate", "up", "down"))
+        return MlpWeights(concatenate([gate, up]).prepared(), down.prepared())
+
+    has_shared = shape.shared_size is not None
+    return ExpertsWeights(
+        router=matrices[ROUTER].prepared(),
+        experts=tuple(expert(f"{EXPERTS}{number}.") for number in range(shape.count)),
+        chosen=shape.chosen,
+        normalised=shape.normalised,
+        shared=expert("mlp.shared_expert.") if has_shared else None,
+        shared_gate=matrices["mlp.shared_expert_gate.weight"].prepared() if has_shared else None,
+    )
+
+
+def run(weights: ExpertsWeights, x: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
+    """Return what rows x [n, hidden] become, [n, hidden]. rows: what they are, where they are a step's."""
+    fixed_rows = None if rows is None else rows.batch_invariant_rows
+    each: Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor] = (
+        _at_once if rows is None else rows.each
+    )
+    scores = weights.router.matmul(x.float(), None, fixed_rows)
+    shares, chosen = each(_probabilities, scores).topk(weights.chosen, -1)
+    if weights.normalised:
+        shares = each(_normalised, shares)
+    # Sorted by expert; an expert's rows stay in their order.
+    order = chosen.flatten().argsort(stable=True)
+    row_of, share_of = order // weights.chosen, shares.to(x.dtype).flatten()[order, None]
+    mixed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    first = 0
+    for number, count in enumerate(torch.bincount(chosen.flatten(), minlength=len(weights.experts)).tolist()):
+        if count:
+            own = slice(first, first + count)
+            out = swiglu.run(weights.experts[number], x[row_of[own]], rows)
+            mixed.index_add_(0, row_of[own], out.float() * share_of[own].float())
+            first += count
+    result = mixed.to(x.dtype)
+    if weights.shared is None or weights.shared_gate is None:
+        return result
+    taken = each(torch.sigmoid, weights.shared_gate.matmul(x, None, fixed_rows))
+    return result + taken * swiglu.run(weights.shared, x, rows)
+
+
+def _at_once(work: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    return work(tensor)
+
+
+def _probabilities(scores: torch.Tensor) -> torch.Tensor:
+    return scores.softmax(-1)
+
+
+def _normalised(shares: torch.Tensor) -> torch.Tensor:
+    return shares / shares.sum(-1, keepdim=True)

@@ -1,0 +1,66 @@
+"""Mixtures of experts against transformers: those of Qwen3, and what a router may do at its worst."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from shard_worker.model.layer_weights import ExpertsWeights
+from shard_worker.model.layers import experts
+from shard_worker.model.rows import Rows
+from tests.reference import storage, target
+from tests.shard_worker.model.layers import family_runner
+from tests.shard_worker.tiny import QWEN3_MOE, Tiny, ids, load_stage, unsplit
+
+ROUTER = "mlp.gate.weight"
+
+
+@pytest.mark.parametrize("name", QWEN3_MOE)
+@pytest.mark.parametrize("check", [family_runner.check_steps, family_runner.check_commits, family_runner.check_chunks])
+def test_logits_are_those_of_transformers(tiny: Tiny, name: str, check: Callable[[Tiny, str], None]) -> None:
+    """Shares that are made to sum up to 1 and others, dense layers between, all experts chosen, windows."""
+    check(tiny, name)
+
+
+def test_all_rows_may_go_to_the_same_experts(tiny: Tiny, tmp_path: Path) -> None:
+    """A router of which some rows are far larger: the other experts are not used by anyone."""
+    path = Path(shutil.copytree(tiny.path("qwen3_moe"), tmp_path / "lopsided"))
+
+    def lopsided(tensors: dict[str, torch.Tensor]) -> None:
+        # The stream of these tokens has a mean that all rows share.
+        for name in [name for name in tensors if name.endswith(ROUTER)]:
+            tensors[name][3:] = tensors[name][3:] * 1e-3
+            tensors[name][:3] = tensors[name][:3] * 30
+
+    storage.edit_tensors(path, lopsided)
+    tokens = [7] * 12
+    torch.testing.assert_close(
+        unsplit(path)(tokens), target.logits(target.load(path), tokens), **family_runner.TOLERANCE
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_keeps_its_bits_whatever_stands_beside_it(tiny: Tiny, dtype: str) -> None:
+    """Its parts are summed up by the numbers of the experts, and products are those of a fixed number of rows."""
+    [layer] = load_stage(tiny.path("qwen3_moe"), (0, 1), dtype=dtype).segments[0].weights
+    assert isinstance(layer.mlp, ExpertsWeights)
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(2)).to(getattr(torch, dtype))
+    rows = Rows((), (x, x), uncommitted=True, batch_invariant_rows=16)
+
+    together = experts.run(layer.mlp, x, rows)
+
+    assert torch.equal(torch.cat([experts.run(layer.mlp, row[None], rows) for row in x]), together)
+    assert torch.equal(experts.run(layer.mlp, x.flip(0), rows).flip(0), together)
+
+
+def test_the_router_stays_in_float32(tiny: Tiny) -> None:
+    """In a model of 16 bits too, as transformers takes the softmax of its scores."""
+    [layer] = load_stage(tiny.path("qwen3_moe"), (0, 1), dtype="bfloat16").segments[0].weights
+    assert isinstance(layer.mlp, ExpertsWeights)
+    assert layer.mlp.router.dtype is torch.float32
+    assert layer.mlp.experts[0].down.dtype is torch.bfloat16
+    assert unsplit(tiny.path("qwen3_moe"))(ids(3)).shape == (3, 256)
