@@ -16,13 +16,7 @@ import torch
 
 from services.model.tensor_headers import TensorHeader
 from shard_worker.device.dtypes import dtype_from_name
-from shard_worker.weights.weight import DenseWeight, Weight
-
-
-def rows_at_a_time(columns: int, device: torch.device) -> int:
-    """Return how many rows of a matrix are read at a time to be packed on a device: on a CPU so many that what is made
-    of them stays within its caches."""
-    return max(1, (1 << 18 if device.type == "cpu" else 1 << 24) // columns)
+from shard_worker.weights.weight import DenseWeight, Weight, rows_at_a_time
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,13 @@ _UNPACKED_FROM_CODES = 128
 bfloat16 is faster than torch's int4 product."""
 
 _AT_A_TIME = 1 << 21
-"""How many elements are brought into tiles, or unpacked from them, at a time."""
+"""How many elements are unpacked from tiles at a time."""
+
+_BROUGHT_AT_A_TIME = 1 << 19
+"""How many elements are brought into tiles at a time: what is made of them on the way stays within caches."""
+
+_RUN = 32
+"""Of codes of 4 bits the low halves of so many bytes are neighbouring columns, and the high halves the next ones."""
 
 
 class WholeCodes(Protocol):
@@ -52,7 +58,8 @@ class WholeCodes(Protocol):
     def group(self) -> int: ...
 
     def unsigned(self, rows: slice) -> torch.Tensor:
-        """Return the codes of some rows, uint8 [rows, columns]."""
+        """Return the codes of some rows: those of 8 bits as uint8 [rows, columns], of 4 bits two in a byte,
+        [rows, columns / 2], in runs as `_RUN` says."""
 
     def unsigned_numbers(self, rows: slice, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scales and offsets of some rows, float32 [rows, columns / group] both.
@@ -75,18 +82,51 @@ class CpuInt4Weight(Weight):
         # Of every group and row the scale and the offset in `scale * (code - 8) + offset`.
         groups = self.columns // self._group
         self._numbers = torch.empty(groups * self._halves, self.rows, 2, dtype=self.dtype)
-        step = max(1, _AT_A_TIME // self.columns // _tile_rows()) * _tile_rows()
-        for first in range(0, self.rows, step):
-            some = slice(first, first + step)
-            codes, (scales, offsets) = packed.unsigned(some), packed.unsigned_numbers(some, self._group)
-            numbers = self._numbers[:, some]
-            if self._halves == 2:
-                numbers[:groups, :, 0], numbers[:groups, :, 1] = 16 * scales.T, 0
-                offsets = offsets + 128 * scales
-                codes = torch.cat([codes >> 4, codes & 15], 1)
-            numbers[-groups:, :, 0], numbers[-groups:, :, 1] = scales.T, (offsets + 8 * scales).T
-            tiles = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
-            self._codes[some] = tiles.view(len(codes), -1)
+        step = max(1, _BROUGHT_AT_A_TIME // self.columns // _tile_rows()) * _tile_rows()
+        # Rows behind the last whole tile lie in another order, which torch alone knows.
+        whole = self.rows // _tile_rows() * _tile_rows() if _are_tiles_known() else 0
+        bounds = [*range(0, whole, step), *range(whole, self.rows, step), self.rows]
+        for some in map(slice, bounds[:-1], bounds[1:]):
+            self._bring_numbers(some, *packed.unsigned_numbers(some, self._group))
+            self._bring_codes(some, packed.unsigned(some), known=some.stop <= whole)
+
+    def _bring_numbers(self, rows: slice, scales: torch.Tensor, offsets: torch.Tensor) -> None:
+        """Take the scales and offsets of some rows, [rows, groups] both."""
+        groups = scales.shape[1]
+        # A scale and its offset are moved as one word.
+        words = self._numbers.view(torch.int32).squeeze(2)
+        if self._halves == 2:
+            words[:groups, rows] = self._words(16 * scales, torch.zeros_like(scales)).T
+            offsets = offsets + 128 * scales
+        words[-groups:, rows] = self._words(scales, offsets + 8 * scales).T
+
+    def _words(self, scales: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return torch.stack([scales, offsets], 2).to(self.dtype).view(torch.int32).squeeze(2)
+
+    def _bring_codes(self, rows: slice, codes: torch.Tensor, *, known: bool) -> None:
+        """Take the codes of some rows, as `WholeCodes.unsigned` gives them. known: whether the rows are whole tiles
+        whose order is known; torch's own function for it takes many times as long."""
+        count, columns = len(codes), self.columns
+        if not known:
+            if self._halves == 1:
+                runs = codes.view(count, -1, _RUN)
+                single = torch.stack([runs & 15, runs >> 4], 2).flatten(1)
+            else:
+                single = torch.cat([codes >> 4, codes & 15], 1)
+            tiles = torch.ops.aten._convert_weight_to_int4pack_for_cpu(single.int(), 1)
+            self._codes[rows] = tiles.view(count, -1)
+            return
+        # Two rows whose codes share the bytes of a tile.
+        lower, upper = codes.view(-1, 2, _tile_rows() // 2, codes.shape[1]).unbind(1)
+        low_halves, high_halves = (lower & 15).bitwise_or_(upper << 4), (lower >> 4).bitwise_or_(upper & 0xF0)
+        tiles = self._codes[rows].view(len(lower), columns * self._halves, -1)
+        if self._halves == 1:
+            blocks = tiles.view(len(lower), columns // (2 * _RUN), 2, _RUN, -1).unbind(2)
+            for held, halves in zip(blocks, (low_halves, high_halves), strict=True):
+                held.copy_(halves.view(*halves.shape[:2], -1, _RUN).permute(0, 2, 3, 1))
+        else:
+            tiles[:, :columns].copy_(high_halves.transpose(1, 2))
+            tiles[:, columns:].copy_(low_halves.transpose(1, 2))
 
     @staticmethod
     def takes(packed: WholeCodes) -> bool:

@@ -55,7 +55,7 @@ class GgufCheckpoint(Checkpoint):
 
     def packed(self, name: str, device: torch.device, dtype: torch.dtype) -> Weight:
         stored = self._stored[name]
-        weight = unpack_blocks(stored.tensor.type, _rows(stored.tensor), dtype, device)
+        weight = unpack_blocks(stored.tensor.type, _rows(stored.tensor, at_once=True), dtype, device)
         self._check_numbers(name, weight)
         if stored.rows is not None and not stored.rows.is_same:
             weight = weight.select_rows(_row_order(stored.rows).to(device))
@@ -99,13 +99,18 @@ class GgufCheckpoint(Checkpoint):
         return DataLoss(f"tensor {stored.name} in {stored.path} {what}", reason="TENSOR_CONTENTS", field=name)
 
 
-def _rows(tensor: GgufTensor) -> torch.Tensor:
-    """Return the bytes of a tensor over the mapped file, uint8 [rows, bytes of a row], which writes never reach."""
+def _rows(tensor: GgufTensor, *, at_once: bool = False) -> torch.Tensor:
+    """Return the bytes of a tensor over the mapped file, uint8 [rows, bytes of a row], which writes never reach.
+
+    at_once: whether all of them will be read now, so that the file is read ahead.
+    """
     start = tensor.begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     try:
         with tensor.path.open("rb") as file:
             size = tensor.begin - start + tensor.nbytes
             mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=start)
+            if at_once:
+                mapped.madvise(mmap.MADV_WILLNEED)
     except (OSError, ValueError) as error:
         raise DataLoss(f"tensor {tensor.name} in {tensor.path} cannot be read: {error}", field=tensor.name) from error
     content = torch.frombuffer(mapped, dtype=torch.uint8, count=tensor.nbytes, offset=tensor.begin - start)

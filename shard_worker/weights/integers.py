@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from shard_worker.weights.packed import BLOCK_COLUMNS, E2M1_DOUBLED, Codes, GroupNumbers, PackedWeight, Packing
+from shard_worker.weights.weight import rows_at_a_time
 
 
 def integer_weight(
@@ -60,11 +61,15 @@ def split_pairs(pairs: torch.Tensor) -> torch.Tensor:
 
 def in_blocks(pairs: torch.Tensor) -> torch.Tensor:
     """Return codes in pairs, uint8 [rows, columns / 2], in the order of `BLOCK_COLUMNS`."""
-    first, second = pairs.view(len(pairs), -1, 2, BLOCK_COLUMNS // 4).unbind(2)
-    held = torch.empty((*first.shape, 2), dtype=torch.uint8, device=pairs.device)
-    held[..., 0] = (first & 15) | second << 4
-    held[..., 1] = first >> 4 | (second & 0xF0)
-    return held.flatten(1)
+    held = torch.empty_like(pairs, memory_format=torch.contiguous_format)
+    step = rows_at_a_time(pairs.shape[1], pairs.device)
+    for rows in range(0, len(pairs), step):
+        some = pairs[rows : rows + step]
+        first, second = some.reshape(len(some), -1, 2, BLOCK_COLUMNS // 4).short().unbind(2)
+        # Each byte's two codes become the low halves of two bytes, or the high ones.
+        words = ((first | first << 4) & 0x0F0F) | ((second | second << 4) & 0x0F0F) << 4
+        held[rows : rows + step].view(torch.int16).view(words.shape).copy_(words)
+    return held
 
 
 def _has_blocks(pairs: torch.Tensor) -> bool:

@@ -21,8 +21,8 @@ from services.model.safetensors_header import DTYPE_CODES
 from services.model.target_tensors import target_shapes
 from services.model.tensor_headers import TensorHeader
 from shard_worker.device.dtypes import dtype_from_name
-from shard_worker.weights.checkpoint import Checkpoint, rows_at_a_time
-from shard_worker.weights.weight import Weight
+from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.weight import Weight, rows_at_a_time
 
 KEY = "random_weights"
 """The key of config.json that asks for random weights in place of files, where it is true."""

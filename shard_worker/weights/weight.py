@@ -16,6 +16,12 @@ BLOCKED_FOR = 16
 """The number of rows that oneDNN's blocks are chosen for; all other numbers of rows take them too."""
 
 
+def rows_at_a_time(columns: int, device: torch.device) -> int:
+    """Return how many rows of a matrix are brought to another form at a time on a device: on a CPU so many that what is
+    made of them on the way stays within its caches."""
+    return max(1, (1 << 18 if device.type == "cpu" else 1 << 24) // columns)
+
+
 class RowLookup(Protocol):
     """A matrix whose rows are looked up, as those of an embedding are."""
 

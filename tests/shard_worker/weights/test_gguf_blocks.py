@@ -49,7 +49,7 @@ def values_of(data: np.ndarray, name: str) -> np.ndarray:
 
 @pytest.mark.parametrize("name", PACKED)
 def test_values_are_the_librarys_to_the_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shard_worker.weights.gguf_blocks._VALUES_AT_A_TIME", 2048)
+    monkeypatch.setattr("shard_worker.weights.gguf_blocks._VALUES_AT_A_TIME", {"cpu": 2048})
     kind = KINDS[name]
     data = random_rows(kind, 5, 1024)
     weight = unpack_blocks(kind, torch.from_numpy(data), torch.bfloat16)
