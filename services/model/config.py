@@ -35,6 +35,9 @@ class LinearAttentionConfig:
     key_head_dim: int
     value_head_dim: int
     conv_taps: int
+    grouped: bool = False
+    """Whether a checkpoint has one projection for queries, keys, values and gates, and one for betas and decays, with
+    the rows of each key head and its value heads together."""
 
     @property
     def key_dim(self) -> int:
@@ -182,3 +185,17 @@ def read_layer_kinds(
             field="layer_types",
         )
     return tuple(LayerKind(name) for name in names)
+
+
+def read_sparse_layers(reader: ConfigReader, layers: int) -> frozenset[int]:
+    """Return the layers that have experts: each `decoder_sparse_step`-th one that is not in
+    `mlp_only_layers`.
+
+    Raises InvalidArgument for anything else than numbers.
+    """
+    step, dense = reader.integer("decoder_sparse_step", 1), reader.raw("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(isinstance(layer, bool) or not isinstance(layer, int) for layer in dense):
+        raise InvalidArgument(
+            f"config.json: mlp_only_layers is {dense!r}; it must be a list of layer numbers", field="mlp_only_layers"
+        )
+    return frozenset(layer for layer in range(layers) if (layer + 1) % step == 0 and layer not in dense)

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from services.model.checkpoint_files import missing_file, read_config, tensor_twice, unreadable_file, weight_files
+from services.model.fused_experts import experts_apart
 from services.model.packings import logical_headers
 from services.model.safetensors_header import LENGTH_BYTES
 from services.model.tensor_headers import TensorHeader
@@ -43,11 +44,17 @@ class SafetensorsCheckpoint(Checkpoint):
                     raise tensor_twice(name, self._holder[name], path, field)
                 view = file.get_slice(name)
                 stored[name], self._holder[name] = TensorHeader(view.get_dtype(), tuple(view.get_shape())), path
+        _, self._expert_parts = experts_apart(stored)
         super().__init__(directory, config, logical_headers(config, stored, directory))
 
     def tensor(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._files[self._holder[name]].get_tensor(name)
-        return tensor
+        part = self._expert_parts.get(name)
+        if part is None:
+            tensor: torch.Tensor = self._files[self._holder[name]].get_tensor(name)
+            return tensor
+        fused = self._files[self._holder[part.stored]].get_slice(part.stored)
+        own: torch.Tensor = fused[part.expert : part.expert + 1, part.first : part.last]
+        return own.squeeze(0)
 
     def packed(self, name: str, device: torch.device, dtype: torch.dtype) -> Weight:
         header = self.headers[name]

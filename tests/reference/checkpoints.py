@@ -17,11 +17,15 @@ from transformers import (
     MistralForCausalLM,
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from tests.reference import storage
@@ -35,7 +39,9 @@ __all__ = [
     "write_mistral",
     "write_qwen3",
     "write_qwen3_5",
+    "write_qwen3_5_moe",
     "write_qwen3_moe",
+    "write_qwen3_next",
 ]
 
 
@@ -232,12 +238,66 @@ def decoder_sizes(
     }
 
 
-def write_plain(path: Path | str, config: Any, model: type[torch.nn.Module], seed: int) -> Path:
-    """A checkpoint whose files hold the model's own tensors under their own names."""
+def hybrid_sizes(key_heads: int, value_heads: int, tied: bool) -> dict[str, Any]:
+    return {
+        **decoder_sizes(64, 4, 2, 4, 256, tied, "float32"),
+        "head_dim": 32,
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
+    }
+
+
+def write_qwen3_5_moe(path: Path | str, *, seed: int = 0, value_heads: int = 4, tied: bool = False) -> Path:
+    """A checkpoint of Qwen3.5 with experts, which stand in one tensor together, as in published files."""
+    sizes = hybrid_sizes(2, value_heads, tied)
+    rope = sizes["rope_parameters"] | {"mrope_interleaved": True, "mrope_section": [2, 1, 1]}
+    config = Qwen3_5MoeTextConfig(
+        architectures=["Qwen3_5MoeForCausalLM"], **sizes | {"rope_parameters": rope}, mamba_ssm_dtype="float32"
+    )
+    return write_plain(path, config, Qwen3_5MoeForCausalLM, seed, centre=0.0, fused=True)
+
+
+def write_qwen3_next(
+    path: Path | str,
+    *,
+    seed: int = 0,
+    value_heads: int = 4,
+    tied: bool = False,
+    normalised: bool = True,
+    dense: Iterable[int] = (),
+) -> Path:
+    """A Qwen3-Next checkpoint. dense: layers without experts."""
+    config = Qwen3NextConfig(
+        architectures=["Qwen3NextForCausalLM"],
+        norm_topk_prob=normalised,
+        mlp_only_layers=list(dense),
+        **hybrid_sizes(2, value_heads, tied),
+    )
+    return write_plain(path, config, Qwen3NextForCausalLM, seed, centre=0.0)
+
+
+def write_plain(
+    path: Path | str,
+    config: Any,
+    model: type[torch.nn.Module],
+    seed: int,
+    *,
+    centre: float = 1.0,
+    fused: bool = False,
+) -> Path:
+    """A checkpoint of the model's own tensors under their own names, experts one by one unless they are `fused`."""
     with torch.device("meta"):
-        shapes = apart(shapes_of(model(config)))
+        shapes = shapes_of(model(config))
+    shapes = shapes if fused else apart(shapes)
     tied, hidden = config.tie_word_embeddings, config.hidden_size
-    tensors = draw_model(shapes, seed=seed, tied=tied, centre=1.0, hidden=hidden, logit_scale=4.0)
+    tensors = draw_model(shapes, seed=seed, tied=tied, centre=centre, hidden=hidden, logit_scale=4.0)
     dtype = str(config.dtype).removeprefix("torch.")
     return finish(path, config, tensors, config.eos_token_id, dtype, None)
 

@@ -22,6 +22,7 @@ GAINS = {
     "gate": 3.0,  # routers of experts that choose clearly
     "in_proj_a": 0.5,
     "in_proj_qkv": 2.0,  # keeps the gated norm away from its epsilon, hence rounding small
+    "in_proj_qkvz": 2.0,
 }
 
 

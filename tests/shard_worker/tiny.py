@@ -65,12 +65,17 @@ WRITERS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
         {"layers": 4, "nested": True, "extras": True, "max_shard_size": "60KB"},
     ),
     "qwen3_5-bias": (checkpoints.write_qwen3_5, {"layers": 4}),
+    "qwen3_5_moe": (checkpoints.write_qwen3_5_moe, {}),
+    "qwen3_5_moe-tied": (checkpoints.write_qwen3_5_moe, {"tied": True, "value_heads": 6}),
+    "qwen3_next": (checkpoints.write_qwen3_next, {"value_heads": 6, "dense": (1,)}),
+    "qwen3_next-tied": (checkpoints.write_qwen3_next, {"tied": True, "value_heads": 2, "normalised": False}),
     "vocab-5": (checkpoints.write_qwen3, {"vocab": 5, "layers": 2, "logit_scale": 1.5}),
 }
 """How each checkpoint is written, by its name: the function of `tests.reference.checkpoints`, and its options."""
 
 QWEN3 = ("qwen3", "qwen3-tied", "qwen3-sliding", "qwen3-bias", "qwen3-yarn")
 LLAMA = ("llama", "llama-tied", "llama-biases", "mistral", "mistral-sliding")
+HYBRID_EXPERTS = ("qwen3_5_moe", "qwen3_5_moe-tied", "qwen3_next", "qwen3_next-tied")
 QWEN3_MOE = ("qwen3_moe", "qwen3_moe-tied", "qwen3_moe-all")
 QWEN3_5 = ("qwen3_5-ratio-1", "qwen3_5-ratio-2", "qwen3_5-ratio-3", "qwen3_5-nested", "qwen3_5-bias")
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from services.errors import InvalidArgument
-from services.model.config import ExpertsConfig, ModelConfig
+from services.model.config import ExpertsConfig, ModelConfig, read_sparse_layers
 from services.model.config_reader import ConfigReader
 from services.model.families import qwen3
 
@@ -26,16 +25,6 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         chosen=reader.integer("num_experts_per_tok", 8),
         size=size,
         normalised=reader.flag("norm_topk_prob", False),
-        layers=_sparse_layers(reader, dense.num_layers),
+        layers=read_sparse_layers(reader, dense.num_layers),
     )
     return replace(dense, family="qwen3_moe", experts=experts)
-
-
-def _sparse_layers(reader: ConfigReader, layers: int) -> frozenset[int]:
-    """Return the layers that have experts: each `decoder_sparse_step`-th one that is not in `mlp_only_layers`."""
-    step, dense = reader.integer("decoder_sparse_step", 1), reader.raw("mlp_only_layers") or []
-    if not isinstance(dense, list) or any(isinstance(layer, bool) or not isinstance(layer, int) for layer in dense):
-        raise InvalidArgument(
-            f"config.json: mlp_only_layers is {dense!r}; it must be a list of layer numbers", field="mlp_only_layers"
-        )
-    return frozenset(layer for layer in range(layers) if (layer + 1) % step == 0 and layer not in dense)

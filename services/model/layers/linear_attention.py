@@ -15,11 +15,11 @@ def sizes(config: ModelConfig) -> LinearAttentionConfig:
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the tensors. in_proj_z makes the output's gate, in_proj_b beta and in_proj_a the decay."""
     linear, hidden = sizes(config), config.hidden_size
+    rows = {"qkv": linear.conv_channels, "z": linear.value_dim, "b": linear.value_heads, "a": linear.value_heads}
+    if linear.grouped:
+        rows = {"qkvz": rows["qkv"] + rows["z"], "ba": rows["b"] + rows["a"]}
     return {
-        "linear_attn.in_proj_qkv.weight": (linear.conv_channels, hidden),
-        "linear_attn.in_proj_z.weight": (linear.value_dim, hidden),
-        "linear_attn.in_proj_b.weight": (linear.value_heads, hidden),
-        "linear_attn.in_proj_a.weight": (linear.value_heads, hidden),
+        **{f"linear_attn.in_proj_{part}.weight": (count, hidden) for part, count in rows.items()},
         "linear_attn.conv1d.weight": (linear.conv_channels, 1, linear.conv_taps),
         "linear_attn.A_log": (linear.value_heads,),
         "linear_attn.dt_bias": (linear.value_heads,),

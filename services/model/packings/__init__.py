@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from services.errors import InvalidArgument, Unimplemented
+from services.model.fused_experts import experts_apart
 from services.model.packed_parts import CONFIG_KEY
 from services.model.tensor_headers import TensorHeader
 
@@ -69,13 +70,14 @@ def packing_settings(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def logical_headers(
     config: Mapping[str, Any], stored: Mapping[str, TensorHeader], directory: Path
 ) -> dict[str, TensorHeader]:
-    """Return the headers of a checkpoint's tensors as a model asks for them: a packed matrix is one tensor.
+    """Return the headers of a checkpoint's tensors as a model asks for them: a packed matrix is one tensor, and so is
+    each of an expert's.
 
     stored: the headers of the files' tensors. directory: named in errors.
 
     Raises Unimplemented for an unknown way of packing, listing the known ones, and what `find_matrices` raises.
     """
-    settings = packing_settings(config)
+    settings, (stored, _) = packing_settings(config), experts_apart(stored)
     if settings is None:
         return dict(stored)
     method = settings["quant_method"]

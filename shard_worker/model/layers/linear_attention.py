@@ -23,7 +23,14 @@ def pack(config: ModelConfig, tensors: LayerTensors) -> LinearAttentionWeights:
     shape = sizes(config)
 
     matrices, vectors = tensors.matrices, tensors.vectors
-    projection = concatenate([matrices[f"linear_attn.in_proj_{part}.weight"] for part in ("qkv", "z", "b", "a")])
+    parts = ("qkvz", "ba") if shape.grouped else ("qkv", "z", "b", "a")
+    projections = [matrices[f"linear_attn.in_proj_{part}.weight"] for part in parts]
+    if shape.grouped:
+        orders = _ungrouped(shape)
+        projections = [
+            matrix.select_rows(order.to(matrix.device)) for matrix, order in zip(projections, orders, strict=True)
+        ]
+    projection = concatenate(projections)
     scale = torch.full((2 * shape.key_heads, 1), shape.key_head_dim**-0.5)
     scale[: shape.key_heads] *= shape.key_head_dim**-0.5
     return LinearAttentionWeights(
@@ -58,6 +65,16 @@ def run(
 
     gated = rows.by_session(mixed)
     return weights.out.matmul(gated.to(x.dtype), None, rows.batch_invariant_rows)
+
+
+def _ungrouped(shape: LinearAttentionConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which rows of projections that are grouped by key head make queries, keys, values and gates, and which
+    betas and decays, in the order of `LinearAttentionWeights.projection`."""
+    share = shape.value_heads // shape.key_heads
+    sizes = (shape.key_head_dim, shape.key_head_dim, share * shape.value_head_dim, share * shape.value_head_dim)
+    wide = torch.arange(shape.key_heads * sum(sizes)).view(shape.key_heads, -1).split_with_sizes(sizes, 1)
+    narrow = torch.arange(2 * shape.value_heads).view(shape.key_heads, -1).split_with_sizes((share, share), 1)
+    return torch.cat([part.flatten() for part in wide]), torch.cat([part.flatten() for part in narrow])
 
 
 def _mix(

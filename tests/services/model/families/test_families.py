@@ -10,14 +10,23 @@ import pytest
 from services.errors import InvalidArgument, Unimplemented
 from services.model.families import known_families, read_model_config
 from services.model.packings import logical_headers
-from tests.services.model.families import test_llama, test_mistral, test_qwen3, test_qwen3_5, test_qwen3_moe
+from tests.services.model.families import (
+    test_hybrid_experts,
+    test_llama,
+    test_mistral,
+    test_qwen3,
+    test_qwen3_5,
+    test_qwen3_moe,
+)
 
 RAW: dict[str, dict[str, Any]] = {
     "llama": test_llama.RAW,
     "mistral": test_mistral.RAW,
     "qwen3": test_qwen3.RAW,
     "qwen3_5": test_qwen3_5.RAW,
+    "qwen3_5_moe": test_hybrid_experts.RAW,
     "qwen3_moe": test_qwen3_moe.RAW,
+    "qwen3_next": test_hybrid_experts.RAW | {"model_type": "qwen3_next"},
 }
 NESTED: dict[str, Any] = {"model_type": "qwen3_5", "text_config": RAW["qwen3_5"], "vision_config": {"depth": 1}}
 

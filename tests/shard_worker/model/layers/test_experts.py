@@ -1,4 +1,4 @@
-"""Mixtures of experts against transformers: those of Qwen3, and what a router may do at its worst."""
+"""Mixtures of experts against transformers: those of all families, and what a router may do at its worst."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ from shard_worker.model.layers import experts
 from shard_worker.model.rows import Rows
 from tests.reference import storage, target
 from tests.shard_worker.model.layers import family_runner
-from tests.shard_worker.tiny import QWEN3_MOE, Tiny, ids, load_stage, unsplit
+from tests.shard_worker.tiny import HYBRID_EXPERTS, QWEN3_MOE, Tiny, ids, load_stage, unsplit
 
 ROUTER = "mlp.gate.weight"
 
 
-@pytest.mark.parametrize("name", QWEN3_MOE)
-@pytest.mark.parametrize("check", [family_runner.check_steps, family_runner.check_commits, family_runner.check_chunks])
+STEPS = [(family_runner.check_steps, name) for name in (*QWEN3_MOE, *HYBRID_EXPERTS)]
+OTHERS = [(family_runner.check_commits, "qwen3_5_moe-tied"), (family_runner.check_chunks, "qwen3_moe")]
+
+
+@pytest.mark.parametrize(("check", "name"), [*STEPS, *OTHERS])
 def test_logits_are_those_of_transformers(tiny: Tiny, name: str, check: Callable[[Tiny, str], None]) -> None:
-    """Shares that are made to sum up to 1 and others, dense layers between, all experts chosen, windows."""
+    """Shares that are made to sum up to 1 and others, dense layers between, all experts chosen, windows;
+    shared experts, experts in one tensor together, and projections grouped by key head."""
     check(tiny, name)
 
 
