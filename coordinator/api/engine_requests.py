@@ -94,7 +94,10 @@ async def make_request(
         foreign = [token for token in tokens if not 0 <= token < vocabulary]
         if foreign:
             raise InvalidArgument(f"{field} has {foreign[0]}; they must be from 0 to {vocabulary - 1}", field=field)
-    max_tokens = defaults.answer_tokens(room, chat=chat) if stopping.max_tokens is None else stopping.max_tokens
+    max_tokens = stopping.max_tokens
+    if max_tokens is None:
+        # Where the prompt alone is too long for the workers' memory, the engine refuses it with the numbers.
+        max_tokens = defaults.answer_tokens(max(1, engine.longest - len(prompt.token_ids)), chat=chat)
     if (sampling.min_tokens or 0) > max_tokens:
         raise InvalidArgument(
             f"min_tokens is {sampling.min_tokens}; it must be at most max_tokens, {max_tokens}", field="min_tokens"

@@ -17,7 +17,7 @@ from coordinator.answer import Answer, Phase, Request
 from coordinator.cluster.cluster import Cluster
 from coordinator.compression.compressor import Compressor
 from coordinator.engine.generation import Generation
-from coordinator.engine.request_checks import check_length
+from coordinator.engine.request_checks import check_length, check_memory, session_tokens
 from coordinator.engine.request_span import RequestSpan
 from coordinator.engine.room import Place, Room
 from coordinator.engine.step_times import StepTaken
@@ -121,6 +121,11 @@ class Engine:
         return self.max_model_len if self.compressor is None else max(self.max_model_len, MAX_TOKENS)
 
     @property
+    def longest(self) -> int:
+        """The most tokens of a prompt and its answer together for which the workers have memory, too."""
+        return min(self.max_model_len, session_tokens(self.cluster.workers) or self.max_model_len)
+
+    @property
     def ready(self) -> bool:
         """Whether a request would be taken."""
         return not self._draining and self.cluster.alive
@@ -149,6 +154,7 @@ class Engine:
             place=place,
         )
         check_length(request, self.max_model_len)
+        check_memory(request, self.cluster.workers)
         arrived = started = time.monotonic()
         outcome = "refused"
         try:

@@ -21,7 +21,7 @@ from coordinator.engine.step_times import StepTaken
 from coordinator.prefix.cache import PrefixCache
 from coordinator.prefix.run import PrefixRun
 from coordinator.text.tokenizer import Tokenizer
-from services.errors import OUT_OF_MEMORY, FlashsplitError, NotFound
+from services.errors import OUT_OF_MEMORY, FlashsplitError, NotFound, ResourceExhausted
 
 LOST_CODES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
 """The codes of errors that say that a part of the chain was lost, and not that the request cannot be answered."""
@@ -64,8 +64,8 @@ class Generation:
         self._prefix: PrefixRun | None = None
         self._lost_at: float | None = None
         """When the chain was lost behind the last token that was added."""
-        self._is_back = False
-        """Whether the answer was set aside, and has no new token since."""
+        self._found_none = False
+        """Whether the answer found no memory, and has no new token since."""
         self._resumptions = 0
         """How often the answer was taken up again behind it."""
         self.answer: Answer | None = None
@@ -85,7 +85,7 @@ class Generation:
         self._choose_draft()
         looked_up_at = await self._look_up()
         while self.answer is None:
-            attempt = ChainAttempt(self._state, self._cluster, self._prefix, self._on_step, looked_up_at)
+            attempt = ChainAttempt(self._state, self._cluster, self._prefix, self._step_taken, looked_up_at)
             try:
                 async with contextlib.aclosing(attempt.pieces()) as pieces:
                     async for piece in pieces:
@@ -128,6 +128,12 @@ class Generation:
 
     # --- memory that ends
 
+    def _step_taken(self, step: StepTaken) -> None:
+        """Pass a step on to who listens. Raises ResourceExhausted where the answer is to give way to an older one."""
+        self._on_step(step)
+        if self._place is not None and self._place.is_asked and self._state.finish_reason is None:
+            raise ResourceExhausted("an answer that came before needs the memory", reason=OUT_OF_MEMORY)
+
     async def _stepped_aside(self, error: FlashsplitError) -> bool:
         """Return whether the answer has waited for memory, which the workers did not have for its next rows."""
         if self._place is None or error.reason != OUT_OF_MEMORY:
@@ -140,12 +146,12 @@ class Generation:
         self._state.phases.append(Phase("set_aside", began, time.monotonic()))
         log.info("request.resumed", after_s=round(time.monotonic() - began, 3), **names)
         self._state.resumed += 1
-        self._is_back = True
+        self._found_none = True
         return True
 
     def _note_progress(self, attempt: ChainAttempt) -> None:
-        if self._is_back and attempt.produced and self._place is not None:
-            self._is_back = False
+        if self._found_none and attempt.produced and self._place is not None:
+            self._found_none = False
             self._place.goes_on()
 
     # --- lost chains

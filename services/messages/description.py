@@ -142,6 +142,8 @@ class TargetDescription:
     of n tokens also serves every shorter prefix of them. kv_dtype: the element type of attention keys and values, None
     where it is dtype. quantization: how its matrices were packed when it was loaded, None where they are as the
     checkpoint has them. rope_scaling: what took the place of the scaling of RoPE, None where that is the checkpoint's.
+    session_tokens: the most tokens of one session for which pages of keys and values have room, 0 where there is no
+    bound.
     """
 
     fingerprint: str
@@ -160,6 +162,7 @@ class TargetDescription:
     kv_dtype: str | None = None
     quantization: Quantization | None = None
     rope_scaling: str | None = None
+    session_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +327,7 @@ def worker_to_message(worker: WorkerDescription) -> model_pb2.WorkerDescription:
                 kv_dtype=dtype_number(target.kv_dtype),
                 quantization=quantization_to_message(target.quantization),
                 rope_scaling=target.rope_scaling or "",
+                session_tokens=target.session_tokens,
             )
         )
     if (draft := worker.draft) is not None:
@@ -424,6 +428,7 @@ def _target_from_message(message: model_pb2.TargetDescription) -> TargetDescript
         kv_dtype=kv_dtype_name(message.kv_dtype, "target.kv_dtype"),
         quantization=quantization_from_message(message),
         rope_scaling=message.rope_scaling or None,
+        session_tokens=message.session_tokens,
     )
 
 

@@ -249,6 +249,7 @@ class TargetRole(WorkerRole[LoadTarget]):
             kv_dtype=loaded.part.kv_dtype,
             quantization=loaded.part.quantization,
             rope_scaling=loaded.part.rope_scaling,
+            session_tokens=stage.session_tokens or 0,
         )
 
     # --- opening a session

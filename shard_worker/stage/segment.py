@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 import torch
 
 from services.layers import LayerRange
+from services.model.cached_tensors import Per
 from services.model.config import ModelConfig
+from services.model.layers import layer_caches
 from shard_worker.cache.attention_cache import PAGE_ROWS
 from shard_worker.cache.page_pool import PagePool
 from shard_worker.cache.prefix_state import TensorGroup
 from shard_worker.cache.segment_caches import SegmentCaches, slots_of, state_groups
 from shard_worker.device.devices import Device
+from shard_worker.device.dtypes import dtype_to_name
 from shard_worker.model.features import Capture, Features
 from shard_worker.model.layer_weights import DecoderWeights
 from shard_worker.model.layers import decoder
@@ -47,6 +50,20 @@ class Segment:
     def slots(self) -> tuple[int, ...]:
         """Each layer's place in the cache that it uses."""
         return slots_of(self.config.layer_kinds[self.layers.first : self.layers.last])
+
+    @property
+    def session_tokens(self) -> int | None:
+        """The most tokens of one session for which the pool has room; None where there is no bound."""
+        dtype = dtype_to_name(self.dtype)
+        kv_dtype = dtype if self.kv_dtype is None else dtype_to_name(self.kv_dtype)
+        cached = [
+            one for layer in range(self.layers.first, self.layers.last) for one in layer_caches(self.config, layer)
+        ]
+        token_bytes = sum(one.size_bytes(dtype, kv_dtype) for one in cached if one.per is Per.TOKEN)
+        if self.pool.size_bytes is None or not token_bytes:
+            return None
+        page_rows = PAGE_ROWS if self.device.is_gpu else 1
+        return self.pool.size_bytes // (token_bytes * page_rows) * page_rows
 
     def allocate(self, capacity: int, block_rows: int, *, row_by_row: bool = False) -> SegmentCaches:
         """Return the caches of one session.

@@ -113,6 +113,12 @@ class Stage:
             return StepEngine.TORCH
         return StepEngine.GRAPHS if all(runner and runner.graphs for runner in self.runners) else StepEngine.KERNELS
 
+    @property
+    def session_tokens(self) -> int | None:
+        """The most tokens of one session for which the devices' pools have room; None where there is no bound."""
+        bounds = [segment.session_tokens for segment in self.segments]
+        return min((bound for bound in bounds if bound is not None), default=None)
+
     def prepare(self) -> None:
         """Compile and capture what steps would have to wait for, with a draft and without."""
         for runner in self.runners:

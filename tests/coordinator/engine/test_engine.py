@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
 from coordinator.answer import Request
 from coordinator.engine.engine import Engine, FinishedRequest
 from services.errors import InvalidArgument, ResourceExhausted, Unavailable
-from tests.coordinator.fakes import CONTEXT, Script, engine, request, says
+from tests.coordinator.fakes import CONTEXT, Script, ScriptedCluster, engine, request, says
 from tests.services.fakes import until
 
 
@@ -46,6 +47,29 @@ async def test_a_request_is_answered_and_reported() -> None:
     assert report.answer is not None
     assert report.total_s >= report.queued_s >= 0
     assert (served.load.running, served.load.waiting) == (0, 0)
+
+
+async def test_a_request_that_would_never_find_memory_is_refused_with_the_numbers() -> None:
+    """Before it waits for its turn: prompt and longest answer against each stage's pages. One that just fits is
+    answered, and answers of no named length are as long as fits."""
+    served, release = held(max_running=1)
+    cluster = cast(ScriptedCluster, served.cluster)
+    first = replace(cluster.workers[0], target=replace(cluster.target, session_tokens=30))
+    cluster.workers = (first, replace(first, host="b"), *cluster.workers)
+    finished = listen(served)
+    fitting = request([65] * 20, max_tokens=10)
+    running = asyncio.ensure_future(answer(served, fitting))
+    await until(lambda: served.load.running == 1)
+    numbers = "the prompt has 20 tokens and max_tokens is 11, 31 together.* of 30 in one request"
+    with pytest.raises(InvalidArgument, match=numbers) as refused:
+        await answer(served, replace(fitting, max_tokens=11))
+    assert "stage 0 (cuda:0+cuda:1 on" in refused.value.message
+    assert "stage 1 (cuda:0+cuda:1 on b) of 30" in refused.value.message
+    assert "stage 2" not in refused.value.message
+    release.set()
+    assert await running == "hello"
+    assert served.longest == 30
+    assert [report.outcome for report in finished] == ["stop"]
 
 
 async def test_no_more_run_than_may() -> None:

@@ -25,20 +25,20 @@ async def test_who_came_first_is_called_back_first() -> None:
     places = [Place(room) for _ in range(4)]
     for place in places:
         await room.enter(place)
-    third, second = (asyncio.ensure_future(places[index].step_aside()) for index in (2, 1))
+    third, second = (asyncio.ensure_future(places[index].step_aside()) for index in (3, 2))
     await settled()
     assert room.set_aside == room.preemptions == 2
     new = Place(room)
     entering = asyncio.ensure_future(room.enter(new))
-    room.leave(places[3])
+    room.leave(places[1])
     await settled()
     assert (second.done(), third.done(), entering.done()) == (True, False, False)
     assert second.result()
-    places[1].goes_on()
+    places[2].goes_on()
     await settled()
     assert third.result()
     assert not entering.done()
-    places[2].goes_on()
+    places[3].goes_on()
     await settled()
     assert entering.done()
     assert room.set_aside == 0
@@ -48,8 +48,8 @@ async def test_the_last_one_goes_on_or_ends() -> None:
     """It tries again once, because the others' memory may come late; then waiting would bring nothing."""
     room = Room()
     one, other = Place(room), Place(room)
-    await room.enter(one)
     await room.enter(other)
+    await room.enter(one)
     waiting = asyncio.ensure_future(one.step_aside())
     await settled()
     assert await other.step_aside()
@@ -59,16 +59,59 @@ async def test_the_last_one_goes_on_or_ends() -> None:
     assert waiting.done()
 
 
+async def test_the_youngest_gives_way() -> None:
+    """To all that came before it and find no memory, who go on once it has been set aside; it is called back when one
+    has ended, not when they go on."""
+    room = Room()
+    oldest, middle, youngest = places = [Place(room) for _ in range(3)]
+    for place in places:
+        await room.enter(place)
+    olders = [asyncio.ensure_future(place.step_aside()) for place in (oldest, middle)]
+    await settled()
+    assert youngest.is_asked
+    assert not any(older.done() for older in olders)
+    waiting = asyncio.ensure_future(youngest.step_aside())
+    assert [await older for older in olders] == [True, True]
+    assert (room.set_aside, youngest.is_asked) == (1, False)
+    oldest.goes_on()
+    middle.goes_on()
+    await settled()
+    assert not waiting.done()
+    room.leave(oldest)
+    await settled()
+    assert waiting.result()
+
+
+async def test_one_that_does_not_give_way_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client may not read: the one that found no memory is set aside itself. One that ends gives way as well."""
+    monkeypatch.setattr("coordinator.engine.room.GIVE_WAY_S", 0.01)
+    room = Room()
+    oldest, middle, youngest = places = [Place(room) for _ in range(3)]
+    for place in places:
+        await room.enter(place)
+    waiting = asyncio.ensure_future(oldest.step_aside())
+    while not room.set_aside:
+        await asyncio.sleep(0.005)
+    assert not youngest.is_asked
+    monkeypatch.setattr("coordinator.engine.room.GIVE_WAY_S", 60)
+    older = asyncio.ensure_future(middle.step_aside())
+    await settled()
+    room.leave(youngest)
+    assert await older
+    await settled()
+    assert waiting.result()
+
+
 async def test_one_that_is_cancelled_leaves_its_place() -> None:
     room = Room()
     places = [Place(room) for _ in range(3)]
     for place in places:
         await room.enter(place)
-    first, second = (asyncio.ensure_future(place.step_aside()) for place in places[:2])
+    first, second = (asyncio.ensure_future(place.step_aside()) for place in (places[2], places[1]))
     await settled()
     first.cancel()
     await settled()
-    room.leave(places[0])
+    room.leave(places[2])
     await settled()
     assert second.result()
     assert room.set_aside == 0

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
+from services.errors import ResourceExhausted
+from shard_worker.device.devices import parse_devices
 from shard_worker.model.features import Features
 from shard_worker.stage.loader import CaptureRequest
 from tests.reference import target
@@ -29,6 +33,28 @@ def test_steps_over_pages_have_the_same_logits(tiny: Tiny, monkeypatch: pytest.M
     expected = torch.cat((expected[:48], expected[43:56]))
 
     torch.testing.assert_close(torch.cat(rows), expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("device", ["cpu", "as gpu"])
+def test_a_session_of_so_many_tokens_finds_memory_and_a_longer_one_does_not(tiny: Tiny, device: str) -> None:
+    """In a pool of any size, by pages and without them; layers without keys and values have no bound."""
+    [devices] = [[AS_GPU] if device == "as gpu" else parse_devices("cpu")]
+    for size in (300_000, 1_000_000):
+        stage = load_stage(tiny.path("qwen3_5"), devices=devices)
+        [segment] = stage.segments
+        assert stage.session_tokens is None
+        segment.pool.take(size, None)
+        tokens = stage.session_tokens
+        assert tokens is not None
+        assert tokens > 100
+        segment.allocate(tokens, 16).reserve(tokens)
+        gc.collect()
+        assert segment.pool.used_bytes == 0
+        with pytest.raises(ResourceExhausted):
+            segment.allocate(tokens + 1, 16).reserve(tokens + 1)
+    linear = load_stage(tiny.path("qwen3_5"), (0, 1))
+    linear.segments[0].pool.take(1000, None)
+    assert linear.session_tokens is None
 
 
 def test_segments_hand_on_hidden_rows_and_features(tiny: Tiny) -> None:
