@@ -22,7 +22,7 @@ from services.event_loop import run
 from services.messages.description import ROLE_SUMMARIES, Role
 from services.net.security import Security, load_security
 from services.net.server import Server
-from services.processes.device_memory import parse_limit
+from services.processes.device_memory import MEMORY_SHARE, parse_limit
 from services.processes.lifeline import die_with
 from services.rpc.payload_transport import PayloadTransport
 from services.sizes import parse_size
@@ -291,7 +291,7 @@ async def _serve(flags: Flags, roles: tuple[Role, ...], security: Security, budg
     gc.disable()
     from shard_worker.device.devices import best_devices, keep_to_limit, parse_devices
     from shard_worker.snapshots.store import default_budget_bytes
-    from shard_worker.worker import MEMORY_SHARE, Worker, WorkerConfig
+    from shard_worker.worker import Worker, WorkerConfig
 
     gc.freeze()
     gc.enable()

@@ -29,6 +29,7 @@ from services.messages.steps import Location
 from services.model.checkpoint_files import read_config
 from services.net.security import OPEN, Security
 from services.net.server import Registration
+from services.processes.device_memory import MEMORY_SHARE
 from services.rpc.liveness import DEVICE_HUNG, Life, LivenessServicer
 from services.rpc.payload_transport import PayloadTransport
 from services.rpc.peers import Peers
@@ -49,9 +50,6 @@ from shard_worker.snapshots.transfer import SnapshotTransfer
 
 PROGRESS_INTERVAL_S = 0.1
 """Between two reports of how far a load is, and two looks at whether sessions have ended."""
-
-MEMORY_SHARE = 0.9
-"""Of a device's memory, what weights, captured steps and sessions may take together unless told otherwise."""
 
 SESSIONS_GRACE_S = 2.0
 """How long sessions whose client has just gone may take to end, before a load is refused because of them."""

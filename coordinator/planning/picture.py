@@ -34,6 +34,9 @@ def _parts(report: Report) -> Iterator[RenderableType]:
     yield _placement(report)
     yield Text("")
     yield from _bars(report)
+    if report.fitting is not None:
+        counts = ", ".join(f"{sessions} of {length} tokens" for length, sessions in report.fitting.items())
+        yield Text(f"\nSessions that find memory for keys and values at once: {counts}.", style="bold")
     yield Text("")
     yield _edges(report)
     if report.draft_reason is not None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from coordinator.cluster.placement import Plan
+from coordinator.planning.capacity import fitting_sessions
 from coordinator.planning.edges import Edge, feature_bytes, plan_edges
 from coordinator.planning.memory import Models, Share, cache_bytes, device_names, plan_shares
 from coordinator.planning.planner import CONTEXT, SessionLoad
@@ -48,13 +49,17 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that `flashsplit plan` prints. lengths: the context lengths asked about. notes: sentences for people."""
+    """All that `flashsplit plan` prints.
+
+    lengths: the context lengths asked about. fitting: as of `fitting_sessions`. notes: sentences for people.
+    """
 
     plan: Plan
     models: Models
     sessions: int
     lengths: tuple[int, ...]
     devices: tuple[DeviceLoad, ...]
+    fitting: Mapping[int, int] | None
     edges: tuple[Edge, ...]
     draft_reason: str | None
     workers: tuple[WorkerSpeed, ...]
@@ -70,12 +75,13 @@ def make_report(
     sessions: int,
     workers: Sequence[WorkerSpeed] = (),
     local_memory: tuple[int, int] | None = None,
+    memory_share: float | None = None,
     notes: Sequence[str] = (),
 ) -> Report:
     """Return the figures of a plan.
 
     workers: as measured, one for each stage and then the draft's own; empty where nothing was measured. local_memory:
-    this host's total and free bytes, for its CPU workers.
+    this host's total and free bytes, for its CPU workers. memory_share: as of `fitting_sessions`.
     """
     stages = len(plan.stages)
     counts = [len(worker.devices) for worker in workers[:stages]] or [
@@ -131,6 +137,7 @@ def make_report(
         sessions=sessions,
         lengths=tuple(lengths),
         devices=tuple(loads),
+        fitting=fitting_sessions(models, loads, memory_share),
         edges=tuple(plan_edges(models, plan, PREFILL_ROWS)),
         draft_reason=draft_reason(models, plan),
         workers=tuple(workers),
@@ -187,6 +194,9 @@ def as_json(report: Report) -> dict[str, object]:
         "weight_bytes": target.weight_bytes,
         "sessions": report.sessions,
         "max_model_len": list(report.lengths),
+        "fitting_sessions": None
+        if report.fitting is None
+        else {str(length): sessions for length, sessions in report.fitting.items()},
         "target_devices": ",".join(str(stage.place) for stage in report.plan.stages),
         "target_layers": ranges_text(report.plan),
         "devices": [

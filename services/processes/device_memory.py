@@ -5,6 +5,9 @@ from __future__ import annotations
 from services.errors import InvalidArgument
 from services.sizes import format_size, parse_size
 
+MEMORY_SHARE = 0.9
+"""The share of each device's memory that a worker takes for weights, captured steps and pages by default."""
+
 GPU_CONTEXT_BYTES = 640 << 20
 """What a process takes of a GPU beside what it asks for: the driver's context, and the code of kernels."""
 

@@ -87,15 +87,18 @@ async def plan(
     models = workers.models(model.model, model.draft)
     lengths = parse_lengths(max_model_len, models.target.max_position)
     report: Report
+    share = workers.workers.gpu_memory_utilization
     if not (measure or auto or drawn.auto):
         local = _local_memory() if any(place.devices == "cpu" for place in places_of(drawn)) else None
-        report = make_report(models, drawn, lengths=lengths, sessions=sessions, local_memory=local)
+        report = make_report(models, drawn, lengths=lengths, sessions=sessions, local_memory=local, memory_share=share)
     else:
         speeds = await _measure(workers, drawn, models, files.path)
         load = SessionLoad(max(lengths), sessions)
         chosen = _choose(models, drawn, speeds, load) if auto or drawn.auto else drawn
         notes = _advice(models, chosen, speeds[: len(chosen.stages)], load)
-        report = make_report(models, chosen, lengths=lengths, sessions=sessions, workers=speeds, notes=notes)
+        report = make_report(
+            models, chosen, lengths=lengths, sessions=sessions, workers=speeds, memory_share=share, notes=notes
+        )
     if as_object:
         print(json.dumps(as_json(report)))
     else:

@@ -190,3 +190,38 @@ def test_parts_of_one_gpu_are_memories_of_their_own(pairs: Pairs) -> None:
     assert sorted(free_bytes(parts).values()) == [300_000, 400_000]
     notes = make_report(models, plan, lengths=(64, 4096), sessions=2, workers=parts).notes
     assert [note[: note.index(" has")] for note in notes] == ["cuda:0 of a for stage 0", "cuda:0 of a for stage 1"]
+
+
+def test_so_many_sessions_fit_as_their_caches_do(pairs: Pairs) -> None:
+    """On each device in its share of what weights leave, by whole pages on a GPU; the fullest one decides. Of two
+    workers in one memory both take theirs from it."""
+    models, plan = models_of(pairs, draft=False), plan_of("cpu,cuda:0")
+    sizes = [layer.token_bytes for layer in models.target.layers]
+    workers = [worker("cpu", free=90_000_000), worker("cuda:0", free=90_000_000)]
+    workers = [replace(one, devices=(replace(one.devices[0], total_bytes=100_000_000),)) for one in workers]
+    report = make_report(models, plan, lengths=(64,), sessions=1, workers=workers, memory_share=0.5)
+    first, second = report.devices
+    most = models.target.max_position
+    half = len(sizes) // 2
+    pools = ((90_000_000 - first.weight_bytes) // 2, 40_000_000 - second.weight_bytes)
+    rows = (sum(sizes[:half]), sum(sizes[half:]))
+    expected = {
+        length: min(pool // (row * length) for pool, row in zip(pools, rows, strict=True)) for length in (2048, most)
+    }
+    assert report.fitting == expected
+    assert expected[2048] >= 2 * expected[most] > 0
+    assert as_json(report)["fitting_sessions"] == {str(length): count for length, count in expected.items()}
+    console = Console(file=io.StringIO(), width=160)
+    show(report, console)
+    assert isinstance(console.file, io.StringIO)
+    assert f"{expected[2048]} of 2048 tokens" in console.file.getvalue()
+
+    memory = (100_000_000, 90_000_000)
+    alone, both, unknown = (
+        make_report(models, plan_of(where), lengths=(64,), sessions=1, local_memory=memory).fitting
+        for where in ("cpu", "cpu,cpu", "cpu,h:1")
+    )
+    assert alone is not None
+    assert both is not None
+    assert abs(alone[2048] - both[2048]) <= 1
+    assert unknown is None
