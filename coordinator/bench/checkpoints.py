@@ -16,6 +16,7 @@ from coordinator.cli.option_groups import Flag
 from coordinator.cli.options.model import OptionalModelOptions
 from services.errors import InvalidArgument
 from services.model.checkpoint_files import model_name
+from services.model.random_weights import PACKINGS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +30,22 @@ class CheckpointOptions:
             type=click.Choice(list(TARGETS)),
         ),
     ] = None
+    shape_packing: Annotated[
+        str | None,
+        Flag(
+            "What the shape's matrices are packed in: a type of GGUF, or q4_k_m, the mix of files of that name. "
+            "int4, int8 and fp8 are what --quantize makes of it.",
+            type=click.Choice(PACKINGS),
+        ),
+    ] = None
     checkpoint: OptionalModelOptions = OptionalModelOptions()
 
     @property
     def name(self) -> str:
-        """The shape, or the name of the checkpoint."""
-        return self.shape or (model_name(self.checkpoint.model) if self.checkpoint.model is not None else "")
+        """The shape and what it is packed in, or the name of the checkpoint."""
+        if self.shape is not None:
+            return self.shape if self.shape_packing is None else f"{self.shape} in {self.shape_packing}"
+        return model_name(self.checkpoint.model) if self.checkpoint.model is not None else ""
 
     @contextlib.contextmanager
     def directories(
@@ -53,6 +64,12 @@ class CheckpointOptions:
                 "accepted for what it guesses",
                 field="--synthetic-acceptance",
             )
+        if self.shape_packing is not None and self.shape is None:
+            raise InvalidArgument(
+                f"--shape-packing {self.shape_packing} is for a --shape, whose weights are random: leave it out, or "
+                "pack a checkpoint with --quantize",
+                field="--shape-packing",
+            )
         if self.shape is None and model is not None:
             if drafting and draft is None:
                 raise InvalidArgument(
@@ -69,5 +86,5 @@ class CheckpointOptions:
             )
         else:
             with tempfile.TemporaryDirectory(prefix="flashsplit-bench-") as directory:
-                target, shape_draft = write_shape(self.shape, Path(directory), accepted)
+                target, shape_draft = write_shape(self.shape, Path(directory), accepted, self.shape_packing)
                 yield target, shape_draft if drafting or accepted is not None else None

@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.bench.shapes import RANDOM
 from coordinator.cluster.cluster import Cluster
 from coordinator.planning.model_size import read_model_size
 from services.layers import LayerRange
@@ -20,9 +19,6 @@ from services.model.checkpoint_files import read_config
 from services.model.config import ModelConfig
 from services.model.families import read_model_config
 from services.model.layers import layer_caches, layer_shapes, read_share
-from services.model.safetensors_header import DTYPE_CODES
-from services.model.target_tensors import HEAD, loaded_bytes
-from services.model.tensor_headers import TensorHeader
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +80,6 @@ class Floor:
 
 def _ends(model: Path, target: TargetDescription) -> tuple[int, int]:
     """Return the bytes of the embedding and of lm_head in a worker's memory. target: how they were loaded."""
-    if RANDOM.items() <= read_config(model).items():
-        header = TensorHeader(DTYPE_CODES[target.dtype], (target.vocab_size, target.hidden_size))
-        if target.quantization is not None:
-            header = target.quantization.headers({HEAD: header}, Path(), "--quantize")[HEAD]
-        size = loaded_bytes(HEAD, header, target.dtype)
-        return size, size
     size_of = read_model_size(model, target.dtype, quantization=target.quantization)
     return size_of.embedding_bytes, size_of.head_bytes
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-RANDOM = {"random_weights": True}
-"""The key by which a worker knows that there are no weight files."""
+from services.model.random_weights import KEY, PACKING
 
 SYNTHETIC = "synthetic_acceptance"
 """The key by which a worker knows with what chance a draft token is taken all the same, where all before it are."""
@@ -131,16 +130,20 @@ def acceptance_chance(accepted: float) -> float:
     return high
 
 
-def write_shape(shape: str, directory: Path, accepted: float | None = None) -> tuple[Path, Path]:
+def write_shape(
+    shape: str, directory: Path, accepted: float | None = None, packing: str | None = None
+) -> tuple[Path, Path]:
     """Write checkpoints of a shape and of its draft, without weights, and return the directories of both.
 
     accepted: how many draft tokens of a block are to be taken on average, None for those that the target chooses too.
+    packing: what the target's matrices are packed in, of PACKINGS; None for none.
     """
     paths = []
     synthetic = {} if accepted is None else {SYNTHETIC: acceptance_chance(accepted)}
-    for name, config in (("target", {**TARGETS[shape], **synthetic}), ("draft", draft_config(shape))):
+    packed = {} if packing is None else {PACKING: packing}
+    for name, config in (("target", {**TARGETS[shape], **synthetic, **packed}), ("draft", draft_config(shape))):
         path = directory / name
         path.mkdir()
-        (path / "config.json").write_text(json.dumps({**config, **RANDOM}), encoding="utf-8")
+        (path / "config.json").write_text(json.dumps({**config, KEY: True}), encoding="utf-8")
         paths.append(path)
     return paths[0], paths[1]

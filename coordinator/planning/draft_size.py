@@ -9,9 +9,10 @@ from coordinator.planning.model_size import ModelSize
 from services.dtypes import ITEM_BYTES
 from services.errors import InvalidArgument
 from services.layers import LayerRange
-from services.model.checkpoint_files import read_config, read_headers
+from services.model.checkpoint_files import read_config
 from services.model.drafts import DraftConfig, check_draft_kind, draft_dtype, draft_format
 from services.model.quantization import OPTIONS, Quantization
+from services.model.random_weights import read_headers
 from services.model.target_tensors import loaded_bytes
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from services.dtypes import ITEM_BYTES
 from services.layers import LayerRange
 from services.model.cached_tensors import Per
-from services.model.checkpoint_files import read_config, read_headers
+from services.model.checkpoint_files import read_config
 from services.model.config import ModelConfig
 from services.model.families import read_model_config
 from services.model.layers import layer_caches, read_share
 from services.model.quantization import OPTIONS, Quantization
+from services.model.random_weights import read_headers
 from services.model.rope import with_rope_scaling
 from services.model.target_tensors import TargetTensors, loaded_bytes
 from services.model.tensor_headers import TensorHeader

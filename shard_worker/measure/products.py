@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from shard_worker.device import devices
-from shard_worker.measure.random_packed import KINDS, random_packed
 from shard_worker.weights.packed import PackedWeight
+from shard_worker.weights.random_packed import KINDS, random_packed
 from shard_worker.weights.weight import DenseWeight, Weight, concatenate
 
 if TYPE_CHECKING:

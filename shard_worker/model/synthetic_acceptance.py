@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from services.errors import InvalidArgument
-from shard_worker.weights.random_checkpoint import KEY as RANDOM_WEIGHTS
+from services.model.random_weights import is_random
 
 KEY = "synthetic_acceptance"
 """The key of config.json beside that of random weights: the chance with which a draft token is taken where all before
@@ -59,7 +59,7 @@ def read_synthetic_acceptance(
     chance = config.get(KEY)
     if chance is None:
         return None
-    if config.get(RANDOM_WEIGHTS) is not True:
+    if not is_random(config):
         raise InvalidArgument(
             f"config.json: {KEY} is for measuring with random weights, and this checkpoint has weights: leave it out",
             field=KEY,

@@ -7,11 +7,12 @@ from pathlib import Path
 from services.model.checkpoint_files import read_config
 from services.model.gguf.container import is_gguf
 from services.model.quantization import OPTIONS as QUANTIZE_OPTIONS, Quantization
+from services.model.random_weights import is_random
 from services.model.rope import with_rope_scaling
 from shard_worker.weights.checkpoint import Checkpoint
 from shard_worker.weights.gguf_checkpoint import GgufCheckpoint
 from shard_worker.weights.quantized_checkpoint import QuantizedCheckpoint
-from shard_worker.weights.random_checkpoint import KEY as RANDOM, RandomCheckpoint
+from shard_worker.weights.random_checkpoint import RandomCheckpoint
 from shard_worker.weights.safetensors_checkpoint import SafetensorsCheckpoint
 
 
@@ -39,6 +40,6 @@ def open_checkpoint(
 def _as_stored(path: Path, field: str) -> Checkpoint:
     if is_gguf(path):
         return GgufCheckpoint(path, field)
-    if read_config(path, field).get(RANDOM) is True:
+    if is_random(read_config(path, field)):
         return RandomCheckpoint(path, field)
     return SafetensorsCheckpoint(path, field)

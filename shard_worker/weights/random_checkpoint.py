@@ -8,24 +8,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from services.model.checkpoint_files import read_config
-from services.model.drafts import draft_format, draft_kind
-from services.model.families import read_model_config
-from services.model.safetensors_header import DTYPE_CODES
-from services.model.target_tensors import target_shapes
-from services.model.tensor_headers import TensorHeader
+from services.model.random_weights import random_headers
 from shard_worker.device.dtypes import dtype_from_name
 from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.random_packed import random_packed
 from shard_worker.weights.weight import Weight, rows_at_a_time
-
-KEY = "random_weights"
-"""The key of config.json that asks for random weights in place of files, where it is true."""
 
 SPREAD = 0.02
 """Standard deviation of the numbers; those of vectors have the mean 1."""
@@ -39,8 +32,7 @@ class RandomCheckpoint(Checkpoint):
         config = read_config(directory, field)
         dtype = str(config.get("torch_dtype", "bfloat16"))
         self._dtype = dtype_from_name(dtype, "torch_dtype")
-        headers = {name: TensorHeader(DTYPE_CODES[dtype], shape) for name, shape in _shapes(config).items()}
-        super().__init__(Path(directory), config, headers)
+        super().__init__(Path(directory), config, random_headers(config))
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -59,7 +51,10 @@ class RandomCheckpoint(Checkpoint):
             yield part.normal_(0.0, SPREAD, generator=self._generator(device))
 
     def packed(self, name: str, device: torch.device, dtype: torch.dtype) -> Weight:
-        raise AssertionError("random matrices are dense")
+        header = self.headers[name]
+        assert header.packed is not None
+        rows, columns = header.shape
+        return random_packed(header.packed.format.lower(), rows, columns, dtype, device)
 
     def rows(self, name: str, indices: Sequence[int]) -> torch.Tensor:
         rows = torch.empty(len(indices), self.shape(name)[1], dtype=self._dtype)
@@ -73,12 +68,3 @@ class RandomCheckpoint(Checkpoint):
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(1)
         return self._generators[device]
-
-
-def _shapes(raw: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The tensors that a target's or a draft's config.json asks for."""
-    kind = draft_kind(raw)
-    if kind is None:
-        return target_shapes(read_model_config(raw))
-    draft = draft_format(kind)
-    return draft.tensor_shapes(draft.read_config(raw))

@@ -30,8 +30,8 @@ import torch
 from services.layers import LayerRange
 from shard_worker.device import devices
 from shard_worker.device.devices import KernelTarget, cuda_target, hip_target
-from shard_worker.measure.random_packed import KINDS, random_packed
 from shard_worker.weights.packed import GroupNumbers, PackedWeight
+from shard_worker.weights.random_packed import KINDS, random_packed
 from shard_worker.weights.weight import Weight
 from tests.shard_worker.tiny import AS_GPU, ignore_progress
 

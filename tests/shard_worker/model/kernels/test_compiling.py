@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shard_worker.measure.random_packed import KINDS
+from shard_worker.weights.random_packed import KINDS
 from tests.shard_worker.model.kernels.compiling import CASES, TARGETS, Compiled, compiled_kernels
 
 MOST_SPILLS = {"bfloat16": 100, "float16": 100, "float32": 512}

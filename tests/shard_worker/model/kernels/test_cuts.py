@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shard_worker.device.devices import KernelTarget
-from shard_worker.measure.random_packed import random_packed
 from shard_worker.model.kernels import attention, codes, delta_prefill, matmul
+from shard_worker.weights.random_packed import random_packed
 from tests.shard_worker.model.kernels.compiling import TARGETS
 
 H100 = TARGETS["sm_90"]

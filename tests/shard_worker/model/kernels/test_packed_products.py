@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from shard_worker.cache.attention_cache import PAGE_ROWS, AttentionCache
-from shard_worker.measure.random_packed import KINDS, random_packed
 from shard_worker.ops.rope import Rotation
 from shard_worker.weights.packed import PackedWeight
+from shard_worker.weights.random_packed import KINDS, random_packed
 from shard_worker.weights.weight import DenseWeight, ReorderedWeight, StackedWeight, Weight, concatenate
 from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device, places_of
 

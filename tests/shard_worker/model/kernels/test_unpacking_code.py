@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shard_worker.measure.random_packed import random_packed
 from shard_worker.weights.packed import Codes, PackedWeight
+from shard_worker.weights.random_packed import random_packed
 from tests.shard_worker.model.kernels.compiling import TARGETS
 
 MASK = 0xFFFFFFFF

@@ -1,0 +1,80 @@
+"""Shapes with random weights that are packed: what workers make of them, and what planners count."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from coordinator.planning.model_size import read_model_size
+from services.errors import InvalidArgument
+from services.layers import LayerRange
+from services.model.random_weights import PACKINGS, random_headers
+from shard_worker.device.devices import parse_devices
+from shard_worker.stage.loader import StageLoader
+from shard_worker.weights.opening import open_checkpoint
+
+
+def shape(directory: Path, packing: str) -> Path:
+    """Write a small configuration that asks for random packed weights, of rows that are whole blocks."""
+    directory.mkdir(exist_ok=True)
+    config = {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 320,
+        "max_position_embeddings": 128,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "random_weights": True,
+        "random_packing": packing,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_packed_matrices_take_the_bytes_that_are_counted(packing: str, tmp_path: Path) -> None:
+    """Each matrix is of its type, and takes what its header says, which the planner adds up."""
+    checkpoint = open_checkpoint(shape(tmp_path, packing))
+    packed = {name: header.packed for name, header in checkpoint.headers.items() if header.packed is not None}
+    assert len(packed) == 2 * 7 + 2
+    for name, how in packed.items():
+        weight = checkpoint.weight(name, torch.device("cpu"), torch.bfloat16)
+        assert weight.nbytes == how.loaded_bytes, name
+    counted = read_model_size(tmp_path, None)
+    held = sum(checkpoint.weight(n, torch.device("cpu"), torch.bfloat16).nbytes for n in packed if ".layers." in n)
+    assert sum(layer.read_bytes for layer in counted.layers) == held
+
+
+def test_the_mix_is_that_of_files_of_its_name(tmp_path: Path) -> None:
+    """Q6_K for the head and half of the layers' values and down projections."""
+    headers = random_headers(json.loads((shape(tmp_path, "q4_k_m") / "config.json").read_text()))
+    wide = {name for name, header in headers.items() if header.code == "Q6_K"}
+    assert wide == {"lm_head.weight", *(f"model.layers.1.{n}.weight" for n in ("self_attn.v_proj", "mlp.down_proj"))}
+    assert {header.code for name, header in headers.items() if name not in wide} == {"Q4_K", "BF16"}
+
+
+def test_a_packed_shape_computes(tmp_path: Path) -> None:
+    """A stage of it is loaded and gives numbers."""
+    checkpoint = open_checkpoint(shape(tmp_path, "q4_k_m"))
+    with torch.inference_mode():
+        stage = StageLoader(checkpoint, LayerRange(0, 2), None).load(parse_devices("cpu"), None, lambda *_: None)
+        state = stage.allocate(16, 4)
+        hidden = stage.run(state, stage.embed((1, 2, 3)), None, uncommitted=False)
+        assert stage.head is not None
+        assert stage.head.logits(hidden).isfinite().all()
+
+
+def test_an_unknown_packing_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"random_packing 'q3_m' is unknown: it must be one of q4_k_m, "):
+        open_checkpoint(shape(tmp_path, "q3_m"))
