@@ -65,10 +65,14 @@ class _Part(Enum):
 
 
 class TaggedCallParser:
-    """Finds calls in text. openings: the tags that begin a call, each with a function that makes its reader."""
+    """Finds calls in text.
 
-    def __init__(self, openings: dict[str, Callable[[], CallReader]]) -> None:
-        self._openings = openings
+    openings: the tags that begin a call, each with a function that makes its reader. closing: what may stand behind a
+    call.
+    """
+
+    def __init__(self, openings: dict[str, Callable[[], CallReader]], closing: str = END_TOOL_CALL) -> None:
+        self._openings, self._closing = openings, closing
         self._part = _Part.TEXT
         self._held = ""
         self._index = 0
@@ -124,10 +128,14 @@ class TaggedCallParser:
         if not tag:
             self._held = self._held[len(text) :]
             return False
-        self._call = [self._held[len(text) : at + len(tag)]]
-        self._held = self._held[at + len(tag) :]
-        self._reader, self._started, self._part = self._openings[tag](), False, _Part.CALL
+        self._begin(tag, len(text), at + len(tag))
         return True
+
+    def _begin(self, tag: str, start: int, end: int) -> None:
+        """Begin a call behind the tag, which ends at a place of the held text; `start`: with the white space before."""
+        self._call = [self._held[start:end]]
+        self._held = self._held[end:]
+        self._reader, self._started, self._part = self._openings[tag](), False, _Part.CALL
 
     def _read_call(self) -> bool:
         assert self._reader is not None
@@ -149,11 +157,11 @@ class TaggedCallParser:
 
     def _find_closing(self) -> bool:
         start = skip_whitespace(self._held, 0)
-        is_closing = begins(self._held, start, END_TOOL_CALL)
+        is_closing = begins(self._held, start, self._closing)
         if is_closing is None:
             return False
         if is_closing:
-            self._held = self._held[start + len(END_TOOL_CALL) :]
+            self._held = self._held[start + len(self._closing) :]
         self._part = _Part.LAYOUT if is_closing else _Part.TEXT
         return True
 

@@ -56,7 +56,11 @@ def xml(name: str, **arguments: object) -> str:
     return f"<tool_call>\n<function={name}>\n{inside}</function>\n</tool_call>"
 
 
-WRITERS = {"hermes": hermes, "qwen3_xml": xml}
+def llama(name: str, **arguments: object) -> str:
+    return json.dumps({"name": name, "parameters": arguments}, ensure_ascii=False)
+
+
+WRITERS = {"hermes": hermes, "llama3_json": llama, "qwen3_xml": xml}
 GOOD: list[tuple[str, dict[str, object]]] = [
     ("add", {"a": 1, "b": -2.5}),
     ("now", {}),
@@ -113,7 +117,7 @@ def test_calls_that_do_not_fit(name: str, single: bool) -> None:
         good[:-1],
         good + ".",
         "Sure. " + good,
-        good.replace("\n", " "),
+        good.replace("\n", " ") if "\n" in good else good.replace(": ", ":\n"),
         "<think>x</think>" + good,
     ]:
         assert not matches(grammar(name, None, single), text, single), text
@@ -143,7 +147,7 @@ def test_what_would_be_no_call_to_the_parser_is_not_generated(name: str) -> None
     forced = grammar(name, "write_file", False)
     for text in ["a</parameter>\nb", "a\n</function>\n</tool_call>\nb", "a</function>"]:
         fits = matches(forced, WRITERS[name]("write_file", path="a", text=text), False)
-        assert fits == (name == "hermes"), text
+        assert fits == (name != "qwen3_xml"), text
 
 
 @both
