@@ -249,13 +249,15 @@ class Worker:
         return await self._thread.submit(len, payload)
 
     async def end_links_when_idle(self) -> None:
-        """Stop sharing memory with callers once none of them has a session.
+        """Stop sharing memory and calls of batches with callers once none of them has a session.
 
         For a worker that takes no new sessions.
         """
         while self._open_sessions():
             await asyncio.sleep(PROGRESS_INTERVAL_S)
         self._sharing.end()
+        for role in self.roles.values():
+            role.end_links()
 
     async def close(self) -> None:
         """Leave the peers and the devices. Safe to call twice."""

@@ -208,10 +208,15 @@ def _fill_forward(forward: Forward, message: pb.RunStageRequest, tensors: Outgoi
         step.features_follow = not features
         for piece in forward.features if features else ():
             slice_to_message(piece, step.features.add(), tensors)
-    step.step, step.base_position = forward.step, forward.base_position
-    step.token_ids.extend(forward.token_ids)
-    step.kind, step.propose_tokens = _KINDS.number(forward.kind), forward.propose_tokens
-    step.more = forward.more
+    fill_step(forward, step)
+
+
+def fill_step(forward: Forward, message: stage_pb2.ForwardFromTokens | stage_pb2.ForwardFromActivation) -> None:
+    """Fill the message with all of a step but its tensors."""
+    message.step, message.base_position = forward.step, forward.base_position
+    message.token_ids.extend(forward.token_ids)
+    message.kind, message.propose_tokens = _KINDS.number(forward.kind), forward.propose_tokens
+    message.more = forward.more
 
 
 def _forward_from_tokens(message: stage_pb2.ForwardFromTokens) -> Forward:
@@ -225,9 +230,10 @@ def _forward_from_tokens(message: stage_pb2.ForwardFromTokens) -> Forward:
     )
 
 
-def _forward_from_activation(
-    message: stage_pb2.ForwardFromActivation, activation: WireTensor, *features: WireTensor
+def forward_from_activation(
+    message: stage_pb2.ForwardFromActivation, activation: WireTensor | None, *features: WireTensor
 ) -> Forward:
+    """Return the step with its tensors, which were read apart from the message; of a batch's step there are none."""
     return Forward(
         step=message.step,
         base_position=message.base_position,
@@ -243,7 +249,7 @@ def _forward_from_activation(
 def _lane_forward_from_activation(
     message: stage_pb2.ForwardFromActivation, activation: WireTensor, *features: WireTensor
 ) -> Forward | ForwardWithoutFeatures:
-    forward = _forward_from_activation(message, activation, *features)
+    forward = forward_from_activation(message, activation, *features)
     return ForwardWithoutFeatures(forward) if message.features_follow else forward
 
 
@@ -251,15 +257,18 @@ def _step_features_from_message(message: stage_pb2.StepFeatures, *features: Wire
     return StepFeatures(message.step, _slices_from_message(message, features))
 
 
-def _step_tensors(
-    message: stage_pb2.ForwardFromActivation, limits: TensorLimits, payloads: PayloadReader
+def step_tensors(
+    message: stage_pb2.ForwardFromActivation | stage_pb2.StepBatch, limits: TensorLimits, payloads: PayloadReader
 ) -> list[IncomingTensor]:
+    """Return the tensors that the message of one step, or of several, announces."""
     features = _feature_tensors(message, limits, payloads)
     return [incomplete(message.activation, "activation", limits.max_tensor_bytes, payloads), *features]
 
 
 def _feature_tensors(
-    message: stage_pb2.ForwardFromActivation | stage_pb2.StepFeatures, limits: TensorLimits, payloads: PayloadReader
+    message: stage_pb2.ForwardFromActivation | stage_pb2.StepFeatures | stage_pb2.StepBatch,
+    limits: TensorLimits,
+    payloads: PayloadReader,
 ) -> list[IncomingTensor]:
     if len(message.features) > limits.max_feature_slices:
         raise InvalidArgument(
@@ -297,15 +306,17 @@ def slice_from_message(message: stage_pb2.FeatureSlice, tensor: WireTensor) -> F
 
 
 def opened_to_message(
-    stages: tuple[StageIdentity, ...], *, lane: bool = False, step_lane: bool = False
+    stages: tuple[StageIdentity, ...], *, lane: bool = False, step_lane: bool = False, batches: bool = False
 ) -> stage_pb2.Opened:
     """Return the answer to the first frame.
 
     lane: whether frames from now on go through the caller's lane. step_lane: whether steps go through its other one.
+    batches: whether steps may come together with those of other sessions.
     """
     return stage_pb2.Opened(
         lane=lane,
         step_lane=step_lane,
+        batches=batches,
         stages=[
             stage_pb2.StageIdentity(location=location_to_message(stage.location), layers=range_to_message(stage.layers))
             for stage in stages
@@ -327,13 +338,9 @@ def event_to_message(event: Event) -> pb.RunStageResponse:
     """Return the answer's message."""
     match event:
         case Commit():
-            return pb.RunStageResponse(commit=_commit_to_message(event))
+            return pb.RunStageResponse(commit=commit_to_message(event))
         case Proposal():
-            return pb.RunStageResponse(
-                proposal=stage_pb2.Proposal(
-                    step=event.step, token_ids=event.token_ids, elapsed_ns=event.elapsed_ns, followed=event.followed
-                )
-            )
+            return pb.RunStageResponse(proposal=proposal_to_message(event))
         case SnapshotSaved():
             return pb.RunStageResponse(snapshot_saved=_saved_to_message(event))
         case SnapshotRestored():
@@ -342,7 +349,8 @@ def event_to_message(event: Event) -> pb.RunStageResponse:
             return pb.RunStageResponse(failure=_failure_to_message(event))
 
 
-def _commit_to_message(commit: Commit) -> stage_pb2.Commit:
+def commit_to_message(commit: Commit) -> stage_pb2.Commit:
+    """Return a step's answer as a message."""
     message = stage_pb2.Commit(
         step=commit.step,
         length=commit.length,
@@ -361,7 +369,8 @@ def _commit_to_message(commit: Commit) -> stage_pb2.Commit:
     return message
 
 
-def _commit_from_message(message: stage_pb2.Commit) -> Commit:
+def commit_from_message(message: stage_pb2.Commit) -> Commit:
+    """Return a step's answer. Raises InvalidArgument for log-probabilities that make no sense."""
     timings = tuple(
         StageTiming(timing.forward_ns, timing.elapsed_ns, timing.passed_bytes) for timing in message.timings
     )
@@ -379,7 +388,18 @@ def _commit_from_message(message: stage_pb2.Commit) -> Commit:
     )
 
 
-def _proposal_from_message(message: stage_pb2.Proposal) -> Proposal:
+def proposal_to_message(proposal: Proposal) -> stage_pb2.Proposal:
+    """Return the draft tokens for a step as a message."""
+    return stage_pb2.Proposal(
+        step=proposal.step,
+        token_ids=proposal.token_ids,
+        elapsed_ns=proposal.elapsed_ns,
+        followed=proposal.followed,
+    )
+
+
+def proposal_from_message(message: stage_pb2.Proposal) -> Proposal:
+    """Return the draft tokens for a step."""
     return Proposal(message.step, tuple(message.token_ids), message.elapsed_ns, message.followed)
 
 
@@ -504,7 +524,7 @@ def location_from_message(message: failure_pb2.Location) -> Location:
 
 STREAM_FRAMES: FrameKinds[Forward | SnapshotSave | SnapshotRestore] = {
     "forward_from_tokens": FrameKind(_forward_from_tokens),
-    "forward_from_activation": FrameKind(_forward_from_activation, _step_tensors),
+    "forward_from_activation": FrameKind(forward_from_activation, step_tensors),
     "snapshot_save": FrameKind(save_from_message),
     "snapshot_restore": FrameKind(restore_from_message),
 }
@@ -512,14 +532,14 @@ STREAM_FRAMES: FrameKinds[Forward | SnapshotSave | SnapshotRestore] = {
 
 LANE_FRAMES: FrameKinds[Forward | ForwardWithoutFeatures | StepFeatures] = {
     "forward_from_tokens": FrameKind(_forward_from_tokens),
-    "forward_from_activation": FrameKind(_lane_forward_from_activation, _step_tensors),
+    "forward_from_activation": FrameKind(_lane_forward_from_activation, step_tensors),
     "step_features": FrameKind(_step_features_from_message, _feature_tensors),
 }
 """What goes through a step socket, in either direction."""
 
 EVENT_FRAMES: FrameKinds[Event] = {
-    "commit": FrameKind(_commit_from_message),
-    "proposal": FrameKind(_proposal_from_message),
+    "commit": FrameKind(commit_from_message),
+    "proposal": FrameKind(proposal_from_message),
     "snapshot_saved": FrameKind(_saved_from_message),
     "snapshot_restored": FrameKind(_restored_from_message),
     "failure": FrameKind(_failure_from_message),

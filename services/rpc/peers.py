@@ -22,7 +22,7 @@ from services.rpc.liveness import Edge, Heartbeats, watch_edge
 from services.rpc.payload_transport import PayloadTransport, share_memory
 from services.rpc.shared_memory import ClientLink
 from services.rpc.snapshots import RemoteSnapshots
-from services.rpc.stage import RemoteStage
+from services.rpc.stage import RemoteBatches, RemoteStage
 from services.rpc.worker import RemoteWorker
 from services.same_host.link import SharedLink
 from services.same_host.step_socket import Watcher
@@ -44,6 +44,7 @@ class Connection:
         self._owns_heartbeats = heartbeats is None
         self.heartbeats = Heartbeats(channel, address) if heartbeats is None else heartbeats
         self._shared: ClientLink | None = None
+        self.batches = RemoteBatches(channel, address, self.heartbeats.guard)
 
     def share(self, shared: ClientLink | None) -> None:
         """Use this memory from now on."""
@@ -64,6 +65,7 @@ class Connection:
         """Close the channel; running calls end."""
         if self._owns_heartbeats:
             await self.heartbeats.close()
+        await self.batches.close()
         if self._shared is not None:
             await self._shared.close()
         await self.channel.close()
@@ -137,7 +139,8 @@ class Peers:
     async def stage(self, address: str) -> RemoteStage:
         """Return the stage of the worker at an address."""
         connection = await self._connection(address)
-        return RemoteStage(connection.channel, address, connection.link, connection.heartbeats.guard)
+        batches = None if self._watcher is None else connection.batches
+        return RemoteStage(connection.channel, address, connection.link, connection.heartbeats.guard, batches)
 
     async def draft(self, address: str) -> RemoteDraft:
         """Return the draft of the worker at an address."""

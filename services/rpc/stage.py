@@ -7,11 +7,14 @@ hands them over to the port and back, and ends the stream with the session and t
 from __future__ import annotations
 
 import asyncio
+import itertools
+import secrets
 import sys
 from collections.abc import AsyncIterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
+import structlog
 
 from flashsplit.shard.v1 import (
     shared_memory_pb2,
@@ -19,8 +22,15 @@ from flashsplit.shard.v1 import (
     stage_service_pb2 as pb,
     stage_service_pb2_grpc as pb_grpc,
 )
-from services.errors import CLOSED, InvalidArgument, Unavailable, answering, ending
+from services.errors import CLOSED, FlashsplitError, InvalidArgument, Unavailable, answering, ending
 from services.event_loop import first_done
+from services.messages.batch_frames import (
+    BATCH_FRAMES,
+    StepBatch,
+    answers_from_message,
+    answers_to_message,
+    batch_to_messages,
+)
 from services.messages.frames import FrameReader, TensorLimits
 from services.messages.session_frames import (
     EVENT_FRAMES,
@@ -45,7 +55,10 @@ from services.messages.steps import (
     SnapshotSaved,
     StageIdentity,
 )
+from services.same_host.frame_socket import BROKEN_S
 from services.same_host.link import NO_LINKS, LinkSender, SharedLink, SharedLinks
+from services.streams.batch_lane import BatchLane
+from services.streams.batch_stream import BatchStream, TogetherOnly
 from services.streams.client_stream import ClientStream, Guard, unguarded
 from services.streams.frame_reading import read_frame
 from services.streams.server_stream import ServerStream
@@ -53,6 +66,8 @@ from services.streams.step_lane import StepLane
 from services.telemetry.trace_context import log_for
 
 SERVICE = pb.DESCRIPTOR.services_by_name["StageService"].full_name
+
+log = structlog.get_logger()
 
 MAX_STEPS_AHEAD = 64
 """The steps that a stage takes before it waits for the caller to read answers, so that unread ones cannot pile up."""
@@ -116,6 +131,14 @@ class StageServicer(pb_grpc.StageServiceServicer):
     def __init__(self, port: StagePort, links: SharedLinks = NO_LINKS) -> None:
         """links: the memory that callers share with this process."""
         self._port, self._links = port, links
+        self._batches: dict[int, BatchStream[Any]] = {}
+        """Calls of RunBatches, by their number."""
+        self._ending = asyncio.Event()
+
+    def end_batches(self) -> None:
+        """End all calls of RunBatches, and those yet to come: a server that stops would wait for its callers to end
+        them."""
+        self._ending.set()
 
     def register(self, server: grpc.aio.Server) -> str:
         """Add the service to a server, and return its full name."""
@@ -135,7 +158,12 @@ class StageServicer(pb_grpc.StageServiceServicer):
             ahead = asyncio.Semaphore(MAX_STEPS_AHEAD)
             try:
                 lane = self._links.lane(first.open.lane) if first.open.HasField("lane") else None
-                opened = opened_to_message(session.stages, lane=lane is not None, step_lane=above is not None)
+                opened = opened_to_message(
+                    session.stages,
+                    lane=lane is not None,
+                    step_lane=above is not None,
+                    batches=above is not None and above.batches is not None,
+                )
                 await stream.write(pb.RunStageResponse(opened=opened))
                 if lane is not None:
                     stream.use_lane(lane)
@@ -148,7 +176,51 @@ class StageServicer(pb_grpc.StageServiceServicer):
 
     def _step_lane(self, message: stage_pb2.Open) -> StepLane | None:
         found = self._links.step_socket(message.lane) if message.HasField("lane") else None
-        return None if found is None else StepLane(*found, message.lane.stream_id)
+        if found is None:
+            together = self._batches.get(message.batches.batches_id) if message.HasField("batches") else None
+            return None if together is None else TogetherOnly(message.batches.stream_id, together)
+        batches: BatchLane[Any] | None = BatchLane.of(*found, above=False) if message.lane.batches else None
+        return StepLane(*found, message.lane.stream_id, batches)
+
+    async def RunBatches(self, _: object, context: grpc.aio.ServicerContext) -> None:
+        async with answering(context):
+            first = await context.read()
+            if first is grpc.aio.EOF or first.WhichOneof("frame") != "open":
+                raise InvalidArgument("the first frame of a call must be open", field="frame")
+            if self._ending.is_set():
+                raise Unavailable("this worker is stopping", reason="STOPPING")
+            number = first.open.batches_id
+            if number in self._batches:
+                raise InvalidArgument(f"batches_id {number} is in use", field="batches_id")
+            batches: BatchStream[Any] = BatchStream()
+            self._batches[number] = batches
+            try:
+                await context.write(pb.RunBatchesResponse(opened=pb.BatchesOpened()))
+                await first_done(
+                    self._receive_batches(batches, context), self._answer_batches(batches, context), self._ended()
+                )
+            finally:
+                del self._batches[number]
+                batches.close()
+
+    async def _ended(self) -> None:
+        await self._ending.wait()
+
+    async def _receive_batches(self, batches: BatchStream[Any], context: grpc.aio.ServicerContext) -> None:
+        reader: FrameReader[StepBatch] | None = None
+        while (message := await context.read()) is not grpc.aio.EOF:
+            if reader is None:
+                limits = batches.limits(message.step_batch)
+                reader = FrameReader(BATCH_FRAMES, limits, self._links)
+            if (batch := reader.read(message)) is not None:
+                reader = None
+                batches.take_batch(batch)
+
+    @staticmethod
+    async def _answer_batches(batches: BatchStream[Any], context: grpc.aio.ServicerContext) -> None:
+        async for answers in batches.outgoing():
+            assert not isinstance(answers, StepBatch)
+            await context.write(pb.RunBatchesResponse(batch_answers=answers_to_message(answers)))
 
     async def _receive(self, session: StageSession, stream: ServerStream, ahead: asyncio.Semaphore) -> None:
         limits = TensorLimits(session.max_tensor_bytes, session.max_feature_slices)
@@ -173,15 +245,96 @@ class StageServicer(pb_grpc.StageServiceServicer):
                 return
 
 
+class RemoteBatches:
+    """The call by which a worker's stage gets the steps of several sessions at once. Use `close`."""
+
+    def __init__(self, channel: grpc.aio.Channel, address: str, guard: Guard = unguarded) -> None:
+        self._stub = pb_grpc.StageServiceStub(channel)
+        self._address, self._guard = address, guard
+        self._beginning = asyncio.Lock()
+        self._number = 0
+        self._stream_ids = itertools.count(1)
+        self._batches: BatchStream[Any] | None = None
+        self._running: asyncio.Task[None] | None = None
+
+    async def lane(self, message: stage_pb2.Open) -> TogetherOnly | None:
+        """Return the lane of a session that is about to be opened, None where the stage takes no batches.
+
+        message: the session's first frame, which is filled with the lane's name.
+        """
+        async with self._beginning:
+            if self._batches is None or self._batches.closed:
+                await self._begin()
+        if self._batches is None or self._batches.closed:
+            return None
+        message.batches.batches_id, message.batches.stream_id = self._number, next(self._stream_ids)
+        return TogetherOnly(message.batches.stream_id, self._batches)
+
+    async def close(self) -> None:
+        """End the call. Safe to call twice."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running])
+
+    async def _begin(self) -> None:
+        self._batches, self._number = None, secrets.randbits(64)
+        stream = ClientStream(self._stub.RunBatches(), address=self._address)
+        self._guard(stream)
+        try:
+            await stream.send(pb.RunBatchesRequest(open=pb.BatchesOpen(batches_id=self._number)))
+            if await stream.read() is grpc.aio.EOF:
+                return
+        except FlashsplitError as error:
+            # A worker of a release before has no such call.
+            log.info("batches.none", address=self._address, why=error.message)
+            return
+        except BaseException:
+            stream.cancel()
+            raise
+        self._batches = BatchStream()
+        self._running = asyncio.ensure_future(self._run(self._batches, stream))
+
+    async def _run(self, batches: BatchStream[Any], stream: ClientStream) -> None:
+        error: FlashsplitError = Unavailable(f"{self._address} ended the call for steps of several sessions")
+        try:
+            await first_done(self._send(batches, stream), self._receive(batches, stream))
+        except FlashsplitError as raised:
+            error = raised
+        finally:
+            batches.close()
+            stream.cancel()
+        # Where the worker is lost the sessions' own streams know better why.
+        await asyncio.sleep(BROKEN_S)
+        batches.fail(error.located(address=self._address))
+
+    @staticmethod
+    async def _send(batches: BatchStream[Any], stream: ClientStream) -> None:
+        async for batch in batches.outgoing():
+            assert isinstance(batch, StepBatch)
+            if not await stream.send_all(batch_to_messages(batch, pb.RunBatchesRequest)):
+                raise await stream.ended()
+
+    @staticmethod
+    async def _receive(batches: BatchStream[Any], stream: ClientStream) -> None:
+        while (message := await stream.read()) is not grpc.aio.EOF:
+            batches.take_answers(answers_from_message(message.batch_answers).answers)
+
+
 class RemoteStage:
     """A `StagePort` at the other end of a channel."""
 
     def __init__(
-        self, channel: grpc.aio.Channel, address: str, link: SharedLink | None = None, guard: Guard = unguarded
+        self,
+        channel: grpc.aio.Channel,
+        address: str,
+        link: SharedLink | None = None,
+        guard: Guard = unguarded,
+        batches: RemoteBatches | None = None,
     ) -> None:
-        """link: the memory shared with the worker there."""
+        """link: the memory shared with the worker there. batches: the call for steps of several sessions, where there
+        is no lane for each; None for no such call."""
         self._stub = pb_grpc.StageServiceStub(channel)
-        self._address, self._link, self._guard = address, link, guard
+        self._address, self._link, self._guard, self._batches = address, link, guard, batches
 
     async def open(
         self, request: OpenSession, above: StepLane | None = None, *, steps: bool = False
@@ -196,6 +349,8 @@ class RemoteStage:
         lane = None if self._link is None else self._link.begin_lane(opening.open.lane)
         step_lane = self._step_lane(opening.open.lane) if lane is not None and steps else None
         try:
+            if step_lane is None and steps and self._batches is not None:
+                step_lane = await self._batches.lane(opening.open)
             await stream.send(opening)
             response = await stream.read()
             if response is grpc.aio.EOF:
@@ -205,6 +360,8 @@ class RemoteStage:
             sender = None if self._link is None else self._link.sender()
             if not response.opened.step_lane:
                 step_lane = None
+            elif step_lane is not None and not response.opened.batches:
+                step_lane.batches = None
             return RemoteStageSession(stream, opened_from_message(response.opened), sender, step_lane)
         except BaseException:
             stream.cancel()
@@ -217,8 +374,9 @@ class RemoteStage:
         link = self._link
         if link is None or link.step_socket is None:
             return None
-        message.steps = True
-        return StepLane(link, link.step_socket, message.stream_id)
+        message.steps = message.batches = True
+        batches: BatchLane[Any] = BatchLane.of(link, link.step_socket, above=True)
+        return StepLane(link, link.step_socket, message.stream_id, batches)
 
 
 class RemoteStageSession:

@@ -14,7 +14,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar, cast
 
 import structlog
 
@@ -27,6 +27,8 @@ _HEADER = struct.Struct("<Q")
 CONNECT_TIMEOUT_S = 2.0
 _PACKETS_AT_ONCE = 16
 """The packets that are read before the thread does something else: whoever sends without end must not keep it."""
+
+T = TypeVar("T")
 
 log = structlog.get_logger()
 
@@ -53,6 +55,7 @@ class StepSocket:
         self._socket, self._watcher = sock, watcher
         self._streams: dict[int, Callable[[memoryview], None]] = {}
         self._packet = memoryview(bytearray(MAX_PACKET_BYTES))
+        self._shared: object = None
         self.closed = False
         watcher.watch(sock, self._read_packets)
 
@@ -64,6 +67,12 @@ class StepSocket:
         if stream_id in self._streams:
             raise InvalidArgument(f"stream_id {stream_id} is in use", field="lane.stream_id")
         self._streams[stream_id] = on_message
+
+    def shared(self, make: Callable[[], T]) -> T:
+        """Return what all users of the socket share; `make` makes it at the first call. To be called on one thread."""
+        if self._shared is None:
+            self._shared = make()
+        return cast(T, self._shared)
 
     def leave(self, stream_id: int) -> None:
         """Pass over what comes for a stream from now on."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from flashsplit.shard.v1 import shared_memory_pb2, stage_service_pb2 as pb
 from services.errors import FlashsplitError, InvalidArgument
@@ -18,6 +19,7 @@ from services.messages.steps import Forward, ForwardWithoutFeatures, StepFeature
 from services.same_host.link import SharedLink
 from services.same_host.ring import Payload
 from services.same_host.step_socket import StepSocket
+from services.streams.batch_members import BatchMembers
 
 MIN_SHARED_BYTES = 32 << 10
 """Tensors from this size on go through the segment, so that packets stay small."""
@@ -29,8 +31,11 @@ class StepLane:
     Use `close` when the session is over.
     """
 
-    def __init__(self, link: SharedLink, socket: StepSocket, stream_id: int) -> None:
-        self._link, self._socket, self._stream_id = link, socket, stream_id
+    def __init__(
+        self, link: SharedLink, socket: StepSocket, stream_id: int, batches: BatchMembers[Any] | None = None
+    ) -> None:
+        """batches: the way of steps of several sessions, which this one is then part of; None where there is none."""
+        self._link, self._socket, self.stream_id, self.batches = link, socket, stream_id, batches
         self._sent_payloads: list[int] = []
         self._expected: StepTemplate | None = None
         self._on_expected: Callable[[memoryview], None] = lambda _: None
@@ -108,7 +113,7 @@ class StepLane:
                 if whole:
                     on_step(forward)
 
-        self._socket.join(self._stream_id, on_message)
+        self._socket.join(self.stream_id, on_message)
 
     def send(self, forward: Forward, wait_for_features: Callable[[], object] | None = None) -> bool:
         """Send a step; return False where it has to go another way.
@@ -134,7 +139,9 @@ class StepLane:
 
     def close(self) -> None:
         """Take and send no more steps. Safe to call twice."""
-        self._socket.leave(self._stream_id)
+        self._socket.leave(self.stream_id)
+        if self.batches is not None:
+            self.batches.leave(self.stream_id)
         self._free()
 
     # --- shared memory, as frames ask for it
@@ -160,13 +167,13 @@ class StepLane:
             if not self._link.write_step(payload, data):
                 return False
             data = memoryview(self._link.name(payload).SerializeToString())
-        return self._socket.send(self._stream_id, template.before, data, template.after)
+        return self._socket.send(self.stream_id, template.before, data, template.after)
 
     def _send(self, frame: Forward | ForwardWithoutFeatures | StepFeatures) -> bool:
         """Send a frame that fits into one message; return whether it did and was sent."""
         messages = request_to_messages(frame, self)
         packet = next(messages).SerializeToString()
-        return next(messages, None) is None and self._socket.send(self._stream_id, packet)
+        return next(messages, None) is None and self._socket.send(self.stream_id, packet)
 
     def _named_payload(self, name: memoryview, forward: Forward) -> memoryview:
         """Return the activation of an expected step, which lies in shared memory under that name."""

@@ -97,6 +97,9 @@ class WorkerRole(ABC, Generic[PartT]):
     def registrations(self) -> list[Registration]:
         """The gRPC services that serve this role."""
 
+    def end_links(self) -> None:
+        """End calls that last beyond the sessions for which they were begun; none is open any more."""
+
     @abstractmethod
     def describe(self) -> object | None:
         """What is loaded, for `WorkerDescription`; None when nothing is."""

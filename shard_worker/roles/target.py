@@ -40,6 +40,7 @@ from shard_worker.roles.draft import DraftRole, LoadedDraft
 from shard_worker.sampling.grammar_compiler import GrammarCompiler
 from shard_worker.sampling.sampler import Sampler
 from shard_worker.sampling.verifier import Verifier
+from shard_worker.session.batch_edges import BatchEdges
 from shard_worker.session.checks import check_limits, check_route
 from shard_worker.session.following import FollowingSession
 from shard_worker.session.last_stage import LastStageSession
@@ -135,9 +136,11 @@ class TargetRole(WorkerRole[LoadTarget]):
         self.loaded: LoadedStage | None = None
         self.sessions = set[TargetSession]()
         self._events: DeviceEvents | None = None
+        self._servicer = StageServicer(self, resources.links)
         # Drafts first: sessions wait for them with their next steps.
         self._drafting = DraftBatches(resources.thread, self._announce)
         self.batches = StepBatches(resources.thread, self.sessions)
+        self._edges = BatchEdges(resources.thread, self.batches)
 
     @property
     def part(self) -> LoadTarget | None:
@@ -161,7 +164,10 @@ class TargetRole(WorkerRole[LoadTarget]):
         return self.batches.counts
 
     def registrations(self) -> list[Registration]:
-        return [StageServicer(self, self.resources.links).register]
+        return [self._servicer.register]
+
+    def end_links(self) -> None:
+        self._servicer.end_batches()
 
     def fail_sessions(self, error: FlashsplitError) -> None:
         for session in [*self.sessions]:
@@ -278,6 +284,7 @@ class TargetRole(WorkerRole[LoadTarget]):
             self.sessions,
             self.batches,
             self._drafting,
+            self._edges,
             self._device_events(),
         )
         session: TargetSession
@@ -290,8 +297,11 @@ class TargetRole(WorkerRole[LoadTarget]):
                 draft = await self._drafts.open(request, stage, loaded.embedding)
             verifier = Verifier(stage, sampler, request, draft.ahead if isinstance(draft, LocalDraftLink) else None)
             session = LastStageSession(host, request, state, above, verifier, draft)
-        begins_others = stage.embedding is not None and request.route
-        return FollowingSession(session, request) if begins_others else session
+        if not isinstance(session, RelaySession) or stage.embedding is None:
+            return session
+        following = FollowingSession(session, request)
+        session.on_answer = following.take
+        return following
 
     def _device_events(self) -> DeviceEvents:
         """Return what the device thread tells this event loop."""
@@ -300,6 +310,7 @@ class TargetRole(WorkerRole[LoadTarget]):
         return self._events
 
     def _announce(self) -> None:
+        self._edges.flush()
         if self._events is not None:
             self._events.announce()
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from services.errors import FailedPrecondition, InvalidArgument
-from services.messages.steps import Commit, Forward, OpenSession, SnapshotRestore, SnapshotSave, StepKind
+from services.messages.steps import (
+    Commit,
+    Forward,
+    OpenSession,
+    SnapshotRestore,
+    SnapshotSave,
+    StageTiming,
+    StepKind,
+)
 from shard_worker.device.dtypes import dtype_to_name
 from shard_worker.ops.deltanet import CHUNK_ROWS
 from shard_worker.stage.stage import Stage
@@ -190,12 +199,30 @@ class PassedStep:
     arrived_ns: int
     forward_ns: int
     size_bytes: int
+    propose_tokens: int
+    more: int
+    together: bool = False
 
     @classmethod
-    def of(cls, passed: Forward, arrived_ns: int, forward_ns: int) -> PassedStep:
+    def of(cls, passed: Forward, arrived_ns: int, forward_ns: int, *, together: bool = False) -> PassedStep:
         """Return what is kept of a step. passed: the step as the next stage gets it."""
         rows = len(passed.token_ids)
-        return cls(passed.step, passed.base_position, rows, passed.kind, arrived_ns, forward_ns, passed.size_bytes)
+        return cls(
+            passed.step,
+            passed.base_position,
+            rows,
+            passed.kind,
+            arrived_ns,
+            forward_ns,
+            passed.size_bytes,
+            passed.propose_tokens,
+            passed.more,
+            together,
+        )
+
+    def timing(self) -> StageTiming:
+        """Return where the step's time went on this stage; to be called when it is answered."""
+        return StageTiming(self.forward_ns, time.monotonic_ns() - self.arrived_ns, self.size_bytes)
 
 
 def check_commit(commit: Commit, passed: PassedStep | None) -> PassedStep:

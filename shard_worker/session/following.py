@@ -126,18 +126,22 @@ class FollowingSession:
         await self.session.close(why)
 
     async def _listen(self) -> None:
-        """Read the session's events, and begin each step that follows by itself."""
+        """Read the session's events."""
         async for event in self.session.events():
-            following = None
-            if isinstance(event, Commit):
-                event, following = self._after_commit(event)
-            elif isinstance(event, Proposal):
-                following = self._next_step(event.token_ids, begun=event.followed)
-            # At once: nobody waits for the answer's way to the caller.
-            if following is not None:
-                self._tasks.begin(self._follow, following)
-            self._events.put_nowait(event)
+            self.take(event)
         self._events.put_nowait(None)
+
+    def take(self, event: Event) -> None:
+        """Take the session's next event, and begin the step that follows by itself, if it has not begun."""
+        following = None
+        if isinstance(event, Commit):
+            event, following = self._after_commit(event)
+        elif isinstance(event, Proposal):
+            following = self._next_step(event.token_ids, begun=event.followed)
+        # At once: nobody waits for the answer's way to the caller.
+        if following is not None:
+            self._tasks.begin(self._follow, following)
+        self._events.put_nowait(event)
 
     def _after_commit(self, commit: Commit) -> tuple[Commit, Forward | None]:
         """Return the answer as the caller gets it, and the step to begin now, if there is one."""

@@ -122,11 +122,13 @@ class LastStageSession(TargetSession):
 
     def _handle(self, event: DeviceEvent) -> None:
         match event:
-            case StepDecided(step, arrived_ns, outcome, drafting):
+            case StepDecided(step, arrived_ns, outcome, drafting, answered):
                 self._count_step()
                 self._record.queued_ns += max(0, time.monotonic_ns() - arrived_ns - outcome.forward_ns)
                 rows = self._count_rows(step, outcome)
                 self._undrafted += drafting
+                if answered:
+                    return
                 if self._drafts_elsewhere:
                     self._begin(self._answer, step, arrived_ns, outcome, rows)
                 else:
@@ -171,23 +173,13 @@ class LastStageSession(TargetSession):
         self, forward: Forward, arrived_ns: int, outcome: StepOutcome, length: int, passed_bytes: int = 0
     ) -> Commit:
         """Return a step's answer. length: the session's behind it; passed_bytes: what goes to a draft's own worker."""
-        elapsed_ns = max(time.monotonic_ns() - arrived_ns, outcome.forward_ns)
-        timing = StageTiming(outcome.forward_ns, elapsed_ns, passed_bytes)
         followed = not forward.propose_tokens and self._device.is_followed(forward.step)
         if self._only_stage and is_followed(forward, length, outcome.token_ids, self._request):
             self._more = forward.more
         else:
             self._more = 0
-        return Commit(
-            forward.step,
-            length,
-            outcome.token_ids,
-            (timing,),
-            outcome.logprobs,
-            more=self._more,
-            followed=followed,
-            prompt_logprobs=outcome.prompt_logprobs,
-        )
+        commit = _answer_to(outcome, forward, length, arrived_ns, passed_bytes)
+        return replace(commit, more=self._more, followed=followed)
 
     async def _advance_draft(
         self, forward: Forward, token_ids: tuple[int, ...], features: Features, request: DraftRequest | None
@@ -321,7 +313,7 @@ class LastStageDeviceSession(DeviceSession):
             step.features.to(self._stage.device)
 
         def meanwhile() -> None:
-            if not forward.more or self._request.draft is not None:
+            if not forward.more or self._request.draft is not None or self._together:
                 return
             if self._alone:
                 # With stages above, this is done when the step's outcome is on its way to them.
@@ -341,15 +333,22 @@ class LastStageDeviceSession(DeviceSession):
         """Have a step computed and decided, from any thread, and the event loop told what it produces."""
         return self._batches.queue(self, forward, functools.partial(self._tell, arrived_ns))
 
-    def _tell(self, arrived_ns: int, step: ComputedStep) -> None:
+    def _tell(self, arrived_ns: int, step: ComputedStep, *, together: bool = False) -> None:
+        """Decide a step, and tell of it. together: it came with those of other sessions, and is answered with them."""
+        self._together = together
         forward, outcome = step.forward, self.decide(step)
         rows = len(outcome.token_ids if forward.kind is StepKind.VERIFY else forward.token_ids)
         request = None if self._drafts_elsewhere else draft_request(forward, forward.base_position + rows, outcome)
         draft = self.draft
-        self.tell(StepDecided(forward, arrived_ns, outcome, draft is not None or request is not None))
+        # The event loop has a draft elsewhere, and so the answer.
+        answered = together and not self._drafts_elsewhere
+        self.tell(StepDecided(forward, arrived_ns, outcome, draft is not None or request is not None, answered))
+        commit = _answer_to(outcome, forward, forward.base_position + rows, arrived_ns) if answered else None
+        if commit is not None and request is None:
+            self._answer_together(commit, None)
         if step.alone:
-            self._events.announce()
-        then = functools.partial(self._drafted, forward, outcome.token_ids, request)
+            self.announce()
+        then = functools.partial(self._drafted, forward, outcome.token_ids, request, commit)
         if draft is not None:
             failed = functools.partial(self._draft_failed, then)
             features = outcome.features.rows(rows)
@@ -364,11 +363,16 @@ class LastStageDeviceSession(DeviceSession):
         forward: Forward,
         token_ids: tuple[int, ...],
         request: DraftRequest | None,
+        commit: Commit | None,
         draft_tokens: tuple[int, ...],
         elapsed_ns: int,
     ) -> None:
-        """Go on behind a step whose features the draft has taken, if there is one; arguments as of `follow`."""
-        if request is not None:
+        """Go on behind a step whose features the draft has taken, if there is one; arguments as of `follow`. commit:
+        its answer, where the device thread answers it."""
+        if request is not None and commit is not None:
+            self._answer_together(commit, Proposal(request.step, draft_tokens, elapsed_ns))
+            request = None
+        elif request is not None:
             self.follow(forward, token_ids, draft_tokens)
         if forward.kind is StepKind.VERIFY:
             self.commit(forward.step, forward.base_position + len(token_ids))
@@ -381,13 +385,16 @@ class LastStageDeviceSession(DeviceSession):
             self.tell(DraftFailed(error))
             then((), 0)
         else:
-            self._break_by(error)
+            self.break_by(error)
 
     def follow(self, forward: Forward, token_ids: tuple[int, ...], draft_tokens: tuple[int, ...]) -> None:
         """Begin the step that follows by itself, where that can be done from here: on an only stage, or through the
         lane to the stages above."""
         state = self._progress.state
         if not forward.more or state is None or not (self._alone or self._lanes.above is not None):
+            return
+        if self._together:
+            # The first stage begins it, when it has the answer.
             return
         verify = forward.kind is StepKind.VERIFY
         length = forward.base_position + len(token_ids if verify else forward.token_ids)
@@ -407,8 +414,24 @@ class LastStageDeviceSession(DeviceSession):
         elif self._alone:
             if self._batches.lone:
                 self._stage.release(state, self._next.rows_of(following), None, certain=False)
-            self._batches.add(self, following, functools.partial(self._tell, time.monotonic_ns()), self._break_by)
+            self._batches.add(self, following, functools.partial(self._tell, time.monotonic_ns()), self.break_by)
 
     def _take_step(self, forward: Forward, arrived_ns: int) -> None:
         self._check_next(forward)
         self._compute_from_lane(forward, functools.partial(self._tell, arrived_ns))
+
+    def _take_together(self, arrived_ns: int, step: ComputedStep) -> None:
+        self._tell(arrived_ns, step, together=True)
+
+
+def _answer_to(outcome: StepOutcome, forward: Forward, length: int, arrived_ns: int, passed_bytes: int = 0) -> Commit:
+    """Return a step's answer. length: the session's behind it; passed_bytes: what goes to a draft's own worker."""
+    elapsed_ns = max(time.monotonic_ns() - arrived_ns, outcome.forward_ns)
+    return Commit(
+        forward.step,
+        length,
+        outcome.token_ids,
+        (StageTiming(outcome.forward_ns, elapsed_ns, passed_bytes),),
+        outcome.logprobs,
+        prompt_logprobs=outcome.prompt_logprobs,
+    )

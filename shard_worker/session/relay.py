@@ -6,11 +6,13 @@ import asyncio
 import functools
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import Any
 
-from services.errors import FailedPrecondition, FlashsplitError, InvalidArgument, Unavailable
+from services.errors import FailedPrecondition, FlashsplitError, Unavailable
+from services.messages.batch_frames import BatchAnswer
 from services.messages.steps import (
     Commit,
     Event,
@@ -18,27 +20,29 @@ from services.messages.steps import (
     FailureReason,
     Forward,
     OpenSession,
+    Proposal,
     SnapshotPart,
     SnapshotRestore,
     SnapshotRestored,
     SnapshotSave,
     SnapshotSaved,
-    StageTiming,
     StepKind,
 )
 from services.rpc.stage import StageSession
+from services.streams.batch_members import BatchMembers
 from services.streams.step_lane import StepLane
 from shard_worker.device.dtypes import Leaving
 from shard_worker.drafting.link import slices_of
 from shard_worker.sampling.verifier import ComputedStep
 from shard_worker.session.checks import PassedStep, check_commit, check_rows
-from shard_worker.session.following import probable_following_step
+from shard_worker.session.following import following_step, probable_following_step
 from shard_worker.session.session import (
     DeviceEvent,
     DeviceSession,
     Lanes,
     SessionBroken,
     SessionHost,
+    StepAnswered,
     StepNotSent,
     StepPassedOn,
     TargetSession,
@@ -65,6 +69,14 @@ class RelaySession(TargetSession):
         # This stage's parts of snapshots that the stages below have not answered yet.
         self._saving: deque[asyncio.Future[SnapshotPart]] = deque()
         self._restored: SnapshotPart | None = None
+        self.on_answer: Callable[[Event], None] = lambda _: None
+        """Called with what steps came to that were answered together with others: on the first stage, beside `events`,
+        in one order with them."""
+        self._early: deque[StepAnswered] = deque()
+        """Answers of that kind to steps before which others are still to be answered by `events`."""
+        self._proposal_due = False
+        """Whether draft tokens are still to come in `events` for the last step that was answered there."""
+        self._all_together_answered = asyncio.Event()
         lanes = Lanes(above, downstream.step_lane)
         device = RelayDeviceSession(host, request, state, lanes, self._handle)
         super().__init__(host, request, device, downstream.stages)
@@ -77,6 +89,8 @@ class RelaySession(TargetSession):
                 match event:
                     case Commit():
                         event = self._apply(event)
+                    case Proposal():
+                        self._proposal_due = False
                     case SnapshotSaved():
                         event = replace(event, parts=(await self._own_save(event), *event.parts))
                     case SnapshotRestored() if self._restored is not None:
@@ -86,6 +100,7 @@ class RelaySession(TargetSession):
                     yield event
                     return
                 yield event
+                self._answer_early()
             if self._error is None:
                 raise Unavailable("the stage ended the session")
         except FlashsplitError as error:
@@ -96,6 +111,10 @@ class RelaySession(TargetSession):
             raise self._error
 
     # --- steps
+
+    async def forward(self, forward: Forward) -> None:
+        await self._together_answered()
+        await super().forward(forward)
 
     def _tasks_allowed(self, forward: Forward) -> int:
         # One chunk of a prompt may still be on its way while the device computes the next.
@@ -113,11 +132,26 @@ class RelaySession(TargetSession):
             # The device goes on with the next chunk while this one is on its way.
             self._begin(self._send_when_complete, outgoing, arrived_ns)
             return
-        passed, forward_ns = await self.host.thread.awaited(self._device.pass_on(forward))
+        # With others only where it has rows, and nothing of the session is on its way that it could overtake.
+        joins = not self._unanswered and not self._saving and forward.kind is not StepKind.RESUME
+        result = await self.host.thread.awaited(self._device.pass_on(forward, arrived_ns, joins=joins))
+        if result is None:
+            # The device thread tells of it when all that were computed with it go on.
+            await self.host.thread.submit_step(int)
+            self.host.events.handle_waiting()
+            return
+        passed, forward_ns = result
         if forward.kind is not StepKind.VERIFY:
             self._length += len(forward.token_ids)
-        self._note(passed, arrived_ns, forward_ns)
+        self._note(PassedStep.of(passed, arrived_ns, forward_ns))
         await self.downstream.forward(passed)
+
+    async def _together_answered(self) -> None:
+        """Wait until no step is under way that went on together with others: what goes on the session's own stream
+        would come before it."""
+        while any(passed.together for passed in self._unanswered) and not self._closed and self._error is None:
+            self._all_together_answered.clear()
+            await self._all_together_answered.wait()
 
     async def _send_when_complete(self, outgoing: OutgoingStep, arrived_ns: int) -> None:
         async with self._in_order:
@@ -126,22 +160,26 @@ class RelaySession(TargetSession):
             else:
                 rows = len(outgoing.forward.token_ids)
                 passed, forward_ns = await self.host.thread.result_of(outgoing.wait, "chunk", rows)
-            self._note(passed, arrived_ns, forward_ns)
+            self._note(PassedStep.of(passed, arrived_ns, forward_ns))
             await self.downstream.forward(passed)
 
-    def _note(self, passed: Forward, arrived_ns: int, forward_ns: int) -> None:
+    def _note(self, passed: PassedStep) -> None:
         """Remember a step that is about to go to the next stage, until it is answered."""
-        self._record.forward_ns += forward_ns
-        self._record.queued_ns += max(0, time.monotonic_ns() - arrived_ns - forward_ns)
-        self._unanswered.append(PassedStep.of(passed, arrived_ns, forward_ns))
+        self._record.forward_ns += passed.forward_ns
+        self._record.queued_ns += max(0, time.monotonic_ns() - passed.arrived_ns - passed.forward_ns)
+        self._unanswered.append(passed)
 
     def _handle(self, event: DeviceEvent) -> None:
         match event:
-            case StepPassedOn(step, arrived_ns, forward_ns):
-                self._count_step()
-                if step.kind is not StepKind.VERIFY:
-                    self._length += len(step.token_ids)
-                self._note(step, arrived_ns, forward_ns)
+            case StepPassedOn(passed, counted):
+                if not counted:
+                    self._count_step()
+                if passed.kind is not StepKind.VERIFY:
+                    self._length += passed.rows
+                self._note(passed)
+            case StepAnswered():
+                self._early.append(event)
+                self._answer_early()
             case StepNotSent(step):
                 self._begin(self.downstream.forward, step)
             case SessionBroken(error):
@@ -158,11 +196,30 @@ class RelaySession(TargetSession):
         if passed.kind is StepKind.VERIFY and not self._closed:
             self._length = commit.length
             self.host.thread.queue_step(self._device.commit_and_prelaunch, commit.step, commit.length)
-        elapsed_ns = time.monotonic_ns() - passed.arrived_ns
-        own = StageTiming(passed.forward_ns, elapsed_ns, passed.size_bytes)
-        return replace(commit, timings=(own, *commit.timings))
+        self._proposal_due = bool(passed.propose_tokens and commit.token_ids)
+        self._all_together_answered.set()
+        return replace(commit, timings=(passed.timing(), *commit.timings))
+
+    def _answer_early(self) -> None:
+        """Tell of answers that came together with those of others, once all before them are told."""
+        while self._early and not self._proposal_due and self._unanswered:
+            answer, passed = self._early[0], self._unanswered[0]
+            if passed.step != answer.commit.step:
+                return
+            self._early.popleft()
+            self._unanswered.popleft()
+            if passed.kind is StepKind.VERIFY:
+                self._length = answer.commit.length
+            self._all_together_answered.set()
+            self.on_answer(answer.commit)
+            if answer.proposal is not None:
+                self.on_answer(answer.proposal)
 
     # --- snapshots
+
+    async def save_snapshot(self, save: SnapshotSave) -> None:
+        await self._together_answered()
+        await super().save_snapshot(save)
 
     async def _save(self, save: SnapshotSave, own: asyncio.Future[SnapshotPart]) -> None:
         self._saving.append(own)
@@ -185,8 +242,10 @@ class RelaySession(TargetSession):
     def _end_events(self) -> None:
         # This ends the events from below, after which the error is raised.
         self._begin(self.downstream.close)
+        self._all_together_answered.set()
 
     async def _close_others(self, why: str) -> None:
+        self._all_together_answered.set()
         await self.downstream.close()
 
 
@@ -236,19 +295,38 @@ class OutgoingStep:
 class RelayDeviceSession(DeviceSession):
     """The half on the device thread."""
 
+    _passed: PassedStep | None = None
+    """The step that went on together with others and is not answered."""
+    _counted = False
+    """Whether the event loop has counted the step that is on its way."""
+
     def listen(self, max_tensor_bytes: int, max_feature_slices: int) -> None:
         super().listen(max_tensor_bytes, max_feature_slices)
-        if self._lanes.below is not None:
-            self._lanes.below.listen(
+        below = self._lanes.below
+        if below is not None:
+            below.listen(
                 lambda step: self._take_from_lane(self._follow, step),
                 self._break,
                 on_begun=functools.partial(self._guarded, self._release_following),
             )
+            if below.batches is not None:
+                below.batches.join(below.stream_id, self, self._edges)
 
-    def pass_on(self, forward: Forward) -> Future[tuple[Forward, int]]:
-        """Have a step computed, from any thread. Returns it as the next stage gets it, and the nanoseconds that it
-        took."""
-        return self._batches.queue(self, forward, lambda step: self._outgoing(step).wait())
+    def pass_on(self, forward: Forward, arrived_ns: int, *, joins: bool) -> Future[tuple[Forward, int] | None]:
+        """Have a step computed, from any thread.
+
+        joins: it may go on together with those of other sessions. Returns it as the next stage gets it, and the
+        nanoseconds that it took; None where it went on from here.
+        """
+        return self._batches.queue(self, forward, functools.partial(self._passing, arrived_ns, joins))
+
+    def _passing(self, arrived_ns: int, joins: bool, step: ComputedStep) -> tuple[Forward, int] | None:
+        self._together = False
+        if joins and self._goes_together():
+            self._counted = True
+            self._edges.add_step(self, step, arrived_ns)
+            return None
+        return self._outgoing(step).wait()
 
     def launch(self, forward: Forward) -> Future[OutgoingStep]:
         """Have a chunk of a prompt computed, from any thread, on a GPU without waiting for it."""
@@ -274,14 +352,21 @@ class RelayDeviceSession(DeviceSession):
         self._check_next(forward)
         self._compute_from_lane(forward, functools.partial(self._send_below, arrived_ns))
 
-    def _send_below(self, arrived_ns: int, step: ComputedStep) -> None:
+    def _send_below(self, arrived_ns: int, step: ComputedStep, *, together: bool = False) -> None:
+        """Send a step on. together: it came with those of other sessions, and is answered with them."""
+        self._together, self._counted = together, False
+        if self._goes_together():
+            self._edges.add_step(self, step, arrived_ns)
+            if step.alone:
+                self.announce()
+            return
         outgoing = self._outgoing(step)
         sent, leaving, below = outgoing.as_sent(), outgoing.leaving, self._lanes.below
         if below is not None and leaving.lent:
             below.prepare(sent)
         leaving.wait_first()
         # Before its answer can come; the event loop wakes up behind it.
-        self.tell(StepPassedOn(sent, arrived_ns, outgoing.elapsed_ns))
+        self.tell(StepPassedOn(PassedStep.of(sent, arrived_ns, outgoing.elapsed_ns)))
         if below is None or not below.send(sent, leaving.wait if leaving.lent else None):
             leaving.wait()
             self.tell(StepNotSent(outgoing.lasting(sent)))
@@ -290,6 +375,80 @@ class RelayDeviceSession(DeviceSession):
             self._next.expect(sent)
         if step.alone:
             self._events.announce()
+
+    # --- a step together with those of other sessions
+
+    def _take_together(self, arrived_ns: int, step: ComputedStep) -> None:
+        self._send_below(arrived_ns, step, together=True)
+
+    def _goes_together(self) -> bool:
+        """Return whether a step goes on together with those that were computed with it: beside other sessions on the
+        first stage, and on the others where it came so, as its answer goes up the same way."""
+        below = self._lanes.below
+        if below is None or below.batches is None or self._request.prompt_logprobs is not None:
+            return False
+        return self._together or (self._is_first and not self._batches.lone)
+
+    @property
+    def _is_first(self) -> bool:
+        return self._stage.embedding is not None
+
+    @property
+    def batches_below(self) -> BatchMembers[Any]:
+        """The way on which steps go on together with those of others."""
+        assert self._lanes.below is not None
+        assert self._lanes.below.batches is not None
+        return self._lanes.below.batches
+
+    @property
+    def stream_below(self) -> int:
+        """The session's number on that way."""
+        assert self._lanes.below is not None
+        return self._lanes.below.stream_id
+
+    def passed_on(self, sent: Forward, arrived_ns: int, forward_ns: int) -> None:
+        """Take note that a step goes on together with others. sent: as the next stage gets it; forward_ns: how long it
+        took."""
+        self._passed = PassedStep.of(sent, arrived_ns, forward_ns, together=True)
+        self.tell(StepPassedOn(self._passed, self._counted))
+
+    def not_sent(self, sent: Forward) -> None:
+        """Send a step on the session's own stream that could not go on together with others."""
+        self.tell(StepNotSent(sent))
+
+    def take_answer(self, answer: BatchAnswer) -> None:
+        """Take the answer to a step that went on together with others, and begin the one that follows by itself.
+
+        Raises FailedPrecondition where it does not fit.
+        """
+        passed, self._passed, self._released = self._passed, None, False
+        commit, proposal = answer.commit, answer.proposal
+        passed = check_commit(commit, passed)
+        if passed.kind is StepKind.VERIFY:
+            self.commit(commit.step, commit.length)
+        commit = replace(commit, timings=(passed.timing(), *commit.timings))
+        following = None if self._together else self._following(passed, commit, proposal)
+        if following is not None:
+            commit = replace(commit, followed=proposal is None)
+            proposal = None if proposal is None else replace(proposal, followed=True)
+        # Before the answer to the step that follows can come.
+        self.tell(StepAnswered(commit, proposal))
+        if self._together:
+            self._answer_together(commit, proposal)
+        elif following is not None:
+            self._take_step(following, time.monotonic_ns())
+
+    def _following(self, passed: PassedStep, commit: Commit, proposal: Proposal | None) -> Forward | None:
+        """Return the step that follows by itself, None where none does."""
+        if passed.propose_tokens and proposal is None:
+            return None
+        step = Forward(
+            passed.step, passed.base, (), passed.kind, propose_tokens=passed.propose_tokens, more=passed.more
+        )
+        draft_tokens = () if proposal is None else proposal.token_ids
+        return following_step(step, commit.length, commit.token_ids, draft_tokens, self._request)
+
+    # --- expectations
 
     def _expect_token(self, sent: Forward) -> None:
         """On the first stage, tell the lane below that the next step comes with the token that this one produces."""
@@ -320,15 +479,3 @@ class RelayDeviceSession(DeviceSession):
         if self._lanes.above is None and self._batches.expects_one:
             self._commit_to(self.state(), following.base_position)
             self._next.release(following, whole)
-
-    def _commit_to(self, state: StageState, length: int) -> None:
-        """Commit the rows of a verify, where there are such, up to the position at which the next step begins.
-
-        Raises InvalidArgument where that is none of theirs.
-        """
-        if state.pending:
-            if not state.length < length <= state.length + state.pending:
-                raise InvalidArgument(
-                    f"base_position is {length} behind {state.pending} rows from {state.length}", field="base_position"
-                )
-            self.commit(self._progress.step, length)

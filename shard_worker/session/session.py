@@ -16,18 +16,23 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import structlog
 import torch
 
-from services.errors import CLOSED, FailedPrecondition, FlashsplitError, InternalError
+from services.errors import CLOSED, FailedPrecondition, FlashsplitError, InternalError, InvalidArgument
+from services.messages.batch_frames import BatchAnswer
+from services.messages.frames import TensorLimits
 from services.messages.steps import (
+    Commit,
     Event,
     Failure,
     FailureReason,
     Forward,
     Location,
     OpenSession,
+    Proposal,
     SnapshotPart,
     SnapshotRestore,
     SnapshotSave,
@@ -35,6 +40,7 @@ from services.messages.steps import (
     StepKind,
 )
 from services.messages.tensors import WireTensor
+from services.streams.batch_members import BatchMembers
 from services.streams.step_lane import StepLane
 from shard_worker.cache.prefix_state import StateView
 from shard_worker.device.dtypes import dtype_to_name, over_wire
@@ -44,10 +50,11 @@ from shard_worker.drafting.engine import DraftRequest
 from shard_worker.model.features import Features
 from shard_worker.sampling.verifier import ComputedStep, StepOutcome
 from shard_worker.session.background import BackgroundTasks
-from shard_worker.session.checks import check_restore, check_rows, check_save, check_tensors
+from shard_worker.session.batch_edges import BatchEdges
+from shard_worker.session.checks import PassedStep, check_restore, check_rows, check_save, check_tensors
 from shard_worker.session.following import check_more
 from shard_worker.session.prelaunch import NextStep, Progress
-from shard_worker.session.step_batches import StepBatches
+from shard_worker.session.step_batches import StepBatches, WaitingStep
 from shard_worker.session_record import SessionRecord
 from shard_worker.snapshots.keeper import SnapshotKeeper
 from shard_worker.stage.stage import Stage, StageState, StepInput
@@ -63,7 +70,8 @@ class SessionHost:
     thread: the thread that owns the devices. keeper: keeps the prefixes of the stage's sessions. identity: how the
     stage presents itself to the coordinator. sessions: the open sessions, to which each adds itself until it closes.
     batches: computes steps of those sessions that wait at the same time. drafting: does what their drafts beside the
-    stage have to do. events: what the device thread tells the event loop of them.
+    stage have to do. edges: what they exchange with the stages beside it together. events: what the device thread
+    tells the event loop of them.
     """
 
     thread: DeviceThread
@@ -73,6 +81,7 @@ class SessionHost:
     sessions: set[TargetSession]
     batches: StepBatches
     drafting: DraftBatches
+    edges: BatchEdges
     events: DeviceEvents
 
 
@@ -81,14 +90,13 @@ class SessionHost:
 
 @dataclass(frozen=True, slots=True)
 class StepPassedOn:
-    """A step came through a lane, was computed, and goes on to the next stage.
+    """A step was computed, and goes on to the next stage from the device thread.
 
-    step: as the next stage gets it. arrived_ns: when it came, by `time.monotonic_ns`. forward_ns: how long it took.
+    counted: the event loop has counted it already, since it came to it first.
     """
 
-    step: Forward
-    arrived_ns: int
-    forward_ns: int
+    passed: PassedStep
+    counted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +107,28 @@ class StepNotSent:
 
 
 @dataclass(frozen=True, slots=True)
+class StepAnswered:
+    """A step that went on together with others was answered with them.
+
+    commit: with this stage's times. proposal: where draft tokens were asked for, else None.
+    """
+
+    commit: Commit
+    proposal: Proposal | None
+
+
+@dataclass(frozen=True, slots=True)
 class StepDecided:
     """A step was computed on the last stage, which decided how many of its rows count and what it produced.
 
-    drafting: `StepDrafted` will tell what came of it for the draft.
+    drafting: `StepDrafted` will tell what came of it for the draft. answered: the device thread answers it.
     """
 
     step: Forward
     arrived_ns: int
     outcome: StepOutcome
     drafting: bool
+    answered: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +157,7 @@ class SessionBroken:
     error: FlashsplitError
 
 
-DeviceEvent = StepPassedOn | StepNotSent | StepDecided | StepDrafted | DraftFailed | SessionBroken
+DeviceEvent = StepPassedOn | StepNotSent | StepAnswered | StepDecided | StepDrafted | DraftFailed | SessionBroken
 
 
 class DeviceEvents:
@@ -395,25 +415,32 @@ class DeviceSession(ABC):
         """handle: takes the session's events, on the event loop."""
         self._thread, self._stage, self._request = host.thread, host.stage, request
         self._batches, self._events, self._handle = host.batches, host.events, handle
-        self._lanes = lanes
+        self._lanes, self._edges = lanes, host.edges
         self._progress = Progress(state)
         self._next = NextStep(host.thread, host.stage, host.batches, request, self._progress)
         self.captures: Sequence[int | None] = incoming_captures(request, host.stage)
         self._released = False
         """Whether the device may have begun with the step that a lane has just brought."""
+        self._together = False
+        """Whether the last step came together with others, and is answered with them."""
 
     # --- on the event loop
 
     def listen(self, max_tensor_bytes: int, max_feature_slices: int) -> None:
         """Take steps from the lane above from now on; to be called on the event loop, before the first step."""
-        if self._lanes.above is not None:
-            self._lanes.above.listen(
+        above = self._lanes.above
+        if above is not None:
+            above.listen(
                 lambda step: self._take_from_lane(self._take_step, step),
                 self._break,
                 on_begun=functools.partial(self._guarded, self._next.release),
                 max_tensor_bytes=max_tensor_bytes,
                 max_feature_slices=max_feature_slices,
             )
+            if above.batches is not None:
+                above.batches.join(
+                    above.stream_id, self, self._edges, TensorLimits(max_tensor_bytes, max_feature_slices)
+                )
 
     @property
     def held_bytes(self) -> int:
@@ -445,6 +472,32 @@ class DeviceSession(ABC):
     @abstractmethod
     def _take_step(self, forward: Forward, arrived_ns: int) -> None:
         """Take a step that came through the lane above."""
+
+    @abstractmethod
+    def _take_together(self, arrived_ns: int, step: ComputedStep) -> None:
+        """Take what was computed for a step that came together with those of other sessions."""
+
+    def step_of_batch(self, forward: Forward, arrived_ns: int) -> WaitingStep:
+        """Return what is to be done with a step that came together with others.
+
+        Errors as in `_commit_to` and `_check_next`.
+        """
+        # The commit may be among the jobs behind this step.
+        self._commit_to(self.state(), forward.base_position)
+        self._check_next(forward)
+        return WaitingStep(self, forward, functools.partial(self._take_together, arrived_ns), self.break_by)
+
+    @property
+    def batches_above(self) -> BatchMembers[Any]:
+        """The way on which steps came together with those of others."""
+        assert self._lanes.above is not None
+        assert self._lanes.above.batches is not None
+        return self._lanes.above.batches
+
+    def _answer_together(self, commit: Commit, proposal: Proposal | None) -> None:
+        """Answer a step together with those that it came with."""
+        assert self._lanes.above is not None
+        self._edges.add_answer(self, BatchAnswer(self._lanes.above.stream_id, commit, proposal))
 
     @property
     def chain_length(self) -> int:
@@ -516,6 +569,18 @@ class DeviceSession(ABC):
         if state is not None and state.pending and step == self._progress.step:
             self._stage.commit(state, length)
 
+    def _commit_to(self, state: StageState, length: int) -> None:
+        """Commit the rows of a verify, where there are such, up to the position at which the next step begins.
+
+        Raises InvalidArgument where that is none of theirs.
+        """
+        if state.pending:
+            if not state.length < length <= state.length + state.pending:
+                raise InvalidArgument(
+                    f"base_position is {length} behind {state.pending} rows from {state.length}", field="base_position"
+                )
+            self.commit(self._progress.step, length)
+
     def _check_next(self, forward: Forward) -> None:
         """Raise FailedPrecondition or InvalidArgument where a step that came through a lane does not come next."""
         state = self.state()
@@ -534,7 +599,8 @@ class DeviceSession(ABC):
         self._events.put(self._handle, event)
 
     def announce(self) -> None:
-        """Have the event loop hear what all sessions here were told."""
+        """Have the stages beside this one and the event loop hear what is for them, of all sessions here."""
+        self._edges.flush()
         self._events.announce()
 
     # --- lanes
@@ -549,9 +615,9 @@ class DeviceSession(ABC):
         if self._released or self._batches.lone:
             then(self.compute(forward))
         else:
-            self._batches.add(self, forward, then, self._break_by)
+            self._batches.add(self, forward, then, self.break_by)
 
-    def _break_by(self, error: Exception) -> None:
+    def break_by(self, error: Exception) -> None:
         """End the session by an error of one of its steps."""
         self._break(reported(error, self._request.request_id))
 
@@ -570,7 +636,7 @@ class DeviceSession(ABC):
         try:
             job(*args, **options)
         except Exception as error:
-            self._break_by(error)
+            self.break_by(error)
             raise
 
     def _break(self, error: FlashsplitError) -> None:

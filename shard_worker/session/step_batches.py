@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -78,7 +78,8 @@ class StepBatches:
     def __init__(self, thread: DeviceThread, sessions: Collection[object]) -> None:
         """sessions: those that are open, now and later."""
         self._thread, self._sessions = thread, sessions
-        self._waiting: deque[WaitingStep] = deque()
+        self._waiting: deque[WaitingStep | tuple[WaitingStep, ...]] = deque()
+        """Steps that came alone, and such as came together."""
         self._rows = self._session_steps = 0
         self._steps_by_rows = [0] * (len(BATCH_ROW_BOUNDS) + 1)
         thread.serve(self)
@@ -134,9 +135,22 @@ class StepBatches:
         self._waiting.append(step)
         self._thread.notice()
 
+    def add_together(self, steps: Iterable[WaitingStep]) -> None:
+        """Have steps computed as `add` does that the stage before computed together: beside no others, and together as
+        far as this stage can."""
+        kinds: dict[Hashable, list[WaitingStep]] = {}
+        for step in steps:
+            kind = step.session.kind(step.forward)
+            if kind is None:
+                self._thread.queue_step(self._compute_alone, step)
+            else:
+                kinds.setdefault(kind, []).append(step)
+        self._waiting.extend(map(tuple, kinds.values()))
+        self._thread.notice()
+
     def __len__(self) -> int:
         """How many steps wait."""
-        return len(self._waiting)
+        return sum(len(_steps(waiting)) for waiting in [*self._waiting])
 
     # --- as `BatchedWork`, on the device thread
 
@@ -146,7 +160,8 @@ class StepBatches:
 
     def drop(self) -> None:
         while self._waiting:
-            self._waiting.popleft().dropped()
+            for step in _steps(self._waiting.popleft()):
+                step.dropped()
 
     def run(self) -> None:
         """Compute steps that wait: those that can be one step with the first of them, and of all sessions no more than
@@ -169,23 +184,26 @@ class StepBatches:
             raise errors[0]
 
     def _next(self) -> list[WaitingStep]:
-        """Take out the steps of the next batch: the first that waits, and all that can be computed with it, in turn."""
-        chosen: list[WaitingStep] = []
-        left: list[WaitingStep] = []
-        kind, most, rows = None, 1, 0
-        for _ in range(len(self._waiting)):
-            step = self._waiting.popleft()
-            added = len(step.forward.token_ids)
-            if not chosen:
-                kind = step.session.kind(step.forward)
-                most = max(1, -(-len(self._sessions) // step.session.chain_length))
-            elif (
-                len(chosen) == most or rows + added > step.session.most_rows or step.session.kind(step.forward) != kind
-            ):
-                left.append(step)
-                continue
-            chosen.append(step)
-            rows += added
+        """Take out the steps of the next batch: the first that waits, and all that can be computed with it, in turn; or
+        those that came together."""
+        first = self._waiting.popleft()
+        chosen = [*_steps(first)]
+        left: list[WaitingStep | tuple[WaitingStep, ...]] = []
+        if isinstance(first, WaitingStep):
+            kind, rows = first.session.kind(first.forward), len(first.forward.token_ids)
+            most = max(1, -(-len(self._sessions) // first.session.chain_length))
+            while self._waiting and len(chosen) < most:
+                step = self._waiting.popleft()
+                added = len(step.forward.token_ids) if isinstance(step, WaitingStep) else 0
+                if (
+                    not isinstance(step, WaitingStep)
+                    or rows + added > step.session.most_rows
+                    or step.session.kind(step.forward) != kind
+                ):
+                    left.append(step)
+                    continue
+                chosen.append(step)
+                rows += added
         self._waiting.extendleft(reversed(left))
         return [step for step in chosen if step.begins()]
 
@@ -209,6 +227,8 @@ class StepBatches:
                 continue
             for (step, _), results in zip(some, computed, strict=True):
                 _settle(step, results, errors)
+            # Of what more is computed now nobody here needs to wait.
+            some[0][0].session.announce()
 
     def _computed(self, steps: Sequence[tuple[WaitingStep, StepInput]]) -> list[ComputedStep]:
         """Return the results of steps that are one step of the stage."""
@@ -231,6 +251,10 @@ class StepBatches:
         self._rows += rows
         self._session_steps += sessions
         self._steps_by_rows[bisect.bisect_left(BATCH_ROW_BOUNDS, rows)] += 1
+
+
+def _steps(waiting: WaitingStep | tuple[WaitingStep, ...]) -> tuple[WaitingStep, ...]:
+    return (waiting,) if isinstance(waiting, WaitingStep) else waiting
 
 
 def _settle(step: WaitingStep, computed: ComputedStep, errors: list[Exception]) -> None:

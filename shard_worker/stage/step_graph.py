@@ -60,6 +60,14 @@ class StepPart:
         be had at once."""
         self._whole, self._rows, self._argmax_on_host = whole, slice(first, last), argmax
 
+    def precedes(self, other: StepPart) -> bool:
+        """Return whether the other part is of the same step, and begins where this one ends."""
+        return self._whole is other._whole and self._rows.stop == other._rows.start
+
+    def up_to(self, last: StepPart) -> StepPart:
+        """Return the part from this one's first row to the last one's last."""
+        return StepPart(self._whole, self._rows.start, last._rows.stop, self._argmax_on_host)
+
     @property
     def hidden(self) -> torch.Tensor:
         return self._whole.hidden[self._rows]
@@ -85,6 +93,19 @@ class StepPart:
     def argmax_on_host(self) -> list[int] | None:
         tokens = self._argmax_on_host()
         return None if tokens is None else tokens[self._rows]
+
+
+def joined_rows(outputs: Sequence[StepOutput | StepPart]) -> tuple[torch.Tensor, OnHost | None]:
+    """Return the hidden rows of several sessions, one session's behind the other's, and their copy on the host where
+    there is one. Parts that lie side by side in one step are not copied."""
+    first = outputs[0]
+    if len(outputs) == 1:
+        return first.hidden, first.on_host
+    parts = [one for one in outputs if isinstance(one, StepPart)]
+    if len(parts) == len(outputs) and all(map(StepPart.precedes, parts, parts[1:])):
+        side_by_side = parts[0].up_to(parts[-1])
+        return side_by_side.hidden, side_by_side.on_host
+    return torch.cat([one.hidden for one in outputs]), None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from services.errors import FlashsplitError
 from services.layers import LayerRange
+from services.messages.batch_frames import BatchAnswer, StepBatch
 from services.messages.description import FeatureTransport, HeadPlace, Role
 from services.messages.loading import FeatureCapture, LoadDraft, LoadTarget
 from services.messages.snapshots import SnapshotOwner
@@ -96,6 +97,9 @@ class Lane:
         self.on_step: Callable[[Forward], None] = lambda _: None
         self.on_expected: Callable[[memoryview], None] = lambda _: None
 
+        self.stream_id = 0
+        self.batches: BatchWay | None = None
+
     def listen(
         self,
         on_step: Callable[[Forward], None],
@@ -125,32 +129,89 @@ class Lane:
 
     def close(self) -> None:
         self.far_end = None
+        if self.batches is not None:
+            self.batches.leave(self.stream_id)
+
+
+class BatchWay:
+    """One end of the way of steps of several sessions, between two stages of this process.
+
+    far_end: the other end. sent: the batches that were sent from here. carries: says of each batch whether it is taken.
+    """
+
+    def __init__(self, carries: Callable[[StepBatch], bool]) -> None:
+        self.far_end, self._carries = self, carries
+        self.sent: list[StepBatch] = []
+        self.members: dict[int, tuple[Any, Any]] = {}
+
+    @classmethod
+    def pair(cls, carries: Callable[[StepBatch], bool]) -> tuple[BatchWay, BatchWay]:
+        upper, lower = cls(carries), cls(carries)
+        upper.far_end, lower.far_end = lower, upper
+        return upper, lower
+
+    def join(self, stream_id: int, member: object, listener: object, *_: object) -> None:
+        self.members[stream_id] = member, listener
+
+    def leave(self, stream_id: int) -> None:
+        self.members.pop(stream_id, None)
+
+    def send_steps(self, batch: StepBatch) -> bool:
+        if not self._carries(batch):
+            return False
+        self.sent.append(batch)
+        there = self.far_end.members
+        # What is sent from page-locked memory, or from a step's own, is copied on its way.
+        whole = [one for one in batch.whole_steps() if one.stream_id in there]
+        steps = [(there[one.stream_id], one.forward.with_own_memory()) for one in whole]
+        if steps:
+            steps[0][0][1].take_steps([(member, forward) for (member, _), forward in steps])
+        return True
+
+    def send_answers(self, answers: Sequence[BatchAnswer]) -> bool:
+        there = self.far_end.members
+        arrived = [(there[one.stream_id], one) for one in answers if one.stream_id in there]
+        if arrived:
+            arrived[0][0][1].take_answers([(member, one) for (member, _), one in arrived])
+        return True
 
 
 class Directory:
     """Stands for `services.rpc.peers.Peers`: it finds roles of this process by their addresses.
 
-    stages, drafts: the roles by address. lanes: the upper and the lower end of each lane that was opened.
+    stages, drafts: the roles by address. lanes: the upper and the lower end of each lane that was opened. batch_ways:
+    the ends of each way of steps of several sessions, by the address that it leads to.
     """
 
-    def __init__(self, carries: Callable[[Forward], bool] | None = None) -> None:
-        """carries: says of each step whether lanes down the chain take it; None for no lanes."""
+    def __init__(
+        self,
+        carries: Callable[[Forward], bool] | None = None,
+        carries_batch: Callable[[StepBatch], bool] | None = None,
+    ) -> None:
+        """carries: says of each step whether lanes down the chain take it; None for no lanes. carries_batch: says it
+        of steps of several sessions; None for none together."""
         self.stages: dict[str, Any] = {}
         self.drafts: dict[str, Any] = {}
         self.lanes: list[tuple[Lane, Lane]] = []
-        self._carries = carries
+        self.batch_ways: dict[str, tuple[BatchWay, BatchWay]] = {}
+        self._carries, self._carries_batch = carries, carries_batch
 
     async def stage(self, address: str) -> Any:
-        return SimpleNamespace(open=functools.partial(self._open, self.stages[address]))
+        return SimpleNamespace(open=functools.partial(self._open, address))
 
-    async def _open(self, role: TargetRole, request: OpenSession, *, steps: bool = False) -> StageSession:
+    async def _open(self, address: str, request: OpenSession, *, steps: bool = False) -> StageSession:
+        role = self.stages[address]
         if not steps or self._carries is None:
             return await role.open(request)
         # What goes down the chain may be refused; what goes up always arrives.
         upper, lower = Lane(self._carries), Lane(lambda _: True)
         upper.far_end, lower.far_end = lower, upper
         self.lanes.append((upper, lower))
-        session = await role.open(request, cast(StepLane, lower))
+        upper.stream_id = lower.stream_id = len(self.lanes)
+        if self._carries_batch is not None:
+            ways = self.batch_ways.setdefault(address, BatchWay.pair(self._carries_batch))
+            upper.batches, lower.batches = ways
+        session: StageSession = await role.open(request, cast(StepLane, lower))
         session.step_lane = cast(StepLane, upper)
         return session
 
@@ -219,13 +280,15 @@ class Chain:
         devices: str = "cpu",
         dtype: str | None = None,
         carries: Callable[[Forward], bool] | None = None,
+        carries_batch: Callable[[StepBatch], bool] | None = None,
     ) -> None:
         """cuts: the first layers of all stages but the first. draft: a draft's checkpoint. transport: how features
-        reach it. place: where it is. budget: bytes for snapshots on each worker. carries: as in `Directory`."""
+        reach it. place: where it is. budget: bytes for snapshots on each worker. carries, carries_batch: as in
+        `Directory`."""
         layers = load_stage(path).config.num_layers
         bounds = [0, *cuts, layers]
         self.ranges = [LayerRange(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
-        self.directory = Directory(carries)
+        self.directory = Directory(carries, carries_batch)
         self.threads: list[DeviceThread] = []
         self.draft_role: DraftRole | None = None
         self.snapshots = [WorkerSnapshots(budget) for _ in self.ranges]

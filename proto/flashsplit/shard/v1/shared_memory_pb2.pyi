@@ -67,11 +67,13 @@ class SharedOpened(_message.Message):
     def __init__(self, link_id: _Optional[int] = ..., segment: _Optional[_Union[SharedSegment, _Mapping]] = ..., socket: _Optional[str] = ..., step_socket: _Optional[str] = ...) -> None: ...
 
 class FrameLane(_message.Message):
-    __slots__ = ("link_id", "stream_id", "steps")
+    __slots__ = ("link_id", "stream_id", "steps", "batches")
     LINK_ID_FIELD_NUMBER: _ClassVar[int]
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
     link_id: int
     stream_id: int
     steps: bool
-    def __init__(self, link_id: _Optional[int] = ..., stream_id: _Optional[int] = ..., steps: _Optional[bool] = ...) -> None: ...
+    batches: bool
+    def __init__(self, link_id: _Optional[int] = ..., stream_id: _Optional[int] = ..., steps: _Optional[bool] = ..., batches: _Optional[bool] = ...) -> None: ...

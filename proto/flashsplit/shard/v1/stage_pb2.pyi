@@ -91,8 +91,16 @@ class DraftRoute(_message.Message):
     address: str
     def __init__(self, address: _Optional[str] = ...) -> None: ...
 
+class BatchRoute(_message.Message):
+    __slots__ = ("batches_id", "stream_id")
+    BATCHES_ID_FIELD_NUMBER: _ClassVar[int]
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    batches_id: int
+    stream_id: int
+    def __init__(self, batches_id: _Optional[int] = ..., stream_id: _Optional[int] = ...) -> None: ...
+
 class Open(_message.Message):
-    __slots__ = ("request_id", "fingerprint", "stage", "layers", "route", "max_length", "max_rows", "block_rows", "prompt_length", "sampling", "stop_token_ids", "draft", "logprobs", "grammar", "traceparent", "lane", "exact_rows", "prompt_logprobs", "holder_id")
+    __slots__ = ("request_id", "fingerprint", "stage", "layers", "route", "max_length", "max_rows", "block_rows", "prompt_length", "sampling", "stop_token_ids", "draft", "logprobs", "grammar", "traceparent", "lane", "exact_rows", "prompt_logprobs", "holder_id", "batches")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +120,7 @@ class Open(_message.Message):
     EXACT_ROWS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     HOLDER_ID_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     fingerprint: str
     stage: int
@@ -131,7 +140,8 @@ class Open(_message.Message):
     exact_rows: int
     prompt_logprobs: int
     holder_id: str
-    def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., stage: _Optional[int] = ..., layers: _Optional[_Union[_model_pb2.LayerRange, _Mapping]] = ..., route: _Optional[_Iterable[_Union[Hop, _Mapping]]] = ..., max_length: _Optional[int] = ..., max_rows: _Optional[int] = ..., block_rows: _Optional[int] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., draft: _Optional[_Union[DraftRoute, _Mapping]] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., traceparent: _Optional[str] = ..., lane: _Optional[_Union[_shared_memory_pb2.FrameLane, _Mapping]] = ..., exact_rows: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., holder_id: _Optional[str] = ...) -> None: ...
+    batches: BatchRoute
+    def __init__(self, request_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., stage: _Optional[int] = ..., layers: _Optional[_Union[_model_pb2.LayerRange, _Mapping]] = ..., route: _Optional[_Iterable[_Union[Hop, _Mapping]]] = ..., max_length: _Optional[int] = ..., max_rows: _Optional[int] = ..., block_rows: _Optional[int] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., draft: _Optional[_Union[DraftRoute, _Mapping]] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., traceparent: _Optional[str] = ..., lane: _Optional[_Union[_shared_memory_pb2.FrameLane, _Mapping]] = ..., exact_rows: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., holder_id: _Optional[str] = ..., batches: _Optional[_Union[BatchRoute, _Mapping]] = ...) -> None: ...
 
 class ForwardFromTokens(_message.Message):
     __slots__ = ("step", "base_position", "token_ids", "kind", "propose_tokens", "more")
@@ -179,6 +189,42 @@ class StepFeatures(_message.Message):
     features: _containers.RepeatedCompositeFieldContainer[FeatureSlice]
     def __init__(self, step: _Optional[int] = ..., features: _Optional[_Iterable[_Union[FeatureSlice, _Mapping]]] = ...) -> None: ...
 
+class BatchStep(_message.Message):
+    __slots__ = ("stream_id", "forward")
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_FIELD_NUMBER: _ClassVar[int]
+    stream_id: int
+    forward: ForwardFromActivation
+    def __init__(self, stream_id: _Optional[int] = ..., forward: _Optional[_Union[ForwardFromActivation, _Mapping]] = ...) -> None: ...
+
+class StepBatch(_message.Message):
+    __slots__ = ("steps", "activation", "features")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATION_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    steps: _containers.RepeatedCompositeFieldContainer[BatchStep]
+    activation: _tensor_pb2.Tensor
+    features: _containers.RepeatedCompositeFieldContainer[FeatureSlice]
+    def __init__(self, steps: _Optional[_Iterable[_Union[BatchStep, _Mapping]]] = ..., activation: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., features: _Optional[_Iterable[_Union[FeatureSlice, _Mapping]]] = ...) -> None: ...
+
+class BatchAnswer(_message.Message):
+    __slots__ = ("stream_id", "commit", "proposal")
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    stream_id: int
+    commit: Commit
+    proposal: Proposal
+    def __init__(self, stream_id: _Optional[int] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ...) -> None: ...
+
+class BatchAnswers(_message.Message):
+    __slots__ = ("answers", "batches_read")
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_READ_FIELD_NUMBER: _ClassVar[int]
+    answers: _containers.RepeatedCompositeFieldContainer[BatchAnswer]
+    batches_read: int
+    def __init__(self, answers: _Optional[_Iterable[_Union[BatchAnswer, _Mapping]]] = ..., batches_read: _Optional[int] = ...) -> None: ...
+
 class FeatureSlice(_message.Message):
     __slots__ = ("capture_index", "start_position", "features")
     CAPTURE_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -198,14 +244,16 @@ class StageIdentity(_message.Message):
     def __init__(self, location: _Optional[_Union[_failure_pb2.Location, _Mapping]] = ..., layers: _Optional[_Union[_model_pb2.LayerRange, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("stages", "lane", "step_lane")
+    __slots__ = ("stages", "lane", "step_lane", "batches")
     STAGES_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
     STEP_LANE_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
     stages: _containers.RepeatedCompositeFieldContainer[StageIdentity]
     lane: bool
     step_lane: bool
-    def __init__(self, stages: _Optional[_Iterable[_Union[StageIdentity, _Mapping]]] = ..., lane: _Optional[bool] = ..., step_lane: _Optional[bool] = ...) -> None: ...
+    batches: bool
+    def __init__(self, stages: _Optional[_Iterable[_Union[StageIdentity, _Mapping]]] = ..., lane: _Optional[bool] = ..., step_lane: _Optional[bool] = ..., batches: _Optional[bool] = ...) -> None: ...
 
 class StageTiming(_message.Message):
     __slots__ = ("forward_ns", "elapsed_ns", "passed_bytes")

@@ -40,6 +40,11 @@ class StageServiceStub:
                 request_serializer=flashsplit_dot_shard_dot_v1_dot_stage__service__pb2.RunStageRequest.SerializeToString,
                 response_deserializer=flashsplit_dot_shard_dot_v1_dot_stage__service__pb2.RunStageResponse.FromString,
                 _registered_method=True)
+        self.RunBatches = channel.stream_stream(
+                '/flashsplit.shard.v1.StageService/RunBatches',
+                request_serializer=flashsplit_dot_shard_dot_v1_dot_stage__service__pb2.RunBatchesRequest.SerializeToString,
+                response_deserializer=flashsplit_dot_shard_dot_v1_dot_stage__service__pb2.RunBatchesResponse.FromString,
+                _registered_method=True)
 
 
 class StageServiceServicer:
@@ -55,6 +60,14 @@ class StageServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RunBatches(self, request_iterator, context):
+        """The steps of all sessions of a caller that it computed together. The first frame each way is `open` and `opened`;
+        sessions that are opened afterwards name it. Its end ends the sessions whose steps go through it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StageServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -62,6 +75,11 @@ def add_StageServiceServicer_to_server(servicer, server):
                     servicer.RunStage,
                     request_deserializer=flashsplit_dot_shard_dot_v1_dot_stage__service__pb2.RunStageRequest.FromString,
                     response_serializer=flashsplit_dot_shard_dot_v1_dot_stage__service__pb2.RunStageResponse.SerializeToString,
+            ),
+            'RunBatches': grpc.stream_stream_rpc_method_handler(
+                    servicer.RunBatches,
+                    request_deserializer=flashsplit_dot_shard_dot_v1_dot_stage__service__pb2.RunBatchesRequest.FromString,
+                    response_serializer=flashsplit_dot_shard_dot_v1_dot_stage__service__pb2.RunBatchesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -92,6 +110,33 @@ class StageService:
             '/flashsplit.shard.v1.StageService/RunStage',
             flashsplit_dot_shard_dot_v1_dot_stage__service__pb2.RunStageRequest.SerializeToString,
             flashsplit_dot_shard_dot_v1_dot_stage__service__pb2.RunStageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RunBatches(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/flashsplit.shard.v1.StageService/RunBatches',
+            flashsplit_dot_shard_dot_v1_dot_stage__service__pb2.RunBatchesRequest.SerializeToString,
+            flashsplit_dot_shard_dot_v1_dot_stage__service__pb2.RunBatchesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,89 @@
+"""The sessions between two processes whose steps go together, whichever way: whose is what comes, and who takes it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from flashsplit.shard.v1 import stage_pb2
+from services.errors import FlashsplitError
+from services.messages.batch_frames import BatchAnswer, StepBatch
+from services.messages.frames import NO_TENSORS, TensorLimits
+from services.messages.steps import Forward
+
+MemberT = TypeVar("MemberT")
+MemberT_contra = TypeVar("MemberT_contra", contravariant=True)
+
+
+class BatchListener(Protocol[MemberT_contra]):
+    """Who takes what comes for sessions that were together, in the order in which it stands in the frame."""
+
+    def take_steps(self, steps: Sequence[tuple[MemberT_contra, Forward]]) -> None:
+        """Take the steps of a batch, at the end below."""
+
+    def take_answers(self, answers: Sequence[tuple[MemberT_contra, BatchAnswer]]) -> None:
+        """Take answers to steps of batches, at the end above."""
+
+    def fail(self, members: Sequence[MemberT_contra], error: FlashsplitError) -> None:
+        """End sessions of which something came that could not be read."""
+
+
+class BatchMembers(ABC, Generic[MemberT]):
+    """One end of a way of batches. MemberT: what a session is to who listens."""
+
+    def __init__(self) -> None:
+        self._members: dict[int, tuple[MemberT, BatchListener[MemberT]]] = {}
+        self._largest = NO_TENSORS
+        """The most that a step of any session so far might bring."""
+
+    def join(
+        self,
+        stream_id: int,
+        member: MemberT,
+        listener: BatchListener[MemberT],
+        limits: TensorLimits = NO_TENSORS,
+    ) -> None:
+        """Begin a session's part; may be called on any thread. limits: what its steps may bring."""
+        self._members[stream_id] = member, listener
+        self._largest = TensorLimits(
+            max(self._largest.max_tensor_bytes, limits.max_tensor_bytes),
+            max(self._largest.max_feature_slices, limits.max_feature_slices),
+        )
+
+    def leave(self, stream_id: int) -> None:
+        """Pass over what comes for a session from now on; on any thread. Safe to call twice."""
+        self._members.pop(stream_id, None)
+
+    @abstractmethod
+    def send_steps(self, batch: StepBatch) -> bool:
+        """Send a batch down the chain, on the device thread; return False where its steps have to go another way."""
+
+    @abstractmethod
+    def send_answers(self, answers: Sequence[BatchAnswer]) -> bool:
+        """Send answers up the chain, on the device thread; return False where they could not be sent."""
+
+    # --- what came
+
+    def limits(self, message: stage_pb2.StepBatch) -> TensorLimits:
+        """Return what a batch may bring. The other side may still send steps of sessions that are over here."""
+        largest = self._largest
+        return TensorLimits(len(message.steps) * largest.max_tensor_bytes, largest.max_feature_slices)
+
+    def take_batch(self, batch: StepBatch) -> None:
+        """Hand over the steps of a batch, but for those of sessions that are over here."""
+        steps = [(self._members[one.stream_id], one) for one in batch.whole_steps() if one.stream_id in self._members]
+        for (_, listener), _ in steps[:1]:
+            listener.take_steps([(member, one.forward) for (member, _), one in steps])
+
+    def take_answers(self, answers: Iterable[BatchAnswer]) -> None:
+        """Hand over answers."""
+        known = [(self._members[one.stream_id], one) for one in answers if one.stream_id in self._members]
+        for (_, listener), _ in known[:1]:
+            listener.take_answers([(member, one) for (member, _), one in known])
+
+    def fail(self, error: FlashsplitError) -> None:
+        """End all sessions."""
+        members = [*self._members.values()]
+        for _, listener in members[:1]:
+            listener.fail([member for member, _ in members], error)

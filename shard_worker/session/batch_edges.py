@@ -1,0 +1,126 @@
+"""What the sessions of a stage exchange with the stages beside it where steps of several are computed together: one
+frame a batch and neighbour.
+
+It gathers what leaves the stage until a batch is done, and hands over what comes to the sessions. Everything here runs
+on the device thread, but where it says otherwise. It must not know how steps are computed.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from services.errors import FailedPrecondition, FlashsplitError
+from services.messages.batch_frames import BatchAnswer, BatchStep, StepBatch
+from services.messages.steps import Forward
+from services.streams.batch_members import BatchMembers
+from shard_worker.device.dtypes import Leaving
+from shard_worker.device.executor import DeviceThread
+from shard_worker.drafting.link import slices_of
+from shard_worker.model.features import joined
+from shard_worker.sampling.verifier import ComputedStep
+from shard_worker.session.step_batches import StepBatches, WaitingStep
+from shard_worker.stage.step_graph import joined_rows
+
+if TYPE_CHECKING:
+    from shard_worker.session.relay import RelayDeviceSession
+    from shard_worker.session.session import DeviceSession
+
+
+class BatchEdges:
+    """Implements `services.streams.batch_lane.BatchListener` for the sessions of one stage."""
+
+    def __init__(self, thread: DeviceThread, batches: StepBatches) -> None:
+        self._thread, self._batches = thread, batches
+        self._steps: dict[BatchMembers[Any], list[tuple[RelayDeviceSession, ComputedStep, int]]] = {}
+        self._answers: dict[BatchMembers[Any], list[tuple[DeviceSession, BatchAnswer]]] = {}
+
+    # --- what leaves the stage
+
+    def add_step(self, session: RelayDeviceSession, step: ComputedStep, arrived_ns: int) -> None:
+        """Send a step that was computed on to the next stage, with all that are added before `flush`.
+
+        arrived_ns: when it came, by `time.monotonic_ns`.
+        """
+        self._steps.setdefault(session.batches_below, []).append((session, step, arrived_ns))
+
+    def add_answer(self, session: DeviceSession, answer: BatchAnswer) -> None:
+        """Send a step's answer to the stage before, with all that are added before `flush`."""
+        self._answers.setdefault(session.batches_above, []).append((session, answer))
+
+    def flush(self) -> None:
+        """Send what was added. An error ends the sessions whose steps or answers it kept from going on."""
+        while self._steps:
+            lane, steps = self._steps.popitem()
+            try:
+                self._send_steps(lane, steps)
+            except Exception as error:
+                for sending, _, _ in steps:
+                    sending.break_by(error)
+        while self._answers:
+            lane, answers = self._answers.popitem()
+            if not lane.send_answers([answer for _, answer in answers]):
+                for session, _ in answers:
+                    session.break_by(
+                        FailedPrecondition("the socket for steps to the stage above is broken", reason="LANE_BROKEN")
+                    )
+
+    def _send_steps(
+        self, lane: BatchMembers[Any], steps: Sequence[tuple[RelayDeviceSession, ComputedStep, int]]
+    ) -> None:
+        rows, on_host = joined_rows([step.output for _, step, _ in steps])
+        features = joined([step.features for _, step, _ in steps])
+        leaving = Leaving([*([] if on_host is not None else [rows]), *features.tensors], on_host)
+        activation, *tensors = leaving.wait()
+        now_ns = time.monotonic_ns()
+        batch = StepBatch(
+            tuple(BatchStep(session.stream_below, step.forward) for session, step, _ in steps),
+            activation,
+            tuple(slices_of(features.indices, tensors, 0)),
+        )
+        whole = [one.forward for one in batch.whole_steps()]
+        for (session, step, arrived_ns), forward in zip(steps, whole, strict=True):
+            # Before their answers can come; the event loop wakes up behind them.
+            session.passed_on(forward, arrived_ns, now_ns - step.started_ns)
+        if not lane.send_steps(batch):
+            for (session, _, _), forward in zip(steps, whole, strict=True):
+                session.not_sent(forward.with_own_memory())
+
+    # --- what comes
+
+    def take_steps(self, steps: Sequence[tuple[DeviceSession, Forward]]) -> None:
+        """Have the steps of a batch computed together, behind the jobs that wait."""
+        self._now(self._compute, steps, time.monotonic_ns())
+
+    def take_answers(self, answers: Sequence[tuple[RelayDeviceSession, BatchAnswer]]) -> None:
+        """Let the sessions go on behind steps that were answered."""
+        self._now(self._go_on, answers)
+
+    def fail(self, members: Sequence[DeviceSession], error: FlashsplitError) -> None:
+        for session in members:
+            session.break_by(error.copied())
+
+    def _now(self, job: Callable[..., None], *args: object) -> None:
+        self._thread.step_now(functools.partial(job, *args))
+
+    def _compute(self, steps: Sequence[tuple[DeviceSession, Forward]], arrived_ns: int) -> None:
+        waiting: list[WaitingStep] = []
+        for session, forward in steps:
+            try:
+                waiting.append(session.step_of_batch(forward, arrived_ns))
+            except Exception as error:
+                session.break_by(error)
+        self._batches.add_together(waiting)
+
+    def _go_on(self, answers: Sequence[tuple[RelayDeviceSession, BatchAnswer]]) -> None:
+        for session, answer in answers:
+            try:
+                session.take_answer(answer)
+            except Exception as error:
+                session.break_by(error)
+        # A stage in the middle sends them on.
+        self.flush()
+        for session, _ in answers[:1]:
+            session.announce()

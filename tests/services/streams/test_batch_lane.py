@@ -1,0 +1,190 @@
+"""Steps of several sessions, and their answers, from thread to thread over a real link."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from services.errors import FlashsplitError
+from services.messages.batch_frames import BatchAnswer, BatchStep, StepBatch
+from services.messages.frames import TensorLimits
+from services.messages.steps import (
+    Commit,
+    FeatureSlice,
+    Forward,
+    Proposal,
+    StageTiming,
+    StepKind,
+    TokenLogprobs,
+)
+from services.messages.tensors import WireTensor
+from services.same_host.link import PIECE_BYTES, RING_BYTES, SEGMENT_BYTES, SharedLink
+from services.streams.batch_lane import INLINE_BYTES, STREAM_ID, BatchLane
+from tests.services.fakes import until
+from tests.services.streams.lane_chain import LaneChain
+from tests.services.thread_watcher import ThreadWatcher
+
+STEPS = (
+    Forward(7, 19, (3,), StepKind.DECODE, 0, more=9),
+    Forward(12, 400, (5, 6, 7), StepKind.VERIFY, 2),
+    Forward(1, 30, (8,), StepKind.DECODE, 5),
+)
+
+
+class End:
+    """One end, with three sessions on it. steps, answers: what came for them. failed: who was ended."""
+
+    def __init__(self, link: SharedLink, watcher: ThreadWatcher, *, above: bool) -> None:
+        assert link.step_socket is not None
+        self.lane: BatchLane[str] = BatchLane.of(link, link.step_socket, above=above)
+        assert BatchLane.of(link, link.step_socket, above=above) is self.lane
+        self.watcher = watcher
+        self.steps: list[Sequence[tuple[str, Forward]]] = []
+        self.answers: list[Sequence[tuple[str, BatchAnswer]]] = []
+        self.failed: list[tuple[Sequence[str], FlashsplitError]] = []
+        for stream_id in (1, 2, 3):
+            self.lane.join(stream_id, f"session {stream_id}", self, TensorLimits(4 * PIECE_BYTES, 2))
+
+    def take_steps(self, steps: Sequence[tuple[str, Forward]]) -> None:
+        self.steps.append(steps)
+
+    def take_answers(self, answers: Sequence[tuple[str, BatchAnswer]]) -> None:
+        self.answers.append(answers)
+
+    def fail(self, members: Sequence[str], error: FlashsplitError) -> None:
+        self.failed.append((members, error))
+
+    def call(self, job: Callable[[], bool]) -> bool:
+        return bool(self.watcher.call(job))
+
+
+@pytest.fixture
+def ends(chain: LaneChain) -> tuple[End, End]:
+    return (
+        End(chain.above.link, chain.above.watcher, above=True),
+        End(chain.below.link, chain.below.watcher, above=False),
+    )
+
+
+def batch(columns: int, *, slices: int = 1) -> StepBatch:
+    """Return a batch with random rows of float16, as wide as that."""
+    tensors = [WireTensor("float16", (5, columns), os.urandom(10 * columns)) for _ in range(slices + 1)]
+    features = tuple(FeatureSlice(0, one, index or None) for index, one in enumerate(tensors[1:]))
+    return StepBatch(tuple(map(BatchStep, (1, 2, 3), STEPS)), tensors[0], features)
+
+
+def answer(stream_id: int) -> BatchAnswer:
+    logprobs = TokenLogprobs(-0.5, (7,), (-0.25,), 1)
+    commit = Commit(7, 20, (11, 12), (StageTiming(5, 6, 7),), (logprobs, logprobs))
+    return BatchAnswer(stream_id, commit, Proposal(7, (1, 2), 8) if stream_id == 2 else None)
+
+
+def expected(sent: StepBatch) -> list[tuple[str, Forward]]:
+    """Return what comes of a batch for each session: rows cut out by numbers, not by the code under test."""
+    rows, names = [(0, 1), (1, 4), (4, 5)], ("session 1", "session 2", "session 3")
+
+    def cut(tensor: WireTensor, first: int, end: int) -> WireTensor:
+        data, row = bytes(tensor.data), 2 * tensor.shape[1]
+        return WireTensor(tensor.dtype, (end - first, tensor.shape[1]), data[first * row : end * row])
+
+    return [
+        (
+            name,
+            replace(
+                forward,
+                activation=cut(sent.activation, *at),
+                features=tuple(
+                    FeatureSlice(forward.base_position, cut(piece.features, *at), piece.capture_index)
+                    for piece in sent.features
+                ),
+            ),
+        )
+        for name, forward, at in zip(names, STEPS, rows, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("columns", [1, 64, INLINE_BYTES // 10, PIECE_BYTES // 10, PIECE_BYTES // 8])
+async def test_a_batch_and_its_answers(ends: tuple[End, End], columns: int) -> None:
+    """Within the packet, in shared memory, and in several pieces there."""
+    above, below = ends
+    sent = batch(columns)
+    assert above.call(lambda: above.lane.send_steps(sent))
+    await until(lambda: bool(below.steps or below.failed))
+    assert below.failed == []
+    assert [[*one] for one in below.steps] == [expected(sent)]
+    assert below.call(lambda: below.lane.send_answers([answer(1), answer(2)]))
+    await until(lambda: bool(above.answers))
+    assert [[*one] for one in above.answers] == [[("session 1", answer(1)), ("session 2", answer(2))]]
+
+
+async def test_shared_memory_is_used_again(ends: tuple[End, End]) -> None:
+    """Answers say what was read; without any the room is used up, and batches have to go another way."""
+    above, below = ends
+    sent = batch(PIECE_BYTES // 10)
+    taken = 0
+    while above.call(lambda: above.lane.send_steps(sent)):
+        taken += 1
+        await until(lambda taken=taken: len(below.steps) == taken)
+    assert 0 < taken <= (SEGMENT_BYTES - RING_BYTES) // (2 * (PIECE_BYTES // 10) * 10)
+    for count in range(taken + 1, taken + 4):
+        assert below.call(lambda: below.lane.send_answers([answer(1)]))
+        await until(lambda count=count: len(above.answers) == count - taken)
+        assert above.call(lambda: above.lane.send_steps(sent))
+        await until(lambda count=count: len(below.steps) == count)
+    assert [*below.steps[-1]] == expected(sent)
+
+
+async def test_answers_that_fill_more_than_a_packet(ends: tuple[End, End]) -> None:
+    """They come in as many as they need, each session's in one."""
+    above, below = ends
+    sent = [BatchAnswer(stream_id, Commit(7, 20, (300_000,) * 20_000, ())) for stream_id in (1, 2, 3)]
+    assert below.call(lambda: below.lane.send_answers(sent))
+    await until(lambda: sum(map(len, above.answers)) == 3)
+    assert [one for packet in above.answers for _, one in packet] == sent
+    assert len(above.answers) > 1
+
+
+async def test_who_has_left_is_passed_over(ends: tuple[End, End]) -> None:
+    """The others of its batch get what is theirs."""
+    above, below = ends
+    below.lane.leave(2)
+    above.lane.leave(1)
+    sent = batch(8)
+    assert above.call(lambda: above.lane.send_steps(sent))
+    assert below.call(lambda: below.lane.send_answers([answer(1), answer(3)]))
+    await until(lambda: bool(below.steps and above.answers))
+    assert [*below.steps[0]] == [expected(sent)[0], expected(sent)[2]]
+    assert [*above.answers[0]] == [("session 3", answer(3))]
+    for stream_id in (1, 3):
+        below.lane.leave(stream_id)
+    assert above.call(lambda: above.lane.send_steps(sent))
+    below.lane.join(1, "session 1", below)
+    assert above.call(lambda: above.lane.send_steps(sent))
+    await until(lambda: [*below.steps[-1]] == [expected(sent)[0]])
+    assert below.failed == []
+
+
+@pytest.mark.parametrize("packet", [b"\xff\xff\xff", b""])
+async def test_what_is_no_batch_ends_the_sessions(chain: LaneChain, ends: tuple[End, End], packet: bytes) -> None:
+    """Nobody could say whose it was."""
+    _, below = ends
+    socket = chain.above.link.step_socket
+    assert socket is not None
+    assert chain.above.watcher.call(lambda: socket.send(STREAM_ID, packet))
+    await until(lambda: bool(below.failed))
+    [(members, error)] = below.failed
+    assert (members, error.code_name) == (["session 1", "session 2", "session 3"], "INVALID_ARGUMENT")
+
+
+async def test_rows_that_are_not_there_are_refused(ends: tuple[End, End]) -> None:
+    """A batch whose activation has fewer rows than its steps is no step of anybody."""
+    above, below = ends
+    sent = batch(8)
+    short = replace(sent, activation=WireTensor("float16", (4, 8), bytes(64)), features=())
+    assert above.call(lambda: above.lane.send_steps(short))
+    await until(lambda: bool(below.failed))
+    assert "5 rows" in below.failed[0][1].message
+    assert below.steps == []

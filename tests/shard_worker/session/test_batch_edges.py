@@ -1,0 +1,153 @@
+"""Steps that stages compute together go from one to the next in one frame, and what comes of them is what it was."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from services.errors import ResourceExhausted
+from services.messages.batch_frames import StepBatch
+from services.messages.description import HeadPlace
+from services.messages.steps import Commit, Failure, Forward, StepKind
+from shard_worker.stage.stage import StepInput
+from tests.shard_worker.chain import Chain
+from tests.shard_worker.session.session_memory import stages_of
+from tests.shard_worker.session.test_following import follow, tokens_of
+from tests.shard_worker.session.test_step_batches import COUNT, REQUESTS, answer, produced
+from tests.shard_worker.tiny import Tiny, ids
+
+
+def always(_: object) -> bool:
+    return True
+
+
+@pytest.fixture
+def new_chain(tiny: Tiny) -> Iterator[Callable[..., Chain]]:
+    """Makes chains with a draft, whose lanes carry what the test says."""
+    chains: list[Chain] = []
+
+    def make(
+        name: str,
+        cuts: Sequence[int],
+        carries_batch: Callable[[StepBatch], bool] = always,
+        carries: Callable[[Forward], bool] = always,
+        **options: Any,
+    ) -> Chain:
+        draft = tiny.draft(name, "session", target_layer_ids=(0, 1, 3))
+        chain = Chain(
+            tiny.path(name),
+            cuts,
+            draft=draft,
+            dtype="bfloat16",
+            carries=carries,
+            carries_batch=carries_batch,
+            **options,
+        )
+        chains.append(chain)
+        return chain
+
+    yield make
+    for chain in chains:
+        chain.shutdown()
+
+
+async def answers_alone(chain: Chain) -> list[list[tuple[object, ...]]]:
+    """Return each request's answers with nobody beside it: such steps go their own way."""
+    alone = [produced(await answer(chain, request, batch_invariant_rows=16)) for request in REQUESTS]
+    assert [batches_to(chain, index) for index in range(1, len(chain.roles))] == [[]] * (len(chain.roles) - 1)
+    return alone
+
+
+def batches_to(chain: Chain, stage: int) -> list[int]:
+    """Return of how many steps each batch was that went to a stage."""
+    upper, _ = chain.directory.batch_ways[f"stage:{stage}"]
+    return [len(batch.steps) for batch in upper.sent]
+
+
+@pytest.mark.parametrize(("name", "cuts"), [("qwen3", (1,)), ("qwen3_5", (1, 3))])
+async def test_answers_are_those_of_each_alone(
+    new_chain: Callable[..., Chain], name: str, cuts: tuple[int, ...]
+) -> None:
+    """Of requests of every kind at once; each stage behind the first one computes the batches that come as they are,
+    and sends each of them on as one."""
+    chain = new_chain(name, cuts)
+    alone = await answers_alone(chain)
+    for _ in range(20):
+        answers = await asyncio.gather(*(answer(chain, request, batch_invariant_rows=16) for request in REQUESTS))
+        assert [produced(commits) for commits in answers] == alone
+        if max(batches_to(chain, 1)) > 1:
+            break
+    for stage in range(1, len(chain.roles)):
+        assert max(batches_to(chain, stage)) > 1
+    if len(chain.roles) > 2:
+        # None is cut, as all its steps are of one kind here.
+        assert batches_to(chain, 1) == batches_to(chain, 2)
+
+
+@pytest.mark.parametrize("place", [HeadPlace.SHARED, HeadPlace.PROJECTED])
+async def test_any_way_at_any_time(new_chain: Callable[..., Chain], place: HeadPlace) -> None:
+    """Whether a step goes together with others, through its session's lane or by its stream, and wherever the draft
+    is: nothing comes before what it stands behind."""
+    numbers = random.Random(5)
+
+    def now_and_then(_: object) -> bool:
+        return numbers.random() < 0.5
+
+    chain = new_chain("qwen3", (1, 3), carries_batch=now_and_then, carries=now_and_then, place=place)
+    alone = await answers_alone(chain)
+    for _ in range(2):
+        late = [asyncio.sleep(0.01 * numbers.random() * index) for index in range(len(REQUESTS))]
+
+        async def begin(index: int, late: Sequence[Any] = tuple(late)) -> Any:
+            await late[index]
+            return await answer(chain, REQUESTS[index], batch_invariant_rows=16)
+
+        answers = await asyncio.gather(*map(begin, range(len(REQUESTS))))
+        assert [produced(commits) for commits in answers] == alone
+
+
+async def test_blocks_that_no_draft_proposed(new_chain: Callable[..., Chain]) -> None:
+    """The next step may come before the draft has taken the features of the last one, and so before its commit."""
+    chain = new_chain("qwen3_5", (1,))
+
+    async def tokens(seed: int) -> list[int]:
+        async with chain.session(batch_invariant_rows=16) as client:
+            # Some of these are right by chance, most are not.
+            return (await client.speculate(ids(20, seed=seed), 12, script=lambda known: known[-4:])).tokens
+
+    alone = [await tokens(seed) for seed in range(3)]
+    assert await asyncio.gather(*map(tokens, range(3))) == alone
+    assert batches_to(chain, 1)
+
+
+async def test_a_session_that_ends_leaves_the_others(
+    new_chain: Callable[..., Chain], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session that finds no memory on the last stage ends with that error, and those that came with it go on."""
+    chain = new_chain("qwen3", (1,))
+    prompt = REQUESTS[0].prompt
+    expected = tokens_of(await answer(chain, REQUESTS[0]))
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(chain.session(draft=None)) for _ in range(3)]
+        for client in clients:
+            await client.prefill(prompt[:-1])
+        lost = stages_of(clients[1])[-1]._device
+        begin = lost.begin
+
+        def begin_or_fail(forward: Forward) -> StepInput:
+            if forward.more < COUNT - 2:
+                raise ResourceExhausted("the device has no memory left")
+            return begin(forward)
+
+        monkeypatch.setattr(lost, "begin", begin_or_fail)
+        follows = [asyncio.ensure_future(follow(client, prompt[-1], COUNT)) for client in (clients[0], clients[2])]
+        await clients[1].send(clients[1].frame(StepKind.DECODE, [prompt[-1]], more=COUNT))
+        while not isinstance(event := await anext(clients[1].events), Failure):
+            assert isinstance(event, Commit)
+        assert (event.code, event.location.stage) == ("RESOURCE_EXHAUSTED", 1)
+        assert [tokens_of(await one) for one in follows] == [expected] * 2
