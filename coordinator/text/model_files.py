@@ -31,6 +31,9 @@ class ModelFiles:
     """A hash of the files that turn text into tokens, tokenizer and chat template: 32 hex digits."""
     defaults: GenerationDefaults = GenerationDefaults()
     """What holds where a request says nothing."""
+    tool_call_format: str | None = None
+    """How the model writes tool calls, by the name of a format in `parsers.tools`; None for what its chat template
+    teaches."""
 
     @property
     def name(self) -> str:

@@ -19,6 +19,7 @@ OPTION = "--rope-scaling"
 
 _PLACES = ("rope_parameters", "rope_scaling")
 _TYPES = ("default", "linear", "llama3", "yarn")
+_STRETCHING = _TYPES[1:]
 _OF_GGUF = "divided"
 _KEPT = frozenset({"rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"})
 """What is said beside the scaling; positions of text are the same in all sections of `mrope_section`."""
@@ -163,7 +164,8 @@ def parse_rope_scaling(text: str) -> str:
             field=OPTION,
         )
     _check_keys(keys, OPTION, InvalidArgument)
-    _type_of(keys)
+    if _type_of(keys) in _STRETCHING:
+        ConfigReader(keys, OPTION).number("factor")
     return json.dumps(keys, sort_keys=True)
 
 

@@ -65,14 +65,15 @@ class Talk:
     def in_template(self, engine: Engine) -> tuple[TemplateChat, str]:
         """Return the conversation as the model's chat template takes it, and the format in which tools are called.
 
-        Where the template teaches no format that is known here, the tools are said in the messages. Raises
+        Where the template teaches no format that is known here, and none was named, the tools are said in the messages.
+        Raises
         InvalidArgument as `make_chat` does.
         """
         chat = make_chat(self.messages, self.use.tools, self.variables, continued=self.continued, opened=self.opened)
         if not chat.tools:
             return chat, NONE
-        template = engine.files.chat_template
-        call_format = NONE if template is None else detect(template.source)
+        template, named = engine.files.chat_template, engine.files.tool_call_format
+        call_format = named or (NONE if template is None else detect(template.source))
         if call_format != NONE:
             return chat, call_format
         return replace(chat, messages=say_tools(chat.messages, chat.tools), tools=None), said_tools.FORMAT

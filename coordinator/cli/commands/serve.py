@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import sys
+from dataclasses import replace
 
 import click
 import structlog
@@ -63,7 +64,8 @@ async def serve(
     Ctrl-C let running answers finish and refuse new ones; a second signal ends everything at once.
     """
     keys, tls = access.load(listen.host)
-    files = read_model_files(model.model, defaults.defaults(model.model))
+    read = read_model_files(model.model, defaults.defaults(model.model))
+    files = replace(read, tool_call_format=service.tool_call_parser)
     async with contextlib.AsyncExitStack() as stack:
         # A port that is taken is told before anything is loaded.
         door = UntilLoaded()

@@ -13,6 +13,7 @@ from coordinator.api.api_keys import ApiKeys, read_keys
 from coordinator.api.http.allowed_hosts import AllowedHosts, own_names
 from coordinator.cli.option_groups import Flag
 from coordinator.engine.generation import RESUME_TIMEOUT_S
+from coordinator.text.parsers.tools import NONE, known_formats
 from services.addresses import is_loopback
 from services.errors import InvalidArgument
 from services.net.client_server import CLIENT_TIMEOUT_S
@@ -20,6 +21,7 @@ from services.net.client_tls import ClientTls, load_client_tls
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
 _HOST_NAME = re.compile(r"\*|(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_.])?", re.IGNORECASE)
+_TOOL_CALL_FORMATS = [name for name in known_formats() if name != NONE]
 _PORT = click.IntRange(0, 65535)
 
 
@@ -127,7 +129,8 @@ class AccessOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOptions:
-    """Under which names the model is served, to how many requests at once, and how serving ends."""
+    """Under which names the model is served, how it writes tool calls, to how many requests at once, and how serving
+    ends."""
 
     served_model_name: Annotated[
         tuple[str, ...],
@@ -139,6 +142,14 @@ class ServiceOptions:
             envvar="FLASHSPLIT_NAMES",
         ),
     ] = ()
+    tool_call_parser: Annotated[
+        str | None,
+        Flag(
+            "How the model writes tool calls, where its chat template takes tools but shows no format that is known. "
+            " [default: what the chat template shows; where it shows none, tools are said in the messages]",
+            type=click.Choice(_TOOL_CALL_FORMATS),
+        ),
+    ] = None
     max_model_len: Annotated[
         int | None,
         Flag(

@@ -48,6 +48,8 @@ def test_the_text_part_of_a_model_with_towers_is_meant() -> None:
         ("[4]", InvalidArgument, "must be an object with a rope_type"),
         ('{"factor": 4}', InvalidArgument, "must be an object with a rope_type"),
         ('{"rope_type": "yarn", "scale": 4}', InvalidArgument, "scale is not a key of RoPE"),
+        ('{"rope_type": "yarn"}', InvalidArgument, "factor is None; it must be above 0"),
+        ('{"rope_type": "linear", "factor": "4"}', InvalidArgument, "factor is '4'; it must be above 0"),
         ('{"rope_type": "longrope", "factor": 4}', Unimplemented, "'longrope' is not supported, only default, linear"),
         ('{"type": "dynamic", "factor": 4}', Unimplemented, "'dynamic' is not supported"),
     ],

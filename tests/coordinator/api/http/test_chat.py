@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from services.errors import Unavailable
 from tests.coordinator.api.http.conftest import Client, Connect
-from tests.coordinator.fakes import HERMES, THINKER, Script, engine, says
+from tests.coordinator.fakes import HERMES, THINKER, Script, engine, model_files, says
 from tests.services.fakes import until
 
 PATH = "/v1/chat/completions"
@@ -183,6 +184,17 @@ async def test_a_tool_call(connect: Connect) -> None:
     [call] = choice["message"]["tool_calls"]
     assert call["function"] == {"name": "add", "arguments": '{"a": [1, "é"]}'}
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "One moment.")
+
+
+async def test_a_format_that_is_named(connect: Connect) -> None:
+    """It counts before what the chat template shows, which gets the tools then."""
+    said = '{"name": "add", "parameters": {"a": [1, "é"]}}'
+    for files in (model_files(HERMES), model_files()):
+        client = await connect(engine(Script(says(said)), files=replace(files, tool_call_format="llama3_json")))
+        [choice] = (await whole(client, tools=[ADD]))["choices"]
+        [call] = choice["message"]["tool_calls"]
+        assert call["function"] == {"name": "add", "arguments": '{"a": [1, "é"]}'}
+        assert choice["message"]["content"] is None
 
 
 async def test_a_streamed_tool_call(connect: Connect) -> None:

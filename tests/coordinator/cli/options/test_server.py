@@ -65,6 +65,9 @@ def test_defaults() -> None:
     assert parse(ListenOptions, "--no-grpc", "--port", 0) == ListenOptions(grpc=False, port=0)
     service = parse(ServiceOptions)
     assert (service.names, service.max_model_len, service.drain_timeout) == ((), None, 60.0)
+    assert service.tool_call_parser is None
+    assert parse(ServiceOptions, "--tool-call-parser", "llama3_json").tool_call_parser == "llama3_json"
+    assert "'hermes', 'llama3_json', 'qwen3_xml'" in refusal(ServiceOptions, "--tool-call-parser", "pythonic")
 
 
 def test_web_sites_that_may_use_the_apis() -> None:
