@@ -32,14 +32,20 @@ class Models:
 class Share:
     """One device's part of a stage, or the draft in a worker of its own.
 
-    layers: None in the draft's own worker. draft: whether the draft is here. captures: how many blocks are captured
-    here for it.
+    weight_bytes: as packed as they are stored. cpu_bytes: on a CPU, which unpacks some packed matrices, and holds an
+    embedding that is lm_head too only once, as lm_head. layers: None in the draft's own worker. draft: whether the
+    draft is here. captures: how many blocks are captured here for it.
     """
 
     layers: LayerRange | None
     weight_bytes: int
+    cpu_bytes: int
     draft: bool
     captures: int = 0
+
+    def bytes_on(self, device: str) -> int:
+        """Return the bytes of the weights on a device of this name."""
+        return self.cpu_bytes if device == "cpu" else self.weight_bytes
 
 
 def device_names(place: WorkerPlace) -> tuple[str, ...]:
@@ -67,20 +73,24 @@ def stage_shares(models: Models, layers: LayerRange, devices: int, *, draft_here
     shares = []
     runs = spread(layers, devices)
     for index, run in enumerate(runs):
-        weights, captures, holds_draft = target.layers_bytes(run), 0, False
+        weights, on_cpu, captures, holds_draft = target.layers_bytes(run), target.cpu_layers_bytes(run), 0, False
         first, last = index == 0 and layers.first == 0, index == devices - 1 and layers.last == len(target.layers)
         if first:
             weights += target.embedding_bytes
+            on_cpu += 0 if target.tied_head and last else target.embedding_bytes
         if last:
             weights += target.norm_bytes + (0 if target.tied_head and first else target.head_bytes)
+            on_cpu += target.norm_bytes + target.cpu_head_bytes
         if draft is not None:
             captures = draft.captured(run)
             if models.transport is FeatureTransport.SUM:
                 weights += captures * draft.capture_bytes
+                on_cpu += captures * draft.capture_bytes
             if last and draft_here:
                 weights += draft.weight_bytes
+                on_cpu += draft.weight_bytes
                 holds_draft = True
-        shares.append(Share(run, weights, holds_draft, captures))
+        shares.append(Share(run, weights, on_cpu, holds_draft, captures))
     return shares
 
 
@@ -89,7 +99,7 @@ def draft_share(models: Models) -> Share:
     target, draft = models.target, models.draft
     assert draft is not None
     head = target.draft_head_bytes(draft.item_bytes) if models.head_place is HeadPlace.LOADED else 0
-    return Share(None, draft.weight_bytes + head, True)
+    return Share(None, draft.weight_bytes + head, draft.weight_bytes + head, True)
 
 
 def cache_bytes(models: Models, share: Share, length: int, sessions: int) -> int:

@@ -20,7 +20,7 @@ from services.model.layers import layer_caches, read_share
 from services.model.quantization import OPTIONS, Quantization
 from services.model.random_weights import read_headers
 from services.model.rope import with_rope_scaling
-from services.model.target_tensors import TargetTensors, loaded_bytes
+from services.model.target_tensors import TargetTensors, cpu_bytes, loaded_bytes
 from services.model.tensor_headers import TensorHeader
 
 
@@ -28,13 +28,14 @@ from services.model.tensor_headers import TensorHeader
 class LayerSize:
     """One layer. All in bytes, but for its kind in Hugging Face's words.
 
-    read_bytes: the matrices that a one-row step reads; of experts, those that the row goes through. token_bytes: what
-    is cached of one position. state_bytes: what is cached whatever the length. block_row_bytes: what is cached for each
-    row of the largest verify.
+    cpu_bytes: the weights on a CPU, which unpacks some packed matrices. read_bytes: the matrices that a one-row step
+    reads; of experts, those that the row goes through. token_bytes: what is cached of one position. state_bytes: what
+    is cached whatever the length. block_row_bytes: what is cached for each row of the largest verify.
     """
 
     kind: str
     weight_bytes: int
+    cpu_bytes: int
     read_bytes: int
     token_bytes: int
     state_bytes: int
@@ -49,8 +50,8 @@ class LayerSize:
 class ModelSize:
     """A target, in bytes at the element types that it is to be loaded with; hidden_size and vocab_size count elements.
 
-    kv_dtype: the element type of attention keys and values. packed_head: whether lm_head is stored packed, and stays so
-    in memory.
+    kv_dtype: the element type of attention keys and values. cpu_head_bytes: lm_head on a CPU. packed_head: whether
+    lm_head is stored packed, and stays so in memory.
     """
 
     dtype: str
@@ -62,6 +63,7 @@ class ModelSize:
     embedding_bytes: int
     norm_bytes: int
     head_bytes: int
+    cpu_head_bytes: int
     tied_head: bool
     packed_head: bool
 
@@ -83,6 +85,10 @@ class ModelSize:
     def layers_bytes(self, layers: LayerRange) -> int:
         """Return the weights of some layers, without embedding and head."""
         return sum(layer.weight_bytes for layer in self.layers[layers.first : layers.last])
+
+    def cpu_layers_bytes(self, layers: LayerRange) -> int:
+        """Return the same on a CPU."""
+        return sum(layer.cpu_bytes for layer in self.layers[layers.first : layers.last])
 
 
 def read_model_size(
@@ -124,6 +130,7 @@ def read_model_size(
         embedding_bytes=loaded_bytes(tensors.embedding, headers[tensors.embedding], dtype),
         norm_bytes=loaded_bytes(tensors.norm, headers[tensors.norm], dtype),
         head_bytes=loaded_bytes(tensors.head, headers[tensors.head], dtype),
+        cpu_head_bytes=cpu_bytes(tensors.head, headers[tensors.head], dtype),
         tied_head=config.tied_head,
         packed_head=headers[tensors.head].packed is not None,
     )
@@ -139,6 +146,7 @@ def _layer_size(
     return LayerSize(
         kind=config.layer_kinds[layer].value,
         weight_bytes=sum(weights.values()),
+        cpu_bytes=sum(cpu_bytes(name, header, dtype) for name, header in headers.items()),
         read_bytes=round(
             sum(size * read_share(config, name) for name, size in weights.items() if len(headers[name].shape) == 2)
         ),

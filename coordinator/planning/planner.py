@@ -116,15 +116,15 @@ def _fastest(
             return taken
         here = draft_beside and layers.last == count
         for index, share in enumerate(stage_shares(models, layers, len(worker.devices), draft_here=here)):
-            taken[memories[index]] += taken_bytes(models, share, load)
+            taken[memories[index]] += taken_bytes(models, share, load, worker.devices[index].name)
         return taken
 
     return best_split(count, len(workers), cost, usage, free, may_skip=may_skip)
 
 
-def taken_bytes(models: Models, share: Share, load: SessionLoad) -> int:
-    """Return the bytes that a share takes with its sessions: weights and caches."""
-    return share.weight_bytes + cache_bytes(models, share, load.length, load.sessions)
+def taken_bytes(models: Models, share: Share, load: SessionLoad, device: str = "") -> int:
+    """Return the bytes that a share takes with its sessions: weights and caches. device: its name, where it matters."""
+    return share.bytes_on(device) + cache_bytes(models, share, load.length, load.sessions)
 
 
 def _does_not_fit(models: Models, free: Mapping[Memory, int], load: SessionLoad) -> str:

@@ -113,12 +113,13 @@ def make_report(
                     device=name,
                     memory=f"{memory} for {owner}" if limited else memory,
                     share=share,
-                    weight_bytes=share.weight_bytes,
+                    weight_bytes=share.bytes_on(name),
                     cache_bytes={length: cache_bytes(models, share, length, sessions) for length in lengths},
                     total_bytes=total,
                     free_bytes=None if free is None else free + (worker.held_bytes // len(shares) if worker else 0),
                 )
             )
+    notes = [*notes, *_unpacked_notes(models, loads)]
     forecast = None
     if workers:
         layers = [stage.layers for stage in plan.stages]
@@ -144,6 +145,20 @@ def make_report(
         forecast=forecast,
         notes=(*overfull(loads, SessionLoad(max(lengths), sessions)), *notes),
     )
+
+
+def _unpacked_notes(models: Models, loads: Sequence[DeviceLoad]) -> list[str]:
+    """Return what to know of CPUs that hold packed matrices in another form than that of the checkpoint."""
+    how = (
+        "its CPU multiplies by whole numbers of 4 and 8 bits, and has all other forms unpacked to "
+        f"{models.target.dtype}"
+    )
+    return [
+        f"{load.owner} takes {format_size(load.weight_bytes)} for {format_size(load.share.weight_bytes)} of packed "
+        f"weights: {how}"
+        for load in loads
+        if load.weight_bytes > load.share.weight_bytes
+    ]
 
 
 def draft_reason(models: Models, plan: Plan) -> str | None:

@@ -148,6 +148,7 @@ def _gguf_header(stored: StoredTensor, path: Path) -> TensorHeader:
         group=kind.held.group,
         stored_bytes=stored.tensor.nbytes,
         loaded_bytes=stored.loaded_bytes,
+        cpu_bits=kind.cpu_bits(stored.shape[-1]),
     )
     return TensorHeader(kind.name, stored.shape, packed)
 

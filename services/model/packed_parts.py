@@ -96,7 +96,12 @@ class Parts:
         stored = [self._stored[name] for name in self._taken.values()]
         stored_bytes = sum(math.prod(header.shape) * CODE_BYTES[header.code] for header in stored)
         taken = dict(self._taken)
-        packed = PackedMatrix(format_name, bits, group, stored_bytes, loaded_bytes, group_rows, symmetric, taken)
+        # Codes of 4 bits that stand for numbers of a table, or that are no whole blocks, become numbers of 8 bits.
+        in_4_bits = bits == 4 and format_name not in ("mxfp4", "nvfp4") and shape[1] % 64 == 0
+        cpu_bits = None if format_name == "float8" else 4 if in_4_bits else 8
+        packed = PackedMatrix(
+            format_name, bits, group, stored_bytes, loaded_bytes, group_rows, symmetric, taken, cpu_bits
+        )
         return TensorHeader(format_name, shape, packed)
 
 

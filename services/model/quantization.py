@@ -89,7 +89,9 @@ class Quantization:
             return header
         rows, columns = header.shape
         loaded = rows * columns * self.to.bits // 8 + rows * (columns // group) * SCALE_BYTES
-        packed = PackedMatrix(str(self.to), self.to.bits, group, header.stored_bytes(name), loaded)
+        bits = self.to.bits
+        cpu_bits = None if self.to is QuantizedTo.FP8 else bits
+        packed = PackedMatrix(str(self.to), bits, group, header.stored_bytes(name), loaded, cpu_bits=cpu_bits)
         return TensorHeader(header.code, header.shape, packed)
 
     def _group(self, name: str, shape: tuple[int, ...]) -> int | None:

@@ -94,6 +94,7 @@ def _packed(name: str, header: TensorHeader, packing: str, *, tied: bool) -> Ten
         group=kind.held.group,
         stored_bytes=rows * kind.row_bytes(columns),
         loaded_bytes=rows * kind.held_row_bytes(columns),
+        cpu_bits=kind.cpu_bits(columns),
     )
     return TensorHeader(kind.name, header.shape, packed)
 

@@ -22,6 +22,9 @@ PREFIXES = ("model.language_model.", "model.", "")
 
 HEAD = "lm_head.weight"
 
+CPU_GROUPS, CPU_ROWS_MULTIPLE = (256, 128, 64, 32), 16
+"""The groups of columns that torch's product with packed matrices on CPUs takes, and what divides their rows."""
+
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 
 
@@ -45,6 +48,26 @@ def loaded_bytes(name: str, header: TensorHeader, dtype: str) -> int:
         return header.packed.loaded_bytes
     header.dtype(name)
     return math.prod(header.shape) * ITEM_BYTES[loaded_dtype(name, header, dtype)]
+
+
+def cpu_bytes(name: str, header: TensorHeader, dtype: str) -> int:
+    """Return the bytes that a stored tensor takes on a CPU in the form that it multiplies by.
+
+    x86 CPUs multiply bfloat16 by whole numbers of 4 bits with a scale and an offset, 4 bytes, for each group of 32 to
+    256 columns; those of 8 bits are twice 4. Everything else that is packed is unpacked to the model's element type.
+
+    Raises as `loaded_bytes`.
+    """
+    packed = header.packed
+    if packed is None:
+        return loaded_bytes(name, header, dtype)
+    *extents, columns = header.shape
+    rows = math.prod(extents)
+    group = next((size for size in CPU_GROUPS if columns % size == 0 and packed.group % size == 0), None)
+    if packed.cpu_bits is None or group is None or dtype != "bfloat16" or rows % CPU_ROWS_MULTIPLE:
+        return rows * columns * ITEM_BYTES[dtype]
+    fours = packed.cpu_bits // 4
+    return rows * fours * (columns // 2 + columns // group * 4)
 
 
 def target_shapes(config: ModelConfig) -> Shapes:

@@ -23,7 +23,8 @@ class PackedMatrix:
     file calls it. bits: those of a code. group: how many columns share a scale; for more than one row, where
     `group_rows` is more than 1. symmetric: whether the code in the middle stands for 0 in all groups. parts: the names
     of its stored tensors by what they are, as the format calls them. stored_bytes: what is read of the file for it.
-    loaded_bytes: memory that it takes once loaded, still packed.
+    loaded_bytes: memory that it takes once loaded, still packed. cpu_bits: of the whole numbers that CPUs multiply by,
+    4 or 8; None where its elements are no multiples of their group's scale.
     """
 
     format: str
@@ -34,6 +35,7 @@ class PackedMatrix:
     group_rows: int = 1
     symmetric: bool = True
     parts: Mapping[str, str] = field(default_factory=dict)
+    cpu_bits: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

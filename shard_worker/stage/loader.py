@@ -11,7 +11,7 @@ from services.errors import InvalidArgument
 from services.layers import LayerRange
 from services.model.config import ModelConfig
 from services.model.families import read_model_config
-from services.model.target_tensors import TargetTensors, loaded_bytes, loaded_dtype
+from services.model.target_tensors import TargetTensors, cpu_bytes, loaded_bytes, loaded_dtype
 from shard_worker.cache.page_pool import PagePool
 from shard_worker.device.devices import Device, check_room
 from shard_worker.device.dtypes import dtype_from_name, dtype_to_name, kv_dtype_from_name
@@ -218,18 +218,19 @@ class StageLoader:
         """Return the bytes of weights that each device is to hold."""
         dtype = dtype_to_name(self.dtype)
 
-        def size(*names: str) -> int:
-            return sum(loaded_bytes(name, self._checkpoint.headers[name], dtype) for name in names)
+        def size(device: Device, *names: str) -> int:
+            bytes_of = cpu_bytes if device.torch_device.type == "cpu" else loaded_bytes
+            return sum(bytes_of(name, self._checkpoint.headers[name], dtype) for name in names)
 
         found = dict.fromkeys(devices, 0)
         for layers, device in _spread(self._layers, devices):
             for layer in range(layers.first, layers.last):
-                found[device] += size(*self._layer_names[layer].values())
+                found[device] += size(device, *self._layer_names[layer].values())
         if self.is_first:
-            found[devices[0]] += size(self._tensors.embedding)
+            found[devices[0]] += size(devices[0], self._tensors.embedding)
         if self.is_last:
             shared = self.is_first and self.config.tied_head and devices[0] == devices[-1]
-            found[devices[-1]] += size(self._tensors.norm, *([] if shared else [self._tensors.head]))
+            found[devices[-1]] += size(devices[-1], self._tensors.norm, *([] if shared else [self._tensors.head]))
         return found
 
     def _all_names(self) -> list[str]:

@@ -13,13 +13,8 @@ from typing import Protocol
 
 import torch
 
+from services.model.target_tensors import CPU_GROUPS, CPU_ROWS_MULTIPLE
 from shard_worker.weights.weight import Weight
-
-_GROUPS = (256, 128, 64, 32)
-"""The groups of columns that torch's product takes."""
-
-_ROWS_MULTIPLE = 16
-"""The product takes matrices of so many rows or a multiple."""
 
 _TILE_ROWS = {"AVX512": 64, "AVX2": 32}
 """Rows of a tile, by torch's name for what the CPU can do; on others the product is slow. A tile has one half of its
@@ -135,7 +130,7 @@ class CpuInt4Weight(Weight):
             packed.device.type == "cpu"
             and packed.dtype is torch.bfloat16
             and packed.unsigned_bits is not None
-            and packed.rows % _ROWS_MULTIPLE == 0
+            and packed.rows % CPU_ROWS_MULTIPLE == 0
             and _group(packed) > 0
             and _tile_rows() > 0
         )
@@ -191,7 +186,7 @@ class CpuInt4Weight(Weight):
 
 def _group(packed: WholeCodes) -> int:
     """Return the largest group that torch's product takes whose elements have one scale and offset; 0 if none is."""
-    return next((group for group in _GROUPS if packed.columns % group == 0 and packed.group % group == 0), 0)
+    return next((group for group in CPU_GROUPS if packed.columns % group == 0 and packed.group % group == 0), 0)
 
 
 @functools.cache

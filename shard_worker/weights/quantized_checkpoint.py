@@ -48,4 +48,9 @@ class QuantizedCheckpoint(Checkpoint):
         return self._dense.dtype(name)
 
     def rows(self, name: str, indices: Sequence[int]) -> torch.Tensor:
-        return super().rows(name, indices) if self.headers[name].packed else self._dense.rows(name, indices)
+        """As `Checkpoint.rows`; of a matrix that is to be packed these rows alone are."""
+        rows, packed = self._dense.rows(name, indices), self.headers[name].packed
+        if packed is None:
+            return rows
+        shape = (len(indices), self.shape(name)[1])
+        return quantize([rows], self._quantization.to, shape, packed.group, torch.float32).unpacked()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+_BY_TABLE = frozenset(("IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4"))
+
 
 @dataclass(frozen=True, slots=True)
 class HeldForm:
@@ -44,6 +46,11 @@ class BlockType:
         """
         assert self.held is not None
         return 8 if columns % 64 else self.held.bits
+
+    def cpu_bits(self, columns: int) -> int:
+        """Return how many bits the whole numbers take that CPUs multiply by, in rows of so many values: what codes
+        stand for by a table takes 8."""
+        return 8 if self.name in _BY_TABLE else self.held_bits(columns)
 
     def held_row_bytes(self, columns: int, run: int | None = None) -> int:
         """Return the bytes that a row of so many values takes once loaded.

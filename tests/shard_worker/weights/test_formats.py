@@ -10,6 +10,7 @@ import torch
 from coordinator.planning.model_size import read_model_size
 from services.layers import LayerRange
 from services.model.checkpoint_files import read_headers
+from services.model.target_tensors import cpu_bytes
 from shard_worker.model.kernels.codes import form_of
 from shard_worker.stage.loader import StageLoader
 from shard_worker.weights.opening import open_checkpoint
@@ -62,6 +63,9 @@ def test_the_matrix_is_the_one_stood_for(packed: Packed, name: str) -> None:
             )
             assert torch.equal(checkpoint.dense(name), whole)
             assert weight.nbytes == header.packed.loaded_bytes
+            on_cpu = checkpoint.weight(name, CPU, torch.bfloat16).prepared()
+            held = on_cpu.weight if isinstance(on_cpu, ReorderedWeight) else on_cpu
+            assert held.nbytes == cpu_bytes(name, header, "bfloat16"), name
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from coordinator.cluster.placement import make_plan
+from coordinator.planning.memory import Models
 from coordinator.planning.model_size import read_model_size
+from coordinator.planning.report import make_report
 from services.errors import InvalidArgument
 from services.layers import LayerRange
 from services.model.random_weights import PACKINGS, random_headers
+from services.model.target_tensors import cpu_bytes
 from shard_worker.device.devices import parse_devices
 from shard_worker.stage.loader import StageLoader
 from shard_worker.weights.opening import open_checkpoint
@@ -51,6 +55,7 @@ def test_packed_matrices_take_the_bytes_that_are_counted(packing: str, tmp_path:
     for name, how in packed.items():
         weight = checkpoint.weight(name, torch.device("cpu"), torch.bfloat16)
         assert weight.nbytes == how.loaded_bytes, name
+        assert weight.prepared().nbytes == cpu_bytes(name, checkpoint.headers[name], "bfloat16"), name
     counted = read_model_size(tmp_path, None)
     held = sum(checkpoint.weight(n, torch.device("cpu"), torch.bfloat16).nbytes for n in packed if ".layers." in n)
     assert sum(layer.read_bytes for layer in counted.layers) == held
@@ -62,6 +67,19 @@ def test_the_mix_is_that_of_files_of_its_name(tmp_path: Path) -> None:
     wide = {name for name, header in headers.items() if header.code == "Q6_K"}
     assert wide == {"lm_head.weight", *(f"model.layers.1.{n}.weight" for n in ("self_attn.v_proj", "mlp.down_proj"))}
     assert {header.code for name, header in headers.items() if name not in wide} == {"Q4_K", "BF16"}
+
+
+def test_plans_say_what_cpus_unpack(tmp_path: Path) -> None:
+    """Q6_K has groups of 16 columns, which CPUs have no product for; Q8_0 is held as twice 4 bits."""
+    for packing, bytes_of_weight, says in (("q6_k", 2.0, "unpacked to bfloat16"), ("q8_0", 1.25, "4 and 8 bits")):
+        models = Models(read_model_size(shape(tmp_path, packing), None), None)
+        plan = make_plan(target_devices="cpu", layer_split=None, draft_device=None, num_layers=2, has_draft=False)
+        report = make_report(models, plan, lengths=[128], sessions=1)
+        (load,) = report.devices
+        matrices = 2 * (256 * 64 * (4 + 2 * 2 + 4) + 3 * 256 * 512) + 320 * 256
+        rest = models.target.embedding_bytes + 2 * (2 * (2 * 256 + 2 * 64)) + 2 * 256
+        assert load.weight_bytes == matrices * bytes_of_weight + rest
+        assert says in report.notes[0]
 
 
 def test_a_packed_shape_computes(tmp_path: Path) -> None:
