@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar
 import click
 
 from coordinator.cli.option_groups import Flag
+from services.model.families import known_families
 from services.model.gguf.container import SUFFIX, is_gguf
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -39,7 +40,10 @@ class CheckpointPath(click.Path):
 
 
 _TARGET = Flag(
-    "Target checkpoint: a Hugging Face directory or a GGUF file.", type=CheckpointPath(), metavar="DIR|FILE.gguf"
+    "Target checkpoint: a Hugging Face directory or a GGUF file. Families that are served, by the model_type in their "
+    f"config.json: {', '.join(known_families())}.",
+    type=CheckpointPath(),
+    metavar="DIR|FILE.gguf",
 )
 _DRAFT = Flag("DFlash draft checkpoint made for the target.", type=CheckpointPath(), metavar="DIR")
 
