@@ -34,6 +34,10 @@ from services.rpc.stage import StageSession
 MORE_STEPS = 15
 """Most steps that the workers may take by themselves behind one that was sent."""
 
+MORE_STEPS_AMONG_OTHERS = 7
+"""The same where other answers are decoded too and have drafts, and how long blocks are follows from how many there
+are."""
+
 CHUNKS_IN_FLIGHT = 4
 """Prefill chunks that are sent ahead of their answers, so that the stages work on different chunks at once."""
 
@@ -230,9 +234,11 @@ class ChainAttempt:
 
         They all lie within the answer; there are none where a length is being measured or a text may end the answer.
         """
-        if self._request.stop_strings or not self._state.speculation.steady:
+        speculation = self._state.speculation
+        if self._request.stop_strings or not speculation.steady:
             return 0
-        return max(0, min(MORE_STEPS, self._state.remaining // (draft_tokens + 1) - 1))
+        most = MORE_STEPS_AMONG_OTHERS if speculation.costs.shared and speculation.block_size > 1 else MORE_STEPS
+        return max(0, min(most, self._state.remaining // (draft_tokens + 1) - 1))
 
     async def _keep(self, session: StageSession, length: int) -> None:
         """Have the workers keep the state behind the first `length` tokens, which are all that is committed."""

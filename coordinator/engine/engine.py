@@ -16,6 +16,7 @@ import structlog
 from coordinator.answer import Answer, Phase, Request
 from coordinator.cluster.cluster import Cluster
 from coordinator.compression.compressor import Compressor
+from coordinator.engine.batch_costs import BatchCosts
 from coordinator.engine.generation import Generation
 from coordinator.engine.request_checks import check_length, check_memory, session_tokens
 from coordinator.engine.request_span import RequestSpan
@@ -96,7 +97,7 @@ class Engine:
         self.max_model_len = max_model_len or most
         self._max_running, self._max_waiting = max_running, max_waiting
         self._turns = asyncio.Semaphore(max_running)
-        self._room = Room()
+        self._room, self._costs = Room(), BatchCosts()
         self._running = self._waiting = 0
         self._draining, self._resume_timeout_s = False, resume_timeout_s
         self.listeners: list[Callable[[FinishedRequest], None]] = []
@@ -152,6 +153,7 @@ class Engine:
             self._pass_step,
             resume_timeout_s=self._resume_timeout_s,
             place=place,
+            costs=self._costs,
         )
         check_length(request, self.max_model_len)
         check_memory(request, self.cluster.workers)

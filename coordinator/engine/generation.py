@@ -13,6 +13,7 @@ import structlog
 from coordinator.answer import Answer, Phase, Piece, Request
 from coordinator.cluster.cluster import Cluster
 from coordinator.engine.answer_state import AnswerState
+from coordinator.engine.batch_costs import BatchCosts
 from coordinator.engine.chain_attempt import ChainAttempt
 from coordinator.engine.request_checks import check_request
 from coordinator.engine.room import Place
@@ -53,14 +54,17 @@ class Generation:
         *,
         resume_timeout_s: float = 0.0,
         place: Place | None = None,
+        costs: BatchCosts | None = None,
     ) -> None:
         """on_step: called with every answered step. resume_timeout_s: how long the answer waits for a chain that was
         lost; 0 to end with it. place: among other answers, for which this one is set aside where the workers' memory
-        ends; None to end then. Raises InvalidArgument for a request that does not fit."""
+        ends; None to end then. costs: of draft tokens, measured with the other answers; None to measure them alone.
+        Raises InvalidArgument for a request that does not fit."""
         check_request(request, cluster, tokenizer)
         self._cluster, self._request, self._prefixes, self._on_step = cluster, request, prefixes, on_step
         self._resume_timeout_s, self._place = resume_timeout_s, place
         self._state = AnswerState(request, tokenizer)
+        self._costs = BatchCosts() if costs is None else costs
         self._prefix: PrefixRun | None = None
         self._lost_at: float | None = None
         """When the chain was lost behind the last token that was added."""
@@ -83,6 +87,15 @@ class Generation:
     async def pieces(self) -> AsyncGenerator[Piece]:
         """Yield the answer piece by piece. Raises the FlashsplitError that ended it, if one did."""
         self._choose_draft()
+        try:
+            async with contextlib.aclosing(self._attempts()) as pieces:
+                async for piece in pieces:
+                    yield piece
+        finally:
+            self._state.speculation.leave()
+
+    async def _attempts(self) -> AsyncGenerator[Piece]:
+        """Yield the answer piece by piece, by as many attempts as it takes."""
         looked_up_at = await self._look_up()
         while self.answer is None:
             attempt = ChainAttempt(self._state, self._cluster, self._prefix, self._step_taken, looked_up_at)
@@ -102,8 +115,11 @@ class Generation:
     def _choose_draft(self) -> None:
         """Take the draft as it is now that the request's turn has come."""
         request, draft = self._request, self._cluster.draft if self._request.speculate else None
-        if draft is not None:
-            self._state.speculation = Speculation(draft.block_size)
+        if draft is not None and self._costs.drafts(draft.block_size):
+            self._state.speculation = Speculation(draft.block_size, self._costs)
+        elif draft is not None:
+            self._state.speculation = Speculation(1, self._costs)
+            self._state.speculation.notes.append("plain decode: among so many answers drafting costs more than it wins")
         elif request.speculate and self._cluster.draft_worker is not None:
             self._state.speculation.lose_draft("its worker is gone")
 

@@ -1,7 +1,8 @@
 """Decides how many draft tokens the next step verifies: as many as pay, or none.
 
-Measures for one request how often each draft token of a block is accepted and how long steps of each length take, and
-chooses the length with the most tokens a second. It never changes which tokens come out, only when they do.
+Measures for one request how often each draft token of a block is accepted, and chooses the length with which all
+requests together get the most tokens a second, as `batch_costs` has measured it. It never changes which tokens come
+out, only when they do.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from coordinator.engine.batch_costs import BatchCosts, expected_tokens, lengths_of
+
 SMOOTHING = 0.2
-"""Weight of the newest measurement in the moving averages."""
+"""Weight of the newest step in how often draft tokens are accepted."""
 
 WARM_UP_STEPS = 4
 """Verify steps before the first choice."""
@@ -24,6 +27,9 @@ PLAIN_PROBES, VERIFY_PROBES = 2, 4
 FIRST_REST_STEPS, LONGEST_REST_STEPS = 16, 256
 """How many plain steps a pause of speculation has; each is twice as long as the one before."""
 
+RESTS_AMONG_OTHERS = 4
+"""How many times longer a pause is while other answers are decoded."""
+
 HYSTERESIS = 1.05
 """How much faster another length must be to be chosen."""
 
@@ -34,10 +40,12 @@ class Speculation:
 
     block_size: rows of the draft's block, one known token and the draft tokens; 1 switches speculation off. offered:
     draft tokens that were verified. produced_by_verify: tokens that verify steps produced. draft_lost: whether the
-    draft was lost, before the answer began or on its way. notes: what the request's figures say about it.
+    draft was lost, before the answer began or on its way. notes: what the request's figures say about it. costs: what
+    draft tokens cost, measured with the other requests.
     """
 
     block_size: int
+    costs: BatchCosts = field(default_factory=BatchCosts)
     steps: int = 0
     offered: int = 0
     verify_steps: int = 0
@@ -45,7 +53,6 @@ class Speculation:
     draft_lost: bool = False
     notes: list[str] = field(default_factory=list)
     _survival: list[float] = field(default_factory=list)
-    _seconds: dict[int, float] = field(default_factory=dict)
     _current: int = 0
     _next_rest: int = FIRST_REST_STEPS
     _planned: deque[int] = field(default_factory=deque)
@@ -54,6 +61,10 @@ class Speculation:
     def __post_init__(self) -> None:
         self._current = self.block_size - 1
         self._survival = [1.0] * self._current
+        if self.costs.shared and self.costs.knows_survival and self.block_size > 1:
+            # Among others a block that is too long is everybody's: how the others' drafts did is the best guess.
+            self._survival = [*self.costs.survival, *self._survival][: self._current]
+            self._choose()
 
     @property
     def acceptance_length(self) -> float | None:
@@ -63,11 +74,18 @@ class Speculation:
     @property
     def steady(self) -> bool:
         """Whether the next steps will be as long as the last one, because no measurement is planned or due."""
-        return not self._planned and (self.block_size == 1 or self.verify_steps >= WARM_UP_STEPS)
+        return not self._planned and (self.block_size == 1 or self._is_warm)
 
     def draft_tokens(self) -> int:
         """Return how many draft tokens the next step should verify."""
-        return self._planned[0] if self._planned else self._current
+        count, limit = self._planned[0] if self._planned else self._current, self.costs.limit
+        count = count if limit is None else min(count, limit)
+        self.costs.expect(id(self), count)
+        return count
+
+    def leave(self) -> None:
+        """Say that the request is not decoded any more."""
+        self.costs.leave(id(self))
 
     def lose_draft(self, why: str) -> None:
         """Go on without a draft, because it was lost."""
@@ -86,35 +104,38 @@ class Speculation:
         seconds: how long the step took, with the proposal for the next one.
         """
         self.steps += 1
-        known = self._seconds.get(draft_tokens)
-        self._seconds[draft_tokens] = seconds if known is None else known + SMOOTHING * (seconds - known)
         if draft_tokens:
+            self.costs.observe_acceptance(draft_tokens, accepted)
             self.verify_steps += 1
             self.offered += draft_tokens
             self.produced_by_verify += accepted + 1
             for index in range(min(draft_tokens, accepted + 1)):
                 hit = 1.0 if index < accepted else 0.0
                 self._survival[index] += SMOOTHING * (hit - self._survival[index])
+        self.costs.observe(id(self), draft_tokens, self._expected(draft_tokens), seconds, self._lengths)
         # Proposals are asked for one step ahead, so a step that was decided before the plan does not count for it.
         if self._planned and bool(self._planned[0]) == bool(draft_tokens):
             self._planned.popleft()
         self._choose()
 
     def _choose(self) -> None:
-        if self.block_size == 1 or self._planned or self.verify_steps < WARM_UP_STEPS:
+        if self.block_size == 1 or self._planned or not self._is_warm:
             return
         longest = self.block_size - 1
-        if 0 not in self._seconds:
-            if self._expected(longest) < SURE_TOKENS_PER_STEP:
+        rates = {length: self.costs.rate(id(self), length, self._expected(length)) for length in self._lengths}
+        if None in rates.values():
+            if self._expected(longest) < SURE_TOKENS_PER_STEP and not self.costs.shared:
                 self._planned.extend([0] * PLAIN_PROBES)
             return
-        lengths = sorted({0, *(max(1, longest // divisor) for divisor in (1, 2, 4))})
-        best = max(lengths, key=self._rate)
-        if self._rate(best) <= self._rate(self._current) * HYSTERESIS:
+        best = max(self._lengths, key=lambda length: rates[length] or 0.0)
+        if not self.costs.shared and (rates[best] or 0.0) <= (rates[self._current] or 0.0) * HYSTERESIS:
             best = self._current
         if best == 0:
             # The text may become easier to predict: try again after a pause, which is longer each time.
-            self._planned.extend([0] * self._next_rest + [longest] * VERIFY_PROBES)
+            # Among others a step of its own kind takes time of all: it is tried less often, and with few rows.
+            rest = self._next_rest * (RESTS_AMONG_OTHERS if self.costs.shared else 1)
+            probe = self._lengths[len(self._lengths) // 2] if self.costs.shared else longest
+            self._planned.extend([0] * rest + [probe] * VERIFY_PROBES)
             self._note(f"plain decode for {self._next_rest} steps: drafting cost more than it won")
             self._next_rest = min(2 * self._next_rest, LONGEST_REST_STEPS)
             return
@@ -122,24 +143,19 @@ class Speculation:
             self._note(f"shorter blocks: {best + 1} rows instead of {self._current + 1}")
         self._current = best
 
-    def _rate(self, draft_tokens: int) -> float:
-        return self._expected(draft_tokens) / self._time(draft_tokens)
+    @property
+    def _is_warm(self) -> bool:
+        """Whether it is known how often draft tokens are accepted."""
+        return self.verify_steps >= WARM_UP_STEPS or (self.costs.shared and self.costs.knows_survival)
+
+    @property
+    def _lengths(self) -> list[int]:
+        """How many draft tokens a step may verify."""
+        return lengths_of(self.block_size)
 
     def _expected(self, draft_tokens: int) -> float:
         """Return how many tokens a step with so many draft tokens produces on average."""
-        expected, reached = 1.0, 1.0
-        for survival in self._survival[:draft_tokens]:
-            reached *= survival
-            expected += reached
-        return expected
-
-    def _time(self, draft_tokens: int) -> float:
-        """Return the seconds of a step: measured, or interpolated between plain steps and the longest block tried."""
-        if draft_tokens in self._seconds:
-            return self._seconds[draft_tokens]
-        longest = max(self._seconds)
-        plain = self._seconds[0]
-        return plain + (self._seconds[longest] - plain) * draft_tokens / max(longest, 1)
+        return expected_tokens(self._survival, draft_tokens)
 
     def _note(self, note: str) -> None:
         if not self.notes or self.notes[-1] != note:
