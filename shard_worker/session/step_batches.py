@@ -136,8 +136,8 @@ class StepBatches:
         self._thread.notice()
 
     def add_together(self, steps: Iterable[WaitingStep]) -> None:
-        """Have steps computed as `add` does that the stage before computed together: beside no others, and together as
-        far as this stage can."""
+        """Have steps computed as `add` does that the stage before computed together: together as far as this stage
+        can."""
         kinds: dict[Hashable, list[WaitingStep]] = {}
         for step in steps:
             kind = step.session.kind(step.forward)
@@ -184,26 +184,29 @@ class StepBatches:
             raise errors[0]
 
     def _next(self) -> list[WaitingStep]:
-        """Take out the steps of the next batch: the first that waits, and all that can be computed with it, in turn; or
-        those that came together."""
+        """Take out the steps of the next batch: the first that waits, and all that can be computed with it, in turn.
+
+        What came together stays together. Where it is less than a stage's share of the sessions others join it, so that
+        there are soon no more batches under way than stages.
+        """
         first = self._waiting.popleft()
         chosen = [*_steps(first)]
         left: list[WaitingStep | tuple[WaitingStep, ...]] = []
-        if isinstance(first, WaitingStep):
-            kind, rows = first.session.kind(first.forward), len(first.forward.token_ids)
-            most = max(1, -(-len(self._sessions) // first.session.chain_length))
-            while self._waiting and len(chosen) < most:
-                step = self._waiting.popleft()
-                added = len(step.forward.token_ids) if isinstance(step, WaitingStep) else 0
-                if (
-                    not isinstance(step, WaitingStep)
-                    or rows + added > step.session.most_rows
-                    or step.session.kind(step.forward) != kind
-                ):
-                    left.append(step)
-                    continue
-                chosen.append(step)
-                rows += added
+        session, kind = chosen[0].session, chosen[0].session.kind(chosen[0].forward)
+        most = -(-len(self._sessions) // session.chain_length)
+        rows = _rows(chosen)
+        while self._waiting and len(chosen) < most:
+            waiting = self._waiting.popleft()
+            steps = _steps(waiting)
+            if (
+                len(chosen) + len(steps) > most
+                or rows + _rows(steps) > session.most_rows
+                or steps[0].session.kind(steps[0].forward) != kind
+            ):
+                left.append(waiting)
+            else:
+                chosen += steps
+                rows += _rows(steps)
         self._waiting.extendleft(reversed(left))
         return [step for step in chosen if step.begins()]
 
@@ -255,6 +258,10 @@ class StepBatches:
 
 def _steps(waiting: WaitingStep | tuple[WaitingStep, ...]) -> tuple[WaitingStep, ...]:
     return (waiting,) if isinstance(waiting, WaitingStep) else waiting
+
+
+def _rows(steps: Sequence[WaitingStep]) -> int:
+    return sum(len(step.forward.token_ids) for step in steps)
 
 
 def _settle(step: WaitingStep, computed: ComputedStep, errors: list[Exception]) -> None:

@@ -73,8 +73,8 @@ def batches_to(chain: Chain, stage: int) -> list[int]:
 async def test_answers_are_those_of_each_alone(
     new_chain: Callable[..., Chain], name: str, cuts: tuple[int, ...]
 ) -> None:
-    """Of requests of every kind at once; each stage behind the first one computes the batches that come as they are,
-    and sends each of them on as one."""
+    """Of requests of every kind at once; each stage behind the first one computes the batches that come, and sends none
+    of them on in parts."""
     chain = new_chain(name, cuts)
     alone = await answers_alone(chain)
     for _ in range(20):
@@ -85,8 +85,9 @@ async def test_answers_are_those_of_each_alone(
     for stage in range(1, len(chain.roles)):
         assert max(batches_to(chain, stage)) > 1
     if len(chain.roles) > 2:
-        # None is cut, as all its steps are of one kind here.
-        assert batches_to(chain, 1) == batches_to(chain, 2)
+        # None is cut, as all its steps are of one kind here; two that wait at the same time may become one.
+        to_second, to_last = batches_to(chain, 1), batches_to(chain, 2)
+        assert (sum(to_last), len(to_last) <= len(to_second)) == (sum(to_second), True)
 
 
 @pytest.mark.parametrize("place", [HeadPlace.SHARED, HeadPlace.PROJECTED])
