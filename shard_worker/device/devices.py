@@ -94,13 +94,6 @@ class KernelTarget:
     float8_lack: str | None
     float32_precision: str
 
-    def operand_run(self, width: int, warps: int) -> int:
-        """Return how many neighbouring columns a lane takes of an operand that is made of bytes, for tiles of so many
-        rows of weights: 4, or 2 for Hopper's instructions for four warps; 0 where that is not known."""
-        if not self.lane_order:
-            return 0
-        return 2 if self.tensor_engine and warps % 4 == 0 and width % 64 == 0 else 4
-
 
 def build_vendor() -> str | None:
     """Return which vendor's GPUs this torch drives: "cuda", "hip" or None."""

@@ -12,7 +12,7 @@ from shard_worker.device.devices import Device, describe
 from shard_worker.device.dtypes import dtype_to_name
 from shard_worker.stage.stage import Stage
 from shard_worker.weights.checkpoint import Checkpoint
-from shard_worker.weights.packed import PackedWeight
+from shard_worker.weights.tiled import TiledWeight
 from shard_worker.weights.weight import DenseWeight, RowLookup, Weight
 
 MAX_COPY_SHARE = 0.1
@@ -35,7 +35,7 @@ def resident_embedding(stage: Stage) -> RowLookup | None:
     A stage has it as its embedding, or as a tied lm_head whose rows are in order.
     """
     if stage.embedding is None and stage.config.tied_head and stage.head is not None:
-        return stage.head.weight if isinstance(stage.head.weight, DenseWeight | PackedWeight) else None
+        return stage.head.weight if isinstance(stage.head.weight, DenseWeight | TiledWeight) else None
     return stage.embedding
 
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shard_worker.device import devices
 from shard_worker.weights.packed import PackedWeight
 from shard_worker.weights.random_packed import KINDS, random_packed
+from shard_worker.weights.tiled import TiledWeight
 from shard_worker.weights.weight import DenseWeight, Weight, concatenate
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Products:
         """packing: of KINDS, or `Q4_K_M`; None for dense matrices."""
         self._device, self._dtype = device, dtype
         self._weights = [
-            (matrix, self._weight(matrix, packing, number))
+            (matrix, self._prepared(self._weight(matrix, packing, number)))
             for matrix in SHAPES[shape]
             for number in range(matrix.count)
         ]
@@ -103,6 +103,10 @@ class Products:
     @property
     def nbytes(self) -> int:
         return sum(weight.nbytes for _, weight in self._weights)
+
+    def _prepared(self, weight: Weight) -> Weight:
+        """The form that kernels multiply by; they run on GPUs alone."""
+        return weight if self._device.type == "cpu" else weight.prepared()
 
     def _weight(self, matrix: Matrix, packing: str | None, number: int) -> Weight:
         rows, columns = matrix.rows, matrix.columns
@@ -142,20 +146,19 @@ class Products:
 
     def cuts(self, name: str, rows: int) -> list[tuple[float, Config]]:
         """Measure the products with one kind of matrix for many ways to cut them; return the fastest first."""
-        from shard_worker.model.kernels.codes import form_of
         from shard_worker.model.kernels.matmul import Config
 
         chosen = [pair for pair in self._weights if pair[0].name == name]
         chosen = [pair for pair in chosen if type(pair[1]) is type(chosen[0][1])]
         weight = chosen[0][1]
-        assert isinstance(weight, PackedWeight)
-        depths = form_of(weight, devices.kernel_target(self._device)).depths(weight.columns)
+        assert isinstance(weight, TiledWeight)
         heights = [height for height in (8, 16, 32, 64, 128) if rows <= height <= max(16, 2 * rows)] or [64, 128]
         found = []
-        for width, depth, split, stages, height in itertools.product(
-            (32, 64, 128), depths, (1, 2, 3, 4, 6, 8), (3, 4), heights
+        for (width, warps), split, stages, height in itertools.product(
+            ((16, 1), (32, 2), (64, 2), (64, 4), (128, 4), (128, 8)), (1, 2, 3, 4, 6, 8), (2, 3), heights
         ):
-            config = Config(width, depth, split, width // 16, stages, height, serial=split > 1 and rows > 64)
+            depth = weight.tiling.columns
+            config = Config(width, depth, split, warps, stages, height, serial=split > 1 and rows > 64)
             try:
                 found.append((self._seconds(self._job(rows, chosen, config), 5), config))
             except Exception as error:

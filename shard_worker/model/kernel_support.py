@@ -14,6 +14,7 @@ from shard_worker.device import devices
 from shard_worker.device.devices import Device, float8_lack
 from shard_worker.model.layer_weights import DecoderWeights, MlpWeights
 from shard_worker.weights.packed import PackedWeight
+from shard_worker.weights.tiled import TiledWeight, tiling_of
 from shard_worker.weights.weight import ReorderedWeight, StackedWeight, Weight
 
 log = structlog.get_logger()
@@ -78,13 +79,14 @@ def _reading_lack(device: Device, matrix: Weight) -> str | None:
         return next((lack for part in matrix.parts if (lack := _reading_lack(device, part)) is not None), None)
     if isinstance(matrix, ReorderedWeight):
         return _reading_lack(device, matrix.weight)
-    if not isinstance(matrix, PackedWeight):
-        return None
-    # Only where kernels can run is Triton installed.
-    from shard_worker.model.kernels.codes import form_of
-
     try:
-        form_of(matrix, devices.kernel_target(device.torch_device))
+        if isinstance(matrix, PackedWeight):
+            tiling_of(matrix, lanes=False)
+        elif isinstance(matrix, TiledWeight):
+            # Only where kernels can run is Triton installed.
+            from shard_worker.model.kernels.codes import form_of
+
+            form_of(matrix)
     except ValueError as error:
         return f"a matrix is packed in a form that they do not know: {error}"
     return None

@@ -28,6 +28,7 @@ from shard_worker.stage.segment import Segment
 from shard_worker.stage.stage import Stage
 from shard_worker.stage.step_runner import make_runner
 from shard_worker.weights.checkpoint import Checkpoint, MappedRows
+from shard_worker.weights.tiled import TiledWeight
 from shard_worker.weights.weight import DenseWeight, RowLookup, Weight
 
 Progress = Callable[[int, int], None]
@@ -154,8 +155,9 @@ class StageLoader:
             synthetic = read_synthetic_acceptance(self._checkpoint.config, self.config.vocab_size, last)
             head = Head(norm, matrix.prepared(), self.config.norm_eps, synthetic)
             if shared and head.weight is not matrix:
-                # Not both in memory: rows are looked up in the mapped file.
-                embedding = MappedRows(self._checkpoint, self._tensors.embedding)
+                # Not both in memory: rows are looked up in tiles, or in the mapped file.
+                tiled = isinstance(head.weight, TiledWeight)
+                embedding = head.weight if tiled else MappedRows(self._checkpoint, self._tensors.embedding)
         ends = [
             (segment, embedding if segment is segments[0] else None, head if segment is segments[-1] else None)
             for segment in segments

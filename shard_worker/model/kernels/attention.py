@@ -102,7 +102,7 @@ def _attend(
         ms = index * group + part % tiles * BLOCK + tl.arange(0, BLOCK)
         first_row = tl.load(numbers + FIRST_ROW).to(tl.int32)
         first_line = tl.load(numbers + FIRST_SUM).to(tl.int32) * group
-        live = (ms // group < rows) & (ms < (index + tile_rows) * group)
+        live = begins & (ms // group < rows) & (ms < (index + tile_rows) * group)
     row, head = ms // group, kv * group + ms % group
     base = tl.load(numbers + BASE).to(tl.int32)
     q_at = projected + (first_row + row)[:, None] * STRIDE + head[:, None] * DIM + ds[None, :]

@@ -4,9 +4,10 @@ Codes are small whole numbers, or numbers of eight bits, which the activations' 
 as they are; the sum over a group of columns, in float32, is then multiplied by the group's scale, and what the group
 adds to each of its elements by the sum of the activations there. So no element is rounded before it is added up.
 
-On NVIDIA's GPUs a thread reads neighbouring codes of a row. Which columns an instruction takes together is free as long
-as both operands have them in the same order: a thread's codes are taken as those that its lane multiplies, and the
-activations are read in that order. Codes then go from memory to registers without passing between threads.
+Codes are read a tile ahead, from memory to registers: no two warps multiply by the same ones, so that nothing is won
+by bringing them to where others see them. On NVIDIA's GPUs they lie in memory as `weights.tiled` says, so that a thread
+reads those that its lane multiplies, 16 bytes at a time. Which columns an instruction takes together is free as long as
+both operands have them in the same order.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
-from shard_worker.device.devices import KernelTarget
 from shard_worker.model.kernels.sums import row_sums
-from shard_worker.weights.packed import BLOCK_COLUMNS, Codes, GroupNumbers, PackedWeight
+from shard_worker.weights.packed import Codes
+from shard_worker.weights.tiled import TiledNumbers, TiledWeight
 from shard_worker.weights.weight import StackedWeight, Weight
 
 _MOST_SPAN = 128
@@ -39,20 +40,18 @@ _KINDS = {
 }
 """Types of groups' numbers, as kernels name them."""
 
-_WORDS = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
-
 
 class Form(NamedTuple):
     """What a kernel is compiled with for packed matrices of one form.
 
-    codes: as of `Codes`. halves: codes in a byte. origin: of codes. table: what codes of 4 bits stand for, four words
-    of four bytes, the first one lowest; None where they stand for themselves. assembly: PTX that makes numbers of
-    four bytes; "" where the compiler is to find out how. run: neighbouring columns that a lane holds of an instruction
-    for 16 columns, 0 where the compiler is to bring codes to their lanes. group: columns of a group. span: columns
-    whose products are summed up before they are scaled. bytes: of a row, which are multiplied at once. scale, offset:
-    types of the groups' numbers, "" for no offsets. scale_span, offset_span: columns that share a factor of these, 0
-    for no factors. sums: columns of a sum of the activations, which offsets are multiplied by. factor: what all scales
-    are multiplied by.
+    codes: as of `Codes`. halves: codes in a byte. origin: of codes. table: what codes of 4 bits stand for, four
+    words of four bytes, the first one lowest; None where they stand for themselves. assembly: PTX that makes
+    numbers of four bytes; "" where the compiler is to find out how. lanes: whether bytes are in the order of lanes.
+    chunk: bytes of a row in a tile. columns: of the one or two tiles that are multiplied in a turn, whose groups'
+    numbers are one word. group: columns of a group. span: columns whose products are summed up before they are
+    scaled. bytes: of them, in a row. scale, offset: types of the groups' numbers, "" for no offsets. scale_span,
+    offset_span: columns that share a factor of these, 0 for no factors. sums: columns of a sum of the activations,
+    which offsets are multiplied by. factor: what all scales are multiplied by.
     """
 
     codes: str
@@ -60,7 +59,9 @@ class Form(NamedTuple):
     origin: int
     table: tuple[int, ...] | None
     assembly: str
-    run: int
+    lanes: bool
+    chunk: int
+    columns: int
     group: int
     span: int
     bytes: int
@@ -71,79 +72,39 @@ class Form(NamedTuple):
     sums: int
     factor: float
 
-    def depths(self, columns: int) -> list[int]:
-        """Return how many columns a tile may have: a group's numbers for it are one word, and share their factors."""
-        bits = max(_bits(self.scale), _bits(self.offset))
-        spans = [span for span in (self.scale_span, self.offset_span) if span]
-        return [
-            depth
-            for depth in (256, 128, 64)
-            if columns % depth == 0
-            and depth % self.span == 0
-            and (self.group % depth == 0 or depth % self.group == 0)
-            and max(1, depth // self.group) * bits <= 64
-            and all(span % depth == 0 or span >= columns for span in spans)
-        ]
 
-
-def _bits(kind: str) -> int:
-    return {"": 0, "f32": 32, "f16": 16, "bf16": 16}.get(kind, 8)
-
-
-def form_of(weight: PackedWeight, target: KernelTarget | None) -> Form:
+def form_of(weight: TiledWeight) -> Form:
     """Return what kernels are compiled with for a matrix. Raises ValueError, with the reason, where there are none."""
-    packing, scales, offsets = weight.packing, weight.scales, weight.offsets
+    packing, tiling, scales, offsets = weight.packing, weight.tiling, weight.scales, weight.offsets
     table, factor = _table_words(packing.table)
     halves = 2 if packing.codes is Codes.BITS4 else 1
-    if weight.columns % BLOCK_COLUMNS:
-        raise ValueError(f"it has {weight.columns} columns, and {BLOCK_COLUMNS} must divide them")
-    if not 0 <= packing.origin < 128:
-        raise ValueError(f"its codes count from {packing.origin}, and 0 to 127 are known")
-    group = _group(scales, weight.columns)
-    if offsets is not None and _group(offsets, weight.columns) != group:
-        raise ValueError(f"its offsets have groups of {offsets.group} columns, and its scales of {scales.group}")
-    span = min(group, _MOST_SPAN if weight.columns % _MOST_SPAN == 0 else BLOCK_COLUMNS)
+    span = min(tiling.group, tiling.columns, _MOST_SPAN)
     exact = "bf16" if weight.dtype is torch.bfloat16 else "f16" if weight.dtype is torch.float16 else ""
-    run = 0 if target is None else target.operand_run(16, 1)
-    form = Form(
+    return Form(
         codes=str(packing.codes),
         halves=halves,
         origin=packing.origin,
         table=table,
-        assembly=_assembly(packing.codes, packing.origin, table, exact) if run and exact else "",
-        run=run,
-        group=group,
+        assembly=_assembly(packing.codes, packing.origin, table, exact) if tiling.lanes and exact else "",
+        lanes=tiling.lanes,
+        chunk=tiling.chunk,
+        columns=tiling.columns,
+        group=tiling.group,
         span=span,
-        bytes=min(64, span if halves == 1 or span <= 32 else span // 2),
+        bytes=min(tiling.chunk, span if halves == 1 or span <= 32 else span // 2),
         scale=_kind(scales),
-        scale_span=_factor_span(scales, weight.columns),
+        scale_span=scales.span,
         offset="" if offsets is None else _kind(offsets),
-        offset_span=0 if offsets is None else _factor_span(offsets, weight.columns),
+        offset_span=0 if offsets is None else offsets.span,
         sums=min(_SUMS, span),
         factor=factor,
     )
-    if not form.depths(weight.columns):
-        raise ValueError(f"no tile fits groups of {scales.group} of its {weight.columns} columns")
-    return form
 
 
-def _group(numbers: GroupNumbers, columns: int) -> int:
-    """Return the columns of a group; of one that is a row, more than any tile has."""
-    if numbers.group >= columns:
-        return 1 << 20
-    if numbers.group not in (16, 32, 64) and numbers.group % _MOST_SPAN:
-        raise ValueError(f"it has groups of {numbers.group} columns, and 16, 32, 64 and multiples of 128 are known")
-    return numbers.group
-
-
-def _factor_span(numbers: GroupNumbers, columns: int) -> int:
-    return 0 if numbers.factors is None else 1 << 20 if numbers.span >= columns else numbers.span
-
-
-def _kind(numbers: GroupNumbers) -> str:
-    if numbers.values.dtype not in _KINDS:
-        raise ValueError(f"its groups' numbers are {numbers.values.dtype}")
-    return _KINDS[numbers.values.dtype]
+def _kind(numbers: TiledNumbers) -> str:
+    if numbers.dtype not in _KINDS:
+        raise ValueError(f"its groups' numbers are {numbers.dtype}")
+    return _KINDS[numbers.dtype]
 
 
 def _table_words(table: tuple[float, ...] | None) -> tuple[tuple[int, ...] | None, float]:
@@ -252,115 +213,158 @@ def _widened(bits, KIND: tl.constexpr):
 
 
 @triton.jit
-def _numbers(codes, FORM: tl.constexpr, KIND: tl.constexpr):
-    """Return what bytes of codes [n, bytes] stand for: the first columns of each block, and the others, both [n, bytes]
-    in the activations' type. Where a byte is one code both are the same."""
-    if FORM.halves == 2:
-        if FORM.assembly != "":
-            low, high = tl.inline_asm_elementwise(
-                FORM.assembly, "=r,=r,=r,=r,r", [codes], dtype=(KIND.value, KIND.value), is_pure=True, pack=4
-            )
+def _numbers(
+    words, WIDTH: tl.constexpr, SIZE: tl.constexpr, WARPS: tl.constexpr, FORM: tl.constexpr, KIND: tl.constexpr
+):
+    """Return what codes in words [WIDTH, SIZE / 4] stand for, in rows and columns as they are multiplied: the first
+    columns of each block, and the others, both [WIDTH, SIZE] in the activations' type. Where a byte is one code both
+    are the same."""
+    if FORM.assembly != "":
+        if FORM.halves == 2:
+            low, more_low, high, more_high = tl.inline_asm_elementwise(
+                FORM.assembly, "=r,=r,=r,=r,r", [words], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True,
+                pack=1,
+            )  # fmt: skip
+            lows = _placed(_pairs(low, more_low, KIND), WIDTH, SIZE, WARPS, FORM)
+            return lows, _placed(_pairs(high, more_high, KIND), WIDTH, SIZE, WARPS, FORM)
         else:
-            wide = codes.to(tl.int32)
-            low, high = _of_4_bits(wide & 15, FORM, KIND), _of_4_bits(wide >> 4, FORM, KIND)
-        return low, high
-    else:
-        if FORM.assembly != "":
-            numbers = tl.inline_asm_elementwise(
-                FORM.assembly, "=r,=r,r", [codes], dtype=KIND.value, is_pure=True, pack=4
+            low, more_low = tl.inline_asm_elementwise(
+                FORM.assembly, "=r,=r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
             )
+            numbers = _placed(_pairs(low, more_low, KIND), WIDTH, SIZE, WARPS, FORM)
+            return numbers, numbers
+    else:
+        even = tl.join(words & 255, (words >> 16) & 255)
+        odd = tl.join((words >> 8) & 255, (words >> 24) & 255)
+        codes = _placed(tl.join(even, odd), WIDTH, SIZE, WARPS, FORM)
+        if FORM.halves == 2:
+            return _of_4_bits(codes & 15, FORM, KIND), _of_4_bits(codes >> 4, FORM, KIND)
         elif FORM.codes == "int8":
-            numbers = _exactly(codes.to(tl.int8, bitcast=True).to(tl.int32) - FORM.origin, KIND)
+            numbers = _exactly(((codes << 24) >> 24) - FORM.origin, KIND)
+            return numbers, numbers
         else:
-            numbers = _widened(codes.to(tl.int32), KIND)
-        return numbers, numbers
+            numbers = _widened(codes, KIND)
+            return numbers, numbers
 
 
 @triton.jit
-def _at_lanes(tile, WIDTH: tl.constexpr, BYTES: tl.constexpr, RUN: tl.constexpr, WARPS: tl.constexpr):
-    """Return a tile [WIDTH, BYTES] in the order of rows and columns in which lanes multiply it, as `_orders` says."""
-    if RUN == 0:
-        return tile
-    elif RUN == 4:
-        tile = tl.reshape(tile, (WIDTH // (16 * WARPS), 2, WARPS, 8, 4, BYTES // 16, 4))
-        return tl.reshape(tl.permute(tile, (0, 2, 1, 3, 5, 4, 6)), (WIDTH, BYTES))
-    elif BYTES == 16:
-        tile = tl.reshape(tile, (WIDTH // (16 * WARPS), 2, WARPS, 8, 4, 2, 2))
-        return tl.reshape(tl.permute(tile, (0, 2, 1, 3, 5, 4, 6)), (WIDTH, BYTES))
-    else:
-        tile = tl.reshape(tile, (WIDTH // (16 * WARPS), 2, WARPS, 8, 4, BYTES // 32, 2, 2, 2))
-        return tl.reshape(tl.permute(tile, (0, 2, 1, 3, 5, 7, 6, 4, 8)), (WIDTH, BYTES))
+def _pairs(first, second, KIND: tl.constexpr):
+    """Return the numbers in words [n, m] of two, those of `second` behind those of `first`: [n, m, 2, 2]."""
+    low = tl.join(first.to(tl.int16), second.to(tl.int16))
+    high = tl.join((first >> 16).to(tl.int16), (second >> 16).to(tl.int16))
+    return tl.join(low, high).to(KIND, bitcast=True)
 
 
 @triton.jit
-def _orders(WIDTH: tl.constexpr, BYTES: tl.constexpr, RUN: tl.constexpr, WARPS: tl.constexpr):
-    """Return which row of a tile is read in each place, [WIDTH], and which byte of a row is multiplied there, [BYTES].
-
-    A thread reads a quarter of a row's bytes. A lane multiplies two rows of each 16; of 16 columns it has two, and two
-    more 8 further on. Where instructions take RUN = 4 bytes at a time, those two are of the next 16 columns. The other
-    order is made such that an instruction has the same bytes in the same places.
-    """
-    rows, ks = tl.arange(0, WIDTH), tl.arange(0, BYTES)
-    if RUN == 0:
-        return rows, ks
+def _placed(numbers, WIDTH: tl.constexpr, SIZE: tl.constexpr, WARPS: tl.constexpr, FORM: tl.constexpr):
+    """Return numbers [WIDTH, SIZE] as they are multiplied, which come in words as they are read: rows in order, and
+    bytes as they stand in the matrix."""
+    if FORM.lanes:
+        numbers = tl.reshape(numbers, (WIDTH // (16 * WARPS), 2, WARPS, 8, 4, SIZE // 16, 4))
+        return tl.reshape(tl.permute(numbers, (0, 2, 1, 3, 5, 4, 6)), (WIDTH, SIZE))
     else:
+        return tl.reshape(numbers, (WIDTH, SIZE))
+
+
+@triton.jit
+def _parts(words, WIDTH: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr):
+    """Return the parts of a tile's words [WIDTH, CHUNK / 4] that are multiplied at once, [WIDTH, SIZE / 4] each: four,
+    of which only CHUNK / SIZE are different."""
+    if CHUNK == SIZE:
+        return words, words, words, words
+    elif CHUNK == 2 * SIZE:
+        if LANES:
+            apart = tl.permute(tl.reshape(words, (WIDTH, 4, 2, SIZE // 16)), (0, 1, 3, 2))
+        else:
+            apart = tl.permute(tl.reshape(words, (WIDTH, 2, 4, SIZE // 16)), (0, 2, 3, 1))
+        first, second = tl.split(apart)
+        first, second = tl.reshape(first, (WIDTH, SIZE // 4)), tl.reshape(second, (WIDTH, SIZE // 4))
+        return first, second, second, second
+    else:
+        if LANES:
+            apart = tl.reshape(words, (WIDTH, 4, 2, 2))
+        else:
+            apart = tl.permute(tl.reshape(words, (WIDTH, 2, 2, 4)), (0, 3, 1, 2))
+        even, odd = tl.split(apart)
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        return first, second, third, fourth
+
+
+@triton.jit
+def _read_rows(WIDTH: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr):
+    """Return which row of a tile is read in each place, [WIDTH]: a lane multiplies two rows of each 16."""
+    rows = tl.arange(0, WIDTH)
+    if LANES:
         slab: tl.constexpr = 16 * WARPS
         rows = rows // slab * slab + rows // 8 % WARPS * 16 + rows // (8 * WARPS) % 2 * 8 + rows % 8
-        if RUN == 4:
-            ks = ks // 4 % 4 * (BYTES // 4) + ks // 16 * 4 + ks % 4
-        elif BYTES == 16:
-            ks = ks // 2 % 4 * 4 + ks // 8 * 2 + ks % 2
-        else:
-            ks = ks // 2 % 4 * (BYTES // 4) + ks // 32 * 8 + ks // 8 % 2 * 4 + ks // 16 % 2 * 2 + ks % 2
-        return rows, ks
+    return rows
+
+
+@triton.constexpr_function
+def _column(at: int, half: int, halves: int) -> int:
+    """Return the column of the first code in the byte of a tile's row, or of the second one there (half 1)."""
+    return at // 32 * 64 + at % 32 + 32 * half if halves == 2 else at
+
+
+@triton.constexpr_function
+def _index(at: int, half: int, halves: int, group: int) -> int:
+    """Return the index of the group of `_column`, of groups of so many columns."""
+    return (at // 32 * 64 + at % 32 + 32 * half if halves == 2 else at) // group
+
+
+@triton.constexpr_function
+def _shift(index: int, kind: str) -> int:
+    """Return at which bit of a word the number at an index begins."""
+    return index * (32 if kind == "f32" else 16 if kind in ("f16", "bf16") else 8)
+
+
+@triton.constexpr_function
+def _ends_span(at: int, half: int, halves: int, size: int, span: int) -> bool:
+    """Return whether a span ends with these codes of bytes `at` to `at + size`.
+
+    Of 4-bit codes a span has both halves of its bytes, or one.
+    """
+    return span <= 32 or half == 1 if halves == 2 else (at + size) % span == 0
 
 
 @triton.jit
-def _number(word, index, KIND: tl.constexpr):
+def _number(word, INDEX: tl.constexpr, KIND: tl.constexpr):
     """Return the number at an index of the numbers that a word holds, the first one lowest, in float32."""
+    # Half of a long word: instructions for 64 bits are slow.
+    bits = word
+    if word.dtype.primitive_bitwidth == 64:
+        bits = (word >> 32 if _shift(INDEX, KIND) >= 32 else word).to(tl.int32)
+    if _shift(INDEX, KIND) % 32 > 0:
+        bits = bits >> (_shift(INDEX, KIND) % 32)
     if KIND == "f32":
-        return (word >> index * 32).to(tl.int32).to(tl.float32, bitcast=True)
+        return bits.to(tl.float32, bitcast=True)
     elif KIND == "f16" or KIND == "bf16":
-        bits = (word >> index * 16).to(tl.int16)
-        return bits.to(tl.float16 if KIND == "f16" else tl.bfloat16, bitcast=True).to(tl.float32)
+        return bits.to(tl.int16).to(tl.float16 if KIND == "f16" else tl.bfloat16, bitcast=True).to(tl.float32)
+    elif KIND == "u8":
+        return (bits.to(tl.int32) & 255).to(tl.float32)
+    elif KIND == "i8":
+        return bits.to(tl.int8).to(tl.float32)
+    elif KIND == "e4m3":
+        return _widened(bits.to(tl.int32) & 255, tl.float32)
     else:
-        bits = (word >> index * 8).to(tl.int32)
-        if KIND == "u8":
-            return (bits & 255).to(tl.float32)
-        elif KIND == "i8":
-            return ((bits << 24) >> 24).to(tl.float32)
-        elif KIND == "e4m3":
-            return _widened(bits & 255, tl.float32)
-        else:
-            # float8_e8m0fnu is float32's exponent; its smallest number is a subnormal one there.
-            exponent = bits & 255
-            return tl.where(exponent == 0, 0x400000, exponent << 23).to(tl.float32, bitcast=True)
+        # float8_e8m0fnu is float32's exponent; its smallest number is a subnormal one there.
+        exponent = bits.to(tl.int32) & 255
+        return tl.where(exponent == 0, 0x400000, exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _words(numbers, ns, k, depth, GROUP: tl.constexpr, DEPTH: tl.constexpr):
-    """Return the words of rows ns that hold the numbers of groups from column k on."""
-    if DEPTH >= GROUP:
-        return tl.load(numbers + ns * (depth // DEPTH) + k // DEPTH)
-    else:
-        return tl.load(numbers + ns * tl.cdiv(depth, GROUP) + k // GROUP)
+def _group_numbers(values, factors, ns, k, height, SPAN: tl.constexpr, WORD: tl.constexpr):
+    """Return the words and the factors of rows ns at column k; where there are none of either, something for it.
 
-
-@triton.jit
-def _factors(factors, ns, k, depth, SPAN: tl.constexpr):
-    """Return what the numbers of rows ns at column k are multiplied by."""
-    return tl.load(factors + ns * tl.cdiv(depth, SPAN) + k // SPAN).to(tl.float32)
-
-
-@triton.jit
-def _group_numbers(values, factors, ns, k, depth, SPAN: tl.constexpr, GROUP: tl.constexpr, DEPTH: tl.constexpr):
-    """Return the words and the factors of a tile; where there are none of either, something to stand for it."""
+    height: rows of the matrix. WORD: columns of a word.
+    """
     word = ns
     if values is not None:
-        word = _words(values, ns, k, depth, GROUP, DEPTH)
+        word = tl.load(values + k // WORD * height + ns)
     factor = tl.full(ns.shape, 1.0, tl.float32)
     if SPAN > 0:
-        factor = _factors(factors, ns, k, depth, SPAN)
+        factor = tl.load(factors + k // SPAN * height + ns).to(tl.float32)
     return word, factor
 
 
@@ -369,10 +373,13 @@ def _scaled(
     total, product, words, factor, offset_words, offset_factor, x_sums, INDEX: tl.constexpr, FORM: tl.constexpr
 ):
     """Add the product of a span to the total: both float32 [width, rows]."""
-    scale = _number(words, INDEX, FORM.scale) * factor
+    # Triton 3.6 takes strings of a tuple for constants only by a name of their own.
+    scale_kind: tl.constexpr = FORM.scale
+    scale = _number(words, INDEX, scale_kind) * factor
     total += product * scale[:, None]
     if FORM.offset != "":
-        offset = _number(offset_words, INDEX, FORM.offset) * offset_factor
+        offset_kind: tl.constexpr = FORM.offset
+        offset = _number(offset_words, INDEX, offset_kind) * offset_factor
         total += offset[:, None] * x_sums[None, :]
     return total
 
@@ -386,19 +393,10 @@ def _sums_of_span(sums, present, SPAN: tl.constexpr, SUMS: tl.constexpr):
     return result
 
 
-@triton.constexpr_function
-def _column(at: int, half: int, halves: int) -> int:
-    """Return the column of the first code in the byte of a tile's row, or of the second one there (half 1)."""
-    return at // 32 * 64 + at % 32 + 32 * half if halves == 2 else at
-
-
-@triton.constexpr_function
-def _ends_span(at: int, half: int, halves: int, size: int, span: int) -> bool:
-    """Return whether a span ends with these codes of bytes `at` to `at + size`.
-
-    Of 4-bit codes a span has both halves of its bytes, or one.
-    """
-    return span <= 32 or half == 1 if halves == 2 else (at + size) % span == 0
+@triton.jit
+def _tile_at(codes, rows, held, chunk: tl.constexpr):
+    """Return where rows begin in a matrix of tiles whose rows have `held` bytes, in words."""
+    return codes + rows // 16 * (4 * held) + rows % 16 * (chunk // 4)
 
 
 @triton.jit
@@ -410,97 +408,126 @@ def packed_sums(
     """Return the sums over columns first to last of a tile's products, float32 [BLOCK_ROWS, BLOCK_WIDTH], and those
     with the rows `width` further down where the matrix is PAIRED.
 
-    x: [rows, depth]. codes: uint8 [width, depth / halves]. scales, offsets: words, as `_words` reads them. sums: of
-    activations, float32 [rows, depth / FORM.sums].
+    x: [rows, depth]. codes: of `TiledWeight`, in words of four bytes. scales, offsets: words. sums: of activations,
+    float32 [rows, depth / FORM.sums]. BLOCK_DEPTH: FORM.columns.
     """
     kind: tl.constexpr = x.dtype.element_ty
     size: tl.constexpr = FORM.bytes
-    run: tl.constexpr = FORM.run
     halves: tl.constexpr = FORM.halves
-    places, ks = tl.arange(0, BLOCK_WIDTH), tl.arange(0, size)
-    read, order = _orders(BLOCK_WIDTH, size, run, WARPS)
+    chunk: tl.constexpr = FORM.chunk
+    chunks: tl.constexpr = BLOCK_DEPTH // (halves * chunk)
+    each: tl.constexpr = 4 * chunk
+    word: tl.constexpr = max(FORM.group, BLOCK_DEPTH)
+    height = width * 2 if PAIRED else width
+    places = tl.arange(0, BLOCK_WIDTH)
+    read = _read_rows(BLOCK_WIDTH, FORM.lanes, WARPS)
     # The last block reads some rows twice rather than rows that are not there.
     read = tl.minimum(block * BLOCK_WIDTH + read, width - 1).to(tl.int64)
     ns = tl.minimum(block * BLOCK_WIDTH + places, width - 1)
-    c_at = codes + read[:, None] * (depth // halves) + (first // halves + ks)[None, :]
-    if run > 0:
-        c_at = tl.max_contiguous(tl.multiple_of(c_at, (1, size // 4)), (1, size // 4))
-    column = order // 32 * 64 + order % 32 if halves == 2 else order
-    if run > 0:
-        column = tl.max_contiguous(tl.multiple_of(column, run), run)
+    begin = tl.minimum(first, depth - BLOCK_DEPTH)
+    c_at = _tile_at(codes, read, depth // halves, chunk)[:, None] + begin // halves * 4
+    c_at += tl.arange(0, chunk // 4)[None, :]
+    o_at = c_at
+    if PAIRED:
+        o_at = _tile_at(codes, read + width, depth // halves, chunk)[:, None] + begin // halves * 4
+        o_at += tl.arange(0, chunk // 4)[None, :]
+    ks = tl.arange(0, size)
+    column = ks // 32 * 64 + ks % 32 if halves == 2 else ks
+    if FORM.lanes:
+        c_at = tl.max_contiguous(tl.multiple_of(c_at, (1, chunk // 4)), (1, chunk // 16))
+        o_at = tl.max_contiguous(tl.multiple_of(o_at, (1, chunk // 4)), (1, chunk // 16))
     present = (ms < rows)[None, :]
     x_at = x + ms[None, :] * depth + first + column[:, None]
     s_at = ms
     if FORM.offset != "":
         s_at = sums + ms * (depth // FORM.sums) + first // FORM.sums
-    other_at = c_at + width.to(tl.int64) * (depth // halves)
-    begin = tl.minimum(first, depth - BLOCK_DEPTH)
-    words, factor = _group_numbers(scales, scale_factors, ns, begin, depth, FORM.scale_span, FORM.group, BLOCK_DEPTH)
-    o_words, o_factor = _group_numbers(
-        offsets, offset_factors, ns, begin, depth, FORM.offset_span, FORM.group, BLOCK_DEPTH
-    )
     us = ns + width if PAIRED else ns
+    words, factor = _group_numbers(scales, scale_factors, ns, begin, height, FORM.scale_span, word)
+    o_words, o_factor = _group_numbers(offsets, offset_factors, ns, begin, height, FORM.offset_span, word)
     u_words, u_factor, uo_words, uo_factor = words, factor, o_words, o_factor
     if PAIRED:
-        u_words, u_factor = _group_numbers(
-            scales, scale_factors, us, begin, depth, FORM.scale_span, FORM.group, BLOCK_DEPTH
-        )
-        uo_words, uo_factor = _group_numbers(
-            offsets, offset_factors, us, begin, depth, FORM.offset_span, FORM.group, BLOCK_DEPTH
-        )
+        u_words, u_factor = _group_numbers(scales, scale_factors, us, begin, height, FORM.scale_span, word)
+        uo_words, uo_factor = _group_numbers(offsets, offset_factors, us, begin, height, FORM.offset_span, word)
+    first_codes = tl.load(c_at)
+    second_codes, first_ups, second_ups = first_codes, first_codes, first_codes
+    if chunks == 2:
+        second_codes = tl.load(c_at + each)
+    if PAIRED:
+        first_ups = tl.load(o_at)
+        if chunks == 2:
+            second_ups = tl.load(o_at + each)
     total = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
     other = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
     for k in tl.range(first, last, BLOCK_DEPTH, num_stages=STAGES):
-        # The next tile's numbers are on their way while this one is multiplied; behind the last one, its own again.
-        then = tl.minimum(k + BLOCK_DEPTH, last - BLOCK_DEPTH)
-        next_words, next_factor = _group_numbers(
-            scales, scale_factors, ns, then, depth, FORM.scale_span, FORM.group, BLOCK_DEPTH
-        )
-        next_o_words, next_o_factor = _group_numbers(
-            offsets, offset_factors, ns, then, depth, FORM.offset_span, FORM.group, BLOCK_DEPTH
-        )
+        # The next turn's codes and numbers are on their way while these are multiplied; behind the last one, its own.
+        ahead = tl.where(k + BLOCK_DEPTH < last, BLOCK_DEPTH, 0)
+        then = k + ahead
+        c_at += ahead // halves * 4
+        next_first, next_second, next_first_ups, next_second_ups = first_codes, second_codes, first_ups, second_ups
+        next_first = tl.load(c_at)
+        if chunks == 2:
+            next_second = tl.load(c_at + each)
+        next_words, next_factor = _group_numbers(scales, scale_factors, ns, then, height, FORM.scale_span, word)
+        next_o_words, next_o_factor = _group_numbers(offsets, offset_factors, ns, then, height, FORM.offset_span, word)
         next_u_words, next_u_factor, next_uo_words, next_uo_factor = u_words, u_factor, uo_words, uo_factor
         if PAIRED:
-            next_u_words, next_u_factor = _group_numbers(
-                scales, scale_factors, us, then, depth, FORM.scale_span, FORM.group, BLOCK_DEPTH
-            )
+            o_at += ahead // halves * 4
+            next_first_ups = tl.load(o_at)
+            if chunks == 2:
+                next_second_ups = tl.load(o_at + each)
+            next_u_words, next_u_factor = _group_numbers(scales, scale_factors, us, then, height, FORM.scale_span, word)
             next_uo_words, next_uo_factor = _group_numbers(
-                offsets, offset_factors, us, then, depth, FORM.offset_span, FORM.group, BLOCK_DEPTH
+                offsets, offset_factors, us, then, height, FORM.offset_span, word
             )
         product = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
         u_product = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
-        for turn in tl.static_range(BLOCK_DEPTH // halves // size):
-            low, high = _numbers(tl.load(c_at + turn * size), FORM, kind)
-            u_low, u_high = low, high
+        for number in tl.static_range(chunks):
+            tile = first_codes if number == 0 else second_codes
+            u_tile = tile
             if PAIRED:
-                u_low, u_high = _numbers(tl.load(other_at + turn * size), FORM, kind)
-            for half in tl.static_range(halves):
-                x_tile = tl.load(x_at + _column(turn * size, half, halves), mask=present, other=0.0)
-                tile = _at_lanes(low if half == 0 else high, BLOCK_WIDTH, size, run, WARPS)
-                product = tl.dot(tile, x_tile, product, input_precision=PRECISION)
+                u_tile = first_ups if number == 0 else second_ups
+            p0, p1, p2, p3 = _parts(tile, BLOCK_WIDTH, chunk, size, FORM.lanes)
+            u0, u1, u2, u3 = _parts(u_tile, BLOCK_WIDTH, chunk, size, FORM.lanes)
+            for part in tl.static_range(chunk // size):
+                low, high = _numbers(
+                    p0 if part == 0 else p1 if part == 1 else p2 if part == 2 else p3,
+                    BLOCK_WIDTH, size, WARPS, FORM, kind,
+                )  # fmt: skip
+                u_low, u_high = low, high
                 if PAIRED:
-                    tile = _at_lanes(u_low if half == 0 else u_high, BLOCK_WIDTH, size, run, WARPS)
-                    u_product = tl.dot(tile, x_tile, u_product, input_precision=PRECISION)
-                if _ends_span(turn * size, half, halves, size, FORM.span):
-                    x_sums = places
-                    if FORM.offset != "":
-                        start = _column(turn * size, half, halves) // FORM.span * (FORM.span // FORM.sums)
-                        x_sums = _sums_of_span(s_at + start, ms < rows, FORM.span, FORM.sums)
-                    total = _scaled(
-                        total, product, words, factor, o_words, o_factor, x_sums,
-                        _column(turn * size, half, halves) // FORM.group, FORM,
+                    u_low, u_high = _numbers(
+                        u0 if part == 0 else u1 if part == 1 else u2 if part == 2 else u3,
+                        BLOCK_WIDTH, size, WARPS, FORM, kind,
                     )  # fmt: skip
-                    product = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
+                for half in tl.static_range(halves):
+                    x_tile = tl.load(
+                        x_at + _column(number * chunk + part * size, half, halves), mask=present, other=0.0
+                    )
+                    product = tl.dot(low if half == 0 else high, x_tile, product, input_precision=PRECISION)
                     if PAIRED:
-                        other = _scaled(
-                            other, u_product, u_words, u_factor, uo_words, uo_factor, x_sums,
-                            _column(turn * size, half, halves) // FORM.group, FORM,
+                        u_product = tl.dot(u_low if half == 0 else u_high, x_tile, u_product, input_precision=PRECISION)
+                    if _ends_span(number * chunk + part * size, half, halves, size, FORM.span):
+                        x_sums = places
+                        if FORM.offset != "":
+                            start = _index(number * chunk + part * size, half, halves, FORM.span)
+                            x_sums = _sums_of_span(
+                                s_at + start * (FORM.span // FORM.sums), ms < rows, FORM.span, FORM.sums
+                            )
+                        total = _scaled(
+                            total, product, words, factor, o_words, o_factor, x_sums,
+                            _index(number * chunk + part * size, half, halves, FORM.group), FORM,
                         )  # fmt: skip
-                        u_product = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
+                        product = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
+                        if PAIRED:
+                            other = _scaled(
+                                other, u_product, u_words, u_factor, uo_words, uo_factor, x_sums,
+                                _index(number * chunk + part * size, half, halves, FORM.group), FORM,
+                            )  # fmt: skip
+                            u_product = tl.zeros((BLOCK_WIDTH, BLOCK_ROWS), tl.float32)
         words, factor, o_words, o_factor = next_words, next_factor, next_o_words, next_o_factor
         u_words, u_factor, uo_words, uo_factor = next_u_words, next_u_factor, next_uo_words, next_uo_factor
-        c_at += BLOCK_DEPTH // halves
-        other_at += BLOCK_DEPTH // halves
+        first_codes, second_codes = next_first, next_second
+        first_ups, second_ups = next_first_ups, next_second_ups
         x_at += BLOCK_DEPTH
         if FORM.offset != "":
             s_at += BLOCK_DEPTH // FORM.sums
@@ -533,12 +560,4 @@ def wants_sums(weight: Weight) -> bool:
     """Return whether a matrix, or a part of it, is multiplied with the sums of every 32 columns of the activations."""
     if isinstance(weight, StackedWeight):
         return any(map(wants_sums, weight.parts))
-    return isinstance(weight, PackedWeight) and weight.offsets is not None and weight.offsets.group % _SUMS == 0
-
-
-def as_words(numbers: GroupNumbers | None, form: Form, depth: int) -> torch.Tensor | None:
-    """Return groups' numbers as words, each of those of `depth` neighbouring columns."""
-    if numbers is None:
-        return None
-    size = numbers.values.dtype.itemsize * 8 * max(1, depth // form.group)
-    return numbers.values.view(_WORDS[size])
+    return isinstance(weight, TiledWeight) and weight.offsets is not None and weight.tiling.group % _SUMS == 0

@@ -10,7 +10,6 @@ kernel.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,11 +20,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from shard_worker.device import devices
 from shard_worker.device.devices import KernelTarget, product_precision
-from shard_worker.model.kernels.codes import Form, as_words, form_of, group_sums, packed_sums, wants_sums
+from shard_worker.model.kernels.codes import Form, form_of, group_sums, packed_sums, wants_sums
 from shard_worker.model.kernels.elementwise import swiglu
 from shard_worker.model.kernels.heads import Heads, finish_heads
 from shard_worker.model.kernels.sums import row_sums
-from shard_worker.weights.packed import PackedWeight
+from shard_worker.weights.tiled import TiledWeight
 from shard_worker.weights.weight import ReorderedWeight, StackedWeight, Weight
 
 _MAX_BLOCKS = 1 << 16
@@ -370,13 +369,11 @@ def _multiply(
     shape, places = (None, None) if heads is None else (heads.shape, heads.places)
     dim = None if shape is None else shape.dim
     width = row_count(weight) // (2 if around.paired else 1)
-    packed = weight if isinstance(weight, PackedWeight) else None
-    form = None if packed is None else form_of(packed, target)
+    packed = weight if isinstance(weight, TiledWeight) else None
+    form = None if packed is None else form_of(packed)
     if config is None and form is not None:
         config = choose_packed(form, width, depth, around.paired, dim, size, target, rows)
     config = config or choose(width, depth, around.paired, dim, size, target, rows)
-    if form is not None and target is not None:
-        form = form._replace(run=target.operand_run(config.width, config.warps))
     blocks, tiles = triton.cdiv(width, config.width), triton.cdiv(rows, config.height)
     partial, programs = out, 1 if config.serial else config.split
     if programs > 1:
@@ -387,11 +384,11 @@ def _multiply(
     read_x = source
     groups: tuple[torch.Tensor | None, ...] = (None,) * 5
     if packed is not None and form is not None:
-        read_weight = packed.codes.view(torch.uint8)
+        read_weight = packed.codes.view(torch.int32)
         groups = (
-            as_words(packed.scales, form, config.depth),
+            packed.scales.words,
             packed.scales.factors,
-            as_words(packed.offsets, form, config.depth),
+            None if packed.offsets is None else packed.offsets.words,
             None if packed.offsets is None else packed.offsets.factors,
             None
             if packed.offsets is None
@@ -570,53 +567,45 @@ def choose_packed(
     target: KernelTarget | None,
     rows: int = _TILE_ROWS,
 ) -> Config:
-    """Return the cut for a packed matrix of a form, as `choose` does for dense ones.
+    """Return the cut for a packed matrix of a form, as `choose` does for dense ones. Tried on an H100.
 
-    A warp holds 16 rows of weights, so that each thread looks up few groups' numbers. More rows of activations than 16
-    take tiles as high as registers and sums in one order allow.
+    A warp holds 16 or 32 rows of weights, so that each thread looks up few groups' numbers. More rows of activations
+    than 16 take tiles as high as registers and sums in one order allow.
     """
     processors = 128 if target is None else target.processors
     shared = 64 << 10 if target is None else target.shared_bytes
-    few = rows <= _TILE_ROWS // 2 and form.run > 0
-    wide = head_dim or (32 if few else 64 if paired or width <= 64 * processors else 128)
-    # CDNA's warps are twice as large, and have twice the registers.
-    warps = max(1, min(4, wide // 16) if target is not None and target.lane_registers > 256 else wide // 16)
-    split = _split_packed(triton.cdiv(width, 64), depth, processors)
-    if few:
+    few = rows <= _TILE_ROWS
+    if form.lanes:
+        wide = head_dim or (32 if few else 64)
+        warps = max(2, wide // (32 if few else 16))
+    else:
+        wide = head_dim or (64 if paired or width <= 64 * processors else 128)
+        # CDNA's warps are twice as large, and have twice the registers.
+        warps = max(1, min(4, wide // 16) if target is not None and target.lane_registers > 256 else wide // 16)
+    if rows <= _TILE_ROWS // 2 and form.lanes:
         height = _TILE_ROWS // 2
-    elif rows <= _TILE_ROWS or target is None or target.one_tile_height:
+    elif few or target is None or target.one_tile_height:
         height = _TILE_ROWS
     else:
         # Pairs have twice the sums.
         height = min(64 if target.tensor_engine and not paired else 32, triton.next_power_of_2(rows))
-    depths = [one for one in form.depths(depth) if one <= 128 * form.halves]
-    if size == 4 or height > _TILE_ROWS:
-        depths = [one for one in depths if one <= 128] or depths
-    for deep in depths:
-        stage = wide * (2 if paired else 1) * deep // form.halves + height * deep * size
-        stages = min(4, shared // 2 // stage + 1)
-        if stages >= 4:
-            break
+    split = _split_packed(triton.cdiv(width, 32), depth, processors)
+    # Only activations pass through shared memory.
+    stages = max(2, min(3, shared // 4 // (height * form.columns * size) + 1))
     programs = triton.cdiv(width, wide) * triton.cdiv(rows, height)
     # A pair's sums of a part and of all parts are more than RDNA's registers hold.
     crowded = paired and target is not None and target.one_tile_height and target.lane_registers <= 256
-    serial = split > 1 and programs * split > 4 * processors and rows > _TILE_ROWS and not crowded
-    return Config(wide, deep, split, warps, max(2, stages), height, serial)
+    serial = split > 1 and programs * split > 4 * processors and not few and not crowded
+    return Config(wide, form.columns, split, warps, stages, height, serial)
 
 
 def _split_packed(blocks: int, depth: int, processors: int) -> int:
-    """Return into how many parts the depth is cut for blocks of 64 rows, so that all processors end together.
-
-    Beginning a part takes as long as some columns. A processor needs several blocks to be busy.
-    """
-
-    def cost(split: int) -> float:
-        each = blocks * split / processors
-        columns = triton.cdiv(triton.cdiv(depth, _UNIT), split) * _UNIT + 384
-        return math.ceil(each) * columns / min(1.0, 0.4 + 0.15 * each)
-
-    most = max(1, min(8, depth // (2 * _UNIT)))
-    return min(range(1, most + 1), key=cost)
+    """Return into how many parts the depth is cut for blocks of 32 rows, so that every processor is kept busy by some
+    programs, and waits for none long at the end."""
+    split = 1
+    while split < 8 and blocks * split < 4.5 * processors and depth >= 4 * _UNIT * split:
+        split *= 2
+    return split
 
 
 @functools.cache

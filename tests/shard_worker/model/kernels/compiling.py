@@ -32,6 +32,7 @@ from shard_worker.device import devices
 from shard_worker.device.devices import KernelTarget, cuda_target, hip_target
 from shard_worker.weights.packed import GroupNumbers, PackedWeight
 from shard_worker.weights.random_packed import KINDS, random_packed
+from shard_worker.weights.tiled import TILE_ROWS, TiledNumbers, TiledWeight, tiling_of
 from shard_worker.weights.weight import Weight
 from tests.shard_worker.tiny import AS_GPU, ignore_progress
 
@@ -294,7 +295,7 @@ class Recorder:
         torch.version.hip = torch.version.cuda = None
         # oneDNN would copy matrices into blocks of its own.
         torch.backends.mkldnn.is_available = lambda: False  # type: ignore[method-assign]
-        PackedWeight.prepared = lambda weight: weight  # type: ignore[method-assign]
+        PackedWeight.prepared = _tiled_for(self._driver)  # type: ignore[method-assign]
         torch.cat = _shaped_cat
 
     def _note(self, *, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
@@ -346,7 +347,7 @@ class Recorder:
             self._driver.target = architecture
             for kind in kinds:
                 self._case = kind
-                weight = unwritten_packed(kind, 4096, 2048, torch.bfloat16)
+                weight = unwritten_packed(kind, 4096, 2048, torch.bfloat16).prepared()
                 for count in rows:
                     linear(torch.zeros(count, 2048, dtype=torch.bfloat16), weight, paired=True)
         return [launch for launch in self._launches if launch.name == "matmul._product"]
@@ -402,6 +403,31 @@ def _serve(case: Case, stage: Any, draft: Any, drafting: Any, drafting_together:
     for rows in (17, 130, 256):
         hidden = torch.zeros(rows, case.target["hidden_size"], dtype=stage.dtype)
         stage.run(stage.allocate(512, 1), hidden, None, uncommitted=False)
+
+
+def _tiled_for(driver: PretendedDriver) -> Any:
+    """What prepares a packed matrix for the GPU that is pretended: in memory that nobody writes either."""
+
+    def prepared(weight: PackedWeight) -> TiledWeight:
+        one = weight.select_rows(slice(0, 1))
+        tiled = TiledWeight(one, tiling_of(one, lanes=TARGETS[driver.target].lane_order))
+        tiled.rows = weight.rows
+        blocks = -(-weight.rows // TILE_ROWS)
+        tiled.codes = torch.empty((blocks, TILE_ROWS * weight.codes.shape[1]), dtype=torch.uint8)
+        tiled.scales = _unwritten_numbers(tiled.scales, weight.rows)
+        if tiled.offsets is not None:
+            tiled.offsets = _unwritten_numbers(tiled.offsets, weight.rows)
+        return tiled
+
+    return prepared
+
+
+def _unwritten_numbers(numbers: TiledNumbers, rows: int) -> TiledNumbers:
+    words = torch.empty((len(numbers.words), rows), dtype=numbers.words.dtype)
+    factors = numbers.factors
+    if factors is not None:
+        factors = torch.empty((len(factors), rows), dtype=factors.dtype)
+    return dataclasses.replace(numbers, words=words, factors=factors)
 
 
 def unwritten_packed(kind: str, rows: int, columns: int, dtype: torch.dtype) -> PackedWeight:

@@ -8,6 +8,7 @@ import torch
 from shard_worker.device.devices import KernelTarget
 from shard_worker.model.kernels import attention, codes, delta_prefill, matmul
 from shard_worker.weights.random_packed import random_packed
+from shard_worker.weights.tiled import TiledWeight, tiling_of
 from tests.shard_worker.model.kernels.compiling import TARGETS
 
 H100 = TARGETS["sm_90"]
@@ -81,11 +82,12 @@ PACKED_27B = [
 def test_packed_matrices_are_cut_alike_for_any_number_of_rows(
     target: KernelTarget, width: int, depth: int, paired: bool, dim: int | None, kind: str, size: int
 ) -> None:
-    """In the same parts and spans; tiles fit, are as high as sums in one order allow, and a warp has 16 rows of them
-    where threads read codes for their own lanes."""
+    """In the same parts and spans; activations fit, tiles are as high as sums in one order allow, and a warp has 16 or
+    32 rows of weights where threads read codes for their own lanes."""
     dtype = torch.bfloat16 if size == 2 else torch.float32
-    form = codes.form_of(random_packed(kind, 1, depth, dtype, torch.device("cpu")), target)
-    assert 64 % form.bytes == 0
+    packed = random_packed(kind, 1, depth, dtype, torch.device("cpu"))
+    form = codes.form_of(TiledWeight(packed, tiling_of(packed, lanes=target.lane_order)))
+    assert form.chunk % form.bytes == 0
     assert depth % form.span == 0
     configs = [
         matmul.choose_packed(form, width, depth, paired, dim, size, target, rows) for rows in (1, 8, 16, 17, 64, 512)
@@ -94,11 +96,12 @@ def test_packed_matrices_are_cut_alike_for_any_number_of_rows(
         assert config.split == configs[0].split
         assert config.height <= 16 or not target.one_tile_height
         assert config.height <= 32 or target.tensor_engine
+        assert config.depth == form.columns
         assert depth % config.depth == 0
         assert config.depth % form.span == 0
-        assert not target.lane_order or config.width == 16 * config.warps
-        stage = config.width * (2 if paired else 1) * config.depth // form.halves + config.height * config.depth * size
-        assert (config.stages - 1) * stage <= target.shared_bytes // 2 or config.stages == 2
+        assert not target.lane_order or config.width in (16 * config.warps, 32 * config.warps)
+        stage = config.height * config.depth * size
+        assert (config.stages - 1) * stage <= target.shared_bytes // 4 or config.stages == 2
         assert stage < target.shared_bytes
 
 

@@ -10,6 +10,7 @@ from shard_worker.cache.attention_cache import PAGE_ROWS, AttentionCache
 from shard_worker.ops.rope import Rotation
 from shard_worker.weights.packed import PackedWeight
 from shard_worker.weights.random_packed import KINDS, random_packed
+from shard_worker.weights.tiled import TiledWeight, tiling_of
 from shard_worker.weights.weight import DenseWeight, ReorderedWeight, StackedWeight, Weight, concatenate
 from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device, places_of
 
@@ -26,6 +27,15 @@ def random(*shape: int, seed: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
 
 def packed(kind: str, rows: int = WIDTH, columns: int = DEPTH, dtype: torch.dtype = DTYPE) -> PackedWeight:
     return random_packed(kind, rows, columns, dtype, device().torch_device)
+
+
+def tiled(weight: Weight, *, lanes: bool = ON_GPU) -> Weight:
+    """The form that kernels multiply by. lanes: whether bytes are in the order of lanes."""
+    if isinstance(weight, StackedWeight):
+        return StackedWeight([tiled(part, lanes=lanes) for part in weight.parts])
+    if isinstance(weight, ReorderedWeight):
+        return ReorderedWeight(tiled(weight.weight, lanes=lanes), weight.order)
+    return TiledWeight(weight, tiling_of(weight, lanes=lanes)) if isinstance(weight, PackedWeight) else weight
 
 
 def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -64,24 +74,30 @@ def test_products_are_those_of_the_elements(kind: str) -> None:
     weight = packed(kind)
     for rows in (1, 3, 16, 40, 256) if ON_GPU else (3,):
         x = random(rows, DEPTH, seed=rows)
-        assert near(linear(x, weight)[0], x.double() @ weight.unpacked().double().T)
+        assert near(linear(x, tiled(weight))[0], x.double() @ weight.unpacked().double().T)
 
 
-@pytest.mark.parametrize(("kind", "run"), [("q4_k", 2), ("q4_k", 4), ("q6_k", 2), ("q6_k", 4), ("awq", 2), ("awq", 4)])
+@pytest.mark.parametrize("lanes", [False, True])
+@pytest.mark.parametrize("kind", ["q4_k", "q6_k", "awq", "nvfp4", "q8_0"])
 @torch.inference_mode()
 def test_the_order_in_which_lanes_multiply_changes_no_product(
-    kind: str, run: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, lanes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows and columns of both operands are brought to one order: with 16, 32 and 64 bytes at a time."""
-    from shard_worker.model.kernels import matmul
+    """Rows and columns are brought back to their order: with 16, 32 and 64 bytes at a time, and tiles of 32 bytes."""
+    from shard_worker.model.kernels import codes, matmul
 
-    weight, x = packed(kind, 64, 256), random(3, 256, seed=1)
-    form, expected = matmul.form_of(weight, None), x.double() @ weight.unpacked().double().T
-    monkeypatch.setattr(matmul, "form_of", lambda weight, target: form._replace(run=run))
-    monkeypatch.setattr(matmul.devices, "kernel_target", lambda device: None)
-    for width, warps in ((32, 2), (64, 2)):
-        config = matmul.Config(width, form.depths(256)[-1], 1, warps, 2, 8)
-        assert near(matmul.linear(x, weight, config=config)[0], expected)
+    form_of = codes.form_of
+    # The interpreter does not run PTX.
+    monkeypatch.setattr(matmul, "form_of", lambda weight: form_of(weight)._replace(assembly=""))
+    for columns in (256, 192):
+        weight, x = packed(kind, 64, columns), random(3, columns, seed=1)
+        if columns == 192 and weight.scales.group > 64:
+            continue
+        held, expected = tiled(weight, lanes=lanes), x.double() @ weight.unpacked().double().T
+        assert isinstance(held, TiledWeight)
+        for width, warps in ((32, 2), (64, 2), (64, 4)):
+            config = matmul.Config(width, held.tiling.columns, 1, warps, 2, 8)
+            assert near(matmul.linear(x, held, config=config)[0], expected)
 
 
 @pytest.mark.parametrize("kind", KINDS if ON_GPU else ["q4_k"])
@@ -95,9 +111,10 @@ def test_a_row_is_the_same_alone_and_among_others(kind: str) -> None:
     depth = max(DEPTH, 1024)
     target = kernel_target(device().torch_device)
     for paired in (False, True) if ON_GPU else (False,):
-        weight = packed(kind, WIDTH * (2 if paired else 1), depth)
+        weight = tiled(packed(kind, WIDTH * (2 if paired else 1), depth))
+        assert isinstance(weight, TiledWeight)
         width = weight.rows // 2 if paired else weight.rows
-        assert choose_packed(form_of(weight, target), width, depth, paired, None, 2, target, 1).split > 1
+        assert choose_packed(form_of(weight), width, depth, paired, None, 2, target, 1).split > 1
         most = 512 if ON_GPU else 17
         x = random(most, depth, seed=2)
         alone = torch.cat([linear(x[row : row + 1], weight, paired=paired)[0] for row in range(0, most, 16)])
@@ -120,7 +137,7 @@ def test_what_is_done_around_a_product(dtype: torch.dtype) -> None:
     for weight in (packed("q4_k", 2 * WIDTH, dtype=dtype), StackedWeight((gates, ups))):
         parts = weight.parts if isinstance(weight, StackedWeight) else (weight,)
         gate, up = (due @ torch.cat([part.unpacked() for part in parts]).double().T).chunk(2, -1)
-        (found, summed), expected = linear(normed, weight, paired=True, then=gates), F.silu(gate) * up
+        (found, summed), expected = linear(normed, tiled(weight), paired=True, then=tiled(gates)), F.silu(gate) * up
         if isinstance(weight, PackedWeight):
             assert isinstance(summed, Summed)
             check_sums(summed.sums, found)
@@ -129,9 +146,9 @@ def test_what_is_done_around_a_product(dtype: torch.dtype) -> None:
     bias, residual = random(WIDTH, seed=4, dtype=dtype), random(3, WIDTH, seed=5, dtype=dtype)
     then = torch.rand(WIDTH, device=device().torch_device) + 0.5
     order = torch.randperm(DEPTH, generator=torch.Generator().manual_seed(6)).to(x.device)
-    weight = ReorderedWeight(gates, order.int())
+    weight = tiled(ReorderedWeight(gates, order.int()))
     found, following = linear(
-        x, weight, bias=bias, residual=residual, norm=then, eps=EPS, then=concatenate([gates, ups])
+        x, weight, bias=bias, residual=residual, norm=then, eps=EPS, then=tiled(concatenate([gates, ups]))
     )
     expected = x.double()[:, order] @ gates.unpacked().double().T + bias.double() + residual.double()
     assert (found.double() - expected).norm() < limit * expected.norm()
@@ -162,7 +179,7 @@ def test_heads_of_unlike_forms_are_those_of_one_matrix() -> None:
     x, norms = random(rows, DEPTH, seed=8, dtype=torch.float32), torch.rand(heads + kv_heads, dim, device=on) + 0.5
     bias = random(sum(part.rows for part in parts), seed=9, dtype=torch.float32)
     found = []
-    for weight in (concatenate(parts), torch.cat(elements)):
+    for weight in (tiled(concatenate(parts)), torch.cat(elements)):
         cache = AttentionCache(1, kv_heads, PAGE_ROWS, dim, x, PAGE_ROWS)
         cache.reserve(rows)
         places = places_of(cache, 0, rows)

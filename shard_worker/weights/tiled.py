@@ -1,0 +1,201 @@
+"""Packed matrices on GPUs, in the order in which the threads of a kernel read them.
+
+A tile has 16 rows and up to 64 bytes of each. Its rows lie side by side, so that a warp reads a run of memory, and what
+follows in a row is the next tile. Where it is known which columns a lane multiplies, 16 bytes of a row that a lane
+reads at once are four words, each of another run of 16 bytes: word w of lane t has bytes 16 * w + 4 * t and on.
+Groups' numbers are transposed, those of as many columns as kernels multiply at a time in one word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from shard_worker.weights.packed import BLOCK_COLUMNS, Codes, GroupNumbers, PackedWeight, Packing, row_parts
+from shard_worker.weights.weight import Weight, by_parts
+
+TILE_ROWS = 16
+
+_WORDS = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+
+_MOST_SPAN = 128
+"""Groups of more columns are multiples of this."""
+
+ALL_COLUMNS = 1 << 20
+"""Stands for a group, or a span of groups, that is a whole row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a matrix is cut.
+
+    chunk: bytes of a row in a tile. columns: of a row whose groups' numbers are one word, one or two tiles. group: its
+    columns, `ALL_COLUMNS` for one that is a row. lanes: whether bytes are in the order of lanes.
+    """
+
+    chunk: int
+    columns: int
+    group: int
+    lanes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TiledNumbers:
+    """`GroupNumbers` transposed.
+
+    words: integers [columns / group or Tiling.columns, rows], each of the numbers of that many columns, the first one
+    lowest. dtype: of the numbers. factors: [columns / span, rows], or None. span: of columns, 0 without factors.
+    """
+
+    words: torch.Tensor
+    dtype: torch.dtype
+    factors: torch.Tensor | None
+    span: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.words.nbytes + (0 if self.factors is None else self.factors.nbytes)
+
+
+def tiling_of(packed: PackedWeight, *, lanes: bool) -> Tiling:
+    """Return how a matrix is cut for kernels. Raises ValueError, with the reason, where they do not know its form."""
+    columns, scales, offsets = packed.columns, packed.scales, packed.offsets
+    halves = 2 if packed.packing.codes is Codes.BITS4 else 1
+    if columns % BLOCK_COLUMNS:
+        raise ValueError(f"it has {columns} columns, and {BLOCK_COLUMNS} must divide them")
+    if not 0 <= packed.packing.origin < 128:
+        raise ValueError(f"its codes count from {packed.packing.origin}, and 0 to 127 are known")
+    group = _group(scales, columns)
+    if offsets is not None and _group(offsets, columns) != group:
+        raise ValueError(f"its offsets have groups of {offsets.group} columns, and its scales of {scales.group}")
+    numbers = [scales] if offsets is None else [scales, offsets]
+    bits = max(8 * one.values.dtype.itemsize for one in numbers)
+    spans = [span for one in numbers if (span := factor_span(one, columns))]
+    cuts = ((256, 64), (128, 64), (64, 32)) if halves == 2 else ((128, 64), (64, 64))
+    # Two tiles in a turn are more than RDNA's registers hold.
+    for wide, chunk in cuts if lanes else cuts[1:]:
+        divides = columns % wide == 0 and (group % wide == 0 or wide % group == 0)
+        if divides and max(1, wide // group) * bits <= 64 and all(span % wide == 0 for span in spans):
+            return Tiling(chunk, wide, group, lanes)
+    raise ValueError(f"no tile fits groups of {scales.group} of its {columns} columns")
+
+
+def _group(numbers: GroupNumbers, columns: int) -> int:
+    if numbers.group >= columns:
+        return ALL_COLUMNS
+    if numbers.group not in (16, 32, 64) and numbers.group % _MOST_SPAN:
+        raise ValueError(f"it has groups of {numbers.group} columns, and 16, 32, 64 and multiples of 128 are known")
+    return numbers.group
+
+
+def factor_span(numbers: GroupNumbers, columns: int) -> int:
+    """Return how many columns share a factor, `ALL_COLUMNS` for all of a row, 0 where there are none."""
+    return 0 if numbers.factors is None else ALL_COLUMNS if numbers.span >= columns else numbers.span
+
+
+class TiledWeight(Weight):
+    """A packed matrix [rows, columns] on a GPU, in tiles.
+
+    codes: uint8 [rows / TILE_ROWS rounded up, TILE_ROWS * bytes of a row]. tiling, scales, offsets: as said there.
+    """
+
+    __slots__ = ("codes", "columns", "device", "dtype", "offsets", "packing", "rows", "scales", "tiling")
+
+    packing: Packing
+
+    def __init__(self, packed: PackedWeight, tiling: Tiling) -> None:
+        """packed: of which all is copied."""
+        self.rows, self.columns, self.dtype, self.device = packed.rows, packed.columns, packed.dtype, packed.device
+        self.packing, self.tiling = packed.packing, tiling
+        codes = packed.codes.view(torch.uint8)
+        blocks, held = -(-self.rows // TILE_ROWS), codes.shape[1]
+        self.codes = torch.empty(blocks, TILE_ROWS * held, dtype=torch.uint8, device=self.device)
+        step = max(1, (1 << 26) // (TILE_ROWS * held))
+        for first in range(0, blocks, step):
+            some = codes[first * TILE_ROWS : (first + step) * TILE_ROWS]
+            if len(some) % TILE_ROWS:
+                some = F.pad(some, (0, 0, 0, -len(some) % TILE_ROWS))
+            tiles = some.view(-1, TILE_ROWS, held // tiling.chunk, *self._plain_shape)
+            order = (0, 2, 1, 4, 3, 5) if tiling.lanes else (0, 2, 1, 3)
+            self.codes[first : first + step].view(len(tiles), held // tiling.chunk, TILE_ROWS, *self._held_shape).copy_(
+                tiles.permute(order)
+            )
+        self.scales = self._transposed(packed.scales)
+        self.offsets = None if packed.offsets is None else self._transposed(packed.offsets)
+
+    @property
+    def _plain_shape(self) -> tuple[int, ...]:
+        """A tile's row as it stands in the matrix: words, lanes, and bytes of a word."""
+        chunk = self.tiling.chunk
+        return (chunk // 16, 4, 4) if self.tiling.lanes else (chunk,)
+
+    @property
+    def _held_shape(self) -> tuple[int, ...]:
+        """A tile's row as it is held: lanes, words, bytes of a word."""
+        chunk = self.tiling.chunk
+        return (4, chunk // 16, 4) if self.tiling.lanes else (chunk,)
+
+    def _transposed(self, numbers: GroupNumbers) -> TiledNumbers:
+        values, each = numbers.values, max(1, self.tiling.columns // self.tiling.group)
+        words = values.contiguous().view(_WORDS[values.dtype.itemsize * 8 * each]).T.contiguous()
+        factors = None if numbers.factors is None else numbers.factors.T.contiguous()
+        return TiledNumbers(words, values.dtype, factors, factor_span(numbers, self.columns))
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes + (0 if self.offsets is None else self.offsets.nbytes)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        raise TypeError("a matrix in tiles of codes has no dense form")
+
+    def matmul(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, batch_invariant_rows: int | None = None
+    ) -> torch.Tensor:
+        """As `Weight.matmul`, in plain torch: a part of the rows is unpacked at a time, and forgotten."""
+        if batch_invariant_rows is not None and len(x) != batch_invariant_rows:
+            return by_parts(self, x, bias, batch_invariant_rows)
+        parts = [F.linear(x, self.unpacked(rows, self.dtype)) for rows in row_parts(self)]
+        product = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return product if bias is None else product + bias
+
+    def unpacked(self, rows: slice = slice(None), dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return the elements of some rows, as `PackedWeight.unpacked`."""
+        return self.select_rows(rows).unpacked(dtype=dtype)
+
+    def select_rows(self, rows: slice | torch.Tensor) -> PackedWeight:
+        """Return the matrix of some rows in the order of files again."""
+        if isinstance(rows, slice):
+            first, last, _ = rows.indices(self.rows)
+            blocks = self._rows_in_order(self.codes[first // TILE_ROWS : -(-last // TILE_ROWS)])
+            codes = blocks.flatten(0, 1)[first % TILE_ROWS :][: last - first].flatten(1)
+        else:
+            tiles = self.codes.view(len(self.codes), -1, TILE_ROWS, *self._held_shape)
+            chosen = tiles[rows // TILE_ROWS, :, rows % TILE_ROWS]
+            codes = (chosen.transpose(2, 3) if self.tiling.lanes else chosen).flatten(1)
+        kind = {Codes.INT8: torch.int8, Codes.FLOAT8: torch.float8_e4m3fn}.get(self.packing.codes, torch.uint8)
+        offsets = None if self.offsets is None else self._selected(self.offsets, rows)
+        scales = self._selected(self.scales, rows)
+        return PackedWeight(self.packing, codes.view(kind), scales, offsets, dtype=self.dtype)
+
+    def _rows_in_order(self, codes: torch.Tensor) -> torch.Tensor:
+        """Return blocks of rows [n, TILE_ROWS, tiles, chunk] with their bytes as in the matrix."""
+        tiles = codes.view(len(codes), -1, TILE_ROWS, *self._held_shape).transpose(1, 2)
+        return (tiles.transpose(3, 4) if self.tiling.lanes else tiles).flatten(3)
+
+    def _selected(self, numbers: TiledNumbers, rows: slice | torch.Tensor) -> GroupNumbers:
+        # A copy in any case: strides of a single column may be others.
+        values = numbers.words[:, rows].T.clone(memory_format=torch.contiguous_format).view(numbers.dtype)
+        group = min(self.tiling.group, self.columns)
+        if numbers.factors is None:
+            return GroupNumbers(values, group)
+        return GroupNumbers(values, group, numbers.factors[:, rows].T.contiguous(), min(numbers.span, self.columns))
+
+    def lookup(self, indices: torch.Tensor) -> torch.Tensor:
+        return self.select_rows(indices.to(self.device)).unpacked(dtype=self.dtype)
+
+    def concatenated(self, others: Sequence[Weight]) -> Weight:
+        raise TypeError("tiles of codes cannot be concatenated: concatenate matrices before `prepared`")
