@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from shard_worker.device import devices
 from shard_worker.weights.cpu_int4 import CpuInt4Weight
+from shard_worker.weights.tiled import TiledWeight, tiling_of
 from shard_worker.weights.weight import DenseWeight, StackedWeight, Weight, by_parts, rows_at_a_time
 
 BLOCK_COLUMNS = 64
@@ -233,13 +234,11 @@ class PackedWeight(Weight):
         if CpuInt4Weight.takes(self):
             return CpuInt4Weight(self)
         dense = torch.empty(self.rows, self.columns, dtype=self.dtype)
-        for rows in _row_parts(self, rows_at_a_time(self.columns, self.device)):
+        for rows in self._row_parts(rows_at_a_time(self.columns, self.device)):
             dense[rows] = self.unpacked(rows, self.dtype)
         return DenseWeight(dense).prepared()
 
     def _tiled(self) -> Weight:
-        from shard_worker.weights.tiled import TiledWeight, tiling_of
-
         target = devices.kernel_target(self.device)
         if target is None or not _unpacks_by_kernel(self.device):
             return self
@@ -255,13 +254,18 @@ class PackedWeight(Weight):
         """As `Weight.matmul`, in plain torch: a part of the rows is unpacked at a time, and forgotten."""
         if batch_invariant_rows is not None and len(x) != batch_invariant_rows:
             return by_parts(self, x, bias, batch_invariant_rows)
-        parts = [F.linear(x, self.unpacked(rows, self.dtype)) for rows in row_parts(self)]
+        step = max(1, _UNPACKED_ELEMENTS[self.device.type] // self.columns)
+        parts = [F.linear(x, self.unpacked(rows, self.dtype)) for rows in self._row_parts(step)]
         product = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         return product if bias is None else product + bias
 
     def select_rows(self, rows: slice | torch.Tensor) -> PackedWeight:
         offsets = None if self.offsets is None else self.offsets.select_rows(rows)
         return PackedWeight(self.packing, self.codes[rows], self.scales.select_rows(rows), offsets, dtype=self.dtype)
+
+    def with_rows(self, codes: torch.Tensor, scales: GroupNumbers, offsets: GroupNumbers | None) -> PackedWeight:
+        """Return a matrix of other rows in the same form."""
+        return PackedWeight(self.packing, codes, scales, offsets, dtype=self.dtype)
 
     def with_columns(self, order: torch.Tensor, run: int) -> PackedWeight:
         """Return the matrix whose columns stand in another order, run by run, and are the same numbers.
@@ -303,6 +307,10 @@ class PackedWeight(Weight):
         offsets = other.offsets is None if self.offsets is None else self.offsets.is_like(other.offsets)
         return self.packing == other.packing and self.scales.is_like(other.scales) and offsets
 
+    def _row_parts(self, step: int) -> Iterator[slice]:
+        """Yield all rows, so many at a time."""
+        return (slice(first, first + step) for first in range(0, self.rows, step))
+
 
 def _each_group(
     elements: torch.Tensor,
@@ -323,15 +331,6 @@ def _each_group(
 def _float8_numbers() -> torch.Tensor:
     """Return what the codes of float8_e4m3fn stand for, float32 [256], on the CPU."""
     return torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
-
-
-def row_parts(weight: Weight) -> Iterator[slice]:
-    """Yield all rows, as many at a time as are unpacked at a time where nothing multiplies by the packed form."""
-    return _row_parts(weight, max(1, _UNPACKED_ELEMENTS[weight.device.type] // weight.columns))
-
-
-def _row_parts(weight: Weight, step: int) -> Iterator[slice]:
-    return (slice(first, first + step) for first in range(0, weight.rows, step))
 
 
 @functools.cache

@@ -8,16 +8,23 @@ Groups' numbers are transposed, those of as many columns as kernels multiply at 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, Self
 
 import torch
 import torch.nn.functional as F
 
-from shard_worker.weights.packed import BLOCK_COLUMNS, Codes, GroupNumbers, PackedWeight, Packing, row_parts
 from shard_worker.weights.weight import Weight, by_parts
 
 TILE_ROWS = 16
+
+_COLUMNS_MULTIPLE = 64
+"""Kernels know matrices of so many columns or a multiple."""
+
+_UNPACKED_ELEMENTS = 1 << 25
+"""How many elements are unpacked at a time where plain torch multiplies."""
 
 _WORDS = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
@@ -26,6 +33,37 @@ _MOST_SPAN = 128
 
 ALL_COLUMNS = 1 << 20
 """Stands for a group, or a span of groups, that is a whole row."""
+
+
+class Numbers(Protocol):
+    """Groups' numbers as of `packed.GroupNumbers`, a dataclass."""
+
+    @property
+    def values(self) -> torch.Tensor: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def factors(self) -> torch.Tensor | None: ...
+    @property
+    def span(self) -> int: ...
+
+
+class Packed(Protocol):
+    """A matrix of codes with scales, as of `packed.PackedWeight`."""
+
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    device: torch.device
+    packing: Any
+    codes: torch.Tensor
+    scales: Any
+    offsets: Any
+
+    def select_rows(self, rows: slice) -> Self: ...
+
+    def with_rows(self, codes: torch.Tensor, scales: Any, offsets: Any) -> Any:
+        """Return a matrix of other rows in the same form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +98,12 @@ class TiledNumbers:
         return self.words.nbytes + (0 if self.factors is None else self.factors.nbytes)
 
 
-def tiling_of(packed: PackedWeight, *, lanes: bool) -> Tiling:
+def tiling_of(packed: Packed, *, lanes: bool) -> Tiling:
     """Return how a matrix is cut for kernels. Raises ValueError, with the reason, where they do not know its form."""
     columns, scales, offsets = packed.columns, packed.scales, packed.offsets
-    halves = 2 if packed.packing.codes is Codes.BITS4 else 1
-    if columns % BLOCK_COLUMNS:
-        raise ValueError(f"it has {columns} columns, and {BLOCK_COLUMNS} must divide them")
+    halves = columns // packed.codes.shape[1]
+    if columns % _COLUMNS_MULTIPLE:
+        raise ValueError(f"it has {columns} columns, and {_COLUMNS_MULTIPLE} must divide them")
     if not 0 <= packed.packing.origin < 128:
         raise ValueError(f"its codes count from {packed.packing.origin}, and 0 to 127 are known")
     group = _group(scales, columns)
@@ -83,7 +121,7 @@ def tiling_of(packed: PackedWeight, *, lanes: bool) -> Tiling:
     raise ValueError(f"no tile fits groups of {scales.group} of its {columns} columns")
 
 
-def _group(numbers: GroupNumbers, columns: int) -> int:
+def _group(numbers: Numbers, columns: int) -> int:
     if numbers.group >= columns:
         return ALL_COLUMNS
     if numbers.group not in (16, 32, 64) and numbers.group % _MOST_SPAN:
@@ -91,7 +129,7 @@ def _group(numbers: GroupNumbers, columns: int) -> int:
     return numbers.group
 
 
-def factor_span(numbers: GroupNumbers, columns: int) -> int:
+def factor_span(numbers: Numbers, columns: int) -> int:
     """Return how many columns share a factor, `ALL_COLUMNS` for all of a row, 0 where there are none."""
     return 0 if numbers.factors is None else ALL_COLUMNS if numbers.span >= columns else numbers.span
 
@@ -102,12 +140,11 @@ class TiledWeight(Weight):
     codes: uint8 [rows / TILE_ROWS rounded up, TILE_ROWS * bytes of a row]. tiling, scales, offsets: as said there.
     """
 
-    __slots__ = ("codes", "columns", "device", "dtype", "offsets", "packing", "rows", "scales", "tiling")
+    __slots__ = ("_empty", "codes", "columns", "device", "dtype", "offsets", "packing", "rows", "scales", "tiling")
 
-    packing: Packing
-
-    def __init__(self, packed: PackedWeight, tiling: Tiling) -> None:
+    def __init__(self, packed: Packed, tiling: Tiling) -> None:
         """packed: of which all is copied."""
+        self._empty = packed.select_rows(slice(0, 0))
         self.rows, self.columns, self.dtype, self.device = packed.rows, packed.columns, packed.dtype, packed.device
         self.packing, self.tiling = packed.packing, tiling
         codes = packed.codes.view(torch.uint8)
@@ -138,7 +175,7 @@ class TiledWeight(Weight):
         chunk = self.tiling.chunk
         return (4, chunk // 16, 4) if self.tiling.lanes else (chunk,)
 
-    def _transposed(self, numbers: GroupNumbers) -> TiledNumbers:
+    def _transposed(self, numbers: Numbers) -> TiledNumbers:
         values, each = numbers.values, max(1, self.tiling.columns // self.tiling.group)
         words = values.contiguous().view(_WORDS[values.dtype.itemsize * 8 * each]).T.contiguous()
         factors = None if numbers.factors is None else numbers.factors.T.contiguous()
@@ -158,15 +195,20 @@ class TiledWeight(Weight):
         """As `Weight.matmul`, in plain torch: a part of the rows is unpacked at a time, and forgotten."""
         if batch_invariant_rows is not None and len(x) != batch_invariant_rows:
             return by_parts(self, x, bias, batch_invariant_rows)
-        parts = [F.linear(x, self.unpacked(rows, self.dtype)) for rows in row_parts(self)]
+        parts = [F.linear(x, self.unpacked(rows, self.dtype)) for rows in self._row_parts()]
         product = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         return product if bias is None else product + bias
 
     def unpacked(self, rows: slice = slice(None), dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the elements of some rows, as `PackedWeight.unpacked`."""
-        return self.select_rows(rows).unpacked(dtype=dtype)
+        elements: torch.Tensor = self.select_rows(rows).unpacked(dtype=dtype)
+        return elements
 
-    def select_rows(self, rows: slice | torch.Tensor) -> PackedWeight:
+    def _row_parts(self) -> Iterator[slice]:
+        step = max(1, _UNPACKED_ELEMENTS // self.columns // TILE_ROWS) * TILE_ROWS
+        return (slice(first, first + step) for first in range(0, self.rows, step))
+
+    def select_rows(self, rows: slice | torch.Tensor) -> Any:
         """Return the matrix of some rows in the order of files again."""
         if isinstance(rows, slice):
             first, last, _ = rows.indices(self.rows)
@@ -176,26 +218,25 @@ class TiledWeight(Weight):
             tiles = self.codes.view(len(self.codes), -1, TILE_ROWS, *self._held_shape)
             chosen = tiles[rows // TILE_ROWS, :, rows % TILE_ROWS]
             codes = (chosen.transpose(2, 3) if self.tiling.lanes else chosen).flatten(1)
-        kind = {Codes.INT8: torch.int8, Codes.FLOAT8: torch.float8_e4m3fn}.get(self.packing.codes, torch.uint8)
-        offsets = None if self.offsets is None else self._selected(self.offsets, rows)
-        scales = self._selected(self.scales, rows)
-        return PackedWeight(self.packing, codes.view(kind), scales, offsets, dtype=self.dtype)
+        empty = self._empty
+        offsets = None if self.offsets is None else self._selected(self.offsets, empty.offsets, rows)
+        return empty.with_rows(codes.view(empty.codes.dtype), self._selected(self.scales, empty.scales, rows), offsets)
 
     def _rows_in_order(self, codes: torch.Tensor) -> torch.Tensor:
         """Return blocks of rows [n, TILE_ROWS, tiles, chunk] with their bytes as in the matrix."""
         tiles = codes.view(len(codes), -1, TILE_ROWS, *self._held_shape).transpose(1, 2)
         return (tiles.transpose(3, 4) if self.tiling.lanes else tiles).flatten(3)
 
-    def _selected(self, numbers: TiledNumbers, rows: slice | torch.Tensor) -> GroupNumbers:
+    @staticmethod
+    def _selected(numbers: TiledNumbers, like: Any, rows: slice | torch.Tensor) -> Any:
         # A copy in any case: strides of a single column may be others.
         values = numbers.words[:, rows].T.clone(memory_format=torch.contiguous_format).view(numbers.dtype)
-        group = min(self.tiling.group, self.columns)
-        if numbers.factors is None:
-            return GroupNumbers(values, group)
-        return GroupNumbers(values, group, numbers.factors[:, rows].T.contiguous(), min(numbers.span, self.columns))
+        factors = None if numbers.factors is None else numbers.factors[:, rows].T.contiguous()
+        return dataclasses.replace(like, values=values, factors=factors)
 
     def lookup(self, indices: torch.Tensor) -> torch.Tensor:
-        return self.select_rows(indices.to(self.device)).unpacked(dtype=self.dtype)
+        rows: torch.Tensor = self.select_rows(indices.to(self.device)).unpacked(dtype=self.dtype)
+        return rows
 
     def concatenated(self, others: Sequence[Weight]) -> Weight:
         raise TypeError("tiles of codes cannot be concatenated: concatenate matrices before `prepared`")

@@ -15,6 +15,7 @@ from shard_worker.model.kernels.codes import form_of
 from shard_worker.stage.loader import StageLoader
 from shard_worker.weights.opening import open_checkpoint
 from shard_worker.weights.packed import PackedWeight
+from shard_worker.weights.tiled import TiledWeight, tiling_of
 from shard_worker.weights.weight import DenseWeight, ReorderedWeight
 from tests.reference import checkpoints, packed_checkpoints, storage
 from tests.shard_worker.packed import CASES, Packed
@@ -107,4 +108,4 @@ def test_kernels_know_every_format(packed: Packed, name: str) -> None:
     weight = open_checkpoint(packed(name)[0]).weight("model.layers.0.mlp.down_proj.weight", CPU, torch.bfloat16)
     held = weight.weight if isinstance(weight, ReorderedWeight) else weight
     assert isinstance(held, PackedWeight)
-    assert form_of(held, None).depths(held.columns)
+    assert form_of(TiledWeight(held, tiling_of(held, lanes=True))).lanes

@@ -13,6 +13,7 @@ from services.model.gguf.blocks import BLOCK_TYPES, SERVED, BlockType
 from shard_worker.model.kernels.codes import form_of
 from shard_worker.weights.gguf_blocks import unpack_blocks
 from shard_worker.weights.packed import Codes
+from shard_worker.weights.tiled import TiledWeight, tiling_of
 
 KINDS = {kind.name: kind for kind in BLOCK_TYPES.values()}
 PACKED = [name for name in SERVED if KINDS[name].held is not None]
@@ -66,7 +67,7 @@ def test_kernels_know_the_form(name: str) -> None:
     kind = KINDS[name]
     weight = unpack_blocks(kind, torch.from_numpy(random_rows(kind, 1, 5120)), torch.bfloat16)
     for matrix in (weight, weight.with_columns(torch.arange(40), 128)):
-        assert form_of(matrix, None).depths(5120)
+        assert form_of(TiledWeight(matrix, tiling_of(matrix, lanes=True))).lanes
 
 
 @pytest.mark.parametrize("name", [name for name in PACKED if KINDS[name].values == 32])
