@@ -253,6 +253,8 @@ class TargetSession(ABC):
 
     async def save_snapshot(self, save: SnapshotSave) -> None:
         await self._settle()
+        # The device thread may have answered steps that are not heard of here yet.
+        self.host.events.handle_waiting()
         self._check_save(save)
         await self._save(save, self.host.keeper.save(save, self._device.views(), self._location))
 
