@@ -253,8 +253,6 @@ class TargetSession(ABC):
 
     async def save_snapshot(self, save: SnapshotSave) -> None:
         await self._settle()
-        # The device thread may have answered steps that are not heard of here yet.
-        self.host.events.handle_waiting()
         self._check_save(save)
         await self._save(save, self.host.keeper.save(save, self._device.views(), self._location))
 
@@ -342,6 +340,9 @@ class TargetSession(ABC):
 
     def _check_save(self, save: SnapshotSave) -> None:
         self._check_answered()
+        if save.length != self._length:
+            # The device thread may have answered steps that are not heard of here yet.
+            self.host.events.handle_waiting()
         check_save(save, self._length)
 
     # --- background work and errors
