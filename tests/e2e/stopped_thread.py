@@ -25,7 +25,11 @@ def device_thread(process_id: int) -> int:
 
 @contextlib.contextmanager
 def stopped(thread_id: int) -> Iterator[None]:
-    """Hold a thread of this process's children up within the context."""
+    """Hold a thread of this process's children up within the context.
+
+    It is waited for until the thread sleeps: one that holds Python's lock would hold all others up with it.
+    """
+    _await_sleep(thread_id)
     _ptrace(_SEIZE, thread_id)
     try:
         _ptrace(_INTERRUPT, thread_id)
@@ -37,6 +41,15 @@ def stopped(thread_id: int) -> Iterator[None]:
         except ProcessLookupError:
             # It was killed meanwhile, and ends now that this is noted.
             os.waitpid(thread_id, _ALL)
+
+
+def _await_sleep(thread_id: int) -> None:
+    """Wait until a thread has been asleep for a while, at most 10 seconds."""
+    deadline, asleep = time.monotonic() + 10, 0
+    while asleep < 10 and time.monotonic() < deadline:
+        state = Path(f"/proc/{thread_id}/stat").read_text().rpartition(")")[2].split()[0]
+        asleep = asleep + 1 if state == "S" else 0
+        time.sleep(0.005)
 
 
 def _ptrace(request: int, thread_id: int) -> None:
