@@ -108,6 +108,8 @@ def batch_to_messages(
 
 def _batch_from_message(message: stage_pb2.StepBatch, activation: WireTensor, *features: WireTensor) -> StepBatch:
     steps = tuple(BatchStep(one.stream_id, forward_from_activation(one.forward, None)) for one in message.steps)
+    if len({step.stream_id for step in steps}) < len(steps):
+        raise InvalidArgument("a batch has one step of a session, and stream_id names one twice", field="stream_id")
     rows = sum(len(step.forward.token_ids) for step in steps)
     for field, tensor in (("activation", activation), *(("features", tensor) for tensor in features)):
         if len(tensor.shape) != 2 or tensor.shape[0] != rows:

@@ -72,13 +72,14 @@ class BatchMembers(ABC, Generic[MemberT]):
 
     def take_batch(self, batch: StepBatch) -> None:
         """Hand over the steps of a batch, but for those of sessions that are over here."""
-        steps = [(self._members[one.stream_id], one) for one in batch.whole_steps() if one.stream_id in self._members]
+        steps = [(member, one) for one in batch.whole_steps() if (member := self._members.get(one.stream_id))]
         for (_, listener), _ in steps[:1]:
             listener.take_steps([(member, one.forward) for (member, _), one in steps])
 
     def take_answers(self, answers: Iterable[BatchAnswer]) -> None:
         """Hand over answers."""
-        known = [(self._members[one.stream_id], one) for one in answers if one.stream_id in self._members]
+        # Looked up once: another thread may let a session leave at any time.
+        known = [(member, one) for one in answers if (member := self._members.get(one.stream_id))]
         for (_, listener), _ in known[:1]:
             listener.take_answers([(member, one) for (member, _), one in known])
 

@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 
 from shard_worker.device import devices
 from shard_worker.weights.cpu_int4 import CpuInt4Weight
-from shard_worker.weights.tiled import TiledWeight, tiling_of
-from shard_worker.weights.weight import DenseWeight, StackedWeight, Weight, by_parts, rows_at_a_time
+from shard_worker.weights.tiled import TiledWeight, multiplied_in_parts, tiling_of
+from shard_worker.weights.weight import DenseWeight, StackedWeight, Weight, rows_at_a_time
 
 BLOCK_COLUMNS = 64
 """Columns whose 4-bit codes lie together: byte j of 32 has column j in its low half, and column j + 32 in its high
@@ -28,9 +27,6 @@ half. Both halves of a tile of bytes are then runs of columns."""
 
 E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice what the codes of MXFP4 and NVFP4 stand for, as `Packing.table`; scales are halved instead."""
-
-_UNPACKED_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}
-"""How many elements are unpacked at a time where nothing multiplies by the packed form."""
 
 _SIGN = 128
 """What makes a signed byte an unsigned one."""
@@ -251,13 +247,8 @@ class PackedWeight(Weight):
     def matmul(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, batch_invariant_rows: int | None = None
     ) -> torch.Tensor:
-        """As `Weight.matmul`, in plain torch: a part of the rows is unpacked at a time, and forgotten."""
-        if batch_invariant_rows is not None and len(x) != batch_invariant_rows:
-            return by_parts(self, x, bias, batch_invariant_rows)
-        step = max(1, _UNPACKED_ELEMENTS[self.device.type] // self.columns)
-        parts = [F.linear(x, self.unpacked(rows, self.dtype)) for rows in self._row_parts(step)]
-        product = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        return product if bias is None else product + bias
+        """As `Weight.matmul`, in plain torch."""
+        return multiplied_in_parts(self, self.unpacked, x, bias, batch_invariant_rows)
 
     def select_rows(self, rows: slice | torch.Tensor) -> PackedWeight:
         offsets = None if self.offsets is None else self.offsets.select_rows(rows)

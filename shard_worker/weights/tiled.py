@@ -9,7 +9,7 @@ Groups' numbers are transposed, those of as many columns as kernels multiply at 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -23,8 +23,8 @@ TILE_ROWS = 16
 _COLUMNS_MULTIPLE = 64
 """Kernels know matrices of so many columns or a multiple."""
 
-_UNPACKED_ELEMENTS = 1 << 25
-"""How many elements are unpacked at a time where plain torch multiplies."""
+_UNPACKED_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}
+"""How many elements are unpacked at a time where nothing multiplies by the packed form."""
 
 _WORDS = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
@@ -134,6 +134,26 @@ def factor_span(numbers: Numbers, columns: int) -> int:
     return 0 if numbers.factors is None else ALL_COLUMNS if numbers.span >= columns else numbers.span
 
 
+def multiplied_in_parts(
+    weight: Weight,
+    unpacked: Callable[[slice, torch.dtype], torch.Tensor],
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    batch_invariant_rows: int | None,
+) -> torch.Tensor:
+    """Return what `Weight.matmul` does, in plain torch: a part of the rows is unpacked at a time, and forgotten.
+
+    unpacked: returns the elements of some rows of the matrix, of a dtype.
+    """
+    if batch_invariant_rows is not None and len(x) != batch_invariant_rows:
+        return by_parts(weight, x, bias, batch_invariant_rows)
+    step = max(1, _UNPACKED_ELEMENTS[weight.device.type] // weight.columns // TILE_ROWS) * TILE_ROWS
+    firsts = range(0, weight.rows, step)
+    parts = [F.linear(x, unpacked(slice(first, first + step), weight.dtype)) for first in firsts]
+    product = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    return product if bias is None else product + bias
+
+
 class TiledWeight(Weight):
     """A packed matrix [rows, columns] on a GPU, in tiles.
 
@@ -192,21 +212,13 @@ class TiledWeight(Weight):
     def matmul(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, batch_invariant_rows: int | None = None
     ) -> torch.Tensor:
-        """As `Weight.matmul`, in plain torch: a part of the rows is unpacked at a time, and forgotten."""
-        if batch_invariant_rows is not None and len(x) != batch_invariant_rows:
-            return by_parts(self, x, bias, batch_invariant_rows)
-        parts = [F.linear(x, self.unpacked(rows, self.dtype)) for rows in self._row_parts()]
-        product = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        return product if bias is None else product + bias
+        """As `Weight.matmul`, in plain torch."""
+        return multiplied_in_parts(self, self.unpacked, x, bias, batch_invariant_rows)
 
     def unpacked(self, rows: slice = slice(None), dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the elements of some rows, as `PackedWeight.unpacked`."""
         elements: torch.Tensor = self.select_rows(rows).unpacked(dtype=dtype)
         return elements
-
-    def _row_parts(self) -> Iterator[slice]:
-        step = max(1, _UNPACKED_ELEMENTS // self.columns // TILE_ROWS) * TILE_ROWS
-        return (slice(first, first + step) for first in range(0, self.rows, step))
 
     def select_rows(self, rows: slice | torch.Tensor) -> Any:
         """Return the matrix of some rows in the order of files again."""

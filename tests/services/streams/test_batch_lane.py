@@ -188,3 +188,15 @@ async def test_rows_that_are_not_there_are_refused(ends: tuple[End, End]) -> Non
     await until(lambda: bool(below.failed))
     assert "5 rows" in below.failed[0][1].message
     assert below.steps == []
+
+
+async def test_a_session_has_one_step_in_a_batch(ends: tuple[End, End]) -> None:
+    """Another one could not be checked against what the first will have made of the session."""
+    above, below = ends
+    sent = batch(8)
+    first, second, *others = sent.steps
+    twice = replace(sent, steps=(first, replace(second, stream_id=first.stream_id), *others))
+    assert above.call(lambda: above.lane.send_steps(twice))
+    await until(lambda: bool(below.failed))
+    assert "names one twice" in below.failed[0][1].message
+    assert below.steps == []
