@@ -6,6 +6,7 @@ Layers are stacked, so that committing a block is a few operators for all of the
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 
@@ -68,16 +69,6 @@ class RecurrentCache:
         """Memory that it takes."""
         return sum(tensor.nbytes for tensor in self._tensors)
 
-    def window(self, slot: int, rows: torch.Tensor, uncommitted: bool) -> torch.Tensor:
-        """Return the convolution's inputs for new rows [n, channels]: the committed ones before them, and the rows."""
-        before = self.taps - 1
-        if uncommitted:
-            self.conv[slot, before : before + rows.shape[0]] = rows
-            return self.conv[slot, : before + rows.shape[0]]
-        window = torch.cat((self.conv[slot, :before], rows))
-        self.advance_inputs(slot, rows)
-        return window
-
     def advance_inputs(self, slot: int, rows: torch.Tensor) -> None:
         """Let new rows [n, channels] count: the last ones are what the next convolution begins with."""
         before = self.taps - 1
@@ -103,3 +94,33 @@ class RecurrentCache:
             self.decays[:, :, :rows].flatten(0, 1),
         )
         self.conv[:, :before] = self.conv[:, rows : rows + before].clone()
+
+
+# --- of several sessions at once
+
+
+def window(caches: Sequence[RecurrentCache], slot: int, rows: torch.Tensor, uncommitted: bool) -> torch.Tensor:
+    """Return the convolution's inputs for new rows [sessions, n, channels]: the committed ones before them, and the
+    rows."""
+    before = caches[0].taps - 1
+    convs = [cache.conv[slot] for cache in caches]
+    window = torch.cat((torch.stack([conv[:before] for conv in convs]), rows), 1)
+    kept = rows if uncommitted else window[:, -before:]
+    first = before if uncommitted else 0
+    for conv, own in zip(convs, kept, strict=True):
+        conv[first : first + len(own)] = own
+    return window
+
+
+def states(caches: Sequence[RecurrentCache], slot: int) -> torch.Tensor:
+    """Return a layer's states, float32 [sessions * value_heads, key_dim, value_dim]: one session's own, or a copy of
+    those of several."""
+    if len(caches) == 1:
+        return caches[0].state[slot]
+    return torch.cat([cache.state[slot] for cache in caches])
+
+
+def put_states(caches: Sequence[RecurrentCache], slot: int, states: torch.Tensor) -> None:
+    """Let the states that `states` gave, and that have changed since, be the sessions'."""
+    if len(caches) > 1:
+        torch._foreach_copy_([cache.state[slot] for cache in caches], states.chunk(len(caches)))

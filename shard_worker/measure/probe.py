@@ -29,6 +29,7 @@ from shard_worker.device.dtypes import dtype_from_name
 from shard_worker.model.head import Head
 from shard_worker.model.layer_weights import LayerTensors
 from shard_worker.model.layers import decoder
+from shard_worker.model.rows import SessionRows
 from shard_worker.ops.rope import Rotation
 from shard_worker.sampling.sampler import Sampler
 from shard_worker.stage.segment import Segment
@@ -180,7 +181,7 @@ class _Probe:
         hidden = self._full(1, shape.hidden_size)
 
         def step() -> None:
-            segment.run(hidden, [(POSITION, len(hidden), caches)], None, uncommitted=False)
+            segment.run(hidden, [SessionRows(POSITION, len(hidden), caches, False)], None)
 
         return step
 

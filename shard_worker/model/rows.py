@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -53,11 +54,25 @@ class SessionRows:
     count: int
     caches: SegmentCaches
     """The session's memory of the layers."""
+    uncommitted: bool
+    """Whether it is decided later which rows count, so that recurrent layers must not advance."""
     masks: Mapping[LayerKind, torch.Tensor | Causal | None] = field(default_factory=dict)
     """By kind of layer, for `attend`; None where every row sees all positions up to the last row's."""
 
 
 @dataclass(frozen=True, slots=True)
+class AlikeSessions:
+    """Sessions of a step that have equally many rows, which count alike: recurrent layers take them together."""
+
+    count: int
+    """Rows of each session."""
+    uncommitted: bool
+    """As in `SessionRows`."""
+    caches: Sequence[SegmentCaches]
+    """Each session's."""
+
+
+@dataclass(frozen=True)
 class Rows:
     """The n rows of one step."""
 
@@ -65,8 +80,6 @@ class Rows:
     """Whose they are: those of one session, and behind them those of the next."""
     rope: tuple[torch.Tensor, torch.Tensor]
     """Rotary cos and sin of every row, from `rope_table`."""
-    uncommitted: bool
-    """Whether it is decided later which rows count, so that recurrent layers must not advance."""
     operations: RowOperations = PLAIN
     """What suits the device."""
     batch_invariant_rows: int | None = None
@@ -94,34 +107,57 @@ class Rows:
             first += session.count
         return torch.cat(made)
 
+    def by_likeness(
+        self, work: Callable[[AlikeSessions, torch.Tensor], torch.Tensor], tensor: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what `work` makes of the rows of sessions that are alike, all rows together [n, …]. It gets their rows
+        of `tensor` [n, …], one session's behind the other's."""
+        alike, order, places = self._likeness
+        if len(alike) == 1:
+            return work(alike[0], tensor)
+        parts = tensor[order].split_with_sizes([len(one.caches) * one.count for one in alike])
+        return torch.cat([work(one, part) for one, part in zip(alike, parts, strict=True)])[places]
+
+    @cached_property
+    def _likeness(self) -> tuple[list[AlikeSessions], torch.Tensor, torch.Tensor]:
+        """The sessions that are alike, the rows of one kind of sessions behind those of another, and each row's place
+        in that order."""
+        kinds: dict[tuple[int, bool], tuple[list[SegmentCaches], list[int]]] = {}
+        first = 0
+        for session in self.sessions:
+            caches, rows = kinds.setdefault((session.count, session.uncommitted), ([], []))
+            caches.append(session.caches)
+            rows += range(first, first + session.count)
+            first += session.count
+        order = torch.tensor([row for _, rows in kinds.values() for row in rows], device=self.rope[0].device)
+        return [AlikeSessions(*kind, caches) for kind, (caches, _) in kinds.items()], order, order.argsort()
+
 
 def make_rows(
     config: ModelConfig,
     kinds: frozenset[LayerKind],
     rotation: Rotation,
     like: torch.Tensor,
-    sessions: Sequence[tuple[int, int, SegmentCaches]],
-    uncommitted: bool,
+    sessions: Sequence[SessionRows],
     *,
     operations: RowOperations = PLAIN,
     batch_invariant_rows: int | None = None,
 ) -> Rows:
     """Return the rows of these sessions for layers of these kinds, in the dtype and on the device of `like`.
 
-    rotation: RoPE's. sessions: of each its rows' first position, how many there are, and
-    the session's caches. The other arguments are fields of `Rows`.
+    rotation: RoPE's. sessions: without masks. The other arguments are fields of `Rows`.
     """
     device = like.device
-    positions = [torch.arange(base, base + count, device=device) for base, count, _ in sessions]
+    positions = [torch.arange(one.base, one.base + one.count, device=device) for one in sessions]
     rope = rope_of_rows(positions, rotation, like.dtype, batch_invariant_rows)
     if batch_invariant_rows is not None:
-        return Rows([SessionRows(*one) for one in sessions], rope, uncommitted, operations, batch_invariant_rows)
+        return Rows(sessions, rope, operations, batch_invariant_rows)
     attending = kinds - {LayerKind.LINEAR}
     rows = [
-        SessionRows(*one, {kind: _mask(config, kind, like, own) for kind in attending})
+        replace(one, masks={kind: _mask(config, kind, like, own) for kind in attending})
         for one, own in zip(sessions, positions, strict=True)
     ]
-    return Rows(rows, rope, uncommitted, operations)
+    return Rows(rows, rope, operations)
 
 
 def rope_of_rows(

@@ -16,15 +16,15 @@ CHUNK_ROWS = 64
 
 
 def causal_conv(window: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
-    """Return the depthwise causal convolution over time, float32 [n, channels].
+    """Return the depthwise causal convolution over time, float32 [..., n, channels].
 
-    window: [t - 1 + n, channels], the t - 1 inputs before the rows and the n rows; taps: float32 [t, channels].
+    window: [..., t - 1 + n, channels], the t - 1 inputs before the rows and the n rows; taps: float32 [t, channels].
     """
-    rows = window.shape[0] - taps.shape[0] + 1
+    rows = window.shape[-2] - taps.shape[0] + 1
     window = window.float()
-    out = window[:rows] * taps[0]
+    out = window[..., :rows, :] * taps[0]
     for tap in range(1, taps.shape[0]):
-        out.addcmul_(window[tap : tap + rows], taps[tap])
+        out.addcmul_(window[..., tap : tap + rows, :], taps[tap])
     return out
 
 
@@ -33,19 +33,19 @@ def step(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    log_decay: torch.Tensor,
+    decay: torch.Tensor,
     beta: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Run one row; the state is updated in place.
 
-    q, k: [heads, 1, key_dim]; v: [heads, 1, value_dim]; log_decay, beta: [heads, 1]; all float32.
-    Returns o and the corrected value u, [heads, 1, value_dim] each, and the decay e^g [heads, 1].
+    q, k: [heads, 1, key_dim]; v: [heads, 1, value_dim]; decay (e^g), beta: [heads, 1]; all float32. `heads` may run
+    over several sessions, here and in all other functions. Returns o and the corrected value u, [heads, 1, value_dim]
+    each.
     """
-    decay = log_decay.exp()
     state.mul_(decay[..., None])
     u = torch.baddbmm(v, k, state, alpha=-1).mul_(beta[..., None])
     state.baddbmm_(k.transpose(1, 2), u)
-    return torch.bmm(q, state), u, decay
+    return torch.bmm(q, state), u
 
 
 def block_by_steps(
@@ -53,20 +53,20 @@ def block_by_steps(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    log_decay: torch.Tensor,
+    decay: torch.Tensor,
     beta: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Do what `block` does row by row, each to the bits that `step` gives it.
 
-    Returns o, and what `commit_by_steps` needs: the corrected values u and each row's decay e^g.
+    decay: each row's e^g, [heads, n]. Returns o, and the corrected values u, which `commit_by_steps` needs.
     """
     state = state.clone()
     results = []
     for row in range(q.shape[1]):
         at = slice(row, row + 1)
-        results.append(step(state, q[:, at], k[:, at], v[:, at], log_decay[:, at], beta[:, at]))
-    out, u, decay = (torch.cat(rows, 1) for rows in zip(*results, strict=True))
-    return out, u, decay
+        results.append(step(state, q[:, at], k[:, at], v[:, at], decay[:, at], beta[:, at]))
+    out, u = (torch.cat(rows, 1) for rows in zip(*results, strict=True))
+    return out, u
 
 
 def commit_by_steps(state: torch.Tensor, k: torch.Tensor, u: torch.Tensor, decay: torch.Tensor) -> None:
@@ -87,8 +87,8 @@ def block(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run up to CHUNK_ROWS rows at once; the state is read, not written.
 
-    Shapes as in `step`, with n rows in place of 1. Returns o [heads, n, value_dim], and what `commit` needs: the
-    corrected values u [heads, n, value_dim] and the running decay G [heads, n].
+    log_decay: each row's g. Shapes as in `step`, with n rows in place of 1. Returns o [heads, n, value_dim], and what
+    `commit` needs: the corrected values u [heads, n, value_dim] and the running decay G [heads, n].
     """
     rows = q.shape[1]
     running = log_decay.cumsum(-1)

@@ -20,7 +20,7 @@ from shard_worker.device.dtypes import dtype_to_name
 from shard_worker.model.features import Capture, Features
 from shard_worker.model.layer_weights import DecoderWeights
 from shard_worker.model.layers import decoder
-from shard_worker.model.rows import PLAIN, RowOperations, make_rows
+from shard_worker.model.rows import PLAIN, RowOperations, SessionRows, make_rows
 from shard_worker.ops.rope import Rotation
 
 
@@ -93,17 +93,15 @@ class Segment:
     def run(
         self,
         hidden: torch.Tensor,
-        sessions: Sequence[tuple[int, int, SegmentCaches]],
+        sessions: Sequence[SessionRows],
         features: Features | None,
         *,
-        uncommitted: bool,
         batch_invariant_rows: int | None = None,
     ) -> torch.Tensor:
         """Run the layers on rows [n, hidden] of any device, and return [n, hidden] on this segment's device.
 
-        sessions: whose rows they are, one session's behind the other's: the first one's position, how many they are,
-        and the session's caches. features: what captured rows are added to, None where no draft wants any.
-        uncommitted, batch_invariant_rows: as in `Rows`.
+        sessions: whose rows they are, one session's behind the other's. features: what captured rows are added to,
+        None where no draft wants any. batch_invariant_rows: as in `Rows`.
         """
         hidden = hidden.to(self.device.torch_device)
         kinds = frozenset(self.config.layer_kinds[self.layers.first : self.layers.last])
@@ -113,7 +111,6 @@ class Segment:
             self.rotation,
             hidden,
             sessions,
-            uncommitted,
             operations=self.operations,
             batch_invariant_rows=batch_invariant_rows,
         )

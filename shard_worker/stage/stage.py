@@ -18,8 +18,8 @@ from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.device.dtypes import to_device
 from shard_worker.model.features import Features, joined
 from shard_worker.model.head import Head
-from shard_worker.model.rows import PLAIN
-from shard_worker.stage.batch_runner import ROW_COUNTS, BatchRunner, SessionRows
+from shard_worker.model.rows import PLAIN, SessionRows
+from shard_worker.stage.batch_runner import ROW_COUNTS, BatchRunner, SessionRows as KernelRows
 from shard_worker.stage.segment import Segment
 from shard_worker.stage.step_graph import StepOutput, StepPart, StepRows
 from shard_worker.stage.step_runner import StepRunner
@@ -133,7 +133,7 @@ class Stage:
                     shape, device = (count, self.config.hidden_size), segment.device.torch_device
                     with segment.device.current():
                         rows = torch.zeros(shape, dtype=self.dtype, device=device)
-                        segment.run(rows, [(0, count, segment.allocate(count, 1))], None, uncommitted=False)
+                        segment.run(rows, [SessionRows(0, count, segment.allocate(count, 1), False)], None)
 
     def without_kernels(self) -> Stage:
         """Return the same stage in plain torch."""
@@ -250,7 +250,7 @@ class Stage:
         else:
             rows = self.embed(token_ids) if hidden is None else hidden
             states = [one.state for one in inputs]
-            uncommitted = inputs[0].uncommitted
+            uncommitted = [one.uncommitted for one in inputs]
             result = self.run_together(states, counts, rows, features, uncommitted=uncommitted)
             logits = None
             if self.head is not None:
@@ -282,7 +282,7 @@ class Stage:
         self, state: StageState, hidden: torch.Tensor, features: Features | None, *, uncommitted: bool
     ) -> torch.Tensor:
         """Run the stage's layers on the rows of one session, as `run_together` does."""
-        return self.run_together([state], [len(hidden)], hidden, features, uncommitted=uncommitted)
+        return self.run_together([state], [len(hidden)], hidden, features, uncommitted=[uncommitted])
 
     def run_together(
         self,
@@ -291,28 +291,30 @@ class Stage:
         hidden: torch.Tensor,
         features: Features | None,
         *,
-        uncommitted: bool,
+        uncommitted: Sequence[bool],
     ) -> torch.Tensor:
         """Run the stage's layers in plain torch on rows [n, hidden] of several sessions; return [n, hidden].
 
         states, counts: each session's memory, and how many rows it has, behind those of the sessions before it. Its
         rows follow its committed ones. All sessions have the same number of batch-invariant rows, or none has one.
-        features: what captured rows are added to, None where no draft wants any. Rows count at once unless they are
-        uncommitted: then `commit` says later how many of them do.
+        features: what captured rows are added to, None where no draft wants any. uncommitted: of each session whether
+        `commit` says later how many of its rows count; otherwise all do at once.
         """
         # Rows of a prompt come in the same chunks, whatever its answer is made by.
-        alike = uncommitted or max(counts) == 1
+        alike = all(later or count == 1 for count, later in zip(counts, uncommitted, strict=True))
         for index, segment in enumerate(self.segments):
-            sessions = [(one.length, count, one.caches[index]) for one, count in zip(states, counts, strict=True)]
+            sessions = [
+                SessionRows(state.length, count, state.caches[index], later)
+                for state, count, later in zip(states, counts, uncommitted, strict=True)
+            ]
             hidden = segment.run(
                 hidden,
                 sessions,
                 features,
-                uncommitted=uncommitted,
                 batch_invariant_rows=states[0].batch_invariant_rows if alike else None,
             )
-        for state, count in zip(states, counts, strict=True):
-            self._count(state, count, uncommitted)
+        for state, count, later in zip(states, counts, uncommitted, strict=True):
+            self._count(state, count, later)
         return hidden
 
     def reserve(self, state: StageState, rows: int) -> None:
@@ -370,5 +372,5 @@ class Stage:
             state.length += rows
 
 
-def _session_rows(inputs: Sequence[StepInput], segment: int) -> list[SessionRows]:
-    return [SessionRows(one.state.length, one.token_ids, one.state.caches[segment]) for one in inputs]
+def _session_rows(inputs: Sequence[StepInput], segment: int) -> list[KernelRows]:
+    return [KernelRows(one.state.length, one.token_ids, one.state.caches[segment]) for one in inputs]

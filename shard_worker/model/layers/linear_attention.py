@@ -7,9 +7,9 @@ import torch.nn.functional as F
 
 from services.model.config import LayerKind, LinearAttentionConfig, ModelConfig
 from services.model.layers.linear_attention import sizes
-from shard_worker.cache.recurrent_cache import RecurrentCache
+from shard_worker.cache import recurrent_cache
 from shard_worker.model.layer_weights import LayerTensors, LinearAttentionWeights
-from shard_worker.model.rows import Rows, SessionRows
+from shard_worker.model.rows import AlikeSessions, Rows
 from shard_worker.ops import deltanet
 from shard_worker.ops.norm import rms_norm
 from shard_worker.weights.weight import concatenate
@@ -59,11 +59,10 @@ def run(
     shape = sizes(config)
     projected = weights.projection.matmul(x, None, rows.batch_invariant_rows)
 
-    def mixed(session: SessionRows, own: slice) -> torch.Tensor:
-        assert session.caches.recurrent is not None
-        return _mix(shape, weights, projected[own], session.caches.recurrent, slot, config.norm_eps, rows)
+    def mixed(sessions: AlikeSessions, own: torch.Tensor) -> torch.Tensor:
+        return _mix(shape, weights, own, sessions, slot, config.norm_eps, rows)
 
-    gated = rows.by_session(mixed)
+    gated = rows.by_likeness(mixed, projected)
     return weights.out.matmul(gated.to(x.dtype), None, rows.batch_invariant_rows)
 
 
@@ -81,50 +80,66 @@ def _mix(
     shape: LinearAttentionConfig,
     weights: LinearAttentionWeights,
     projected: torch.Tensor,
-    cache: RecurrentCache,
+    sessions: AlikeSessions,
     slot: int,
     eps: float,
     rows: Rows,
 ) -> torch.Tensor:
-    """Return what lies between the two projections for one session's rows [n, …]: [n, value_heads * value_dim]."""
-    count, heads = len(projected), shape.value_heads
-    mix, z, b, a = projected.split_with_sizes((shape.conv_channels, shape.value_dim, heads, heads), -1)
+    """Return what lies between the two projections for the rows [n, …] of sessions: [n, value_heads * value_dim]."""
+    caches = [one.recurrent for one in sessions.caches if one.recurrent is not None]
     prefill = rows.operations.recurrent_prefill
-    if prefill is not None and not rows.uncommitted:
-        gated = prefill(shape, weights, projected, cache, slot, eps)
-        cache.advance_inputs(slot, mix)
-        return gated
-    mixed = rows.each(F.silu, deltanet.causal_conv(cache.window(slot, mix, rows.uncommitted), weights.taps))
-    q, k, v = _heads(shape, mixed, weights.qk_scale)
-    beta = rows.each(torch.sigmoid, b.float()).t()
-    log_decay = (weights.decay_rate * rows.each(F.softplus, a.float() + weights.dt_bias)).t()
+    if prefill is not None and not sessions.uncommitted:
+        made = []
+        for cache, own in zip(caches, projected.chunk(len(caches)), strict=True):
+            made.append(prefill(shape, weights, own, cache, slot, eps))
+            cache.advance_inputs(slot, own[:, : shape.conv_channels])
+        return made[0] if len(made) == 1 else torch.cat(made)
 
-    state = cache.state[slot]
-    if rows.uncommitted:
-        block = deltanet.block if rows.batch_invariant_rows is None else deltanet.block_by_steps
-        out, corrected, decays = block(state, q, k, v, log_decay, beta)
-        cache.record(slot, k, corrected, decays)
-    elif count == 1:
-        out, _, _ = deltanet.step(state, q, k, v, log_decay, beta)
+    heads, count = shape.value_heads, sessions.count
+    mix, z, b, a = projected.split_with_sizes((shape.conv_channels, shape.value_dim, heads, heads), -1)
+    window = recurrent_cache.window(caches, slot, mix.view(len(caches), count, -1), sessions.uncommitted)
+    mixed = rows.each(F.silu, deltanet.causal_conv(window, weights.taps).flatten(0, 1))
+    q, k, v = _heads(shape, mixed, weights.qk_scale, count)
+    beta = _by_head(rows.each(torch.sigmoid, b.float()), count)
+    log_decay = weights.decay_rate * rows.each(F.softplus, a.float() + weights.dt_bias)
+
+    state = recurrent_cache.states(caches, slot)
+    if sessions.uncommitted:
+        if rows.batch_invariant_rows is None:
+            out, corrected, decays = deltanet.block(state, q, k, v, _by_head(log_decay, count), beta)
+        else:
+            decays = _by_head(rows.each(torch.exp, log_decay), count)
+            out, corrected = deltanet.block_by_steps(state, q, k, v, decays, beta)
+        recorded = [tensor.chunk(len(caches)) for tensor in (k, corrected, decays)]
+        for cache, *parts in zip(caches, *recorded, strict=True):
+            cache.record(slot, *parts)
     else:
-        out = deltanet.prefill(state, q, k, v, log_decay, beta)
+        if count == 1:
+            out, _ = deltanet.step(state, q, k, v, _by_head(rows.each(torch.exp, log_decay), count), beta)
+        else:
+            out = deltanet.prefill(state, q, k, v, _by_head(log_decay, count), beta)
+        recurrent_cache.put_states(caches, slot, state)
 
-    normed = rms_norm(out.transpose(0, 1), weights.norm, eps)
-    return (normed * rows.each(F.silu, z.float()).view(count, heads, -1)).view(count, -1)
+    normed = rms_norm(out.view(-1, heads, *out.shape[1:]).transpose(1, 2), weights.norm, eps)
+    return (normed.flatten(0, 1) * rows.each(F.silu, z.float()).view(-1, heads, shape.value_head_dim)).flatten(1)
+
+
+def _by_head(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Return numbers of rows [n, heads], `count` rows of each session, as [sessions * heads, count]."""
+    return tensor.view(-1, count, tensor.shape[1]).transpose(1, 2).flatten(0, 1)
 
 
 def _heads(
-    shape: LinearAttentionConfig, mixed: torch.Tensor, qk_scale: torch.Tensor
+    shape: LinearAttentionConfig, mixed: torch.Tensor, qk_scale: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the q, k (both normed) and v of mixed rows, float32 [n, channels]: each [value_heads, n, dim]."""
-    count, dim = mixed.shape[0], shape.key_head_dim
-    qk = mixed[:, : 2 * shape.key_dim].view(count, 2 * shape.key_heads, dim)
+    """Return the q, k (both normed) and v of mixed rows, float32 [n, channels], `count` of each session: each
+    [sessions * value_heads, count, dim]."""
+    dim = shape.key_head_dim
+    qk = mixed[:, : 2 * shape.key_dim].view(len(mixed), 2 * shape.key_heads, dim)
     # sum(x²) + eps, the L2 norm's, is mean(x²) + eps / dim, the RMSNorm's, times dim.
-    qk = rms_norm(qk, qk_scale, L2_EPS / dim)
-    v = mixed[:, 2 * shape.key_dim :].view(count, shape.value_heads, -1).transpose(0, 1)
-    share = shape.value_heads // shape.key_heads
-    if share > 1:
-        # Each key head serves consecutive value heads.
-        qk = qk[:, :, None].expand(-1, -1, share, -1).reshape(count, -1, dim)
-    q, k = qk.transpose(0, 1).chunk(2)
-    return q, k, v
+    qk = rms_norm(qk, qk_scale, L2_EPS / dim).view(-1, count, 2, shape.key_heads, 1, dim)
+    # Each key head serves consecutive value heads.
+    qk = qk.expand(-1, -1, -1, -1, shape.value_heads // shape.key_heads, -1)
+    q, k = qk.permute(2, 0, 3, 4, 1, 5).reshape(2, -1, count, dim)
+    v = mixed[:, 2 * shape.key_dim :].view(-1, count, shape.value_heads, shape.value_head_dim)
+    return q, k, v.transpose(1, 2).flatten(0, 1)

@@ -29,7 +29,7 @@ def config(tiny: Tiny) -> ModelConfig:
 def rows_at(config: ModelConfig, base: int, count: int) -> SessionRows:
     like, caches = torch.empty(0), SegmentCaches(None, None)
     rotation = Rotation.of(config.rope, like.device)
-    [rows] = make_rows(config, KINDS, rotation, like, [(base, count, caches)], uncommitted=False).sessions
+    [rows] = make_rows(config, KINDS, rotation, like, [SessionRows(base, count, caches, False)]).sessions
     return rows
 
 

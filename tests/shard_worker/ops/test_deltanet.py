@@ -64,7 +64,8 @@ def test_steps_follow_the_recurrence(length: int) -> None:
     state, rows = draw(length)
     outputs, states = recurrence(state, rows)
 
-    own = [deltanet.step(state, *rows.part(row, row + 1))[0] for row in range(length)]
+    by_row = (rows.part(row, row + 1) for row in range(length))
+    own = [deltanet.step(state, *row[:3], row.log_decay.exp(), row.beta)[0] for row in by_row]
 
     torch.testing.assert_close(torch.cat(own, 1), outputs, **CLOSE)
     torch.testing.assert_close(state, states[-1], **CLOSE)

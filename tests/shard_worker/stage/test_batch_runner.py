@@ -11,6 +11,7 @@ import torch
 
 from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.model.features import Features
+from shard_worker.model.rows import SessionRows as PlainRows
 from shard_worker.stage.batch_runner import BatchRunner, SessionRows
 from shard_worker.stage.loader import CaptureRequest
 from shard_worker.stage.stage import Stage
@@ -71,7 +72,7 @@ def test_a_session_is_the_same_alone_and_among_others(tiny: Tiny, name: str) -> 
         prompt = ((0, 1, 130, 254, 256, 300) if ON_GPU else (0, 1, 254))[seed % 6]
         if prompt:
             for caches in (session.alone, session.among):
-                segment.run(stage.embed(session.tokens[:prompt]), [(0, prompt, caches)], None, uncommitted=False)
+                segment.run(stage.embed(session.tokens[:prompt]), [PlainRows(0, prompt, caches, False)], None)
         session.length = prompt
 
     for turn in range(12 if ON_GPU else 2):

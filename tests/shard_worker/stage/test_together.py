@@ -16,7 +16,7 @@ NAMES = ("qwen3", "qwen3-sliding", "qwen3_5-ratio-3", "qwen3_moe")
 
 
 def step(
-    stage: Stage, states: list[StageState], tokens: list[list[int]], uncommitted: bool
+    stage: Stage, states: list[StageState], tokens: list[list[int]], uncommitted: list[bool]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Logits and summed features of each session's next rows."""
     assert stage.head is not None
@@ -46,24 +46,25 @@ def test_sessions_are_the_same_alone_and_together(tiny: Tiny, name: str, exact: 
             if prompt:
                 stage.run(state, stage.embed(tokens[seed][:prompt]), None, uncommitted=False)
 
-    for turn in range(10):
-        uncommitted = turn % 2 == 1
+    for turn in range(14):
         chosen = draw.sample(range(len(tokens)), draw.randint(2, len(tokens)))
-        counts = [draw.choice((1, 2, 5, 16)) if uncommitted else 1 for _ in chosen]
+        # All rows count at once, or all of them later; at last some of them.
+        uncommitted = [number % 2 == 1 if turn >= 10 else turn % 2 == 1 for number in range(len(chosen))]
+        counts = [draw.choice((1, 2, 5, 16)) if later else 1 for later in uncommitted]
         parts = [
             tokens[one][alone[one].length : alone[one].length + count]
             for one, count in zip(chosen, counts, strict=True)
         ]
         found = step(stage, [together[one] for one in chosen], parts, uncommitted)
-        for one, part, logits, features in zip(chosen, parts, *found, strict=True):
-            [expected], [own] = step(stage, [alone[one]], [part], uncommitted)
+        for one, part, later, logits, features in zip(chosen, parts, uncommitted, *found, strict=True):
+            [expected], [own] = step(stage, [alone[one]], [part], [later])
             if exact:
                 assert torch.equal(logits, expected)
                 assert torch.equal(features, own)
             else:
                 torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
                 torch.testing.assert_close(features, own, rtol=1e-4, atol=1e-5)
-            if uncommitted:
+            if later:
                 kept = draw.randint(1, min(len(part), 3))
                 for state in (alone[one], together[one]):
                     stage.commit(state, state.length + kept)

@@ -88,7 +88,7 @@ def test_recurrent_layers_in_chunks(shape: LinearAttentionConfig, rows: int) -> 
     x = torch.randn(rows, hidden, device=WHERE)
     results = []
     for cache, operations in zip(caches, (PLAIN, by_kernels()), strict=True):
-        step = Rows([SessionRows(0, rows, SegmentCaches(None, cache))], (like, like), False, operations)
+        step = Rows([SessionRows(0, rows, SegmentCaches(None, cache), False)], (like, like), operations)
         results.append(linear_attention.run(config, weights, LayerKind.LINEAR, 1, x, step))
 
     expected, found = results
