@@ -32,8 +32,8 @@ def json_events(log_settings: None, monkeypatch: pytest.MonkeyPatch) -> Callable
     return lambda: [json.loads(line) for line in output.getvalue().splitlines()]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def own_processes() -> Iterator[None]:
-    """Start workers as users do: for tests that stop a worker's process, kill it or look into it."""
+    """Start workers and coordinators as users do: for tests of how processes start and end."""
     with forking.without():
         yield

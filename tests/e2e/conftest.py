@@ -37,9 +37,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def forked_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Fork all workers of these tests from one process, but for those of tests that ask for `own_processes`."""
-    with forking.server(tmp_path_factory.mktemp("forking")):
+def forked_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fork all workers and coordinators of these tests, but for those of tests that ask for `own_processes`."""
+    with forking.servers(tmp_path_factory.mktemp("forking")):
         yield
 
 
@@ -177,8 +177,8 @@ async def when_idle(cluster: Cluster, address: str) -> WorkerDescription:
 
 
 def children(pid: int) -> list[int]:
-    """Process ids of the direct children, but for the fork server of these tests."""
-    found = []
+    """Process ids of the direct children of a process, or of one that it stands in for, but for fork servers."""
+    found, pid = [], forking.forked(pid)
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError, IndexError, ValueError):

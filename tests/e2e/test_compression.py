@@ -27,11 +27,10 @@ from services.messages.inference_types import (
 from services.messages.sampling import SamplingParams
 from services.net.channel import connect
 from services.rpc.inference import RemoteInference
-from tests.e2e.conftest import generate, refusal
+from tests import forking
+from tests.e2e.conftest import children, generate, refusal
 from tests.e2e.server import DEMO, PAIR, Server, serving
 from tests.e2e.test_compressor import drafter  # noqa: F401  (a fixture)
-
-pytestmark = pytest.mark.usefixtures("own_processes")
 
 STORY = "The keeper of the lighthouse counts the ships, and writes each name down. Überraschung! 日本語。\n" * 40
 TEXT = STORY + "\nWhat does the keeper count?"
@@ -126,9 +125,10 @@ def test_completions_and_what_is_longer_than_the_context(client: openai.OpenAI) 
 
 def test_a_lost_drafter_loses_no_request(server: Server, client: openai.OpenAI) -> None:
     """The worker that reads prompts is killed: the request goes on whole and says so; the next one has a new worker."""
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-    [reader] = [pid for pid in children if "compress" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")]
-    os.kill(int(reader), signal.SIGSTOP)
+    pids = children(server.process.pid)
+    [reader] = [pid for pid in pids if "compress" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")]
+    reader = forking.forked(reader)
+    os.kill(reader, signal.SIGSTOP)
     body = {"messages": [CHAT[0], {"role": "user", "content": "Well. " + TEXT}], "max_tokens": 4}
     request = urllib.request.Request(
         f"{server.url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
@@ -137,7 +137,7 @@ def test_a_lost_drafter_loses_no_request(server: Server, client: openai.OpenAI) 
     async def lose() -> dict[str, Any]:
         asked = asyncio.ensure_future(asyncio.to_thread(lambda: json.load(urllib.request.urlopen(request, timeout=60))))
         await asyncio.sleep(0.5)
-        os.kill(int(reader), signal.SIGKILL)
+        os.kill(reader, signal.SIGKILL)
         answer: dict[str, Any] = await asked
         return answer
 

@@ -22,8 +22,6 @@ from services.processes.launch import Launch
 from tests.e2e.conftest import ROOT
 from tests.reference import checkpoints
 
-pytestmark = pytest.mark.usefixtures("own_processes")
-
 TOKENIZER = ROOT / "deploy" / "demo" / "target" / "tokenizer.json"
 ALWAYS = CompressionSettings(CompressionMode.ALWAYS, 0, KeepCurve(((0, 0.2),)))
 STORY = "The keeper of the lighthouse counts the ships, and writes each name down. Überraschung! 日本語。\n" * 120

@@ -16,6 +16,7 @@ import pytest
 
 from services.messages.description import WorkerDescription
 from services.rpc.peers import Peers
+from tests import forking
 from tests.e2e.conftest import (
     Pair,
     Worker,
@@ -29,8 +30,6 @@ from tests.e2e.conftest import (
     until,
 )
 from tests.reference import checkpoints, storage
-
-pytestmark = pytest.mark.usefixtures("own_processes")
 
 
 def describe(address: str) -> WorkerDescription:
@@ -146,6 +145,7 @@ MOMENTS: dict[str, Moment] = {
 }
 
 
+@pytest.mark.usefixtures("own_processes")
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("victim", ["parent", "stage 0", "stage 1"])
 def test_kill_9_leaves_nothing_behind(
@@ -180,11 +180,12 @@ def test_frozen_worker_is_given_up(pairs: dict[str, Pair], start_worker: Callabl
     process = flashsplit(*long_run(pairs["qwen3"], "--target-devices", f"{first.address},{second.address}"))
     assert process.stdout is not None
     process.stdout.read(40)
-    second.process.send_signal(signal.SIGSTOP)
+    stopped = forking.forked(second.process.pid)
+    os.kill(stopped, signal.SIGSTOP)
     try:
         _, err = process.communicate(timeout=20)
     finally:
-        second.process.send_signal(signal.SIGCONT)
+        os.kill(stopped, signal.SIGCONT)
 
     assert process.returncode == 1
     assert second.address in err
@@ -227,6 +228,7 @@ def test_lost_draft_worker_leaves_plain_decode(pairs: dict[str, Pair], start_wor
     assert any("draft was lost" in note for note in answer["stats"]["notes"])
 
 
+@pytest.mark.usefixtures("own_processes")
 @pytest.mark.parametrize(
     ("number", "after_s"),
     [

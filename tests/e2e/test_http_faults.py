@@ -20,6 +20,7 @@ import openai
 import pytest
 
 from flashsplit.inference.v1 import inference_pb2, inference_pb2_grpc
+from tests import forking
 from tests.e2e.conftest import children, until
 from tests.e2e.server import PAIR, Server, get, serving
 
@@ -249,7 +250,7 @@ def test_one_oversized_request(server: Server, path: str, fields: dict[str, Any]
 
 def resident_bytes(server: Server) -> int:
     """How much memory the server's own process takes."""
-    pages = Path(f"/proc/{server.process.pid}/statm").read_text().split()[1]
+    pages = Path(f"/proc/{forking.forked(server.process.pid)}/statm").read_text().split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -9,8 +9,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 from coordinator.answer import Request
 from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.loading import Checkpoints
@@ -21,9 +19,8 @@ from coordinator.prefix.disk.disk_cache import DiskCache
 from coordinator.prefix.stores import open_store
 from services.processes.launch import Launch
 from services.rpc.payload_transport import PayloadTransport
+from tests import forking
 from tests.e2e.conftest import ROOT, children
-
-pytestmark = pytest.mark.usefixtures("own_processes")
 
 DEMO = ROOT / "deploy" / "demo"
 PROMPT = tuple(3 + 7 * number % 5000 for number in range(900))
@@ -52,7 +49,7 @@ async def asking(transport: PayloadTransport) -> AsyncIterator[Callable[[Path], 
     checkpoints = Checkpoints(DEMO / "target", DEMO / "draft", "float32")
     launch = Launch(threads=1, transport=transport)
     async with Cluster(plan, checkpoints, launch=launch) as cluster:
-        pids = [os.getpid(), *sorted(children(os.getpid()))]
+        pids = [os.getpid(), *map(forking.forked, sorted(children(os.getpid())))]
         lineage = lineage_of(cluster, "text", with_draft=True)
 
         async def ask(store: Path) -> Told:

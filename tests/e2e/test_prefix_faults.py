@@ -21,8 +21,6 @@ from services.errors import Unavailable
 from tests.e2e.conftest import ROOT, Pair, Worker, alive, children, flashsplit, generate, refusal, until
 from tests.e2e.prefix_client import POLICY, Client, client
 
-pytestmark = pytest.mark.usefixtures("own_processes")
-
 Cases = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
 DEMO = ROOT / "deploy" / "demo"
 

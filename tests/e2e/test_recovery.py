@@ -15,10 +15,9 @@ from typing import Any
 import openai
 import pytest
 
+from tests import forking
 from tests.e2e.conftest import ROOT, children, end, until
 from tests.e2e.server import DEMO, PAIR, Server, get, serving
-
-pytestmark = pytest.mark.usefixtures("own_processes")
 
 CLUSTER = """
 model: {demo}/target
@@ -131,7 +130,7 @@ async def test_answers_go_on_when_the_drafts_worker_is_killed_or_stopped(fault: 
             await asyncio.wait(
                 [asyncio.ensure_future(event.wait()) for event in begun], return_when=asyncio.FIRST_COMPLETED
             )
-            os.kill(drafter, fault)
+            os.kill(forking.forked(drafter), fault)
             answers = await asyncio.gather(*asking)
             assert [text for text, _ in answers] == [alone[number % len(SUMS)][0] for number in range(20)]
             assert any(lost for _, lost in answers)
@@ -200,7 +199,7 @@ async def test_answers_outlive_their_workers(stage: int, tmp_path: Path) -> None
                 for fields, event in zip(MIXED, begun, strict=True)
             ]
             await asyncio.gather(*(event.wait() for event in begun))
-            os.kill(sorted(children(server.process.pid))[stage], signal.SIGKILL)
+            os.kill(forking.forked(sorted(children(server.process.pid))[stage]), signal.SIGKILL)
             answers = await asyncio.gather(*asking)
     assert [answer for answer, _ in answers] == [answer for answer, _ in alone]
     assert sum(resumed for _, resumed in answers) >= 2

@@ -22,8 +22,6 @@ from coordinator.status.worker_poll import ANSWER_S, FRESH_S
 from tests.e2e.conftest import ROOT, alive, flashsplit, until
 from tests.e2e.server import PAIR, Server, get, serving
 
-pytestmark = pytest.mark.usefixtures("own_processes")
-
 SUM = {"role": "user", "content": "Calculate 4729 + 3485."}
 # Long enough to be kept.
 ASK = [{"role": "system", "content": "You do sums, and show how. " * 20}, SUM]
@@ -204,6 +202,7 @@ def test_what_cannot_be_asked(server: Server) -> None:
         assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.usefixtures("own_processes")
 def test_with_a_key_and_workers_that_fail(tmp_path: Any) -> None:
     """The page is open, what it asks for wants the key. A frozen worker is told as such within seconds, as is a dead
     one, while the other still tells how it is; a server that stops is not held up by those who watch."""

@@ -1,15 +1,16 @@
-"""The fork server of the tests: imports the worker's modules, torch above all, once, and forks workers on request.
+"""A fork server of the tests: imports a program's modules once, and forks processes that run it on request.
 
-python -m tests.forking.server SOCKET
+python -m tests.forking.server shard_worker|coordinator FOLDER
 
-It ends, with all workers that it forked, when its standard input ends. A worker is killed when the process that stands
-in for it (`startup/sitecustomize.py`) is gone.
+It listens at FOLDER/PROGRAM.sock. It ends, with all processes that it forked, when its standard input ends. One of them
+is killed when the process that stands in for it (`startup/sitecustomize.py`) is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import importlib
 import json
 import os
@@ -20,18 +21,33 @@ import socket
 import sys
 from typing import Any
 
-MODULES = ("shard_worker.__main__", "shard_worker.worker", "shard_worker.stage.loader", "shard_worker.roles.target")
-MODULES += ("shard_worker.roles.draft", "shard_worker.measure.probe", "uvloop")
+MODULES = {
+    "shard_worker": (
+        "shard_worker.__main__",
+        "shard_worker.worker",
+        "shard_worker.stage.loader",
+        "shard_worker.roles.target",
+        "shard_worker.roles.draft",
+        "shard_worker.measure.probe",
+        "uvloop",
+    ),
+    "coordinator": (
+        "coordinator.__main__",
+        "coordinator.bench",
+        *(f"coordinator.cli.commands.{name}" for name in ("serve", "generate", "plan", "status", "chat")),
+        "uvicorn.lifespan.on",
+    ),
+}
 _ABOVE = 256
 """Received files are moved above this number first, so that none lies where another one belongs."""
 
 
 class Forked(Exception):
-    """Raised in a forked process, to leave the server's code behind. Holds what its worker was asked for."""
+    """Raised in a forked process, to leave the server's code behind. Holds what was asked for."""
 
 
 class ForkServer:
-    """Connections to processes that stand in for workers, and the workers forked for them."""
+    """Connections to processes that stand in for others, and those others, forked for them."""
 
     def __init__(self, path: str) -> None:
         self._selector = selectors.DefaultSelector()
@@ -41,7 +57,7 @@ class ForkServer:
         self._wakeup, self._waker = socket.socketpair()
         self._wakeup.setblocking(False)
         self._waker.setblocking(False)
-        self._workers: dict[int, socket.socket] = {}
+        self._forked: dict[int, socket.socket] = {}
         signal.set_wakeup_fd(self._waker.fileno())
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for source in (self._listener, self._wakeup, sys.stdin):
@@ -53,8 +69,8 @@ class ForkServer:
             for key, _ in self._selector.select():
                 source: Any = key.fileobj
                 if source is sys.stdin:
-                    for worker in self._workers:
-                        os.kill(worker, signal.SIGKILL)
+                    for forked in self._forked:
+                        os.kill(forked, signal.SIGKILL)
                     return
                 if source is self._listener:
                     self._fork(self._listener.accept()[0])
@@ -78,38 +94,40 @@ class ForkServer:
                 os.close(opened)
             connection.close()
             return
-        worker = os.fork()
-        if not worker:
+        forked = os.fork()
+        if not forked:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._selector.close()
-            for end in (connection, self._listener, self._wakeup, self._waker, *self._workers.values()):
+            for end in (connection, self._listener, self._wakeup, self._waker, *self._forked.values()):
                 end.close()
             raise Forked(json.loads(request), files)
         for number in files:
             os.close(number)
-        self._workers[worker] = connection
-        self._selector.register(connection, selectors.EVENT_READ, worker)
+        self._forked[forked] = connection
+        self._selector.register(connection, selectors.EVENT_READ, forked)
+        with contextlib.suppress(OSError):
+            connection.send(forked.to_bytes(8, "little"))
 
-    def _pass_on(self, connection: socket.socket, worker: int) -> None:
-        """Signals that came for a worker; SIGKILL where whoever stands in for it is gone."""
+    def _pass_on(self, connection: socket.socket, forked: int) -> None:
+        """Signals that came for a process; SIGKILL where whoever stands in for it is gone."""
         try:
             numbers = connection.recv(64) or [signal.SIGKILL]
         except OSError:
             if connection.fileno() < 0:
-                # The worker ended, which was seen a moment ago.
+                # The process ended, which was seen a moment ago.
                 return
             numbers = [signal.SIGKILL]
         with contextlib.suppress(ProcessLookupError, KeyError):
             for number in numbers:
-                os.kill(worker, number)
+                os.kill(forked, number)
                 if number == signal.SIGKILL:
                     self._selector.unregister(connection)
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                connection = self._workers.pop(ended[0])
+                connection = self._forked.pop(ended[0])
                 with contextlib.suppress(KeyError):
                     self._selector.unregister(connection)
                 with contextlib.suppress(OSError):
@@ -130,21 +148,28 @@ def become(request: dict[str, Any], files: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.argv[1:] = request["arguments"]
+    # As Python opens them at a start: whether they are buffered by lines depends on what they are.
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     random.seed()
 
 
 def main() -> None:
-    path = sys.argv[1]
-    for name in MODULES:
+    program, folder = sys.argv[1:]
+    for name in MODULES[program]:
         importlib.import_module(name)
+    # What is imported stays: no collection in a forked process looks through it, or copies its pages.
+    gc.freeze()
     try:
-        ForkServer(path).run()
+        ForkServer(f"{folder}/{program}.sock").run()
     except Forked as asked:
         become(*asked.args)
     else:
         return
-    sys.argv[0] = "flashsplit-worker"
-    sys.modules["shard_worker.__main__"].main()
+    # What Python runs as `-m PROGRAM`, so that help names it.
+    module = sys.modules["__main__"] = sys.modules[f"{program}.__main__"]
+    sys.argv[0] = str(module.__file__)
+    module.main()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Python imports this first wherever tests put its folder into PYTHONPATH: it saves workers the import of torch.
+"""Python imports this first wherever tests put its folder into PYTHONPATH: it saves programs their imports.
 
-A process that is about to run `shard_worker` hands its command line, environment and open files to the fork server
-(`tests/forking/server.py`), which has torch imported already and forks the worker. This process passes signals on and
-ends as the worker ends. All other programs, and workers that find no server, start as ever.
+A process that is about to run `shard_worker` or `coordinator` hands its command line, environment and open files to
+that program's fork server (`tests/forking/server.py`), which has the modules imported already and forks the process
+that runs. This one passes signals on and ends as that one ends; its name tells that one's id. All other programs,
+coordinators with a terminal, and what finds no server start as ever.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 import os
 import sys
 
-ADDRESS = "FLASHSPLIT_TESTS_FORK_SERVER"
+FOLDER = "FLASHSPLIT_TESTS_FORK_SERVERS"
 
 
 def _stand_in(path: str) -> None:
-    """Have the worker forked and wait for it; does not return, unless there is no server."""
+    """Have the program forked and wait for it; does not return, unless there is no server."""
     import json
     import signal
     import socket
@@ -35,12 +36,20 @@ def _stand_in(path: str) -> None:
     server.sendall(request)
     for number in files:
         os.close(number)
+    with open("/proc/self/comm", "w") as name:
+        name.write(f"forked {int.from_bytes(server.recv(8), 'little')}")
     status = int.from_bytes(server.recv(8), "little")
     if os.WIFSIGNALED(status):
-        signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        if os.WTERMSIG(status) != signal.SIGKILL:
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
         os.kill(os.getpid(), os.WTERMSIG(status))
     os._exit(os.waitstatus_to_exitcode(status))
 
 
-if ADDRESS in os.environ and sys.orig_argv[1:3] == ["-m", "shard_worker"]:
-    _stand_in(os.environ[ADDRESS])
+def _is_forked() -> bool:
+    program = sys.orig_argv[2:3] if sys.orig_argv[1:2] == ["-m"] else []
+    return program == ["shard_worker"] or (program == ["coordinator"] and not any(map(os.isatty, range(3))))
+
+
+if FOLDER in os.environ and _is_forked():
+    _stand_in(f"{os.environ[FOLDER]}/{sys.orig_argv[2]}.sock")
