@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import sys
@@ -13,6 +14,11 @@ import structlog
 
 from services.telemetry.logs import configure_logs
 from tests import forking
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected by now stays to the end: garbage collections need not look through it."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -296,7 +296,8 @@ class Recorder:
         # oneDNN would copy matrices into blocks of its own.
         torch.backends.mkldnn.is_available = lambda: False  # type: ignore[method-assign]
         PackedWeight.prepared = _tiled_for(self._driver)  # type: ignore[method-assign]
-        torch.cat = _shaped_cat
+        torch.cat, torch.nn.functional.linear = _shaped_cat, _shaped_linear
+        torch.argmax = torch.Tensor.argmax = _shaped_argmax  # type: ignore[method-assign,assignment]
 
     def _note(self, *, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         constants, [attributes] = compile["constants"], compile["configs"]
@@ -460,7 +461,7 @@ def _unwritten(directory: Path, config: dict[str, Any], packings: Sequence[tuple
     return UnwrittenCheckpoint(directory)
 
 
-_cat = torch.cat
+_cat, _linear, _argmax = torch.cat, torch.nn.functional.linear, torch.argmax
 
 
 def _shaped_cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
@@ -470,6 +471,18 @@ def _shaped_cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     shape = list(tensors[0].shape)
     shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
     return torch.empty(shape, dtype=tensors[0].dtype)
+
+
+def _shaped_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As F.linear, but of large matrices the result is not written."""
+    if weight.numel() < 1 << 20:
+        return _linear(x, weight, bias)
+    return x.new_empty((*x.shape[:-1], len(weight)))
+
+
+def _shaped_argmax(tensor: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+    """As torch.argmax over the last dimension, but of large tensors it is the first place."""
+    return _argmax(tensor if tensor.numel() < 1 << 20 else tensor[..., :1], *arguments, **named)
 
 
 def compile_launch(launch: Launch) -> Compiled:
@@ -509,8 +522,8 @@ def _spills_of(kernel: Any) -> int:
     return (int(stack) + int(local)) // 4
 
 
-_ALIKE = {"STEP_ROWS", "TILES", "CHUNKS", "MOST", "NORMED", "NORM_BLOCK", "SLOT", "COPIES"}
-"""Constants that say how often or how far, and not what is done."""
+_ALIKE = {"STEP_ROWS", "TILES", "CHUNKS", "MOST", "NORMED", "NORM_BLOCK", "SLOT", "COPIES", "ALONE"}
+"""Constants that say how often or how far, or how long caches keep what was read, and not what is done."""
 
 
 def distinct(launches: Sequence[Launch]) -> list[Launch]:
