@@ -207,7 +207,7 @@ class Stage:
     @property
     def mixes_uncommitted(self) -> bool:
         """Whether a step of several sessions may have uncommitted rows beside others."""
-        return bool(self.batch_runners) and not self._is_recurrent
+        return not (self.batch_runners and self._is_recurrent)
 
     @property
     def _is_recurrent(self) -> bool:
@@ -219,7 +219,9 @@ class Stage:
         included."""
         if rows == 1 or uncommitted:
             return True
-        return self.mixes_uncommitted and 0 < rows <= self.most_rows_together and length <= LONGEST_JOINING
+        if not self.batch_runners or not self.mixes_uncommitted:
+            return False
+        return 0 < rows <= self.most_rows_together and length <= LONGEST_JOINING
 
     def most_together(self, inputs: Sequence[StepInput]) -> int:
         """Return how many of these can be one step, from the first on: at least one."""
