@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.errors import FlashsplitError
 from shard_worker.device.executor import DeviceThread, device_error
@@ -58,7 +58,8 @@ class DraftBatches:
     def add(self, work: DraftWork) -> None:
         """Have it done as soon as the thread is free; of a session's works the first that was added comes first. To be
         called on the thread itself."""
-        self._waiting.append(work)
+        features, start = work.link.with_kept(work.features, work.start)
+        self._waiting.append(replace(work, features=features, start=start))
 
     # --- as `BatchedWork`
 

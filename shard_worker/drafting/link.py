@@ -21,12 +21,15 @@ from shard_worker.device.executor import DeviceThread
 from shard_worker.drafting.drafters import DraftState
 from shard_worker.drafting.embedding_rows import EmbeddingRows
 from shard_worker.drafting.engine import DraftEngine, DraftRequest, Projection
-from shard_worker.model.features import Features
+from shard_worker.model.features import Features, joined
 from shard_worker.session_record import SessionRecord
 from shard_worker.snapshots.keeper import SnapshotKeeper
 
 if TYPE_CHECKING:
     from shard_worker.drafting.ahead import Ahead
+
+MOST_KEPT_ROWS = 256
+"""Rows whose features wait for the draft at most."""
 
 
 class DraftElsewhere(Protocol):
@@ -100,10 +103,41 @@ class LocalDraftLink:
     ) -> None:
         self.engine, self.state, self.ahead = engine, state, ahead
         self._keeper, self._location, self._record = keeper, location, record
+        self._kept: list[Features] = []
+        """Features of the committed rows behind the context, step by step."""
 
     @property
     def held_bytes(self) -> int:
-        return self.state.size_bytes
+        return self.state.size_bytes + sum(features.size_bytes for features in self._kept)
+
+    # --- on the device thread
+
+    def keep(self, features: Features, start: int) -> bool:
+        """Keep the features of committed rows from position `start` on until a block is asked for, and say whether that
+        is done: a session that asks for none then pays nearly nothing for its draft. Kernels take rows at once, and
+        what does not follow is left to be refused."""
+        kept = sum(one.count for one in self._kept)
+        if self.engine.runner is not None or features.empty or start != self.state.length + kept:
+            return False
+        if kept + features.count > MOST_KEPT_ROWS:
+            return False
+        self._kept.append(features.own())
+        return True
+
+    def with_kept(self, features: Features, start: int) -> tuple[Features, int]:
+        """Return the features that were kept and these behind them, and the position of the first row."""
+        kept, self._kept = self._kept, []
+        if not kept:
+            return features, start
+        return joined([*kept, *([] if features.empty else [features])]), self.state.length
+
+    def catch_up(self) -> None:
+        """Take what was kept into the context."""
+        features, start = self.with_kept(Features(), self.state.length)
+        if not features.empty:
+            self.engine.append(self.state, features, start)
+
+    # --- on the event loop
 
     def count(self, blocks: int, elapsed_ns: int) -> None:
         """Count blocks that were proposed, and the time that the session's part in them took; on the device thread."""

@@ -62,6 +62,11 @@ class Features:
         other.total = None if self.total is None else self.total[first:last]
         other.slices = {index: piece[first:last] for index, piece in self.slices.items()}
 
+    def own(self) -> Features:
+        """Return a copy that holds no other rows' memory."""
+        total = None if self.total is None else self.total.clone()
+        return Features(total, {index: piece.clone() for index, piece in self.slices.items()})
+
     def add(self, part: torch.Tensor) -> None:
         """Add rows [n, draft hidden] to the sum."""
         part = part.float()

@@ -237,6 +237,8 @@ class LastStageSession(TargetSession):
         draft, refusal = self.draft, "the draft was lost"
         if draft is not None:
             try:
+                if isinstance(draft, LocalDraftLink):
+                    await self.host.thread.submit_step(draft.catch_up)
                 return await draft.save_snapshot(save)
             except FlashsplitError as error:
                 refusal = error.message
@@ -339,7 +341,9 @@ class LastStageDeviceSession(DeviceSession):
         forward, outcome = step.forward, self.decide(step)
         rows = len(outcome.token_ids if forward.kind is StepKind.VERIFY else forward.token_ids)
         request = None if self._drafts_elsewhere else draft_request(forward, forward.base_position + rows, outcome)
-        draft = self.draft
+        draft, features = self.draft, outcome.features.rows(rows)
+        if draft is not None and request is None and draft.keep(features, forward.base_position):
+            draft = None
         # The event loop has a draft elsewhere, and so the answer.
         answered = together and not self._drafts_elsewhere
         self.tell(StepDecided(forward, arrived_ns, outcome, draft is not None or request is not None, answered))
@@ -351,7 +355,6 @@ class LastStageDeviceSession(DeviceSession):
         then = functools.partial(self._drafted, forward, outcome.token_ids, request, commit)
         if draft is not None:
             failed = functools.partial(self._draft_failed, then)
-            features = outcome.features.rows(rows)
             self._drafting.add(DraftWork(draft, features, forward.base_position, request, then, failed))
         elif request is not None:
             then((), 0)
