@@ -6,12 +6,13 @@ and knows of each answer how many draft tokens its steps verify and how many tok
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+import itertools
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 
 SMOOTHING = 0.2
-"""Weight of the newest measurement in the moving averages of times."""
+"""Weight of the newest step in the moving averages of times."""
 
 SLOW_SMOOTHING = 0.02
 """The same for what is known of all answers together."""
@@ -19,17 +20,11 @@ SLOW_SMOOTHING = 0.02
 KNOWN_STEPS = 16
 """Verify steps behind which it is known how often draft tokens of a new answer will be accepted, in all likelihood."""
 
-SAME_MEAN = 0.5
-"""Draft tokens by which the mean over all answers may have changed from one step to the next one that is measured."""
+PROBE_STEPS = 4
+"""Steps of all sessions in which plain decode of about so many is measured."""
 
-LEARNING_ANSWERS = 16
-"""Of so many answers that begin among others one has the draft although it does not pay."""
-
-PROBE_STEPS = 8
-"""Steps of each session in which plain decode of all of them is measured."""
-
-PROBED_AGAIN_STEPS = 512
-"""Steps of each session behind which it is measured again."""
+FAR = 4.0
+"""How much less a measurement weighs with twice or half as many sessions, or twice or half as many rows of each."""
 
 
 def lengths_of(block_size: int) -> list[int]:
@@ -50,18 +45,45 @@ def expected_tokens(survival: Sequence[float], draft_tokens: int) -> float:
     return expected
 
 
-@dataclass(slots=True)
-class _Measured:
-    """What was measured with so many sessions, up to the next power of two.
+@dataclass(frozen=True, slots=True)
+class BatchTaken:
+    """What a step of an answer was computed in: of how many sessions, how many draft tokens of all of them were
+    verified, and how long it took with the draft's next blocks."""
 
-    seconds: of a step, by the mean number of draft tokens in the steps of all sessions. steps: how many there were.
-    probed: how many draft tokens all sessions verify at most up to probed_until steps; None for any number.
+    sessions: int
+    draft_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Prices:
+    """What draft tokens cost, by how many of them each step of an answer verifies.
+
+    seconds: of a batch in which all verify so many. rate: the most tokens that a batch gets in a second. more: seconds
+    that one answer's draft tokens take of all.
     """
 
-    seconds: dict[int, float] = field(default_factory=dict)
+    seconds: dict[int, float]
+    rate: float
+    more: dict[int, float]
+
+
+@dataclass(slots=True)
+class _Measured:
+    """The moving averages of batches of about one size. steps: how many answers' steps were in them."""
+
+    sessions: float
+    draft_tokens: float
+    seconds: float
     steps: int = 0
-    probed: int | None = None
-    probed_until: int = 0
+
+    def add(self, batch: BatchTaken) -> None:
+        # All sessions of a batch tell of it.
+        self.steps += 1
+        weight = max(SMOOTHING / batch.sessions, 1 / self.steps)
+        self.sessions += weight * (batch.sessions - self.sessions)
+        self.draft_tokens += weight * (batch.draft_tokens - self.draft_tokens)
+        self.seconds += weight * (batch.seconds - self.seconds)
 
 
 class BatchCosts:
@@ -71,19 +93,20 @@ class BatchCosts:
     """
 
     def __init__(self) -> None:
-        self._now: dict[Hashable, tuple[int, float]] = {}
-        """Of each answer that is decoded how many draft tokens its last step verified, and how many tokens such steps
-        produce on average."""
-        self._before: dict[Hashable, tuple[int, int, float]] = {}
-        """How many answers there were, how many draft tokens it verified and the mean of all, as each one's last step
-        was recorded."""
-        self._measured: dict[int, _Measured] = {}
-        self._verifies = self._begun = 0
+        self._now: dict[Hashable, int] = {}
+        """How many draft tokens the last step of each answer that has begun verified."""
+        self._measured: dict[tuple[int, int], _Measured] = {}
+        """By powers of two of sessions and of the mean number of their draft tokens, without any as -1."""
+        self._batched_share = 1.0
+        """The moving average of which share of the answers a batch has steps of."""
+        self._prices: _Prices | None = None
+        """For about so many sessions as there are now; None where they are to be looked for again."""
+        self._looked_at = self._observed = self._verifies = 0
         self.survival: list[float] = []
 
     @property
     def shared(self) -> bool:
-        """Whether several answers are decoded now."""
+        """Whether several answers are decoded now, or will be soon."""
         return len(self._now) > 1
 
     @property
@@ -92,51 +115,46 @@ class BatchCosts:
         return self._verifies >= KNOWN_STEPS
 
     @property
-    def limit(self) -> int | None:
-        """How many draft tokens a step verifies at most for now, None for any number."""
-        return self._here.probed if self.shared else None
+    def _batched(self) -> float:
+        """How many sessions a batch has, about."""
+        return max(1.0, self._batched_share * len(self._now))
 
-    def drafts(self, block_size: int) -> bool:
-        """Return whether a new answer should have the draft at all: where drafting costs more than it wins among the
-        others, even its features do. One in LEARNING_ANSWERS has it, from which is learnt whether that stays so."""
-        self._begun += 1
-        if not (self.shared and self.knows_survival) or self._begun % LEARNING_ANSWERS == 0:
-            return True
-        lengths = lengths_of(block_size)
-        rates = [self.rate(None, length, expected_tokens(self.survival, length)) for length in lengths]
-        return rates[0] is None or max(rate or 0.0 for rate in rates[1:]) > rates[0]
+    @property
+    def limit(self) -> int | None:
+        """How many draft tokens a step verifies at most for now, None for any number: none while plain decode is to be
+        measured."""
+        if not self.shared:
+            return None
+        plain = self._measured.get(_place(self._batched, 0))
+        return 0 if plain is None or plain.steps < PROBE_STEPS * self._batched else None
+
+    def join(self, answer: Hashable) -> None:
+        """Count an answer that begins."""
+        self._now[answer] = 0
 
     def leave(self, answer: Hashable) -> None:
         """Forget an answer that is not decoded any more."""
         self._now.pop(answer, None)
-        self._before.pop(answer, None)
 
-    def expect(self, answer: Hashable, draft_tokens: int) -> None:
-        """Note that the next step of an answer will verify so many draft tokens, if it is decoded already."""
-        if answer in self._now:
-            self._now[answer] = draft_tokens, self._now[answer][1]
-
-    def observe(
-        self, answer: Hashable, draft_tokens: int, expected: float, seconds: float, lengths: Sequence[int]
-    ) -> None:
+    def observe(self, answer: Hashable, draft_tokens: int, seconds: float, batch: BatchTaken | None = None) -> None:
         """Record a step of an answer.
 
-        draft_tokens: how many it verified. expected: how many tokens such steps of the answer produce on average.
-        seconds: how long it took, with the steps that were computed with it. lengths: those that blocks have, rising.
+        draft_tokens: how many it verified. seconds: how long it took, from one to the next. batch: what it was computed
+        in, None where that is not known, so that among others nothing can be learnt from it.
         """
-        self._now[answer] = draft_tokens, expected
-        here = self._here
-        mean = sum(tokens for tokens, _ in self._now.values()) / len(self._now)
-        length = min(lengths, key=lambda length: abs(length - mean))
-        # The answers of one step come one by one: while some have other lengths already, it is not known whose it was.
-        before, self._before[answer] = self._before.get(answer), (len(self._now), draft_tokens, mean)
-        alike = before is not None and before[:2] == (len(self._now), draft_tokens)
-        if not self.shared or (alike and before is not None and abs(mean - before[2]) < SAME_MEAN):
-            known = here.seconds.get(length)
-            here.seconds[length] = seconds if known is None else known + SMOOTHING * (seconds - known)
-        here.steps += 1
-        if self.shared and here.steps >= here.probed_until:
-            self._probe(here, length)
+        self._now[answer] = draft_tokens
+        if batch is None:
+            if self.shared:
+                return
+            batch = BatchTaken(1, draft_tokens, seconds)
+        self._observed += 1
+        share = min(1.0, batch.sessions / len(self._now))
+        self._batched_share += SMOOTHING / len(self._now) * (share - self._batched_share)
+        place = _place(batch.sessions, batch.draft_tokens)
+        if place not in self._measured:
+            self._measured[place] = _Measured(batch.sessions, batch.draft_tokens, batch.seconds)
+            self._prices = None
+        self._measured[place].add(batch)
 
     def observe_acceptance(self, draft_tokens: int, accepted: int) -> None:
         """Record how many of a step's draft tokens were accepted."""
@@ -146,36 +164,103 @@ class BatchCosts:
             hit = 1.0 if index < accepted else 0.0
             self.survival[index] += max(SLOW_SMOOTHING, 1 / self._verifies) * (hit - self.survival[index])
 
-    def rate(self, answer: Hashable, draft_tokens: int, expected: float) -> float | None:
-        """Return how many tokens a second all answers would get together if the steps of one verified so many draft
-        tokens; None where nothing tells what they cost. expected: as in `observe`."""
-        others = [now for name, now in self._now.items() if name != answer]
-        mean = (sum(tokens for tokens, _ in others) + draft_tokens) / (len(others) + 1)
-        seconds = self._seconds(mean)
-        return None if seconds is None else (sum(tokens for _, tokens in others) + expected) / seconds
+    def values(self, expected: Sequence[float], lengths: Sequence[int]) -> list[float] | None:
+        """Return what steps of an answer are worth by how many draft tokens they verify, None where nothing tells what
+        they cost.
 
-    @property
-    def _here(self) -> _Measured:
-        return self._measured.setdefault(max(0, len(self._now) - 1).bit_length(), _Measured())
-
-    def _seconds(self, mean: float) -> float | None:
-        """Return the seconds of a step by the mean number of draft tokens: between two that were measured, or beyond
-        them along the nearest two."""
-        known = self._here.seconds
-        lengths = sorted(known)
-        if len(lengths) < 2:
+        expected: how many tokens a step with each of `lengths` produces on average. The worth is that in tokens a
+        second where it is decoded alone. Among others it is the tokens less those that all could have had in the time
+        that its draft tokens take.
+        """
+        prices = self._prices_of(lengths)
+        if prices is None:
             return None
-        place = min(max(bisect.bisect(lengths, mean), 1), len(lengths) - 1)
-        low, high = lengths[place - 1], lengths[place]
-        # Fewer rows never take more time, whatever was measured while something else was computed too.
-        before, behind = (min(known[one] for one in lengths[index:]) for index in (place - 1, place))
-        return max(before + (behind - before) * (mean - low) / (high - low), before / 2)
+        if not self.shared:
+            return [tokens / prices.seconds[length] for tokens, length in zip(expected, lengths, strict=True)]
+        return [tokens - prices.rate * prices.more[length] for tokens, length in zip(expected, lengths, strict=True)]
 
-    def _probe(self, here: _Measured, length: int) -> None:
-        """End measuring plain steps of all sessions, or begin to."""
-        here.probed = None
-        again = here.probed_until + PROBED_AGAIN_STEPS * len(self._now)
-        if not length or (here.probed_until and here.steps < again):
-            return
-        here.probed = 0
-        here.probed_until = here.steps + PROBE_STEPS * len(self._now)
+    def _prices_of(self, lengths: Sequence[int]) -> _Prices | None:
+        """Return what draft tokens cost now; None where it was not measured yet with draft tokens and without."""
+        known = {place[1] < 0 for place in self._measured}
+        if len(known) < 2:
+            return None
+        stale = self._observed - self._looked_at >= max(len(self._now), 8)
+        if self._prices is None or stale or any(length not in self._prices.seconds for length in lengths):
+            self._looked_at, self._prices = self._observed, self._looked_for(lengths)
+        return self._prices
+
+    def _looked_for(self, lengths: Sequence[int]) -> _Prices:
+        sessions = self._batched
+        seconds = self._rising(sessions, {length: sessions * length for length in lengths})
+        rates = {length: sessions * expected_tokens(self.survival, length) / seconds[length] for length in lengths}
+        best = max(rates, key=rates.__getitem__)
+        if best:
+            # All of them draft: each pays its share.
+            more = {length: (seconds[length] - seconds[0]) / sessions for length in lengths}
+        else:
+            # Most of them don't: who does pays all that a step takes longer by it.
+            others = sum(self._now.values()) * sessions / max(1, len(self._now))
+            beside = self._rising(sessions, {length: others + length for length in lengths})
+            more = {length: beside[length] - beside[0] for length in lengths}
+        return _Prices(seconds, rates[best], more)
+
+    def _rising(self, sessions: float, draft_tokens: dict[int, float]) -> dict[int, float]:
+        """Return the seconds of batches of so many sessions by the number of draft tokens of all of them: more never
+        take less time, whatever was measured while something else was computed too."""
+        rising, seconds = 0.0, {}
+        for length, tokens in draft_tokens.items():
+            rising = max(rising, _predicted(self._measured.values(), sessions, tokens))
+            seconds[length] = rising
+        return seconds
+
+
+def _place(sessions: float, draft_tokens: float) -> tuple[int, int]:
+    """Return what is equal for batches of about one size."""
+    mean = draft_tokens / sessions
+    return round(math.log2(sessions)), -1 if not draft_tokens else max(0, math.ceil(math.log2(max(mean, 1 / 16)) + 4))
+
+
+def _predicted(measured: Iterable[_Measured], sessions: float, draft_tokens: float) -> float:
+    """Return the seconds of a batch: a constant, something for each session, something for each draft token, and
+    something for any, since the first one calls the draft: as it fits what was measured best, the more the nearer that
+    is. None of them is negative; where too little was measured to tell them apart some are left out."""
+    samples = []
+    rows = draft_tokens / sessions + 1
+    for one in measured:
+        wider = (one.draft_tokens / one.sessions + 1) / rows
+        far = abs(math.log2(one.sessions / sessions)) + abs(math.log2(wider))
+        # By what share of it a time is missed counts, not by how much.
+        samples.append((_parts(one.sessions, one.draft_tokens), one.seconds, 1 / (one.seconds**2 * (1 + FAR * far**2))))
+    at = _parts(sessions, draft_tokens)
+    for chosen in ((0, 1, 2, 3), (0, 2, 3), (0, 1, 2), (0, 2), (0, 1), (0,)):
+        fitted = _fitted([(tuple(x[part] for part in chosen), y, weight) for x, y, weight in samples])
+        if fitted is not None and all(one >= 0 for one in fitted):
+            return sum(share * at[part] for share, part in zip(fitted, chosen, strict=True))
+    return min(seconds for _, seconds, _ in samples)
+
+
+def _parts(sessions: float, draft_tokens: float) -> tuple[float, ...]:
+    return 1.0, sessions, draft_tokens, float(draft_tokens > 0)
+
+
+def _fitted(samples: Sequence[tuple[tuple[float, ...], float, float]]) -> list[float] | None:
+    """Return the factors with which x comes nearest to y by least squares, None where nothing tells them apart.
+
+    samples: of each measurement x, y and its weight.
+    """
+    size = len(samples[0][0])
+    rows = [
+        [sum(w * x[i] * x[j] for x, _, w in samples) for j in range(size)] + [sum(w * x[i] * y for x, y, w in samples)]
+        for i in range(size)
+    ]
+    scales = [rows[i][i] for i in range(size)]
+    for i in range(size):
+        if rows[i][i] <= 1e-6 * scales[i]:
+            return None
+        for j in range(i + 1, size):
+            factor = rows[j][i] / rows[i][i]
+            rows[j] = [a - factor * b for a, b in itertools.zip_longest(rows[j], rows[i])]
+    found = [0.0] * size
+    for i in reversed(range(size)):
+        found[i] = (rows[i][size] - sum(rows[i][j] * found[j] for j in range(i + 1, size))) / rows[i][i]
+    return found

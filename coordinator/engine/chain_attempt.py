@@ -14,7 +14,7 @@ from coordinator.answer import Answer, Phase, Piece
 from coordinator.cluster.cluster import Cluster
 from coordinator.engine.answer_state import AnswerState, Cached, missing_logprobs
 from coordinator.engine.prefill_chunk import chunk_for
-from coordinator.engine.step_times import StageShare, StepTaken, sent_bytes, split_time
+from coordinator.engine.step_times import StageShare, StepTaken, batch_taken, sent_bytes, split_time
 from coordinator.prefix.policy import chunks
 from coordinator.prefix.run import PrefixRun
 from services.errors import OUT_OF_MEMORY, InternalError, error_named
@@ -35,7 +35,7 @@ MORE_STEPS = 15
 """Most steps that the workers may take by themselves behind one that was sent."""
 
 MORE_STEPS_AMONG_OTHERS = 7
-"""The same where other answers are decoded too and have drafts, and how long blocks are follows from how many there
+"""The same for blocks to be verified where other answers are decoded too: how long they are follows from how many there
 are."""
 
 CHUNKS_IN_FLIGHT = 4
@@ -226,8 +226,10 @@ class ChainAttempt:
         if state.finish_reason is None:
             self._draft_tokens = await self._proposal(events, propose)
         elapsed_ns = time.monotonic_ns() - sent_ns
-        state.speculation.observe(len(draft_tokens), accepted, elapsed_ns / 1e9)
-        self._report(kind, len(rows), commit, stages, elapsed_ns, state.times.draft_ns - drafted_ns)
+        drafted_ns = state.times.draft_ns - drafted_ns
+        batch = batch_taken(commit, drafted_ns) if state.speculation.costs.shared else None
+        state.speculation.observe(len(draft_tokens), accepted, elapsed_ns / 1e9, batch)
+        self._report(kind, len(rows), commit, stages, elapsed_ns, drafted_ns)
 
     def _more(self, draft_tokens: int) -> int:
         """Return how many steps may follow by themselves.
@@ -235,9 +237,11 @@ class ChainAttempt:
         They all lie within the answer; there are none where a length is being measured or a text may end the answer.
         """
         speculation = self._state.speculation
-        if self._request.stop_strings or not speculation.steady:
+        if self._request.stop_strings:
             return 0
-        most = MORE_STEPS_AMONG_OTHERS if speculation.costs.shared and speculation.block_size > 1 else MORE_STEPS
+        most = MORE_STEPS_AMONG_OTHERS if speculation.costs.shared and draft_tokens else MORE_STEPS
+        if (steady := speculation.steady_steps) is not None:
+            most = min(most, steady - 1)
         return max(0, min(most, self._state.remaining // (draft_tokens + 1) - 1))
 
     async def _keep(self, session: StageSession, length: int) -> None:

@@ -115,11 +115,8 @@ class Generation:
     def _choose_draft(self) -> None:
         """Take the draft as it is now that the request's turn has come."""
         request, draft = self._request, self._cluster.draft if self._request.speculate else None
-        if draft is not None and self._costs.drafts(draft.block_size):
+        if draft is not None:
             self._state.speculation = Speculation(draft.block_size, self._costs)
-        elif draft is not None:
-            self._state.speculation = Speculation(1, self._costs)
-            self._state.speculation.notes.append("plain decode: among so many answers drafting costs more than it wins")
         elif request.speculate and self._cluster.draft_worker is not None:
             self._state.speculation.lose_draft("its worker is gone")
 

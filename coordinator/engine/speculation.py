@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from coordinator.engine.batch_costs import BatchCosts, expected_tokens, lengths_of
+from coordinator.engine.batch_costs import BatchCosts, BatchTaken, expected_tokens, lengths_of
 
 SMOOTHING = 0.2
 """Weight of the newest step in how often draft tokens are accepted."""
@@ -61,6 +61,7 @@ class Speculation:
     def __post_init__(self) -> None:
         self._current = self.block_size - 1
         self._survival = [1.0] * self._current
+        self.costs.join(id(self))
         if self.costs.shared and self.costs.knows_survival and self.block_size > 1:
             # Among others a block that is too long is everybody's: how the others' drafts did is the best guess.
             self._survival = [*self.costs.survival, *self._survival][: self._current]
@@ -72,16 +73,17 @@ class Speculation:
         return self.produced_by_verify / self.verify_steps if self.verify_steps else None
 
     @property
-    def steady(self) -> bool:
-        """Whether the next steps will be as long as the last one, because no measurement is planned or due."""
-        return not self._planned and (self.block_size == 1 or self._is_warm)
+    def steady_steps(self) -> int | None:
+        """How many of the next steps will be as long as the next one, since no measurement is planned or due before;
+        None for any number."""
+        if self._planned:
+            return next((count for count, length in enumerate(self._planned) if length != self._planned[0]), None)
+        return None if self.block_size == 1 or self._is_warm else 1
 
     def draft_tokens(self) -> int:
         """Return how many draft tokens the next step should verify."""
         count, limit = self._planned[0] if self._planned else self._current, self.costs.limit
-        count = count if limit is None else min(count, limit)
-        self.costs.expect(id(self), count)
-        return count
+        return count if limit is None else min(count, limit)
 
     def leave(self) -> None:
         """Say that the request is not decoded any more."""
@@ -98,10 +100,11 @@ class Speculation:
         self._planned.clear()
         self.notes.append(note)
 
-    def observe(self, draft_tokens: int, accepted: int, seconds: float) -> None:
+    def observe(self, draft_tokens: int, accepted: int, seconds: float, batch: BatchTaken | None = None) -> None:
         """Record a step that verified `draft_tokens`, of which `accepted` were taken.
 
-        seconds: how long the step took, with the proposal for the next one.
+        seconds: how long the step took, with the proposal for the next one. batch: what it was computed in, None
+        where that is not known.
         """
         self.steps += 1
         if draft_tokens:
@@ -112,7 +115,7 @@ class Speculation:
             for index in range(min(draft_tokens, accepted + 1)):
                 hit = 1.0 if index < accepted else 0.0
                 self._survival[index] += SMOOTHING * (hit - self._survival[index])
-        self.costs.observe(id(self), draft_tokens, self._expected(draft_tokens), seconds, self._lengths)
+        self.costs.observe(id(self), draft_tokens, seconds, batch)
         # Proposals are asked for one step ahead, so a step that was decided before the plan does not count for it.
         if self._planned and bool(self._planned[0]) == bool(draft_tokens):
             self._planned.popleft()
@@ -122,13 +125,15 @@ class Speculation:
         if self.block_size == 1 or self._planned or not self._is_warm:
             return
         longest = self.block_size - 1
-        rates = {length: self.costs.rate(id(self), length, self._expected(length)) for length in self._lengths}
-        if None in rates.values():
+        lengths = self._lengths
+        values = self.costs.values([self._expected(length) for length in lengths], lengths)
+        if values is None:
             if self._expected(longest) < SURE_TOKENS_PER_STEP and not self.costs.shared:
                 self._planned.extend([0] * PLAIN_PROBES)
             return
-        best = max(self._lengths, key=lambda length: rates[length] or 0.0)
-        if not self.costs.shared and (rates[best] or 0.0) <= (rates[self._current] or 0.0) * HYSTERESIS:
+        worth = dict(zip(lengths, values, strict=True))
+        best = max(lengths, key=worth.__getitem__)
+        if not self.costs.shared and worth[best] <= worth[self._current] * HYSTERESIS:
             best = self._current
         if best == 0:
             # The text may become easier to predict: try again after a pause, which is longer each time.

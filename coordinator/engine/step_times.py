@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from coordinator.engine.batch_costs import BatchTaken
 from services.messages.steps import TOKEN_BYTES, Commit, StepKind
 
 
@@ -49,6 +50,19 @@ def split_time(commit: Commit, elapsed_ns: int) -> tuple[StageShare, ...]:
 def sent_bytes(commit: Commit, rows: int) -> tuple[int, ...]:
     """Return `StepTaken.sent_bytes` of a step of so many rows."""
     return TOKEN_BYTES * rows, *(timing.passed_bytes for timing in commit.timings)
+
+
+def batch_taken(commit: Commit, draft_ns: int) -> BatchTaken | None:
+    """Return what a step was computed in, None where the last stage does not tell it.
+
+    draft_ns: what the draft took for its next block. Stages work on different batches at once, so that the slowest one
+    decides, and the last one is not done before its draft is.
+    """
+    if not commit.batch_sessions:
+        return None
+    *others, last = (timing.forward_ns for timing in commit.timings)
+    slowest_ns = max([*others, last + draft_ns])
+    return BatchTaken(commit.batch_sessions, max(0, commit.batch_rows - commit.batch_sessions), slowest_ns / 1e9)
 
 
 @dataclass(slots=True)

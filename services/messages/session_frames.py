@@ -357,6 +357,8 @@ def commit_to_message(commit: Commit) -> stage_pb2.Commit:
         token_ids=commit.token_ids,
         more=commit.more,
         followed=commit.followed,
+        batch_sessions=commit.batch_sessions,
+        batch_rows=commit.batch_rows,
     )
     for timing in commit.timings:
         message.timings.add(
@@ -385,6 +387,8 @@ def commit_from_message(message: stage_pb2.Commit) -> Commit:
         message.more,
         message.followed,
         prompt_logprobs,
+        message.batch_sessions,
+        message.batch_rows,
     )
 
 

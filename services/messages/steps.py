@@ -225,7 +225,8 @@ class Commit:
     stage to the last one. logprobs: one for each of token_ids where the session asked for them, else none. more: how
     many steps still follow by themselves. followed: whether the next one has begun already, through step lanes.
     prompt_logprobs: one for each token of the step that is part of the prompt, but for the prompt's first, where the
-    session asked for them, else none.
+    session asked for them, else none. batch_sessions, batch_rows: of how many sessions and rows the last stage computed
+    the step's batch; 0 where it does not say.
     """
 
     step: int
@@ -236,6 +237,8 @@ class Commit:
     more: int = 0
     followed: bool = False
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    batch_sessions: int = 0
+    batch_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,14 +30,20 @@ class ComputedStep:
     """A step whose rows went through the stage.
 
     output: what the stage made of them. features: those of this stage and the stages before it, for the draft.
-    started_ns: when computing began, by `time.monotonic_ns`. alone: whether no other session's rows were in it.
+    started_ns: when computing began, by `time.monotonic_ns`. sessions, rows: how many there were in it.
     """
 
     forward: Forward
     output: StepOutput | StepPart
     features: Features
     started_ns: int
-    alone: bool = True
+    sessions: int
+    rows: int
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other session's rows were in it."""
+        return self.sessions == 1
 
     @property
     def can_be_followed_ahead(self) -> bool:
@@ -52,8 +58,8 @@ class StepOutcome:
     """What a step produced on the last stage.
 
     token_ids: the tokens, none after a prefill. logprobs: one for each of them where the request asked for them, else
-    none. prompt_logprobs: as in `Commit`. features: those of all rows of the step. forward_ns: how long it took.
-    committed: the stage has committed the rows that count already.
+    none. prompt_logprobs, batch_sessions, batch_rows: as in `Commit`. features: those of all rows of the step.
+    forward_ns: how long it took. committed: the stage has committed the rows that count already.
     """
 
     token_ids: tuple[int, ...]
@@ -62,6 +68,8 @@ class StepOutcome:
     features: Features
     forward_ns: int
     committed: bool
+    batch_sessions: int
+    batch_rows: int
 
 
 class Verifier:
@@ -125,7 +133,9 @@ class Verifier:
                 self._remember_last(step, committed_rows)
         if ahead is not None and kind is StepKind.VERIFY:
             state.length, state.pending = state.length + committed_rows, 0
-        return StepOutcome(tuple(produced), logprobs, of_prompt, features, elapsed_ns, ahead is not None)
+        return StepOutcome(
+            tuple(produced), logprobs, of_prompt, features, elapsed_ns, ahead is not None, step.sessions, step.rows
+        )
 
     @property
     def _is_greedy(self) -> bool:

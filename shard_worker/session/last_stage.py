@@ -437,4 +437,6 @@ def _answer_to(outcome: StepOutcome, forward: Forward, length: int, arrived_ns: 
         (StageTiming(outcome.forward_ns, elapsed_ns, passed_bytes),),
         outcome.logprobs,
         prompt_logprobs=outcome.prompt_logprobs,
+        batch_sessions=outcome.batch_sessions,
+        batch_rows=outcome.batch_rows,
     )

@@ -534,11 +534,11 @@ class DeviceSession(ABC):
         if forward.kind is StepKind.RESUME:
             # Nothing to compute: the state is there, and the last stage has the logits.
             output = StepOutput(torch.empty(0, self._stage.config.hidden_size, dtype=self._stage.dtype))
-            return ComputedStep(forward, output, features, started_ns)
+            return ComputedStep(forward, output, features, started_ns, 1, 0)
         computed = self._stage.step(
             given.state, given.token_ids, given.features, uncommitted=given.uncommitted, hidden=given.hidden
         )
-        return ComputedStep(forward, computed, features, started_ns)
+        return ComputedStep(forward, computed, features, started_ns, 1, len(given.token_ids))
 
     def begin(self, forward: Forward) -> StepInput:
         """Count a step that is about to be computed, take the memory for it, and return its rows.

@@ -241,12 +241,13 @@ class StepBatches:
             alone = step.session.compute_begun(step.forward, given)
             self._count(len(given.token_ids), 1)
             return [alone]
-        self._thread.computes("step", sum(len(given.token_ids) for _, given in steps))
+        rows = sum(len(given.token_ids) for _, given in steps)
+        self._thread.computes("step", rows)
         started_ns = time.monotonic_ns()
         outputs = steps[0][1].stage.step_together([given for _, given in steps])
-        self._count(sum(len(given.token_ids) for _, given in steps), len(steps))
+        self._count(rows, len(steps))
         return [
-            ComputedStep(step.forward, output, given.features or Features(), started_ns, alone=False)
+            ComputedStep(step.forward, output, given.features or Features(), started_ns, len(steps), rows)
             for (step, given), output in zip(steps, outputs, strict=True)
         ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.engine.batch_costs import BatchCosts, lengths_of
+from coordinator.engine.batch_costs import BatchCosts, BatchTaken, lengths_of
 from coordinator.engine.speculation import Speculation
 
 BLOCK = 16
@@ -20,7 +20,7 @@ def decode(answers: list[Speculation], costs: BatchCosts, rounds: int, accepted:
         lengths = [answer.draft_tokens() for answer in answers]
         seconds = 1.0 + row_s * sum(lengths)
         for answer, length in zip(answers, lengths, strict=True):
-            answer.observe(length, min(accepted, length), seconds)
+            answer.observe(length, min(accepted, length), seconds, BatchTaken(len(answers), sum(lengths), seconds))
         taken += lengths
     return taken[len(taken) // 2 :]
 
@@ -39,19 +39,14 @@ def test_blocks_get_shorter_where_rows_are_dear_to_all(count: int, row_s: float,
 
 
 def test_a_new_answer_begins_as_the_others_go_on() -> None:
-    """Among others it does not try whole blocks first; it has no draft at all where that does not pay, but one in some,
-    from which is learnt; alone it begins anew."""
+    """Among others it does not try whole blocks first; alone it begins anew."""
     costs = BatchCosts()
     answers = [Speculation(BLOCK, costs) for _ in range(8)]
-    assert costs.drafts(BLOCK)
     decode(answers, costs, 100, 0, 0.5)
     assert Speculation(BLOCK, costs).draft_tokens() == 0
-    drafted = [costs.drafts(BLOCK) for _ in range(32)]
-    assert sum(drafted) == 2
     for answer in answers:
         answer.leave()
     assert not costs.shared
-    assert costs.drafts(BLOCK)
     assert Speculation(BLOCK, costs).draft_tokens() == BLOCK - 1
 
 

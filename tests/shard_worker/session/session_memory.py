@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -40,11 +41,16 @@ def draft_of(client: Client) -> DFlashState | None:
     return link.state if isinstance(link, LocalDraftLink) else link.session.state
 
 
-async def reached(thread: DeviceThread, state: StageState | DraftState, length: int) -> None:
-    """Wait until a state has so many tokens: a verify is committed behind its answer, and the draft told of them."""
+async def reached(
+    thread: DeviceThread, state: StageState | DraftState, length: int, catch_up: Callable[[], object] = int
+) -> None:
+    """Wait until a state has so many tokens: a verify is committed behind its answer, and the draft told of them.
+
+    catch_up: has it take what it has kept, on the thread.
+    """
     async with asyncio.timeout(10):
         while state.length != length:
-            await thread.submit(int)
+            await thread.submit(catch_up)
 
 
 async def memory_of(client: Client, *, window: int | None = None) -> Memory:
@@ -68,7 +74,10 @@ async def memory_of(client: Client, *, window: int | None = None) -> Memory:
                         [rows] = caches.attention.read(slice(slot, slot + 1), which, 0, state.length)
                         memory[f"{layer}.{what}"] = rows.clone()
     if (draft := draft_of(client)) is not None:
-        await reached(stages_of(client)[-1].host.thread, draft, client.length)
+        last = stages_of(client)[-1]
+        assert isinstance(last, LastStageSession)
+        catch_up = last.draft.catch_up if isinstance(last.draft, LocalDraftLink) else int
+        await reached(last.host.thread, draft, client.length, catch_up)
         for layer, (kind, slot) in enumerate(draft.layers):
             seen = draft.length
             if kind == "sliding_attention" and window is not None:
