@@ -210,7 +210,7 @@ class ChainAttempt:
                 await self._keep(session, self._length)
             propose = self._proposing = self._proposal_length()
             sent_ns = time.monotonic_ns()
-            more = self._more(max(len(draft_tokens), propose))
+            more = self._more(len(draft_tokens), propose)
             await session.forward(Forward(self._step, self._length, rows, kind, propose, more=more))
         self._step += 1
         commit = await self._commit(events)
@@ -231,18 +231,18 @@ class ChainAttempt:
         state.speculation.observe(len(draft_tokens), accepted, elapsed_ns / 1e9, batch)
         self._report(kind, len(rows), commit, stages, elapsed_ns, drafted_ns)
 
-    def _more(self, draft_tokens: int) -> int:
-        """Return how many steps may follow by themselves.
+    def _more(self, draft_tokens: int, propose: int) -> int:
+        """Return how many steps may follow by themselves behind one with so many draft tokens, which asks for others.
 
-        They all lie within the answer; there are none where a length is being measured or a text may end the answer.
+        They are of its kind and all lie within the answer; there are none where a text may end it.
         """
         speculation = self._state.speculation
-        if self._request.stop_strings:
+        if self._request.stop_strings or bool(draft_tokens) != bool(propose):
             return 0
-        most = MORE_STEPS_AMONG_OTHERS if speculation.costs.shared and draft_tokens else MORE_STEPS
+        most = MORE_STEPS_AMONG_OTHERS if speculation.costs.shared and propose else MORE_STEPS
         if (steady := speculation.steady_steps) is not None:
             most = min(most, steady - 1)
-        return max(0, min(most, self._state.remaining // (draft_tokens + 1) - 1))
+        return max(0, min(most, self._state.remaining // (max(draft_tokens, propose) + 1) - 1))
 
     async def _keep(self, session: StageSession, length: int) -> None:
         """Have the workers keep the state behind the first `length` tokens, which are all that is committed."""

@@ -76,9 +76,10 @@ class Speculation:
     def steady_steps(self) -> int | None:
         """How many of the next steps will be as long as the next one, since no measurement is planned or due before;
         None for any number."""
-        if self._planned:
-            return next((count for count, length in enumerate(self._planned) if length != self._planned[0]), None)
-        return None if self.block_size == 1 or self._is_warm else 1
+        if not self._planned:
+            return None if self.block_size == 1 or self._is_warm else 1
+        first = self._planned[0]
+        return next((count for count, length in enumerate(self._planned) if length != first), len(self._planned))
 
     def draft_tokens(self) -> int:
         """Return how many draft tokens the next step should verify."""

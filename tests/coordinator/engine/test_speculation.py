@@ -39,6 +39,21 @@ def test_useless_draft_is_rested_and_tried_again() -> None:
     assert speculation.acceptance_length == 1
 
 
+def test_as_many_steps_are_steady_as_are_alike() -> None:
+    """Steps that workers take by themselves end where a measurement or a pause does."""
+    speculation = Speculation(16)
+    drive(speculation, 60, accept=0.0, plain_s=1.0, verify_s=2.0)
+    lengths, promised = [], []
+    for _ in range(300):
+        promised.append(speculation.steady_steps)
+        lengths += drive(speculation, 1, accept=0.0, plain_s=1.0, verify_s=2.0)
+
+    for step, (length, count) in enumerate(zip(lengths, promised, strict=True)):
+        assert count is not None
+        assert count >= 1
+        assert {*lengths[step : step + count]} == {length}
+
+
 def test_half_good_draft_gets_shorter_blocks() -> None:
     """Where only the first draft tokens come true and rows are dear, the block shrinks but doesn't vanish."""
     speculation = Speculation(16)
