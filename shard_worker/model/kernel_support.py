@@ -59,11 +59,17 @@ def can_read(device: Device, matrices: Iterable[Weight]) -> bool:
 def have_layers(device: Device, layers: Iterable[DecoderWeights]) -> bool:
     """Return whether kernels on a device, which run there, have layers of all these forms.
 
-    Their feed-forward part is SwiGLU without biases. Otherwise plain torch serves, and the log says so once.
+    Their feed-forward part is SwiGLU without biases, or a mixture of experts whose matrices are dense. Otherwise plain
+    torch serves, and the log says so once.
     """
     for weights in layers:
-        if not isinstance(weights.mlp, MlpWeights) or weights.mlp.gate_up_bias is not None:
-            _log_missing(device, "biases in SwiGLU" if isinstance(weights.mlp, MlpWeights) else "mixtures of experts")
+        mlp = weights.mlp
+        if isinstance(mlp, MlpWeights):
+            lack = None if mlp.gate_up_bias is None else "biases in SwiGLU"
+        else:
+            lack = None if mlp.together is not None else "packed experts"
+        if lack is not None:
+            _log_missing(device, lack)
             return False
     return True
 

@@ -85,12 +85,26 @@ class MlpWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsTogether:
+    """The dense matrices of a mixture as kernels take them: one of all experts, in the order of their numbers.
+
+    scores: float32 [experts, hidden], the router's, or one row more, the shared expert's gate. gate_up: [experts * 2 *
+    size, hidden], gate rows first in each expert. down: [experts * hidden, size].
+    """
+
+    scores: torch.Tensor
+    gate_up: Weight
+    down: Weight
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsWeights:
     """The weights of a mixture of experts.
 
-    router: float32 [experts, hidden]. experts: each one's. chosen: how many of them a row goes through. normalised:
-    whether the shares of the chosen ones are made to sum up to 1. shared, shared_gate: of the expert that all rows go
-    through, and [1, hidden], how much of it they take; None without one.
+    router: float32 [experts, hidden]. experts: each one's, views of `together` where that is there. chosen: how many of
+    them a row goes through. normalised: whether the shares of the chosen ones are made to sum up to 1. shared,
+    shared_gate: of the expert that all rows go through, and [1, hidden], how much of it they take; None without one.
+    together: None for packed matrices, and for blocks that a CPU multiplies by.
     """
 
     router: Weight
@@ -99,6 +113,7 @@ class ExpertsWeights:
     normalised: bool
     shared: MlpWeights | None = None
     shared_gate: Weight | None = None
+    together: ExpertsTogether | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Decoder layers with kernels: what `layers.decoder` does, for a few rows whose position is data on the device.
 
-Six launches a layer with attention, seven one with a recurrent mixer. Every product also does what lies between it and
-the next one.
+Six launches a layer with attention, seven one with a recurrent mixer, one more where there are experts. Every product
+also does what lies between it and the next one.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from services.model.config import LayerKind
-from shard_worker.model.kernels import deltanet
+from shard_worker.model.kernels import deltanet, experts
 from shard_worker.model.kernels.attention import attend, rope_table
 from shard_worker.model.kernels.heads import Heads, HeadShape
 from shard_worker.model.kernels.matmul import Normed, Summed, begin, linear
 from shard_worker.model.kernels.step_parameters import Places
-from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights, MlpWeights
+from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights, ExpertsWeights, MlpWeights
 from shard_worker.ops.rope import Rotation
 from shard_worker.weights.weight import Weight
 
@@ -75,7 +75,6 @@ def run(
     for index, (weights, slot) in enumerate(zip(layers.weights, layers.slots, strict=True)):
         assert isinstance(normed, Normed)
         mlp = weights.mlp
-        assert isinstance(mlp, MlpWeights)
         mixed = _mix(layers, weights, slot, normed, rope, places[weights.kind], uncommitted)
         bias = weights.mixer.out_bias if isinstance(weights.mixer, AttentionWeights) else None
         hidden, normed = linear(
@@ -85,9 +84,14 @@ def run(
             residual=hidden,
             norm=weights.post_norm,
             eps=layers.eps,
-            then=mlp.gate_up,
+            then=_gate_up(mlp),
         )
         assert isinstance(normed, Normed)
+        if isinstance(mlp, ExpertsWeights):
+            hidden, normed = experts.run(mlp, normed, hidden, norms[index], layers.eps, firsts[index])
+            if index in capture:
+                captured.append(hidden)
+            continue
         gated, summed = linear(normed, mlp.gate_up, paired=True, then=mlp.down)
         hidden, normed = linear(
             gated if summed is None else summed,
@@ -106,6 +110,12 @@ def run(
 def _first_matrix(weights: DecoderWeights) -> Weight:
     """Return what the rows that enter a layer are multiplied by."""
     return weights.mixer.qkv if isinstance(weights.mixer, AttentionWeights) else weights.mixer.projection
+
+
+def _gate_up(mlp: MlpWeights | ExpertsWeights) -> Weight | None:
+    """Return what all rows of a layer's feed-forward part are multiplied by first; None where a router alone is it."""
+    of_all = mlp if isinstance(mlp, MlpWeights) else mlp.shared
+    return None if of_all is None else of_all.gate_up
 
 
 def _mix(

@@ -82,7 +82,7 @@ class Summed:
 
 
 @triton.jit
-def _factor(squares, ms, rows, depth, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr, HEIGHT: tl.constexpr):
+def norm_factors(squares, ms, rows, depth, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr, HEIGHT: tl.constexpr):
     """Return the RMSNorm's factor of rows ms, [HEIGHT]. BLOCK: PARTS or more, a power of two."""
     ps = tl.arange(0, BLOCK)
     mask = (ms < rows)[:, None] & (ps < PARTS)[None, :]
@@ -91,7 +91,7 @@ def _factor(squares, ms, rows, depth, eps, PARTS: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def _store_sums(
+def store_sums(
     tile, sums, block, ms, rows, width, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, SUMS: tl.constexpr
 ):
     """Store the sums of every SUMS columns of a tile, float32 [BLOCK_ROWS, BLOCK_WIDTH]."""
@@ -120,7 +120,7 @@ def _finish(
     kind = out.dtype.element_ty
     if NORMED >= 0:
         if NORMED > 0:
-            factor = _factor(squares, ms, rows, depth, eps, NORMED, NORM_BLOCK, BLOCK_ROWS)
+            factor = norm_factors(squares, ms, rows, depth, eps, NORMED, NORM_BLOCK, BLOCK_ROWS)
         else:
             factor = tl.load(squares + ms, mask=ms < rows, other=0.0)
         acc *= factor[:, None]
@@ -146,9 +146,9 @@ def _finish(
         factors = tl.load(norm + ns, mask=ns < width, other=0.0)
         result = (acc * factors[None, :]).to(kind)
         tl.store(scaled + at, result, mask=kept)
-        _store_sums(acc * acc, totals, block, ms, rows, width, BLOCK_ROWS, BLOCK_WIDTH, SQUARES)
+        store_sums(acc * acc, totals, block, ms, rows, width, BLOCK_ROWS, BLOCK_WIDTH, SQUARES)
     if SUMMED:
-        _store_sums(
+        store_sums(
             tl.where(kept, result.to(tl.float32), 0.0),
             next_sums,
             block,
@@ -352,7 +352,7 @@ def linear(
     for part in parts:
         _multiply(around, part, out if heads is not None else out[:, first:], first, config)
         first += row_count(part)
-    return out, _with_factors(following) if isinstance(following, Normed) else following
+    return out, with_factors(following) if isinstance(following, Normed) else following
 
 
 def _multiply(
@@ -407,7 +407,7 @@ def _multiply(
         following.scaled if following else None, following.squares if following else None, next_sums,
         heads.cos if heads else None, heads.sin if heads else None,
         places.lines if places else None, places.sessions if places else None, places.indices if places else None,
-        heads.slot if heads else 0, partial, _arrived(source.device),
+        heads.slot if heads else 0, partial, arrivals(source.device),
         rows, tiles, width, out.stride(0), depth, first // shape.dim if shape else 0,
         normed.eps if normed else 0.0, around.eps,
         BLOCK_ROWS=config.height, BLOCK_WIDTH=config.width, BLOCK_DEPTH=config.depth, UNIT=_UNIT, SPLIT=config.split,
@@ -452,16 +452,16 @@ def begin(x: torch.Tensor, norm: torch.Tensor, eps: float) -> Normed:
     _begin[(rows, triton.cdiv(depth, 1024))](
         x, norm, made.scaled, made.squares, rows, depth, BLOCK=1024, SQUARES=SQUARES_WIDTH, num_warps=4
     )
-    return _with_factors(made)
+    return with_factors(made)
 
 
 @triton.jit
 def _factors(squares, factors, rows, depth, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     ms = tl.program_id(0) + tl.arange(0, 1)
-    tl.store(factors + ms, _factor(squares, ms, rows, depth, eps, PARTS, BLOCK, 1))
+    tl.store(factors + ms, norm_factors(squares, ms, rows, depth, eps, PARTS, BLOCK, 1))
 
 
-def _with_factors(normed: Normed) -> Normed:
+def with_factors(normed: Normed) -> Normed:
     """Compute the factors once where there are many rows, rather than in every program of the product that follows."""
     rows, parts = normed.squares.shape
     if rows <= _TILE_ROWS:
@@ -609,6 +609,6 @@ def _split_packed(blocks: int, depth: int, processors: int) -> int:
 
 
 @functools.cache
-def _arrived(device: torch.device) -> torch.Tensor:
+def arrivals(device: torch.device) -> torch.Tensor:
     """Return counts of parts that have arrived, int32 [blocks]; each kernel leaves zeros behind."""
     return torch.zeros(_MAX_BLOCKS, dtype=torch.int32, device=device)

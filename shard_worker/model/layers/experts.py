@@ -7,16 +7,17 @@ that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from services.model.config import ModelConfig
 from services.model.layers.experts import EXPERTS, ROUTER, sizes
-from shard_worker.model.layer_weights import ExpertsWeights, LayerTensors, MlpWeights
+from shard_worker.model.layer_weights import ExpertsTogether, ExpertsWeights, LayerTensors, MlpWeights
 from shard_worker.model.layers import swiglu
 from shard_worker.model.rows import Rows
-from shard_worker.weights.weight import concatenate
+from shard_worker.weights.weight import DenseWeight, Weight, concatenate
 
 
 def pack(config: ModelConfig, tensors: LayerTensors) -> ExpertsWeights:
@@ -28,7 +29,7 @@ def pack(config: ModelConfig, tensors: LayerTensors) -> ExpertsWeights:
         return MlpWeights(concatenate([gate, up]).prepared(), down.prepared())
 
     has_shared = shape.shared_size is not None
-    return ExpertsWeights(
+    weights = ExpertsWeights(
         router=matrices[ROUTER].prepared(),
         experts=tuple(expert(f"{EXPERTS}{number}.") for number in range(shape.count)),
         chosen=shape.chosen,
@@ -36,6 +37,32 @@ def pack(config: ModelConfig, tensors: LayerTensors) -> ExpertsWeights:
         shared=expert("mlp.shared_expert.") if has_shared else None,
         shared_gate=matrices["mlp.shared_expert_gate.weight"].prepared() if has_shared else None,
     )
+    return _together(weights, matrices[ROUTER])
+
+
+def _together(weights: ExpertsWeights, router: Weight) -> ExpertsWeights:
+    """Return the weights with the matrices of all experts in one tensor each, where all are dense ones as they are
+    multiplied by. router: as it was loaded."""
+    gate_up = _stacked([one.gate_up for one in weights.experts])
+    down = _stacked([one.down for one in weights.experts])
+    gate = weights.shared_gate
+    if gate_up is None or down is None or not isinstance(router, DenseWeight):
+        return weights
+    if gate is not None and not isinstance(gate, DenseWeight):
+        return weights
+    scores = router.tensor if gate is None else torch.cat([router.tensor, gate.tensor.float()])
+    experts = tuple(
+        MlpWeights(DenseWeight(one), DenseWeight(other))
+        for one, other in zip(
+            gate_up.tensor.chunk(len(weights.experts)), down.tensor.chunk(len(weights.experts)), strict=True
+        )
+    )
+    return replace(weights, experts=experts, together=ExpertsTogether(scores, gate_up, down))
+
+
+def _stacked(parts: Sequence[Weight]) -> Weight | None:
+    """Return one matrix of all the parts' rows; None where they are not all dense."""
+    return concatenate(parts) if all(isinstance(part, DenseWeight) for part in parts) else None
 
 
 def run(weights: ExpertsWeights, x: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:

@@ -30,11 +30,15 @@ import torch
 from services.layers import LayerRange
 from shard_worker.device import devices
 from shard_worker.device.devices import KernelTarget, cuda_target, hip_target
+from shard_worker.model.layer_weights import ExpertsTogether, ExpertsWeights, MlpWeights
 from shard_worker.weights.packed import GroupNumbers, PackedWeight
 from shard_worker.weights.random_packed import KINDS, random_packed
 from shard_worker.weights.tiled import TILE_ROWS, TiledNumbers, TiledWeight, tiling_of
-from shard_worker.weights.weight import Weight
+from shard_worker.weights.weight import DenseWeight, Weight
 from tests.shard_worker.tiny import AS_GPU, ignore_progress
+
+EXPERTS = "experts"
+"""What the mixtures of experts that are compiled by themselves are called, as a case is."""
 
 WARP_SIZES = {"gfx908": 64, "gfx90a": 64, "gfx942": 64, "gfx950": 64}
 """32 for all others."""
@@ -113,6 +117,20 @@ QWEN3_8B: dict[str, Any] = {
     "max_position_embeddings": 40960,
     "tie_word_embeddings": False,
 }
+QWEN3_30B_A3B: dict[str, Any] = {
+    **QWEN3_8B,
+    "model_type": "qwen3_moe",
+    "layer_types": ["full_attention"] * 2,
+    "use_sliding_window": False,
+    "attention_bias": False,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
 
 
 def _draft(target: dict[str, Any], layer_types: Sequence[str], **more: Any) -> dict[str, Any]:
@@ -175,6 +193,7 @@ _LLAMA = {
 }
 _27B = (QWEN3_5_27B, _draft(QWEN3_5_27B, ["sliding_attention", "full_attention"]))
 _8B = (QWEN3_8B, _draft(QWEN3_8B, ["full_attention"], is_causal=True, attention_bias=True))
+_30B_A3B = (QWEN3_30B_A3B, _draft(QWEN3_30B_A3B, ["full_attention"]))
 _DEMO = (_demo("target"), _demo("draft"))
 CASES = {
     "27b": Case(*_27B, "bfloat16"),
@@ -197,6 +216,7 @@ CASES = {
     "8b-int4": Case(*_8B, "bfloat16", rows=(1, 16), packings=((r"layers\.\d+\.", "int4"),)),
     "8b-q8_0": Case(*_8B, "bfloat16", rows=(1, 16), packings=(("", "q8_0"),)),
     "8b-fp8": Case(*_8B, "float16", rows=(1, 16), packings=((r"layers\.\d+\.", "fp8"),)),
+    "30b-a3b": Case(*_30B_A3B, "bfloat16", batches=(16, 512)),
     "llama": Case(_LLAMA, _draft(_LLAMA, ["full_attention"]), "bfloat16", rows=(16,), batches=(16,)),
     "demo": Case(*_DEMO, "bfloat16"),
     "demo-float32": Case(*_DEMO, "float32"),
@@ -353,6 +373,20 @@ class Recorder:
                     linear(torch.zeros(count, 2048, dtype=torch.bfloat16), weight, paired=True)
         return [launch for launch in self._launches if launch.name == "matmul._product"]
 
+    def record_experts(self, architectures: Sequence[str], rows: Sequence[int]) -> list[Launch]:
+        """Return the launches of a mixture of experts of the shape of 35B-A3B, which has a shared expert too."""
+        from shard_worker.model.kernels import experts
+        from shard_worker.model.kernels.matmul import begin
+
+        self._case, self._launches = EXPERTS, []
+        norm, weights = torch.ones(2048), unwritten_experts(256, 8, 512)
+        for architecture in architectures:
+            self._driver.target = architecture
+            for count in rows:
+                x = torch.zeros(count, 2048, dtype=torch.bfloat16)
+                experts.run(weights, begin(x, norm, 1e-6), x, norm, 1e-6, None)
+        return [launch for launch in self._launches if launch.name.startswith("experts.")]
+
     def _run(self, case: Case, stage: Any, draft: Any) -> None:
         """Launch what a worker launches at its start, and then all that a stage with a draft beside it does."""
         from shard_worker.stage.batch_runner import MAX_SESSIONS
@@ -442,6 +476,25 @@ def unwritten_packed(kind: str, rows: int, columns: int, dtype: torch.dtype) -> 
     assert scales is not None
     codes = torch.empty((rows, row.codes.shape[1]), dtype=row.codes.dtype)
     return PackedWeight(row.packing, codes, scales, numbers(row.offsets), dtype=dtype)
+
+
+def unwritten_experts(count: int, chosen: int, size: int) -> ExpertsWeights:
+    """The weights of a mixture for rows of 2048 columns, in memory that nobody has written."""
+
+    def swiglu(experts: int) -> MlpWeights:
+        gate_up, down = (experts * 2 * size, 2048), (experts * 2048, size)
+        return MlpWeights(*(DenseWeight(torch.empty(extents, dtype=torch.bfloat16)) for extents in (gate_up, down)))
+
+    scores, together = torch.empty(count + 1, 2048), swiglu(count)
+    return ExpertsWeights(
+        router=DenseWeight(scores[:count]),
+        experts=(),
+        chosen=chosen,
+        normalised=True,
+        shared=swiglu(1),
+        shared_gate=DenseWeight(scores[count:]),
+        together=ExpertsTogether(scores, together.gate_up, together.down),
+    )
 
 
 def _unwritten(directory: Path, config: dict[str, Any], packings: Sequence[tuple[str, str]]) -> Any:
@@ -541,11 +594,15 @@ def main() -> None:
     parser.add_argument("--targets", nargs="+", choices=TARGETS, required=True)
     parser.add_argument("--cases", nargs="*", choices=CASES, default=[])
     parser.add_argument("--packed", nargs="*", choices=KINDS, default=[], help="products with matrices packed so")
-    parser.add_argument("--rows", nargs="+", type=int, default=[1], help="of these products")
+    parser.add_argument("--experts", action="store_true", help="mixtures of experts")
+    parser.add_argument("--rows", nargs="+", type=int, default=[1], help="of these products and mixtures")
     arguments = parser.parse_args()
     recorder = Recorder()
     for launch in distinct(recorder.record_products(arguments.packed, arguments.targets, arguments.rows)):
         print(json.dumps(dataclasses.asdict(compile_launch(launch))), flush=True)
+    if arguments.experts:
+        for launch in distinct(recorder.record_experts(arguments.targets, arguments.rows)):
+            print(json.dumps(dataclasses.asdict(compile_launch(launch))), flush=True)
     for case in arguments.cases:
         targets = [name for name in arguments.targets if TARGETS[name].lack is None]
         if CASES[case].kv_dtype is not None:
@@ -558,14 +615,21 @@ def main() -> None:
 
 
 def compiled_kernels(
-    targets: Sequence[str], cases: Sequence[str], packed: Sequence[str] = (), rows: Sequence[int] = (1,)
+    targets: Sequence[str],
+    cases: Sequence[str],
+    packed: Sequence[str] = (),
+    rows: Sequence[int] = (1,),
+    *,
+    experts: bool = False,
 ) -> list[Compiled]:
     """Compile kernels in a process of its own, as `main` does. Raises CalledProcessError when that ends early.
 
-    packed, rows: kinds of packed matrices that products are compiled with, for so many rows.
+    packed, rows: kinds of packed matrices that products are compiled with, for so many rows. experts: whether mixtures
+    of experts are, for as many.
     """
     command = [sys.executable, "-W", "ignore", "-m", __name__, "--targets", *targets, "--cases", *cases]
     command += ["--packed", *packed, "--rows", *map(str, rows)]
+    command += ["--experts"] if experts else []
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).parents[4]
     environment["PYTHONPATH"] = os.pathsep.join(map(str, (root, root / "proto")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shard_worker.weights.random_packed import KINDS
-from tests.shard_worker.model.kernels.compiling import CASES, TARGETS, Compiled, compiled_kernels
+from tests.shard_worker.model.kernels.compiling import CASES, EXPERTS, TARGETS, Compiled, compiled_kernels
 
 MOST_SPILLS = {"bfloat16": 100, "float16": 100, "float32": 512}
 """Registers that a thread may keep in memory, by what it multiplies: float32 takes three passes, or no matrix units. An
@@ -17,8 +17,8 @@ USUAL = ["gfx942", "gfx1100", "sm_86"]
 
 @pytest.fixture(scope="module")
 def usual() -> list[Compiled]:
-    """What a 27B and the demo pair launch on the usual targets, and a product with a matrix packed as most are."""
-    return compiled_kernels(USUAL, ["27b", "demo"], ["q4_k"], [16])
+    """What a 27B and the demo pair launch on the usual targets, a mixture of experts, and a packed product."""
+    return compiled_kernels(USUAL, ["27b", "demo"], ["q4_k"], [16], experts=True)
 
 
 def check(kernels: list[Compiled]) -> None:
@@ -49,7 +49,8 @@ def check_layouts(kernels: list[Compiled]) -> None:
 @pytest.mark.timeout(600)
 def test_kernels_compile_and_fit(usual: list[Compiled]) -> None:
     """For each usual target: no error, shared memory within the GPU's, few registers in memory."""
-    assert {kernel.target for kernel in usual if kernel.case == "q4_k"} == set(USUAL)
+    for case in ("q4_k", EXPERTS):
+        assert {kernel.target for kernel in usual if kernel.case == case} == set(USUAL)
     names = {kernel.kernel for kernel in usual}
     assert {"attention._attend", "matmul._product", "deltanet._recur", "accept._accept"} <= names
     check(usual)
@@ -76,6 +77,16 @@ def test_no_kernel_is_compiled_in_a_session(usual: list[Compiled]) -> None:
 def test_all_packed_matrices_compile_for_all_targets(kind: str) -> None:
     """Every form, on every GPU that kernels run on, for tiles of all heights."""
     kernels = compiled_kernels([name for name, target in TARGETS.items() if target.lack is None], [], [kind], [1, 256])
+    assert kernels
+    check(kernels)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_mixtures_of_experts_compile_for_all_targets() -> None:
+    """For a row, a block, and so many rows that tiles of an expert are higher where they may be."""
+    able = [name for name, target in TARGETS.items() if target.lack is None]
+    kernels = compiled_kernels(able, [], [], [1, 16, 64, 512], experts=True)
     assert kernels
     check(kernels)
 

@@ -1,0 +1,416 @@
+"""Mixtures of experts for 1 to 512 rows: the router's choice, and products with the matrices of the chosen experts.
+
+The first kernel scores all experts for a row and chooses; where there are up to 16 rows, it also sorts the pairs of a
+row and one of its experts by expert. A tile of the products that follow has rows of one expert alone, so that its
+matrices are read once a step. How many tiles there are is known on the device alone: as many are launched as there may
+be, and those that are not needed end at once. Nothing that is summed up depends on what rows share a tile: a product's
+sum runs over the depth in order, and a row's experts are added in the order in which they were chosen.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from shard_worker.device import devices
+from shard_worker.device.devices import KernelTarget, product_precision
+from shard_worker.model.kernels.codes import wants_sums
+from shard_worker.model.kernels.matmul import (
+    SQUARES_WIDTH,
+    Normed,
+    arrivals,
+    linear,
+    norm_factors,
+    store_sums,
+    with_factors,
+)
+from shard_worker.model.layer_weights import ExpertsWeights
+from shard_worker.weights.weight import Weight
+
+_ROWS = 16
+"""Rows of a tile, where experts have few."""
+
+_SCORED = 64
+"""Experts that a program scores, and half as many columns of the rows as it does so over."""
+
+_PLACED = 64
+"""Pairs of a row and an expert whose places a program looks up."""
+
+_WIDTH_MULTIPLE = 32
+"""A tile of the last product has so many columns or a multiple, as squares are summed up by so many."""
+
+
+class Cut(NamedTuple):
+    """How a product with experts' matrices is cut. height: rows of a tile; the others as of `matmul.Config`."""
+
+    height: int
+    width: int
+    depth: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def _place(
+    chosen, order, tiles, ps, pairs,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, HEIGHT: tl.constexpr, ONE_TILE: tl.constexpr,
+):  # fmt: skip
+    """Store where pairs ps [BLOCK] stand among all, sorted by expert, and the tiles that begin with one of them.
+
+    chosen: the expert of each pair. order: the pair at each place. tiles: [n, 4], each one's expert, -1 for none, its
+    first place and its rows. ONE_TILE: no expert has more than one tile; each begins at the place of its number.
+    """
+    own = tl.load(chosen + ps, mask=ps < pairs, other=1 << 20, cache_modifier=".cg")
+    first, rank, count = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, pairs, CHUNK):
+        qs = start + tl.arange(0, CHUNK)
+        others = tl.load(chosen + qs, mask=qs < pairs, other=1 << 21, cache_modifier=".cg")
+        same = own[:, None] == others[None, :]
+        first += tl.sum((others[None, :] < own[:, None]).to(tl.int32), 1)
+        rank += tl.sum((same & (qs[None, :] < ps[:, None])).to(tl.int32), 1)
+        count += tl.sum(same.to(tl.int32), 1)
+    inside = ps < pairs
+    tl.store(order + first + rank, ps, mask=inside)
+    begins = rank % HEIGHT == 0
+    if ONE_TILE:
+        at = tiles + (first + rank) * 4
+        tl.store(at, tl.where(begins, own, -1), mask=inside)
+    else:
+        # Of an expert's run of tiles the first one is behind those of the experts before it, however they are filled.
+        at = tiles + (first // HEIGHT + own + rank // HEIGHT) * 4
+        tl.store(at, own, mask=inside & begins)
+    tl.store(at + 1, first + rank, mask=inside & begins)
+    tl.store(at + 2, tl.minimum(count - rank, HEIGHT), mask=inside & begins)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _route(
+    x, router, squares, partial, arrived, chosen, shares, taken, order, tiles, rows, hidden, eps,
+    EXPERTS: tl.constexpr, SCORES: tl.constexpr, ALL: tl.constexpr, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
+    SCORED: tl.constexpr, PART: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, HEIGHT: tl.constexpr,
+    NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, NORMALISED: tl.constexpr, SHARED: tl.constexpr, PAIRS: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Score some experts for a tile of rows, over a part of their columns; the last of a tile's programs then chooses.
+
+    SCORES: rows of the router, the shared expert's gate among them; ALL, PADDED: theirs and CHOSEN, rounded up. PAIRS:
+    as many as the tile may have, where it is the only one and its pairs are to be sorted by expert too; else 0.
+    """
+    block, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    inside = tl.arange(0, HEIGHT)
+    ms = tile * HEIGHT + inside
+    present = (ms < rows)[:, None]
+    es = block * SCORED + tl.arange(0, SCORED)
+    product = tl.zeros((HEIGHT, SCORED), tl.float32)
+    for turn in tl.static_range(PART // DEPTH):
+        ks = part * PART + turn * DEPTH + tl.arange(0, DEPTH)
+        x_at = x + ms[:, None] * hidden + ks[None, :]
+        x_tile = tl.load(x_at, mask=present & (ks < hidden)[None, :], other=0.0).to(tl.float32)
+        w_at = router + es[None, :] * hidden + ks[:, None]
+        w_tile = tl.load(w_at, mask=(es < SCORES)[None, :] & (ks < hidden)[:, None], other=0.0)
+        product = tl.dot(x_tile, w_tile, product, input_precision=PRECISION)
+    lines = partial + ((tile * PARTS + part) * HEIGHT + inside)[:, None] * ALL
+    tl.store(lines + es[None, :], product, mask=present)
+    # All of this program's scores are written before it counts itself.
+    tl.debug_barrier()
+    if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == PARTS * (ALL // SCORED) - 1:
+        tl.store(arrived + tile, 0)
+        cs, js = tl.arange(0, ALL)[None, :], tl.arange(0, PADDED)[None, :]
+        total = tl.zeros((HEIGHT, ALL), tl.float32)
+        for turn in range(PARTS):
+            lines = partial + ((tile * PARTS + turn) * HEIGHT + inside)[:, None] * ALL
+            total += tl.load(lines + cs, mask=present, other=0.0, cache_modifier=".cg")
+        if NORMED > 0:
+            factor = norm_factors(squares, ms, rows, hidden, eps, NORMED, NORM_BLOCK, HEIGHT)
+        else:
+            factor = tl.load(squares + ms, mask=ms < rows, other=0.0)
+        total *= factor[:, None]
+        if SHARED:
+            gate = tl.sum(tl.where(cs == EXPERTS, total, 0.0), 1)
+            tl.store(taken + ms, 1.0 / (1.0 + tl.exp(-gate)), mask=ms < rows)
+        total = tl.where(cs < EXPERTS, total, -float("inf"))
+        exponentials = tl.exp(total - tl.max(total, 1)[:, None])
+        left = tl.where(cs < EXPERTS, exponentials / tl.sum(exponentials, 1)[:, None], -1.0)
+        found = tl.zeros((HEIGHT, PADDED), tl.int32)
+        kept = tl.zeros((HEIGHT, PADDED), tl.float32)
+        whole = tl.zeros((HEIGHT,), tl.float32)
+        for turn in tl.static_range(CHOSEN):
+            most = tl.max(left, 1)
+            # Of equal ones the first; what is not a number is equal to none.
+            index = tl.min(tl.where(left == most[:, None], cs, EXPERTS - 1), 1)
+            found = tl.where(js == turn, index[:, None], found)
+            kept = tl.where(js == turn, most[:, None], kept)
+            whole += most
+            left = tl.where(cs == index[:, None], -1.0, left)
+        if NORMALISED:
+            kept = kept / whole[:, None]
+        at = ms[:, None] * CHOSEN + js
+        tl.store(chosen + at, found, mask=present & (js < CHOSEN))
+        tl.store(shares + at, kept, mask=present & (js < CHOSEN))
+        if PAIRS > 0:
+            # What other threads chose is read.
+            tl.debug_barrier()
+            _place(chosen, order, tiles, tl.arange(0, PAIRS), rows * CHOSEN, PAIRS, CHUNK, HEIGHT, True)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _sort(chosen, order, tiles, pairs, BLOCK: tl.constexpr, CHUNK: tl.constexpr, HEIGHT: tl.constexpr):
+    _place(
+        chosen, order, tiles, tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), pairs, BLOCK, CHUNK, HEIGHT, False
+    )  # fmt: skip
+
+
+@triton.jit
+def _mix(
+    parts, shares, taken, shared, residual, out, norm, scaled, totals, next_sums, row, block, rows, width,
+    CHOSEN: tl.constexpr, WIDTH: tl.constexpr, SQUARES: tl.constexpr, SHARED: tl.constexpr, THEN: tl.constexpr,
+    SUMMED: tl.constexpr,
+):  # fmt: skip
+    """Add up what a row's experts made of it, WIDTH columns, with the shared expert's part, the residual and the next
+    norm's beginning."""
+    ms = row + tl.arange(0, 1)
+    ns = block * WIDTH + tl.arange(0, WIDTH)
+    kept = (ms[:, None] < rows) & (ns[None, :] < width)
+    at = ms[:, None] * width + ns[None, :]
+    kind = out.dtype.element_ty
+    acc = tl.zeros((1, WIDTH), tl.float32)
+    for turn in tl.static_range(CHOSEN):
+        share = tl.load(shares + row * CHOSEN + turn)
+        line = parts + (row * CHOSEN + turn).to(tl.int64) * width + ns[None, :]
+        acc = tl.fma(tl.load(line, mask=kept, other=0.0, cache_modifier=".cg"), share, acc)
+    if SHARED:
+        acc = tl.fma(tl.load(shared + at, mask=kept, other=0.0).to(tl.float32), tl.load(taken + row), acc)
+    # Rounded before it is added, as a product of its own would be.
+    acc = acc.to(kind).to(tl.float32) + tl.load(residual + at, mask=kept, other=0.0).to(tl.float32)
+    result = acc.to(kind)
+    tl.store(out + at, result, mask=kept)
+    if THEN:
+        acc = tl.where(kept, result.to(tl.float32), 0.0)
+        result = (acc * tl.load(norm + ns, mask=ns < width, other=0.0)[None, :]).to(kind)
+        tl.store(scaled + at, result, mask=kept)
+        store_sums(acc * acc, totals, block, ms, rows, width, 1, WIDTH, SQUARES)
+    if SUMMED:
+        wide = tl.where(kept, result.to(tl.float32), 0.0)
+        store_sums(wide, next_sums, block, ms, rows, width, 1, WIDTH, SQUARES)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _mix_rows(
+    parts, shares, taken, shared, residual, out, norm, scaled, totals, next_sums, rows, width,
+    CHOSEN: tl.constexpr, WIDTH: tl.constexpr, SQUARES: tl.constexpr, SHARED: tl.constexpr, THEN: tl.constexpr,
+    SUMMED: tl.constexpr,
+):  # fmt: skip
+    _mix(
+        parts, shares, taken, shared, residual, out, norm, scaled, totals, next_sums, tl.program_id(0),
+        tl.program_id(1), rows, width, CHOSEN, WIDTH, SQUARES, SHARED, THEN, SUMMED,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _product(
+    x, weight, made, squares, order, tiles, arrived, shares, taken, shared, residual, out, norm, scaled, totals,
+    next_sums, rows, width, depth, eps,
+    CHOSEN: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    EVEN_WIDTH: tl.constexpr, EVEN_DEPTH: tl.constexpr, ALONE: tl.constexpr, FIRST: tl.constexpr,
+    NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, MIXED: tl.constexpr, SQUARES: tl.constexpr, SHARED: tl.constexpr,
+    THEN: tl.constexpr, SUMMED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Multiply a tile of one expert's rows by some rows of its matrix.
+
+    FIRST: x has the step's rows, which a norm's factor is due on, weight has 2 * width rows for each expert, gates
+    before ups, and made [pairs sorted by expert, width] becomes SiLU(gates) * ups. Else x has rows sorted by expert,
+    and made, float32 [pairs, width], has them as the router chose them. MIXED: the program with which a row's last
+    expert is done adds all of them up. ALONE: no expert has more than one tile.
+    """
+    tile, block = tl.program_id(0), tl.program_id(1)
+    expert = tl.load(tiles + tile * 4)
+    if expert < 0:
+        return
+    first, count = tl.load(tiles + tile * 4 + 1), tl.load(tiles + tile * 4 + 2)
+    inside = tl.arange(0, HEIGHT)
+    is_row = inside < count
+    places = first + inside
+    pairs = tl.load(order + places, mask=is_row, other=0)
+    ms = pairs // CHOSEN if FIRST else places
+    ns, ks = block * WIDTH + tl.arange(0, WIDTH), tl.arange(0, DEPTH)
+    # The last block reads some rows twice rather than rows that are not there.
+    held = ns if EVEN_WIDTH else tl.minimum(ns, width - 1)
+    height = width * 2 if FIRST else width
+    x_at = x + ms[:, None] * depth + ks[None, :]
+    w_at = (weight + (expert.to(tl.int64) * height + held) * depth)[None, :] + ks[:, None]
+    acc = tl.zeros((HEIGHT, WIDTH), tl.float32)
+    other = tl.zeros((HEIGHT, WIDTH), tl.float32)
+    # Read once, unless another tile reads it too.
+    evict: tl.constexpr = "evict_first" if ALONE else ""
+    for k in tl.range(0, depth, DEPTH, num_stages=STAGES):
+        if EVEN_DEPTH:
+            x_tile = tl.load(x_at, mask=is_row[:, None], other=0.0)
+            w_tile = tl.load(w_at, eviction_policy=evict)
+        else:
+            x_tile = tl.load(x_at, mask=is_row[:, None] & (k + ks < depth)[None, :], other=0.0)
+            w_tile = tl.load(w_at, mask=(k + ks < depth)[:, None], other=0.0)
+        acc = tl.dot(x_tile, w_tile, acc, input_precision=PRECISION)
+        if FIRST:
+            u_at = w_at + width.to(tl.int64) * depth
+            if EVEN_DEPTH:
+                u_tile = tl.load(u_at, eviction_policy=evict)
+            else:
+                u_tile = tl.load(u_at, mask=(k + ks < depth)[:, None], other=0.0)
+            other = tl.dot(x_tile, u_tile, other, input_precision=PRECISION)
+        x_at += DEPTH
+        w_at += DEPTH
+    kept = is_row[:, None] & (ns < width)[None, :]
+    if FIRST:
+        if NORMED > 0:
+            factor = norm_factors(squares, ms, rows, depth, eps, NORMED, NORM_BLOCK, HEIGHT)
+        else:
+            factor = tl.load(squares + ms, mask=is_row, other=0.0)
+        acc *= factor[:, None]
+        acc = acc / (1.0 + tl.exp(-acc)) * (other * factor[:, None])
+        tl.store(made + places[:, None] * width + ns[None, :], acc.to(made.dtype.element_ty), mask=kept)
+    else:
+        tl.store(made + pairs.to(tl.int64)[:, None] * width + ns[None, :], acc, mask=kept)
+        if MIXED:
+            # All of this program's part is written before it counts itself.
+            tl.debug_barrier()
+            for turn in range(count):
+                row = tl.load(order + first + turn) // CHOSEN
+                counter = arrived + row * tl.num_programs(1) + block
+                if tl.atomic_add(counter, 1, sem="acq_rel") == CHOSEN - 1:
+                    tl.store(counter, 0)
+                    _mix(
+                        made, shares, taken, shared, residual, out, norm, scaled, totals, next_sums, row, block, rows,
+                        width, CHOSEN, WIDTH, SQUARES, SHARED, THEN, SUMMED,
+                    )  # fmt: skip
+
+
+def run(
+    weights: ExpertsWeights,
+    normed: Normed,
+    residual: torch.Tensor,
+    norm: torch.Tensor | None,
+    eps: float,
+    then: Weight | None,
+) -> tuple[torch.Tensor, Normed | None]:
+    """Return the residual [n, hidden] plus what a mixture makes of the rows, and these on their way into what follows.
+
+    normed: the rows, as they come to the mixture. norm, eps: of the norm that follows. then: what the rows are
+    multiplied by behind it, where that is known: they are given with the sums that it wants.
+    """
+    together = weights.together
+    assert together is not None
+    x = normed.scaled
+    (rows, hidden), device = x.shape, x.device
+    experts, chosen_count = weights.router.rows, weights.chosen
+    size = together.down.columns
+    target, item = devices.kernel_target(device), x.dtype.itemsize
+    pairs = rows * chosen_count
+    height = tile_height(rows, chosen_count, experts, item, target)
+    one_tile = rows <= _ROWS
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    shared = None
+    if weights.shared is not None:
+        gated, summed = linear(normed, weights.shared.gate_up, paired=True, then=weights.shared.down)
+        shared, _ = linear(gated if summed is None else summed, weights.shared.down)
+    chosen, order = empty(pairs, dtype=torch.int32), empty(pairs, dtype=torch.int32)
+    shares, taken = empty(pairs), empty(rows)
+    slots = pairs if one_tile else pairs // height + experts
+    tiles = (
+        empty(slots, 4, dtype=torch.int32) if one_tile else torch.full((slots, 4), -1, dtype=torch.int32, device=device)
+    )
+    scores = together.scores
+    padded = max(_SCORED, triton.next_power_of_2(len(scores)))
+    part = min(2 * _SCORED, max(16, triton.next_power_of_2(hidden)))
+    parts = triton.cdiv(hidden, part)
+    # RDNA multiplies float32 number by number, each thread with a tile of its own in registers.
+    few_registers = target is not None and target.one_tile_height and target.lane_registers <= 256
+    scored_at_once = 16 if few_registers else part
+    row_tiles = triton.cdiv(rows, _ROWS)
+    squares = normed.squares if normed.factors is None else normed.factors
+    factored = {
+        "NORMED": normed.squares.shape[1] if normed.factors is None else 0,
+        "NORM_BLOCK": triton.next_power_of_2(normed.squares.shape[1]),
+    }
+    _route[(padded // _SCORED, parts, row_tiles)](
+        x, scores, squares, empty(row_tiles * parts * _ROWS * padded), arrivals(device), chosen, shares, taken,
+        order, tiles, rows, hidden, normed.eps,
+        EXPERTS=experts, SCORES=len(scores), ALL=padded, CHOSEN=chosen_count,
+        PADDED=triton.next_power_of_2(chosen_count), SCORED=_SCORED, PART=part, DEPTH=min(part, scored_at_once),
+        PARTS=parts, HEIGHT=_ROWS, NORMALISED=weights.normalised, SHARED=shared is not None,
+        PAIRS=triton.next_power_of_2(_ROWS * chosen_count) if one_tile else 0, CHUNK=_PLACED // 2,
+        PRECISION=product_precision(scores), num_warps=4, **factored,
+    )  # fmt: skip
+    if not one_tile:
+        _sort[(triton.cdiv(pairs, _PLACED),)](
+            chosen, order, tiles, pairs, BLOCK=_PLACED, CHUNK=2 * _PLACED, HEIGHT=height, num_warps=4
+        )
+
+    out, middle, made = torch.empty_like(residual), empty(pairs, size, dtype=x.dtype), empty(pairs, hidden)
+    sums_shape = (rows, triton.cdiv(hidden, SQUARES_WIDTH))
+    next_sums = empty(*sums_shape) if then is not None and wants_sums(then) else None
+    following = None
+    if norm is not None:
+        following = Normed(torch.empty_like(out), empty(*sums_shape), eps, sums=next_sums)
+    mixing = (
+        made, shares, taken, shared, residual, out, norm, following.scaled if following else None,
+        following.squares if following else None, next_sums,
+    )  # fmt: skip
+    mixed = {"SHARED": shared is not None, "THEN": norm is not None, "SUMMED": next_sums is not None}
+    for first in (True, False):
+        width, depth = (size, hidden) if first else (hidden, size)
+        cut = choose(width, depth, first, chosen_count, item, height, target)
+        weight = together.gate_up if first else together.down
+        _product[(slots, triton.cdiv(width, cut.width))](
+            x if first else middle, weight.tensor, middle if first else made, squares, order, tiles, arrivals(device),
+            *mixing[1:], rows, width, depth, normed.eps,
+            CHOSEN=chosen_count, HEIGHT=cut.height, WIDTH=cut.width, DEPTH=cut.depth, STAGES=cut.stages,
+            EVEN_WIDTH=width % cut.width == 0, EVEN_DEPTH=depth % cut.depth == 0, ALONE=rows <= height, FIRST=first,
+            MIXED=one_tile and not first, SQUARES=SQUARES_WIDTH, PRECISION=product_precision(x), num_warps=cut.warps,
+            **factored, **mixed,
+        )  # fmt: skip
+    if not one_tile:
+        cut = choose(hidden, size, False, chosen_count, item, height, target)
+        _mix_rows[(rows, triton.cdiv(hidden, cut.width))](
+            *mixing, rows, hidden, CHOSEN=chosen_count, WIDTH=cut.width, SQUARES=SQUARES_WIDTH, num_warps=1, **mixed
+        )
+    return out, None if following is None else with_factors(following)
+
+
+def tile_height(rows: int, chosen: int, experts: int, size: int, target: KernelTarget | None) -> int:
+    """Return the rows of a tile, by how many an expert has if all have as many.
+
+    size: of an element, in bytes. More rows than 16 are another matrix instruction on some GPUs.
+    """
+    if target is None or target.one_tile_height or size != 2:
+        return _ROWS
+    return 2 * _ROWS if rows * chosen > 12 * experts and rows > _ROWS else _ROWS
+
+
+@functools.cache
+def choose(
+    width: int, depth: int, first: bool, chosen: int, size: int, height: int, target: KernelTarget | None
+) -> Cut:
+    """Return how a product is cut, so that a single row's experts keep all of a GPU busy. Not tried on any.
+
+    Of the first product there are two tiles of weights, gates and ups. size: of an element, in bytes.
+    """
+    processors = 132 if target is None else target.processors
+    wide = 32
+    if first and triton.cdiv(width, wide) * chosen < processors:
+        wide = 16
+    elif not first and triton.cdiv(width, 64) * chosen >= processors:
+        wide = 64
+    # Sums of the next norm are those of whole runs of columns.
+    assert first or wide % _WIDTH_MULTIPLE == 0
+    cut = Cut(height, wide, min(256 // size, max(16, triton.next_power_of_2(depth))), 4 if wide > 16 else 2, 4)
+    stages, stage = cut.stages, (wide * (2 if first else 1) + height) * cut.depth * size
+    while target is not None and stages > 2 and (stages - 1) * stage > target.shared_bytes:
+        stages -= 1
+    return cut._replace(stages=stages)
