@@ -116,6 +116,11 @@ class DeviceThread:
         """Whether jobs wait that have not begun."""
         return self._queue.busy
 
+    @property
+    def has_jobs(self) -> bool:
+        """Whether jobs wait that are done one by one."""
+        return self._queue.has_jobs
+
     # --- work that is done together
 
     def serve(self, work: BatchedWork) -> None:
@@ -303,6 +308,10 @@ class _Queue:
     @property
     def busy(self) -> bool:
         return bool(self._jobs) or self._waiting is not None
+
+    @property
+    def has_jobs(self) -> bool:
+        return bool(self._jobs)
 
     @property
     def _waiting(self) -> BatchedWork | None:

@@ -138,6 +138,11 @@ class Verifier:
         )
 
     @property
+    def needs_argmax_alone(self) -> bool:
+        """Whether nothing is asked for that takes more of a step than the most probable token of each row."""
+        return self._is_greedy and self._request.prompt_logprobs is None
+
+    @property
     def _is_greedy(self) -> bool:
         """Whether nothing but the argmax of the logits is needed."""
         return self._sampler.is_greedy and self._request.logprobs is None

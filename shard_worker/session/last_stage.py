@@ -417,7 +417,16 @@ class LastStageDeviceSession(DeviceSession):
         elif self._alone:
             if self._batches.lone:
                 self._stage.release(state, self._next.rows_of(following), None, certain=False)
-            self._batches.add(self, following, functools.partial(self._tell, time.monotonic_ns()), self.break_by)
+            then = functools.partial(self._tell, time.monotonic_ns())
+            self._batches.add_following(self, following, then, self.break_by)
+
+    def following(self, forward: Forward) -> Forward | None:
+        if not self._alone or forward.kind is not StepKind.DECODE:
+            return None
+        return probable_following_step(forward, self._request)
+
+    def is_decided_by_argmax(self, forward: Forward) -> bool:
+        return self._request.draft is None and self._verifier.needs_argmax_alone
 
     def _take_step(self, forward: Forward, arrived_ns: int) -> None:
         self._check_next(forward)

@@ -522,6 +522,21 @@ class DeviceSession(ABC):
         mixed = stage.mixes_uncommitted
         return (id(stage), mixed or uncommitted, self._request.draft is None, invariant_rows)
 
+    def following(self, forward: Forward) -> Forward | None:
+        """Return the step that follows this one by itself, without its token, whatever this one comes to but a stop
+        token; None where none does."""
+        return None
+
+    def is_decided_by_argmax(self, forward: Forward) -> bool:
+        """Return whether what a step comes to is known from the most probable token of each row."""
+        return False
+
+    def take_back(self, *, computed: bool) -> None:
+        """Forget the step of one row that was begun last, and perhaps computed: it does not come, or only later."""
+        self._progress.step -= 1
+        if computed and self._progress.state is not None:
+            self._stage.take_back(self._progress.state)
+
     def compute(self, forward: Forward) -> ComputedStep:
         """Run the stage on a step alone, on a GPU without waiting for it. Errors as in `begin`."""
         return self.compute_begun(forward, self.begin(forward))

@@ -1,17 +1,19 @@
 """Steps of several sessions that wait for one device, computed together, so that weights are read once for all of them.
 
-A step that finds no other is computed as that of a lone session. It owns the steps that wait. It must not know where
-steps come from, nor what becomes of their results.
+A step that finds no other is computed as that of a lone session. On a GPU that has the whole chain, steps that follow
+by themselves are launched together before the results of the last ones are read, so that the device need not wait for
+the host. It owns the steps that wait. It must not know where steps come from, nor what becomes of their results.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from services.errors import FlashsplitError
@@ -21,6 +23,7 @@ from shard_worker.device.executor import DeviceThread, device_error
 from shard_worker.model.features import Features
 from shard_worker.sampling.verifier import ComputedStep
 from shard_worker.stage.stage import StepInput
+from shard_worker.stage.step_graph import StepPart, token_of_row
 
 T = TypeVar("T")
 
@@ -45,8 +48,15 @@ class SteppingSession(Protocol):
         Raises FailedPrecondition where the session is closed, ResourceExhausted where there is no memory.
         """
 
-    def compute(self, forward: Forward) -> ComputedStep:
-        """Run the stage on a step alone. Errors as in `begin`."""
+    def following(self, forward: Forward) -> Forward | None:
+        """Return the step that follows this one by itself, without its token, whatever this one comes to but a stop
+        token; None where none does."""
+
+    def is_decided_by_argmax(self, forward: Forward) -> bool:
+        """Return whether what a step comes to is known from the most probable token of each row."""
+
+    def take_back(self, *, computed: bool) -> None:
+        """Forget the step of one row that was begun last, and perhaps computed: it does not come, or only later."""
 
     def compute_begun(self, forward: Forward, given: StepInput) -> ComputedStep:
         """Run the stage on a step alone that was begun, of which `given` came."""
@@ -72,6 +82,32 @@ class WaitingStep:
     dropped: Callable[[], object] = lambda: None
 
 
+@dataclass(slots=True)
+class _Row:
+    """A step of a session in a step of several that was launched behind another one.
+
+    forward: without its token, where that is not known yet. step: what is to be done with its results; None as long as
+    nobody has asked for it.
+    """
+
+    session: SteppingSession
+    forward: Forward
+    given: StepInput
+    step: WaitingStep | None
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A step of several sessions that is on the device.
+
+    rows: of which those without a `step` are left out. outputs: of each. started_ns: when computing began.
+    """
+
+    rows: list[_Row]
+    outputs: list[StepPart]
+    started_ns: int
+
+
 class StepBatches:
     """The steps that wait on one device thread, as `BatchedWork` of that thread."""
 
@@ -80,6 +116,10 @@ class StepBatches:
         self._thread, self._sessions = thread, sessions
         self._waiting: deque[WaitingStep | tuple[WaitingStep, ...]] = deque()
         """Steps that came alone, and such as came together."""
+        self._launched: _Launched | None = None
+        """The step whose results have not been read yet."""
+        self._expected: dict[SteppingSession, _Row] = {}
+        """Those of its rows whose tokens are not known yet, while the results of the step before it are read."""
         self._rows = self._session_steps = 0
         self._steps_by_rows = [0] * (len(BATCH_ROW_BOUNDS) + 1)
         thread.serve(self)
@@ -113,6 +153,25 @@ class StepBatches:
         when the thread is over.
         """
         self._add(WaitingStep(session, forward, then, failed))
+
+    def add_following(
+        self,
+        session: SteppingSession,
+        forward: Forward,
+        then: Callable[[ComputedStep], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """Have the step computed, as `add` does, that follows by itself behind one whose results are being read; on the
+        device thread. It may have been launched already."""
+        step = WaitingStep(session, forward, then, failed)
+        row = self._expected.pop(session, None)
+        if row is None:
+            self._add(step)
+        elif replace(row.forward, token_ids=forward.token_ids) == forward:
+            row.forward, row.step = forward, step
+        else:
+            session.take_back(computed=True)
+            self._add(step)
 
     def queue(self, session: SteppingSession, forward: Forward, then: Callable[[ComputedStep], T]) -> Future[T]:
         """Have a step computed as `add` does.
@@ -156,9 +215,13 @@ class StepBatches:
 
     @property
     def waiting(self) -> bool:
-        return bool(self._waiting)
+        return self._launched is not None or bool(self._waiting)
 
     def drop(self) -> None:
+        launched, self._launched = self._launched, None
+        for row in [] if launched is None else launched.rows:
+            if row.step is not None:
+                row.step.dropped()
         while self._waiting:
             for step in _steps(self._waiting.popleft()):
                 step.dropped()
@@ -167,19 +230,18 @@ class StepBatches:
         """Compute steps that wait: those that can be one step with the first of them, and of all sessions no more than
         leaves as many to each stage of the chain. Raises the first error of a step, behind all of them."""
         errors: list[Exception] = []
-        steps = self._next()
-        self._compute(steps, errors)
-        if steps:
-            # Behind all of them: who hears of the first would keep the thread from the others.
-            steps[0].session.announce()
+        if self._launched is not None:
+            self._go_on(errors)
+        else:
+            self._compute(self._next(), errors)
         if errors:
             raise errors[0]
 
     def _compute_alone(self, step: WaitingStep) -> None:
         errors: list[Exception] = []
+        self._settle_launched(errors)
         if step.begins():
             self._compute([step], errors)
-            step.session.announce()
         if errors:
             raise errors[0]
 
@@ -212,44 +274,138 @@ class StepBatches:
 
     def _compute(self, steps: Sequence[WaitingStep], errors: list[Exception]) -> None:
         """Compute steps together, or one behind the other what is too much for one step."""
-        begun: list[tuple[WaitingStep, StepInput]] = []
+        self._compute_rows(self._begun(steps, errors), errors)
+
+    def _begun(self, steps: Sequence[WaitingStep], errors: list[Exception]) -> list[_Row]:
+        begun: list[_Row] = []
         for step in steps:
             try:
-                begun.append((step, step.session.begin(step.forward)))
+                begun.append(_Row(step.session, step.forward, step.session.begin(step.forward), step))
             except Exception as error:
                 _fail(step, error, errors)
-        while begun:
-            stage = begun[0][1].stage
-            most = 1 if len(begun) == 1 else stage.most_together([given for _, given in begun])
-            some, begun = begun[:most], begun[most:]
-            try:
-                computed = self._computed(some)
-            except Exception as error:
-                for step, _ in some:
-                    _fail(step, error, errors)
-                continue
-            for (step, _), results in zip(some, computed, strict=True):
-                _settle(step, results, errors)
-            # Of what more is computed now nobody here needs to wait.
-            some[0][0].session.announce()
+        return begun
 
-    def _computed(self, steps: Sequence[tuple[WaitingStep, StepInput]]) -> list[ComputedStep]:
-        """Return the results of steps that are one step of the stage."""
-        if len(steps) == 1:
-            # It may be too long for what several sessions share.
-            [(step, given)] = steps
-            alone = step.session.compute_begun(step.forward, given)
-            self._count(len(given.token_ids), 1)
-            return [alone]
-        rows = sum(len(given.token_ids) for _, given in steps)
-        self._thread.computes("step", rows)
+    def _compute_rows(self, rows: list[_Row], errors: list[Exception]) -> None:
+        while rows:
+            self._settle_launched(errors)
+            most = 1 if len(rows) == 1 else rows[0].given.stage.most_together([row.given for row in rows])
+            some, rows = rows[:most], rows[most:]
+            if len(some) == 1:
+                self._compute_one(some[0], errors)
+            else:
+                self._launched = self._launch(some, errors)
+        if not self._may_go_on():
+            self._settle_launched(errors)
+
+    def _compute_one(self, row: _Row, errors: list[Exception]) -> None:
+        """Compute a step of one session: it may be too long for what several sessions share."""
+        assert row.step is not None
+        try:
+            computed = row.session.compute_begun(row.forward, row.given)
+        except Exception as error:
+            _fail(row.step, error, errors)
+        else:
+            self._count(len(row.given.token_ids), 1)
+            _settle(row.step, computed, errors)
+        row.session.announce()
+
+    def _launch(self, rows: list[_Row], errors: list[Exception]) -> _Launched | None:
+        """Begin to compute what is one step of the stage. Returns None where that fails, which all hear of."""
+        inputs = [row.given for row in rows]
+        count = sum(len(given.token_ids) for given in inputs)
+        self._thread.computes("step", count)
         started_ns = time.monotonic_ns()
-        outputs = steps[0][1].stage.step_together([given for _, given in steps])
-        self._count(rows, len(steps))
-        return [
-            ComputedStep(step.forward, output, given.features or Features(), started_ns, len(steps), rows)
-            for (step, given), output in zip(steps, outputs, strict=True)
-        ]
+        try:
+            outputs = inputs[0].stage.step_together(inputs)
+        except Exception as error:
+            for row in rows:
+                if row.step is None:
+                    row.session.take_back(computed=False)
+                else:
+                    _fail(row.step, error, errors)
+            return None
+        self._count(count, len(rows))
+        return _Launched(rows, outputs, started_ns)
+
+    # --- steps behind one whose results are not read yet
+
+    def _may_go_on(self) -> bool:
+        """Return whether steps may be launched behind the one that is on the device, which overwrite all of its results
+        but the most probable tokens."""
+        launched = self._launched
+        return launched is not None and all(row.session.is_decided_by_argmax(row.forward) for row in launched.rows)
+
+    def _go_on(self, errors: list[Exception]) -> None:
+        """Launch what follows by itself behind the step that is on the device, with what has come, and then read the
+        results of that one."""
+        before, self._launched = self._launched, None
+        assert before is not None
+        rows = self._begin_following(before, errors)
+        most = len(rows) and rows[0].given.stage.most_together([row.given for row in rows])
+        for row in rows[most:]:
+            if row.step is None:
+                row.session.take_back(computed=False)
+        left = [row for row in rows[most:] if row.step is not None]
+        launched = self._launch(rows[:most], errors) if rows else None
+        if launched is not None:
+            self._expected = {row.session: row for row in launched.rows if row.step is None}
+        self._settle_all(before, errors)
+        for session in self._expected:
+            session.take_back(computed=True)
+        self._expected = {}
+        if launched is not None:
+            # The device began with it when it had ended the one before.
+            launched.started_ns = time.monotonic_ns()
+        self._launched = launched
+        self._compute_rows(left, errors)
+
+    def _begin_following(self, before: _Launched, errors: list[Exception]) -> list[_Row]:
+        """Begin what can be one step behind `before`: the steps that follow its own by themselves, and all that wait.
+
+        None are begun where these cannot be one step, or others are to be done.
+        """
+        following: list[tuple[_Row, Forward, int]] = []
+        row_count = 0
+        for row in before.rows:
+            row_count += len(row.given.token_ids)
+            forward = None if row.step is None else row.session.following(row.forward)
+            if forward is not None:
+                following.append((row, forward, row_count - 1))
+        waiting = [step for one in [*self._waiting] for step in _steps(one)]
+        kind = before.rows[0].session.kind(before.rows[0].forward)
+        if (
+            len(following) < 2
+            or self._thread.has_jobs
+            or not before.rows[0].given.stage.steps_behind(len(following) + _rows(waiting))
+            or any(step.session.kind(step.forward) != kind for step in waiting)
+        ):
+            return []
+        for _ in range(len(waiting)):
+            self._waiting.popleft()
+        rows = self._begun([step for step in waiting if step.begins()], errors)
+        for row, forward, last_row in following:
+            # Its session may be closed, or find no memory: it hears so when the step comes.
+            with contextlib.suppress(Exception):
+                given = row.session.begin(forward)
+                rows.append(_Row(row.session, forward, replace(given, token_ids=(token_of_row(last_row),)), None))
+        return rows
+
+    def _settle_launched(self, errors: list[Exception]) -> None:
+        """Read the results of the step that is on the device, if there is one."""
+        launched, self._launched = self._launched, None
+        if launched is not None:
+            self._settle_all(launched, errors)
+
+    @staticmethod
+    def _settle_all(launched: _Launched, errors: list[Exception]) -> None:
+        row_count = sum(len(row.given.token_ids) for row in launched.rows)
+        for row, output in zip(launched.rows, launched.outputs, strict=True):
+            if row.step is not None:
+                features, sessions = row.given.features or Features(), len(launched.rows)
+                computed = ComputedStep(row.forward, output, features, launched.started_ns, sessions, row_count)
+                _settle(row.step, computed, errors)
+        # Behind all of them: who hears of the first would keep the thread from the others.
+        launched.rows[0].session.announce()
 
     def _count(self, rows: int, sessions: int) -> None:
         self._rows += rows

@@ -32,10 +32,16 @@ ROW_COUNTS = (16, 64, 128, 256, 512)
 MAX_SESSIONS = 128
 """The most sessions of a step."""
 
+_STEPS_LAUNCHED = 2
+"""The most steps that are launched at a time: the results of each stay on the host until the one behind the next is."""
+
 
 @dataclass(frozen=True, slots=True)
 class SessionRows:
-    """The rows of one session in a step: the first one's position, a token for each, and the session's caches."""
+    """The rows of one session in a step: the first one's position, a token for each, and the session's caches.
+
+    A token may be one of `token_of_row`, where the embedding and the head are on this device.
+    """
 
     base: int
     token_ids: tuple[int, ...]
@@ -58,11 +64,17 @@ class BatchRunner:
         device, config = segment.device.torch_device, segment.config
         self._longest = config.max_position
         pages = -(-config.max_position // PAGE_ROWS) + 1
-        self._parameters = StepParameters(device, pages, rows=ROW_COUNTS[-1], sessions=MAX_SESSIONS)
+        self._parameters = StepParameters(
+            device, pages, rows=ROW_COUNTS[-1], sessions=MAX_SESSIONS, twins=_STEPS_LAUNCHED
+        )
         self._committing = StepParameters(device, 0, rows=1, sessions=MAX_SESSIONS)
         self._hidden = torch.zeros((ROW_COUNTS[-1], config.hidden_size), dtype=segment.dtype, device=device)
         outgoing = self._hidden if head is None else torch.zeros(ROW_COUNTS[-1], dtype=torch.int64)
-        self._outgoing = torch.zeros_like(outgoing, device="cpu", pin_memory=device.type != "cpu")
+        self._outgoing = [
+            torch.zeros_like(outgoing, device="cpu", pin_memory=device.type != "cpu") for _ in range(_STEPS_LAUNCHED)
+        ]
+        self._tokens_made = torch.zeros(ROW_COUNTS[-1], dtype=torch.int64, device=device)
+        """The most probable token of each row of the last step, where the head is."""
         self._captured: dict[Variant, CapturedStep] = {}
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
 
@@ -77,10 +89,7 @@ class BatchRunner:
             variants.append(Variant(ROW_COUNTS[0], False, featured))
         with self._segment.device.current():
             for variant in variants:
-                # Without rows nothing is written.
-                self._parameters.begin()
-                self._launch(variant)
-                self._parameters.record_launch()
+                self._launch_without_rows(variant)
             if drafted:
                 self.commit([], [])
                 self.commit_last(torch.zeros(MAX_SESSIONS, dtype=torch.int64, device=self._hidden.device))
@@ -99,6 +108,14 @@ class BatchRunner:
             return False
         sums = sum(len(session.token_ids) * chunk_count(session.length) for session in sessions)
         return sums <= sums_room(_made_with(rows), self._longest, alone=False)
+
+    def runs_behind(self, rows: int) -> bool:
+        """Return whether a step of so many single rows can be launched before the results of the last one are read,
+        with tokens of `token_of_row`: it knows them, keeps nothing that could not be left out later, and has been
+        captured, which would be in the way of those results."""
+        if self._embedding is None or self._head is None or self._layers.delta is not None:
+            return False
+        return rows <= ROW_COUNTS[-1] and Variant(_made_with(rows), False, False) in self._captured
 
     def run(
         self,
@@ -125,12 +142,16 @@ class BatchRunner:
             self._place(sessions)
             if hidden is not None:
                 self._hidden[:count].copy_(hidden, non_blocking=True)
+            self._parameters.send()
             if step.graph is None:
                 step = self._launch(variant)
             else:
                 step.graph.replay()
+            output = step.output
+            outgoing = self._outgoing[self._parameters.turn][:count]
+            outgoing.copy_((output.hidden if output.argmax is None else output.argmax)[:count], non_blocking=True)
             self._parameters.record_launch()
-            on_host = OnHost(self._outgoing[:count], self._parameters.done)
+            on_host = OnHost(outgoing, self._parameters.done)
             return step.results(count, self._segment.capture, features, on_host)
 
     def commit(self, caches: Sequence[SegmentCaches], rows: Sequence[int]) -> None:
@@ -188,9 +209,8 @@ class BatchRunner:
         assert first_sum <= sums_room(_made_with(first_row), self._longest, alone=False)
 
     def _capture(self, variant: Variant) -> CapturedStep:
-        # Kernels are compiled and loaded first, which a capture must not see. Without rows nothing is written.
-        self._parameters.begin()
-        step = self._launch(variant)
+        # Kernels are compiled and loaded first, which a capture must not see.
+        step = self._launch_without_rows(variant)
         if not self._graphs:
             return step
         self._segment.device.synchronize()
@@ -200,12 +220,23 @@ class BatchRunner:
         step.graph = graph
         return step
 
-    def _launch(self, variant: Variant) -> CapturedStep:
+    def _launch_without_rows(self, variant: Variant) -> CapturedStep:
+        """Launch a step that writes nothing."""
+        self._parameters.begin()
         self._parameters.send()
+        step = self._launch(variant)
+        self._parameters.record_launch()
+        return step
+
+    def _launch(self, variant: Variant) -> CapturedStep:
+        """Launch a step whose parameters are on the device."""
+        from shard_worker.model.kernels.step_parameters import take_tokens
+
+        if self._embedding is not None and self._head is not None:
+            take_tokens(self._parameters.tokens[: variant.rows], self._tokens_made)
         step = launch(self._segment, self._layers, self._embedding, self._head, self._parameters, variant, self._hidden)
-        output = step.output
-        outgoing = output.hidden if output.argmax is None else output.argmax
-        self._outgoing[: variant.rows].copy_(outgoing, non_blocking=True)
+        if step.output.argmax is not None:
+            self._tokens_made[: variant.rows].copy_(step.output.argmax)
         return step
 
 

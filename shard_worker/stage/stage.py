@@ -235,6 +235,16 @@ class Stage:
             return sum(len(one.token_ids) for one in inputs) <= MOST_ROWS_TOGETHER
         return all(runner.fits(_session_rows(inputs, index)) for index, runner in enumerate(self.batch_runners))
 
+    def steps_behind(self, rows: int) -> bool:
+        """Return whether a step of so many single rows of several sessions can be launched before the results of the
+        last one are read, with tokens of `token_of_row`. Rows of it may be left out later, by `take_back`."""
+        return len(self.batch_runners) == 1 and self.batch_runners[0].runs_behind(rows)
+
+    @staticmethod
+    def take_back(state: StageState) -> None:
+        """Leave out a single row that was computed last, where the stage steps behind others. It keeps its memory."""
+        state.length -= 1
+
     def step_together(self, inputs: Sequence[StepInput]) -> list[StepPart]:
         """Run the stage on a step of several sessions, which fit as `most_together` says and are alike in whether rows
         are uncommitted, features wanted, and steps batch-invariant. Each one's output is as of `step`; logits are there

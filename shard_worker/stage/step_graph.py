@@ -49,6 +49,11 @@ class StepOutput:
         return [StepPart(self, end - count, end, argmax) for end, count in zip(ends, counts, strict=True)]
 
 
+def token_of_row(row: int) -> int:
+    """Return what stands, among a step's tokens, for the one that a row of the step before comes to."""
+    return -1 - row
+
+
 class StepPart:
     """The results of one session's rows in a step of several sessions, as in `StepOutput`.
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+import triton
 import triton.language as tl
 
 from shard_worker.cache.attention_cache import AttentionCache
@@ -51,34 +53,82 @@ class Places:
         return 0 if self.sessions is None else self.lines.stride(0)
 
 
+@triton.jit
+def _take_tokens(tokens, before, rows, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    token = tl.load(tokens + at, mask=at < rows, other=0)
+    made = tl.load(before + (-1 - token), mask=(at < rows) & (token < 0), other=0)
+    tl.store(tokens + at, made, mask=(at < rows) & (token < 0))
+
+
+def take_tokens(tokens: torch.Tensor, before: torch.Tensor) -> None:
+    """Replace tokens below 0 by those that rows of the step before came to: -1 by that of the first row, and so on.
+
+    tokens: int64 [n]. before: the tokens of all rows of the step before, int64 [rows].
+    """
+    _take_tokens[(1,)](tokens, before, len(tokens), BLOCK=triton.next_power_of_2(len(tokens)), num_warps=4)
+
+
+@dataclass(frozen=True, slots=True)
+class _Twin:
+    """A step's parameters in page-locked memory on the host.
+
+    words: all of them, one by one. placed, lines: numpy's views of where rows stand, and of the sessions' numbers.
+    done: recorded behind the last launch that read them; None on a CPU.
+    """
+
+    tensor: torch.Tensor
+    words: memoryview
+    placed: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+    lines: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+    done: torch.cuda.Event | None
+
+
 class StepParameters:
-    """The parameters of a step on a device, and their page-locked twin on the host.
+    """The parameters of a step on a device, and their page-locked twins on the host.
 
     tokens: int64 [rows] on the device. lines: int64 [copies, sessions, FIRST_PAGE + pages] there: several copies
     describe one step for layers with caches of their own.
     """
 
     def __init__(
-        self, device: torch.device, pages: int, *, rows: int, sessions: int | None = None, copies: int = 1
+        self,
+        device: torch.device,
+        pages: int,
+        *,
+        rows: int,
+        sessions: int | None = None,
+        copies: int = 1,
+        twins: int = 1,
     ) -> None:
         """pages: the most that a session has. rows: the most of a step. sessions: the most whose rows stand in a step;
-        None for steps of one session alone."""
+        None for steps of one session alone. twins: how many steps of several sessions may be launched at a time."""
         length = FIRST_PAGE.value + pages
         placed = 0 if sessions is None else 2 * rows
         shape = (copies, sessions or 1, length)
         size = rows + placed + shape[0] * shape[1] * length
         self._tensor = torch.zeros(size, dtype=torch.int64, device=device)
-        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type != "cpu")
         self.tokens, self._places, lines = self._tensor.split((rows, placed, size - rows - placed))
         self.lines = lines.view(shape)
-        _, places, lines = self._host.split((rows, placed, size - rows - placed))
-        self._placed_on_host = places.view(-1, rows).numpy()
-        self._lines_on_host = lines.view(shape).numpy()
         self._at, self._copy_stride = rows + placed, shape[1] * length
+        self._twins = [self._make_twin(size, rows, placed, shape) for _ in range(twins)]
+        self.turn = 0
+        """Which of the twins the last step has."""
+        self._words = self._twins[0].words
+
+    def _make_twin(self, size: int, rows: int, placed: int, shape: tuple[int, ...]) -> _Twin:
+        on_gpu = self._tensor.device.type != "cpu"
+        host = torch.zeros(size, dtype=torch.int64, pin_memory=on_gpu)
+        _, places, lines = host.split((rows, placed, size - rows - placed))
         # A store is all that lies between a number and a device that waits for it.
-        self._words = bytes_of(self._host).cast("q")
-        self.done = torch.cuda.Event() if device.type != "cpu" else None
-        """Recorded behind the last launch that read them; None on a CPU."""
+        words = bytes_of(host).cast("q")
+        done = torch.cuda.Event() if on_gpu else None
+        return _Twin(host, words, places.view(-1, rows).numpy(), lines.view(shape).numpy(), done)
+
+    @property
+    def done(self) -> torch.cuda.Event | None:
+        """Recorded behind the last launch; None on a CPU."""
+        return self._twins[self.turn].done
 
     def places(self, rows: int, copy: int = 0) -> Places:
         """Return where the first `rows` rows stand, for the layers that this copy describes."""
@@ -118,10 +168,13 @@ class StepParameters:
     # --- of several sessions
 
     def begin(self) -> None:
-        """Wait for the last launch, then forget all rows."""
+        """Take the next twin, wait for the last launch that read it, and forget all its rows."""
+        self.turn = (self.turn + 1) % len(self._twins)
+        twin = self._twins[self.turn]
+        self._words = twin.words
         self.wait()
-        self._placed_on_host[:] = -1
-        self._lines_on_host[:, :, ROWS.value] = 0
+        twin.placed[:] = -1
+        twin.lines[:, :, ROWS.value] = 0
 
     def add(
         self,
@@ -140,11 +193,11 @@ class StepParameters:
 
         first_row: the number of rows before it. base: the first row's position. first_sum: as of `FIRST_SUM`.
         """
-        last = first_row + rows
-        self._placed_on_host[0, first_row:last] = session
-        self._placed_on_host[1, first_row:last] = range(rows)
+        twin, last = self._twins[self.turn], first_row + rows
+        twin.placed[0, first_row:last] = session
+        twin.placed[1, first_row:last] = range(rows)
         self._words_of_tokens(first_row, token_ids)
-        line = self._lines_on_host[copy, session]
+        line = twin.lines[copy, session]
         line[: FIRST_ROW.value + 1] = base, rows, first_row
         line[FIRST_SUM.value] = first_sum
         self._set_caches(copy, session, attention, recurrent)
@@ -156,7 +209,7 @@ class StepParameters:
     def _set_caches(
         self, copy: int, session: int, attention: AttentionCache | None, recurrent: RecurrentCache | None
     ) -> None:
-        numbers = self._lines_on_host[copy, session]
+        numbers = self._twins[self.turn].lines[copy, session]
         if recurrent is not None:
             numbers[STATE.value : ROOM.value + 1] = recurrent.addresses
         if attention is not None:
@@ -166,15 +219,15 @@ class StepParameters:
     # --- on their way
 
     def send(self) -> None:
-        """Queue the copy to the device; in a captured graph this is the first node."""
-        self._tensor.copy_(self._host, non_blocking=True)
+        """Queue the copy to the device; in the graph of a step of one session this is the first node."""
+        self._tensor.copy_(self._twins[self.turn].tensor, non_blocking=True)
 
     def record_launch(self) -> None:
         """Note that a launch was queued that sends them: `wait` waits for it."""
-        if self.done is not None:
-            self.done.record()
+        if (done := self.done) is not None:
+            done.record()
 
     def wait(self) -> None:
-        """Wait until the last launch is done."""
-        if self.done is not None:
-            self.done.synchronize()
+        """Wait until the last launch that read the same twin is done."""
+        if (done := self.done) is not None:
+            done.synchronize()

@@ -223,6 +223,53 @@ async def test_an_error_of_a_step_together_ends_those_in_it(new_chain: Callable[
     await answer(chain, REQUESTS[0])
 
 
+@pytest.mark.parametrize("by", ["torch", pytest.param("kernels", marks=pytest.mark.gpu)])
+async def test_steps_are_launched_behind_those_whose_results_are_not_read(
+    new_chain: Callable[..., Chain], by: str
+) -> None:
+    """Where all of the chain is on one GPU, what follows by itself is launched with tokens that only the device knows.
+    Sessions of all lengths come to the tokens of each alone: some end by a stop token, one is closed, others come."""
+    kernels = by == "kernels"
+    chain = new_chain("qwen3", (), **({"dtype": "bfloat16", "devices": "cuda:0"} if kernels else {}))
+    lengths = [3, 8, 21, 40, 30, 40, 12]
+    plain: dict[str, Any] = {"draft": None, "batch_invariant_rows": 16}
+
+    async def answer_of(number: int, fields: dict[str, Any], first_come: float = 0.0) -> list[int]:
+        await asyncio.sleep(first_come)
+        prompt = ids(5 + number, seed=number)
+        async with chain.session(**plain, **fields) as client:
+            await client.prefill(prompt[:-1], 8)
+            tokens = tokens_of(await follow(client, prompt[-1], lengths[number]))
+            # The session's memory is where the answer ends, and not behind it.
+            length = len(prompt) - 1 + len(tokens)
+            assert client.session.state.length == length
+            more = await follow(client, tokens[-1], 2)
+        return [*tokens, *tokens_of(more)]
+
+    fields: list[dict[str, Any]] = [{} for _ in lengths]
+    for number in (4, 5):
+        fields[number] = {"stop_token_ids": frozenset({(await answer_of(number, {}))[9]})}
+    alone = [await answer_of(number, one) for number, one in enumerate(fields)]
+    behind: list[int] = []
+    watch(
+        chain.roles[0],
+        before_together=lambda inputs: behind.append(sum(given.token_ids[0] < 0 for given in inputs)),
+        **({} if kernels else {"behind": []}),
+    )
+
+    async def leave() -> None:
+        async with chain.session(**plain) as client:
+            await client.prefill(ids(9, seed=9))
+            await client.send(client.frame(StepKind.DECODE, [1], more=40))
+            await client.commit()
+
+    waits = [0.0, 0.0, 0.0, 0.0, 0.0, 0.01, 0.03]
+    answers = [answer_of(number, *each) for number, each in enumerate(zip(fields, waits, strict=True))]
+    found = await asyncio.gather(*answers, leave(), leave())
+    assert found[: len(alone)] == alone
+    assert max(behind) > 1
+
+
 def test_prompts_and_answers_take_turns() -> None:
     """Between two jobs that compute rows comes what waits together; other jobs come before both."""
     thread, done = DeviceThread(1), list[str]()

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
+
 from shard_worker.model.features import Features
 from shard_worker.roles.target import TargetRole
 from shard_worker.stage.stage import Stage, StageState, StepInput
@@ -24,7 +26,8 @@ class WatchedStage(Stage):
     before_together: called with the rows of each step of several sessions; what it raises is all these steps' error.
     before_release:
     called with the rows that are released, and whether the step is certain. before_prelaunch: called with the state,
-    the number of rows and the rows where they are known. with_gpu: prelaunch as if the stage were on a GPU.
+    the number of rows and the rows where they are known. with_gpu: prelaunch as if the stage were on a GPU. behind:
+    compute steps before the results of the last one are read, as a GPU does; here its logits, one list for each step.
     """
 
     before_step: Callable[[StageState], None] = do_nothing
@@ -33,6 +36,7 @@ class WatchedStage(Stage):
     before_prelaunch: Callable[[StageState, int, StepRows | None], None] = do_nothing
     with_gpu: bool = False
     most: int | None = None
+    behind: list[torch.Tensor] | None = None
 
     @property
     def prelaunches(self) -> bool:
@@ -47,9 +51,22 @@ class WatchedStage(Stage):
     def most_together(self, inputs: Sequence[StepInput]) -> int:
         return super().most_together(inputs) if self.most is None else min(self.most, len(inputs))
 
+    def steps_behind(self, rows: int) -> bool:
+        return super().steps_behind(rows) if self.behind is None else rows <= 16
+
     def step_together(self, inputs: Sequence[StepInput]) -> list[StepPart]:
         self.before_together(inputs)
-        return super().step_together(inputs)
+        if self.behind is None:
+            return super().step_together(inputs)
+        known = [replace(given, token_ids=tuple(self._token(token) for token in given.token_ids)) for given in inputs]
+        parts = super().step_together(known)
+        logits = [part.logits for part in parts]
+        self.behind.append(torch.cat([rows for rows in logits if rows is not None]))
+        return parts
+
+    def _token(self, token: int) -> int:
+        assert self.behind is not None
+        return token if token >= 0 else int(self.behind[-1][-1 - token].argmax())
 
     def release(self, state: StageState, rows: StepRows, activation: memoryview | None, *, certain: bool) -> None:
         self.before_release(rows, certain)
