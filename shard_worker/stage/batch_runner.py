@@ -79,17 +79,18 @@ class BatchRunner:
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
 
     def prepare(self, *, drafted: bool) -> None:
-        """Compile what steps of any number of rows need; a graph is captured when a step first asks for it.
+        """Compile and capture steps of any number of rows, so that none need wait.
 
         drafted: blocks of a draft are verified, and it wants features.
         """
         recurrent, featured = self._layers.delta is not None, drafted and self._segment.capture is not None
-        variants = [Variant(rows, drafted and recurrent, featured) for rows in ROW_COUNTS]
-        if drafted and recurrent:
+        variants = [Variant(rows, False, False) for rows in ROW_COUNTS]
+        if drafted:
+            variants += [Variant(rows, recurrent, featured) for rows in ROW_COUNTS]
             variants.append(Variant(ROW_COUNTS[0], False, featured))
         with self._segment.device.current():
             for variant in variants:
-                self._launch_without_rows(variant)
+                self._capture_once(variant)
             if drafted:
                 self.commit([], [])
                 self.commit_last(torch.zeros(MAX_SESSIONS, dtype=torch.int64, device=self._hidden.device))
@@ -136,9 +137,7 @@ class BatchRunner:
         featured = features is not None and self._segment.capture is not None
         variant = Variant(_made_with(count), uncommitted and recurrent, featured)
         with self._segment.device.current():
-            if variant not in self._captured:
-                self._captured[variant] = self._capture(variant)
-            step = self._captured[variant]
+            step = self._capture_once(variant)
             self._place(sessions)
             if hidden is not None:
                 self._hidden[:count].copy_(hidden, non_blocking=True)
@@ -207,6 +206,11 @@ class BatchRunner:
             first_sum += rows * chunk_count(session.length)
         # Kernels would write behind it.
         assert first_sum <= sums_room(_made_with(first_row), self._longest, alone=False)
+
+    def _capture_once(self, variant: Variant) -> CapturedStep:
+        if variant not in self._captured:
+            self._captured[variant] = self._capture(variant)
+        return self._captured[variant]
 
     def _capture(self, variant: Variant) -> CapturedStep:
         # Kernels are compiled and loaded first, which a capture must not see.
