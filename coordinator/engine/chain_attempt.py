@@ -32,7 +32,11 @@ from services.messages.steps import (
 from services.rpc.stage import StageSession
 
 MORE_STEPS = 15
-"""Most steps that the workers may take by themselves behind one that was sent."""
+"""Most steps that the workers may take by themselves behind one that was sent, where a draft's blocks may change."""
+
+MORE_PLAIN_STEPS = 63
+"""The same without a draft. A stage that computes steps of several answers goes on with the others while it waits to
+hear what comes behind an answer's last step."""
 
 MORE_STEPS_AMONG_OTHERS = 7
 """The same for blocks to be verified where other answers are decoded too: how long they are follows from how many there
@@ -239,7 +243,9 @@ class ChainAttempt:
         speculation = self._state.speculation
         if self._request.stop_strings or bool(draft_tokens) != bool(propose):
             return 0
-        most = MORE_STEPS_AMONG_OTHERS if speculation.costs.shared and propose else MORE_STEPS
+        most = MORE_PLAIN_STEPS
+        if speculation.block_size > 1:
+            most = MORE_STEPS_AMONG_OTHERS if speculation.costs.shared and propose else MORE_STEPS
         if (steady := speculation.steady_steps) is not None:
             most = min(most, steady - 1)
         return max(0, min(most, self._state.remaining // (max(draft_tokens, propose) + 1) - 1))
