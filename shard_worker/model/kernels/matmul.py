@@ -570,14 +570,15 @@ def choose_packed(
     """Return the cut for a packed matrix of a form, as `choose` does for dense ones. Tried on an H100.
 
     A warp holds 16 or 32 rows of weights, so that each thread looks up few groups' numbers. More rows of activations
-    than 16 take tiles as high as registers and sums in one order allow.
+    than 16 take tiles as high as registers and sums in one order allow. That order is another one where four warps
+    multiply together, as they do on Hopper for 64 rows of weights or more: then they do for any number of rows.
     """
     processors = 128 if target is None else target.processors
     shared = 64 << 10 if target is None else target.shared_bytes
     few = rows <= _TILE_ROWS
     if form.lanes:
         wide = head_dim or (32 if few else 64)
-        warps = max(2, wide // (32 if few else 16))
+        warps = max(2, wide // 32)
     else:
         wide = head_dim or (64 if paired or width <= 64 * processors else 128)
         # CDNA's warps are twice as large, and have twice the registers.
