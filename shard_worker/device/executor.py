@@ -501,7 +501,11 @@ def device_error(error: BaseException) -> BaseException:
     page_locked = place.startswith(("CUDA error: out of memory", "HIP error: out of memory"))
     meaning: FlashsplitError
     if isinstance(error, torch.OutOfMemoryError) or cpu_allocator or page_locked:
-        sentence = (cpu_allocator + rest if cpu_allocator else place).partition("\n")[0].partition(".")[0]
+        line = (cpu_allocator + rest if cpu_allocator else place).partition("\n")[0]
+        # The second sentence says of what size, unlike those behind it, which are about torch.
+        sentence = ". ".join(
+            line.split(". ")[:2] if isinstance(error, torch.OutOfMemoryError) else [line.partition(".")[0]]
+        )
         meaning = ResourceExhausted(
             f"the device has no memory left: {sentence}; give this stage fewer layers or use a shorter context",
             reason=OUT_OF_MEMORY,

@@ -73,6 +73,11 @@ class BatchRunner:
         self._outgoing = [
             torch.zeros_like(outgoing, device="cpu", pin_memory=device.type != "cpu") for _ in range(_STEPS_LAUNCHED)
         ]
+        self._logits: torch.Tensor | None = None
+        """Of all rows of the last step, where the head is: graphs with their own would take a gigabyte for them."""
+        if head is not None:
+            shape = (ROW_COUNTS[-1], head.weight.rows)
+            self._logits = torch.empty(shape, dtype=segment.dtype, device=device)
         self._tokens_made = torch.zeros(ROW_COUNTS[-1], dtype=torch.int64, device=device)
         """The most probable token of each row of the last step, where the head is."""
         self._captured: dict[Variant, CapturedStep] = {}
@@ -238,7 +243,16 @@ class BatchRunner:
 
         if self._embedding is not None and self._head is not None:
             take_tokens(self._parameters.tokens[: variant.rows], self._tokens_made)
-        step = launch(self._segment, self._layers, self._embedding, self._head, self._parameters, variant, self._hidden)
+        step = launch(
+            self._segment,
+            self._layers,
+            self._embedding,
+            self._head,
+            self._parameters,
+            variant,
+            self._hidden,
+            self._logits,
+        )
         if step.output.argmax is not None:
             self._tokens_made[: variant.rows].copy_(step.output.argmax)
         return step

@@ -325,11 +325,13 @@ def launch(
     parameters: StepParameters,
     variant: Variant,
     hidden: torch.Tensor,
+    logits: torch.Tensor | None = None,
 ) -> CapturedStep:
     """Queue a step's kernels: all layers, with the embedding and the head where they are there.
 
     layers: the segment's, as kernels take them. parameters: on the device already. hidden: the rows [variant.rows or
-    more, hidden] from the stage before, where there is no embedding.
+    more, hidden] from the stage before, where there is no embedding. logits: memory for those of as many rows, [rows,
+    vocab], that steps share; None for memory of this step's own.
     """
     from shard_worker.model.kernels import decoder, synthetic
     from shard_worker.model.kernels.deltanet import commit
@@ -358,7 +360,7 @@ def launch(
     elif capture is not None:
         step.layer_rows = result.captured
     if head is not None and result.normed is not None:
-        logits, _ = linear(result.normed, head.weight)
+        logits, _ = linear(result.normed, head.weight, out=None if logits is None else logits[: variant.rows])
         chosen = logits.argmax(-1)
         if head.synthetic is not None:
             synthetic.choose(head.synthetic, parameters.tokens, places, chosen)

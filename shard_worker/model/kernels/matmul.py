@@ -311,17 +311,18 @@ def linear(
     eps: float = 0.0,
     heads: Heads | None = None,
     then: Weight | None = None,
+    out: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> tuple[torch.Tensor, Normed | Summed | None]:
     """Return x [n, depth] times weight [width, depth] transposed, and the rows on their way into what follows.
 
-    bias: [width]. residual: [n, width], added at the end. paired: weight
-    is [2 * width, depth], and the result is silu(first half) * second half. norm: float32 [width], of the RMSNorm that
-    the result goes through next. heads: the result is queries (and gates), [n, heads.shape.stride]; keys and values go
-    into the session's pages. eps: of either norm that comes after the product. then: what the rows are multiplied by
-    next, where that is known: they are given with the sums that it wants. config: how the product is cut,
-    None for what `choose` says. A weight whose parts have unlike forms takes a launch for each; it has no residual and
-    no norm.
+    bias: [width]. residual: [n, width], added at the end. paired: weight is [2 * width, depth], and the result is
+    silu(first half) * second half. norm: float32 [width], of the RMSNorm that the result goes through next. heads: the
+    result is queries (and gates), [n, heads.shape.stride]; keys and values go into the session's pages. eps: of either
+    norm that comes after the product. then: what the rows are multiplied by next, where that is known: they are given
+    with the sums that it wants. out: memory for the result, where it is not to have its own. config: how the product is
+    cut, None for what `choose` says. A weight whose parts have unlike forms takes a launch for each; it has no residual
+    and no norm.
     """
     source = x.scaled if isinstance(x, Normed) else x.rows if isinstance(x, Summed) else x
     parts = weight.parts if isinstance(weight, StackedWeight) else (weight,)
@@ -330,7 +331,8 @@ def linear(
         # Gates and ups have unlike forms: they meet behind the products.
         return swiglu(linear(x, weight, bias=bias, eps=eps)[0]), None
     width = total // 2 if paired else total
-    out = torch.empty((rows, width if heads is None else heads.shape.stride), dtype=source.dtype, device=source.device)
+    stride = width if heads is None else heads.shape.stride
+    out = torch.empty((rows, stride), dtype=source.dtype, device=source.device) if out is None else out
     sums_shape = (rows, triton.cdiv(width, SQUARES_WIDTH))
     next_sums = None
     if then is not None and wants_sums(then):
