@@ -353,6 +353,8 @@ class StepBatches:
         for session in self._expected:
             session.take_back(computed=True)
         self._expected = {}
+        # Behind all of them: who hears of the first would keep the thread from the others.
+        before.rows[0].session.announce()
         if launched is not None:
             # The device began with it when it had ended the one before.
             launched.started_ns = time.monotonic_ns()
@@ -395,6 +397,7 @@ class StepBatches:
         launched, self._launched = self._launched, None
         if launched is not None:
             self._settle_all(launched, errors)
+            launched.rows[0].session.announce()
 
     @staticmethod
     def _settle_all(launched: _Launched, errors: list[Exception]) -> None:
@@ -404,8 +407,6 @@ class StepBatches:
                 features, sessions = row.given.features or Features(), len(launched.rows)
                 computed = ComputedStep(row.forward, output, features, launched.started_ns, sessions, row_count)
                 _settle(row.step, computed, errors)
-        # Behind all of them: who hears of the first would keep the thread from the others.
-        launched.rows[0].session.announce()
 
     def _count(self, rows: int, sessions: int) -> None:
         self._rows += rows
