@@ -63,12 +63,15 @@ async def test_errors_reach_the_caller_and_the_thread_goes_on(thread: DeviceThre
 
 
 async def test_memory_that_runs_out_is_named(thread: DeviceThread) -> None:
-    """torch's out-of-memory error becomes one that says what to change, without torch's own paragraphs."""
+    """torch's out-of-memory error becomes one that says how much was asked for and what to change, without torch's own
+    paragraphs."""
 
     def fail() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. See documentation.")
 
-    with pytest.raises(ResourceExhausted, match="CUDA out of memory; give this stage fewer layers") as caught:
+    with pytest.raises(
+        ResourceExhausted, match="out of memory. Tried to allocate 2 GiB; give this stage fewer layers"
+    ) as caught:
         await thread.submit(fail)
 
     assert caught.value.reason == "OUT_OF_MEMORY"
