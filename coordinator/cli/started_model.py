@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.cli.console import LoadBars
-from coordinator.cli.options.cluster import ClusterOptions
+from coordinator.cli.options.cluster import NO_STANDBY, ClusterOptions
 from coordinator.cli.options.compression import CompressionOptions
 from coordinator.cli.options.prefix import PrefixOptions
+from coordinator.cli.options.standby import StandbyOptions
 from coordinator.cluster.cluster import Cluster
 from coordinator.compression.compressor import Compressor
 from coordinator.prefix.cache import PrefixCache
@@ -36,17 +37,24 @@ async def start_model(
     prefix: PrefixOptions,
     compression: CompressionOptions = WITHOUT_COMPRESSION,
     *,
+    standby: StandbyOptions = NO_STANDBY,
     keep_prefixes: bool = True,
 ) -> AsyncIterator[StartedModel]:
     """Start workers, load the model and end everything with the context. Bars show how far loading is.
 
-    keep_prefixes: False leaves the cache closed whatever the options say. Raises InvalidArgument for options that
-    contradict each other or have no effect, and what starting and loading workers raises.
+    standby: who takes the place of lost workers. keep_prefixes: False leaves the cache closed whatever the options say.
+    Raises InvalidArgument for options that contradict each other or have no effect, and what starting and loading
+    workers raises.
     """
     async with contextlib.AsyncExitStack() as stack:
         with LoadBars() as bars:
             cluster = options.cluster(
-                files, draft, bars, prefix_cache_bytes=prefix.worker_bytes, beside=compression.places
+                files,
+                draft,
+                bars,
+                prefix_cache_bytes=prefix.worker_bytes,
+                beside=compression.places,
+                standby=standby,
             )
             prefix.check(cluster)
             await stack.enter_async_context(cluster)

@@ -13,19 +13,23 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, TypeVar
 
+import structlog
+
 from coordinator.cluster.agreement import check_fit, check_same_model
 from coordinator.cluster.loading import Checkpoints, Loader, LoadReporter, with_name
 from coordinator.cluster.losses import CAUSE_S, Losses
-from coordinator.cluster.placement import Plan, WorkerPlace, threads_each
+from coordinator.cluster.member import Member
+from coordinator.cluster.placement import Plan, StagePlan, WorkerPlace, threads_each
+from coordinator.cluster.standby import LOST_PAUSE_S, Standbys, StandbyState, WeighLayers
 from services.errors import FailedPrecondition, FlashsplitError, Unavailable
 from services.layers import LayerRange
-from services.messages.description import DraftDescription, Role, TargetDescription, WorkerDescription
+from services.messages.description import DraftDescription, TargetDescription, WorkerDescription
 from services.messages.holder import WORKER_HELD, own_holder
 from services.messages.sampling import SamplingParams
 from services.messages.snapshots import SnapshotOwner
 from services.messages.steps import DraftRoute, Failure, Grammar, Hop, OpenSession
 from services.processes.launch import DEFAULT_LAUNCH, Launch
-from services.processes.worker_process import WorkerFailed, WorkerProcess
+from services.processes.worker_process import WorkerFailed, failure_fields
 from services.rpc.peers import Peers
 from services.rpc.snapshots import RemoteSnapshots
 from services.rpc.stage import StageSession
@@ -47,6 +51,19 @@ class SnapshotPlace:
     layers: LayerRange | None
     fingerprint: str
 
+
+@dataclass(frozen=True, slots=True)
+class StandbyPlan:
+    """The workers that stand by. hot: they hold layers, as many as fit by `weigh`; otherwise they load when needed."""
+
+    places: tuple[WorkerPlace, ...] = ()
+    hot: bool = True
+    weigh: WeighLayers | None = None
+
+
+NO_STANDBYS = StandbyPlan()
+
+log = structlog.get_logger()
 
 EXACT_ROWS = 16
 """The rows that batch-invariant products are made of, where no block has more.
@@ -74,19 +91,31 @@ class Cluster:
         reporter: LoadReporter | None = None,
         choose_split: ChooseSplit | None = None,
         exact: bool = False,
+        standbys: StandbyPlan = NO_STANDBYS,
     ) -> None:
         """
         launch: how local workers are started; where it names no threads, this host's cores are shared out.
         wait_s: how many seconds a worker that runs elsewhere is called again when it doesn't answer at the start.
         reporter: hears how far loading is. choose_split: chooses the layers once the workers run, where the plan leaves
-        them open. exact: the steps of sessions give a row the same bits whatever other rows they have.
+        them open. exact: the steps of sessions give a row the same bits whatever other rows they have. standbys: the
+        workers that stand by once the cluster has started.
         """
         self._plan, self.launch, self._wait_s = plan, launch, wait_s
         self._choose_split, self._exact = choose_split, exact
         self._peers = Peers(security=launch.security, transport=launch.transport)
         self._loader = Loader(self._peers, checkpoints, reporter or LoadReporter())
         self._losses = Losses(self._peers, len(plan.stages))
-        self._processes: dict[int, WorkerProcess] = {}
+        places = [*(stage.place for stage in plan.stages), *([] if plan.draft is None else [plan.draft])]
+        self._members = [Member(place, plan.roles(index)) for index, place in enumerate(places)]
+        """The workers in the order of the stages; the draft's own is the last."""
+        self._standby_plan = standbys
+        self._standbys = Standbys(
+            self._peers,
+            Loader(self._peers, checkpoints, LoadReporter()),
+            replace(launch, threads=launch.threads or threads_each(places)),
+            hot=standbys.hot,
+            weigh=standbys.weigh,
+        )
         self.addresses: tuple[str, ...] = ()
         self.workers: tuple[WorkerDescription, ...] = ()
         self.draft_worker: WorkerDescription | None = None
@@ -106,6 +135,8 @@ class Cluster:
         except BaseException:
             await self.close()
             raise
+        for place in self._standby_plan.places:
+            self._standbys.add(Member(place, self._plan.standby_roles), self._plan)
         return self
 
     async def __aexit__(
@@ -231,13 +262,51 @@ class Cluster:
 
         Raises what starting a cluster raises; then it can be tried again.
         """
-        for index, process in [*self._processes.items()]:
-            if self._losses.must_restart(index) or self._peers.trouble(process.address) is not None:
+        for index, member in enumerate(self._members):
+            process = member.process
+            if process is not None and (
+                self._losses.must_restart(index) or self._peers.trouble(process.address) is not None
+            ):
                 self._losses.leave_process(index)
-                await process.stop()
-                del self._processes[index]
+                await member.stop()
         await self._start()
         self._losses.restored()
+
+    async def replace_lost(self) -> bool:
+        """Put workers that stand by in the places of the stages that are lost, and return whether all are there again.
+
+        Who was lost stands by from then on, once it is back. False leaves the rest to `restore`: where too few stand
+        by, or one of them is lost meanwhile.
+        """
+        plan, lost = self._plan, [i for i in range(len(self._plan.stages)) if self._losses.reason(i) is not None]
+        if not lost or not self._standbys.states(plan):
+            return False
+        for index in lost:
+            found = await self._standbys.take(index, plan)
+            if found is None:
+                return False
+            self._losses.leave_process(index)
+            gone, self._members[index] = self._members[index], found
+            if found.process is not None:
+                self._losses.watch_process(index, found.process)
+            stages = [*self._plan.stages]
+            stages[index] = StagePlan(found.place, stages[index].layers)
+            self._plan = replace(self._plan, stages=tuple(stages))
+            gone.roles = plan.standby_roles
+            self._standbys.add(gone, plan, LOST_PAUSE_S)
+            log.warning("cluster.replaced", stage=index, lost=str(gone.place), by=str(found.place))
+        try:
+            await self._start()
+        except FlashsplitError as error:
+            log.warning("cluster.replace_failed", **failure_fields(error))
+            return False
+        self._losses.restored()
+        return True
+
+    @property
+    def standbys(self) -> tuple[StandbyState, ...]:
+        """What stands by, and for which stages."""
+        return self._standbys.states(self._plan)
 
     def snapshot_places(self, *, with_draft: bool) -> tuple[SnapshotPlace, ...]:
         """Return where the parts of a prefix's state are kept: the stages in order, then the draft."""
@@ -272,9 +341,9 @@ class Cluster:
             message = f"{self._losses.name(index)}: {death.message}"
             return WorkerFailed(message, death.log_lines, reason="WORKER_DIED", **error.where)
         if error.code_name == "INTERNAL":
-            for process in self._processes.values():
-                raised = process.last_exception()
-                if raised is not None:
+            for process in (member.process for member in self._members):
+                raised = None if process is None else process.last_exception()
+                if process is not None and raised is not None:
                     error.message += f" (worker for {process.device}: {raised})"
         return error
 
@@ -283,16 +352,16 @@ class Cluster:
         self._losses.close()
         with contextlib.suppress(Exception):
             await self._peers.close()
-        await asyncio.gather(*(process.stop() for process in self._processes.values()))
+        await asyncio.gather(self._standbys.close(), *(member.stop() for member in self._members))
 
     # --- starting
 
     async def _start(self) -> None:
-        places = [stage.place for stage in self._plan.stages]
-        if self._plan.draft is not None:
-            places.append(self._plan.draft)
-        launch = replace(self.launch, threads=self.launch.threads or threads_each(places))
-        addresses = await _all(self._start_worker(index, place, launch) for index, place in enumerate(places))
+        launch = replace(
+            self.launch, threads=self.launch.threads or threads_each([member.place for member in self._members])
+        )
+        await _all(self._start_worker(index, launch) for index in range(len(self._members)))
+        addresses = [member.address for member in self._members]
         stages = len(self._plan.stages)
         self.addresses = tuple(addresses[:stages])
         self.draft_address = addresses[stages] if self._plan.draft is not None else None
@@ -301,7 +370,7 @@ class Cluster:
             self._choose_split = None
         try:
             loads = [
-                self._loader.load_stage(index, stage, address)
+                self._loader.load_stage(self._losses.name(index), stage, address)
                 for index, (stage, address) in enumerate(zip(self._plan.stages, self.addresses, strict=True))
             ]
             self.workers = tuple(await self._or_death(_all(loads)))
@@ -321,27 +390,16 @@ class Cluster:
             if self.draft_address is not None:
                 await self._or_death(self._losses.watch_edge(stages, self.addresses[-1], self.draft_address))
 
-    async def _start_worker(self, index: int, place: WorkerPlace, launch: Launch) -> str:
-        """Start the worker of one place unless it runs already, and return its address."""
-        if place.address is not None:
-            if self._wait_s:
-                await self._peers.awaited(place.address, self._wait_s)
-            return place.address
-        if index in self._processes:
-            return self._processes[index].address
-        last = index == len(self._plan.stages) - 1
-        roles = [Role.TARGET] if index < len(self._plan.stages) else [Role.DRAFT]
-        if last and self._plan.has_draft and self._plan.draft is None:
-            roles.append(Role.DRAFT)
-        assert place.devices is not None
-        process = WorkerProcess(place.devices, roles, launch, place.memory)
-        self._processes[index] = process
+    async def _start_worker(self, index: int, launch: Launch) -> None:
+        """Start a worker unless it runs already."""
+        member = self._members[index]
+        was_there = member.process is not None
         try:
-            await process.start()
+            await member.start(launch, self._peers, self._wait_s)
         except FlashsplitError as error:
             raise with_name(error, self._losses.name(index)) from error
-        self._losses.watch_process(index, process)
-        return process.address
+        if member.process is not None and not was_there:
+            self._losses.watch_process(index, member.process)
 
     async def _or_death(self, work: Awaitable[T]) -> T:
         """Return the work's result. Raises the death of a local worker as soon as one dies meanwhile."""

@@ -64,8 +64,8 @@ class Loader:
     def __init__(self, peers: Peers, checkpoints: Checkpoints, reporter: LoadReporter) -> None:
         self._peers, self._checkpoints, self._reporter = peers, checkpoints, reporter
 
-    async def load_stage(self, index: int, plan: StagePlan, address: str) -> WorkerDescription:
-        """Have a worker load a stage, and return its description.
+    async def load_stage(self, part_name: str, plan: StagePlan, address: str) -> WorkerDescription:
+        """Have a worker load a stage, and return its description. part_name: what it is called, like "stage 0".
 
         Also raises FailedPrecondition for a worker without the role, and for one that keeps keys and values in another
         type than it was told, packs matrices otherwise, or scales RoPE otherwise.
@@ -75,8 +75,8 @@ class Loader:
         try:
             description = await worker.describe()
         except FlashsplitError as error:
-            raise with_name(error, f"stage {index} ({plan.place})") from error
-        name = f"stage {index} ({description.device} on {description.host}, {plan.place})"
+            raise with_name(error, f"{part_name} ({plan.place})") from error
+        name = f"{part_name} ({description.device} on {description.host}, {plan.place})"
         if Role.TARGET not in description.roles:
             raise FailedPrecondition(
                 f"{name} does not offer the role target: start that worker with --roles target", address=address
@@ -94,7 +94,7 @@ class Loader:
             checkpoints.rope_scaling,
         )
         try:
-            progress = self._progress(f"stage {index} ({description.device})")
+            progress = self._progress(f"{part_name} ({description.device})")
             loaded = await when_free(lambda: worker.load(part, progress))
         except FlashsplitError as error:
             raise with_name(error, name) from error

@@ -17,6 +17,7 @@ from pathlib import Path
 from services.addresses import parse_address
 from services.errors import InvalidArgument
 from services.layers import LayerRange
+from services.messages.description import Role
 from services.processes.device_memory import parse_limit
 
 AUTO = "auto"
@@ -68,6 +69,22 @@ class Plan:
     draft: WorkerPlace | None
     has_draft: bool
     auto: bool = False
+
+    @property
+    def draft_beside(self) -> bool:
+        """Whether the draft is in the last stage's worker."""
+        return self.has_draft and self.draft is None
+
+    def roles(self, index: int) -> list[Role]:
+        """Return the roles of the worker of a stage, or of the draft's own worker behind the stages."""
+        if index == len(self.stages):
+            return [Role.DRAFT]
+        return self.standby_roles if index == len(self.stages) - 1 else [Role.TARGET]
+
+    @property
+    def standby_roles(self) -> list[Role]:
+        """The roles of a worker that can be any stage's."""
+        return [Role.TARGET, *([Role.DRAFT] if self.draft_beside else [])]
 
 
 def make_plan(

@@ -1,4 +1,5 @@
-"""Keeps a cluster whole while a server runs: a lost worker is started or called again until it is back.
+"""Keeps a cluster whole while a server runs: a lost worker is replaced by one that stands by,
+or else started or called again until it is back.
 
 Requests that ran on a lost stage have failed by then, and none is taken meanwhile (`Cluster.alive`); without the
 draft's own worker requests go on, one token a step. It owns one task and knows nothing of what the workers hold.
@@ -34,6 +35,9 @@ class Restorable(Protocol):
     async def lost(self) -> FlashsplitError:
         """Wait until a worker is lost, and return the error that says which one and how."""
 
+    async def replace_lost(self) -> bool:
+        """Put workers that stand by in the place of lost ones, and return whether the cluster is whole by that."""
+
     async def restore(self) -> None:
         """Bring back the lost workers. Raises FlashsplitError when that fails; then it can be tried again."""
 
@@ -57,7 +61,8 @@ async def supervised(
 async def _keep(cluster: Restorable, sleep: Callable[[float], Awaitable[object]]) -> None:
     while True:
         log.error("cluster.lost", **failure_fields(await cluster.lost()))
-        await _restore(cluster, sleep)
+        if not await cluster.replace_lost():
+            await _restore(cluster, sleep)
         log.warning("cluster.restored")
 
 

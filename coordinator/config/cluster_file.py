@@ -25,6 +25,7 @@ _PLACEMENT_FLAGS = (
     "draft_device",
     "prefill_device",
     "worker_command",
+    "standby",
 )
 """Flags, by parameter name, that `workers` stands for."""
 
@@ -54,7 +55,8 @@ class WorkerEntry(Fields):
 
     at: a device expression, for a worker that is started here, or the address of a running one. roles: what the worker
     is used for. layers: FIRST:BEHIND, a half-open range; share: a proportional weight; targets have one of the two or
-    neither. command: the program, for a worker that is started here.
+    neither. command: the program, for a worker that is started here. standby: it waits to take the place of a lost
+    stage.
     """
 
     at: str = Field(examples=["cuda:0 or gpu-a:7001"])
@@ -64,6 +66,7 @@ class WorkerEntry(Fields):
     layers: Annotated[str, AfterValidator(_check_range)] | None = Field(None, examples=["0:12"])
     share: float | None = Field(None, gt=0, allow_inf_nan=False, examples=[0.3])
     command: str | None = Field(None, examples=["/opt/rocm-env/bin/flashsplit-worker"])
+    standby: bool = False
     kubernetes: dict[str, Any] = {}
 
 
@@ -136,6 +139,8 @@ def _placement_flags(workers: list[WorkerEntry]) -> dict[str, Any]:
     """Return the flags that the workers stand for. Raises InvalidArgument for workers that don't fit together."""
     for index, worker in enumerate(workers):
         _check_worker(worker, f"workers[{index}]")
+    standbys = [worker for worker in workers if worker.standby]
+    workers = [worker for worker in workers if not worker.standby]
     stages = [worker for worker in workers if Role.TARGET in worker.roles]
     if not stages:
         raise InvalidArgument("workers: none has the role target; give it to those that hold layers", field="workers")
@@ -161,7 +166,11 @@ def _placement_flags(workers: list[WorkerEntry]) -> dict[str, Any]:
         flags["draft_device"] = draft.at
     if reader is not None and reader is not stages[0]:
         flags["prefill_device"] = reader.at
-    commands = {f"{vendor_of(worker.at)}={worker.command}" for worker in workers if worker.command is not None}
+    if standbys:
+        flags["standby"] = ",".join(worker.at for worker in standbys)
+    commands = {
+        f"{vendor_of(worker.at)}={worker.command}" for worker in (*workers, *standbys) if worker.command is not None
+    }
     if commands:
         flags["worker_command"] = tuple(sorted(commands))
     return flags
@@ -177,6 +186,10 @@ def _check_worker(worker: WorkerEntry, place: str) -> None:
     parse_place(worker.at, f"{place}.at")
     if worker.layers is not None and worker.share is not None:
         raise InvalidArgument(f"{place} has layers and a share: give one of them", field=place)
+    if worker.standby and (worker.layers is not None or worker.share is not None or Role.TARGET not in worker.roles):
+        raise InvalidArgument(
+            f"{place} stands by, for any stage: give it the role target, and neither layers nor a share", field=place
+        )
     if Role.TARGET not in worker.roles and (worker.layers is not None or worker.share is not None):
         raise InvalidArgument(f"{place} has layers and not the role target: leave them out", field=place)
     if worker.command is not None and not _is_local(worker):

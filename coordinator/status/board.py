@@ -74,6 +74,17 @@ class Board:
             ),
             workers=[self._worker(worker) for worker in workers],
             edges=self._edges(),
+            standbys=[
+                report.StandbyStatus(
+                    place=one.place,
+                    layers=None
+                    if one.layers is None
+                    else report.LayerBounds(first=one.layers.first, last=one.layers.last),
+                    stages=list(one.stages),
+                    error=one.why,
+                )
+                for one in engine.cluster.standbys
+            ],
         )
 
     async def workers(self) -> list[PolledWorker]:

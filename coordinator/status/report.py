@@ -100,6 +100,19 @@ class EdgeStatus(BaseModel):
     step_ms: float | None
 
 
+class StandbyStatus(BaseModel):
+    """A worker that waits to take the place of a lost stage.
+
+    layers: what it holds; null where it would read a stage's weights first. stages: those that it holds and can replace
+    at once. error: why it is not ready, null while it is.
+    """
+
+    place: str
+    layers: LayerBounds | None
+    stages: list[int]
+    error: str | None
+
+
 class Requests(BaseModel):
     """finished: by how they ended, since the server began."""
 
@@ -166,3 +179,4 @@ class Status(BaseModel):
     cache: Cache
     workers: list[WorkerStatus]
     edges: list[EdgeStatus]
+    standbys: list[StandbyStatus] = []

@@ -10,7 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.status.report import Cache, EdgeStatus, Memory, Shares, Status, WorkerStatus
+from coordinator.status.report import Cache, EdgeStatus, Memory, Shares, StandbyStatus, Status, WorkerStatus
 from services.sizes import format_age, format_size
 
 BAR = 20
@@ -36,6 +36,8 @@ def _parts(status: Status, console: Console, url: str) -> Iterator[RenderableTyp
     for worker in status.workers:
         if worker.error is not None:
             yield Text(f"{worker.name}: {worker.error}", style="bold red")
+    for standby in status.standbys:
+        yield _standby(standby)
     yield Text("")
     yield _acceptance(status)
     yield _cache(status.cache)
@@ -156,6 +158,17 @@ def _legend() -> Text:
     for name, sign, style in _SHARES:
         line.append(f"{sign} ", style=style).append(f"{name}  ", style="dim")
     return line
+
+
+def _standby(standby: StandbyStatus) -> Text:
+    """Return a line about a worker that stands by: what it could replace, and how fast."""
+    if standby.error is not None:
+        return Text(f"{standby.place} is to stand by: {standby.error}", style="yellow")
+    if standby.layers is None:
+        return Text(f"{standby.place} stands by: for every stage, after reading its weights")
+    stages = ", ".join(map(str, standby.stages))
+    held = f"layers {standby.layers.first}:{standby.layers.last}"
+    return Text(f"{standby.place} stands by: holds {held}, for stage {stages} at once")
 
 
 # --- what is won

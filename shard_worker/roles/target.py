@@ -51,7 +51,7 @@ from shard_worker.session_record import SessionRecord
 from shard_worker.snapshots.keeper import SnapshotKeeper
 from shard_worker.stage.batch_invariance import allocate
 from shard_worker.stage.batch_runner import MAX_SESSIONS
-from shard_worker.stage.loader import CaptureRequest, StageLoader
+from shard_worker.stage.loader import NOTHING_HELD, CaptureRequest, HeldWeights, StageLoader
 from shard_worker.stage.stage import Stage
 from shard_worker.weights.checkpoint import Checkpoint
 from shard_worker.weights.opening import open_checkpoint
@@ -188,12 +188,20 @@ class TargetRole(WorkerRole[LoadTarget]):
 
         on_progress: called with the bytes loaded so far and in all. Errors as in `StageLoader` and `capture_request`.
         """
-        self.loaded = None
+        loaded, self.loaded = self.loaded, None
         resources = self.resources
         checkpoint = open_checkpoint(part.model_path, quantization=part.quantization, rope_scaling=part.rope_scaling)
+        held = NOTHING_HELD
+        if loaded is not None and _alike(loaded.part, part) and loaded.fingerprint == checkpoint.fingerprint:
+            held = HeldWeights.of(loaded.stage, part.layers)
+        # What the new stage does not take leaves the memory before anything is loaded.
+        del loaded
         loader = StageLoader(checkpoint, part.layers, part.dtype, part.kv_dtype)
         capture = capture_request(part, loader.config)
-        stage = loader.load(resources.devices, capture, on_progress, graphs=resources.graphs, pools=resources.pools)
+        stage = loader.load(
+            resources.devices, capture, on_progress, graphs=resources.graphs, pools=resources.pools, held=held
+        )
+        del held
         keeper = SnapshotKeeper(
             resources.store,
             resources.thread,
@@ -472,6 +480,11 @@ def _ahead(
     if len(request.stop_token_ids) > STOPS:
         return None
     return Ahead(runner, engine.runner, state, matrix, request.stop_token_ids)
+
+
+def _alike(part: LoadTarget, other: LoadTarget) -> bool:
+    """Return whether two stages are of one checkpoint and its weights are loaded the same way."""
+    return replace(part, layers=other.layers, capture=other.capture, kv_dtype=other.kv_dtype) == other
 
 
 def capture_request(part: LoadTarget, target: ModelConfig) -> CaptureRequest | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -18,7 +18,7 @@ from shard_worker.device.dtypes import dtype_from_name, dtype_to_name, kv_dtype_
 from shard_worker.model.features import Capture, fc_columns
 from shard_worker.model.head import Head
 from shard_worker.model.kernel_support import can_prefill, can_run, check_float8, head_sizes
-from shard_worker.model.layer_weights import LayerTensors, norm_factor
+from shard_worker.model.layer_weights import DecoderWeights, LayerTensors, norm_factor
 from shard_worker.model.layers import decoder
 from shard_worker.model.rows import PLAIN, RowOperations
 from shard_worker.model.synthetic_acceptance import read_synthetic_acceptance
@@ -45,6 +45,37 @@ class CaptureRequest:
 
     layers: tuple[int, ...]
     fc: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class HeldWeights:
+    """Weights that are in a worker's memory already, of another stage of the same checkpoint in the same element types.
+
+    layers: a layer's weights and their bytes, by its index and its device. embedding: None where there is none, and
+    where it is lm_head too. head: None where there is none.
+    """
+
+    layers: Mapping[tuple[int, torch.device], tuple[DecoderWeights, int]] = field(default_factory=dict)
+    embedding: RowLookup | None = None
+    head: Head | None = None
+
+    @classmethod
+    def of(cls, stage: Stage, wanted: LayerRange) -> HeldWeights:
+        """Return what a stage has of these layers and of the ends that belong to them; the rest of it may go."""
+        layers = {}
+        sizes = iter(stage.layer_bytes)
+        for segment in stage.segments:
+            for layer, weights in enumerate(segment.weights, segment.layers.first):
+                size = next(sizes)
+                if layer in wanted:
+                    layers[layer, segment.device.torch_device] = weights, size
+        tied, last = stage.config.tied_head, wanted.last == stage.config.num_layers
+        embedding = stage.embedding if wanted.first == 0 and not tied else None
+        # Tied ends are one matrix, of which who has both keeps one form: see `StageLoader.load`.
+        return cls(layers, embedding, stage.head if last and not (tied and wanted.first == 0) else None)
+
+
+NOTHING_HELD = HeldWeights()
 
 
 class StageLoader:
@@ -101,11 +132,13 @@ class StageLoader:
         *,
         graphs: bool = True,
         pools: Mapping[Device, PagePool] | None = None,
+        held: HeldWeights = NOTHING_HELD,
     ) -> Stage:
         """Return the stage, its layers spread evenly over the devices in order.
 
         capture: what a draft wants, None without one. on_progress: called after every tensor. graphs: whether steps may
-        run as CUDA graphs. pools: where each device's pages come from, None for pools without a bound.
+        run as CUDA graphs. pools: where each device's pages come from, None for pools without a bound. held: what is
+        taken where it is on the right device, and not loaded again.
 
         Raises FailedPrecondition for a device that cannot keep keys and values in the element type asked for, and for
         one whose limit has no room for its weights.
@@ -113,7 +146,7 @@ class StageLoader:
         if self._kv_dtype is not None:
             for device in devices:
                 check_float8(device, kernels=can_run(device, head_sizes(self.config)))
-        for device, needed in self._bytes_of(devices).items():
+        for device, needed in self._bytes_of(devices, held).items():
             check_room(device, needed, f"the weights of layers {self._layers}")
         loaded = resident = 0
 
@@ -136,17 +169,38 @@ class StageLoader:
         def load_tensor(name: str, device: torch.device) -> Weight | torch.Tensor:
             return (load_matrix if len(self._checkpoint.shape(name)) == 2 else load_vector)(name, device)
 
+        layer_bytes: list[int] = []
+
+        def load_layer(layer: int, device: torch.device) -> DecoderWeights:
+            nonlocal loaded, resident
+            before = resident
+            names = self._layer_names[layer]
+            weights, size = held.layers.get((layer, device), (None, 0))
+            if weights is not None:
+                resident += size
+                loaded += sum(self._checkpoint.size_bytes(name) for name in names.values())
+                on_progress(loaded, self.total_bytes)
+            else:
+                named = {short: load_tensor(name, device) for short, name in names.items()}
+                weights = decoder.pack(self.config, layer, LayerTensors.of(named))
+            layer_bytes.append(resident - before)
+            return weights
+
         segments = tuple(
-            replace(
-                self._load_segment(layers, device, capture, load_tensor), pool=(pools or {}).get(device, PagePool())
-            )
+            replace(self._load_segment(layers, device, capture, load_layer), pool=(pools or {}).get(device, PagePool()))
             for layers, device in _spread(self._layers, devices)
         )
         embedding: RowLookup | None = None
         loaded_embedding = head = None
-        if self.is_first:
+        if self.is_first and held.embedding is not None and _is_on(held.embedding, devices[0]):
+            embedding = held.embedding
+            resident += embedding.nbytes
+        elif self.is_first:
             embedding = loaded_embedding = load_matrix(self._tensors.embedding, devices[0].torch_device)
-        if self.is_last:
+        if self.is_last and held.head is not None and _is_on(held.head.weight, devices[-1]):
+            head = held.head
+            resident += head.norm.nbytes + head.weight.nbytes
+        elif self.is_last:
             last = devices[-1].torch_device
             shared = loaded_embedding is not None and self.config.tied_head and loaded_embedding.device == last
             matrix = loaded_embedding if shared else load_matrix(self._tensors.head, last)
@@ -171,6 +225,7 @@ class StageLoader:
             head=head,
             dtype=self.dtype,
             weight_bytes=resident,
+            layer_bytes=tuple(layer_bytes),
             captures=capture.layers if capture is not None else (),
             summed=capture is not None and capture.fc is not None,
             runners=runners,
@@ -186,17 +241,13 @@ class StageLoader:
         layers: LayerRange,
         device: Device,
         capture: CaptureRequest | None,
-        load_tensor: Callable[[str, torch.device], Weight | torch.Tensor],
+        load_layer: Callable[[int, torch.device], DecoderWeights],
     ) -> Segment:
-        weights = []
-        for layer in range(layers.first, layers.last):
-            named = {short: load_tensor(name, device.torch_device) for short, name in self._layer_names[layer].items()}
-            weights.append(decoder.pack(self.config, layer, LayerTensors.of(named)))
         return Segment(
             config=self.config,
             layers=layers,
             device=device,
-            weights=tuple(weights),
+            weights=tuple(load_layer(layer, device.torch_device) for layer in range(layers.first, layers.last)),
             rotation=Rotation.of(self.config.rope, device.torch_device),
             capture=self._capture(layers, device, capture),
             dtype=self.dtype,
@@ -216,8 +267,8 @@ class StageLoader:
             fc = DenseWeight(columns.to(device.torch_device, self.dtype)).prepared()
         return Capture(indices, fc)
 
-    def _bytes_of(self, devices: Sequence[Device]) -> dict[Device, int]:
-        """Return the bytes of weights that each device is to hold."""
+    def _bytes_of(self, devices: Sequence[Device], held: HeldWeights) -> dict[Device, int]:
+        """Return the bytes of weights that each device is to load."""
         dtype = dtype_to_name(self.dtype)
 
         def size(device: Device, *names: str) -> int:
@@ -227,10 +278,11 @@ class StageLoader:
         found = dict.fromkeys(devices, 0)
         for layers, device in _spread(self._layers, devices):
             for layer in range(layers.first, layers.last):
-                found[device] += size(device, *self._layer_names[layer].values())
-        if self.is_first:
+                if (layer, device.torch_device) not in held.layers:
+                    found[device] += size(device, *self._layer_names[layer].values())
+        if self.is_first and (held.embedding is None or not _is_on(held.embedding, devices[0])):
             found[devices[0]] += size(devices[0], self._tensors.embedding)
-        if self.is_last:
+        if self.is_last and (held.head is None or not _is_on(held.head.weight, devices[-1])):
             shared = self.is_first and self.config.tied_head and devices[0] == devices[-1]
             found[devices[-1]] += size(devices[-1], self._tensors.norm, *([] if shared else [self._tensors.head]))
         return found
@@ -255,6 +307,10 @@ def row_operations(device: Device, config: ModelConfig) -> RowOperations:
 
     prefill = delta_prefill.run_layer if can_prefill(device, config) else None
     return RowOperations(elementwise.rms_norm, elementwise.swiglu, prefill)
+
+
+def _is_on(matrix: RowLookup, device: Device) -> bool:
+    return matrix.device == device.torch_device
 
 
 def _spread(layers: LayerRange, devices: Sequence[Device]) -> list[tuple[LayerRange, Device]]:

@@ -87,6 +87,8 @@ class Stage:
     """The element type of matrices and activations."""
     weight_bytes: int
     """Memory that the weights take."""
+    layer_bytes: tuple[int, ...] = ()
+    """Of it that of each layer, in order."""
     captures: tuple[int, ...] = ()
     """All target layers whose output the draft wants, here and elsewhere."""
     summed: bool = False

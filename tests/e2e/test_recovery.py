@@ -183,14 +183,16 @@ async def whole_answer(client: openai.AsyncOpenAI, fields: dict[str, Any], begun
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(0, marks=pytest.mark.slow)])
-async def test_answers_outlive_their_workers(stage: int, tmp_path: Path) -> None:
-    """Streams of all kinds, drafted and plain, go on with the same tokens when a worker that was killed is back; their
-    clients see a pause."""
-    options = ("--target-devices", "cpu,cpu", "--exact", "--threads", 1)
+@pytest.mark.parametrize("standby", [(), pytest.param(("--standby", "cpu"), marks=pytest.mark.slow)])
+async def test_answers_outlive_their_workers(stage: int, standby: tuple[str, ...], tmp_path: Path) -> None:
+    """Streams of all kinds, drafted and plain, go on with the same tokens when a worker that was killed is back, or
+    another one has its place; their clients see a pause."""
+    options = ("--target-devices", "cpu,cpu", "--exact", "--threads", 1, *standby)
     with serving(tmp_path, *PAIR, *options) as server:
         async with openai.AsyncOpenAI(
             base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120
         ) as client:
+            until(lambda: all(one["error"] is None for one in stands_by(server)), 60)
             alone = [await whole_answer(client, fields, asyncio.Event()) for fields in MIXED]
             assert [resumed for _, resumed in alone] == [0] * len(MIXED)
             begun = [asyncio.Event() for _ in MIXED]
@@ -201,8 +203,14 @@ async def test_answers_outlive_their_workers(stage: int, tmp_path: Path) -> None
             await asyncio.gather(*(event.wait() for event in begun))
             os.kill(forking.forked(sorted(children(server.process.pid))[stage]), signal.SIGKILL)
             answers = await asyncio.gather(*asking)
+    assert ("cluster.replaced" in server.log.read_text()) == bool(standby)
     assert [answer for answer, _ in answers] == [answer for answer, _ in alone]
     assert sum(resumed for _, resumed in answers) >= 2
+
+
+def stands_by(server: Server) -> list[dict[str, Any]]:
+    """The workers that stand by, as the server's status has them."""
+    return list(json.loads(get(f"{server.url}/v1/status")[1])["standbys"])
 
 
 def is_drafter(pid: int) -> bool:

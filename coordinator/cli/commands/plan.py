@@ -20,6 +20,7 @@ from coordinator.cli.option_groups import with_options
 from coordinator.cli.options.cluster import ClusterOptions, PlacementOptions
 from coordinator.cli.options.config import config_option
 from coordinator.cli.options.model import ModelOptions
+from coordinator.cli.options.standby import StandbyOptions
 from coordinator.cluster.placement import AUTO, Plan
 from coordinator.planning.measuring import measure_workers, places_of, workers_at
 from coordinator.planning.memory import Models
@@ -70,6 +71,7 @@ it printed.
 async def plan(
     model: ModelOptions,
     workers: ClusterOptions,
+    standby: StandbyOptions,
     max_model_len: str | None,
     sessions: int,
     measure: bool,
@@ -83,19 +85,31 @@ async def plan(
     files = read_model_files(model.model)
     if auto:
         workers = replace(workers, placement=await _automatic(workers.placement))
-    drawn = workers.plan(files.num_layers, has_draft=model.draft is not None)
+    drawn = workers.plan(files.num_layers, has_draft=model.draft is not None, beside=standby.places)
+    standby.check(places_of(drawn))
     models = workers.models(model.model, model.draft)
     lengths = parse_lengths(max_model_len, models.target.max_position)
     report: Report
     share = workers.workers.gpu_memory_utilization
     if not (measure or auto or drawn.auto):
         local = _local_memory() if any(place.devices == "cpu" for place in places_of(drawn)) else None
-        report = make_report(models, drawn, lengths=lengths, sessions=sessions, local_memory=local, memory_share=share)
+        report = make_report(
+            models,
+            drawn,
+            lengths=lengths,
+            sessions=sessions,
+            local_memory=local,
+            memory_share=share,
+            notes=standby.notes(models, drawn),
+        )
     else:
         speeds = await _measure(workers, drawn, models, files.path)
         load = SessionLoad(max(lengths), sessions)
         chosen = _choose(models, drawn, speeds, load) if auto or drawn.auto else drawn
-        notes = _advice(models, chosen, speeds[: len(chosen.stages)], load)
+        notes = [
+            *_advice(models, chosen, speeds[: len(chosen.stages)], load),
+            *standby.notes(models, chosen),
+        ]
         report = make_report(
             models, chosen, lengths=lengths, sessions=sessions, workers=speeds, memory_share=share, notes=notes
         )

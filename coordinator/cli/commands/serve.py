@@ -27,6 +27,7 @@ from coordinator.cli.options.generation import GenerationDefaultsOptions
 from coordinator.cli.options.model import ModelOptions
 from coordinator.cli.options.prefix import PrefixOptions
 from coordinator.cli.options.server import AccessOptions, ListenOptions, ServiceOptions
+from coordinator.cli.options.standby import StandbyOptions
 from coordinator.cli.started_model import start_model
 from coordinator.cluster.supervisor import supervised
 from coordinator.engine.engine import Engine
@@ -46,6 +47,7 @@ log = structlog.get_logger()
 async def serve(
     model: ModelOptions,
     workers: ClusterOptions,
+    standby: StandbyOptions,
     prefix: PrefixOptions,
     compression: CompressionOptions,
     listen: ListenOptions,
@@ -84,7 +86,9 @@ async def serve(
                     client_timeout_s=service.client_timeout,
                 )
             )
-        started = await stack.enter_async_context(start_model(files, model.draft, workers, prefix, compression))
+        started = await stack.enter_async_context(
+            start_model(files, model.draft, workers, prefix, compression, standby=standby)
+        )
         names = service.names or (files.name,)
         engine = Engine(
             started.cluster,

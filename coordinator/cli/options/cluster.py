@@ -11,6 +11,7 @@ import click
 import structlog
 
 from coordinator.cli.option_groups import Flag
+from coordinator.cli.options.standby import StandbyOptions
 from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.loading import Checkpoints, LoadReporter
 from coordinator.cluster.placement import Plan, WorkerPlace, make_plan
@@ -30,6 +31,8 @@ from services.processes.launch import Launch, parse_commands, vendor_of
 from services.rpc.payload_transport import PayloadTransport
 
 log = structlog.get_logger()
+
+NO_STANDBY = StandbyOptions()
 
 KV_DTYPES: Mapping[str, str | None] = {"auto": None, "fp8": FLOAT8}
 """What `--kv-dtype` can be, and what workers are told for it."""
@@ -400,13 +403,16 @@ class ClusterOptions:
         *,
         prefix_cache_bytes: int | None = None,
         beside: Sequence[WorkerPlace] = (),
+        standby: StandbyOptions = NO_STANDBY,
     ) -> Cluster:
         """Return a cluster for a target and its draft; it is not started yet.
 
         prefix_cache_bytes: memory for kept prefixes in each local worker; None for the worker's own default.
-        beside: where further workers will be started as these are. Raises what `plan` and `launch` raise.
+        beside: where further workers will be started as these are. standby: who stands by for them. Raises what `plan`,
+        `launch` and `StandbyOptions.check` raise.
         """
-        plan = self.plan(files.num_layers, has_draft=draft is not None, beside=beside)
+        plan = self.plan(files.num_layers, has_draft=draft is not None, beside=(*beside, *standby.places))
+        standby.check([*(stage.place for stage in plan.stages), *([] if plan.draft is None else [plan.draft])])
         rope_scaling = self.compute.workers_rope_scaling
         if rope_scaling is not None:
             log.warning(
@@ -436,6 +442,7 @@ class ClusterOptions:
             reporter=reporter,
             choose_split=choose_split,
             exact=self.compute.exact,
+            standbys=standby.plan(lambda: self.models(files.path, draft)),
         )
 
     def models(self, model: Path, draft: Path | None) -> Models:

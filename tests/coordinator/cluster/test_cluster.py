@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cluster.cluster import EXACT_ROWS, ChooseSplit, Cluster, SnapshotPlace
+import coordinator.cluster.cluster
+from coordinator.cluster.cluster import EXACT_ROWS, NO_STANDBYS, ChooseSplit, Cluster, SnapshotPlace, StandbyPlan
 from coordinator.cluster.loading import Checkpoints, LoadReporter
-from coordinator.cluster.placement import Plan, StagePlan, make_plan
+from coordinator.cluster.placement import Plan, StagePlan, WorkerPlace, make_plan
 from services.errors import (
     FailedPrecondition,
     FlashsplitError,
@@ -49,13 +50,21 @@ def cluster_of(
     reporter: LoadReporter | None = None,
     choose_split: ChooseSplit | None = None,
     exact: bool = False,
+    standbys: StandbyPlan = NO_STANDBYS,
 ) -> Cluster:
     plan = make_plan(
         target_devices=devices, layer_split=split, draft_device=draft_device, num_layers=LAYERS, has_draft=draft
     )
     checkpoints = Checkpoints(MODEL, DRAFT if draft else None, dtype)
     return Cluster(
-        plan, checkpoints, launch=launch, wait_s=wait_s, reporter=reporter, choose_split=choose_split, exact=exact
+        plan,
+        checkpoints,
+        launch=launch,
+        wait_s=wait_s,
+        reporter=reporter,
+        choose_split=choose_split,
+        exact=exact,
+        standbys=standbys,
     )
 
 
@@ -497,3 +506,107 @@ async def test_a_local_worker_that_is_stopped_is_started_anew() -> None:
         assert cluster.alive
         assert not alive(before)
         assert cluster.workers[1].process_id not in (before, cluster.workers[0].process_id)
+
+
+# --- workers that stand by
+
+
+def standing_by(hosts: Sequence[ToyHost], *, hot: bool = True, most_layers: int = LAYERS) -> StandbyPlan:
+    """These workers, which have memory for so many layers."""
+    places = tuple(WorkerPlace(None, host.address) for host in hosts)
+    free = sum(device.free_bytes for device in WORKER.devices)
+    return StandbyPlan(places, hot, lambda layers: 0 if len(layers) <= most_layers else 2 * free + 1)
+
+
+async def ready(cluster: Cluster) -> None:
+    await until(lambda: all(one.why is None for one in cluster.standbys), 30)
+
+
+@pytest.fixture
+def soon_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lost workers are started again at once."""
+    monkeypatch.setattr(coordinator.cluster.cluster, "LOST_PAUSE_S", 0.0)
+
+
+def held(host: ToyHost) -> list[LayerRange]:
+    """What a worker was told to load, in order."""
+    return [part.layers for part in host.worker.loaded if isinstance(part, LoadTarget)]
+
+
+@pytest.mark.usefixtures("soon_back")
+@pytest.mark.parametrize(
+    ("hot", "most_layers", "ahead", "stages"),
+    [
+        (True, LAYERS, [LayerRange(0, 12)], (0, 1)),
+        (True, 6, [LayerRange(0, 6)], (0,)),
+        (True, 5, [], ()),
+        (False, LAYERS, [], ()),
+    ],
+)
+async def test_a_worker_that_stands_by_takes_the_place_of_a_lost_one(
+    hosts: Hosts, hot: bool, most_layers: int, ahead: list[LayerRange], stages: tuple[int, ...]
+) -> None:
+    """It holds ahead what fits, all layers before one stage, and is told to load the lost stage when that is lost; who
+    was lost stands by once it is back, with the draft beside what ends with the last layer."""
+    first, second, third = await hosts(3)
+    standbys = standing_by([third], hot=hot, most_layers=most_layers)
+    async with cluster_of(at([first, second]), draft=True, standbys=standbys) as cluster:
+        await ready(cluster)
+        assert held(third) == ahead
+        [state] = cluster.standbys
+        assert (state.place, state.layers, state.stages) == (third.address, ahead[0] if ahead else None, stages)
+        lost = await watching(cluster)
+        await second.stop()
+        await asyncio.wait_for(lost, 10)
+        assert not cluster.alive
+        assert await cluster.replace_lost()
+        assert cluster.alive
+        assert cluster.addresses == (first.address, third.address)
+        assert cluster.snapshot_places(with_draft=False)[1].address == third.address
+        assert held(third) == [*ahead, LayerRange(6, 12)]
+        assert isinstance(third.worker.loaded[-1], LoadDraft)
+        await second.start()
+        await ready(cluster)
+        [state] = cluster.standbys
+        assert (state.place, state.stages) == (second.address, stages)
+
+
+async def test_without_enough_that_stand_by_the_lost_are_waited_for(hosts: Hosts) -> None:
+    """One that cannot hold the draft is no last stage, one that is lost itself is nothing, and none stands by twice."""
+    first, second = await hosts(2)
+    [targets] = await hosts(1, Role.TARGET)
+    async with cluster_of(at([first, second]), draft=True, standbys=standing_by([targets])) as cluster:
+        assert not await cluster.replace_lost()
+        await ready(cluster)
+        assert [one.stages for one in cluster.standbys] == [(0,)]
+        lost = await watching(cluster)
+        await second.stop()
+        await asyncio.wait_for(lost, 10)
+        assert not await cluster.replace_lost()
+        await second.start()
+        await cluster.restore()
+        assert cluster.addresses == (first.address, second.address)
+        await targets.stop()
+        await until(lambda: cluster.standbys[0].why is not None, 30)
+        lost = await watching(cluster)
+        await first.stop()
+        await asyncio.wait_for(lost, 10)
+        assert not await cluster.replace_lost()
+
+
+@pytest.mark.usefixtures("soon_back")
+async def test_a_killed_local_worker_is_replaced_and_stands_by() -> None:
+    """Its place is taken by another process, and a new one is started that stands by; all end with the cluster."""
+    async with cluster_of("cpu,cpu", standbys=StandbyPlan((WorkerPlace("cpu", None),))) as cluster:
+        await ready(cluster)
+        second = cluster.workers[1].process_id
+        lost = await watching(cluster)
+        os.kill(second, signal.SIGKILL)
+        await asyncio.wait_for(lost, 10)
+        assert await cluster.replace_lost()
+        replaced = cluster.workers[1].process_id
+        assert alive(replaced)
+        assert not alive(second)
+        assert cluster.loss(1) is None
+        await ready(cluster)
+    assert not alive(replaced)

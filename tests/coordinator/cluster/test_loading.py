@@ -40,7 +40,7 @@ async def load(
     )
     try:
         plan = StagePlan(WorkerPlace(None, host.address), LayerRange(0, 3))
-        return await Loader(peers, checkpoints, LoadReporter()).load_stage(0, plan, host.address)
+        return await Loader(peers, checkpoints, LoadReporter()).load_stage("stage 0", plan, host.address)
     finally:
         await peers.close()
 

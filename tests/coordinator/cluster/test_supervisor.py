@@ -20,9 +20,17 @@ class FakeCluster:
         self.failures = list(failures)
         self.restored = 0
         self.pauses_s: list[float] = []
+        self.standing_by = self.replaced = 0
 
     async def lost(self) -> FlashsplitError:
         return await self.losses.get()
+
+    async def replace_lost(self) -> bool:
+        if not self.standing_by:
+            return False
+        self.standing_by -= 1
+        self.replaced += 1
+        return True
 
     async def restore(self) -> None:
         if self.failures:
@@ -41,6 +49,18 @@ async def test_every_lost_worker_is_brought_back() -> None:
             cluster.losses.put_nowait(Unavailable("stage 1 is gone"))
             await until(lambda: cluster.restored == losses)  # noqa: B023
     assert cluster.pauses_s == [FIRST_PAUSE_S, FIRST_PAUSE_S]
+
+
+async def test_who_stands_by_takes_a_lost_workers_place_at_once() -> None:
+    """Nobody pauses or starts anything for it; once none stands by, the lost one itself is brought back."""
+    cluster = FakeCluster()
+    cluster.standing_by = 1
+    async with supervised(cluster, sleep=cluster.sleep):
+        cluster.losses.put_nowait(Unavailable("stage 1 is gone"))
+        await until(lambda: cluster.replaced == 1)
+        assert (cluster.restored, cluster.pauses_s) == (0, [])
+        cluster.losses.put_nowait(Unavailable("stage 1 is gone"))
+        await until(lambda: cluster.restored == 1)
 
 
 async def test_pauses_grow_up_to_a_limit_and_begin_anew() -> None:

@@ -37,6 +37,10 @@ def read(folder: Path, text: str) -> dict[str, Any]:
         ("workers: [{at: cpu, command: a b}, {at: cpu, command: a b}]", {"worker_command": ("cpu=a b",)}),
         ("workers: [{at: hip:0, command: h}, {at: cpu, command: c}]", {"worker_command": ("cpu=c", "hip=h")}),
         ("workers: [{at: cpu}, {at: hip:0, roles: [draft]}]\ndraft: d", {"draft_device": "hip:0", "draft": "d"}),
+        (
+            "workers: [{at: cpu, layers: 0:12}, {at: 'a:1', standby: true}, {at: hip:0, standby: true, command: h}]",
+            {"target_devices": "cpu", "standby": "a:1,hip:0", "worker_command": ("hip=h",)},
+        ),
         ("workers: [{at: cpu, roles: [target, target]}]", {"target_devices": "cpu"}),
         ("workers: [{at: cpu, kubernetes: {gpus: 1}}]\nkubernetes: {namespace: x}", {"target_devices": "cpu"}),
     ],
@@ -63,6 +67,12 @@ def test_what_is_drawn_as_flags(tmp_path: Path, text: str, flags: dict[str, obje
         ("workers: [{at: cpu, roles: [x]}]", "workers[0].roles", "these are not some of target, draft, compress"),
         ("workers: [{at: cpu, role: x}]", "workers[0].role", "is unknown; known here are at, roles, layers, share"),
         ("workers: [{at: host}]", "workers[0].at", "workers[0].at 'host' is neither a device"),
+        (
+            "workers: [{at: cpu}, {at: cpu, standby: true, share: 1}]",
+            "workers[1]",
+            "workers[1] stands by, for any",
+        ),
+        ("workers: [{at: cpu, standby: true}]", "workers", "workers: none has the role target; give it to"),
         ("workers: [{at: cpu, layers: 0:1, share: 1}]", "workers[0]", "workers[0] has layers and a share: give one"),
         ("workers: [{at: 'a:1', command: x}]", "workers[0].command", "no effect on a:1, which runs already: leave it"),
         ("workers: [{at: cpu, roles: [draft]}]\ndraft: d", "workers", "workers: none has the role target; give it to"),

@@ -20,12 +20,13 @@ from services.messages.steps import Commit, DraftRoute, Failure, FailureReason, 
 from shard_worker.device.executor import DeviceThread
 from shard_worker.drafting.drafters import Draft
 from shard_worker.drafting.engine import DraftEngine
+from shard_worker.model.layer_weights import DecoderWeights
 from shard_worker.roles.target import TargetRole
 from shard_worker.stage.step_runner import StepRunner
 from shard_worker.weights.opening import open_checkpoint
 from tests.reference import checkpoints, storage
 from tests.shard_worker.chain import DRAFT_ADDRESS, Chain, resources
-from tests.shard_worker.tiny import Tiny, ignore_progress
+from tests.shard_worker.tiny import Run, Tiny, ids, ignore_progress, load_stage
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +240,27 @@ def test_the_fingerprint_is_the_checkpoints(role: TargetRole, tiny: Tiny, tmp_pa
     assert described is not None
     assert len(set(seen)) == 1
     assert described.fingerprint != seen[0]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_layers_that_are_held_are_not_read_again(role: TargetRole, tiny: Tiny, name: str) -> None:
+    """A worker that holds all layers makes any stage of them, and one that holds a stage reads only what a longer one
+    has beside it, with the logits of one that read everything; in another element type all are read."""
+    path, whole = tiny.path(name), load_stage(tiny.path(name))
+    end, before = whole.config.num_layers, dict[int, DecoderWeights]()
+    for first, read in ((0, end), (2, 0), (1, 1), (0, 1)):
+        role.load(part(path, first, end), ignore_progress)
+        assert role.loaded is not None
+        stage = role.loaded.stage
+        now = dict(enumerate(stage.segments[0].weights, first))
+        assert sum(before.get(layer) is not weights for layer, weights in now.items()) == read
+        assert stage.weight_bytes == load_stage(path, (first, end)).weight_bytes
+        before = now
+    prompt = ids(20)
+    assert torch.equal(Run([stage])(prompt), Run([whole])(prompt))
+    role.load(replace(part(path, 0, end), dtype="bfloat16"), ignore_progress)
+    assert role.loaded is not None
+    assert not any(weights is before[layer] for layer, weights in enumerate(role.loaded.stage.segments[0].weights))
 
 
 class KernelDraft:

@@ -1,0 +1,52 @@
+"""One worker of a cluster: a child process of this one, or one that runs elsewhere and is called at its address.
+
+It owns the child process, and knows nothing of what the worker holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coordinator.cluster.placement import WorkerPlace
+from services.messages.description import Role
+from services.processes.launch import Launch
+from services.processes.worker_process import WorkerProcess
+from services.rpc.peers import Peers
+
+
+class Member:
+    """A worker at a place. Use `start`, then `address`, and in any case `stop`.
+
+    roles: what a child process is to offer. process: the child; None before `start`, and where it runs elsewhere.
+    """
+
+    def __init__(self, place: WorkerPlace, roles: Sequence[Role]) -> None:
+        self.place = place
+        self.roles: Sequence[Role] = roles
+        self.process: WorkerProcess | None = None
+
+    @property
+    def address(self) -> str:
+        """Where the worker is called, once it has been started."""
+        if self.place.address is not None:
+            return self.place.address
+        assert self.process is not None, "start() comes first"
+        return self.process.address
+
+    async def start(self, launch: Launch, peers: Peers, wait_s: float = 0.0) -> None:
+        """Start the child unless it runs; a worker elsewhere is called for so many seconds, until it answers.
+
+        Raises what `WorkerProcess.start` raises.
+        """
+        if self.place.devices is None:
+            if wait_s:
+                await peers.awaited(self.address, wait_s)
+        elif self.process is None:
+            self.process = WorkerProcess(self.place.devices, self.roles, launch, self.place.memory)
+            await self.process.start()
+
+    async def stop(self) -> None:
+        """End the child, if there is one. Safe to call twice; `start` may follow."""
+        process, self.process = self.process, None
+        if process is not None:
+            await process.stop()
