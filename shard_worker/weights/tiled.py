@@ -60,7 +60,7 @@ class Packed(Protocol):
     scales: Any
     offsets: Any
 
-    def select_rows(self, rows: slice) -> Self: ...
+    def select_rows(self, rows: slice | torch.Tensor) -> Self: ...
 
     def with_rows(self, codes: torch.Tensor, scales: Any, offsets: Any) -> Any:
         """Return a matrix of other rows in the same form."""
@@ -164,7 +164,8 @@ class TiledWeight(Weight):
 
     def __init__(self, packed: Packed, tiling: Tiling) -> None:
         """packed: of which all is copied."""
-        self._empty = packed.select_rows(slice(0, 0))
+        # A copy of no rows: a view of them would keep all of the matrix in memory.
+        self._empty = packed.select_rows(torch.empty(0, dtype=torch.int64, device=packed.device))
         self.rows, self.columns, self.dtype, self.device = packed.rows, packed.columns, packed.dtype, packed.device
         self.packing, self.tiling = packed.packing, tiling
         codes = packed.codes.view(torch.uint8)

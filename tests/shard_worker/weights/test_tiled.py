@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -30,6 +32,17 @@ def test_tiles_hold_the_matrix(kind: str, lanes: bool) -> None:
         assert tiled.nbytes <= weight.nbytes * -(-rows // TILE_ROWS) * TILE_ROWS / rows
         x = torch.randn(2, columns, dtype=torch.bfloat16)
         assert torch.equal(tiled.matmul(x), weight.matmul(x))
+
+
+def test_of_what_tiles_were_made_of_nothing_stays() -> None:
+    """While a model is loaded there is one matrix beside its tiles at a time, not all of them."""
+    made = packed("q4_k", 32, 256)
+    memory = made.codes.numpy().copy()
+    weight = made.with_rows(torch.from_numpy(memory), made.scales, made.offsets)
+    tiled, source = TiledWeight(weight, tiling_of(weight, lanes=True)), weakref.ref(memory)
+    del weight, memory
+    assert source() is None
+    assert torch.equal(tiled.unpacked(), made.unpacked())
 
 
 def test_a_tile_has_rows_side_by_side() -> None:
