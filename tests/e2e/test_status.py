@@ -84,6 +84,8 @@ def test_figures_follow_the_requests(server: Server) -> None:
     before = status(server)
     timings = chat(server)["timings"]
     again = chat(server)["timings"]
+    # What the workers said serves all who ask within half a second.
+    until(lambda: all(worker["batches"] for worker in status(server)["workers"]), 5)
     after = status(server)
 
     def grown(*path: str) -> Any:
@@ -114,7 +116,6 @@ def test_figures_follow_the_requests(server: Server) -> None:
     assert after["workers"][0]["shares"]["drafting"] == 0
 
     with answering(server):
-        # What the workers said serves all who ask within half a second.
         until(lambda: [worker["sessions"] for worker in status(server)["workers"]] == [1, 1], 5)
         running = status(server)
         assert running["requests"]["running"] == 1
