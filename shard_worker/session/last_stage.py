@@ -47,6 +47,7 @@ from shard_worker.session.session import (
     TargetSession,
     failure_below,
 )
+from shard_worker.session.step_batches import WaitingStep
 from shard_worker.stage.stage import StageState
 
 
@@ -418,7 +419,7 @@ class LastStageDeviceSession(DeviceSession):
             if self._batches.lone:
                 self._stage.release(state, self._next.rows_of(following), None, certain=False)
             then = functools.partial(self._tell, time.monotonic_ns())
-            self._batches.add_following(self, following, then, self.break_by)
+            self._batches.add_following(WaitingStep(self, following, then, self.break_by))
 
     def following(self, forward: Forward) -> Forward | None:
         if not self._alone or forward.kind is not StepKind.DECODE:

@@ -154,23 +154,16 @@ class StepBatches:
         """
         self._add(WaitingStep(session, forward, then, failed))
 
-    def add_following(
-        self,
-        session: SteppingSession,
-        forward: Forward,
-        then: Callable[[ComputedStep], None],
-        failed: Callable[[Exception], None],
-    ) -> None:
+    def add_following(self, step: WaitingStep) -> None:
         """Have the step computed, as `add` does, that follows by itself behind one whose results are being read; on the
         device thread. It may have been launched already."""
-        step = WaitingStep(session, forward, then, failed)
-        row = self._expected.pop(session, None)
+        row = self._expected.pop(step.session, None)
         if row is None:
             self._add(step)
-        elif replace(row.forward, token_ids=forward.token_ids) == forward:
-            row.forward, row.step = forward, step
+        elif replace(row.forward, token_ids=step.forward.token_ids) == step.forward:
+            row.forward, row.step = step.forward, step
         else:
-            session.take_back(computed=True)
+            step.session.take_back(computed=True)
             self._add(step)
 
     def queue(self, session: SteppingSession, forward: Forward, then: Callable[[ComputedStep], T]) -> Future[T]:
