@@ -329,6 +329,7 @@ class LastStageDeviceSession(DeviceSession):
         def then(token_ids: tuple[int, ...]) -> None:
             if not forward.propose_tokens:
                 self.follow(forward, token_ids, ())
+                self._batches.end_following(self)
 
         return self._verifier.decide(step, self.state(), meanwhile, then)
 

@@ -166,6 +166,12 @@ class StepBatches:
             step.session.take_back(computed=True)
             self._add(step)
 
+    def end_following(self, session: SteppingSession) -> None:
+        """Leave out what was launched for a session behind the step whose results are being read, if no step follows;
+        to be called before anybody hears of those results."""
+        if self._expected.pop(session, None) is not None:
+            session.take_back(computed=True)
+
     def queue(self, session: SteppingSession, forward: Forward, then: Callable[[ComputedStep], T]) -> Future[T]:
         """Have a step computed as `add` does.
 
@@ -343,9 +349,9 @@ class StepBatches:
         if launched is not None:
             self._expected = {row.session: row for row in launched.rows if row.step is None}
         self._settle_all(before, errors)
-        for session in self._expected:
-            session.take_back(computed=True)
-        self._expected = {}
+        for session in [*self._expected]:
+            # It was closed.
+            self.end_following(session)
         # Behind all of them: who hears of the first would keep the thread from the others.
         before.rows[0].session.announce()
         if launched is not None:
