@@ -37,8 +37,8 @@ _STEPS_LAUNCHED = 2
 
 
 @dataclass(frozen=True, slots=True)
-class SessionRows:
-    """The rows of one session in a step: the first one's position, a token for each, and the session's caches.
+class SessionTokens:
+    """One session's part of a step: the first row's position, a token for each, and the session's caches.
 
     A token may be one of `token_of_row`, where the embedding and the head are on this device.
     """
@@ -105,7 +105,7 @@ class BatchRunner:
         """The parameters of the last step."""
         return self._parameters
 
-    def fits(self, sessions: Sequence[SessionRows]) -> bool:
+    def fits(self, sessions: Sequence[SessionTokens]) -> bool:
         """Return whether these rows can be one step: neither too many, nor of sessions that are too long together."""
         from shard_worker.model.kernels.attention import chunk_count, sums_room
 
@@ -125,7 +125,7 @@ class BatchRunner:
 
     def run(
         self,
-        sessions: Sequence[SessionRows],
+        sessions: Sequence[SessionTokens],
         hidden: torch.Tensor | None,
         features: Features | None,
         *,
@@ -189,7 +189,7 @@ class BatchRunner:
         with self._segment.device.current():
             deltanet.commit(self._layers.delta, self._parameters.places(MAX_SESSIONS), counts, self._hidden)
 
-    def _place(self, sessions: Sequence[SessionRows]) -> None:
+    def _place(self, sessions: Sequence[SessionTokens]) -> None:
         from shard_worker.model.kernels.attention import chunk_count, sums_room
 
         self._parameters.begin()

@@ -19,7 +19,7 @@ from shard_worker.device.dtypes import to_device
 from shard_worker.model.features import Features, joined
 from shard_worker.model.head import Head
 from shard_worker.model.rows import PLAIN, SessionRows
-from shard_worker.stage.batch_runner import ROW_COUNTS, BatchRunner, SessionRows as KernelRows
+from shard_worker.stage.batch_runner import ROW_COUNTS, BatchRunner, SessionTokens
 from shard_worker.stage.segment import Segment
 from shard_worker.stage.step_graph import StepOutput, StepPart, StepRows
 from shard_worker.stage.step_runner import StepRunner
@@ -235,7 +235,7 @@ class Stage:
     def _fit(self, inputs: Sequence[StepInput]) -> bool:
         if not self.batch_runners:
             return sum(len(one.token_ids) for one in inputs) <= MOST_ROWS_TOGETHER
-        return all(runner.fits(_session_rows(inputs, index)) for index, runner in enumerate(self.batch_runners))
+        return all(runner.fits(_session_tokens(inputs, index)) for index, runner in enumerate(self.batch_runners))
 
     def steps_behind(self, rows: int) -> bool:
         """Return whether a step of so many single rows of several sessions can be launched before the results of the
@@ -283,7 +283,7 @@ class Stage:
     ) -> StepOutput:
         output = None
         for index, runner in enumerate(self.batch_runners):
-            sessions = _session_rows(inputs, index)
+            sessions = _session_tokens(inputs, index)
             output = runner.run(sessions, hidden, features, uncommitted=inputs[0].uncommitted)
             hidden = output.hidden
         assert output is not None
@@ -386,5 +386,5 @@ class Stage:
             state.length += rows
 
 
-def _session_rows(inputs: Sequence[StepInput], segment: int) -> list[KernelRows]:
-    return [KernelRows(one.state.length, one.token_ids, one.state.caches[segment]) for one in inputs]
+def _session_tokens(inputs: Sequence[StepInput], segment: int) -> list[SessionTokens]:
+    return [SessionTokens(one.state.length, one.token_ids, one.state.caches[segment]) for one in inputs]

@@ -14,7 +14,7 @@ from shard_worker.drafting.drafters.dflash import DFlashDraft, DFlashState
 from shard_worker.drafting.engine import CommittedRows, DraftEngine, DraftRequest
 from shard_worker.model.features import Features
 from shard_worker.sampling.acceptance import accept
-from shard_worker.stage.batch_runner import MAX_SESSIONS, BatchRunner, SessionRows
+from shard_worker.stage.batch_runner import MAX_SESSIONS, BatchRunner, SessionTokens
 from shard_worker.weights.weight import DenseWeight
 from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device
 from tests.shard_worker.tiny import Tiny, ids, load_draft, load_stage
@@ -185,7 +185,7 @@ def test_recurrent_layers_advance_by_what_the_device_decides(tiny: Tiny, name: s
     counts, kept = (3, 1, 4), (2, 1, 3)
     one, other = ([segment.allocate(60, 16) for _ in counts] for _ in range(2))
     for caches in (one, other):
-        parts = [SessionRows(0, tuple(ids(count)), own) for count, own in zip(counts, caches, strict=True)]
+        parts = [SessionTokens(0, tuple(ids(count)), own) for count, own in zip(counts, caches, strict=True)]
         runner.run(parts, None, None, uncommitted=True)
         if caches is one:
             runner.commit(caches, kept)

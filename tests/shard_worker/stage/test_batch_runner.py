@@ -11,8 +11,8 @@ import torch
 
 from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.model.features import Features
-from shard_worker.model.rows import SessionRows as PlainRows
-from shard_worker.stage.batch_runner import BatchRunner, SessionRows
+from shard_worker.model.rows import SessionRows
+from shard_worker.stage.batch_runner import BatchRunner, SessionTokens
 from shard_worker.stage.loader import CaptureRequest
 from shard_worker.stage.stage import Stage
 from shard_worker.stage.step_runner import StepRunner
@@ -72,7 +72,7 @@ def test_a_session_is_the_same_alone_and_among_others(tiny: Tiny, name: str) -> 
         prompt = ((0, 1, 130, 254, 256, 300) if ON_GPU else (0, 1, 254))[seed % 6]
         if prompt:
             for caches in (session.alone, session.among):
-                segment.run(stage.embed(session.tokens[:prompt]), [PlainRows(0, prompt, caches, False)], None)
+                segment.run(stage.embed(session.tokens[:prompt]), [SessionRows(0, prompt, caches, False)], None)
         session.length = prompt
 
     for turn in range(12 if ON_GPU else 2):
@@ -92,7 +92,7 @@ def compare(
 ) -> None:
     """Take one step of the chosen sessions together, and one of each alone."""
     parts = [
-        SessionRows(one.length, tuple(one.tokens[one.length : one.length + count]), one.among)
+        SessionTokens(one.length, tuple(one.tokens[one.length : one.length + count]), one.among)
         for one, count in zip(chosen, counts, strict=True)
     ]
     assert many.fits(parts)

@@ -406,7 +406,7 @@ def _serve(case: Case, stage: Any, draft: Any, drafting: Any, drafting_together:
     """Launch what sessions need: steps of all numbers of rows, commits, blocks, and a prefill."""
     from shard_worker.drafting.ahead import Ahead, BlocksAhead, Following
     from shard_worker.model.features import Features
-    from shard_worker.stage.batch_runner import BatchRunner, SessionRows
+    from shard_worker.stage.batch_runner import BatchRunner, SessionTokens
 
     [runner], embedding = stage.runners, stage.embedding.tensor
     state = stage.allocate(512, 64)
@@ -429,7 +429,7 @@ def _serve(case: Case, stage: Any, draft: Any, drafting: Any, drafting_together:
     blocks, contexts = BlocksAhead(drafting_together, embedding), [draft.allocate(256) for _ in range(8)]
     for rows in case.batches:
         for uncommitted in (False, True):
-            parts = [SessionRows(0, (5,) * (rows // 2), caches) for caches in sessions]
+            parts = [SessionTokens(0, (5,) * (rows // 2), caches) for caches in sessions]
             several.run(parts, None, Features(), uncommitted=uncommitted)
         several.commit(sessions, [1, 1])
         following = [Following(rows // 8, context, 15) for context in contexts]
