@@ -69,6 +69,7 @@ class RelaySession(TargetSession):
         # This stage's parts of snapshots that the stages below have not answered yet.
         self._saving: deque[asyncio.Future[SnapshotPart]] = deque()
         self._restored: SnapshotPart | None = None
+        """This stage's part of a restore that the stages below have not answered yet."""
         self.on_answer: Callable[[Event], None] = lambda _: None
         """Called with what steps came to that were answered together with others: on the first stage, beside `events`,
         in one order with them."""
@@ -95,6 +96,7 @@ class RelaySession(TargetSession):
                         event = replace(event, parts=(await self._own_save(event), *event.parts))
                     case SnapshotRestored() if self._restored is not None:
                         event = replace(event, parts=(self._restored, *event.parts))
+                        self._restored = None
                 if isinstance(event, Failure) and event.reason is not FailureReason.DRAFT_LOST:
                     self._record.failed(event.reason)
                     yield event
@@ -133,7 +135,8 @@ class RelaySession(TargetSession):
             self._begin(self._send_when_complete, outgoing, arrived_ns)
             return
         # With others only where it has rows, and nothing of the session is on its way that it could overtake.
-        joins = not self._unanswered and not self._saving and forward.kind is not StepKind.RESUME
+        overtakes_none = not self._unanswered and not self._saving and self._restored is None
+        joins = overtakes_none and forward.kind is not StepKind.RESUME
         result = await self.host.thread.awaited(self._device.pass_on(forward, arrived_ns, joins=joins))
         if result is None:
             # The device thread tells of it when all that were computed with it go on.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ import pytest
 from services.errors import ResourceExhausted
 from services.messages.batch_frames import StepBatch
 from services.messages.description import HeadPlace
-from services.messages.steps import Commit, Failure, Forward, StepKind
+from services.messages.steps import Commit, Failure, Forward, SnapshotRestore, SnapshotRestored, StepKind
+from shard_worker.session.relay import RelaySession
+from shard_worker.session.session import TargetSession
 from shard_worker.stage.stage import StepInput
 from tests.shard_worker.chain import Chain
 from tests.shard_worker.session.session_memory import stages_of
@@ -124,6 +127,55 @@ async def test_blocks_that_no_draft_proposed(new_chain: Callable[..., Chain]) ->
     alone = [await tokens(seed) for seed in range(3)]
     assert await asyncio.gather(*map(tokens, range(3))) == alone
     assert batches_to(chain, 1)
+
+
+class SlowStream:
+    """The way to a session on the next stage, on which nothing arrives until `arrive`; all does in its order then."""
+
+    def __init__(self, session: TargetSession) -> None:
+        self._session = session
+        self._sent: list[Callable[[], Awaitable[None]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    async def forward(self, forward: Forward) -> None:
+        self._sent.append(functools.partial(self._session.forward, forward))
+
+    async def restore_snapshot(self, restore: SnapshotRestore) -> None:
+        self._sent.append(functools.partial(self._session.restore_snapshot, restore))
+
+    async def arrive(self) -> None:
+        for take in self._sent:
+            await take()
+
+
+async def test_no_step_overtakes_the_prefix_that_it_begins_from(new_chain: Callable[..., Chain]) -> None:
+    """A step beside those of others waits for the stages below to restore a prefix, which goes the session's own way;
+    the next one goes together with others again."""
+    chain = new_chain("qwen3_5", (1,))
+    prompt = ids(20)
+    async with chain.session(draft=None) as client:
+        expected = await client.plain(prompt, 2)
+    async with chain.session(draft=None) as beside, chain.session(draft=None) as client:
+        await beside.prefill(prompt[:-1])
+        await beside.save("kept")
+        first, second = stages_of(client)
+        assert isinstance(first, RelaySession)
+        stream: Any = SlowStream(second)
+        first.downstream = stream
+        await client.session.restore_snapshot(SnapshotRestore("kept", len(prompt) - 1, tuple(prompt[:-1])))
+        together = len(batches_to(chain, 1))
+        await client.send(Forward(0, len(prompt) - 1, (prompt[-1],), StepKind.DECODE))
+        assert len(batches_to(chain, 1)) == together
+        await stream.arrive()
+        assert isinstance(await anext(client.events), SnapshotRestored)
+        commit = await client.commit()
+        first.downstream = second
+        assert commit.token_ids == (expected[0],)
+        commit, _ = await client.step(StepKind.DECODE, commit.token_ids)
+        assert commit.token_ids == (expected[1],)
+        assert len(batches_to(chain, 1)) == together + 1
 
 
 async def test_a_session_that_ends_leaves_the_others(
