@@ -56,12 +56,23 @@ class LinearAttentionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedSwiGlu:
+    """SwiGLU as gpt-oss has it, `(up + 1) * gate * sigmoid(alpha * gate)`: of gates cut off above `limit`, and ups cut
+    off beyond `limit` on both sides."""
+
+    limit: float
+    alpha: float
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """The sizes of a mixture of experts.
 
     count: how many experts there are. chosen: how many of them a row goes through. size: inner elements of each.
     normalised: whether the shares of the chosen ones are made to sum up to 1. layers: those whose feed-forward part is
-    such a mixture. shared_size: inner elements of an expert that all rows go through too; None without one.
+    such a mixture. shared_size: inner elements of an expert that all rows go through too; None without one. router: the
+    name of its module, in a layer. biased: whether the router's scores and the products with experts have biases.
+    clamped: how experts gate, None for plain SwiGLU.
     """
 
     count: int
@@ -70,6 +81,9 @@ class ExpertsConfig:
     normalised: bool
     layers: frozenset[int]
     shared_size: int | None = None
+    router: str = "mlp.gate"
+    biased: bool = False
+    clamped: ClampedSwiGlu | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidArgument where more experts are to be chosen than there are."""
@@ -109,6 +123,8 @@ class ModelConfig:
     """Whether the projections of SwiGLU have a bias."""
     qk_norm: bool = True
     """Whether queries and keys have an RMSNorm of each head."""
+    attention_sinks: bool = False
+    """Whether attention's softmax has one number more for each head, learned, which no value belongs to."""
     attention_gate: bool = False
     """Whether attention's output is multiplied by a sigmoid gate, which the query projection also makes."""
     sliding_window: int | None = None

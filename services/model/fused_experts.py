@@ -1,5 +1,7 @@
 """Experts that a checkpoint holds all together, [experts, rows, columns], as one matrix each: as most other checkpoints
 have them, and as they are packed, counted and multiplied by.
+
+Files of gpt-oss have biases beside them. There the rows of gates and ups alternate, and dense matrices are transposed.
 """
 
 from __future__ import annotations
@@ -10,37 +12,50 @@ from dataclasses import dataclass
 
 from services.model.tensor_headers import TensorHeader
 
-_FUSED = re.compile(r"(.+\.experts\.)(gate_up_proj|down_proj)")
+_FUSED = re.compile(r"(.+\.experts\.)(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
+_EXTENTS = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
+"""By what stands behind a projection's name: the matrix, its biases, and codes and scales of MXFP4. Codes are
+[experts, rows, groups, bytes], scales [experts, rows, groups]."""
+_OWN = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}
+"""What one expert's are called."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertPart:
-    """Where one expert's matrix is: rows [first, last) of its number in the stored tensor."""
+    """Where one expert's matrix, biases, codes or scales are: the rows that a slice names, of its number in the stored
+    tensor. transposed: whether these are that one's columns."""
 
     stored: str
     expert: int
-    first: int
-    last: int
+    rows: slice
+    transposed: bool = False
 
 
 def experts_apart(stored: Mapping[str, TensorHeader]) -> tuple[dict[str, TensorHeader], dict[str, ExpertPart]]:
     """Return the headers with one for each expert's matrix in place of those of all together, and where these are.
 
-    Gates come before ups. Experts with biases are laid out in another way, and stay as they are.
+    Gates come before ups, or alternate with them where there are biases. All extents of a row are made one.
     """
     headers: dict[str, TensorHeader] = {}
     parts: dict[str, ExpertPart] = {}
     for name, header in stored.items():
         found = _FUSED.fullmatch(name)
-        if found is None or len(header.shape) != 3 or f"{name}_bias" in stored:
+        if found is None or len(header.shape) != _EXTENTS[found[3]]:
             headers[name] = header
             continue
-        count, rows, columns = header.shape
-        names = ("gate_proj", "up_proj") if found[2] == "gate_up_proj" else (found[2],)
+        start, projection, kind = found.groups()
+        alternating = f"{start}{projection}_bias" in stored
+        transposed = alternating and not kind
+        count, rows, *inner = header.shape
+        if transposed:
+            rows, inner = inner[0], [rows]
+        names = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
         height = rows // len(names)
+        columns = [] if kind == "_bias" else [inner[0] if len(inner) == 1 else inner[0] * inner[1]]
         for expert in range(count):
             for index, one in enumerate(names):
-                own = f"{found[1]}{expert}.{one}.weight"
-                headers[own] = TensorHeader(header.code, (height, columns))
-                parts[own] = ExpertPart(name, expert, index * height, (index + 1) * height)
+                own = f"{start}{expert}.{one}.{_OWN[kind]}"
+                of = slice(index, rows, len(names)) if alternating else slice(index * height, (index + 1) * height)
+                headers[own] = TensorHeader(header.code, (height, *columns))
+                parts[own] = ExpertPart(name, expert, of, transposed)
     return headers, parts

@@ -158,11 +158,12 @@ def nvfp4_matrix(parts: Parts, shape: tuple[int, int]) -> TensorHeader:
     return parts.matrix("nvfp4", shape, 4, group, loaded_bytes)
 
 
-def mxfp4_matrix(parts: Parts, shape: tuple[int, int]) -> TensorHeader:
-    """Return the header of a matrix in the format `mxfp4`, whose codes are taken already."""
+def mxfp4_matrix(parts: Parts, shape: tuple[int, int], scales: str = "weight_scale") -> TensorHeader:
+    """Return the header of a matrix in the format `mxfp4`, whose codes are taken already. scales: what the part is
+    called."""
     rows, columns = shape
     group = 32
-    parts.take("scales", "weight_scale", ("U8", "F8_E8M0"), [(rows, math.ceil(columns / group))])
+    parts.take("scales", scales, ("U8", "F8_E8M0"), [(rows, math.ceil(columns / group))])
     loaded_bytes = code_bytes(shape, 4) + rows * math.ceil(columns / group) * scale_bytes("F8_E8M0")
     return parts.matrix("mxfp4", shape, 4, group, loaded_bytes)
 

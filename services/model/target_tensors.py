@@ -14,7 +14,7 @@ from services.dtypes import ITEM_BYTES
 from services.errors import InvalidArgument
 from services.model.config import ModelConfig
 from services.model.layers import Shapes, layer_shapes, sublayer_of
-from services.model.layers.experts import ROUTER
+from services.model.layers.experts import ROUTERS
 from services.model.tensor_headers import TensorHeader
 
 PREFIXES = ("model.language_model.", "model.", "")
@@ -34,7 +34,7 @@ def loaded_dtype(name: str, header: TensorHeader, dtype: str) -> str:
     All other vectors (norms, decays and such) keep their stored type until they are widened to float32. Routers of
     experts are float32: a rounded score would send a row to another expert.
     """
-    if name.endswith(f".{ROUTER}"):
+    if name.endswith(ROUTERS):
         return "float32"
     return dtype if len(header.shape) > 1 or name.endswith("_proj.bias") else header.dtype(name)
 

@@ -23,7 +23,7 @@ from services.messages.sampling import SamplingParams
 from services.model.config import ModelConfig
 from services.model.families import read_model_config
 from services.model.layers import layer_shapes
-from services.model.layers.experts import ROUTER
+from services.model.layers.experts import ROUTERS
 from shard_worker.device.devices import Device, describe
 from shard_worker.device.dtypes import dtype_from_name
 from shard_worker.model.head import Head
@@ -166,7 +166,7 @@ class _Probe:
             shapes = layer_shapes(shape, layer).items()
             tensors = {name: self._full(*extents) for name, extents in shapes}
             # As it is loaded: `services.model.target_tensors.loaded_dtype`.
-            tensors |= {name: self._full(*extents).float() for name, extents in shapes if name == ROUTER}
+            tensors |= {name: self._full(*extents).float() for name, extents in shapes if name in ROUTERS}
             weights.append(decoder.pack(shape, layer, LayerTensors.of(tensors)))
         segment = Segment(
             config=shape,

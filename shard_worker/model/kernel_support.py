@@ -67,7 +67,8 @@ def have_layers(device: Device, layers: Iterable[DecoderWeights]) -> bool:
         if isinstance(mlp, MlpWeights):
             lack = None if mlp.gate_up_bias is None else "biases in SwiGLU"
         else:
-            lack = None if mlp.together is not None else "packed experts"
+            has_biases = mlp.experts[0].gate_up_bias is not None
+            lack = None if mlp.together is not None else "biases of experts" if has_biases else "packed experts"
         if lack is not None:
             _log_missing(device, lack)
             return False

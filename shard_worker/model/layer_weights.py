@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 
 import torch
 
-from services.model.config import LayerKind, ModelConfig
+from services.model.config import ClampedSwiGlu, LayerKind, ModelConfig
 from shard_worker.weights.weight import DenseWeight, Weight
 
 
@@ -42,7 +42,8 @@ class AttentionWeights:
 
     qkv: the rows of [queries | keys | values | gates], each head after head; gates only where attention is gated.
     qkv_bias: in the same order. qk_norm: float32 [heads + kv_heads, head_dim], so that queries and keys are normed in
-    one call; None where they have no norms. out: [hidden, heads * head_dim].
+    one call; None where they have no norms. out: [hidden, heads * head_dim]. sinks: float32 [heads], of each head's
+    softmax; None where there are none.
     """
 
     qkv: Weight
@@ -51,6 +52,7 @@ class AttentionWeights:
     out: Weight
     out_bias: torch.Tensor | None
     gated: bool
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +77,14 @@ class LinearAttentionWeights:
 @dataclass(frozen=True, slots=True)
 class MlpWeights:
     """The weights of SwiGLU. gate_up: [2 * mlp, hidden], gate rows first. down: [hidden, mlp]. Their biases, if any: of
-    their rows.
+    their rows. clamped: how it gates, None for plain SwiGLU.
     """
 
     gate_up: Weight
     down: Weight
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+    clamped: ClampedSwiGlu | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,8 @@ class ExpertsWeights:
     router: float32 [experts, hidden]. experts: each one's, views of `together` where that is there. chosen: how many of
     them a row goes through. normalised: whether the shares of the chosen ones are made to sum up to 1. shared,
     shared_gate: of the expert that all rows go through, and [1, hidden], how much of it they take; None without one.
-    together: None for packed matrices, and for blocks that a CPU multiplies by.
+    together: None for packed matrices, for experts with biases, and for blocks that a CPU multiplies by. router_bias:
+    float32 [experts], None where there are none.
     """
 
     router: Weight
@@ -114,6 +118,7 @@ class ExpertsWeights:
     shared: MlpWeights | None = None
     shared_gate: Weight | None = None
     together: ExpertsTogether | None = None
+    router_bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,8 @@ def make_rows(
     device = like.device
     positions = [torch.arange(one.base, one.base + one.count, device=device) for one in sessions]
     rope = rope_of_rows(positions, rotation, like.dtype, batch_invariant_rows)
-    if batch_invariant_rows is not None:
+    # Attention with sinks needs no masks in memory either.
+    if batch_invariant_rows is not None or config.attention_sinks:
         return Rows(sessions, rope, operations, batch_invariant_rows)
     attending = kinds - {LayerKind.LINEAR}
     rows = [

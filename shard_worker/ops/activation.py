@@ -10,3 +10,11 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """Return `silu(gate) * up` (arXiv 2002.05202) of rows [n, 2 * width], gates first: [n, width]."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
+
+
+def clamped_swiglu(gate_up: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
+    """Return `(up + 1) * gate * sigmoid(alpha * gate)` of rows as in `swiglu`: of gates cut off above `limit`, and ups
+    cut off beyond it on both sides."""
+    gate, up = gate_up.chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))

@@ -13,6 +13,9 @@ if torch.version.cuda or torch.version.hip:
     # elsewhere not while the first prompt waits.
     import torch.nn.attention.bias
 
+_SCORES = 1 << 24
+"""The most scores that are in memory at a time."""
+
 
 class Causal:
     """Stands for a mask: the queries are the last of the keys' positions, and each sees all up to its own.
@@ -85,4 +88,41 @@ def attend_each(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
     for behind, query in enumerate(queries.chunk(rows), span - rows + 1):
         seen = slice(0 if window is None else max(0, behind - window), behind)
         mixed.append(attend(query, keys[:, seen], values[:, seen], None))
+    return torch.cat(mixed)
+
+
+def attend_with_sinks(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sinks: torch.Tensor,
+    window: int | None,
+    *,
+    alone: bool = False,
+) -> torch.Tensor:
+    """Return causal attention whose weights sum up to less than 1, [n, heads * head_dim]: a head's sink is one score
+    more of its softmax, which no value belongs to.
+
+    sinks: float32 [heads]. alone: whether each query is to come out bit for bit as it would alone. The rest is as in
+    `attend_each`. Computed in float32.
+    """
+    rows, heads, head_dim = queries.shape
+    kv_heads, span, _ = keys.shape
+    step, mixed = 1 if alone else max(1, _SCORES // (heads * span)), []
+    for first in range(0, rows, step):
+        own = queries[first : first + step]
+        base, end = span - rows + first, span - rows + first + len(own)
+        begin = 0 if window is None else max(0, base + 1 - window)
+        positions = torch.arange(begin, end, device=queries.device)
+        hidden = ~visibility(positions[base - begin :], positions, causal=True, window=window)
+        # [kv_heads, queries of a group, positions]
+        grouped = own.float().transpose(0, 1).reshape(kv_heads, -1, head_dim)
+        scores = torch.bmm(grouped, keys[:, begin:end].float().transpose(1, 2)).mul_(head_dim**-0.5)
+        scores.view(heads, len(own), -1).masked_fill_(hidden, float("-inf"))
+        sink = sinks.view(kv_heads, -1, 1, 1).expand(-1, -1, len(own), 1).reshape(kv_heads, -1, 1)
+        top = torch.maximum(scores.amax(-1, keepdim=True), sink)
+        weights = scores.sub_(top).exp_()
+        total = weights.sum(-1, keepdim=True).add_((sink - top).exp_())
+        out = torch.bmm(weights, values[:, begin:end].float()).div_(total)
+        mixed.append(out.view(heads, len(own), head_dim).transpose(0, 1).reshape(len(own), -1).to(queries.dtype))
     return torch.cat(mixed)

@@ -53,8 +53,13 @@ class SafetensorsCheckpoint(Checkpoint):
             tensor: torch.Tensor = self._files[self._holder[name]].get_tensor(name)
             return tensor
         fused = self._files[self._holder[part.stored]].get_slice(part.stored)
-        own: torch.Tensor = fused[part.expert : part.expert + 1, part.first : part.last]
-        return own.squeeze(0)
+        if part.rows.step is None:
+            own: torch.Tensor = fused[part.expert : part.expert + 1, part.rows]
+            return own.squeeze(0)
+        # Files cannot be sliced in steps.
+        whole: torch.Tensor = fused[part.expert : part.expert + 1].squeeze(0)
+        whole = whole.t() if part.transposed else whole
+        return whole[part.rows].flatten(min(1, whole.dim() - 1)).contiguous()
 
     def packed(self, name: str, device: torch.device, dtype: torch.dtype) -> Weight:
         header = self.headers[name]

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -35,6 +37,7 @@ from tests.reference.weights import draw_model, generator
 __all__ = [
     "random_prompts",
     "write_draft",
+    "write_gpt_oss",
     "write_llama",
     "write_mistral",
     "write_qwen3",
@@ -236,6 +239,58 @@ def decoder_sizes(
         "eos_token_id": vocab - 1,
         "dtype": dtype,
     }
+
+
+def write_gpt_oss(
+    path: Path | str,
+    *,
+    seed: int = 0,
+    layers: int = 4,
+    experts: int = 8,
+    chosen: int = 3,
+    mlp: int = 64,
+    sliding: int = 6,
+    limit: float = 1.5,
+    tied: bool = False,
+    biases: bool = True,
+    rope_scaling: dict[str, Any] | None = None,
+    legacy_rope: bool = False,
+    packed: bool = False,
+) -> Path:
+    """A gpt-oss checkpoint. biases: of attention. limit: of gates, so low that some are cut off. packed: experts in
+    MXFP4, as published files have them."""
+    given = {} if rope_scaling is None else {"rope_parameters": {"rope_theta": 10_000.0, **rope_scaling}}
+    sizes = decoder_sizes(64, 4, 2, layers, 256, tied, "float32") | {"intermediate_size": mlp}
+    config = GptOssConfig(
+        architectures=["GptOssForCausalLM"],
+        head_dim=16,
+        num_local_experts=experts,
+        num_experts_per_tok=chosen,
+        sliding_window=sliding,
+        swiglu_limit=limit,
+        attention_bias=biases,
+        **given,
+        **sizes,
+    )
+    folder = write_plain(path, config, GptOssForCausalLM, seed, fused=True)
+    if legacy_rope:
+        storage.edit_config(folder, flatten_rope)
+    if packed:
+        storage.edit_tensors(folder, lambda tensors: pack_experts(tensors, seed))
+        settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+        storage.edit_config(folder, lambda config: config.update(quantization_config=settings))
+    return folder
+
+
+def pack_experts(tensors: dict[str, torch.Tensor], seed: int) -> None:
+    """Put random codes and scales of MXFP4 in place of the experts' matrices, which are stored transposed."""
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        count, columns, rows = tensors.pop(name).shape
+        gen = generator(seed, name)
+        shape = (count, rows, columns // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), generator=gen, dtype=torch.uint8)
+        scales = torch.randint(121, 125, shape, generator=gen, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
 
 
 def hybrid_sizes(key_heads: int, value_heads: int, tied: bool) -> dict[str, Any]:

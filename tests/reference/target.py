@@ -4,13 +4,14 @@ Nothing here shares code with the project. Messages of transformers are silenced
 because it reports missing optional kernels on every first forward of Qwen3.5.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, Mxfp4Config, PreTrainedModel
 
 from tests.reference import checkpoints
 
@@ -21,9 +22,11 @@ CONV_LEFT = 3  # a 4-tap causal convolution needs the three inputs before the ne
 
 
 def load(path: Path | str) -> PreTrainedModel:
-    """The causal language model of a folder; nested checkpoints give their text part."""
+    """The causal language model of a folder; nested checkpoints give their text part, and MXFP4 is unpacked."""
+    packing = json.loads((Path(path) / "config.json").read_text()).get("quantization_config", {})
+    unpacked = {"quantization_config": Mxfp4Config(dequantize=True)} if packing.get("quant_method") == "mxfp4" else {}
     model, info = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, **unpacked
     )
     for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[key]:

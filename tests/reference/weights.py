@@ -20,6 +20,7 @@ GAINS = {
     "out_proj": 1.5,
     "down_proj": 2.0,
     "gate": 3.0,  # routers of experts that choose clearly
+    "router": 3.0,
     "in_proj_a": 0.5,
     "in_proj_qkv": 2.0,  # keeps the gated norm away from its epsilon, hence rounding small
     "in_proj_qkvz": 2.0,
@@ -53,8 +54,13 @@ def draw(
         return (1.0 if "linear_attn" in name else centre) + 0.2 * normal
     if name.endswith("conv1d.weight"):
         return normal * 0.6
-    if name.endswith(".bias"):
+    if name.endswith((".bias", "_bias")):
         return normal * 0.3
+    if name.endswith("sinks"):
+        return 1.0 + normal
+    if name.endswith(("experts.gate_up_proj", "experts.down_proj")) and centre == 1.0:
+        # gpt-oss stores these transposed.
+        return normal * (2.0 if "down_proj" in name else 1.0) / math.sqrt(shape[-2])
     part = name.split(".")[-2]
     return normal * GAINS.get(part, 1.0) / math.sqrt(shape[-1])
 

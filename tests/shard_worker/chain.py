@@ -62,6 +62,8 @@ CAPTURED = {
     "qwen3_5": (6, 0, 7),
     "llama": (1, 0),
     "qwen3_moe": (2, 0, 3),
+    "gpt_oss": (2, 0, 3),
+    "gpt_oss-mxfp4": (1, 0),
     "qwen3_5_moe": (2, 0, 3),
     "qwen3_next": (2, 0, 3),
 }

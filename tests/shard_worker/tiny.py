@@ -56,6 +56,13 @@ WRITERS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "qwen3_moe": (checkpoints.write_qwen3_moe, {"dense": (1,)}),
     "qwen3_moe-tied": (checkpoints.write_qwen3_moe, {"tied": True, "normalised": False, "step": 2}),
     "qwen3_moe-all": (checkpoints.write_qwen3_moe, {"layers": 2, "experts": 4, "chosen": 4, "sliding": 6}),
+    "gpt_oss": (checkpoints.write_gpt_oss, {"rope_scaling": YARN | {"truncate": False}, "legacy_rope": True}),
+    "gpt_oss-tied": (
+        checkpoints.write_gpt_oss,
+        {"layers": 3, "tied": True, "biases": False, "experts": 4, "chosen": 4, "limit": 7.0},
+    ),
+    "gpt_oss-mxfp4": (checkpoints.write_gpt_oss, {"layers": 2, "packed": True}),
+    "gpt_oss-mxfp4-odd": (checkpoints.write_gpt_oss, {"layers": 2, "packed": True, "mlp": 96, "limit": 0.5}),
     "qwen3_5": (checkpoints.write_qwen3_5, {}),
     "qwen3_5-ratio-1": (checkpoints.write_qwen3_5, {"layers": 4, "linear_value_heads": 2, "tied": True}),
     "qwen3_5-ratio-2": (checkpoints.write_qwen3_5, {"layers": 4, "linear_value_heads": 4}),
@@ -77,6 +84,7 @@ QWEN3 = ("qwen3", "qwen3-tied", "qwen3-sliding", "qwen3-bias", "qwen3-yarn")
 LLAMA = ("llama", "llama-tied", "llama-biases", "mistral", "mistral-sliding")
 HYBRID_EXPERTS = ("qwen3_5_moe", "qwen3_5_moe-tied", "qwen3_next", "qwen3_next-tied")
 QWEN3_MOE = ("qwen3_moe", "qwen3_moe-tied", "qwen3_moe-all")
+GPT_OSS = ("gpt_oss", "gpt_oss-tied", "gpt_oss-mxfp4", "gpt_oss-mxfp4-odd")
 QWEN3_5 = ("qwen3_5-ratio-1", "qwen3_5-ratio-2", "qwen3_5-ratio-3", "qwen3_5-nested", "qwen3_5-bias")
 
 

@@ -1,15 +1,16 @@
 """Model families, one file each, named after Hugging Face's `model_type` and found by that name.
 
 A family module has one function, `read_config(raw) -> ModelConfig`, which reads the text part of a config.json and
-raises InvalidArgument or Unimplemented for what it cannot serve. Everything else about a family (its tensors, its
-caches, its math) follows from the layers that its ModelConfig names.
+raises InvalidArgument or Unimplemented for what it cannot serve. Where it reads a key that is refused for most
+families, it names it in `OWN_KEYS`. Everything else about a family (its tensors, its caches, its math) follows from the
+layers that its ModelConfig names.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
@@ -35,8 +36,8 @@ _NEUTRAL: Mapping[str, tuple[float | bool, ...]] = {
     "swiglu_limit": (),
     "use_qk_norm": (False,),
 }
-"""Keys with which models of other families scale, clip or gate what the families here don't, and the values with which
-they change nothing."""
+"""Keys with which some models scale, clip or gate what most families here don't, and the values with which they change
+nothing."""
 
 
 class Family(Protocol):
@@ -67,18 +68,20 @@ def read_model_config(raw: Mapping[str, Any]) -> ModelConfig:
             reason="UNKNOWN_FAMILY",
             field="model_type",
         )
-    _check_plain(raw)
+    family = cast(Family, importlib.import_module(f"{__name__}.{name}"))
+    _check_plain(raw, getattr(family, "OWN_KEYS", frozenset()))
     nested = raw.get("text_config")
     # Where a multimodal config says it only once, it says it outside.
     outer = {key: raw[key] for key in ("tie_word_embeddings",) if key in raw}
     text = {**outer, **nested} if isinstance(nested, Mapping) else raw
-    family = cast(Family, importlib.import_module(f"{__name__}.{name}"))
     return replace(family.read_config(text), dtype=named_dtype(raw))
 
 
-def _check_plain(raw: Mapping[str, Any]) -> None:
-    """Raise Unimplemented for a key that asks for math which no family here has, whatever a reader would make of it."""
+def _check_plain(raw: Mapping[str, Any], own_keys: Set[str]) -> None:
+    """Raise Unimplemented for a key that asks for math which the family does not have, whatever its reader would make
+    of it. own_keys: those that the family reads."""
     text = raw.get("text_config")
     reader = ConfigReader({**raw, **(text if isinstance(text, Mapping) else {})})
     for key, values in _NEUTRAL.items():
-        reader.only(key, *values)
+        if key not in own_keys:
+            reader.only(key, *values)

@@ -18,6 +18,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     if config.qk_norm:
         shapes |= {f"self_attn.{part}_norm.weight": (config.head_dim,) for part in "qk"}
+    if config.attention_sinks:
+        shapes["self_attn.sinks"] = (config.heads,)
     if config.attention_bias:
         shapes |= {
             "self_attn.q_proj.bias": (q_rows,),

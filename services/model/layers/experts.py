@@ -9,8 +9,8 @@ from services.model.config import ExpertsConfig, ModelConfig
 EXPERTS = "mlp.experts."
 """What the names of the routed experts' tensors begin with, in a layer."""
 
-ROUTER = "mlp.gate.weight"
-"""The router's name, in a layer."""
+ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
+"""What families call the router, in a layer."""
 
 
 def sizes(config: ModelConfig) -> ExpertsConfig:
@@ -20,12 +20,16 @@ def sizes(config: ModelConfig) -> ExpertsConfig:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return each expert's three matrices, the router and, where there is one, the shared expert and its gate."""
+    """Return each expert's three matrices, the router, biases of these and, where there is one, the shared expert and
+    its gate."""
     experts, hidden = sizes(config), config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {}
     for expert in range(experts.count):
         shapes |= _swiglu(f"{EXPERTS}{expert}.", hidden, experts.size)
-    shapes[ROUTER] = (experts.count, hidden)
+    if experts.biased:
+        shapes |= {name.replace("weight", "bias"): shape[:1] for name, shape in shapes.items()}
+        shapes[f"{experts.router}.bias"] = (experts.count,)
+    shapes[f"{experts.router}.weight"] = (experts.count, hidden)
     if experts.shared_size is not None:
         shapes |= _swiglu("mlp.shared_expert.", hidden, experts.shared_size)
         shapes["mlp.shared_expert_gate.weight"] = (1, hidden)

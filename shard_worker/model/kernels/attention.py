@@ -158,11 +158,14 @@ def _attend(
 
 @triton.jit
 def _combine(
-    projected, lines, sessions, indices, sums, tops, out, room,
+    projected, lines, sessions, indices, sums, tops, sinks, out, room,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr, STEP_ROWS: tl.constexpr,
     LINE: tl.constexpr, CHUNKS: tl.constexpr, MOST: tl.constexpr, TURN: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Combine the chunks of one row and head of out [rows, HEADS * DIM], times the gate's sigmoid."""
+    """Combine the chunks of one row and head of out [rows, HEADS * DIM], times the gate's sigmoid.
+
+    sinks: float32 [HEADS], a score of each head's softmax that no value belongs to; None without.
+    """
     row, head = tl.program_id(0), tl.program_id(1)
     group: tl.constexpr = HEADS // KV_HEADS
     numbers, index, first_line = lines, row, 0
@@ -185,8 +188,13 @@ def _combine(
     parts = tl.load(sums + at[:, None] * DIM + ds[None, :], mask=(ts < asked)[:, None], other=0.0)
     part_tops = tl.load(tops + at * 2, mask=ts < asked, other=0.0)
     top = tl.max(tl.where(every < count, every_top, float("-inf")), 0)
+    if sinks is not None:
+        sink = tl.load(sinks + head)
+        top = tl.maximum(top, sink)
     top = tl.where(top == float("-inf"), 0.0, top)
     weight = tl.sum(tl.where(every < count, every_weight * tl.exp(every_top - top), 0.0), 0)
+    if sinks is not None:
+        weight += tl.exp(sink - top)
     total = tl.sum(tl.where((ts < count)[:, None], parts * tl.exp(part_tops - top)[:, None], 0.0), 0)
     for first in range(TURN, count, TURN):
         at = line + (first + ts) * apart
@@ -238,11 +246,19 @@ def rope_table(places: Places, rows: int, rotation: Rotation, dtype: torch.dtype
     return cos, sin
 
 
-def attend(shape: HeadShape, projected: torch.Tensor, places: Places, slot: int, longest: int) -> torch.Tensor:
+def attend(
+    shape: HeadShape,
+    projected: torch.Tensor,
+    places: Places,
+    slot: int,
+    longest: int,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return what rows of queries (and gates) [n, shape.stride] see in their sessions' pages, [n, heads * dim].
 
     The rows' own keys and values are in the pages already. slot: the layer's index in a page. longest: positions that
-    any session may have; of several sessions, `fits` says which may stand in one step.
+    any session may have; of several sessions, `fits` says which may stand in one step. sinks: float32 [heads], of each
+    head's softmax.
     """
     rows = len(projected)
     total = shape.group * rows
@@ -272,7 +288,7 @@ def attend(shape: HeadShape, projected: torch.Tensor, places: Places, slot: int,
         num_warps=tiles.warps, num_stages=2,
     )  # fmt: skip
     _combine[(rows, shape.heads)](
-        projected, *placed, sums, tops, out, room, **common, CHUNKS=chunks,
+        projected, *placed, sums, tops, sinks, out, room, **common, CHUNKS=chunks,
         MOST=triton.next_power_of_2(chunks), TURN=16, GATED=shape.gated, num_warps=2,
     )  # fmt: skip
     return out

@@ -132,7 +132,7 @@ def _mix(
         shape = layers.heads[weights.kind]
         heads = Heads(shape, mixer.qk_norm, *rope, places, slot)
         queries, _ = linear(normed, mixer.qkv, bias=mixer.qkv_bias, heads=heads, eps=layers.eps)
-        return attend(shape, queries, places, slot, layers.longest)
+        return attend(shape, queries, places, slot, layers.longest, mixer.sinks)
     assert layers.delta is not None
     projected, _ = linear(normed, mixer.projection)
     return deltanet.run(

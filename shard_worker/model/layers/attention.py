@@ -7,7 +7,7 @@ import torch
 from services.model.config import LayerKind, ModelConfig
 from shard_worker.model.layer_weights import AttentionWeights, LayerTensors, norm_factor
 from shard_worker.model.rows import Rows, SessionRows
-from shard_worker.ops.attention import attend, attend_each
+from shard_worker.ops.attention import attend, attend_each, attend_with_sinks
 from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import apply_rope
 from shard_worker.weights.weight import concatenate
@@ -36,6 +36,7 @@ def pack(config: ModelConfig, tensors: LayerTensors) -> AttentionWeights:
         out=tensors.matrices["self_attn.o_proj.weight"].prepared(),
         out_bias=tensors.vectors.get("self_attn.o_proj.bias"),
         gated=config.attention_gate,
+        sinks=tensors.vectors["self_attn.sinks"].float() if config.attention_sinks else None,
     )
 
 
@@ -62,6 +63,9 @@ def run(
         assert cache is not None
         cache.store(slot, session.base, qk[own, heads:], values[own])
         keys_and_values = cache.span(slot, session.base + session.count)
+        if weights.sinks is not None:
+            alone = rows.batch_invariant_rows is not None
+            return attend_with_sinks(qk[own, :heads], *keys_and_values, weights.sinks, window, alone=alone)
         if rows.batch_invariant_rows is not None:
             return attend_each(qk[own, :heads], *keys_and_values, window)
         return attend(qk[own, :heads], *keys_and_values, session.masks[kind])

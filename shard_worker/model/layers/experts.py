@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from services.model.config import ModelConfig
-from services.model.layers.experts import EXPERTS, ROUTER, sizes
+from services.model.layers.experts import EXPERTS, sizes
 from shard_worker.model.layer_weights import ExpertsTogether, ExpertsWeights, LayerTensors, MlpWeights
 from shard_worker.model.layers import swiglu
 from shard_worker.model.rows import Rows
@@ -22,22 +22,26 @@ from shard_worker.weights.weight import DenseWeight, Weight, concatenate
 
 def pack(config: ModelConfig, tensors: LayerTensors) -> ExpertsWeights:
     """Return the weights with one matrix for gate and up of each expert."""
-    shape, matrices = sizes(config), tensors.matrices
+    shape, matrices, vectors = sizes(config), tensors.matrices, tensors.vectors
+    router = matrices[f"{shape.router}.weight"]
 
     def expert(prefix: str) -> MlpWeights:
         gate, up, down = (matrices[f"{prefix}{part}_proj.weight"] for part in ("gate", "up", "down"))
-        return MlpWeights(concatenate([gate, up]).prepared(), down.prepared())
+        of_gate, of_up, of_down = (vectors.get(f"{prefix}{part}_proj.bias") for part in ("gate", "up", "down"))
+        of_both = None if of_gate is None or of_up is None else torch.cat([of_gate, of_up])
+        return MlpWeights(concatenate([gate, up]).prepared(), down.prepared(), of_both, of_down, shape.clamped)
 
     has_shared = shape.shared_size is not None
     weights = ExpertsWeights(
-        router=matrices[ROUTER].prepared(),
+        router=router.prepared(),
         experts=tuple(expert(f"{EXPERTS}{number}.") for number in range(shape.count)),
         chosen=shape.chosen,
         normalised=shape.normalised,
         shared=expert("mlp.shared_expert.") if has_shared else None,
         shared_gate=matrices["mlp.shared_expert_gate.weight"].prepared() if has_shared else None,
+        router_bias=vectors[f"{shape.router}.bias"].float() if shape.biased else None,
     )
-    return _together(weights, matrices[ROUTER])
+    return weights if shape.biased else _together(weights, router)
 
 
 def _together(weights: ExpertsWeights, router: Weight) -> ExpertsWeights:
@@ -71,7 +75,7 @@ def run(weights: ExpertsWeights, x: torch.Tensor, rows: Rows | None = None) -> t
     each: Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor] = (
         _at_once if rows is None else rows.each
     )
-    scores = weights.router.matmul(x.float(), None, fixed_rows)
+    scores = weights.router.matmul(x.float(), weights.router_bias, fixed_rows)
     shares, chosen = each(_probabilities, scores).topk(weights.chosen, -1)
     if weights.normalised:
         shares = each(_normalised, shares)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from services.model.config import ModelConfig
 from shard_worker.model.layer_weights import LayerTensors, MlpWeights
 from shard_worker.model.rows import Rows
-from shard_worker.ops.activation import swiglu
+from shard_worker.ops.activation import clamped_swiglu, swiglu
 from shard_worker.weights.weight import concatenate
 
 
@@ -27,5 +28,8 @@ def run(weights: MlpWeights, x: torch.Tensor, rows: Rows | None = None) -> torch
     """Return what rows x [n, hidden] become, [n, hidden]. rows: what they are, where they are a step's."""
     fixed_rows = None if rows is None else rows.batch_invariant_rows
     gate_up = weights.gate_up.matmul(x, weights.gate_up_bias, fixed_rows)
-    hidden = swiglu(gate_up) if rows is None else rows.each(rows.operations.swiglu, gate_up)
+    gate = swiglu if rows is None else rows.operations.swiglu
+    if weights.clamped is not None:
+        gate = functools.partial(clamped_swiglu, limit=weights.clamped.limit, alpha=weights.clamped.alpha)
+    hidden = gate(gate_up) if rows is None else rows.each(gate, gate_up)
     return weights.down.matmul(hidden, weights.down_bias, fixed_rows)

@@ -35,6 +35,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         ("qwen3", {"full_attention"}),
         ("qwen3-sliding", {"full_attention", "sliding_attention"}),
         ("qwen3_moe", {"full_attention"}),
+        ("gpt_oss", {"full_attention", "sliding_attention"}),
         ("qwen3_5-nested", {"linear_attention", "full_attention"}),
     ],
 )

@@ -84,16 +84,17 @@ def test_heads_of_other_sizes_are_named(pretend: Pretend, sizes: list[int]) -> N
 
 
 def test_layers_without_kernels_are_named_once(pretend: Pretend, tiny: Tiny) -> None:
-    """Experts that are not dense, as those in a CPU's blocks, and biases in SwiGLU: plain torch computes them."""
-    names = ("llama", "llama-biases", "qwen3_moe", "qwen3_moe")
+    """Experts that are not dense, as those in a CPU's blocks, and biases: plain torch computes them."""
+    names = ("llama", "llama-biases", "qwen3_moe", "qwen3_moe", "gpt_oss")
     layers = [load_stage(tiny.path(name), (0, 2)).segments[0].weights for name in names]
     layers.append(load_stage(tiny.path("qwen3_moe"), (0, 2), dtype="float16").segments[0].weights)
     device = pretend(nvidia(9, 0))
     with structlog.testing.capture_logs() as logs:
         found = [have_layers(device, one) for one in layers]
-    assert found == [True, False, False, False, True]
+    assert found == [True, False, False, False, False, True]
     assert [event["why"] for event in logs] == [
-        f"there are none for {what}; plain torch serves, slower" for what in ("biases in SwiGLU", "packed experts")
+        f"there are none for {what}; plain torch serves, slower"
+        for what in ("biases in SwiGLU", "packed experts", "biases of experts")
     ]
 
 

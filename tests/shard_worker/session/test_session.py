@@ -46,7 +46,7 @@ async def test_plain_tokens_are_those_of_transformers(
         assert await client.plain(prompt, COUNT) == expected
 
 
-@pytest.mark.parametrize(("name", "cuts"), [*SPLITS, ("qwen3_moe", (2,))])
+@pytest.mark.parametrize(("name", "cuts"), [*SPLITS, ("qwen3_moe", (2,)), ("gpt_oss", (1, 2, 3))])
 @pytest.mark.parametrize("transport", [SUM, SLICES])
 async def test_speculated_tokens_are_those_of_transformers(
     tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...], transport: FeatureTransport
@@ -82,7 +82,9 @@ async def test_any_draft_tokens_give_the_same_tokens(
     assert {len(tokens) for tokens in answer.verified} == {min(wrong, BLOCK - 1) + 1}
 
 
-@pytest.mark.parametrize(("name", "cuts"), [("qwen3_5", (3,)), ("qwen3-sliding", (1, 3)), ("qwen3_5_moe", (1, 3))])
+@pytest.mark.parametrize(
+    ("name", "cuts"), [("qwen3_5", (3,)), ("qwen3-sliding", (1, 3)), ("qwen3_5_moe", (1, 3)), ("gpt_oss", (1, 3))]
+)
 async def test_draft_tokens_that_go_wrong_at_every_index_in_turn(
     tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...]
 ) -> None:

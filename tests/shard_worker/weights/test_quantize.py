@@ -90,7 +90,7 @@ PACKINGS = [Quantization(QuantizedTo.INT8), Quantization(QuantizedTo.INT4, ends=
 
 
 @pytest.mark.parametrize("quantization", PACKINGS, ids=str)
-@pytest.mark.parametrize("model", ["qwen3-tied", "qwen3_5-ratio-2", "qwen3_moe"])
+@pytest.mark.parametrize("model", ["qwen3-tied", "qwen3_5-ratio-2", "qwen3_moe", "gpt_oss"])
 def test_a_stage_computes_with_the_packed_matrices(tiny: Tiny, model: str, quantization: Quantization) -> None:
     """The same logits as a checkpoint of those very elements, in one stage and in two; the planner counts its bytes,
     and progress those of the file."""

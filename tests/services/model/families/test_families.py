@@ -11,6 +11,7 @@ from services.errors import InvalidArgument, Unimplemented
 from services.model.families import known_families, read_model_config
 from services.model.packings import logical_headers
 from tests.services.model.families import (
+    test_gpt_oss,
     test_hybrid_experts,
     test_llama,
     test_mistral,
@@ -20,6 +21,7 @@ from tests.services.model.families import (
 )
 
 RAW: dict[str, dict[str, Any]] = {
+    "gpt_oss": test_gpt_oss.RAW,
     "llama": test_llama.RAW,
     "mistral": test_mistral.RAW,
     "qwen3": test_qwen3.RAW,

@@ -65,7 +65,7 @@ def test_a_key_that_cannot_be_served_is_refused_by_name(
 
 
 def test_experts_together_are_found_one_by_one() -> None:
-    """Gates before ups; those with biases, which are laid out otherwise, stay."""
+    """Gates before ups. Where there are biases, both alternate, and matrices are transposed; those of MXFP4 are not."""
     start = "model.layers.0.mlp.experts."
     fused = {
         f"{start}gate_up_proj": TensorHeader("BF16", (2, 6, 4)),
@@ -79,6 +79,18 @@ def test_experts_together_are_found_one_by_one() -> None:
         for expert in range(2)
         for part in ("gate_proj", "up_proj", "down_proj")
     }
-    assert parts[f"{start}1.up_proj.weight"] == ExpertPart(f"{start}gate_up_proj", 1, 3, 6)
-    biased = {**fused, **{f"{name}_bias": TensorHeader("BF16", (2, 6)) for name in fused}}
-    assert experts_apart(biased) == (biased, {})
+    assert parts[f"{start}1.up_proj.weight"] == ExpertPart(f"{start}gate_up_proj", 1, slice(3, 6))
+    both, down = f"{start}gate_up_proj", f"{start}down_proj"
+    biases = {f"{both}_bias": TensorHeader("BF16", (2, 6)), f"{down}_bias": TensorHeader("BF16", (2, 4))}
+    dense = {both: TensorHeader("BF16", (2, 4, 6)), down: TensorHeader("BF16", (2, 3, 4))}
+    headers, parts = experts_apart(dense | biases)
+    assert headers[f"{start}0.up_proj.weight"].shape == (3, 4)
+    assert headers[f"{start}0.down_proj.weight"].shape == (4, 3)
+    assert headers[f"{start}1.down_proj.bias"].shape == (4,)
+    assert parts[f"{start}1.up_proj.weight"] == ExpertPart(both, 1, slice(1, 6, 2), transposed=True)
+    assert parts[f"{start}1.up_proj.bias"] == ExpertPart(f"{both}_bias", 1, slice(1, 6, 2))
+    packed = {f"{both}_blocks": TensorHeader("U8", (2, 6, 3, 16)), f"{both}_scales": TensorHeader("U8", (2, 6, 3))}
+    headers, parts = experts_apart(packed | biases)
+    assert headers[f"{start}1.gate_proj.blocks"].shape == (3, 48)
+    assert headers[f"{start}1.gate_proj.scales"].shape == (3, 3)
+    assert parts[f"{start}1.gate_proj.blocks"] == ExpertPart(f"{both}_blocks", 1, slice(0, 6, 2))

@@ -14,21 +14,31 @@ KV_HEADS, GROUP, LAYERS, SLOT = 2, 4, 2, 1
 CAPACITY, BASE, ROWS = 400, 250, 16
 
 
-def dense(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The last rows' attention in float64. queries: [n, heads, dim]; keys, values: [length, kv_heads, dim]."""
+def dense(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The last rows' attention in float64. queries: [n, heads, dim]; keys, values: [length, kv_heads, dim]; sinks:
+    [heads], a column of scores more, which is dropped behind the softmax."""
     n, length = len(queries), len(keys)
     keys, values = (x.double().repeat_interleave(GROUP, 1) for x in (keys, values))
     scores = torch.einsum("nhd,lhd->hnl", queries.double(), keys) * queries.shape[-1] ** -0.5
     seen = torch.arange(length, device=keys.device) <= torch.arange(length - n, length, device=keys.device)[:, None]
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, n, 1)), -1)
+    weights = scores.softmax(-1)[..., :length]
     return torch.einsum("hnl,lhd->nhd", weights, values).flatten(1)
 
 
+SIZES = [*((dim, False) for dim in (16, 32, 64, 128, 256)), (64, True)]
+
+
 @pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
-@pytest.mark.parametrize("dim", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize(("dim", "has_sinks"), SIZES)
 @torch.inference_mode()
-def test_a_row_attends_alone_as_in_a_block(dim: int, dtype: torch.dtype) -> None:
-    """For heads of every size, over a page's end: near the dense one, and to the same bits."""
+def test_a_row_attends_alone_as_in_a_block(dim: int, has_sinks: bool, dtype: torch.dtype) -> None:
+    """For heads of every size, over a page's end, without sinks and with small and large ones: near the dense one, and
+    to the same bits."""
     from shard_worker.model.kernels.attention import attend
     from shard_worker.model.kernels.heads import HeadShape
 
@@ -43,15 +53,16 @@ def test_a_row_attends_alone_as_in_a_block(dim: int, dtype: torch.dtype) -> None
     cache.store(SLOT, 0, keys, values)
     shape = HeadShape(KV_HEADS * GROUP, KV_HEADS, dim, dim, PAGE_ROWS)
     queries = random(ROWS, shape.stride)
-    together = attend(shape, queries, places_of(cache, BASE, ROWS), SLOT, CAPACITY)
+    sinks = torch.linspace(-4, 12, KV_HEADS * GROUP).to(on) if has_sinks else None
+    together = attend(shape, queries, places_of(cache, BASE, ROWS), SLOT, CAPACITY, sinks)
 
-    expected = dense(queries.view(ROWS, -1, dim), keys, values)
+    expected = dense(queries.view(ROWS, -1, dim), keys, values, sinks)
     near = 1e-5 if dtype is torch.float32 else 1e-2
     assert (together.double() - expected).norm() < near * expected.norm()
     # What the CPU sums in one order, the interpreter's numpy does not for another number of rows.
     if ON_GPU:
         alone = [
-            attend(shape, queries[row : row + 1], places_of(cache, BASE + row, 1), SLOT, CAPACITY)
+            attend(shape, queries[row : row + 1], places_of(cache, BASE + row, 1), SLOT, CAPACITY, sinks)
             for row in range(ROWS)
         ]
         assert torch.equal(torch.cat(alone), together)
