@@ -26,6 +26,13 @@ class LayerKind(StrEnum):
         return "linear_attention" if self is LayerKind.LINEAR else "attention"
 
 
+class Activation(StrEnum):
+    """What a feed-forward part does to its gates, in the words of Hugging Face's `hidden_act`."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_pytorch_tanh"
+
+
 @dataclass(frozen=True, slots=True)
 class LinearAttentionConfig:
     """The sizes of a Gated DeltaNet layer: its heads, and how many inputs its causal convolution spans (taps)."""
@@ -95,6 +102,34 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """How one layer attends.
+
+    heads, kv_heads, head_dim: of queries, of keys and values, and elements of each. rope: how positions enter. window:
+    how many positions a row sees, its own included; None for all before it. score_scale: what the products of queries
+    and keys are multiplied by; None for 1 / sqrt(head_dim).
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope
+    window: int | None = None
+    score_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument for numbers that contradict each other."""
+        check_heads(self.heads, self.kv_heads)
+        rotated = self.rope.rotary_dim
+        if rotated % 2 or not 2 <= rotated <= self.head_dim:
+            raise InvalidArgument(
+                f"config.json: {rotated} of {self.head_dim} elements of a head would rotate; it must be an "
+                "even number of them",
+                field="partial_rotary_factor",
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder-only target. Sizes count elements; positions and windows count tokens."""
 
@@ -129,6 +164,18 @@ class ModelConfig:
     """Whether attention's output is multiplied by a sigmoid gate, which the query projection also makes."""
     sliding_window: int | None = None
     """How many positions a sliding layer's row sees, its own included."""
+    full_attention: AttentionShape | None = None
+    """How full layers attend, where it is otherwise than the fields above say of all layers."""
+    score_scale: float | None = None
+    """As of `AttentionShape`."""
+    output_norms: bool = False
+    """Whether what the mixer makes, and what the feed-forward part makes, has an RMSNorm before it is added."""
+    activation: Activation = Activation.SILU
+    """What feed-forward parts do to their gates."""
+    embedding_scale: float = 1.0
+    """What embedding rows are multiplied by, rounded to the element type of activations."""
+    logit_cap: float | None = None
+    """c, where logits become `c * tanh(logits / c)`."""
     experts: ExpertsConfig | None = None
     """The sizes of mixtures of experts, where there are any."""
     linear: LinearAttentionConfig | None = None
@@ -138,20 +185,34 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Raises InvalidArgument for numbers that contradict each other."""
-        check_heads(self.heads, self.kv_heads)
-        rotated = self.rope.rotary_dim
-        if rotated % 2 or not 2 <= rotated <= self.head_dim:
-            raise InvalidArgument(
-                f"config.json: {rotated} of {self.head_dim} elements of a head would rotate; it must be an "
-                "even number of them",
-                field="partial_rotary_factor",
-            )
+        self._attention(LayerKind.FULL)
         if LayerKind.SLIDING in self.layer_kinds and self.sliding_window is None:
             raise InvalidArgument(
                 "config.json: some layers are sliding_attention, but there is no window: give sliding_window and "
                 "use_sliding_window",
                 field="sliding_window",
             )
+
+    def attention(self, layer: int) -> AttentionShape:
+        """Return how a layer attends, which is not a recurrent one."""
+        return self._attention(self.layer_kinds[layer])
+
+    def _attention(self, kind: LayerKind) -> AttentionShape:
+        if kind is LayerKind.FULL and self.full_attention is not None:
+            return self.full_attention
+        window = self.sliding_window if kind is LayerKind.SLIDING else None
+        return AttentionShape(self.heads, self.kv_heads, self.head_dim, self.rope, window, self.score_scale)
+
+    @property
+    def attention_shapes(self) -> dict[int, AttentionShape]:
+        """How each layer attends, by its index; recurrent ones are left out."""
+        kinds = enumerate(self.layer_kinds)
+        return {layer: self._attention(kind) for layer, kind in kinds if kind is not LayerKind.LINEAR}
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """All ways in which positions enter attention."""
+        return tuple(dict.fromkeys((self.rope, *(shape.rope for shape in self.attention_shapes.values()))))
 
     def feed_forward(self, layer: int) -> str:
         """Return the feed-forward part of a layer: a module of `services.model.layers` and of the worker's `layers`."""

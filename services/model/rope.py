@@ -21,6 +21,8 @@ _PLACES = ("rope_parameters", "rope_scaling")
 _TYPES = ("default", "linear", "llama3", "yarn")
 _STRETCHING = _TYPES[1:]
 _OF_GGUF = "divided"
+_SCALED_KIND = "full_attention"
+"""The kind of layers that is stretched where layers differ in RoPE: sliding ones never look far."""
 _KEPT = frozenset({"rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"})
 """What is said beside the scaling; positions of text are the same in all sections of `mrope_section`."""
 _KNOWN = _KEPT | {
@@ -136,6 +138,24 @@ def read_rope(reader: ConfigReader, rotary_dim: int, default_theta: float = 10_0
     return Rope(rotary_dim, theta, _yarn(merged, factor, original))
 
 
+def read_rope_of_kind(reader: ConfigReader, kind: str, rotary_dim: int, theta_key: str, default_theta: float) -> Rope:
+    """Read RoPE of one kind of layers, where layers differ in it.
+
+    kind: full_attention or sliding_attention; `rope_parameters` has an object of each. Older files, in which it is one
+    object or none, mean full layers by it; the base is then under `theta_key`. Raises as `read_rope`.
+    """
+    nested = rope_parameters(reader)
+    by_kind = any(isinstance(value, Mapping) for value in nested.values())
+    own = (nested.get(kind) or {}) if by_kind else nested if kind == _SCALED_KIND else {}
+    if not isinstance(own, Mapping):
+        raise InvalidArgument(
+            f"{reader.source}: rope_parameters has {own!r} for {kind}; it must be an object", field="rope_parameters"
+        )
+    theta = own.get("rope_theta", reader.raw(theta_key))
+    plain = dict.fromkeys(_PLACES, None) | {_PLACES[0]: {**own, **({} if theta is None else {"rope_theta": theta})}}
+    return read_rope(reader.with_keys({**plain, "rope_theta": None}), rotary_dim, default_theta)
+
+
 def context_length(reader: ConfigReader, rope: Rope, default: int = 32768) -> int:
     """Return the longest context that a model is made for, in tokens.
 
@@ -180,9 +200,12 @@ def with_rope_scaling(raw: Mapping[str, Any], scaling: str | None) -> dict[str, 
     nested = raw.get("text_config")
     text = nested if isinstance(nested, Mapping) else raw
     keys = json.loads(scaling)
-    kept = {key: value for key, value in rope_parameters(ConfigReader(text)).items() if key in _KEPT}
+    given = rope_parameters(ConfigReader(text))
+    own = given.get(_SCALED_KIND, given)
+    kept = {key: value for key, value in own.items() if key in _KEPT}
+    scaled: dict[str, Any] = {**kept, **keys}
     plain = {key: value for key, value in text.items() if key not in _PLACES}
-    changed = {**plain, _PLACES[0]: {**kept, **keys}}
+    changed = {**plain, _PLACES[0]: scaled if own is given else {**given, _SCALED_KIND: scaled}}
     return {**raw, "text_config": changed} if isinstance(nested, Mapping) else changed
 
 

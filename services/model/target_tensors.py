@@ -17,7 +17,7 @@ from services.model.layers import Shapes, layer_shapes, sublayer_of
 from services.model.layers.experts import ROUTERS
 from services.model.tensor_headers import TensorHeader
 
-PREFIXES = ("model.language_model.", "model.", "")
+PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
 """What the names of the decoder's tensors may begin with."""
 
 HEAD = "lm_head.weight"
@@ -134,7 +134,7 @@ class TargetTensors:
         Where any matrix is packed it is what the configuration names, else that of the layer's first norm.
         """
         feed_forward = sublayer_of(self._config.feed_forward(layer))
-        name = f"{self._prefix}layers.{layer}.{next(iter(feed_forward.tensor_shapes(self._config)))}"
+        name = f"{self._prefix}layers.{layer}.{next(iter(feed_forward.tensor_shapes(self._config, layer)))}"
         if any(header.packed is not None for header in self._headers.values()):
             if self._config.dtype is not None:
                 return self._config.dtype

@@ -31,8 +31,8 @@ class AttentionCache:
     are added as the session grows. Positions of a ring wrap around after as many slots as it has. What is kept in 8-bit
     floats is rounded on its way in, so that whatever attends to it sees what will be seen later.
 
-    slots: how many positions there is room for at most. page_rows: positions of a page. dtype: what keys and values are
-    kept in. addresses: of the pages that there are so far, for kernels.
+    kv_heads, head_dim: of the keys. slots: how many positions there is room for at most. page_rows: positions of a
+    page. dtype: what keys and values are kept in. addresses: of the pages that there are so far, for kernels.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class AttentionCache:
         self.slots = capacity if ring is None else ring
         self.page_rows, self._ring, self._like = page_rows or self.slots, ring, like
         self.dtype, self._pool = dtype or like.dtype, pool or PagePool()
+        self.kv_heads, self.head_dim = kv_heads, head_dim
         self._shape = (layers, 2, kv_heads, self.page_rows, head_dim)
         self._pages: list[Page] = []
         self.addresses: list[int] = []

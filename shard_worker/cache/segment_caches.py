@@ -1,4 +1,4 @@
-"""All that a session remembers of one segment's layers: an attention cache, a recurrent cache, or both.
+"""All that a session remembers of one segment's layers: attention caches, one a shape of keys, and a recurrent one.
 
 They are written in place. Rows beyond the committed length are scratch: attention overwrites them, and recurrent layers
 only keep what they need to advance by any number of them.
@@ -6,14 +6,14 @@ only keep what they need to advance by any number of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 
 from services.layers import LayerRange
 from services.model.cached_tensors import CachedTensor, CacheDtype, Per
-from services.model.config import LayerKind, ModelConfig
+from services.model.config import AttentionShape, LayerKind, ModelConfig
 from services.model.layers import layer_caches
 from shard_worker.cache.attention_cache import AttentionCache, AttentionView
 from shard_worker.cache.page_pool import PagePool
@@ -28,13 +28,16 @@ class SegmentCaches:
     """The caches of one session for one segment; a layer's place in them is in `slots_of`."""
 
     attention: AttentionCache | None
+    """Of the layers whose keys are shaped as those of the first one that attends; None where none does."""
     recurrent: RecurrentCache | None
+    others: tuple[AttentionCache, ...] = ()
+    """Of layers with other keys, one for each shape."""
 
     @classmethod
     def allocate(
         cls,
         config: ModelConfig,
-        kinds: Sequence[LayerKind],
+        layers: LayerRange,
         capacity: int,
         block_rows: int,
         like: torch.Tensor,
@@ -44,45 +47,54 @@ class SegmentCaches:
         kv_dtype: torch.dtype | None = None,
         pool: PagePool | None = None,
     ) -> SegmentCaches:
-        """Return empty caches for layers of these kinds.
+        """Return empty caches for these layers.
 
         capacity: positions of the longest session. block_rows: rows of its largest verify. like: a tensor on the
         device, of the type that is computed in. page_rows: positions that are allocated at a time, None for all.
         row_by_row: whether a block's rows are computed one by one. kv_dtype: what keys and values are kept in, None for
         the type that is computed in. pool: as of `AttentionCache`.
         """
-        linear = kinds.count(LayerKind.LINEAR)
-        attention = len(kinds) - linear
+        linear = config.layer_kinds[layers.first : layers.last].count(LayerKind.LINEAR)
         recurrent = None
         if linear:
             assert config.linear is not None
             recurrent = RecurrentCache(linear, config.linear, block_rows, like, row_by_row=row_by_row)
-        keys_and_values = None
-        if attention:
-            keys_and_values = AttentionCache(
-                attention, config.kv_heads, capacity, config.head_dim, like, page_rows, dtype=kv_dtype, pool=pool
-            )
-        return cls(keys_and_values, recurrent)
+        shapes = [shape for layer, shape in config.attention_shapes.items() if layer in layers]
+        caches = [
+            AttentionCache(count, kv_heads, capacity, head_dim, like, page_rows, dtype=kv_dtype, pool=pool)
+            for (kv_heads, head_dim), count in Counter((shape.kv_heads, shape.head_dim) for shape in shapes).items()
+        ]
+        return cls(caches[0] if caches else None, recurrent, tuple(caches[1:]))
+
+    @property
+    def attentions(self) -> tuple[AttentionCache, ...]:
+        """All attention caches."""
+        return (*(() if self.attention is None else (self.attention,)), *self.others)
+
+    def attention_of(self, shape: AttentionShape) -> AttentionCache:
+        """Return the cache of the layers that attend so."""
+        extents = shape.kv_heads, shape.head_dim
+        return next(cache for cache in self.attentions if (cache.kv_heads, cache.head_dim) == extents)
 
     @property
     def size_bytes(self) -> int:
         """Memory that they take by now."""
-        return sum(cache.size_bytes for cache in (self.attention, self.recurrent) if cache is not None)
+        return sum(cache.size_bytes for cache in (*self.attentions, self.recurrent) if cache is not None)
 
     def has_room(self, length: int) -> bool:
         """Say whether there is memory for the first `length` positions already."""
-        return self.attention is None or self.attention.has_room(length)
+        return all(cache.has_room(length) for cache in self.attentions)
 
     def reserve(self, length: int) -> None:
         """Take what is missing for the first `length` positions. Errors as in `AttentionCache.reserve`."""
-        if self.attention is not None:
-            self.attention.reserve(length)
+        for cache in self.attentions:
+            cache.reserve(length)
 
     def views(self) -> list[StateView]:
         """Return a view for each of `state_groups`, in that order."""
         views: list[StateView] = []
-        if self.attention is not None:
-            views += [AttentionView(self.attention, slice(None), which) for which in (0, 1)]
+        for cache in self.attentions:
+            views += [AttentionView(cache, slice(None), which) for which in (0, 1)]
         if self.recurrent is not None:
             committed = self.recurrent.conv[:, : self.recurrent.taps - 1]
             views += [WholeView(self.recurrent.state), WholeView(committed)]
@@ -94,10 +106,14 @@ class SegmentCaches:
             self.recurrent.commit(rows)
 
 
-def slots_of(kinds: Sequence[LayerKind]) -> tuple[int, ...]:
-    """Return each layer's place among those that share a cache with it: recurrent ones, or all that attend."""
-    linear = [kind is LayerKind.LINEAR for kind in kinds]
-    return tuple(linear[:layer].count(is_linear) for layer, is_linear in enumerate(linear))
+def slots_of(config: ModelConfig, layers: LayerRange) -> tuple[int, ...]:
+    """Return each layer's place among those that share a cache with it: recurrent ones, or those with equal keys."""
+    shapes = config.attention_shapes
+    keys = [
+        (shapes[layer].kv_heads, shapes[layer].head_dim) if layer in shapes else None
+        for layer in range(layers.first, layers.last)
+    ]
+    return tuple(keys[:offset].count(own) for offset, own in enumerate(keys))
 
 
 def state_groups(

@@ -1,4 +1,5 @@
-"""A few rows of the target's embedding for a draft: from a resident matrix, or from the mapped checkpoint."""
+"""A few rows of the target's embedding for a draft, scaled as the target's are: from a resident matrix, or from the
+mapped checkpoint."""
 
 from __future__ import annotations
 
@@ -7,13 +8,15 @@ from collections.abc import Callable
 import torch
 
 from services.errors import InvalidArgument
+from services.model.families import read_model_config
 from services.model.target_tensors import loaded_bytes
 from shard_worker.device.devices import Device, describe
 from shard_worker.device.dtypes import dtype_to_name
 from shard_worker.stage.stage import Stage
 from shard_worker.weights.checkpoint import Checkpoint
+from shard_worker.weights.scaled_rows import scaled_rows
 from shard_worker.weights.tiled import TiledWeight
-from shard_worker.weights.weight import DenseWeight, RowLookup, Weight
+from shard_worker.weights.weight import DenseWeight, RowLookup
 
 MAX_COPY_SHARE = 0.1
 """The share of a GPU's free memory that a copy of the embedding may take: the rest is for sessions."""
@@ -35,11 +38,13 @@ def resident_embedding(stage: Stage) -> RowLookup | None:
     A stage has it as its embedding, or as a tied lm_head whose rows are in order.
     """
     if stage.embedding is None and stage.config.tied_head and stage.head is not None:
-        return stage.head.weight if isinstance(stage.head.weight, DenseWeight | TiledWeight) else None
+        matrix = stage.head.weight
+        in_order = isinstance(matrix, DenseWeight | TiledWeight)
+        return scaled_rows(matrix, stage.config.embedding_scale, stage.dtype) if in_order else None
     return stage.embedding
 
 
-def copied_embedding(checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Weight | None:
+def copied_embedding(checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> RowLookup | None:
     """Return a copy of the whole matrix on a GPU that has plenty of room left, None elsewhere.
 
     There a draft can look up a token that the host does not know yet.
@@ -48,13 +53,20 @@ def copied_embedding(checkpoint: Checkpoint, device: Device, dtype: torch.dtype)
     size = loaded_bytes(name, checkpoint.headers[name], dtype_to_name(dtype))
     if not device.is_gpu or size > MAX_COPY_SHARE * describe(device).free_bytes:
         return None
-    return checkpoint.weight(name, device.torch_device, dtype)
+    scale = read_model_config(checkpoint.config).embedding_scale
+    return scaled_rows(checkpoint.weight(name, device.torch_device, dtype), scale, dtype)
 
 
 def rows_of_checkpoint(checkpoint: Checkpoint) -> EmbeddingRows:
     """Return a lookup in the checkpoint's mapped file. Raises InvalidArgument when it has no embedding."""
     name = matrix_name(checkpoint, "embed_tokens.weight")
-    return lambda token_ids: checkpoint.rows(name, token_ids)
+    scale = read_model_config(checkpoint.config).embedding_scale
+
+    def lookup(token_ids: tuple[int, ...]) -> torch.Tensor:
+        rows = checkpoint.rows(name, token_ids)
+        return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype)
+
+    return lookup
 
 
 def matrix_name(checkpoint: Checkpoint, suffix: str) -> str:

@@ -173,7 +173,7 @@ class _Probe:
             layers=LayerRange(0, layers),
             device=self.device,
             weights=tuple(weights),
-            rotation=Rotation.of(shape.rope, self.device.torch_device),
+            rotations=Rotation.of_all(shape.ropes, self.device.torch_device),
             capture=None,
             dtype=self.dtype,
         )

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 import structlog
 
 from services.errors import FailedPrecondition
-from services.model.config import ModelConfig
+from services.model.config import Activation, ModelConfig
 from shard_worker.device import devices
 from shard_worker.device.devices import Device, float8_lack
-from shard_worker.model.layer_weights import DecoderWeights, MlpWeights
+from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights, ExpertsWeights
 from shard_worker.weights.packed import PackedWeight
 from shard_worker.weights.tiled import TiledWeight, tiling_of
 from shard_worker.weights.weight import ReorderedWeight, StackedWeight, Weight
@@ -62,13 +62,23 @@ def have_layers(device: Device, layers: Iterable[DecoderWeights]) -> bool:
     Their feed-forward part is SwiGLU without biases, or a mixture of experts whose matrices are dense. Otherwise plain
     torch serves, and the log says so once.
     """
+    layers = tuple(layers)
+    shapes = [weights.mixer.shape for weights in layers if isinstance(weights.mixer, AttentionWeights)]
+    if len({shape.rope for shape in shapes}) > 1:
+        _log_missing(device, "RoPE that differs by layer")
+        return False
     for weights in layers:
         mlp = weights.mlp
-        if isinstance(mlp, MlpWeights):
-            lack = None if mlp.gate_up_bias is None else "biases in SwiGLU"
-        else:
+        lack = None
+        if weights.mixer_output_norm is not None:
+            lack = "norms of what sublayers make"
+        elif isinstance(mlp, ExpertsWeights):
             has_biases = mlp.experts[0].gate_up_bias is not None
             lack = None if mlp.together is not None else "biases of experts" if has_biases else "packed experts"
+        elif mlp.gate_up_bias is not None:
+            lack = "biases in SwiGLU"
+        elif mlp.activation is not Activation.SILU:
+            lack = "feed-forward parts with GELU"
         if lack is not None:
             _log_missing(device, lack)
             return False
@@ -128,4 +138,5 @@ def check_float8(device: Device, *, kernels: bool) -> None:
 def head_sizes(config: ModelConfig) -> list[int]:
     """Return the sizes of all kinds of heads that a model has."""
     linear = config.linear
-    return [config.head_dim, *([] if linear is None else [linear.key_head_dim, linear.value_head_dim])]
+    dims = dict.fromkeys(shape.head_dim for shape in config.attention_shapes.values())
+    return [*dims, *([] if linear is None else [linear.key_head_dim, linear.value_head_dim])]

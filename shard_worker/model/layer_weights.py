@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 
 import torch
 
-from services.model.config import ClampedSwiGlu, LayerKind, ModelConfig
+from services.model.config import Activation, AttentionShape, ClampedSwiGlu, LayerKind, ModelConfig
 from shard_worker.weights.weight import DenseWeight, Weight
 
 
@@ -40,12 +40,13 @@ class LayerTensors:
 class AttentionWeights:
     """The weights of an attention mixer.
 
-    qkv: the rows of [queries | keys | values | gates], each head after head; gates only where attention is gated.
-    qkv_bias: in the same order. qk_norm: float32 [heads + kv_heads, head_dim], so that queries and keys are normed in
-    one call; None where they have no norms. out: [hidden, heads * head_dim]. sinks: float32 [heads], of each head's
-    softmax; None where there are none.
+    shape: how it attends. qkv: the rows of [queries | keys | values | gates], each head after head; gates only where
+    attention is gated. qkv_bias: in the same order. qk_norm: float32 [heads + kv_heads, head_dim], so that queries and
+    keys are normed in one call; None where they have no norms. out: [hidden, heads * head_dim]. sinks: float32 [heads],
+    of each head's softmax; None where there are none.
     """
 
+    shape: AttentionShape
     qkv: Weight
     qkv_bias: torch.Tensor | None
     qk_norm: torch.Tensor | None
@@ -76,15 +77,15 @@ class LinearAttentionWeights:
 
 @dataclass(frozen=True, slots=True)
 class MlpWeights:
-    """The weights of SwiGLU. gate_up: [2 * mlp, hidden], gate rows first. down: [hidden, mlp]. Their biases, if any: of
-    their rows. clamped: how it gates, None for plain SwiGLU.
+    """The weights of SwiGLU, or of the same with another activation of gates. gate_up: [2 * mlp, hidden], gate rows
+    first. down: [hidden, mlp]. Their biases, if any: of their rows.
     """
 
     gate_up: Weight
     down: Weight
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
-    clamped: ClampedSwiGlu | None = None
+    activation: Activation | ClampedSwiGlu = Activation.SILU
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,8 @@ class ExpertsWeights:
 class DecoderWeights:
     """The weights of one layer. input_norm, post_norm: float32 [hidden], before the mixer and before the MLP.
 
-    feed_forward: what the MLP is, as of `ModelConfig.feed_forward`.
+    feed_forward: what the MLP is, as of `ModelConfig.feed_forward`. mixer_output_norm, mlp_output_norm: float32
+    [hidden], behind them, before what they made is added; None without such norms.
     """
 
     kind: LayerKind
@@ -134,6 +136,8 @@ class DecoderWeights:
     post_norm: torch.Tensor
     mlp: MlpWeights | ExpertsWeights
     feed_forward: str = "swiglu"
+    mixer_output_norm: torch.Tensor | None = None
+    mlp_output_norm: torch.Tensor | None = None
 
 
 def matrices_of(weights: DecoderWeights) -> list[Weight]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
-from services.model.config import LayerKind, LinearAttentionConfig, ModelConfig
+from services.model.config import AttentionShape, LinearAttentionConfig
+from services.model.rope import Rope
 from shard_worker.cache.recurrent_cache import RecurrentCache
 from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.model.layer_weights import LinearAttentionWeights
@@ -56,8 +57,8 @@ class SessionRows:
     """The session's memory of the layers."""
     uncommitted: bool
     """Whether it is decided later which rows count, so that recurrent layers must not advance."""
-    masks: Mapping[LayerKind, torch.Tensor | Causal | None] = field(default_factory=dict)
-    """By kind of layer, for `attend`; None where every row sees all positions up to the last row's."""
+    masks: Mapping[AttentionShape, torch.Tensor | Causal | None] = field(default_factory=dict)
+    """By how layers attend, for `attend`; None where every row sees all positions up to the last row's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +79,17 @@ class Rows:
 
     sessions: Sequence[SessionRows]
     """Whose they are: those of one session, and behind them those of the next."""
-    rope: tuple[torch.Tensor, torch.Tensor]
-    """Rotary cos and sin of every row, from `rope_table`."""
+    ropes: Mapping[Rope, tuple[torch.Tensor, torch.Tensor]]
+    """Rotary cos and sin of every row, from `rope_table`, for each way in which positions enter; at least one."""
     operations: RowOperations = PLAIN
     """What suits the device."""
     batch_invariant_rows: int | None = None
     """How many rows every product multiplies, so that a row comes out the same in steps of different numbers of rows;
     None where it need not."""
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.ropes.values()))[0].device
 
     def each(self, work: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
         """Return an elementwise function of rows [n, …].
@@ -129,36 +134,37 @@ class Rows:
             caches.append(session.caches)
             rows += range(first, first + session.count)
             first += session.count
-        order = torch.tensor([row for _, rows in kinds.values() for row in rows], device=self.rope[0].device)
+        order = torch.tensor([row for _, rows in kinds.values() for row in rows], device=self._device)
         return [AlikeSessions(*kind, caches) for kind, (caches, _) in kinds.items()], order, order.argsort()
 
 
 def make_rows(
-    config: ModelConfig,
-    kinds: frozenset[LayerKind],
-    rotation: Rotation,
+    shapes: Collection[AttentionShape],
+    rotations: Mapping[Rope, Rotation],
     like: torch.Tensor,
     sessions: Sequence[SessionRows],
     *,
     operations: RowOperations = PLAIN,
     batch_invariant_rows: int | None = None,
 ) -> Rows:
-    """Return the rows of these sessions for layers of these kinds, in the dtype and on the device of `like`.
+    """Return the rows of these sessions for layers that attend in these ways, in the dtype and on the device of `like`.
 
-    rotation: RoPE's. sessions: without masks. The other arguments are fields of `Rows`.
+    rotations: at least those of the shapes, and one where there are none. sessions: without masks. The other arguments
+    are fields of `Rows`.
     """
     device = like.device
     positions = [torch.arange(one.base, one.base + one.count, device=device) for one in sessions]
-    rope = rope_of_rows(positions, rotation, like.dtype, batch_invariant_rows)
-    # Attention with sinks needs no masks in memory either.
-    if batch_invariant_rows is not None or config.attention_sinks:
-        return Rows(sessions, rope, operations, batch_invariant_rows)
-    attending = kinds - {LayerKind.LINEAR}
+    ropes = {
+        rope: rope_of_rows(positions, rotation, like.dtype, batch_invariant_rows)
+        for rope, rotation in rotations.items()
+    }
+    if batch_invariant_rows is not None:
+        return Rows(sessions, ropes, operations, batch_invariant_rows)
     rows = [
-        replace(one, masks={kind: _mask(config, kind, like, own) for kind in attending})
+        replace(one, masks={shape: _mask(shape, like, own) for shape in shapes})
         for one, own in zip(sessions, positions, strict=True)
     ]
-    return Rows(rows, rope, operations)
+    return Rows(rows, ropes, operations)
 
 
 def rope_of_rows(
@@ -176,11 +182,9 @@ def rope_of_rows(
     return cos, sin
 
 
-def _mask(
-    config: ModelConfig, kind: LayerKind, like: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor | Causal | None:
-    """Return what a session's rows at these positions see in layers of a kind, for `attend`."""
-    window = config.sliding_window if kind is LayerKind.SLIDING else None
+def _mask(shape: AttentionShape, like: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | Causal | None:
+    """Return what a session's rows at these positions see in layers that attend so, for `attend`."""
+    window = shape.window
     span = int(positions[-1]) + 1
     if window is not None and span <= window:
         window = None
@@ -189,4 +193,4 @@ def _mask(
     if window is None and like.is_cuda and like.dtype.itemsize == 2:
         return Causal()
     seen = visibility(positions, torch.arange(span, device=like.device), causal=True, window=window)
-    return grouped_mask(seen, config.heads // config.kv_heads, like.dtype)
+    return grouped_mask(seen, shape.heads // shape.kv_heads, like.dtype)

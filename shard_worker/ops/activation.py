@@ -18,3 +18,9 @@ def clamped_swiglu(gate_up: torch.Tensor, limit: float, alpha: float) -> torch.T
     gate, up = gate_up.chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+def geglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return `gelu(gate) * up` (arXiv 2002.05202), with tanh's form of GELU, of rows as `swiglu` takes them."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,11 @@ class Rotation:
                 frequencies = _blended_by_pair(frequencies, rope, rope.scaling)
                 factor = rope.scaling.attention_factor
         return cls(frequencies.to(device), factor)
+
+    @classmethod
+    def of_all(cls, ropes: Iterable[Rope], device: torch.device) -> dict[Rope, Rotation]:
+        """Return the rotation of each."""
+        return {rope: cls.of(rope, device) for rope in ropes}
 
 
 def rope_table(positions: torch.Tensor, rotation: Rotation, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

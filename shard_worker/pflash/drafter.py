@@ -52,7 +52,8 @@ class Drafter:
         """
         device = self.segment.device.torch_device
         hidden = self.embedding.lookup(torch.tensor(token_ids)).to(self.segment.dtype)
-        rope = rope_table(torch.arange(len(token_ids), device=device), self.segment.rotation, hidden.dtype)
+        rotation = self.segment.rotations[self.config.rope]
+        rope = rope_table(torch.arange(len(token_ids), device=device), rotation, hidden.dtype)
         scores, last = TokenScores(), len(self.segment.weights) - 1
         for number, weights in enumerate(self.segment.weights):
             hidden = self._layer(weights, hidden, rope, scores, last=number == last)

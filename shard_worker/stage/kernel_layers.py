@@ -21,17 +21,18 @@ def kernel_layers(segment: Segment) -> decoder.Layers:
     config = segment.config
     kinds = config.layer_kinds[segment.layers.first : segment.layers.last]
     heads = {
-        kind: HeadShape(
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            dim=config.head_dim,
-            rotary=config.rope.rotary_dim,
+        one.kind: HeadShape(
+            heads=one.mixer.shape.heads,
+            kv_heads=one.mixer.shape.kv_heads,
+            dim=one.mixer.shape.head_dim,
+            rotary=one.mixer.shape.rope.rotary_dim,
             page=PAGE_ROWS,
-            window=(config.sliding_window or 0) if kind is LayerKind.SLIDING else 0,
-            gated=any(isinstance(one.mixer, AttentionWeights) and one.mixer.gated for one in segment.weights),
+            window=one.mixer.shape.window or 0,
+            gated=one.mixer.gated,
             float8=segment.kv_dtype is not None,
         )
-        for kind in set(kinds) - {LayerKind.LINEAR}
+        for one in segment.weights
+        if isinstance(one.mixer, AttentionWeights)
     }
     linear = config.linear
     delta = None
@@ -50,6 +51,6 @@ def kernel_layers(segment: Segment) -> decoder.Layers:
         heads=heads,
         delta=delta,
         longest=config.max_position,
-        rotation=segment.rotation,
+        rotation=segment.rotations[config.rope],
         eps=config.norm_eps,
     )

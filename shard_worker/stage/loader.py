@@ -28,6 +28,7 @@ from shard_worker.stage.segment import Segment
 from shard_worker.stage.stage import Stage
 from shard_worker.stage.step_runner import make_runner
 from shard_worker.weights.checkpoint import Checkpoint, MappedRows
+from shard_worker.weights.scaled_rows import scaled_rows
 from shard_worker.weights.tiled import TiledWeight
 from shard_worker.weights.weight import DenseWeight, RowLookup, Weight
 
@@ -196,7 +197,8 @@ class StageLoader:
             embedding = held.embedding
             resident += embedding.nbytes
         elif self.is_first:
-            embedding = loaded_embedding = load_matrix(self._tensors.embedding, devices[0].torch_device)
+            loaded_embedding = load_matrix(self._tensors.embedding, devices[0].torch_device)
+            embedding = self._embedding(loaded_embedding)
         if self.is_last and held.head is not None and _is_on(held.head.weight, devices[-1]):
             head = held.head
             resident += head.norm.nbytes + head.weight.nbytes
@@ -207,11 +209,12 @@ class StageLoader:
             assert matrix is not None
             norm = norm_factor(self.config, load_vector(self._tensors.norm, last))
             synthetic = read_synthetic_acceptance(self._checkpoint.config, self.config.vocab_size, last)
-            head = Head(norm, matrix.prepared(), self.config.norm_eps, synthetic)
+            head = Head(norm, matrix.prepared(), self.config.norm_eps, synthetic, self.config.logit_cap)
             if shared and head.weight is not matrix:
                 # Not both in memory: rows are looked up in tiles, or in the mapped file.
                 tiled = isinstance(head.weight, TiledWeight)
-                embedding = head.weight if tiled else MappedRows(self._checkpoint, self._tensors.embedding)
+                looked_up = head.weight if tiled else MappedRows(self._checkpoint, self._tensors.embedding)
+                embedding = self._embedding(looked_up)
         ends = [
             (segment, embedding if segment is segments[0] else None, head if segment is segments[-1] else None)
             for segment in segments
@@ -232,6 +235,9 @@ class StageLoader:
             batch_runners=tuple(BatchRunner(*end, graphs=graphs) for end in ends) if all(runners) else (),
         )
 
+    def _embedding(self, matrix: RowLookup) -> RowLookup:
+        return scaled_rows(matrix, self.config.embedding_scale, self.dtype)
+
     def _dtype_of(self, name: str) -> torch.dtype:
         """Return the element type that a tensor is loaded in, or takes activations of where it is packed."""
         return dtype_from_name(loaded_dtype(name, self._checkpoint.headers[name], dtype_to_name(self.dtype)))
@@ -248,7 +254,7 @@ class StageLoader:
             layers=layers,
             device=device,
             weights=tuple(load_layer(layer, device.torch_device) for layer in range(layers.first, layers.last)),
-            rotation=Rotation.of(self.config.rope, device.torch_device),
+            rotations=Rotation.of_all(self.config.ropes, device.torch_device),
             capture=self._capture(layers, device, capture),
             dtype=self.dtype,
             operations=row_operations(device, self.config),

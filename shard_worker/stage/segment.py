@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from services.layers import LayerRange
 from services.model.cached_tensors import Per
-from services.model.config import ModelConfig
+from services.model.config import AttentionShape, ModelConfig
 from services.model.layers import layer_caches
+from services.model.rope import Rope
 from shard_worker.cache.attention_cache import PAGE_ROWS
 from shard_worker.cache.page_pool import PagePool
 from shard_worker.cache.prefix_state import TensorGroup
@@ -33,8 +34,8 @@ class Segment:
     device: Device
     weights: tuple[DecoderWeights, ...]
     """One for each layer, in order."""
-    rotation: Rotation
-    """RoPE's, on the device."""
+    rotations: Mapping[Rope, Rotation]
+    """Each of the model's ways in which positions enter, on the device."""
     capture: Capture | None
     """What a draft wants of these layers; None where it wants nothing."""
     dtype: torch.dtype
@@ -49,7 +50,12 @@ class Segment:
     @property
     def slots(self) -> tuple[int, ...]:
         """Each layer's place in the cache that it uses."""
-        return slots_of(self.config.layer_kinds[self.layers.first : self.layers.last])
+        return slots_of(self.config, self.layers)
+
+    @property
+    def attention_shapes(self) -> frozenset[AttentionShape]:
+        """All ways in which layers attend here."""
+        return frozenset(shape for layer, shape in self.config.attention_shapes.items() if layer in self.layers)
 
     @property
     def session_tokens(self) -> int | None:
@@ -71,12 +77,11 @@ class Segment:
         capacity: its most positions. block_rows: rows of its largest verify. row_by_row: whether those are computed one
         by one.
         """
-        kinds = self.config.layer_kinds[self.layers.first : self.layers.last]
         like = torch.empty(0, dtype=self.dtype, device=self.device.torch_device)
         page_rows = PAGE_ROWS if self.device.is_gpu else None
         return SegmentCaches.allocate(
             self.config,
-            kinds,
+            self.layers,
             capacity,
             block_rows,
             like,
@@ -104,11 +109,11 @@ class Segment:
         None where no draft wants any. batch_invariant_rows: as in `Rows`.
         """
         hidden = hidden.to(self.device.torch_device)
-        kinds = frozenset(self.config.layer_kinds[self.layers.first : self.layers.last])
+        # Attention with sinks needs no masks in memory.
+        masked = frozenset[AttentionShape]() if self.config.attention_sinks else self.attention_shapes
         rows = make_rows(
-            self.config,
-            kinds,
-            self.rotation,
+            masked,
+            self.rotations,
             hidden,
             sessions,
             operations=self.operations,

@@ -360,7 +360,8 @@ def launch(
     elif capture is not None:
         step.layer_rows = result.captured
     if head is not None and result.normed is not None:
-        logits, _ = linear(result.normed, head.weight, out=None if logits is None else logits[: variant.rows])
+        products, _ = linear(result.normed, head.weight, out=None if logits is None else logits[: variant.rows])
+        logits = head.capped(products)
         chosen = logits.argmax(-1)
         if head.synthetic is not None:
             synthetic.choose(head.synthetic, parameters.tokens, places, chosen)

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -37,6 +39,7 @@ from tests.reference.weights import draw_model, generator
 __all__ = [
     "random_prompts",
     "write_draft",
+    "write_gemma3",
     "write_gpt_oss",
     "write_llama",
     "write_mistral",
@@ -46,6 +49,9 @@ __all__ = [
     "write_qwen3_moe",
     "write_qwen3_next",
 ]
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
@@ -163,6 +169,74 @@ def write_llama(
     if legacy_rope:
         storage.edit_config(folder, flatten_rope)
     return folder
+
+
+def write_gemma3(
+    path: Path | str,
+    *,
+    seed: int = 0,
+    layers: int = 4,
+    window: int = 6,
+    scalar: int = 24,
+    tied: bool = True,
+    cap: float | None = None,
+    stretched: bool = False,
+    nested: bool = False,
+    older: bool = False,
+) -> Path:
+    """A Gemma 3 checkpoint, of which each third layer is full. stretched: full layers by a factor. nested: as the text
+    part of a model with a tower. older: with keys of RoPE and of layers as files had them at first."""
+    rope = {"rope_type": "linear", "factor": 8.0} if stretched else {"rope_type": "default"}
+    text = Gemma3TextConfig(
+        architectures=["Gemma3ForCausalLM"],
+        head_dim=16,
+        query_pre_attn_scalar=scalar,
+        sliding_window=window,
+        layer_types=[FULL if (layer + 1) % 3 == 0 else SLIDING for layer in range(layers)],
+        rope_parameters={FULL: rope | {"rope_theta": 50_000.0}, SLIDING: {"rope_type": "default", "rope_theta": 1e4}},
+        final_logit_softcapping=cap,
+        **decoder_sizes(64, 4, 2, layers, 256, tied, "float32"),
+    )
+    folder = write_plain(path, text, Gemma3ForCausalLM, seed, centre=0.0)
+    if older:
+        storage.edit_config(folder, lambda config: _to_older_gemma3(config, rope if stretched else None))
+    if nested:
+        storage.edit_config(folder, lambda config: _nest(config, "gemma3", "Gemma3ForConditionalGeneration"))
+        storage.edit_tensors(folder, lambda tensors: _rename(tensors, "model.", "language_model.model."))
+        storage.edit_tensors(folder, lambda tensors: tensors.update(tower_tensors(64)))
+    return folder
+
+
+def _to_older_gemma3(config: dict[str, Any], scaling: dict[str, Any] | None) -> None:
+    del config["layer_types"], config["rope_parameters"]
+    config |= {
+        "sliding_window_pattern": 3,
+        "rope_theta": 50_000.0,
+        "rope_local_base_freq": 1e4,
+        "rope_scaling": scaling,
+    }
+
+
+def _nest(config: dict[str, Any], model_type: str, architecture: str) -> None:
+    text = dict(config)
+    config.clear()
+    config |= {"model_type": model_type, "architectures": [architecture], "text_config": text}
+    config |= {"vision_config": {"hidden_size": 32}, "eos_token_id": text["eos_token_id"]}
+
+
+def _rename(tensors: dict[str, torch.Tensor], before: str, after: str) -> None:
+    for name in list(tensors):
+        tensors[after + name.removeprefix(before)] = tensors.pop(name)
+
+
+def tower_tensors(hidden: int) -> dict[str, torch.Tensor]:
+    """Tensors of a tower and of its way into the text part; a text loader skips them."""
+    shapes = {
+        "vision_tower.vision_model.embeddings.patch_embedding.weight": (32, 3, 2, 2),
+        "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight": (32, 32),
+        "multi_modal_projector.mm_input_projection_weight": (32, hidden),
+    }
+    return {name: torch.randn(shape, generator=generator(0, name)) for name, shape in shapes.items()}
 
 
 def write_mistral(path: Path | str, *, seed: int = 0, sliding: int | None = None, tied: bool = False) -> Path:

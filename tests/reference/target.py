@@ -40,8 +40,9 @@ def blocks(model: PreTrainedModel) -> torch.nn.ModuleList:
 
 
 def embedding(model: PreTrainedModel) -> torch.Tensor:
-    """The token embedding matrix [V, H]."""
-    return model.get_input_embeddings().weight.detach()
+    """The rows [V, H] that tokens enter the model as, scaled where the model does that."""
+    table = model.get_input_embeddings()
+    return table(torch.arange(table.num_embeddings)).detach()
 
 
 def lm_head(model: PreTrainedModel) -> torch.Tensor:

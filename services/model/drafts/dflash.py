@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from services.errors import InvalidArgument, Unimplemented
-from services.model.config import LayerKind, check_heads, read_layer_kinds
+from services.model.config import AttentionShape, LayerKind, check_heads, read_layer_kinds
 from services.model.config_reader import ConfigReader
 from services.model.rope import Rope, context_length, read_rope
 from services.model.tensor_headers import TensorHeader
@@ -63,6 +63,11 @@ class DFlashConfig:
     def num_layers(self) -> int:
         """How many layers the draft has."""
         return len(self.layer_kinds)
+
+    def attention(self, layer: int) -> AttentionShape:
+        """Return how a layer attends."""
+        window = self.window if self.layer_kinds[layer] is LayerKind.SLIDING else None
+        return AttentionShape(self.heads, self.kv_heads, self.head_dim, self.rope, window)
 
     def cached_elements(self, max_length: int) -> int:
         """Return how many elements of keys and values a session of up to `max_length` tokens caches.

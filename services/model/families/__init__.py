@@ -41,7 +41,7 @@ nothing."""
 
 
 class Family(Protocol):
-    """What a family module offers."""
+    """What a family module offers; OWN_KEYS too, where it has any of the keys of `_NEUTRAL`."""
 
     def read_config(self, raw: Mapping[str, Any]) -> ModelConfig:
         """Read the text part of a config.json."""

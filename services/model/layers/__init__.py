@@ -7,6 +7,7 @@ the worker's module of the same name. The functions here put the sublayers of a 
 from __future__ import annotations
 
 import importlib
+from enum import StrEnum
 from typing import Protocol, cast
 
 from services.model.cached_tensors import CachedTensor
@@ -17,14 +18,23 @@ Shapes = dict[str, tuple[int, ...]]
 """The shape of every tensor by its name behind `layers.N.`, in the order in which they are loaded."""
 
 
+class Norm(StrEnum):
+    """Where an RMSNorm of a decoder layer stands: before a sublayer, or behind it."""
+
+    MIXER = "mixer"
+    MIXER_OUTPUT = "mixer_output"
+    FEED_FORWARD = "feed_forward"
+    FEED_FORWARD_OUTPUT = "feed_forward_output"
+
+
 class Sublayer(Protocol):
     """What a module of this package offers."""
 
-    def tensor_shapes(self, config: ModelConfig) -> Shapes:
-        """Return the tensors of one such sublayer."""
+    def tensor_shapes(self, config: ModelConfig, layer: int) -> Shapes:
+        """Return the tensors of a layer's sublayer."""
 
-    def cached_tensors(self, config: ModelConfig) -> tuple[CachedTensor, ...]:
-        """Return what a session keeps of one such sublayer."""
+    def cached_tensors(self, config: ModelConfig, layer: int) -> tuple[CachedTensor, ...]:
+        """Return what a session keeps of a layer's sublayer."""
 
 
 def sublayer_of(name: str) -> Sublayer:
@@ -33,12 +43,23 @@ def sublayer_of(name: str) -> Sublayer:
 
 
 def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
-    """Return the tensors of a decoder layer: two norms, a mixer and a feed-forward part."""
+    """Return the tensors of a decoder layer: two norms or four, a mixer and a feed-forward part."""
     return {
-        "input_layernorm.weight": (config.hidden_size,),
-        "post_attention_layernorm.weight": (config.hidden_size,),
-        **sublayer_of(config.layer_kinds[layer].mixer).tensor_shapes(config),
-        **sublayer_of(config.feed_forward(layer)).tensor_shapes(config),
+        **dict.fromkeys(norm_names(config).values(), (config.hidden_size,)),
+        **sublayer_of(config.layer_kinds[layer].mixer).tensor_shapes(config, layer),
+        **sublayer_of(config.feed_forward(layer)).tensor_shapes(config, layer),
+    }
+
+
+def norm_names(config: ModelConfig) -> dict[Norm, str]:
+    """Return the names of a decoder layer's norms. Where outputs have norms, too, the second one's name is theirs."""
+    if not config.output_norms:
+        return {Norm.MIXER: "input_layernorm.weight", Norm.FEED_FORWARD: "post_attention_layernorm.weight"}
+    return {
+        Norm.MIXER: "input_layernorm.weight",
+        Norm.MIXER_OUTPUT: "post_attention_layernorm.weight",
+        Norm.FEED_FORWARD: "pre_feedforward_layernorm.weight",
+        Norm.FEED_FORWARD_OUTPUT: "post_feedforward_layernorm.weight",
     }
 
 
@@ -54,4 +75,4 @@ def read_share(config: ModelConfig, name: str) -> float:
 def layer_caches(config: ModelConfig, layer: int) -> tuple[CachedTensor, ...]:
     """Return what a session keeps for a decoder layer."""
     mixer, feed_forward = sublayer_of(config.layer_kinds[layer].mixer), sublayer_of(config.feed_forward(layer))
-    return (*mixer.cached_tensors(config), *feed_forward.cached_tensors(config))
+    return (*mixer.cached_tensors(config, layer), *feed_forward.cached_tensors(config, layer))

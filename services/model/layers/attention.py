@@ -6,9 +6,10 @@ from services.model.cached_tensors import CachedTensor, CacheDtype, Per
 from services.model.config import ModelConfig
 
 
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """Return the tensors. A gated q_proj has double width: for each head its query, then its gate."""
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    shape = config.attention(layer)
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     q_rows = queries * 2 if config.attention_gate else queries
     shapes: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj.weight": (q_rows, config.hidden_size),
@@ -17,9 +18,9 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "self_attn.o_proj.weight": (config.hidden_size, queries),
     }
     if config.qk_norm:
-        shapes |= {f"self_attn.{part}_norm.weight": (config.head_dim,) for part in "qk"}
+        shapes |= {f"self_attn.{part}_norm.weight": (shape.head_dim,) for part in "qk"}
     if config.attention_sinks:
-        shapes["self_attn.sinks"] = (config.heads,)
+        shapes["self_attn.sinks"] = (shape.heads,)
     if config.attention_bias:
         shapes |= {
             "self_attn.q_proj.bias": (q_rows,),
@@ -30,7 +31,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def cached_tensors(config: ModelConfig) -> tuple[CachedTensor, ...]:
+def cached_tensors(config: ModelConfig, layer: int) -> tuple[CachedTensor, ...]:
     """Return the keys (after RoPE) and values of every position."""
-    row = (config.kv_heads, config.head_dim)
+    shape = config.attention(layer)
+    row = (shape.kv_heads, shape.head_dim)
     return tuple(CachedTensor(name, row, Per.TOKEN, CacheDtype.KEYS_AND_VALUES) for name in ("k", "v"))

@@ -19,7 +19,7 @@ def sizes(config: ModelConfig) -> ExpertsConfig:
     return config.experts
 
 
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """Return each expert's three matrices, the router, biases of these and, where there is one, the shared expert and
     its gate."""
     experts, hidden = sizes(config), config.hidden_size
@@ -36,7 +36,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def cached_tensors(config: ModelConfig) -> tuple[CachedTensor, ...]:
+def cached_tensors(config: ModelConfig, layer: int) -> tuple[CachedTensor, ...]:
     """Return nothing: it remembers no row."""
     return ()
 

@@ -12,7 +12,7 @@ def sizes(config: ModelConfig) -> LinearAttentionConfig:
     return config.linear
 
 
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """Return the tensors. in_proj_z makes the output's gate, in_proj_b beta and in_proj_a the decay."""
     linear, hidden = sizes(config), config.hidden_size
     rows = {"qkv": linear.conv_channels, "z": linear.value_dim, "b": linear.value_heads, "a": linear.value_heads}
@@ -28,7 +28,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def cached_tensors(config: ModelConfig) -> tuple[CachedTensor, ...]:
+def cached_tensors(config: ModelConfig, layer: int) -> tuple[CachedTensor, ...]:
     """Return the state and the convolution's last inputs; and what a verify records of its rows to commit them later.
 
     The record holds the convolution's input, the key, the corrected value and the decay of every row.

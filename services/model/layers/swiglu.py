@@ -6,7 +6,7 @@ from services.model.cached_tensors import CachedTensor
 from services.model.config import ModelConfig
 
 
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """Return its three matrices, and a bias of each where there are any."""
     shapes: dict[str, tuple[int, ...]] = {
         "mlp.gate_proj.weight": (config.mlp_size, config.hidden_size),
@@ -18,6 +18,6 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def cached_tensors(config: ModelConfig) -> tuple[CachedTensor, ...]:
+def cached_tensors(config: ModelConfig, layer: int) -> tuple[CachedTensor, ...]:
     """Return nothing: it remembers no row."""
     return ()

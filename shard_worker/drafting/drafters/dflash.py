@@ -189,7 +189,7 @@ class DFlashDraft:
         device = self.device.torch_device
         hidden = embedded.to(device, self.dtype)[torch.tensor(index, device=device)]
         rope = self._rope([(state.length, count) for state, count in zip(states, counts, strict=True)], fixed_rows)
-        rows = Rows((), rope, batch_invariant_rows=fixed_rows)
+        rows = Rows((), {config.rope: rope}, batch_invariant_rows=fixed_rows)
         masks: dict[tuple[int, LayerKind, bool], torch.Tensor | None] = {}
         for (kind, slot), causal, weights in zip(states[0].layers, config.causal, self.layers, strict=True):
             mixer = weights.mixer
@@ -314,6 +314,7 @@ def load(
             kind=kind,
             input_norm=read(f"{prefix}input_layernorm.weight").float(),
             mixer=AttentionWeights(
+                shape=config.attention(index),
                 qkv=qkv.prepared(),
                 qkv_bias=torch.cat([read(f"{attention}{part}_proj.bias") for part in "qkv"])
                 if config.attention_bias

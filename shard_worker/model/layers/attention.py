@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from services.model.config import LayerKind, ModelConfig
+from services.model.config import ModelConfig
 from shard_worker.model.layer_weights import AttentionWeights, LayerTensors, norm_factor
 from shard_worker.model.rows import Rows, SessionRows
 from shard_worker.ops.attention import attend, attend_each, attend_with_sinks
@@ -13,14 +13,15 @@ from shard_worker.ops.rope import apply_rope
 from shard_worker.weights.weight import concatenate
 
 
-def pack(config: ModelConfig, tensors: LayerTensors) -> AttentionWeights:
+def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> AttentionWeights:
     """Return the weights with one projection for queries, keys, values and gates."""
+    shape = config.attention(layer)
     q, k, v = (tensors.matrices[f"self_attn.{name}_proj.weight"] for name in "qkv")
     biases = [tensors.vectors[f"self_attn.{name}_proj.bias"] for name in "qkv"] if config.attention_bias else None
     parts = [q, k, v]
     if config.attention_gate:
         # For each head its query, then its gate.
-        rows = torch.arange(q.rows, device=q.device).view(config.heads, 2, config.head_dim)
+        rows = torch.arange(q.rows, device=q.device).view(shape.heads, 2, shape.head_dim)
         queries, gates = rows[:, 0].flatten(), rows[:, 1].flatten()
         parts = [q.select_rows(queries), k, v, q.select_rows(gates)]
         if biases is not None:
@@ -28,8 +29,12 @@ def pack(config: ModelConfig, tensors: LayerTensors) -> AttentionWeights:
     qk_norm = None
     if config.qk_norm:
         q_norm, k_norm = (norm_factor(config, tensors.vectors[f"self_attn.{part}_norm.weight"]) for part in "qk")
-        qk_norm = torch.cat((q_norm.expand(config.heads, -1), k_norm.expand(config.kv_heads, -1))).contiguous()
+        if shape.score_scale is not None:
+            # `attend` divides by sqrt(head_dim).
+            q_norm = q_norm * (shape.score_scale * shape.head_dim**0.5)
+        qk_norm = torch.cat((q_norm.expand(shape.heads, -1), k_norm.expand(shape.kv_heads, -1))).contiguous()
     return AttentionWeights(
+        shape=shape,
         qkv=concatenate(parts).prepared(),
         qkv_bias=None if biases is None else torch.cat(biases),
         qk_norm=qk_norm,
@@ -43,32 +48,30 @@ def pack(config: ModelConfig, tensors: LayerTensors) -> AttentionWeights:
 def run(
     config: ModelConfig,
     weights: AttentionWeights,
-    kind: LayerKind,
     slot: int,
     x: torch.Tensor,
     rows: Rows,
 ) -> torch.Tensor:
     """Return what rows x [n, hidden] become, [n, hidden]. Their keys and values are written to the caches first."""
-    count, heads, kv_heads, head_dim = x.shape[0], config.heads, config.kv_heads, config.head_dim
-    projected = weights.qkv.matmul(x, weights.qkv_bias, rows.batch_invariant_rows).view(count, -1, head_dim)
+    shape, count = weights.shape, len(x)
+    heads, kv_heads = shape.heads, shape.kv_heads
+    projected = weights.qkv.matmul(x, weights.qkv_bias, rows.batch_invariant_rows).view(count, -1, shape.head_dim)
     qk = projected[:, : heads + kv_heads]
     if weights.qk_norm is not None:
         qk = rms_norm(qk, weights.qk_norm, config.norm_eps)
-    qk = apply_rope(qk, rows.rope)
+    qk = apply_rope(qk, rows.ropes[shape.rope])
     values = projected[:, heads + kv_heads : heads + 2 * kv_heads]
-    window = config.sliding_window if kind is LayerKind.SLIDING else None
 
     def seen(session: SessionRows, own: slice) -> torch.Tensor:
-        cache = session.caches.attention
-        assert cache is not None
+        cache = session.caches.attention_of(shape)
         cache.store(slot, session.base, qk[own, heads:], values[own])
         keys_and_values = cache.span(slot, session.base + session.count)
         if weights.sinks is not None:
             alone = rows.batch_invariant_rows is not None
-            return attend_with_sinks(qk[own, :heads], *keys_and_values, weights.sinks, window, alone=alone)
+            return attend_with_sinks(qk[own, :heads], *keys_and_values, weights.sinks, shape.window, alone=alone)
         if rows.batch_invariant_rows is not None:
-            return attend_each(qk[own, :heads], *keys_and_values, window)
-        return attend(qk[own, :heads], *keys_and_values, session.masks[kind])
+            return attend_each(qk[own, :heads], *keys_and_values, shape.window)
+        return attend(qk[own, :heads], *keys_and_values, session.masks[shape])
 
     mixed = rows.by_session(seen)
     if weights.gated:

@@ -1,4 +1,5 @@
-"""A decoder layer as most families have it: norm, mixer, residual, norm, feed-forward part, residual."""
+"""A decoder layer as most families have it: norm, mixer, residual, norm, feed-forward part, residual. What a sublayer
+makes may have a norm of its own before it is added."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from services.model.config import LayerKind, ModelConfig
+from services.model.config import ModelConfig
+from services.model.layers import Norm, norm_names
 from shard_worker.model.layer_weights import DecoderWeights, LayerTensors, norm_factor
 from shard_worker.model.rows import Rows
 
@@ -16,14 +18,13 @@ from shard_worker.model.rows import Rows
 class Mixer(Protocol):
     """What the module of a mixer offers: the part of a layer in which a row sees those before it."""
 
-    def pack(self, config: ModelConfig, tensors: LayerTensors) -> Any:
-        """Return its weights, fused and converted."""
+    def pack(self, config: ModelConfig, layer: int, tensors: LayerTensors) -> Any:
+        """Return a layer's weights, fused and converted."""
 
     def run(
         self,
         config: ModelConfig,
         weights: Any,
-        kind: LayerKind,
         slot: int,
         x: torch.Tensor,
         rows: Rows,
@@ -34,8 +35,8 @@ class Mixer(Protocol):
 class FeedForward(Protocol):
     """What the module of a feed-forward part offers: the part of a layer that takes each row by itself."""
 
-    def pack(self, config: ModelConfig, tensors: LayerTensors) -> Any:
-        """Return its weights, fused and converted."""
+    def pack(self, config: ModelConfig, layer: int, tensors: LayerTensors) -> Any:
+        """Return a layer's weights, fused and converted."""
 
     def run(self, weights: Any, x: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
         """Return what rows [n, hidden] become, [n, hidden]. rows: what they are, where they are a step's."""
@@ -44,13 +45,16 @@ class FeedForward(Protocol):
 def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> DecoderWeights:
     """Return a layer's weights as `run` takes them."""
     kind, feed_forward = config.layer_kinds[layer], config.feed_forward(layer)
+    norms = {place: norm_factor(config, tensors.vectors[name]) for place, name in norm_names(config).items()}
     return DecoderWeights(
         kind=kind,
-        input_norm=norm_factor(config, tensors.vectors["input_layernorm.weight"]),
-        mixer=_mixer(kind.mixer).pack(config, tensors),
-        post_norm=norm_factor(config, tensors.vectors["post_attention_layernorm.weight"]),
-        mlp=_feed_forward(feed_forward).pack(config, tensors),
+        input_norm=norms[Norm.MIXER],
+        mixer=_mixer(kind.mixer).pack(config, layer, tensors),
+        post_norm=norms[Norm.FEED_FORWARD],
+        mlp=_feed_forward(feed_forward).pack(config, layer, tensors),
         feed_forward=feed_forward,
+        mixer_output_norm=norms.get(Norm.MIXER_OUTPUT),
+        mlp_output_norm=norms.get(Norm.FEED_FORWARD_OUTPUT),
     )
 
 
@@ -64,9 +68,15 @@ def run(
     """Run one layer on hidden [n, hidden_size]. slot: its place in the caches of its kind."""
     norm = rows.operations.rms_norm
     normed = norm(hidden, weights.input_norm, config.norm_eps)
-    hidden = hidden + _mixer(weights.kind.mixer).run(config, weights.mixer, weights.kind, slot, normed, rows)
+    mixed = _mixer(weights.kind.mixer).run(config, weights.mixer, slot, normed, rows)
+    if weights.mixer_output_norm is not None:
+        mixed = norm(mixed, weights.mixer_output_norm, config.norm_eps)
+    hidden = hidden + mixed
     normed = norm(hidden, weights.post_norm, config.norm_eps)
-    return hidden + _feed_forward(weights.feed_forward).run(weights.mlp, normed, rows)
+    made = _feed_forward(weights.feed_forward).run(weights.mlp, normed, rows)
+    if weights.mlp_output_norm is not None:
+        made = norm(made, weights.mlp_output_norm, config.norm_eps)
+    return hidden + made
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from shard_worker.model.rows import Rows
 from shard_worker.weights.weight import DenseWeight, Weight, concatenate
 
 
-def pack(config: ModelConfig, tensors: LayerTensors) -> ExpertsWeights:
+def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> ExpertsWeights:
     """Return the weights with one matrix for gate and up of each expert."""
     shape, matrices, vectors = sizes(config), tensors.matrices, tensors.vectors
     router = matrices[f"{shape.router}.weight"]
@@ -29,7 +29,8 @@ def pack(config: ModelConfig, tensors: LayerTensors) -> ExpertsWeights:
         gate, up, down = (matrices[f"{prefix}{part}_proj.weight"] for part in ("gate", "up", "down"))
         of_gate, of_up, of_down = (vectors.get(f"{prefix}{part}_proj.bias") for part in ("gate", "up", "down"))
         of_both = None if of_gate is None or of_up is None else torch.cat([of_gate, of_up])
-        return MlpWeights(concatenate([gate, up]).prepared(), down.prepared(), of_both, of_down, shape.clamped)
+        activation = shape.clamped or config.activation
+        return MlpWeights(concatenate([gate, up]).prepared(), down.prepared(), of_both, of_down, activation)
 
     has_shared = shape.shared_size is not None
     weights = ExpertsWeights(
@@ -56,9 +57,12 @@ def _together(weights: ExpertsWeights, router: Weight) -> ExpertsWeights:
         return weights
     scores = router.tensor if gate is None else torch.cat([router.tensor, gate.tensor.float()])
     experts = tuple(
-        MlpWeights(DenseWeight(one), DenseWeight(other))
-        for one, other in zip(
-            gate_up.tensor.chunk(len(weights.experts)), down.tensor.chunk(len(weights.experts)), strict=True
+        replace(expert, gate_up=DenseWeight(one), down=DenseWeight(other))
+        for expert, one, other in zip(
+            weights.experts,
+            gate_up.tensor.chunk(len(weights.experts)),
+            down.tensor.chunk(len(weights.experts)),
+            strict=True,
         )
     )
     return replace(weights, experts=experts, together=ExpertsTogether(scores, gate_up, down))

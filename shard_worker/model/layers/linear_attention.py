@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from services.model.config import LayerKind, LinearAttentionConfig, ModelConfig
+from services.model.config import LinearAttentionConfig, ModelConfig
 from services.model.layers.linear_attention import sizes
 from shard_worker.cache import recurrent_cache
 from shard_worker.model.layer_weights import LayerTensors, LinearAttentionWeights
@@ -18,7 +18,7 @@ L2_EPS = 1e-6
 """What the L2 norm of queries and keys adds to the sum of squares."""
 
 
-def pack(config: ModelConfig, tensors: LayerTensors) -> LinearAttentionWeights:
+def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> LinearAttentionWeights:
     """Return the weights with one projection for queries, keys, values, gates, betas and decays."""
     shape = sizes(config)
 
@@ -47,7 +47,6 @@ def pack(config: ModelConfig, tensors: LayerTensors) -> LinearAttentionWeights:
 def run(
     config: ModelConfig,
     weights: LinearAttentionWeights,
-    kind: LayerKind,
     slot: int,
     x: torch.Tensor,
     rows: Rows,

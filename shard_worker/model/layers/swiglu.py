@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import torch
 
-from services.model.config import ModelConfig
+from services.model.config import Activation, ClampedSwiGlu, ModelConfig
 from shard_worker.model.layer_weights import LayerTensors, MlpWeights
 from shard_worker.model.rows import Rows
-from shard_worker.ops.activation import clamped_swiglu, swiglu
+from shard_worker.ops.activation import clamped_swiglu, geglu, swiglu
 from shard_worker.weights.weight import concatenate
 
 
-def pack(config: ModelConfig, tensors: LayerTensors) -> MlpWeights:
+def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> MlpWeights:
     """Return the weights with one matrix for gate and up."""
     gate, up, down = (tensors.matrices[f"mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
-    weights = MlpWeights(concatenate([gate, up]).prepared(), down.prepared())
+    weights = MlpWeights(concatenate([gate, up]).prepared(), down.prepared(), activation=config.activation)
     if not config.mlp_bias:
         return weights
     of_gate, of_up, of_down = (tensors.vectors[f"mlp.{part}_proj.bias"] for part in ("gate", "up", "down"))
@@ -29,7 +29,10 @@ def run(weights: MlpWeights, x: torch.Tensor, rows: Rows | None = None) -> torch
     fixed_rows = None if rows is None else rows.batch_invariant_rows
     gate_up = weights.gate_up.matmul(x, weights.gate_up_bias, fixed_rows)
     gate = swiglu if rows is None else rows.operations.swiglu
-    if weights.clamped is not None:
-        gate = functools.partial(clamped_swiglu, limit=weights.clamped.limit, alpha=weights.clamped.alpha)
+    if isinstance(weights.activation, ClampedSwiGlu):
+        limit, alpha = weights.activation.limit, weights.activation.alpha
+        gate = functools.partial(clamped_swiglu, limit=limit, alpha=alpha)
+    elif weights.activation is Activation.GELU_TANH:
+        gate = geglu
     hidden = gate(gate_up) if rows is None else rows.each(gate, gate_up)
     return weights.down.matmul(hidden, weights.down_bias, fixed_rows)

@@ -118,7 +118,7 @@ def test_caches_take_what_the_layers_need(tiny: Tiny) -> None:
     stage = load_stage(tiny.path("qwen3_5"), dtype="bfloat16")
     [caches] = stage.allocate(100, 8).caches
 
-    assert slots_of(stage.config.layer_kinds) == (0, 1, 2, 0, 3, 4, 5, 1)
+    assert slots_of(stage.config, stage.layers) == (0, 1, 2, 0, 3, 4, 5, 1)
     assert caches.attention is not None
     [page] = caches.attention.pages
     assert page.shape == (2, 2, 2, 100, 32)

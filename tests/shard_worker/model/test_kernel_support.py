@@ -84,17 +84,18 @@ def test_heads_of_other_sizes_are_named(pretend: Pretend, sizes: list[int]) -> N
 
 
 def test_layers_without_kernels_are_named_once(pretend: Pretend, tiny: Tiny) -> None:
-    """Experts that are not dense, as those in a CPU's blocks, and biases: plain torch computes them."""
-    names = ("llama", "llama-biases", "qwen3_moe", "qwen3_moe", "gpt_oss")
+    """Experts that are not dense, as those in a CPU's blocks, biases, and layers of Gemma: plain torch computes
+    them."""
+    names = ("llama", "llama-biases", "qwen3_moe", "qwen3_moe", "gpt_oss", "gemma3")
     layers = [load_stage(tiny.path(name), (0, 2)).segments[0].weights for name in names]
     layers.append(load_stage(tiny.path("qwen3_moe"), (0, 2), dtype="float16").segments[0].weights)
     device = pretend(nvidia(9, 0))
     with structlog.testing.capture_logs() as logs:
         found = [have_layers(device, one) for one in layers]
-    assert found == [True, False, False, False, False, True]
+    assert found == [True, *[False] * 5, True]
     assert [event["why"] for event in logs] == [
         f"there are none for {what}; plain torch serves, slower"
-        for what in ("biases in SwiGLU", "packed experts", "biases of experts")
+        for what in ("biases in SwiGLU", "packed experts", "biases of experts", "norms of what sublayers make")
     ]
 
 
@@ -120,10 +121,12 @@ def test_a_cpu_computes_by_plain_torch() -> None:
 def test_prefill_by_kernels(pretend: Pretend, target: KernelTarget, able: bool) -> None:
     """Recurrent layers take prompts by kernels where a chunk fits; a model without such layers needs none."""
     device = pretend(target)
-    config = SimpleNamespace(head_dim=64, linear=LinearAttentionConfig(2, 4, 64, 64, 4))
+    config = SimpleNamespace(
+        attention_shapes={0: SimpleNamespace(head_dim=64)}, linear=LinearAttentionConfig(2, 4, 64, 64, 4)
+    )
 
     assert can_prefill(device, config) == able  # type: ignore[arg-type]
-    assert not can_prefill(device, SimpleNamespace(head_dim=64, linear=None))  # type: ignore[arg-type]
+    assert not can_prefill(device, SimpleNamespace(attention_shapes={0: SimpleNamespace(head_dim=64)}, linear=None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

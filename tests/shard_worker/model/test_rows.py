@@ -28,9 +28,11 @@ def config(tiny: Tiny) -> ModelConfig:
 
 def rows_at(config: ModelConfig, base: int, count: int) -> SessionRows:
     like, caches = torch.empty(0), SegmentCaches(None, None)
-    rotation = Rotation.of(config.rope, like.device)
-    [rows] = make_rows(config, KINDS, rotation, like, [SessionRows(base, count, caches, False)]).sessions
-    return rows
+    rotations = Rotation.of_all(config.ropes, like.device)
+    shapes = config.attention_shapes.values()
+    [rows] = make_rows(set(shapes), rotations, like, [SessionRows(base, count, caches, False)]).sessions
+    kinds = dict(zip(config.layer_kinds, shapes, strict=True))
+    return replace(rows, masks={kind: rows.masks[kinds[kind]] for kind in KINDS})
 
 
 @pytest.mark.parametrize(("base", "count"), [(0, 1), (0, 9), (3, 4), (5, 1), (6, 1), (20, 1), (20, 5)])

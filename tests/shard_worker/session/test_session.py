@@ -28,6 +28,7 @@ CUTS = {
     "qwen3-sliding": [(), (2,), (1, 3)],
     "qwen3_5": [(), (3,), (2, 5)],
     "llama": [(1,)],
+    "gemma3": [(2,)],
 }
 SPLITS = [(name, cuts) for name, all_cuts in CUTS.items() for cuts in all_cuts]
 

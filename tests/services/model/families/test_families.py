@@ -11,6 +11,7 @@ from services.errors import InvalidArgument, Unimplemented
 from services.model.families import known_families, read_model_config
 from services.model.packings import logical_headers
 from tests.services.model.families import (
+    test_gemma3,
     test_gpt_oss,
     test_hybrid_experts,
     test_llama,
@@ -21,6 +22,7 @@ from tests.services.model.families import (
 )
 
 RAW: dict[str, dict[str, Any]] = {
+    "gemma3": test_gemma3.RAW,
     "gpt_oss": test_gpt_oss.RAW,
     "llama": test_llama.RAW,
     "mistral": test_mistral.RAW,
@@ -93,8 +95,17 @@ def test_a_multimodal_config_may_tie_its_head_outside() -> None:
         assert read_model_config(NESTED | {"text_config": text, "tie_word_embeddings": tied}).tied_head is tied
 
 
-@pytest.mark.parametrize("family", RAW)
-@pytest.mark.parametrize(("key", "value"), [("embedding_multiplier", 12.0), ("final_logit_softcapping", 30.0)])
+OTHER_MATH = [("embedding_multiplier", 12.0), ("attn_logit_softcapping", 50.0)]
+CAPPED = ("final_logit_softcapping", 30.0)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        *((family, *one) for family in RAW for one in OTHER_MATH),
+        *((family, *CAPPED) for family in RAW if not family.startswith("gemma")),
+    ],
+)
 def test_math_that_no_family_has_is_refused(family: str, key: str, value: float) -> None:
     """Though the reference would not look at the key: scaled embeddings, capped logits and such; not where a key says
     that there is none of it."""

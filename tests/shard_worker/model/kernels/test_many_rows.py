@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from services.model.config import LayerKind, LinearAttentionConfig
+from services.model.config import LinearAttentionConfig
 from shard_worker.cache.recurrent_cache import RecurrentCache
 from shard_worker.cache.segment_caches import SegmentCaches
 from shard_worker.model.layer_weights import LinearAttentionWeights
@@ -89,7 +89,7 @@ def test_recurrent_layers_in_chunks(shape: LinearAttentionConfig, rows: int) -> 
     results = []
     for cache, operations in zip(caches, (PLAIN, by_kernels()), strict=True):
         step = Rows([SessionRows(0, rows, SegmentCaches(None, cache), False)], (like, like), operations)
-        results.append(linear_attention.run(config, weights, LayerKind.LINEAR, 1, x, step))
+        results.append(linear_attention.run(config, weights, 1, x, step))
 
     expected, found = results
     assert ((found - expected).norm() / expected.norm()) < 1e-3
