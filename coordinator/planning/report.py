@@ -150,7 +150,7 @@ def make_report(
 def _unpacked_notes(models: Models, loads: Sequence[DeviceLoad]) -> list[str]:
     """Return what to know of CPUs that hold packed matrices in another form than that of the checkpoint."""
     how = (
-        "its CPU multiplies by whole numbers of 4 and 8 bits, and has all other forms unpacked to "
+        "its CPU multiplies by whole numbers of 4 and 8 bits, and has other forms unpacked, but for routed experts, to "
         f"{models.target.dtype}"
     )
     return [

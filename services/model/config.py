@@ -42,9 +42,11 @@ class LinearAttentionConfig:
     key_head_dim: int
     value_head_dim: int
     conv_taps: int
-    grouped: bool = False
-    """Whether a checkpoint has one projection for queries, keys, values and gates, and one for betas and decays, with
-    the rows of each key head and its value heads together."""
+    qkvz_grouped: bool = False
+    """Whether a checkpoint has one projection for queries, keys, values and gates, with the rows of each key head and
+    its value heads together."""
+    ba_grouped: bool = False
+    """The same of betas and decays."""
 
     @property
     def key_dim(self) -> int:

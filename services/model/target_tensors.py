@@ -14,7 +14,7 @@ from services.dtypes import ITEM_BYTES
 from services.errors import InvalidArgument
 from services.model.config import ModelConfig
 from services.model.layers import Shapes, layer_shapes, sublayer_of
-from services.model.layers.experts import ROUTERS
+from services.model.stored_experts import EXPERTS, ROUTERS
 from services.model.tensor_headers import TensorHeader
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
@@ -54,7 +54,8 @@ def cpu_bytes(name: str, header: TensorHeader, dtype: str) -> int:
     """Return the bytes that a stored tensor takes on a CPU in the form that it multiplies by.
 
     x86 CPUs multiply bfloat16 by whole numbers of 4 bits with a scale and an offset, 4 bytes, for each group of 32 to
-    256 columns; those of 8 bits are twice 4. Everything else that is packed is unpacked to the model's element type.
+    256 columns; those of 8 bits are twice 4. Everything else that is packed is unpacked to the model's element type,
+    but for routed experts, which stay packed.
 
     Raises as `loaded_bytes`.
     """
@@ -65,6 +66,8 @@ def cpu_bytes(name: str, header: TensorHeader, dtype: str) -> int:
     rows = math.prod(extents)
     group = next((size for size in CPU_GROUPS if columns % size == 0 and packed.group % size == 0), None)
     if packed.cpu_bits is None or group is None or dtype != "bfloat16" or rows % CPU_ROWS_MULTIPLE:
+        if f".{EXPERTS}" in name:
+            return packed.loaded_bytes
         return rows * columns * ITEM_BYTES[dtype]
     fours = packed.cpu_bits // 4
     return rows * fours * (columns // 2 + columns // group * 4)

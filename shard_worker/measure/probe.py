@@ -23,7 +23,7 @@ from services.messages.sampling import SamplingParams
 from services.model.config import ModelConfig
 from services.model.families import read_model_config
 from services.model.layers import layer_shapes
-from services.model.layers.experts import ROUTERS
+from services.model.stored_experts import ROUTERS
 from shard_worker.device.devices import Device, describe
 from shard_worker.device.dtypes import dtype_from_name
 from shard_worker.model.head import Head

@@ -222,13 +222,15 @@ class PackedWeight(Weight):
             offsets += own if group == self.offsets.group else own.repeat_interleave(self.offsets.group // group, 1)
         return scales, offsets
 
-    def prepared(self) -> Weight:
-        """On a GPU, tiles that kernels read. On the CPU, the form that torch has a fast product for, or a dense matrix
-        where it has none."""
+    def prepared(self, *, unpacked: bool = True) -> Weight:
+        """On a GPU, tiles that kernels read. On the CPU, the form that torch has a fast product for; where it has none,
+        a dense matrix, or this one, of which a part is unpacked for each product."""
         if self.device.type != "cpu":
             return self._tiled()
         if CpuInt4Weight.takes(self):
             return CpuInt4Weight(self)
+        if not unpacked:
+            return self
         dense = torch.empty(self.rows, self.columns, dtype=self.dtype)
         for rows in self._row_parts(rows_at_a_time(self.columns, self.device)):
             dense[rows] = self.unpacked(rows, self.dtype)

@@ -12,9 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from services.model.checkpoint_files import missing_file, read_config, tensor_twice, unreadable_file, weight_files
-from services.model.fused_experts import experts_apart
 from services.model.packings import logical_headers
 from services.model.safetensors_header import LENGTH_BYTES
+from services.model.stored_experts import experts_apart
 from services.model.tensor_headers import TensorHeader
 from shard_worker.weights.checkpoint import Checkpoint
 from shard_worker.weights.formats import StoredParts, weight_format

@@ -83,8 +83,11 @@ class Weight(abc.ABC):
         """
         raise TypeError(f"rows of a {type(self).__name__} cannot be looked up: look them up before `prepared`")
 
-    def prepared(self) -> Weight:
-        """Return the form that multiplies fastest on its device, for a matrix that is complete."""
+    def prepared(self, *, unpacked: bool = True) -> Weight:
+        """Return the form that multiplies fastest on its device, for a matrix that is complete.
+
+        unpacked: whether that may be a dense one of a packed matrix, which takes more memory.
+        """
         return self
 
 
@@ -125,7 +128,7 @@ class DenseWeight(Weight):
             return DenseWeight(torch.cat([self._tensor, *(other.tensor for other in others)]))
         return StackedWeight((self, *others))
 
-    def prepared(self) -> Weight:
+    def prepared(self, *, unpacked: bool = True) -> Weight:
         """On the CPU, where it is faster, a copy in the blocks that oneDNN reads: one row then costs half of what it
         costs from a dense matrix, sixteen float32 rows a third."""
         if self.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
@@ -219,8 +222,8 @@ class StackedWeight(Weight):
     def concatenated(self, others: Sequence[Weight]) -> Weight:
         return StackedWeight((*self.parts, *others))
 
-    def prepared(self) -> Weight:
-        return StackedWeight([part.prepared() for part in self.parts])
+    def prepared(self, *, unpacked: bool = True) -> Weight:
+        return StackedWeight([part.prepared(unpacked=unpacked) for part in self.parts])
 
 
 class ReorderedWeight(Weight):
@@ -266,8 +269,8 @@ class ReorderedWeight(Weight):
             return StackedWeight((self, *others))
         return ReorderedWeight(self.weight.concatenated(alike), self.order)
 
-    def prepared(self) -> Weight:
-        return ReorderedWeight(self.weight.prepared(), self.order)
+    def prepared(self, *, unpacked: bool = True) -> Weight:
+        return ReorderedWeight(self.weight.prepared(unpacked=unpacked), self.order)
 
 
 def concatenate(parts: Sequence[Weight]) -> Weight:

@@ -262,13 +262,15 @@ def write_qwen3_moe(
     step: int = 1,
     sliding: int | None = None,
     dtype: str = "float32",
+    hidden: int = 64,
+    size: int = 32,
 ) -> Path:
-    """A Qwen3-MoE checkpoint. dense, step: which layers have no experts, as `mlp_only_layers` and
+    """A Qwen3-MoE checkpoint. size: of an expert. dense, step: which layers have no experts, as `mlp_only_layers` and
     `decoder_sparse_step` say. sliding: gives all layers that window."""
     config = Qwen3MoeConfig(
         architectures=["Qwen3MoeForCausalLM"],
         head_dim=16,
-        moe_intermediate_size=32,
+        moe_intermediate_size=size,
         num_experts=experts,
         num_experts_per_tok=chosen,
         norm_topk_prob=normalised,
@@ -277,7 +279,7 @@ def write_qwen3_moe(
         use_sliding_window=sliding is not None,
         sliding_window=sliding,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        **decoder_sizes(64, 4, 2, layers, 256, tied, dtype),
+        **decoder_sizes(hidden, 4, 2, layers, 256, tied, dtype),
     )
     return write_plain(path, config, Qwen3MoeForCausalLM, seed)
 
@@ -367,15 +369,15 @@ def pack_experts(tensors: dict[str, torch.Tensor], seed: int) -> None:
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
 
 
-def hybrid_sizes(key_heads: int, value_heads: int, tied: bool) -> dict[str, Any]:
+def hybrid_sizes(key_heads: int, value_heads: int, tied: bool, hidden: int, size: int) -> dict[str, Any]:
     return {
-        **decoder_sizes(64, 4, 2, 4, 256, tied, "float32"),
+        **decoder_sizes(hidden, 4, 2, 4, 256, tied, "float32"),
         "head_dim": 32,
         "linear_num_key_heads": key_heads,
         "linear_num_value_heads": value_heads,
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 16,
-        "moe_intermediate_size": 32,
+        "moe_intermediate_size": size,
         "shared_expert_intermediate_size": 48,
         "num_experts": 8,
         "num_experts_per_tok": 3,
@@ -383,9 +385,11 @@ def hybrid_sizes(key_heads: int, value_heads: int, tied: bool) -> dict[str, Any]
     }
 
 
-def write_qwen3_5_moe(path: Path | str, *, seed: int = 0, value_heads: int = 4, tied: bool = False) -> Path:
+def write_qwen3_5_moe(
+    path: Path | str, *, seed: int = 0, value_heads: int = 4, tied: bool = False, hidden: int = 64, size: int = 32
+) -> Path:
     """A checkpoint of Qwen3.5 with experts, which stand in one tensor together, as in published files."""
-    sizes = hybrid_sizes(2, value_heads, tied)
+    sizes = hybrid_sizes(2, value_heads, tied, hidden, size)
     rope = sizes["rope_parameters"] | {"mrope_interleaved": True, "mrope_section": [2, 1, 1]}
     config = Qwen3_5MoeTextConfig(
         architectures=["Qwen3_5MoeForCausalLM"], **sizes | {"rope_parameters": rope}, mamba_ssm_dtype="float32"
@@ -401,13 +405,15 @@ def write_qwen3_next(
     tied: bool = False,
     normalised: bool = True,
     dense: Iterable[int] = (),
+    hidden: int = 64,
+    size: int = 32,
 ) -> Path:
-    """A Qwen3-Next checkpoint. dense: layers without experts."""
+    """A Qwen3-Next checkpoint. size: of a routed expert. dense: layers without experts."""
     config = Qwen3NextConfig(
         architectures=["Qwen3NextForCausalLM"],
         norm_topk_prob=normalised,
         mlp_only_layers=list(dense),
-        **hybrid_sizes(2, value_heads, tied),
+        **hybrid_sizes(2, value_heads, tied, hidden, size),
     )
     return write_plain(path, config, Qwen3NextForCausalLM, seed, centre=0.0)
 

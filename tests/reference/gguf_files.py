@@ -18,6 +18,7 @@ import torch
 from tests.reference import storage
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Tensors = dict[str, torch.Tensor]
 ChooseType = Callable[[str, tuple[int, ...]], str]
 """Gives the type of a tensor by its name in the checkpoint and its shape, in GGUF's words."""
 
@@ -25,7 +26,13 @@ ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "qwen3_5": gguf.MODEL_ARCH.QWEN35,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "qwen3_5_moe": gguf.MODEL_ARCH.QWEN35MOE,
+    "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
 }
+
+HYBRID = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+"""Families with recurrent layers."""
 
 CENTRED = ("layernorm.weight", "q_norm.weight", "k_norm.weight", "model.norm.weight")
 """How norms of Qwen3.5 end whose weights are centred on 0."""
@@ -34,27 +41,38 @@ CENTRED = ("layernorm.weight", "q_norm.weight", "k_norm.weight", "model.norm.wei
 def all_of(name: str) -> ChooseType:
     """Give all matrices whose rows allow it one type."""
     block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
-    return lambda _, shape: name if len(shape) == 2 and shape[1] % block == 0 else "F32"
+    return lambda stored, shape: name if is_packed(stored, shape) and shape[-1] % block == 0 else "F32"
+
+
+def is_packed(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether the format's own tools pack a tensor: matrices, those of experts too, and no routers."""
+    return len(shape) > 1 and not name.endswith(("mlp.gate.weight", "shared_expert_gate.weight", "conv1d.weight"))
 
 
 def q4_k_m(name: str, shape: tuple[int, ...]) -> str:
     """Give the types of the usual mix."""
-    if len(shape) != 2 or shape[1] % 256:
-        return "Q8_0" if len(shape) == 2 and shape[1] % 32 == 0 else "F32"
+    if not is_packed(name, shape) or shape[-1] % 256:
+        return "Q8_0" if is_packed(name, shape) and shape[-1] % 32 == 0 else "F32"
     return "Q6_K" if name.endswith(("lm_head.weight", "v_proj.weight", "down_proj.weight")) else "Q4_K"
 
 
 def write_gguf(
-    checkpoint: Path, path: Path, choose: ChooseType, dense: Path | None = None, split_max_tensors: int = 0
+    checkpoint: Path,
+    path: Path,
+    choose: ChooseType,
+    dense: Path | None = None,
+    split_max_tensors: int = 0,
+    joined: bool = False,
 ) -> Path:
-    """Write a checkpoint of the Qwen3, Qwen3.5 or Llama family to a GGUF file.
+    """Write a checkpoint of the Qwen3, Qwen3.5 or Llama family, or one with experts, to a GGUF file.
 
     dense: where a checkpoint is written to whose tensors are the numbers that the packed ones stand for, if anywhere.
+    joined: whether experts' gates and ups are one tensor, and projections of Qwen3-Next are left as they are.
     """
     config = storage.read_config(checkpoint)
     text = config.get("text_config", config)
-    hybrid = text["model_type"].startswith("qwen3_5")
-    architecture = ARCHITECTURES[text["model_type"].removesuffix("_text")]
+    family = text["model_type"].removesuffix("_text")
+    hybrid, architecture = family in HYBRID, ARCHITECTURES[family]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture], split_max_tensors=split_max_tensors)
     add_shape(writer, text, hybrid)
     if (checkpoint / "tokenizer.json").exists():
@@ -63,7 +81,8 @@ def write_gguf(
         writer.add_eos_token_id(text["eos_token_id"])
     names = gguf.get_tensor_name_map(architecture, text["num_hidden_layers"] + 1)
     meant: dict[str, torch.Tensor] = {}
-    for stored, tensor in storage.load_tensors(checkpoint).items():
+    tensors = experts_together(storage.load_tensors(checkpoint), joined)
+    for stored, tensor in (tensors if joined else ungrouped(tensors, text)).items():
         name = stored.replace("language_model.", "")
         if name.startswith(("mtp.", "model.visual.")) or (name == "lm_head.weight" and text["tie_word_embeddings"]):
             continue
@@ -74,7 +93,8 @@ def write_gguf(
         target = names.get_name(name.replace(".dt_bias", ".dt_proj.bias"), try_suffixes=(".weight", ".bias"))
         assert target is not None, name
         writer.add_tensor(target, packed, raw_dtype=gguf.GGMLQuantizationType[kind])
-        values = gguf.dequantize(packed.view(np.uint8), gguf.GGMLQuantizationType[kind]).reshape(changed.shape)
+        flat = packed.reshape(-1, packed.shape[-1]).view(np.uint8)
+        values = gguf.dequantize(flat, gguf.GGMLQuantizationType[kind]).reshape(changed.shape)
         undone = restore(name, values, text)
         meant[name] = torch.from_numpy(np.ascontiguousarray(undone.reshape(numbers.shape)))
     if hybrid:
@@ -90,7 +110,8 @@ def write_gguf(
     if dense is not None:
         dense.mkdir()
         storage.write_config(dense, text | {"dtype": "float32", "torch_dtype": "float32"})
-        storage.save_tensors(dense, meant)
+        meant = experts_apart(meant, fused=family == "qwen3_5_moe")
+        storage.save_tensors(dense, meant if joined else grouped(meant, text))
         for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
             if (checkpoint / name).exists():
                 (dense / name).write_bytes((checkpoint / name).read_bytes())
@@ -105,7 +126,15 @@ def add_shape(writer: gguf.GGUFWriter, text: dict[str, Any], hybrid: bool) -> No
     writer.add_block_count(layers + hybrid)
     writer.add_context_length(text["max_position_embeddings"])
     writer.add_embedding_length(text["hidden_size"])
-    writer.add_feed_forward_length(text["intermediate_size"])
+    experts = text.get("num_experts", text.get("num_local_experts"))
+    if experts is not None:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(text["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(text["moe_intermediate_size"])
+        if "shared_expert_intermediate_size" in text:
+            writer.add_expert_shared_feed_forward_length(text["shared_expert_intermediate_size"])
+    if "intermediate_size" in text:
+        writer.add_feed_forward_length(text["intermediate_size"])
     writer.add_head_count(text["num_attention_heads"])
     writer.add_head_count_kv(text["num_key_value_heads"])
     writer.add_key_length(head_dim)
@@ -114,7 +143,8 @@ def add_shape(writer: gguf.GGUFWriter, text: dict[str, Any], hybrid: bool) -> No
     writer.add_rope_freq_base(rope["rope_theta"])
     if hybrid:
         writer.add_rope_dimension_count(int(head_dim * 0.25))
-        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+        if "mrope_section" in rope:
+            writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
         writer.add_full_attention_interval(text["layer_types"].index("full_attention") + 1)
         writer.add_nextn_predict_layers(1)
         writer.add_ssm_conv_kernel(text["linear_conv_kernel_dim"])
@@ -179,7 +209,7 @@ def llama_heads(name: str, text: dict[str, Any]) -> int | None:
 
 def convert(name: str, weight: Array, text: dict[str, Any]) -> Array:
     """Return a tensor as the converter changes it."""
-    if text["model_type"] == "qwen3":
+    if text["model_type"] in ("qwen3", "qwen3_moe"):
         return weight
     if text["model_type"] == "llama":
         heads = llama_heads(name, text)
@@ -192,15 +222,17 @@ def convert(name: str, weight: Array, text: dict[str, Any]) -> Array:
         weight = -np.exp(weight)
     if name.endswith("conv1d.weight"):
         weight = weight.squeeze(1)
+    if name.endswith("shared_expert_gate.weight"):
+        weight = weight.squeeze(0)
     order = tiled_order(name, text)
-    if name.endswith("out_proj.weight"):
+    if order is not None and name.endswith("out_proj.weight"):
         return np.ascontiguousarray(weight[:, order])
     return weight if order is None else weight[order]
 
 
 def restore(name: str, weight: Array, text: dict[str, Any]) -> Array:
     """Return a tensor as it was before `convert`."""
-    if text["model_type"] == "qwen3":
+    if text["model_type"] in ("qwen3", "qwen3_moe"):
         return weight
     if text["model_type"] == "llama":
         heads = llama_heads(name, text)
@@ -222,6 +254,8 @@ def restore(name: str, weight: Array, text: dict[str, Any]) -> Array:
 
 def tiled_order(name: str, text: dict[str, Any]) -> Array | None:
     """Return which row (or column) of a tensor stands at each place once value heads are tiled; None for others."""
+    if text["model_type"] == "qwen3_next":
+        return None
     keys, values = text["linear_num_key_heads"], text["linear_num_value_heads"]
     width, first = text["linear_value_head_dim"], 2 * keys * text["linear_key_head_dim"]
     # Head `turn` of every key head in turn: key head 0's, key head 1's, ...
@@ -237,6 +271,92 @@ def tiled_order(name: str, text: dict[str, Any]) -> Array | None:
     return None
 
 
+def ungrouped(tensors: Tensors, text: dict[str, Any]) -> Tensors:
+    """Return the tensors with queries, keys and values in one matrix and gates in another, as of Qwen3.5, where a
+    checkpoint of Qwen3-Next has those of each key head together."""
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        start, grouped, _ = name.partition("in_proj_qkvz.weight")
+        if not grouped:
+            found[name] = tensor
+            continue
+        keys, (key, value) = text["linear_num_key_heads"], grouped_sizes(text)
+        parts = [part.flatten(0, 1) for part in tensor.unflatten(0, (keys, -1)).split([key, key, value, value], 1)]
+        found[f"{start}in_proj_qkv.weight"], found[f"{start}in_proj_z.weight"] = torch.cat(parts[:3]), parts[3]
+    return found
+
+
+def grouped(tensors: Tensors, text: dict[str, Any]) -> Tensors:
+    """Return the tensors as they were before `ungrouped`."""
+    if text["model_type"] != "qwen3_next":
+        return tensors
+    found = dict(tensors)
+    keys, (key, value) = text["linear_num_key_heads"], grouped_sizes(text)
+    for name in tensors:
+        start, qkv, _ = name.partition("in_proj_qkv.weight")
+        if qkv:
+            whole = torch.cat([found.pop(name), found.pop(f"{start}in_proj_z.weight")])
+            parts = whole.split([keys * key, keys * key, keys * value, keys * value])
+            heads = torch.cat([part.unflatten(0, (keys, -1)) for part in parts], 1)
+            found[f"{start}in_proj_qkvz.weight"] = heads.flatten(0, 1)
+    return found
+
+
+def grouped_sizes(text: dict[str, Any]) -> tuple[int, int]:
+    """Return the rows of a key head's keys, and of its value heads' values."""
+    share = text["linear_num_value_heads"] // text["linear_num_key_heads"]
+    return text["linear_key_head_dim"], share * text["linear_value_head_dim"]
+
+
+PARTS = ("gate_proj", "up_proj", "down_proj")
+
+
+def experts_together(tensors: Tensors, joined: bool) -> Tensors:
+    """Return the tensors with one [experts, rows, columns] for each part of all experts of a layer, whether they were
+    one by one or had gates and ups in one tensor. joined: whether these have one then."""
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        start, middle, leaf = name.partition(".experts.")
+        if not middle:
+            found[name] = tensor
+        elif leaf == "gate_up_proj":
+            for part, half in zip(PARTS, tensor.chunk(2, 1), strict=False):
+                found[f"{start}.experts.{part}.weight"] = half
+        elif leaf == "down_proj":
+            found[f"{name}.weight"] = tensor
+        elif leaf.startswith("0."):
+            part = leaf.split(".")[1]
+            count = sum(other.startswith(f"{start}.experts.") for other in tensors) // len(PARTS)
+            own = [tensors[f"{start}.experts.{expert}.{part}.weight"] for expert in range(count)]
+            found[f"{start}.experts.{part}.weight"] = torch.stack(own)
+    for name in [name for name in found if joined and name.endswith(".experts.gate_proj.weight")]:
+        start = name.removesuffix("gate_proj.weight")
+        halves = [found.pop(f"{start}{part}.weight") for part in PARTS[:2]]
+        found[f"{start}gate_up_proj.weight"] = torch.cat(halves, 1)
+    return found
+
+
+def experts_apart(tensors: Tensors, fused: bool) -> Tensors:
+    """Return the tensors as they were before `experts_together`. fused: whether experts were not one by one."""
+    found: Tensors = {}
+    for name in [name for name in tensors if name.endswith(".experts.gate_up_proj.weight")]:
+        start, halves = name.removesuffix("gate_up_proj.weight"), tensors[name].chunk(2, 1)
+        parts = {f"{start}{part}.weight": half for part, half in zip(PARTS, halves, strict=False)}
+        tensors = {other: tensor for other, tensor in tensors.items() if other != name} | parts
+    for name, tensor in tensors.items():
+        start, middle, leaf = name.partition(".experts.")
+        if not middle:
+            found[name] = tensor
+        elif not fused:
+            found |= {f"{start}.experts.{expert}.{leaf}": own.clone() for expert, own in enumerate(tensor)}
+        elif leaf == "gate_proj.weight":
+            gate_up = torch.cat([tensor, tensors[f"{start}.experts.up_proj.weight"]], 1)
+            found[f"{start}.experts.gate_up_proj"] = gate_up
+        elif leaf == "down_proj.weight":
+            found[f"{start}.experts.down_proj"] = tensor
+    return found
+
+
 def pack(weight: Array, kind: str) -> Array:
     """Return a tensor in a type, as the library's writer takes it."""
     if kind == "F32":
@@ -246,7 +366,7 @@ def pack(weight: Array, kind: str) -> Array:
     packers: dict[str, Callable[[Array], Array]] = {"Q4_K": pack_q4_k, "Q5_K": pack_q5_k, "Q6_K": pack_q6_k}
     if kind in packers:
         packed = packers[kind](weight.reshape(-1, 256))
-        return packed.reshape(len(weight), -1)
+        return packed.reshape(*weight.shape[:-1], -1)
     packed_by_library: Array = gguf.quantize(weight, gguf.GGMLQuantizationType[kind])
     return packed_by_library
 

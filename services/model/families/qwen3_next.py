@@ -17,6 +17,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     reader = ConfigReader(raw)
     dense = read_hybrid(raw, "qwen3_next", 5632)
     assert dense.linear is not None
+    # Only what is read out of a GGUF file may have the two projections of Qwen3.5.
+    linear = replace(dense.linear, qkvz_grouped=reader.flag("qkvz_grouped", True), ba_grouped=True)
     experts = ExpertsConfig(
         count=reader.integer("num_experts", 512),
         chosen=reader.integer("num_experts_per_tok", 10),
@@ -25,4 +27,4 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         layers=read_sparse_layers(reader, dense.num_layers),
         shared_size=reader.integer("shared_expert_intermediate_size", 512),
     )
-    return replace(dense, experts=experts, linear=replace(dense.linear, grouped=True))
+    return replace(dense, experts=experts, linear=linear)

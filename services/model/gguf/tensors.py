@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from services.model.gguf.container import GgufTensor
+from services.model.stored_experts import ExpertPart
 
 
 class Elements(StrEnum):
@@ -81,6 +82,16 @@ class StoredTensor:
     elements: Elements = Elements.SAME
     rows: HeadOrder | InterleavedHalves | None = None
     columns: HeadOrder | None = None
+
+    def of_expert(self, part: ExpertPart) -> StoredTensor:
+        """Return an expert's matrix out of this tensor of all experts' [experts, rows, columns]."""
+        _, rows, columns = self.shape
+        row_bytes = self.tensor.type.row_bytes(columns)
+        first, last, _ = part.rows.indices(rows)
+        begin = self.tensor.begin + (part.expert * rows + first) * row_bytes
+        shape = (last - first, columns)
+        own = replace(self.tensor, shape=shape, begin=begin, nbytes=shape[0] * row_bytes)
+        return StoredTensor(own, shape)
 
     @property
     def loaded_bytes(self) -> int:

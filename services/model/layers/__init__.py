@@ -12,7 +12,7 @@ from typing import Protocol, cast
 
 from services.model.cached_tensors import CachedTensor
 from services.model.config import ModelConfig
-from services.model.layers.experts import EXPERTS
+from services.model.stored_experts import EXPERTS
 
 Shapes = dict[str, tuple[int, ...]]
 """The shape of every tensor by its name behind `layers.N.`, in the order in which they are loaded."""

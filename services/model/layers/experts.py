@@ -5,12 +5,7 @@ from __future__ import annotations
 
 from services.model.cached_tensors import CachedTensor
 from services.model.config import ExpertsConfig, ModelConfig
-
-EXPERTS = "mlp.experts."
-"""What the names of the routed experts' tensors begin with, in a layer."""
-
-ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
-"""What families call the router, in a layer."""
+from services.model.stored_experts import EXPERTS
 
 
 def sizes(config: ModelConfig) -> ExpertsConfig:

@@ -15,9 +15,9 @@ def sizes(config: ModelConfig) -> LinearAttentionConfig:
 def tensor_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """Return the tensors. in_proj_z makes the output's gate, in_proj_b beta and in_proj_a the decay."""
     linear, hidden = sizes(config), config.hidden_size
-    rows = {"qkv": linear.conv_channels, "z": linear.value_dim, "b": linear.value_heads, "a": linear.value_heads}
-    if linear.grouped:
-        rows = {"qkvz": rows["qkv"] + rows["z"], "ba": rows["b"] + rows["a"]}
+    qkv, z, heads = linear.conv_channels, linear.value_dim, linear.value_heads
+    rows = {"qkvz": qkv + z} if linear.qkvz_grouped else {"qkv": qkv, "z": z}
+    rows |= {"ba": 2 * heads} if linear.ba_grouped else {"b": heads, "a": heads}
     return {
         **{f"linear_attn.in_proj_{part}.weight": (count, hidden) for part, count in rows.items()},
         "linear_attn.conv1d.weight": (linear.conv_channels, 1, linear.conv_taps),

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from services.errors import InvalidArgument, Unimplemented
-from services.model.fused_experts import experts_apart
 from services.model.packed_parts import CONFIG_KEY
+from services.model.stored_experts import experts_apart
 from services.model.tensor_headers import TensorHeader
 
 

@@ -27,6 +27,7 @@ from services.model.packed_parts import (
     refused,
 )
 from services.model.packings import FoundMatrices
+from services.model.stored_experts import ROUTERS
 from services.model.tensor_headers import TensorHeader
 
 _MARKS = {"weight_packed": ("I32", "U8"), "weight": ("I8", "F8_E4M3")}
@@ -138,9 +139,10 @@ def _group_of(groups: Sequence[Mapping[str, Any]], module: str) -> Mapping[str, 
 
 
 def _may_be_packed(name: str, header: TensorHeader) -> bool:
-    """Return whether a dense tensor is the matrix of a linear module of the decoder."""
+    """Return whether a dense tensor is the matrix of a linear module of the decoder, as routers of experts are not."""
     inside = name == "lm_head.weight" or (".layers." in f".{name}" and not name.startswith(("mtp.", "visual.")))
-    return inside and ".visual." not in name and name.endswith(".weight") and len(header.shape) == 2
+    is_matrix = name.endswith(".weight") and not name.endswith(ROUTERS) and len(header.shape) == 2
+    return inside and ".visual." not in name and is_matrix
 
 
 def _scheme(weights: Mapping[str, Any]) -> Scheme:

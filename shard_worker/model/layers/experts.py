@@ -13,7 +13,8 @@ from dataclasses import replace
 import torch
 
 from services.model.config import ModelConfig
-from services.model.layers.experts import EXPERTS, sizes
+from services.model.layers.experts import sizes
+from services.model.stored_experts import EXPERTS
 from shard_worker.model.layer_weights import ExpertsTogether, ExpertsWeights, LayerTensors, MlpWeights
 from shard_worker.model.layers import swiglu
 from shard_worker.model.rows import Rows
@@ -25,20 +26,21 @@ def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> ExpertsWeigh
     shape, matrices, vectors = sizes(config), tensors.matrices, tensors.vectors
     router = matrices[f"{shape.router}.weight"]
 
-    def expert(prefix: str) -> MlpWeights:
+    def expert(prefix: str, *, unpacked: bool) -> MlpWeights:
         gate, up, down = (matrices[f"{prefix}{part}_proj.weight"] for part in ("gate", "up", "down"))
         of_gate, of_up, of_down = (vectors.get(f"{prefix}{part}_proj.bias") for part in ("gate", "up", "down"))
         of_both = None if of_gate is None or of_up is None else torch.cat([of_gate, of_up])
-        activation = shape.clamped or config.activation
-        return MlpWeights(concatenate([gate, up]).prepared(), down.prepared(), of_both, of_down, activation)
+        gate_up, down = (one.prepared(unpacked=unpacked) for one in (concatenate([gate, up]), down))
+        return MlpWeights(gate_up, down, of_both, of_down, shape.clamped or config.activation)
 
     has_shared = shape.shared_size is not None
     weights = ExpertsWeights(
         router=router.prepared(),
-        experts=tuple(expert(f"{EXPERTS}{number}.") for number in range(shape.count)),
+        # Most experts wait: only those that rows are sent to are unpacked, for the product.
+        experts=tuple(expert(f"{EXPERTS}{number}.", unpacked=False) for number in range(shape.count)),
         chosen=shape.chosen,
         normalised=shape.normalised,
-        shared=expert("mlp.shared_expert.") if has_shared else None,
+        shared=expert("mlp.shared_expert.", unpacked=True) if has_shared else None,
         shared_gate=matrices["mlp.shared_expert_gate.weight"].prepared() if has_shared else None,
         router_bias=vectors[f"{shape.router}.bias"].float() if shape.biased else None,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -12,7 +14,7 @@ from shard_worker.model.layer_weights import LayerTensors, LinearAttentionWeight
 from shard_worker.model.rows import AlikeSessions, Rows
 from shard_worker.ops import deltanet
 from shard_worker.ops.norm import rms_norm
-from shard_worker.weights.weight import concatenate
+from shard_worker.weights.weight import Weight, concatenate
 
 L2_EPS = 1e-6
 """What the L2 norm of queries and keys adds to the sum of squares."""
@@ -23,14 +25,17 @@ def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> LinearAttent
     shape = sizes(config)
 
     matrices, vectors = tensors.matrices, tensors.vectors
-    parts = ("qkvz", "ba") if shape.grouped else ("qkv", "z", "b", "a")
-    projections = [matrices[f"linear_attn.in_proj_{part}.weight"] for part in parts]
-    if shape.grouped:
-        orders = _ungrouped(shape)
-        projections = [
-            matrix.select_rows(order.to(matrix.device)) for matrix, order in zip(projections, orders, strict=True)
-        ]
-    projection = concatenate(projections)
+
+    def parts(grouped: bool, together: str, apart: Sequence[str], order: torch.Tensor) -> list[Weight]:
+        if not grouped:
+            return [matrices[f"linear_attn.in_proj_{part}.weight"] for part in apart]
+        matrix = matrices[f"linear_attn.in_proj_{together}.weight"]
+        return [matrix.select_rows(order.to(matrix.device))]
+
+    wide, narrow = _ungrouped(shape)
+    projection = concatenate(
+        parts(shape.qkvz_grouped, "qkvz", ("qkv", "z"), wide) + parts(shape.ba_grouped, "ba", ("b", "a"), narrow)
+    )
     scale = torch.full((2 * shape.key_heads, 1), shape.key_head_dim**-0.5)
     scale[: shape.key_heads] *= shape.key_head_dim**-0.5
     return LinearAttentionWeights(

@@ -12,6 +12,7 @@ from services.layers import LayerRange
 from services.model.checkpoint_files import read_headers
 from services.model.target_tensors import cpu_bytes
 from shard_worker.model.kernels.codes import form_of
+from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights, ExpertsWeights, matrices_of
 from shard_worker.stage.loader import StageLoader
 from shard_worker.weights.opening import open_checkpoint
 from shard_worker.weights.packed import PackedWeight
@@ -39,10 +40,42 @@ def test_logits_are_those_of_the_matrices_that_are_stood_for(
         torch.testing.assert_close(run(ids(20)), expected(ids(20)), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(run([7]), expected([7]), rtol=1e-4, atol=1e-4)
     # CPUs have no fast product for packed matrices in float32 and unpack them at the end.
-    monkeypatch.setattr(PackedWeight, "prepared", lambda self: self)
+    monkeypatch.setattr(PackedWeight, "prepared", lambda self, **_: self)
     mlp = load_stage(path).segments[0].weights[0].mlp
     for weight in (mlp.gate_up, mlp.down):
         assert isinstance(weight.weight if isinstance(weight, ReorderedWeight) else weight, PackedWeight)
+
+
+@pytest.mark.parametrize("name", ["fp8", "ct-4-zeros-32", "awq", "gptq-act"])
+def test_experts_stay_packed(packed: Packed, name: str) -> None:
+    """In memory, where nothing multiplies by them as well: those that rows are sent to are unpacked for it."""
+    path, dense = packed(name, "qwen3_moe")
+    expected, halves = unsplit(dense)(ids(20)), load_split(path, [2])
+    for run in (unsplit(path), Run(halves)):
+        torch.testing.assert_close(run(ids(20)), expected, rtol=1e-4, atol=1e-4)
+    [segment] = halves[0].segments
+    for layer in segment.weights:
+        if isinstance(layer.mlp, ExpertsWeights):
+            held = [one.down.weight if isinstance(one.down, ReorderedWeight) else one.down for one in layer.mlp.experts]
+            assert all(isinstance(matrix, PackedWeight) for matrix in held)
+
+
+@pytest.mark.parametrize("name", ["fp8", "ct-4-zeros-32"])
+def test_the_planner_counts_experts_that_stay_packed(packed: Packed, name: str) -> None:
+    """What a CPU holds of layers that multiply by dense matrices, and of such that multiply by packed ones."""
+    path, _ = packed(name, "qwen3_moe")
+    for dtype in ("float32", "bfloat16"):
+        size, [segment] = read_model_size(path, dtype), load_stage(path, dtype=dtype).segments
+        for layer, counted in zip(segment.weights, size.layers, strict=True):
+            held = sum(matrix.nbytes for matrix in matrices_of(layer))
+            assert counted.cpu_bytes - held == sum(norm.nbytes for norm in norms_of(layer))
+
+
+def norms_of(layer: DecoderWeights) -> list[torch.Tensor]:
+    assert isinstance(layer.mixer, AttentionWeights)
+    assert layer.mixer.qk_norm is not None
+    heads = torch.empty(2, layer.mixer.qk_norm.shape[1])
+    return [layer.input_norm, layer.post_norm, heads]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -55,16 +55,44 @@ def llama(path: Path) -> Path:
     return checkpoints.write_llama(path, hidden=256, heads=8, head_dim=32, attention_bias=True, rope_scaling=LLAMA3)
 
 
-CASES: dict[str, tuple[Callable[[Path], Path], ChooseType, int]] = {
-    "qwen3 Q4_K_M": (dense_family, q4_k_m, 0),
-    "qwen3 Q5_K in several files": (dense_family, all_of("Q5_K"), 7),
-    "qwen3 F16": (dense_family, all_of("F16"), 0),
-    "llama Q4_K": (llama, all_of("Q4_K"), 0),
-    "llama F32": (llama, all_of("F32"), 0),
-    "qwen3_5 Q4_K_M": (hybrid, q4_k_m, 0),
-    "qwen3_5 Q4_0": (hybrid, all_of("Q4_0"), 0),
-    "qwen3_5 Q4_K wide heads": (wide_heads, all_of("Q4_K"), 0),
-    "qwen3_5 F32": (hybrid, all_of("F32"), 0),
+def experts(path: Path) -> Path:
+    return checkpoints.write_qwen3_moe(path, layers=2, experts=5, hidden=256, size=256)
+
+
+def hybrid_experts(path: Path) -> Path:
+    """Three value heads a key head; a shared expert."""
+    return checkpoints.write_qwen3_5_moe(path, value_heads=6, hidden=256, size=256)
+
+
+def next_experts(path: Path) -> Path:
+    return checkpoints.write_qwen3_next(path, value_heads=6, hidden=256, size=256)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint and how it is packed. split: tensors of a file, 0 for one file. joined: as of `write_gguf`."""
+
+    write: Callable[[Path], Path]
+    choose: ChooseType
+    split: int = 0
+    joined: bool = False
+
+
+CASES = {
+    "qwen3 Q4_K_M": Case(dense_family, q4_k_m),
+    "qwen3 Q5_K in several files": Case(dense_family, all_of("Q5_K"), split=7),
+    "qwen3 F16": Case(dense_family, all_of("F16")),
+    "llama Q4_K": Case(llama, all_of("Q4_K")),
+    "llama F32": Case(llama, all_of("F32")),
+    "qwen3_5 Q4_K_M": Case(hybrid, q4_k_m),
+    "qwen3_5 Q4_0": Case(hybrid, all_of("Q4_0")),
+    "qwen3_5 Q4_K wide heads": Case(wide_heads, all_of("Q4_K")),
+    "qwen3_5 F32": Case(hybrid, all_of("F32")),
+    "qwen3_moe Q4_K_M": Case(experts, q4_k_m),
+    "qwen3_5_moe Q4_K_M": Case(hybrid_experts, q4_k_m, split=9),
+    "qwen3_next Q4_K_M": Case(next_experts, q4_k_m),
+    "qwen3_next Q8_0 joined": Case(checkpoints.write_qwen3_next, all_of("Q8_0"), joined=True),
+    "qwen3_5_moe F16 joined": Case(checkpoints.write_qwen3_5_moe, all_of("F16"), joined=True),
 }
 
 
@@ -76,11 +104,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
 
     def model(case: str) -> Model:
         if case not in made:
-            write, choose, split = CASES[case]
+            chosen = CASES[case]
             folder = root / str(len(made))
             folder.mkdir()
-            path = write_gguf(write(folder / "checkpoint"), folder / "model.gguf", choose, folder / "dense", split)
-            made[case] = Model(next(iter(sorted(folder.glob("model*.gguf")))) if split else path, folder / "dense")
+            source, path, dense = chosen.write(folder / "checkpoint"), folder / "model.gguf", folder / "dense"
+            write_gguf(source, path, chosen.choose, dense, chosen.split, chosen.joined)
+            made[case] = Model(next(iter(sorted(folder.glob("model*.gguf")))) if chosen.split else path, dense)
         return made[case]
 
     return model

@@ -15,6 +15,8 @@ from typing import Any, Protocol, cast
 from services.model.gguf.container import GgufFile, GgufTensor
 from services.model.gguf.metadata import ARCHITECTURE, Metadata
 from services.model.gguf.tensors import StoredTensor
+from services.model.stored_experts import experts_apart
+from services.model.tensor_headers import TensorHeader
 
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 _ENDS = {
@@ -59,6 +61,7 @@ def stored_tensors(file: GgufFile) -> dict[str, StoredTensor]:
     """Return the tensors of a model by the names of Hugging Face's checkpoints. Raises as `read_config`.
 
     Layers behind the model's own, which guess further tokens, are left out; a tensor whose name is unknown keeps it.
+    Experts that are held all together are one matrix each.
     """
     metadata = Metadata(file)
     module = _module(metadata)
@@ -73,7 +76,10 @@ def stored_tensors(file: GgufFile) -> dict[str, StoredTensor]:
             stem, dot, end = block[2].rpartition(".")
             leaf = names.get(block[2]) or names.get(stem, stem) + dot + end
             found[f"model.layers.{int(block[1])}.{leaf}"] = module.stored_tensor(leaf, tensor, config)
-    return found
+    together = {name: TensorHeader(stored.tensor.type.name, stored.shape) for name, stored in found.items()}
+    headers, parts = experts_apart(together)
+    experts = {name: found[part.stored].of_expert(part) for name, part in parts.items()}
+    return {name: experts.get(name) or found[name] for name in headers}
 
 
 def _module(metadata: Metadata) -> Architecture:

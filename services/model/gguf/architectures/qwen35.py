@@ -8,6 +8,7 @@ the columns of what takes values. The last layer guesses further tokens (MTP) wh
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from services.errors import InvalidArgument
@@ -29,19 +30,25 @@ _CENTRED_NORMS = frozenset(
 
 def read_config(metadata: Metadata, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
     """Return the configuration, as `Architecture` says."""
-    config = decoder_config(metadata, tensors)
+    return hybrid_config(metadata, decoder_config(metadata, tensors)) | {
+        "model_type": "qwen3_5_text",
+        "architectures": ["Qwen3_5ForCausalLM"],
+    }
+
+
+def hybrid_config(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a decoder's configuration with what the metadata says of recurrent layers. Raises as `read_config`."""
     layers = config["num_hidden_layers"] - metadata.integer("{arch}.nextn_predict_layers", 0, at_least=0)
     heads, inner = metadata.integer("{arch}.ssm.time_step_rank"), metadata.integer("{arch}.ssm.inner_size")
     if layers < 1 or inner % heads:
         raise InvalidArgument(
             f"{metadata.path}: nextn_predict_layers must be below block_count, and ssm.inner_size, {inner}, a multiple "
             f"of ssm.time_step_rank, {heads}",
-            field="qwen35.ssm.inner_size",
+            field="ssm.inner_size",
         )
     rotated = metadata.integer("{arch}.rope.dimension_count", config["head_dim"])
-    return config | {
-        "model_type": "qwen3_5_text",
-        "architectures": ["Qwen3_5ForCausalLM"],
+    return {
+        **config,
         "num_hidden_layers": layers,
         "full_attention_interval": metadata.integer("{arch}.full_attention_interval", 4),
         "linear_conv_kernel_dim": metadata.integer("{arch}.ssm.conv_kernel"),
@@ -69,10 +76,18 @@ def tensor_names() -> Mapping[str, str]:
     }
 
 
-def stored_tensor(name: str, tensor: GgufTensor, config: Mapping[str, Any]) -> StoredTensor:
-    """Return a tensor with what was changed of it."""
+def unchanged_order(name: str, tensor: GgufTensor) -> StoredTensor:
+    """Return a tensor with what was changed of it, except for the order of value heads."""
     if name in _CENTRED_NORMS:
         return StoredTensor(tensor, tensor.shape, Elements.PLUS_ONE)
+    if name == "linear_attn.conv1d.weight":
+        return StoredTensor(tensor, (tensor.shape[0], 1, *tensor.shape[1:]))
+    return StoredTensor(tensor, tensor.shape, Elements.MINUS_EXP if name == "linear_attn.A_log" else Elements.SAME)
+
+
+def stored_tensor(name: str, tensor: GgufTensor, config: Mapping[str, Any]) -> StoredTensor:
+    """Return a tensor with what was changed of it."""
+    stored = unchanged_order(name, tensor)
     keys, width = config["linear_num_key_heads"], config["linear_value_head_dim"]
     heads_per_key = config["linear_num_value_heads"] // keys
 
@@ -81,18 +96,15 @@ def stored_tensor(name: str, tensor: GgufTensor, config: Mapping[str, Any]) -> S
 
     queries_and_keys = 2 * keys * config["linear_key_head_dim"]
     match name:
-        case "linear_attn.in_proj_qkv.weight":
-            return StoredTensor(tensor, tensor.shape, rows=order(width, queries_and_keys))
-        case "linear_attn.conv1d.weight":
-            shape = (tensor.shape[0], 1, *tensor.shape[1:])
-            return StoredTensor(tensor, shape, rows=order(width, queries_and_keys))
+        case "linear_attn.in_proj_qkv.weight" | "linear_attn.conv1d.weight":
+            return replace(stored, rows=order(width, queries_and_keys))
         case "linear_attn.in_proj_z.weight":
-            return StoredTensor(tensor, tensor.shape, rows=order(width))
-        case "linear_attn.in_proj_a.weight" | "linear_attn.in_proj_b.weight" | "linear_attn.dt_bias":
-            return StoredTensor(tensor, tensor.shape, rows=order(1))
-        case "linear_attn.A_log":
-            return StoredTensor(tensor, tensor.shape, Elements.MINUS_EXP, rows=order(1))
+            return replace(stored, rows=order(width))
+        case "linear_attn.in_proj_a.weight" | "linear_attn.in_proj_b.weight":
+            return replace(stored, rows=order(1))
+        case "linear_attn.dt_bias" | "linear_attn.A_log":
+            return replace(stored, rows=order(1))
         case "linear_attn.out_proj.weight":
-            return StoredTensor(tensor, tensor.shape, columns=order(width))
+            return replace(stored, columns=order(width))
         case _:
-            return StoredTensor(tensor, tensor.shape)
+            return stored

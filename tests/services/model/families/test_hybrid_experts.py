@@ -8,8 +8,8 @@ import pytest
 
 from services.errors import FlashsplitError, InvalidArgument, Unimplemented
 from services.model.families import read_model_config
-from services.model.fused_experts import ExpertPart, experts_apart
 from services.model.layers import layer_shapes
+from services.model.stored_experts import ExpertPart, experts_apart
 from services.model.tensor_headers import TensorHeader
 from tests.services.model.families import test_qwen3_5
 

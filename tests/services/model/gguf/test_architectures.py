@@ -25,13 +25,16 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "qwen3-tied": lambda path: checkpoints.write_qwen3(path, layers=1, tied=True, kv_heads=1),
     "llama": lambda path: checkpoints.write_llama(path, head_dim=16, attention_bias=True),
     "qwen3_5": lambda path: checkpoints.write_qwen3_5(path, layers=4, linear_value_heads=6, nested=True, extras=True),
+    "qwen3_moe": checkpoints.write_qwen3_moe,
+    "qwen3_5_moe": checkpoints.write_qwen3_5_moe,
+    "qwen3_next": checkpoints.write_qwen3_next,
 }
 
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_configuration_and_tensors_are_the_checkpoints(tmp_path: Path, name: str) -> None:
     checkpoint = WRITERS[name](tmp_path / name)
-    path = write_gguf(checkpoint, tmp_path / "model.gguf", all_of("Q8_0"))
+    path = write_gguf(checkpoint, tmp_path / "model.gguf", all_of("Q8_0"), joined=name == "qwen3_next")
     raw = read_config(path)
     config, expected = read_model_config(raw), read_model_config(storage.read_config(checkpoint))
     assert replace(config, dtype=None) == replace(expected, dtype=None)
@@ -42,10 +45,11 @@ def test_configuration_and_tensors_are_the_checkpoints(tmp_path: Path, name: str
     assert {name: header.shape for name, header in headers.items()} == target_shapes(config)
     tensors = TargetTensors(config, headers, path)
     assert [len(tensors.layer(layer)) > 0 for layer in range(config.num_layers)]
-    matrix = headers["model.layers.0.mlp.up_proj.weight"]
+    experts = config.experts is not None
+    matrix = headers[f"model.layers.0.mlp.{'experts.7.' if experts else ''}up_proj.weight"]
     assert matrix.packed is not None
     assert (matrix.code, matrix.packed.bits, matrix.packed.group) == ("Q8_0", 8, 32)
-    assert matrix.packed.stored_bytes == 128 * 64 // 32 * 34
+    assert matrix.packed.stored_bytes == (32 if experts else 128) * 64 // 32 * 34
 
 
 def write(path: Path, architecture: str, change: Callable[[gguf.GGUFWriter], None] = lambda writer: None) -> Path:
@@ -98,6 +102,12 @@ def write(path: Path, architecture: str, change: Callable[[gguf.GGUFWriter], Non
             lambda writer: writer.add_rope_freq_base(float("nan")),
             InvalidArgument,
             "qwen3.rope.freq_base is 'nan'; it must be a number above 0",
+        ),
+        (
+            "qwen3moe",
+            lambda writer: writer.add_expert_count(2**31),
+            InvalidArgument,
+            "expert_count is 2147483648, but blk.0.ffn_down_exps.weight is missing; it must be .experts, rows,",
         ),
     ],
 )

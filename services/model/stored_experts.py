@@ -1,7 +1,8 @@
-"""Experts that a checkpoint holds all together, [experts, rows, columns], as one matrix each: as most other checkpoints
-have them, and as they are packed, counted and multiplied by.
+"""How checkpoints name mixtures of experts, and hold them.
 
-Files of gpt-oss have biases beside them. There the rows of gates and ups alternate, and dense matrices are transposed.
+Experts that one holds all together, [experts, rows, columns], are a matrix each: as most other checkpoints have them,
+and as they are packed, counted and multiplied by. Files of gpt-oss have biases beside them. There the rows of gates and
+ups alternate, and dense matrices are transposed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ from dataclasses import dataclass
 
 from services.model.tensor_headers import TensorHeader
 
-_FUSED = re.compile(r"(.+\.experts\.)(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
+EXPERTS = "mlp.experts."
+"""What the names of the routed experts' tensors begin with, in a layer."""
+
+ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
+"""What families call the router, in a layer."""
+
+_FUSED = re.compile(r"(.+\.experts\.)(gate_up_proj|gate_proj|up_proj|down_proj)(|_bias|_blocks|_scales)")
 _EXTENTS = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
 """By what stands behind a projection's name: the matrix, its biases, and codes and scales of MXFP4. Codes are
 [experts, rows, groups, bytes], scales [experts, rows, groups]."""
