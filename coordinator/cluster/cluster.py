@@ -29,7 +29,7 @@ from services.messages.sampling import SamplingParams
 from services.messages.snapshots import SnapshotOwner
 from services.messages.steps import DraftRoute, Failure, Grammar, Hop, OpenSession
 from services.processes.launch import DEFAULT_LAUNCH, Launch
-from services.processes.worker_process import WorkerFailed, failure_fields
+from services.processes.worker_process import WorkerFailed, WorkerProcess, failure_fields
 from services.rpc.peers import Peers
 from services.rpc.snapshots import RemoteSnapshots
 from services.rpc.stage import StageSession
@@ -196,6 +196,15 @@ class Cluster:
         return 0 if draft is None else draft.block_size
 
     @property
+    def processes(self) -> dict[str, WorkerProcess]:
+        """The workers that are children of this process and run, by what they are now: "stage 0", "draft worker",
+        "stand-by 0"."""
+        named = {self._losses.name(index): member for index, member in enumerate(self._members)}
+        named |= {f"stand-by {number}": member for number, member in enumerate(self._standbys.members)}
+        found = {name: member.process for name, member in named.items() if member.process is not None}
+        return {name: process for name, process in found.items() if process.process_id is not None}
+
+    @property
     def starts_workers(self) -> bool:
         """Whether any of the workers is a child of this process."""
         places = [*(stage.place for stage in self._plan.stages), self._plan.draft]
@@ -268,6 +277,7 @@ class Cluster:
                 self._losses.must_restart(index) or self._peers.trouble(process.address) is not None
             ):
                 self._losses.leave_process(index)
+                await self._peers.leave(process.address)
                 await member.stop()
         await self._start()
         self._losses.restored()
@@ -287,6 +297,7 @@ class Cluster:
                 return False
             self._losses.leave_process(index)
             gone, self._members[index] = self._members[index], found
+            await self._peers.leave(gone.address)
             if found.process is not None:
                 self._losses.watch_process(index, found.process)
             stages = [*self._plan.stages]
@@ -325,7 +336,15 @@ class Cluster:
         return await self._peers.worker(address)
 
     async def snapshots(self, address: str) -> RemoteSnapshots:
-        """Return the service of a worker's kept prefixes, on a connection apart from the steps."""
+        """Return the service of a worker's kept prefixes, on a connection apart from the steps.
+
+        Raises Unavailable at once for a worker that is lost, or has no part in this cluster any more.
+        """
+        addresses = [*self.addresses, *([] if self.draft_address is None else [self.draft_address])]
+        index = addresses.index(address) if address in addresses else None
+        if index is None or self._losses.reason(index) is not None:
+            why = "has no part any more" if index is None else "is lost"
+            raise Unavailable(f"the worker at {address} {why}", reason="WORKER_UNREACHABLE", address=address)
         return await self._peers.snapshots(address)
 
     async def explain(self, error: FlashsplitError) -> FlashsplitError:

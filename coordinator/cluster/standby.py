@@ -83,6 +83,11 @@ class Standbys:
         self._workers.append(standby)
         standby.task = asyncio.ensure_future(self._keep(standby, plan, pause_s))
 
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The workers that stand by, or are being made ready to."""
+        return tuple(one.member for one in self._workers)
+
     def states(self, plan: Plan) -> tuple[StandbyState, ...]:
         """Return what stands by for the stages of a plan."""
         return tuple(

@@ -113,6 +113,11 @@ class PrefixCache:
         """How many prefixes are still on their way to memory or disk."""
         return len(self._tasks)
 
+    @property
+    def arriving(self) -> int:
+        """How many prefixes are on their way into the workers' memory now, from sessions or from disk."""
+        return len(self._arrivals)
+
     def lineage(self, *, with_draft: bool) -> Lineage:
         """Return what the states of this cluster's requests depend on."""
         return lineage_of(self._cluster, self._text, with_draft=with_draft)
@@ -157,9 +162,10 @@ class PrefixCache:
         """
         disk, index = self._disk, self._index(lineage)
         assert disk is not None
-        places = self._cluster.snapshot_places(with_draft=lineage.draft is not None)
         parent: Entry | None = None
         async with self._loading:
+            # Who waited for its turn finds the workers that there are now.
+            places = self._cluster.snapshot_places(with_draft=lineage.draft is not None)
             for node in disk.chain(disk_entry):
                 entry = index.get(node.snapshot_id)
                 if entry is None:
@@ -253,6 +259,10 @@ class PrefixCache:
         indices = self._indices.values() if lineages is None else [self._index(lineage) for lineage in lineages]
         removed = [entry for index in indices for snapshot_id in snapshot_ids for entry in index.remove(snapshot_id)]
         self._free([entry.snapshot_id for entry in removed])
+
+    def drop_all(self) -> None:
+        """Forget all prefixes in the workers' memory, and have it freed; those on disk stay."""
+        self.drop([snapshot_id for index in self._indices.values() for snapshot_id in index.snapshot_ids])
 
     def finish(self, session: StageSession, keep: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start a task that calls `keep`, which keeps the end of an answer, and then closes the session."""

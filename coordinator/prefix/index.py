@@ -74,6 +74,11 @@ class PrefixIndex:
     def __contains__(self, snapshot_id: object) -> bool:
         return snapshot_id in self._nodes
 
+    @property
+    def snapshot_ids(self) -> tuple[str, ...]:
+        """The names of all entries."""
+        return tuple(self._nodes)
+
     def get(self, snapshot_id: str) -> Entry | None:
         """Return the entry with this id; None when it is not in the index."""
         node = self._nodes.get(snapshot_id)

@@ -211,6 +211,14 @@ class Peers:
         connection = await self._connection(address)
         return await watch_edge(connection.channel, address, peer, connection.heartbeats)
 
+    async def leave(self, address: str) -> None:
+        """End the attempts to connect to a worker that is gone, of which those who wait get Unavailable, and take no
+        new calls to the connections that there are."""
+        for key in [key for key in self._connecting if key[0] == address]:
+            self._connecting[key].cancel()
+        for key in [key for key in self._connections if key[0] == address]:
+            await self._retire(self._connections.pop(key))
+
     async def close(self) -> None:
         """Close all connections; running calls end."""
         attempts = [*self._connecting.values()]
@@ -235,6 +243,12 @@ class Peers:
         attempt = self._connecting[key]
         # Who stops waiting leaves the others their attempt.
         await asyncio.wait([attempt])
+        if attempt.cancelled():
+            raise Unavailable(
+                f"the worker at {address} is gone, and is not called any more",
+                reason="WORKER_UNREACHABLE",
+                address=address,
+            )
         if isinstance(error := attempt.exception(), FlashsplitError):
             # Each of those who wait adds its own place to it.
             raise error.copied()
@@ -243,15 +257,18 @@ class Peers:
     async def _reconnect(self, key: tuple[str, str], heartbeats: Heartbeats | None) -> Connection:
         try:
             if (old := self._connections.pop(key, None)) is not None:
-                # A worker that was gone is called anew, without waiting out the old channel's back-off. A worker that
-                # stops still answers the calls that run on the old one.
-                self._retired.append(old)
-                if len(self._retired) > MAX_RETIRED:
-                    await self._retired.popleft().close()
+                # A worker that was gone is called anew, without waiting out the old channel's back-off.
+                await self._retire(old)
             connection = self._connections[key] = await self._connect(key[0], heartbeats)
             return connection
         finally:
             del self._connecting[key]
+
+    async def _retire(self, connection: Connection) -> None:
+        """Keep a connection for the calls that run on it: a worker that stops still answers them."""
+        self._retired.append(connection)
+        if len(self._retired) > MAX_RETIRED:
+            await self._retired.popleft().close()
 
     async def _connect(self, address: str, heartbeats: Heartbeats | None) -> Connection:
         began = time.monotonic()

@@ -31,10 +31,10 @@ USED = {
 }
 
 
-def bench(*arguments: object, code: int = 0) -> str:
+def bench(*arguments: object, code: int = 0, timeout: float = 120) -> str:
     """As a user runs it: what it printed, or where `code` is not 0, the error."""
     line = [sys.executable, "-m", "coordinator", "bench", *map(str, arguments)]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == code, done.stderr
     return done.stdout if code == 0 else done.stderr
 
@@ -191,6 +191,41 @@ def test_two_reports_side_by_side(report: Path, tmp_path: Path) -> None:
     # The second one is as earlier versions wrote them, and says nothing of its run.
     assert "first: $ flashsplit bench step" in text
     assert "second:" not in text
+
+
+FAULTS = ("faults", "--dtype", "float32", "--exact", "--threads", 1, "--json")
+
+
+def test_faults_lose_nothing() -> None:
+    """The worker of a small model is killed while it decodes, and while a prefix comes from the disk: all answers
+    survive with their tokens, and nothing is left behind."""
+    asked = ("--kills", 2, "--stops", 0, "--workers", 1, "--requests", 1, "--phases", "decode,restore")
+    found = json.loads(here(*FAULTS, *PAIR[:2], *asked))
+    assert [(row["fault"], row["phase"], row["faults"]) for row in found["rows"]] == [
+        ("kill", "decode", 1),
+        ("kill", "restore", 1),
+    ]
+    # Where prefixes were concerned they are asked for twice.
+    assert [row["answers"] for row in found["rows"]] == [1, 2]
+    assert found["rows"][0]["silence_longest_ms"] > 0
+    assert (found["left"], found["wrong"], found["missed"]) == ([], [], 0)
+
+
+@pytest.mark.slow
+def test_faults_in_every_phase() -> None:
+    """With a draft, beside the last stage and apart, and a worker that stands by."""
+    asked = ("--kills", 24, "--stops", 0, "--workers", "1,2", "--requests", 3, "--standby", "cpu")
+    found = json.loads(bench(*FAULTS, *PAIR, *asked, timeout=600))
+    assert {row["phase"] for row in found["rows"]} == {"loading", "prefill", "decode", "verify", "save", "restore"}
+    assert sum(row["resumed"] for row in found["rows"]) > 0
+    assert (found["left"], found["wrong"]) == ([], [])
+
+
+def test_faults_need_workers_that_may_be_ended() -> None:
+    """Those that run already are refused, and phases that there are not."""
+    assert "--target-devices has no effect" in here(*FAULTS, *PAIR, "--target-devices", "cpu", code=2)
+    assert "--standby unix:/x runs already" in here(*FAULTS, *PAIR, "--standby", "unix:/x", code=2)
+    assert "--phases 'verify' is not one of" in here(*FAULTS, *PAIR[:2], "--phases", "verify", code=2)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"rows": 1}', '{"rows": [1]}', "{}", '{"rows": [], "run": {}}'])

@@ -562,6 +562,9 @@ async def test_a_worker_that_stands_by_takes_the_place_of_a_lost_one(
         assert await cluster.replace_lost()
         assert cluster.alive
         assert cluster.addresses == (first.address, third.address)
+        # Whoever still knows the lost one's address does not wait for it.
+        with pytest.raises(Unavailable, match="has no part any more"):
+            await cluster.snapshots(second.address)
         assert cluster.snapshot_places(with_draft=False)[1].address == third.address
         assert held(third) == [*ahead, LayerRange(6, 12)]
         assert isinstance(third.worker.loaded[-1], LoadDraft)

@@ -109,6 +109,25 @@ async def test_snapshots_of_a_worker_that_is_gone(tmp_path: Path, peers: Peers) 
         await peers.snapshots(f"unix:{tmp_path}/a.sock")
 
 
+async def test_a_worker_that_is_left(serve: Serve, tmp_path: Path, connections: list[str]) -> None:
+    """Who waits for a connection to it is told at once; calls that run go on, and it can be called again."""
+    peers = Peers(timeout_s=60)
+    waiting = [asyncio.ensure_future(peers.snapshots(f"unix:{tmp_path}/a.sock")) for _ in range(2)]
+    address = (await serve(*REGISTRATIONS)).address
+    session = await (await peers.stage(address)).open(OPEN)
+    for gone in (f"unix:{tmp_path}/a.sock", address):
+        await asyncio.wait_for(peers.leave(gone), 10)
+    for attempt in waiting:
+        with pytest.raises(Unavailable, match="is gone, and is not called any more"):
+            await asyncio.wait_for(attempt, 10)
+    await session.forward(prefill())
+    assert await anext(session.events()) == commit(prefill())
+    await (await peers.worker(address)).describe()
+    assert connections.count(address) == 2
+    await session.close()
+    await peers.close()
+
+
 @pytest.mark.parametrize("listen", ["unix", "tcp"])
 async def test_a_restarted_worker_is_reached_again(listen: str, tmp_path: Path, peers: Peers) -> None:
     """After a worker was restarted at its address the next call reaches the new one."""

@@ -1,0 +1,229 @@
+"""The command: starts clusters, runs their cases, and reports."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import click
+
+from coordinator.bench.counts import counts_option
+from coordinator.bench.faults.cases import Fault, Phase, Shape, spread_cases
+from coordinator.bench.faults.drill import Drill, Outcome
+from coordinator.bench.faults.figures import summarise, table
+from coordinator.bench.faults.traces import Traces, Watched
+from coordinator.bench.report import OutputOptions
+from coordinator.cli.command import Command
+from coordinator.cli.console import progress_bars
+from coordinator.cli.option_groups import Flag, with_options
+from coordinator.cli.options.cluster import ClusterOptions
+from coordinator.cli.options.config import config_option
+from coordinator.cli.options.model import ModelOptions
+from coordinator.cli.options.prefix import PrefixOptions, StoreOptions
+from coordinator.cli.options.standby import StandbyOptions
+from coordinator.cli.started_model import StartedModel, start_model
+from coordinator.cluster.supervisor import supervised
+from coordinator.text.common_prefix import common_prefix_length
+from coordinator.text.model_files import ModelFiles, read_model_files
+from services.errors import FailedPrecondition, InvalidArgument
+from services.messages.description import WorkerDescription
+
+GONE_S = 5.0
+"""How long what a cluster had may take to be gone once it is closed."""
+
+_LOOK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultOptions:
+    """What befalls workers, how often and when."""
+
+    kills: Annotated[
+        int,
+        Flag("How often a worker is killed (SIGKILL).", type=click.IntRange(0), metavar="N"),
+    ] = 100
+    stops: Annotated[
+        int,
+        Flag("How often a worker is stopped (SIGSTOP), as one whose host hangs.", type=click.IntRange(0), metavar="N"),
+    ] = 12
+    phases: Annotated[
+        str | None,
+        Flag(
+            f"When, joined by commas, of {', '.join(Phase)}: at a step of that kind; while the worker that takes the "
+            "lost one's place loads; while prompts' states are kept, or come from the disk.  [default: all]",
+            metavar="PHASE[,PHASE…]",
+        ),
+    ] = None
+    seed: Annotated[int, Flag("Of the order in which workers, phases and numbers of stages meet.")] = 1
+
+    @property
+    def counts(self) -> dict[Fault, int]:
+        """How many of each fault."""
+        return {Fault.KILL: self.kills, Fault.STOP: self.stops}
+
+    def chosen(self, *, has_draft: bool) -> list[Phase]:
+        """Return the phases. Raises InvalidArgument for an unknown one, and for one that there is not."""
+        known = [phase for phase in Phase if has_draft or phase is not Phase.VERIFY]
+        names = [str(phase) for phase in known] if self.phases is None else self.phases.split(",")
+        for name in names:
+            if name.strip() not in known:
+                raise InvalidArgument(
+                    f"--phases {name.strip()!r} is not one of {', '.join(known)}"
+                    + ("" if has_draft else "; drafts are verified with --draft alone"),
+                    field="--phases",
+                )
+        return [Phase(name.strip()) for name in names]
+
+
+@click.command(cls=Command)
+@with_options
+@config_option
+@counts_option("--workers", default="1,2,3", help="Numbers of stages, each a worker on the CPU.")
+@counts_option("--requests", default="1,8", help="Answers in flight when a worker is lost.")
+async def faults(
+    model: ModelOptions,
+    cluster: ClusterOptions,
+    standby: StandbyOptions,
+    wanted: FaultOptions,
+    output: OutputOptions,
+    workers: tuple[int, ...],
+    requests: tuple[int, ...],
+) -> None:
+    """Kill and stop workers while they answer, and see whether every answer survives.
+
+    \b
+      flashsplit bench faults --model DIR --draft DIR --exact --standby cpu
+      flashsplit bench faults --model DIR --kills 12 --stops 0 --workers 2 --requests 1 --phases decode,save
+
+    Starts clusters on this host, one for each number of stages, and with --draft one more each that has the draft in a
+    worker of its own. Every kind of worker is lost in every phase of answers: while prompts are computed, while tokens
+    are, while prefixes are kept or restored, and again while the lost one is being replaced. Each answer (greedy, with
+    penalties and seeded; drafted and plain) is compared with the answer to the same request undisturbed. Nothing else
+    on this host is touched; the prefixes go to a temporary directory. A fault takes about five seconds with a small
+    model. Ctrl-C ends all that was started and shows the figures so far.
+
+    Exit status 0 says that no answer was lost, none came out otherwise, and nothing was left behind: no process, no
+    directory, no socket, no shared memory. 1 says that something of it happened; the table tells what. On CPUs give
+    --dtype float32 or --exact: rounding in 16 bits leads answers other ways.
+    """
+    files = read_model_files(model.model)
+    check(cluster, standby, files)
+    shapes = [
+        Shape(stages, apart, len(standby.places))
+        for stages in workers
+        for apart in ((False, True) if model.draft is not None else (False,))
+    ]
+    phases = wanted.chosen(has_draft=model.draft is not None)
+    cases = spread_cases(shapes, phases, requests, wanted.counts, wanted.seed)
+    outcomes: list[Outcome] = []
+    left: list[str] = []
+    measured: list[WorkerDescription] = []
+    try:
+        with progress_bars() as progress, tempfile.TemporaryDirectory(prefix="flashsplit-faults-") as folder:
+            task = progress.add_task("starting workers", total=len(cases))
+            if cases:
+                # Libraries open files of their own with the first cluster, and keep them.
+                async with started(files, model, cluster, standby, cases[0].shape, folder):
+                    pass
+            for shape, of_shape in itertools.groupby(cases, key=lambda case: case.shape):
+                watched = Watched()
+                before = watched.traces()
+                async with started(files, model, cluster, standby, shape, folder) as running:
+                    assert running.cache is not None
+                    measured = [*running.cluster.workers]
+                    drill = Drill(running, running.cache, files, watched)
+                    async with supervised(running.cluster):
+                        for case in of_shape:
+                            place = f"{case.fault} {case.worker} of {shape.stages}, {case.phase}"
+                            progress.update(task, description=place)
+                            outcomes.append(await drill.run(case))
+                            progress.advance(task)
+                left += await left_behind(watched, before)
+    finally:
+        show(output, outcomes, left, measured)
+    if left or not all(row.is_clean for row in summarise(outcomes)):
+        raise FailedPrecondition("answers were lost or came out otherwise, or something was left behind: see above")
+
+
+def check(cluster: ClusterOptions, standby: StandbyOptions, files: ModelFiles) -> None:
+    """Raise InvalidArgument for workers that run elsewhere, and for a model whose prompts cannot be written."""
+    placement = cluster.placement
+    if placement.target_devices is not None or placement.draft_device is not None:
+        flag = "--target-devices" if placement.target_devices is not None else "--draft-device"
+        raise InvalidArgument(
+            f"{flag} has no effect on bench faults, which ends workers and so starts its own, on the CPU: give their "
+            "numbers in --workers",
+            field=flag,
+        )
+    for place in standby.places:
+        if place.devices is None:
+            raise InvalidArgument(
+                f"--standby {place} runs already, and bench faults ends workers: name a device, like cpu",
+                field="--standby",
+            )
+    if files.tokenizer is None:
+        raise InvalidArgument(f"--model {files.path} has no tokenizer, by which prompts are written", field="--model")
+
+
+@contextlib.asynccontextmanager
+async def started(
+    files: ModelFiles, model: ModelOptions, cluster: ClusterOptions, standby: StandbyOptions, shape: Shape, folder: str
+) -> AsyncIterator[StartedModel]:
+    """Start a cluster of this shape, that keeps prefixes in a directory of its own within the folder."""
+    placement = replace(
+        cluster.placement,
+        target_devices=",".join(["cpu"] * shape.stages),
+        draft_device="cpu" if shape.draft_apart else None,
+    )
+    store = StoreOptions(kv_cache_dir=str(Path(folder, f"{shape.stages}-{shape.draft_apart}")))
+    prefix = PrefixOptions(store=store, kv_cache_min_tokens=64)
+    options = replace(cluster, placement=placement)
+    async with start_model(files, model.draft, options, prefix, standby=standby) as running:
+        yield running
+
+
+async def left_behind(watched: Watched, before: Traces) -> list[str]:
+    """Return what a closed cluster has left behind, once what takes a moment is gone."""
+    deadline = time.monotonic() + GONE_S
+    while (left := watched.traces().since(before)) and time.monotonic() < deadline:
+        await asyncio.sleep(_LOOK_S)
+    return left
+
+
+def show(
+    output: OutputOptions, outcomes: Sequence[Outcome], left: Sequence[str], measured: Sequence[WorkerDescription]
+) -> None:
+    """Print the figures so far, with what went wrong where, and what was left behind."""
+    rows = summarise(outcomes)
+    wrong = [line for outcome in outcomes for line in faulty(outcome)]
+    missed = sum(not outcome.befell for outcome in outcomes)
+    notes = [
+        *wrong,
+        *([f"{missed} faults had no worker or phase to meet and were left out"] if missed else []),
+        "left behind: " + (", ".join(left) or "nothing"),
+    ]
+    output.show(rows, table(rows), measured, note="\n".join(notes), left=left, wrong=wrong, missed=missed)
+
+
+def faulty(outcome: Outcome) -> Iterator[str]:
+    """Yield for each answer that was lost or came out otherwise what happened, as a line."""
+    case = outcome.case
+    where = f"case {case.number}: {case.fault} {case.worker} of {case.shape.stages} stages" + (
+        ", draft apart" if case.shape.draft_apart else ""
+    )
+    for number, (told, alone) in enumerate(zip(outcome.told, outcome.undisturbed, strict=True)):
+        answer, text = f"{where}, {case.phase}, answer {number} of {case.requests}", "".join(told.texts)
+        if told.answer is None:
+            yield f"{answer}: {told.error}"
+        elif told.answer.token_ids != alone.token_ids:
+            same = common_prefix_length(told.answer.token_ids, alone.token_ids)
+            yield f"{answer}: other tokens from {same} on, {told.answer.stats.notes}"
+        elif text != alone.text:
+            yield f"{answer}: the text {text!r} should be {alone.text!r}"

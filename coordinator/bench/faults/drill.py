@@ -1,0 +1,230 @@
+"""One cluster whose workers are ended or stopped while it answers, and what clients are told meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import random
+import secrets
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from coordinator.answer import Answer, Request
+from coordinator.bench.faults.cases import Case, Fault, Phase
+from coordinator.bench.faults.traces import Watched
+from coordinator.cli.started_model import StartedModel
+from coordinator.engine.engine import Engine
+from coordinator.engine.step_times import StepTaken
+from coordinator.prefix.cache import PrefixCache
+from coordinator.text.model_files import ModelFiles
+from coordinator.text.prompt import text_prompt
+from services.errors import FlashsplitError, Unavailable
+from services.messages.sampling import SamplingParams
+from services.messages.steps import StepKind
+
+CHUNK, PROMPT_TOKENS, ANSWER_TOKENS = 32, 192, 64
+"""Tokens of a prefill step, of which a prompt has several, of a prompt and of an answer."""
+
+WHOLE_S = 120.0
+"""How long a cluster may take until it is whole again."""
+
+_LOOK_S, _SHORT_S = 0.01, 0.001
+"""Between two looks at whether the cluster is whole, and at whether a moment is there."""
+
+_LONGEST_DELAY_S = 0.02
+"""How much later than at the first moment of saving or loading prefixes a worker is lost, at most."""
+
+_STEPS_OF = {
+    Phase.LOADING: (StepKind.DECODE, StepKind.VERIFY),
+    Phase.PREFILL: (StepKind.PREFILL,),
+    Phase.DECODE: (StepKind.DECODE,),
+    Phase.VERIFY: (StepKind.VERIFY,),
+}
+
+_SIGNALS = {Fault.KILL: signal.SIGKILL, Fault.STOP: signal.SIGSTOP}
+
+KINDS = (
+    (SamplingParams(), True),
+    (SamplingParams(temperature=0.8, seed=7), False),
+    (SamplingParams(presence_penalty=0.7, frequency_penalty=0.3), True),
+    (SamplingParams(temperature=0.7, seed=3), True),
+)
+"""What answers differ in, by turns: how tokens are chosen, and whether the draft proposes."""
+
+
+@dataclass(slots=True)
+class Told:
+    """What a client was told of one answer. pieces: the text and the time of each. error: what ended it, if one did."""
+
+    asked_at: float
+    texts: list[str] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    answer: Answer | None = None
+    error: FlashsplitError | None = None
+
+    def silence_s(self, since: float) -> float:
+        """Return the longest time without a new token, from a moment on; 0 where the answer had ended by then."""
+        moments = [max(since, moment) for moment in (self.asked_at, *self.times)]
+        return max((after - before for before, after in itertools.pairwise(moments)), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a fault came to.
+
+    befell: whether there was that worker, and that phase; otherwise nothing was done to anybody. told: of the answers
+    in flight and, where prefixes were concerned, of the same ones asked for once more. undisturbed: the answers to the
+    same requests, without kept prefixes.
+    """
+
+    case: Case
+    befell: bool
+    told: Sequence[Told]
+    undisturbed: Sequence[Answer]
+    at: float
+
+
+class Drill:
+    """One cluster, and the answers that it gives. watched: is told of all workers that there are."""
+
+    def __init__(self, started: StartedModel, cache: PrefixCache, files: ModelFiles, watched: Watched) -> None:
+        self._cluster, self._cache, self._files, self._watched = started.cluster, cache, files, watched
+        self._engine = Engine(started.cluster, files, cache, name="faults", resume_timeout_s=WHOLE_S)
+        self._engine.step_listeners.append(self._count_step)
+        self._plain = Engine(started.cluster, files, None, name="faults", resume_timeout_s=WHOLE_S)
+        self._awaited: tuple[StepKind, ...] = ()
+        self._countdown = 0
+        self._reached = asyncio.Event()
+
+    async def run(self, case: Case) -> Outcome:
+        """Ask for answers, have a worker meet its fault meanwhile, and ask for them undisturbed.
+
+        Raises Unavailable where the cluster is not whole again in time, and what the undisturbed answers raise.
+        """
+        await self._whole()
+        requests = [self._request(case, number) for number in range(case.requests)]
+        draw = random.Random(case.number)
+        if case.phase is Phase.RESTORE:
+            await self._ask_all(self._engine, requests)
+            await self._settled()
+            self._cache.drop_all()
+            await self._settled()
+        self._awaited, self._countdown = _STEPS_OF.get(case.phase, ()), draw.randrange(1, 2 + 3 * case.requests)
+        self._reached = asyncio.Event()
+        asking = asyncio.ensure_future(self._ask_all(self._engine, requests))
+        try:
+            await self._moment(asking, draw)
+            at = time.monotonic()
+            lost = None if asking.done() else self._strike(case)
+            if case.phase is Phase.LOADING and lost is not None:
+                while self._process_id(case.worker) in (lost, None) and not asking.done():
+                    await asyncio.sleep(_SHORT_S)
+                self._watch()
+                await asyncio.sleep(draw.random() * _LONGEST_DELAY_S)
+                self._strike(case)
+            told = await asking
+        finally:
+            asking.cancel()
+        self._watch()
+        await self._whole(lost)
+        undisturbed = []
+        for alone in await self._ask_all(self._plain, requests):
+            if alone.answer is None:
+                raise alone.error or Unavailable("an answer that nothing disturbed has not ended")
+            undisturbed.append(alone.answer)
+        if case.phase in (Phase.SAVE, Phase.RESTORE):
+            told += await self._ask_all(self._engine, requests)
+            undisturbed *= 2
+        return Outcome(case, lost is not None, told, undisturbed, at)
+
+    async def _moment(self, asking: asyncio.Future[list[Told]], draw: random.Random) -> None:
+        """Wait until the phase is there in which the fault is to happen, or all answers have ended."""
+        if self._awaited:
+            reached = asyncio.ensure_future(self._reached.wait())
+            waited: list[asyncio.Future[Any]] = [asking, reached]
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            reached.cancel()
+            return
+        while not self._cache.arriving and not asking.done():
+            await asyncio.sleep(_SHORT_S)
+        await asyncio.sleep(draw.random() * _LONGEST_DELAY_S)
+
+    def _strike(self, case: Case) -> int | None:
+        """Kill or stop the worker that the case names; returns its process, None where there is none now."""
+        process_id = self._process_id(case.worker)
+        if process_id is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process_id, _SIGNALS[case.fault])
+        return process_id
+
+    def _process_id(self, worker: str) -> int | None:
+        """Return the process of the worker that is called so now; None while there is none."""
+        process = self._cluster.processes.get(worker)
+        return None if process is None else process.process_id
+
+    async def _whole(self, lost: int | None = None) -> None:
+        """Wait until all workers are there, and that process is not one of them any more."""
+        cluster = self._cluster
+        try:
+            async with asyncio.timeout(WHOLE_S):
+                while (
+                    (lost is not None and lost in map(self._process_id, cluster.processes))
+                    or not cluster.alive
+                    or (cluster.draft is None and cluster.draft_worker is not None)
+                    or any(one.why is not None for one in cluster.standbys)
+                ):
+                    await asyncio.sleep(_LOOK_S)
+                await self._settled()
+        except TimeoutError:
+            raise Unavailable(f"the cluster was not whole again within {WHOLE_S:g} s") from None
+        self._watch()
+
+    async def _settled(self) -> None:
+        """Wait until all prefixes are where they are to be kept."""
+        while self._cache.pending:
+            await asyncio.sleep(_LOOK_S)
+
+    def _watch(self) -> None:
+        """Note which workers there are."""
+        for process in self._cluster.processes.values():
+            self._watched.see(process)
+
+    def _request(self, case: Case, number: int) -> Request:
+        sums = " ".join(f"Calculate {17 * number + turn} + {turn * turn}." for turn in range(60))
+        sampling, speculate = KINDS[(case.number + number) % len(KINDS)]
+        return Request(
+            request_id=secrets.token_hex(8),
+            prompt_ids=text_prompt(self._files, f"{case.number}, {number}: {sums}").token_ids[:PROMPT_TOKENS],
+            max_tokens=ANSWER_TOKENS,
+            sampling=sampling,
+            speculate=speculate or case.phase is Phase.VERIFY,
+            prefill_chunk=CHUNK,
+        )
+
+    async def _ask_all(self, engine: Engine, requests: Sequence[Request]) -> list[Told]:
+        return list(await asyncio.gather(*(_ask(engine, request) for request in requests)))
+
+    def _count_step(self, step: StepTaken) -> None:
+        if step.kind in self._awaited:
+            self._countdown -= 1
+            if self._countdown <= 0:
+                self._reached.set()
+
+
+async def _ask(engine: Engine, request: Request) -> Told:
+    """Return what a client is told of the answer to a request."""
+    told = Told(time.monotonic())
+    try:
+        async with engine.answering(request) as generation:
+            async for piece in generation.pieces():
+                told.texts.append(piece.text)
+                told.times.append(time.monotonic())
+            told.answer = generation.answer
+    except FlashsplitError as error:
+        told.error = error
+    return told
