@@ -80,8 +80,9 @@ class ExpertsConfig:
     count: how many experts there are. chosen: how many of them a row goes through. size: inner elements of each.
     normalised: whether the shares of the chosen ones are made to sum up to 1. layers: those whose feed-forward part is
     such a mixture. shared_size: inner elements of an expert that all rows go through too; None without one. router: the
-    name of its module, in a layer. biased: whether the router's scores and the products with experts have biases.
-    clamped: how experts gate, None for plain SwiGLU.
+    name of its module, in a layer. prefix: what the names of the experts' tensors begin with, in a layer. biased:
+    whether the router's scores and the products with experts have biases. clamped: how experts gate, None for plain
+    SwiGLU. beside_dense: whether rows go through a dense part too, which has norms of its own.
     """
 
     count: int
@@ -91,8 +92,10 @@ class ExpertsConfig:
     layers: frozenset[int]
     shared_size: int | None = None
     router: str = "mlp.gate"
+    prefix: str = "mlp.experts."
     biased: bool = False
     clamped: ClampedSwiGlu | None = None
+    beside_dense: bool = False
 
     def __post_init__(self) -> None:
         """Raises InvalidArgument where more experts are to be chosen than there are."""
@@ -109,7 +112,8 @@ class AttentionShape:
 
     heads, kv_heads, head_dim: of queries, of keys and values, and elements of each. rope: how positions enter. window:
     how many positions a row sees, its own included; None for all before it. score_scale: what the products of queries
-    and keys are multiplied by; None for 1 / sqrt(head_dim).
+    and keys are multiplied by; None for 1 / sqrt(head_dim). keys_as_values: whether values are what the projection of
+    keys makes, before its norm and RoPE. value_norm: whether values have an RMSNorm, without weights.
     """
 
     heads: int
@@ -118,6 +122,8 @@ class AttentionShape:
     rope: Rope
     window: int | None = None
     score_scale: float | None = None
+    keys_as_values: bool = False
+    value_norm: bool = False
 
     def __post_init__(self) -> None:
         """Raises InvalidArgument for numbers that contradict each other."""
@@ -170,8 +176,12 @@ class ModelConfig:
     """How full layers attend, where it is otherwise than the fields above say of all layers."""
     score_scale: float | None = None
     """As of `AttentionShape`."""
+    value_norm: bool = False
+    """As of `AttentionShape`."""
     output_norms: bool = False
     """Whether what the mixer makes, and what the feed-forward part makes, has an RMSNorm before it is added."""
+    output_scale: bool = False
+    """Whether each layer has a number that its output is multiplied by."""
     activation: Activation = Activation.SILU
     """What feed-forward parts do to their gates."""
     embedding_scale: float = 1.0
@@ -203,7 +213,10 @@ class ModelConfig:
         if kind is LayerKind.FULL and self.full_attention is not None:
             return self.full_attention
         window = self.sliding_window if kind is LayerKind.SLIDING else None
-        return AttentionShape(self.heads, self.kv_heads, self.head_dim, self.rope, window, self.score_scale)
+        scale, norm = self.score_scale, self.value_norm
+        return AttentionShape(
+            self.heads, self.kv_heads, self.head_dim, self.rope, window, score_scale=scale, value_norm=norm
+        )
 
     @property
     def attention_shapes(self) -> dict[int, AttentionShape]:
@@ -218,7 +231,9 @@ class ModelConfig:
 
     def feed_forward(self, layer: int) -> str:
         """Return the feed-forward part of a layer: a module of `services.model.layers` and of the worker's `layers`."""
-        return "experts" if self.experts is not None and layer in self.experts.layers else "swiglu"
+        if self.experts is None or layer not in self.experts.layers:
+            return "swiglu"
+        return "experts_beside" if self.experts.beside_dense else "experts"
 
     @property
     def num_layers(self) -> int:

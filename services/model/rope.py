@@ -21,6 +21,7 @@ _PLACES = ("rope_parameters", "rope_scaling")
 _TYPES = ("default", "linear", "llama3", "yarn")
 _STRETCHING = _TYPES[1:]
 _OF_GGUF = "divided"
+_PARTIAL = "proportional"
 _SCALED_KIND = "full_attention"
 """The kind of layers that is stretched where layers differ in RoPE: sliding ones never look far."""
 _KEPT = frozenset({"rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"})
@@ -77,6 +78,14 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class ProportionalScaling:
+    """Only the first pairs of a head turn, at the rates that they have where all do, divided by the factor."""
+
+    pairs: int
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
 class DividedScaling:
     """Each frequency has a divisor of its own, as GGUF files of Llama have them."""
 
@@ -89,7 +98,7 @@ class Rope:
 
     rotary_dim: int
     theta: float
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | DividedScaling | None = None
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | ProportionalScaling | DividedScaling | None = None
 
 
 def rope_parameters(reader: ConfigReader) -> Mapping[str, Any]:
@@ -153,7 +162,15 @@ def read_rope_of_kind(reader: ConfigReader, kind: str, rotary_dim: int, theta_ke
         )
     theta = own.get("rope_theta", reader.raw(theta_key))
     plain = dict.fromkeys(_PLACES, None) | {_PLACES[0]: {**own, **({} if theta is None else {"rope_theta": theta})}}
-    return read_rope(reader.with_keys({**plain, "rope_theta": None}), rotary_dim, default_theta)
+    own_reader = reader.with_keys({**plain, "rope_theta": None})
+    if own.get("rope_type") != _PARTIAL:
+        own_reader.with_keys(own).only("partial_rotary_factor", 1.0)
+        return read_rope(own_reader, rotary_dim, default_theta)
+    _check_keys(own, reader.source, Unimplemented)
+    values = reader.with_keys({"rope_theta": default_theta, "partial_rotary_factor": 1.0, "factor": 1.0, **own})
+    # As the reference rounds it.
+    pairs = int(values.number("partial_rotary_factor") * rotary_dim // 2)
+    return Rope(rotary_dim, values.number("rope_theta"), ProportionalScaling(pairs, values.number("factor")))
 
 
 def context_length(reader: ConfigReader, rope: Rope, default: int = 32768) -> int:

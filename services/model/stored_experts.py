@@ -13,12 +13,10 @@ from dataclasses import dataclass
 
 from services.model.tensor_headers import TensorHeader
 
-EXPERTS = "mlp.experts."
-"""What the names of the routed experts' tensors begin with, in a layer."""
-
-ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
+ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "router.proj.weight")
 """What families call the router, in a layer."""
 
+_OF_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
 _FUSED = re.compile(r"(.+\.experts\.)(gate_up_proj|gate_proj|up_proj|down_proj)(|_bias|_blocks|_scales)")
 _EXTENTS = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
 """By what stands behind a projection's name: the matrix, its biases, and codes and scales of MXFP4. Codes are
@@ -36,6 +34,11 @@ class ExpertPart:
     expert: int
     rows: slice
     transposed: bool = False
+
+
+def is_of_expert(name: str) -> bool:
+    """Return whether a tensor of this name, full or behind `layers.N.`, is a routed expert's."""
+    return _OF_EXPERT.search(name) is not None
 
 
 def experts_apart(stored: Mapping[str, TensorHeader]) -> tuple[dict[str, TensorHeader], dict[str, ExpertPart]]:

@@ -14,7 +14,7 @@ from services.dtypes import ITEM_BYTES
 from services.errors import InvalidArgument
 from services.model.config import ModelConfig
 from services.model.layers import Shapes, layer_shapes, sublayer_of
-from services.model.stored_experts import EXPERTS, ROUTERS
+from services.model.stored_experts import ROUTERS, is_of_expert
 from services.model.tensor_headers import TensorHeader
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
@@ -66,7 +66,7 @@ def cpu_bytes(name: str, header: TensorHeader, dtype: str) -> int:
     rows = math.prod(extents)
     group = next((size for size in CPU_GROUPS if columns % size == 0 and packed.group % size == 0), None)
     if packed.cpu_bits is None or group is None or dtype != "bfloat16" or rows % CPU_ROWS_MULTIPLE:
-        if f".{EXPERTS}" in name:
+        if is_of_expert(name):
             return packed.loaded_bytes
         return rows * columns * ITEM_BYTES[dtype]
     fours = packed.cpu_bits // 4

@@ -12,7 +12,7 @@ from services.errors import FailedPrecondition
 from services.model.config import Activation, ModelConfig
 from shard_worker.device import devices
 from shard_worker.device.devices import Device, float8_lack
-from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights, ExpertsWeights
+from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights, ExpertsWeights, MlpWeights
 from shard_worker.weights.packed import PackedWeight
 from shard_worker.weights.tiled import TiledWeight, tiling_of
 from shard_worker.weights.weight import ReorderedWeight, StackedWeight, Weight
@@ -75,6 +75,8 @@ def have_layers(device: Device, layers: Iterable[DecoderWeights]) -> bool:
         elif isinstance(mlp, ExpertsWeights):
             has_biases = mlp.experts[0].gate_up_bias is not None
             lack = None if mlp.together is not None else "biases of experts" if has_biases else "packed experts"
+        elif not isinstance(mlp, MlpWeights):
+            lack = "experts beside a dense part"
         elif mlp.gate_up_bias is not None:
             lack = "biases in SwiGLU"
         elif mlp.activation is not Activation.SILU:

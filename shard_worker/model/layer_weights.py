@@ -43,7 +43,7 @@ class AttentionWeights:
     shape: how it attends. qkv: the rows of [queries | keys | values | gates], each head after head; gates only where
     attention is gated. qkv_bias: in the same order. qk_norm: float32 [heads + kv_heads, head_dim], so that queries and
     keys are normed in one call; None where they have no norms. out: [hidden, heads * head_dim]. sinks: float32 [heads],
-    of each head's softmax; None where there are none.
+    of each head's softmax; None where there are none. value_norm: float32 [head_dim], ones, where values have a norm.
     """
 
     shape: AttentionShape
@@ -54,6 +54,7 @@ class AttentionWeights:
     out_bias: torch.Tensor | None
     gated: bool
     sinks: torch.Tensor | None = None
+    value_norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,8 @@ class ExpertsWeights:
     them a row goes through. normalised: whether the shares of the chosen ones are made to sum up to 1. shared,
     shared_gate: of the expert that all rows go through, and [1, hidden], how much of it they take; None without one.
     together: None for packed matrices, for experts with biases, and for blocks that a CPU multiplies by. router_bias:
-    float32 [experts], None where there are none.
+    float32 [experts], None where there are none. scales: float32 [experts], what each one's share is multiplied by;
+    None for nothing.
     """
 
     router: Weight
@@ -120,6 +122,24 @@ class ExpertsWeights:
     shared_gate: Weight | None = None
     together: ExpertsTogether | None = None
     router_bias: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsBesideWeights:
+    """The weights of a mixture of experts beside a dense part. All vectors are float32, [hidden] unless said.
+
+    router_norm, experts_norm: of the norms of rows on their way to the router and to the experts. dense_output_norm,
+    experts_output_norm: of the norms behind each part. eps: of all norms.
+    """
+
+    dense: MlpWeights
+    experts: ExpertsWeights
+    router_norm: torch.Tensor
+    experts_norm: torch.Tensor
+    dense_output_norm: torch.Tensor
+    experts_output_norm: torch.Tensor
+    eps: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +147,19 @@ class DecoderWeights:
     """The weights of one layer. input_norm, post_norm: float32 [hidden], before the mixer and before the MLP.
 
     feed_forward: what the MLP is, as of `ModelConfig.feed_forward`. mixer_output_norm, mlp_output_norm: float32
-    [hidden], behind them, before what they made is added; None without such norms.
+    [hidden], behind them, before what they made is added; None without such norms. output_scale: [1], what the layer's
+    output is multiplied by; None for nothing.
     """
 
     kind: LayerKind
     input_norm: torch.Tensor
     mixer: AttentionWeights | LinearAttentionWeights
     post_norm: torch.Tensor
-    mlp: MlpWeights | ExpertsWeights
+    mlp: MlpWeights | ExpertsWeights | ExpertsBesideWeights
     feed_forward: str = "swiglu"
     mixer_output_norm: torch.Tensor | None = None
     mlp_output_norm: torch.Tensor | None = None
+    output_scale: torch.Tensor | None = None
 
 
 def matrices_of(weights: DecoderWeights) -> list[Weight]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.model.rope import DividedScaling, LinearScaling, Llama3Scaling, Rope, YarnScaling
+from services.model.rope import DividedScaling, LinearScaling, Llama3Scaling, ProportionalScaling, Rope, YarnScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,9 @@ class Rotation:
         match rope.scaling:
             case LinearScaling():
                 frequencies = frequencies / rope.scaling.factor
+            case ProportionalScaling():
+                frequencies = frequencies / rope.scaling.factor
+                frequencies[rope.scaling.pairs :] = 0.0
             case DividedScaling():
                 frequencies = frequencies / torch.tensor(rope.scaling.divisors)
             case Llama3Scaling():

@@ -13,6 +13,8 @@ import torch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -40,6 +42,7 @@ __all__ = [
     "random_prompts",
     "write_draft",
     "write_gemma3",
+    "write_gemma4",
     "write_gpt_oss",
     "write_llama",
     "write_mistral",
@@ -207,6 +210,60 @@ def write_gemma3(
     return folder
 
 
+def write_gemma4(
+    path: Path | str,
+    *,
+    seed: int = 0,
+    layers: int = 4,
+    window: int = 6,
+    tied: bool = True,
+    cap: float | None = 8.0,
+    keys_as_values: bool = True,
+    experts: int = 0,
+    nested: bool = False,
+    older: bool = False,
+) -> Path:
+    """A Gemma 4 checkpoint, of which each second layer is full, with heads twice as wide. experts: how many there are
+    beside the dense part. nested: as the text part of a model with a tower. older: with keys of full layers' heads of
+    their own, as in published files."""
+    wide = {"global_head_dim": 32, "num_global_key_value_heads": 1 if keys_as_values else None}
+    text = Gemma4TextConfig(
+        architectures=["Gemma4ForCausalLM"],
+        head_dim=16,
+        **wide,
+        attention_k_eq_v=keys_as_values,
+        sliding_window=window,
+        layer_types=[FULL if layer % 2 else SLIDING for layer in range(layers)],
+        hidden_size_per_layer_input=0,
+        enable_moe_block=experts > 0,
+        num_experts=experts or None,
+        top_k_experts=3 if experts else None,
+        moe_intermediate_size=32 if experts else None,
+        final_logit_softcapping=cap,
+        **decoder_sizes(64, 4, 2, layers, 256, tied, "float32"),
+    )
+    folder = write_plain(path, text, Gemma4ForCausalLM, seed, fused=True)
+    storage.edit_tensors(folder, _temper)
+    if older:
+        storage.edit_config(folder, lambda config: _to_older_gemma4(config, wide))
+    if nested:
+        storage.edit_config(folder, lambda config: _nest(config, "gemma4", "Gemma4ForConditionalGeneration"))
+        storage.edit_tensors(folder, lambda tensors: _rename(tensors, "model.", "model.language_model."))
+        storage.edit_tensors(folder, lambda tensors: tensors.update(tower_tensors(64, "model.")))
+    return folder
+
+
+def _temper(tensors: dict[str, torch.Tensor]) -> None:
+    """Divide the weights of queries' norms by the square root of their heads' size, which nothing else divides by."""
+    for name in [name for name in tensors if name.endswith("q_norm.weight")]:
+        tensors[name] = tensors[name] / len(tensors[name]) ** 0.5
+
+
+def _to_older_gemma4(config: dict[str, Any], wide: dict[str, Any]) -> None:
+    del config["per_layer_config"]
+    config |= wide
+
+
 def _to_older_gemma3(config: dict[str, Any], scaling: dict[str, Any] | None) -> None:
     del config["layer_types"], config["rope_parameters"]
     config |= {
@@ -229,14 +286,14 @@ def _rename(tensors: dict[str, torch.Tensor], before: str, after: str) -> None:
         tensors[after + name.removeprefix(before)] = tensors.pop(name)
 
 
-def tower_tensors(hidden: int) -> dict[str, torch.Tensor]:
+def tower_tensors(hidden: int, prefix: str = "") -> dict[str, torch.Tensor]:
     """Tensors of a tower and of its way into the text part; a text loader skips them."""
     shapes = {
         "vision_tower.vision_model.embeddings.patch_embedding.weight": (32, 3, 2, 2),
         "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight": (32, 32),
         "multi_modal_projector.mm_input_projection_weight": (32, hidden),
     }
-    return {name: torch.randn(shape, generator=generator(0, name)) for name, shape in shapes.items()}
+    return {prefix + name: torch.randn(shape, generator=generator(0, name)) for name, shape in shapes.items()}
 
 
 def write_mistral(path: Path | str, *, seed: int = 0, sliding: int | None = None, tied: bool = False) -> Path:

@@ -20,6 +20,7 @@ GAINS = {
     "out_proj": 1.5,
     "down_proj": 2.0,
     "gate": 3.0,  # routers of experts that choose clearly
+    "proj": 3.0,  # and Gemma's
     "router": 3.0,
     "in_proj_a": 0.5,
     "in_proj_qkv": 2.0,  # keeps the gated norm away from its epsilon, hence rounding small
@@ -52,6 +53,8 @@ def draw(
     if name.endswith("norm.weight"):
         # The gated norm of linear attention multiplies by its plain weight in every family.
         return (1.0 if "linear_attn" in name else centre) + 0.2 * normal
+    if name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
+        return 1.0 + 0.2 * normal
     if name.endswith("conv1d.weight"):
         return normal * 0.6
     if name.endswith((".bias", "_bias")):

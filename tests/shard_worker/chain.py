@@ -62,6 +62,7 @@ CAPTURED = {
     "qwen3_5": (6, 0, 7),
     "llama": (1, 0),
     "gemma3": (2, 0, 3),
+    "gemma4-experts": (2, 0, 3),
     "qwen3_moe": (2, 0, 3),
     "gpt_oss": (2, 0, 3),
     "gpt_oss-mxfp4": (1, 0),

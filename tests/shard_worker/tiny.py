@@ -57,6 +57,11 @@ WRITERS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "gemma3-untied": (checkpoints.write_gemma3, {"tied": False, "window": 3, "scalar": 16}),
     "gemma3-older": (checkpoints.write_gemma3, {"older": True, "stretched": True}),
     "gemma3-nested": (checkpoints.write_gemma3, {"nested": True, "stretched": True, "cap": 8.0}),
+    "gemma4": (checkpoints.write_gemma4, {}),
+    "gemma4-untied": (checkpoints.write_gemma4, {"tied": False, "window": 3, "cap": None, "keys_as_values": False}),
+    "gemma4-older": (checkpoints.write_gemma4, {"older": True}),
+    "gemma4-nested": (checkpoints.write_gemma4, {"nested": True}),
+    "gemma4-experts": (checkpoints.write_gemma4, {"experts": 8}),
     "qwen3_moe": (checkpoints.write_qwen3_moe, {"dense": (1,)}),
     "qwen3_moe-tied": (checkpoints.write_qwen3_moe, {"tied": True, "normalised": False, "step": 2}),
     "qwen3_moe-all": (checkpoints.write_qwen3_moe, {"layers": 2, "experts": 4, "chosen": 4, "sliding": 6}),
@@ -87,6 +92,7 @@ WRITERS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
 QWEN3 = ("qwen3", "qwen3-tied", "qwen3-sliding", "qwen3-bias", "qwen3-yarn")
 LLAMA = ("llama", "llama-tied", "llama-biases", "mistral", "mistral-sliding")
 GEMMA3 = ("gemma3", "gemma3-untied", "gemma3-older")
+GEMMA4 = ("gemma4", "gemma4-untied", "gemma4-older", "gemma4-experts")
 HYBRID_EXPERTS = ("qwen3_5_moe", "qwen3_5_moe-tied", "qwen3_next", "qwen3_next-tied")
 QWEN3_MOE = ("qwen3_moe", "qwen3_moe-tied", "qwen3_moe-all")
 GPT_OSS = ("gpt_oss", "gpt_oss-tied", "gpt_oss-mxfp4", "gpt_oss-mxfp4-odd")

@@ -12,10 +12,14 @@ from typing import Protocol, cast
 
 from services.model.cached_tensors import CachedTensor
 from services.model.config import ModelConfig
-from services.model.stored_experts import EXPERTS
+from services.model.stored_experts import is_of_expert
 
 Shapes = dict[str, tuple[int, ...]]
 """The shape of every tensor by its name behind `layers.N.`, in the order in which they are loaded."""
+
+
+OUTPUT_SCALE = "layer_scalar"
+"""The name of what a layer's output is multiplied by, where there is one."""
 
 
 class Norm(StrEnum):
@@ -43,9 +47,10 @@ def sublayer_of(name: str) -> Sublayer:
 
 
 def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
-    """Return the tensors of a decoder layer: two norms or four, a mixer and a feed-forward part."""
+    """Return the tensors of a decoder layer: two norms or four, a mixer, a feed-forward part and maybe a factor."""
     return {
         **dict.fromkeys(norm_names(config).values(), (config.hidden_size,)),
+        **({OUTPUT_SCALE: (1,)} if config.output_scale else {}),
         **sublayer_of(config.layer_kinds[layer].mixer).tensor_shapes(config, layer),
         **sublayer_of(config.feed_forward(layer)).tensor_shapes(config, layer),
     }
@@ -69,7 +74,7 @@ def read_share(config: ModelConfig, name: str) -> float:
     name: full, or behind `layers.N.`. As the experts of a layer are alike, it stands for that share of all of them.
     """
     experts = config.experts
-    return 1.0 if experts is None or EXPERTS not in name else experts.chosen / experts.count
+    return 1.0 if experts is None or not is_of_expert(name) else experts.chosen / experts.count
 
 
 def layer_caches(config: ModelConfig, layer: int) -> tuple[CachedTensor, ...]:

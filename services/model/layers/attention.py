@@ -17,6 +17,8 @@ def tensor_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]
         "self_attn.v_proj.weight": (keys, config.hidden_size),
         "self_attn.o_proj.weight": (config.hidden_size, queries),
     }
+    if shape.keys_as_values:
+        del shapes["self_attn.v_proj.weight"]
     if config.qk_norm:
         shapes |= {f"self_attn.{part}_norm.weight": (shape.head_dim,) for part in "qk"}
     if config.attention_sinks:
@@ -25,7 +27,7 @@ def tensor_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]
         shapes |= {
             "self_attn.q_proj.bias": (q_rows,),
             "self_attn.k_proj.bias": (keys,),
-            "self_attn.v_proj.bias": (keys,),
+            **({} if shape.keys_as_values else {"self_attn.v_proj.bias": (keys,)}),
             "self_attn.o_proj.bias": (config.hidden_size,),
         }
     return shapes

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from services.model.cached_tensors import CachedTensor
 from services.model.config import ExpertsConfig, ModelConfig
-from services.model.stored_experts import EXPERTS
 
 
 def sizes(config: ModelConfig) -> ExpertsConfig:
@@ -20,7 +19,7 @@ def tensor_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]
     experts, hidden = sizes(config), config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {}
     for expert in range(experts.count):
-        shapes |= _swiglu(f"{EXPERTS}{expert}.", hidden, experts.size)
+        shapes |= _swiglu(f"{experts.prefix}{expert}.", hidden, experts.size)
     if experts.biased:
         shapes |= {name.replace("weight", "bias"): shape[:1] for name, shape in shapes.items()}
         shapes[f"{experts.router}.bias"] = (experts.count,)

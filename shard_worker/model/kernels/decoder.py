@@ -75,6 +75,8 @@ def run(
     for index, (weights, slot) in enumerate(zip(layers.weights, layers.slots, strict=True)):
         assert isinstance(normed, Normed)
         mlp = weights.mlp
+        # `have_layers` says which there are kernels for.
+        assert isinstance(mlp, ExpertsWeights | MlpWeights)
         mixed = _mix(layers, weights, slot, normed, rope, places[weights.kind], uncommitted)
         bias = weights.mixer.out_bias if isinstance(weights.mixer, AttentionWeights) else None
         hidden, normed = linear(

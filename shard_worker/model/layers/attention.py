@@ -16,14 +16,15 @@ from shard_worker.weights.weight import concatenate
 def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> AttentionWeights:
     """Return the weights with one projection for queries, keys, values and gates."""
     shape = config.attention(layer)
-    q, k, v = (tensors.matrices[f"self_attn.{name}_proj.weight"] for name in "qkv")
-    biases = [tensors.vectors[f"self_attn.{name}_proj.bias"] for name in "qkv"] if config.attention_bias else None
-    parts = [q, k, v]
+    names = "qk" if shape.keys_as_values else "qkv"
+    parts = [tensors.matrices[f"self_attn.{name}_proj.weight"] for name in names]
+    biases = [tensors.vectors[f"self_attn.{name}_proj.bias"] for name in names] if config.attention_bias else None
     if config.attention_gate:
         # For each head its query, then its gate.
+        q, *others = parts
         rows = torch.arange(q.rows, device=q.device).view(shape.heads, 2, shape.head_dim)
         queries, gates = rows[:, 0].flatten(), rows[:, 1].flatten()
-        parts = [q.select_rows(queries), k, v, q.select_rows(gates)]
+        parts = [q.select_rows(queries), *others, q.select_rows(gates)]
         if biases is not None:
             biases = [biases[0][queries], *biases[1:], biases[0][gates]]
     qk_norm = None
@@ -42,6 +43,7 @@ def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> AttentionWei
         out_bias=tensors.vectors.get("self_attn.o_proj.bias"),
         gated=config.attention_gate,
         sinks=tensors.vectors["self_attn.sinks"].float() if config.attention_sinks else None,
+        value_norm=torch.ones(shape.head_dim, device=parts[0].device) if shape.value_norm else None,
     )
 
 
@@ -57,10 +59,12 @@ def run(
     heads, kv_heads = shape.heads, shape.kv_heads
     projected = weights.qkv.matmul(x, weights.qkv_bias, rows.batch_invariant_rows).view(count, -1, shape.head_dim)
     qk = projected[:, : heads + kv_heads]
+    values = projected[:, heads if shape.keys_as_values else heads + kv_heads :][:, :kv_heads]
+    if weights.value_norm is not None:
+        values = rms_norm(values, weights.value_norm, config.norm_eps)
     if weights.qk_norm is not None:
         qk = rms_norm(qk, weights.qk_norm, config.norm_eps)
     qk = apply_rope(qk, rows.ropes[shape.rope])
-    values = projected[:, heads + kv_heads : heads + 2 * kv_heads]
 
     def seen(session: SessionRows, own: slice) -> torch.Tensor:
         cache = session.caches.attention_of(shape)
@@ -75,5 +79,5 @@ def run(
 
     mixed = rows.by_session(seen)
     if weights.gated:
-        mixed = mixed * rows.each(torch.sigmoid, projected[:, heads + 2 * kv_heads :].reshape(count, -1))
+        mixed = mixed * rows.each(torch.sigmoid, projected[:, -heads:].reshape(count, -1))
     return weights.out.matmul(mixed, weights.out_bias, rows.batch_invariant_rows)

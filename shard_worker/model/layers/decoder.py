@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from services.model.config import ModelConfig
-from services.model.layers import Norm, norm_names
+from services.model.layers import OUTPUT_SCALE, Norm, norm_names
 from shard_worker.model.layer_weights import DecoderWeights, LayerTensors, norm_factor
 from shard_worker.model.rows import Rows
 
@@ -38,8 +38,13 @@ class FeedForward(Protocol):
     def pack(self, config: ModelConfig, layer: int, tensors: LayerTensors) -> Any:
         """Return a layer's weights, fused and converted."""
 
-    def run(self, weights: Any, x: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
-        """Return what rows [n, hidden] become, [n, hidden]. rows: what they are, where they are a step's."""
+    def run(
+        self, weights: Any, x: torch.Tensor, rows: Rows | None = None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return what rows [n, hidden] become, [n, hidden].
+
+        rows: what they are, where they are a step's. residual: the rows before their norm, for parts that need them.
+        """
 
 
 def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> DecoderWeights:
@@ -55,6 +60,7 @@ def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> DecoderWeigh
         feed_forward=feed_forward,
         mixer_output_norm=norms.get(Norm.MIXER_OUTPUT),
         mlp_output_norm=norms.get(Norm.FEED_FORWARD_OUTPUT),
+        output_scale=tensors.vectors.get(OUTPUT_SCALE),
     )
 
 
@@ -73,10 +79,11 @@ def run(
         mixed = norm(mixed, weights.mixer_output_norm, config.norm_eps)
     hidden = hidden + mixed
     normed = norm(hidden, weights.post_norm, config.norm_eps)
-    made = _feed_forward(weights.feed_forward).run(weights.mlp, normed, rows)
+    made = _feed_forward(weights.feed_forward).run(weights.mlp, normed, rows, hidden)
     if weights.mlp_output_norm is not None:
         made = norm(made, weights.mlp_output_norm, config.norm_eps)
-    return hidden + made
+    hidden = hidden + made
+    return hidden if weights.output_scale is None else hidden * weights.output_scale.to(hidden.dtype)
 
 
 @functools.cache

@@ -14,7 +14,6 @@ import torch
 
 from services.model.config import ModelConfig
 from services.model.layers.experts import sizes
-from services.model.stored_experts import EXPERTS
 from shard_worker.model.layer_weights import ExpertsTogether, ExpertsWeights, LayerTensors, MlpWeights
 from shard_worker.model.layers import swiglu
 from shard_worker.model.rows import Rows
@@ -26,9 +25,9 @@ def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> ExpertsWeigh
     shape, matrices, vectors = sizes(config), tensors.matrices, tensors.vectors
     router = matrices[f"{shape.router}.weight"]
 
-    def expert(prefix: str, *, unpacked: bool) -> MlpWeights:
-        gate, up, down = (matrices[f"{prefix}{part}_proj.weight"] for part in ("gate", "up", "down"))
-        of_gate, of_up, of_down = (vectors.get(f"{prefix}{part}_proj.bias") for part in ("gate", "up", "down"))
+    def expert(start: str, *, unpacked: bool) -> MlpWeights:
+        gate, up, down = (matrices[f"{start}{part}_proj.weight"] for part in ("gate", "up", "down"))
+        of_gate, of_up, of_down = (vectors.get(f"{start}{part}_proj.bias") for part in ("gate", "up", "down"))
         of_both = None if of_gate is None or of_up is None else torch.cat([of_gate, of_up])
         gate_up, down = (one.prepared(unpacked=unpacked) for one in (concatenate([gate, up]), down))
         return MlpWeights(gate_up, down, of_both, of_down, shape.clamped or config.activation)
@@ -37,7 +36,7 @@ def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> ExpertsWeigh
     weights = ExpertsWeights(
         router=router.prepared(),
         # Most experts wait: only those that rows are sent to are unpacked, for the product.
-        experts=tuple(expert(f"{EXPERTS}{number}.", unpacked=False) for number in range(shape.count)),
+        experts=tuple(expert(f"{shape.prefix}{number}.", unpacked=False) for number in range(shape.count)),
         chosen=shape.chosen,
         normalised=shape.normalised,
         shared=expert("mlp.shared_expert.", unpacked=True) if has_shared else None,
@@ -75,16 +74,28 @@ def _stacked(parts: Sequence[Weight]) -> Weight | None:
     return concatenate(parts) if all(isinstance(part, DenseWeight) for part in parts) else None
 
 
-def run(weights: ExpertsWeights, x: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
-    """Return what rows x [n, hidden] become, [n, hidden]. rows: what they are, where they are a step's."""
+def run(
+    weights: ExpertsWeights,
+    x: torch.Tensor,
+    rows: Rows | None = None,
+    residual: torch.Tensor | None = None,
+    *,
+    routed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return what rows x [n, hidden] become, [n, hidden].
+
+    rows, residual: as of `FeedForward.run`. routed: what the router sees of the rows, None for x.
+    """
     fixed_rows = None if rows is None else rows.batch_invariant_rows
     each: Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor] = (
         _at_once if rows is None else rows.each
     )
-    scores = weights.router.matmul(x.float(), weights.router_bias, fixed_rows)
+    scores = weights.router.matmul((x if routed is None else routed).float(), weights.router_bias, fixed_rows)
     shares, chosen = each(_probabilities, scores).topk(weights.chosen, -1)
     if weights.normalised:
         shares = each(_normalised, shares)
+    if weights.scales is not None:
+        shares = shares * weights.scales[chosen]
     # Sorted by expert; an expert's rows stay in their order.
     order = chosen.flatten().argsort(stable=True)
     row_of, share_of = order // weights.chosen, shares.to(x.dtype).flatten()[order, None]

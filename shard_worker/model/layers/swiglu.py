@@ -24,8 +24,10 @@ def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> MlpWeights:
     return replace(weights, gate_up_bias=torch.cat([of_gate, of_up]), down_bias=of_down)
 
 
-def run(weights: MlpWeights, x: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
-    """Return what rows x [n, hidden] become, [n, hidden]. rows: what they are, where they are a step's."""
+def run(
+    weights: MlpWeights, x: torch.Tensor, rows: Rows | None = None, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return what rows x [n, hidden] become, [n, hidden]. rows, residual: as of `FeedForward.run`."""
     fixed_rows = None if rows is None else rows.batch_invariant_rows
     gate_up = weights.gate_up.matmul(x, weights.gate_up_bias, fixed_rows)
     gate = swiglu if rows is None else rows.operations.swiglu

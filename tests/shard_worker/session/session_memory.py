@@ -69,9 +69,9 @@ async def memory_of(client: Client, *, window: int | None = None) -> Memory:
                     memory[f"{layer}.recurrent"] = caches.recurrent.state[slot].clone()
                     memory[f"{layer}.conv"] = caches.recurrent.conv[slot, : caches.recurrent.taps - 1].clone()
                 else:
-                    assert caches.attention is not None
+                    cache = caches.attention_of(stage.config.attention(layer))
                     for which, what in enumerate("kv"):
-                        [rows] = caches.attention.read(slice(slot, slot + 1), which, 0, state.length)
+                        [rows] = cache.read(slice(slot, slot + 1), which, 0, state.length)
                         memory[f"{layer}.{what}"] = rows.clone()
     if (draft := draft_of(client)) is not None:
         last = stages_of(client)[-1]

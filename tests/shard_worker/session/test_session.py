@@ -28,9 +28,9 @@ CUTS = {
     "qwen3-sliding": [(), (2,), (1, 3)],
     "qwen3_5": [(), (3,), (2, 5)],
     "llama": [(1,)],
-    "gemma3": [(2,)],
 }
 SPLITS = [(name, cuts) for name, all_cuts in CUTS.items() for cuts in all_cuts]
+GEMMA = [("gemma3", (2,)), ("gemma4-experts", (2,))]
 
 
 # --- tokens
@@ -47,7 +47,7 @@ async def test_plain_tokens_are_those_of_transformers(
         assert await client.plain(prompt, COUNT) == expected
 
 
-@pytest.mark.parametrize(("name", "cuts"), [*SPLITS, ("qwen3_moe", (2,)), ("gpt_oss", (1, 2, 3))])
+@pytest.mark.parametrize(("name", "cuts"), [*SPLITS, *GEMMA, ("qwen3_moe", (2,)), ("gpt_oss", (1, 2, 3))])
 @pytest.mark.parametrize("transport", [SUM, SLICES])
 async def test_speculated_tokens_are_those_of_transformers(
     tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...], transport: FeatureTransport
@@ -120,7 +120,7 @@ async def test_a_prompt_may_come_in_chunks(tiny: Tiny, make_chain: MakeChain, ch
 
 
 @pytest.mark.parametrize("transport", [SUM, SLICES])
-@pytest.mark.parametrize(("name", "cuts"), SPLITS)
+@pytest.mark.parametrize(("name", "cuts"), [*SPLITS, GEMMA[0]])
 async def test_proposals_are_those_of_the_dense_draft(
     tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...], transport: FeatureTransport
 ) -> None:

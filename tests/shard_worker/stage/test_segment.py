@@ -16,7 +16,7 @@ from tests.shard_worker.model.layers.family_runner import TOLERANCE
 from tests.shard_worker.tiny import AS_GPU, Run, Tiny, ids, load_stage
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-sliding", "qwen3_5-ratio-3"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-sliding", "qwen3_5-ratio-3", "gemma4"])
 def test_steps_over_pages_have_the_same_logits(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Pages come as they are needed, and a step may begin, end and look back anywhere in them."""
     monkeypatch.setattr("shard_worker.stage.segment.PAGE_ROWS", 16)

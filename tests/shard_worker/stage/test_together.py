@@ -12,7 +12,7 @@ from shard_worker.stage.loader import CaptureRequest
 from shard_worker.stage.stage import Stage, StageState
 from tests.shard_worker.tiny import Tiny, ids, load_stage
 
-NAMES = ("qwen3", "qwen3-sliding", "qwen3_5-ratio-3", "qwen3_moe", "gpt_oss", "gemma3")
+NAMES = ("qwen3", "qwen3-sliding", "qwen3_5-ratio-3", "qwen3_moe", "gpt_oss", "gemma4")
 
 
 def step(

@@ -12,6 +12,7 @@ from services.model.families import known_families, read_model_config
 from services.model.packings import logical_headers
 from tests.services.model.families import (
     test_gemma3,
+    test_gemma4,
     test_gpt_oss,
     test_hybrid_experts,
     test_llama,
@@ -23,6 +24,7 @@ from tests.services.model.families import (
 
 RAW: dict[str, dict[str, Any]] = {
     "gemma3": test_gemma3.RAW,
+    "gemma4": test_gemma4.RAW,
     "gpt_oss": test_gpt_oss.RAW,
     "llama": test_llama.RAW,
     "mistral": test_mistral.RAW,
