@@ -9,10 +9,16 @@ from pathlib import Path
 
 from coordinator.text.chat_template import ChatTemplate
 from coordinator.text.generation_defaults import GenerationDefaults
+from coordinator.text.parsers.tags import CALL, RETURN, THINK
+from coordinator.text.parsers.tools import HARMONY, NONE, detect
 from coordinator.text.tokenizer import Tokenizer, stop_token_ids
 from services.errors import InvalidArgument
 from services.model.checkpoint_files import model_name, read_config
 from services.model.text_files import TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, TextFile, find_text_file
+
+HARMONY_REASONING = "openai_gptoss"
+REASONING_FORMATS = ("deepseek_r1", "glm45", HARMONY_REASONING, "qwen3")
+"""Names of ways to write reasoning: all but one write it between tags."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +40,28 @@ class ModelFiles:
     tool_call_format: str | None = None
     """How the model writes tool calls, by the name of a format in `parsers.tools`; None for what its chat template
     teaches."""
+    reasoning_format: str | None = None
+    """How the model writes its reasoning, one of REASONING_FORMATS; None for what its chat template teaches."""
 
     @property
     def name(self) -> str:
         """What the model is called unless told otherwise."""
         return model_name(self.path.absolute())
+
+    @property
+    def answer_format(self) -> str:
+        """How answers are written, by the name of a format in `parsers.tools`."""
+        if self.reasoning_format == HARMONY_REASONING:
+            return HARMONY
+        taught = NONE if self.chat_template is None else detect(self.chat_template.source)
+        return self.tool_call_format or taught
+
+    @property
+    def thinks_in_tags(self) -> bool:
+        """Whether answers may begin with reasoning between tags."""
+        if self.reasoning_format is not None:
+            return self.reasoning_format != HARMONY_REASONING
+        return self.chat_template is not None and THINK in self.chat_template.source
 
 
 def read_model_files(path: Path, defaults: GenerationDefaults | None = None) -> ModelFiles:
@@ -58,12 +81,16 @@ def read_model_files(path: Path, defaults: GenerationDefaults | None = None) -> 
         )
     files = [find_text_file(path, name) for name in (TOKENIZER, TOKENIZER_CONFIG, TEMPLATE)]
     tokenizer = None if files[0] is None else Tokenizer.from_file(files[0])
+    template, stops = ChatTemplate.from_checkpoint(path), set(stop_token_ids(path, tokenizer))
+    if tokenizer is not None and template is not None and detect(template.source) == HARMONY:
+        # A call ends the answer, whatever the configuration says.
+        stops |= {token for tag in (CALL, RETURN) if (token := tokenizer.token_id(tag)) is not None}
     return ModelFiles(
         path=path,
         num_layers=layers,
         tokenizer=tokenizer,
-        chat_template=ChatTemplate.from_checkpoint(path),
-        stop_token_ids=frozenset(stop_token_ids(path, tokenizer)),
+        chat_template=template,
+        stop_token_ids=frozenset(stops),
         text_fingerprint=_text_fingerprint(files),
         defaults=defaults or GenerationDefaults(),
     )

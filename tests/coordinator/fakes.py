@@ -65,13 +65,16 @@ THINKER = CHATML + "{#- <think> -#}"
 """A template whose model may think first."""
 
 
-def byte_tokenizer() -> Tokenizer:
-    """A tokenizer with one token for each byte and two special ones, so that characters may be cut anywhere."""
+def byte_tokenizer(*special: str) -> Tokenizer:
+    """A tokenizer with one token for each byte and two special ones, so that characters may be cut anywhere.
+
+    special: more special tokens.
+    """
     alphabet = {character: byte for byte, character in _byte_characters().items()}
     backend = tokenizers.Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<|im_end|>", "<|im_start|>"])
+    backend.add_special_tokens(["<|im_end|>", "<|im_start|>", *special])
     return Tokenizer(backend)
 
 
@@ -222,14 +225,14 @@ class ScriptedCluster:
     launch = DEFAULT_LAUNCH
     draft_address = None
 
-    def __init__(self, script: Script | None = None, *, block_size: int = 0) -> None:
+    def __init__(self, script: Script | None = None, *, block_size: int = 0, vocab_size: int = START + 1) -> None:
         self.script = script or Script()
         target = WORKER.target
         assert target is not None
-        described = replace(target, layers=LayerRange(0, 12), vocab_size=START + 1, max_position=CONTEXT)
+        described = replace(target, layers=LayerRange(0, 12), vocab_size=vocab_size, max_position=CONTEXT)
         draft = None
         if block_size and WORKER.draft is not None:
-            draft = replace(WORKER.draft, block_size=block_size, max_position=CONTEXT, vocab_size=START + 1)
+            draft = replace(WORKER.draft, block_size=block_size, max_position=CONTEXT, vocab_size=vocab_size)
         self.workers: tuple[WorkerDescription, ...] = (replace(WORKER, target=described, draft=draft),)
         self.target: TargetDescription = described
         self.draft: DraftDescription | None = draft
@@ -271,8 +274,10 @@ class ScriptedCluster:
 
 def engine(script: Script | None = None, *, template: str | None = CHATML, block_size: int = 0, **more: Any) -> Engine:
     """An engine over a scripted cluster, which is its `cluster`."""
-    cluster: Any = ScriptedCluster(script, block_size=block_size)
-    return Engine(cluster, more.pop("files", None) or model_files(template), None, name="demo", **more)
+    files: ModelFiles = more.pop("files", None) or model_files(template)
+    tokens = START + 1 if files.tokenizer is None else files.tokenizer.vocab_size
+    cluster: Any = ScriptedCluster(script, block_size=block_size, vocab_size=tokens)
+    return Engine(cluster, files, None, name="demo", **more)
 
 
 def request(prompt: Sequence[int] | str = "hi", **fields: Any) -> Request:

@@ -23,12 +23,12 @@ from coordinator.api.http.structured import AnswerBound, answer_bound
 from coordinator.engine.engine import Engine
 from coordinator.text import said_tools
 from coordinator.text.parsers.events import Event
-from coordinator.text.parsers.grammar import behind_thinking, forced_call_grammar
+from coordinator.text.parsers.grammar import behind_thinking, forced_call_grammar, in_final_message
 from coordinator.text.parsers.pipeline import OutputParser
 from coordinator.text.parsers.reasoning import Opening, ReasoningParser, opening_of
-from coordinator.text.parsers.tags import TAGS, THINK
+from coordinator.text.parsers.tags import TAGS
 from coordinator.text.parsers.tool_schema import read_tools
-from coordinator.text.parsers.tools import NONE, detect, new_parser
+from coordinator.text.parsers.tools import HARMONY, NONE, new_parser, openai
 from coordinator.text.said_tools import say_tools
 from services.errors import InvalidArgument
 from services.messages.steps import Grammar, GrammarKind
@@ -66,14 +66,12 @@ class Talk:
         """Return the conversation as the model's chat template takes it, and the format in which tools are called.
 
         Where the template teaches no format that is known here, and none was named, the tools are said in the messages.
-        Raises
-        InvalidArgument as `make_chat` does.
+        Raises InvalidArgument as `make_chat` does.
         """
         chat = make_chat(self.messages, self.use.tools, self.variables, continued=self.continued, opened=self.opened)
+        call_format = engine.files.answer_format
         if not chat.tools:
-            return chat, NONE
-        template, named = engine.files.chat_template, engine.files.tool_call_format
-        call_format = named or (NONE if template is None else detect(template.source))
+            return chat, call_format if call_format == HARMONY else NONE
         if call_format != NONE:
             return chat, call_format
         return replace(chat, messages=say_tools(chat.messages, chat.tools), tools=None), said_tools.FORMAT
@@ -84,7 +82,8 @@ class ChatExchange:
     """One question and its answer: the engine's request, and how to read the text that the model answers with.
 
     opening: whether the prompt has opened the model's thinking. thinks: whether the template knows thinking at all.
-    format: how the model writes tool calls, by the name of its parser.
+    format: how the model writes tool calls, by the name of its parser. begun: what the prompt has of the answer's
+    message, in Harmony.
     """
 
     request: Request
@@ -92,9 +91,12 @@ class ChatExchange:
     thinks: bool
     format: str
     tools: list[dict[str, Any]]
+    begun: str = ""
 
     def parser(self) -> OutputParser:
         """Return a new parser for one answer."""
+        if self.format == HARMONY:
+            return OutputParser(ReasoningParser(enabled=False), openai.Parser(self.tools, self.begun))
         reasoning = ReasoningParser(inside=self.opening is Opening.INSIDE, enabled=self.thinks)
         return OutputParser(reasoning, new_parser(self.format, self.tools))
 
@@ -130,17 +132,19 @@ async def prepare_exchange(
     compression, most = compression_params(fields, prompt_logprobs), most_tokens(engine, fields)
     rendered = await render(engine, chat, compression, structured=structured, most=most)
     prompt = truncated(engine, fields, rendered, max_tokens)
-    template = engine.files.chat_template
-    source = "" if template is None else template.source
     opening = opening_of(rendered.text)
     if talk.continued and opening is Opening.UNDECIDED:
         opening = Opening.CLOSED  # the answer has begun, and thinking comes first
-    thinks = THINK in source and not (talk.continued and opening is Opening.CLOSED)
+    thinks = engine.files.thinks_in_tags and not (talk.continued and opening is Opening.CLOSED)
     bound = _bound(engine, opening, call_format, tools, use, bound)
     request = await make_request(
         engine, fields, prompt, max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, bound=bound
     )
-    return ChatExchange(request, opening, thinks, call_format, tools)
+    if call_format != HARMONY:
+        return ChatExchange(request, opening, thinks, call_format, tools)
+    # Its markers are special tokens.
+    request = replace(request, skip_special_tokens=False)
+    return ChatExchange(request, opening, False, call_format, tools, openai.begun_by(rendered.text))
 
 
 async def answer_exchange(engine: Engine, exchange: ChatExchange, count: int = 1) -> AsyncGenerator[ChoicePart]:
@@ -177,6 +181,8 @@ def _bound(
             call_format, tools, use.name, opening=opening, parallel=use.parallel, single_tokens=single
         )
         return AnswerBound("tools", Grammar(GrammarKind.LARK, text))
+    if bound is not None and call_format == HARMONY and opening is Opening.UNDECIDED:
+        return AnswerBound(bound.field, in_final_message(bound.grammar, single))
     if bound is None or opening is not Opening.INSIDE:
         return bound
     # The model thinks first; only what comes after is bound.

@@ -6,6 +6,7 @@ from typing import Any
 
 from coordinator.text.chat_template import ChatTemplate
 from coordinator.text.parsers.tags import THINK
+from coordinator.text.parsers.tools import HARMONY, detect
 from services.errors import InvalidArgument
 
 _SWITCHES = frozenset({"enable_thinking", "thinking"})
@@ -20,12 +21,13 @@ def thinking_variables(template: ChatTemplate | None, wanted: bool, field: str) 
     if template is None:
         return {}
     switches = _SWITCHES & template.variables
-    if not switches and wanted != (THINK in template.source):
-        thinks = "always thinks" if THINK in template.source else "knows no thinking"
+    thinks = THINK in template.source or detect(template.source) == HARMONY
+    if not switches and wanted != thinks:
+        always = "always thinks" if thinks else "knows no thinking"
         # Of the clients' fields only Anthropic's can switch it on.
         instead = ", or give the type adaptive, which thinks where the model can" if wanted else ""
         raise InvalidArgument(
-            f"{field} switches thinking {'on' if wanted else 'off'}, and this model's chat template {thinks}: leave it "
+            f"{field} switches thinking {'on' if wanted else 'off'}, and this model's chat template {always}: leave it "
             f"out{instead}",
             field=field,
         )

@@ -67,7 +67,7 @@ async def serve(
     """
     keys, tls = access.load(listen.host)
     read = read_model_files(model.model, defaults.defaults(model.model))
-    files = replace(read, tool_call_format=service.tool_call_parser)
+    files = replace(read, tool_call_format=service.tool_call_parser, reasoning_format=service.reasoning_parser)
     async with contextlib.AsyncExitStack() as stack:
         # A port that is taken is told before anything is loaded.
         door = UntilLoaded()

@@ -13,6 +13,7 @@ from coordinator.api.api_keys import ApiKeys, read_keys
 from coordinator.api.http.allowed_hosts import AllowedHosts, own_names
 from coordinator.cli.option_groups import Flag
 from coordinator.engine.generation import RESUME_TIMEOUT_S
+from coordinator.text.model_files import REASONING_FORMATS
 from coordinator.text.parsers.tools import NONE, known_formats
 from services.addresses import is_loopback
 from services.errors import InvalidArgument
@@ -148,6 +149,14 @@ class ServiceOptions:
             "How the model writes tool calls, where its chat template takes tools but shows no format that is known. "
             " [default: what the chat template shows; where it shows none, tools are said in the messages]",
             type=click.Choice(_TOOL_CALL_FORMATS),
+        ),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        Flag(
+            "How the model writes its reasoning, where its chat template does not show it: openai_gptoss on a channel "
+            "of its own, the others between <think> and </think>.  [default: what the chat template shows]",
+            type=click.Choice(REASONING_FORMATS),
         ),
     ] = None
     max_model_len: Annotated[

@@ -12,7 +12,7 @@ from coordinator.text.parsers.lark import json_schema, literal, regex
 from coordinator.text.parsers.reasoning import Opening
 from coordinator.text.parsers.tags import END_THINK, THINK
 from coordinator.text.parsers.tool_schema import ToolSchema, read_tools
-from coordinator.text.parsers.tools import format_of
+from coordinator.text.parsers.tools import HARMONY, format_of, openai
 from services.errors import InvalidArgument
 from services.messages.steps import Grammar, GrammarKind
 
@@ -48,11 +48,15 @@ def forced_call_grammar(
         )
     choices = [by_name[name]] if name is not None else [*by_name.values()]
     rules = [f"call_{index}" for index in range(len(choices))]
-    calls = 'call ("\\n" call)*' if parallel and name is None else "call"
-    lines = [f"start: {_thinking(opening, tag(THINK))} {calls}", f"call: {' | '.join(rules)}"]
+    lines = [f"call: {' | '.join(rules)}"]
+    if format == HARMONY:
+        lines += ["start: before call", *openai.framing_grammar(tag, begun=opening is Opening.CLOSED)]
+    else:
+        calls = 'call ("\\n" call)*' if parallel and name is None else "call"
+        lines.append(f"start: {_thinking(opening, tag(THINK))} {calls}")
     for rule, tool in zip(rules, choices, strict=True):
         lines += module.call_grammar(tool, rule, tag)
-    if opening is not Opening.CLOSED:
+    if opening is not Opening.CLOSED and format != HARMONY:
         lines.append(_end_of_thinking(single_tokens))
     return "\n".join(lines) + "\n"
 
@@ -62,13 +66,33 @@ def behind_thinking(grammar: Grammar, single_tokens: Collection[str] = ()) -> Gr
 
     single_tokens: as in `forced_call_grammar`. Raises InvalidArgument for a grammar in GBNF.
     """
+    lines = [f'start: thinking "\\n\\n" body\nbody: {_term(grammar)}', _end_of_thinking(single_tokens)]
+    return Grammar(GrammarKind.LARK, "\n".join(lines) + "\n")
+
+
+def in_final_message(grammar: Grammar, single_tokens: Collection[str] = ()) -> Grammar:
+    """Return a grammar for an answer in Harmony whose last message is what `grammar` says; reasoning may come before.
+
+    Arguments and errors are those of `behind_thinking`.
+    """
+
+    def tag(text: str) -> str:
+        return text if text in single_tokens else literal(text)
+
+    lines = [f"start: before {openai.final_grammar(tag)} body", f"body: {_term(grammar)}"]
+    lines += openai.framing_grammar(tag, begun=False)
+    return Grammar(GrammarKind.LARK, "\n".join(lines) + "\n")
+
+
+def _term(grammar: Grammar) -> str:
+    """Return the term for what a grammar says. Raises InvalidArgument for one in GBNF."""
     match grammar.kind:
         case GrammarKind.JSON_OBJECT:
-            body = json_schema({"type": "object"}, lenient=False)
+            return json_schema({"type": "object"}, lenient=False)
         case GrammarKind.JSON_SCHEMA:
-            body = json_schema(json.loads(grammar.text), lenient=False)
+            return json_schema(json.loads(grammar.text), lenient=False)
         case GrammarKind.REGEX:
-            body = regex(grammar.text)
+            return regex(grammar.text)
         case GrammarKind.LARK:
             if "::=" in grammar.text and not grammar.text.lstrip().startswith("start"):
                 raise InvalidArgument(
@@ -76,10 +100,7 @@ def behind_thinking(grammar: Grammar, single_tokens: Collection[str] = ()) -> Gr
                     "the thinking off",
                     field="grammar",
                 )
-            body = f"%lark {{\n{grammar.text}\n}}"
-    return Grammar(
-        GrammarKind.LARK, f'start: thinking "\\n\\n" body\nbody: {body}\n{_end_of_thinking(single_tokens)}\n'
-    )
+            return f"%lark {{\n{grammar.text}\n}}"
 
 
 def _end_of_thinking(single_tokens: Collection[str]) -> str:

@@ -7,8 +7,18 @@ END_THINK = "</think>"
 TOOL_CALL = "<tool_call>"
 END_TOOL_CALL = "</tool_call>"
 
+# Of Harmony, gpt-oss's format: a message begins with its role, and what is between channel and message says where it
+# goes. The last three end one; the last two end the answer too.
+START = "<|start|>"
+CHANNEL = "<|channel|>"
+CONSTRAIN = "<|constrain|>"
+MESSAGE = "<|message|>"
+END = "<|end|>"
+CALL = "<|call|>"
+RETURN = "<|return|>"
+
 # Many tokenizers hold these as one token each.
-TAGS = (THINK, END_THINK, TOOL_CALL, END_TOOL_CALL)
+TAGS = (THINK, END_THINK, TOOL_CALL, END_TOOL_CALL, START, CHANNEL, CONSTRAIN, MESSAGE, END)
 
 WHITESPACE = " \t\r\n"
 

@@ -1,10 +1,12 @@
 """How models write tool calls: one module for each format, found by its name.
 
-A format module has what the protocol `Format` lists; `tag` there takes one of `parsers.tags.TAGS`.
+A format module has what the protocol `Format` lists; `tag` there takes one of `parsers.tags.TAGS`. Harmony, the format
+`openai`, says more: how every answer is cut into messages, reasoning among them.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Sequence
@@ -15,6 +17,7 @@ from coordinator.text.parsers.tool_schema import OfferedTool, ToolSchema
 from services.errors import InvalidArgument
 
 NONE = "none"
+HARMONY = "openai"
 
 
 class ToolParser(Protocol):
@@ -59,11 +62,13 @@ def format_of(name: str) -> Format:
     return module
 
 
+@functools.lru_cache(16)
 def detect(template: str) -> str:
     """Return the format that a chat template teaches, "none" if it teaches no known one."""
     return next((name for name in known_formats() if format_of(name).is_taught_by(template)), NONE)
 
 
 def new_parser(name: str, tools: Sequence[ToolSchema]) -> ToolParser:
-    """Return a parser for one answer. Without tools nothing can be called, so all its text is content."""
-    return format_of(name if tools else NONE).Parser(tools)
+    """Return a parser for one answer. Without tools nothing can be called, so all its text is content, unless the
+    format frames it."""
+    return format_of(name if tools or name == HARMONY else NONE).Parser(tools)

@@ -11,12 +11,13 @@ import pytest
 from tokenizers import Tokenizer
 
 from coordinator.text.parsers.collected import collect
-from coordinator.text.parsers.grammar import forced_call_grammar
+from coordinator.text.parsers.grammar import forced_call_grammar, in_final_message
 from coordinator.text.parsers.pipeline import OutputParser
 from coordinator.text.parsers.reasoning import Opening, ReasoningParser
 from coordinator.text.parsers.tags import TAGS
 from coordinator.text.parsers.tools import new_parser
 from services.errors import InvalidArgument
+from services.messages.steps import Grammar, GrammarKind
 from tests.coordinator.text.parsers.reading import ADD, NOW, TOOLS, WRITE, read
 
 llguidance = pytest.importorskip("llguidance")
@@ -227,3 +228,46 @@ def test_requests_that_cannot_be_met_are_refused() -> None:
         forced_call_grammar("hermes", [ADD, WRITE], "sub")
     with pytest.raises(InvalidArgument, match="teaches no tool calls"):
         forced_call_grammar("none", [NOW])
+
+
+HARMONY_THOUGHT = "<|channel|>analysis<|message|>Now?\n1 < 2.<|end|><|start|>assistant"
+
+
+@both
+def test_calls_in_harmony(single: bool) -> None:
+    """One call, on its channel, maybe behind one message of reasoning; nothing else, nor another tool's."""
+
+    def write(name: str, **arguments: object) -> str:
+        return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps(arguments)}"
+
+    undecided = {"opening": Opening.UNDECIDED}
+    for tool, arguments in GOOD:
+        text = write(tool, **arguments)
+        if "\\u" in text:
+            continue  # what is not ASCII is written as it is
+        for thought in ("", HARMONY_THOUGHT):
+            assert matches(grammar("openai", tool, single, **undecided), thought + text, single), text
+            assert matches(grammar("openai", None, single, **undecided), thought + text, single), text
+        (found,) = collect(read(new_parser("openai", TOOLS), [HARMONY_THOUGHT + text])).tool_calls
+        assert (found.name, json.loads(found.arguments)) == (tool, arguments)
+    forced = grammar("openai", None, single, **undecided)
+    for tool, arguments in WRONG:
+        assert not matches(forced, write(tool, **arguments), single)
+    now = write("now")
+    for text in ["", "Hello.", HARMONY_THOUGHT, f"Sure. {now}", f"{now}\n{now}", HARMONY_THOUGHT * 2 + now]:
+        assert not matches(forced, text, single), text
+    assert not matches(grammar("openai", "add", single, **undecided), now, single)
+    begun = grammar("openai", "now", single, opening=Opening.CLOSED)
+    assert matches(begun, f"<|end|><|start|>assistant{now}", single)
+
+
+@both
+def test_what_answers_in_harmony_is_bound(single: bool) -> None:
+    """The message on the channel `final`, not the reasoning before it."""
+    asked = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}}))
+    bound = in_final_message(asked, TAGS if single else ())
+    assert bound.kind is GrammarKind.LARK
+    for thought in ("", HARMONY_THOUGHT):
+        assert matches(bound.text, f'{thought}<|channel|>final<|message|>{{"a": 1}}', single)
+        assert not matches(bound.text, f"{thought}<|channel|>final<|message|>one", single)
+        assert not matches(bound.text, f'{thought}{{"a": 1}}', single)

@@ -14,7 +14,7 @@ from tests.coordinator.text.parsers.reading import ADD, TOOLS, read
 
 def test_formats_are_found_by_name() -> None:
     """Every format has a parser, and text without calls is content to all of them."""
-    assert known_formats() == ["hermes", "llama3_json", "none", "qwen3_xml"]
+    assert known_formats() == ["hermes", "llama3_json", "none", "openai", "qwen3_xml"]
     for name in known_formats():
         assert format_of(name).Parser(TOOLS).push("Hi") == [ContentDelta("Hi")]
 
@@ -22,7 +22,7 @@ def test_formats_are_found_by_name() -> None:
 @pytest.mark.parametrize("name", ["", "hermes2", "__init__", "../hermes"])
 def test_unknown_formats_are_refused(name: str) -> None:
     """The refusal lists the known ones."""
-    with pytest.raises(InvalidArgument, match="known formats: hermes, llama3_json, none, qwen3_xml"):
+    with pytest.raises(InvalidArgument, match="known formats: hermes, llama3_json, none, openai, qwen3_xml"):
         format_of(name)
 
 
@@ -44,6 +44,7 @@ def test_unknown_formats_are_refused(name: str) -> None:
             "value}.' }}",
             "llama3_json",
         ),
+        ("{{ '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}", "openai"),
         ("{{ '<|im_start|>' + message.role }}", "none"),
         ('[TOOL_CALLS] [{"name": "f", "arguments": {}}]', "none"),
         ("", "none"),
@@ -54,7 +55,7 @@ def test_a_template_tells_its_format(template: str, name: str) -> None:
     assert detect(template) == name
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3_json", "none", "qwen3_xml"])
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "none", "openai", "qwen3_xml"])
 def test_without_tools_all_is_content(name: str) -> None:
     """Where nothing can be called, whatever looks like a call is text."""
     text = ' \n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\n<function=add>\n</function>\n'
