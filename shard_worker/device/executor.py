@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +65,19 @@ class BatchedWork(Protocol):
 
     def drop(self) -> None:
         """Cancel what waits: the thread is over."""
+
+
+@contextlib.contextmanager
+def raising_first() -> Iterator[list[Exception]]:
+    """Give a list for errors of work that goes on behind them, and raise the first of them behind all of it."""
+    errors: list[Exception] = []
+    yield errors
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        # Their tracebacks lead to frames that know the list: it would keep them, and all that these frames know.
+        errors.clear()
 
 
 class DeviceThread:
@@ -428,6 +441,8 @@ class _Queue:
         except BaseException as error:
             self._note_end()
             job.future.set_exception(self._device_error(error))
+            # The error refers to this frame, and so to itself by the job.
+            del job
         else:
             self._note_end()
             job.future.set_result(result)
@@ -492,7 +507,18 @@ def _end(queue: _Queue, thread: threading.Thread) -> None:
 
 def device_error(error: BaseException) -> BaseException:
     """Return what an error of torch means: ResourceExhausted where memory ran out, Unavailable where the device can do
-    nothing more; otherwise the error itself."""
+    nothing more; otherwise the error itself.
+
+    A FlashsplitError comes without its traceback: who keeps it would keep by it what a failed step had on the device.
+    """
+    meaning = _meaning_of(error)
+    if isinstance(meaning, FlashsplitError):
+        meaning.__cause__ = meaning.__context__ = None
+        meaning.__traceback__ = None
+    return meaning
+
+
+def _meaning_of(error: BaseException) -> BaseException:
     if not isinstance(error, RuntimeError):
         return error
     # The CPU's allocators have no exception of their own. The plain one's sentence comes behind a place in torch's
@@ -517,7 +543,6 @@ def device_error(error: BaseException) -> BaseException:
         )
     else:
         return error
-    meaning.__cause__ = error
     return meaning
 
 

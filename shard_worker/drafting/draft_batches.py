@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from services.errors import FlashsplitError
-from shard_worker.device.executor import DeviceThread, device_error
+from shard_worker.device.executor import DeviceThread, device_error, raising_first
 from shard_worker.drafting.engine import CommittedRows, DraftEngine, DraftRequest, check_start, check_tokens
 from shard_worker.drafting.link import LocalDraftLink
 from shard_worker.model.features import Features, joined
@@ -73,25 +73,23 @@ class DraftBatches:
     def run(self) -> None:
         """Do what waits, but for later work of a session that waits twice. Raises the first error, behind all of it."""
         works = self._next()
-        errors: list[Exception] = []
-        issued = [work for work in works if work.link.ahead is not None and work.link.ahead.issued]
-        for work in issued:
-            self._do([work], _issued, errors)
-        fitting = []
-        for work in works:
-            if work in issued:
-                continue
-            try:
-                work.check()
-            except FlashsplitError as error:
-                _fail(work, error, errors)
-            else:
-                fitting.append(work)
-        if fitting:
-            self._do(fitting, _done_together, errors)
-        self._announce()
-        if errors:
-            raise errors[0]
+        with raising_first() as errors:
+            issued = [work for work in works if work.link.ahead is not None and work.link.ahead.issued]
+            for work in issued:
+                self._do([work], _issued, errors)
+            fitting = []
+            for work in works:
+                if work in issued:
+                    continue
+                try:
+                    work.check()
+                except FlashsplitError as error:
+                    _fail(work, error, errors)
+                else:
+                    fitting.append(work)
+            if fitting:
+                self._do(fitting, _done_together, errors)
+            self._announce()
 
     def _next(self) -> list[DraftWork]:
         """Take out the work of the first session that waits, and of all whose drafts compute in the same way."""
@@ -160,7 +158,7 @@ def _alike(one: DraftWork, other: DraftWork) -> bool:
 
 
 def _fail(work: DraftWork, error: Exception, errors: list[Exception]) -> None:
-    errors.append(error)
     meaning = device_error(error)
     assert isinstance(meaning, Exception)
+    errors.append(meaning)
     work.failed(meaning.copied() if isinstance(meaning, FlashsplitError) else meaning)

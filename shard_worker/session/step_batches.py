@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 from services.errors import FlashsplitError
 from services.messages.description import BATCH_ROW_BOUNDS, BatchCounts
 from services.messages.steps import Forward
-from shard_worker.device.executor import DeviceThread, device_error
+from shard_worker.device.executor import DeviceThread, device_error, raising_first
 from shard_worker.model.features import Features
 from shard_worker.sampling.verifier import ComputedStep
 from shard_worker.stage.stage import StepInput
@@ -228,21 +228,17 @@ class StepBatches:
     def run(self) -> None:
         """Compute steps that wait: those that can be one step with the first of them, and of all sessions no more than
         leaves as many to each stage of the chain. Raises the first error of a step, behind all of them."""
-        errors: list[Exception] = []
-        if self._launched is not None:
-            self._go_on(errors)
-        else:
-            self._compute(self._next(), errors)
-        if errors:
-            raise errors[0]
+        with raising_first() as errors:
+            if self._launched is not None:
+                self._go_on(errors)
+            else:
+                self._compute(self._next(), errors)
 
     def _compute_alone(self, step: WaitingStep) -> None:
-        errors: list[Exception] = []
-        self._settle_launched(errors)
-        if step.begins():
-            self._compute([step], errors)
-        if errors:
-            raise errors[0]
+        with raising_first() as errors:
+            self._settle_launched(errors)
+            if step.begins():
+                self._compute([step], errors)
 
     def _next(self) -> list[WaitingStep]:
         """Take out the steps of the next batch: the first that waits, and all that can be computed with it, in turn.
@@ -430,7 +426,7 @@ def _settle(step: WaitingStep, computed: ComputedStep, errors: list[Exception]) 
 
 
 def _fail(step: WaitingStep, error: Exception, errors: list[Exception]) -> None:
-    errors.append(error)
     meaning = device_error(error)
     assert isinstance(meaning, Exception)
+    errors.append(meaning)
     step.failed(meaning.copied() if isinstance(meaning, FlashsplitError) else meaning)

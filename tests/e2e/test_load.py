@@ -87,11 +87,13 @@ def held(server: Server) -> dict[str, int]:
 
 
 async def idle(client: openai.AsyncOpenAI) -> None:
-    """Wait until nothing runs, on this server's word."""
+    """Wait until nothing runs, on this server's word, and no worker holds a session or a page of one."""
     async with asyncio.timeout(10):
         while True:
-            ready = await client.get("/ready", cast_to=dict[str, Any])
-            if not ready["running"] + ready["waiting"]:
+            status = await client.get("/v1/status", cast_to=dict[str, Any])
+            requests, workers = status["requests"], status["workers"]
+            held = [worker["sessions"] + worker["memory"]["pool_used_bytes"] for worker in workers]
+            if not requests["running"] + requests["waiting"] + sum(held):
                 return
             await asyncio.sleep(0.05)
 

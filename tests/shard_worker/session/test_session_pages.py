@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import contextlib
+import gc
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 import pytest
+import torch
 
+from services.errors import ResourceExhausted
 from services.messages.steps import StepKind
 from shard_worker.device.devices import Device, parse_devices
-from tests.shard_worker.chain import MakeChain
+from shard_worker.stage.stage import StageState
+from tests.shard_worker.chain import BLOCK, Chain, Client, MakeChain
 from tests.shard_worker.session.session_memory import differing, draft_of, memory_of, stages_of
+from tests.shard_worker.session.test_following import follow
 from tests.shard_worker.session.test_session_snapshots import LENGTHS, go_on, save_along
+from tests.shard_worker.session.watched_stage import watch
 from tests.shard_worker.snapshots.test_transfer import exported, imported
 from tests.shard_worker.tiny import AsGpu, ids
 
@@ -92,3 +102,113 @@ async def test_pages_are_shared_and_come_back(make_chain: MakeChain) -> None:
     del caches, draft, client, one, other
     await chain.threads[0].submit(int)
     assert pool.used_bytes == 0
+
+
+async def send_chunks(client: Client, prompt: list[int]) -> None:
+    """Send a prompt in chunks, of which the next one does not wait for the answer to the last."""
+    for first in range(0, len(prompt), 4):
+        await client.send(client.frame(StepKind.PREFILL, prompt[first : first + 4]))
+        client.length += 4
+
+
+async def decode(client: Client, prompt: list[int]) -> None:
+    """Take steps that follow by themselves."""
+    await follow(client, prompt[-1], 60)
+
+
+async def verify(client: Client, prompt: list[int]) -> None:
+    """Take steps that verify the draft's blocks and follow by themselves."""
+    await follow(client, prompt[-1], 30, BLOCK - 1)
+
+
+def used_bytes(chain: Chain) -> list[int]:
+    """What the pages take that sessions hold on each stage, and in the draft."""
+    stages = [role.loaded.stage for role in chain.roles if role.loaded is not None]
+    assert chain.draft_role is not None
+    assert chain.draft_role.loaded is not None
+    pools = [*(stage.segments[0].pool for stage in stages), chain.draft_role.loaded.engine.draft.pool]
+    return [pool.used_bytes for pool in pools]
+
+
+@contextlib.contextmanager
+def without_cycles() -> Iterator[None]:
+    """Nobody looks for cycles of references, which Python does now and then at best."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("blocked", [0, 1])
+@pytest.mark.parametrize("going_on", [send_chunks, decode, verify])
+async def test_pages_of_a_session_that_is_closed_are_free_behind_its_step(
+    make_chain: MakeChain, going_on: Callable[[Client, list[int]], Coroutine[Any, Any, None]], blocked: int
+) -> None:
+    """Behind the step that a stage computes just then nothing of it is computed, whatever waits or would follow by
+    itself, and all its pages are free without anybody looking for cycles. Another session keeps its own."""
+    prompt, chain = ids(40), make_chain("qwen3", (2,), True)
+    began, free = threading.Event(), threading.Event()
+    # By their ids: who holds a state holds its pages.
+    leaving, computed = set[int](), list[int]()
+
+    def note(state: StageState) -> None:
+        if id(state) in leaving:
+            computed.append(id(state))
+        if len(computed) == 3:
+            began.set()
+            free.wait(10)
+
+    watch(chain.roles[blocked], before_step=note)
+    async with chain.session() as other:
+        await other.prefill(prompt)
+        before = used_bytes(chain)
+        session = await chain.roles[0].open(chain.request())
+        client = Client(session)
+        if going_on is not send_chunks:
+            await client.prefill(prompt[:-1])
+        leaving.add(id(stages_of(client)[blocked].state))
+        going = asyncio.ensure_future(going_on(client, prompt))
+        await asyncio.to_thread(began.wait)
+        more = [used > kept for used, kept in zip(used_bytes(chain), before, strict=True)]
+        assert more == [True, True, going_on is verify]
+        with without_cycles():
+            await session.close()
+            going.cancel()
+            await asyncio.wait([going])
+            free.set()
+            for thread in chain.threads:
+                await thread.submit(int)
+            assert used_bytes(chain) == before
+        assert len(computed) == 3
+        await other.plain([prompt[-1], 7], 3)
+    watch(chain.roles[blocked])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+async def test_pages_of_sessions_that_find_no_memory_are_free_when_they_end(make_chain: MakeChain, count: int) -> None:
+    """Their error, which goes far, keeps nothing of the step that it comes of: alone, and of several sessions."""
+    prompt, chain = ids(40), make_chain("qwen3", (), True)
+
+    def fail() -> None:
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+    async def lacking(client: Client) -> None:
+        with pytest.raises(ResourceExhausted, match="no memory left"):
+            await decode(client, prompt)
+
+    before = used_bytes(chain)
+    failing: list[bool] = []
+    watch(chain.roles[0], before_step=lambda _: failing and fail(), before_together=lambda _: failing and fail())
+    clients = [Client(await chain.roles[0].open(chain.request(draft=None))) for _ in range(count)]
+    for client in clients:
+        await client.prefill(prompt[:-1])
+    failing.append(True)
+    with without_cycles():
+        await asyncio.gather(*(lacking(client) for client in clients))
+        for client in clients:
+            await client.session.close()
+        del clients, client
+        await chain.threads[0].submit(int)
+        assert used_bytes(chain) == before
+    watch(chain.roles[0])
