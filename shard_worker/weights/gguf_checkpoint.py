@@ -55,7 +55,7 @@ class GgufCheckpoint(Checkpoint):
 
     def packed(self, name: str, device: torch.device, dtype: torch.dtype) -> Weight:
         stored = self._stored[name]
-        weight = unpack_blocks(stored.tensor.type, _rows(stored.tensor, at_once=True), dtype, device)
+        weight = self._unpacked(name, _rows(stored.tensor, at_once=True), dtype, device)
         self._check_numbers(name, weight)
         if stored.rows is not None and not stored.rows.is_same:
             weight = weight.select_rows(_row_order(stored.rows).to(device))
@@ -70,13 +70,14 @@ class GgufCheckpoint(Checkpoint):
             return super().rows(name, indices)
         if name not in self._mapped:
             self._mapped[name] = _rows(stored.tensor)
-        return unpack_blocks(stored.tensor.type, self._mapped[name][list(indices)], torch.float32).unpacked()
+        return self._unpacked(name, self._mapped[name][list(indices)], torch.float32).unpacked()
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """As `Checkpoint.fingerprint`; what the metadata says of text does not count."""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
-        tensors = [self._stored[name].tensor for name in sorted(self._stored)]
+        in_order = [self._stored[name] for name in sorted(self._stored)]
+        tensors = [tensor for stored in in_order for tensor in (stored.tensor, stored.scale) if tensor is not None]
         for tensor in tensors:
             digest.update(f"{tensor.name} {tensor.type.name} {tensor.shape}\n".encode())
         for path in sorted({tensor.path for tensor in tensors}):
@@ -87,6 +88,18 @@ class GgufCheckpoint(Checkpoint):
                     file.seek(first + (last - first) * sample // _SAMPLES)
                     digest.update(file.read(_SAMPLE_BYTES))
         return digest.hexdigest()[:32]
+
+    def _unpacked(
+        self, name: str, data: torch.Tensor, dtype: torch.dtype, device: torch.device | None = None
+    ) -> PackedWeight:
+        """Return some rows of a matrix as `unpack_blocks` does, with the scale of the whole matrix if it has one."""
+        stored = self._stored[name]
+        weight = unpack_blocks(stored.tensor.type, data, dtype, device)
+        if stored.scale is None:
+            return weight
+        factors = _rows(stored.scale).view(torch.float32).to(weight.device).repeat(weight.rows, 1)
+        scales = GroupNumbers(weight.scales.values, weight.scales.group, factors, weight.columns)
+        return weight.with_rows(weight.codes, scales, None)
 
     def _check_numbers(self, name: str, weight: PackedWeight) -> None:
         """Raise DataLoss for scales that are no finite numbers."""

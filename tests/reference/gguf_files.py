@@ -89,12 +89,17 @@ def write_gguf(
         numbers = tensor.float().numpy()
         changed = convert(name, numbers, text)
         kind = choose(name, changed.shape)
-        packed = pack(changed, kind)
+        whole = whole_scales(changed) if kind == "NVFP4" else None
+        packed = pack(changed if whole is None else changed / whole, kind)
         target = names.get_name(name.replace(".dt_bias", ".dt_proj.bias"), try_suffixes=(".weight", ".bias"))
         assert target is not None, name
         writer.add_tensor(target, packed, raw_dtype=gguf.GGMLQuantizationType[kind])
         flat = packed.reshape(-1, packed.shape[-1]).view(np.uint8)
         values = gguf.dequantize(flat, gguf.GGMLQuantizationType[kind]).reshape(changed.shape)
+        if whole is not None:
+            values = values * whole
+            for end, scales in (("scale", whole), ("input_scale", np.full_like(whole, 7))):
+                writer.add_tensor(target.replace("weight", end), scales.reshape(-1))
         undone = restore(name, values, text)
         meant[name] = torch.from_numpy(np.ascontiguousarray(undone.reshape(numbers.shape)))
     if hybrid:
@@ -364,11 +369,31 @@ def pack(weight: Array, kind: str) -> Array:
     if kind == "F16":
         return weight.astype(np.float16)
     packers: dict[str, Callable[[Array], Array]] = {"Q4_K": pack_q4_k, "Q5_K": pack_q5_k, "Q6_K": pack_q6_k}
+    if kind == "NVFP4":
+        return pack_nvfp4(weight.reshape(-1, 64)).reshape(*weight.shape[:-1], -1)
     if kind in packers:
         packed = packers[kind](weight.reshape(-1, 256))
         return packed.reshape(*weight.shape[:-1], -1)
     packed_by_library: Array = gguf.quantize(weight, gguf.GGMLQuantizationType[kind])
     return packed_by_library
+
+
+def whole_scales(weight: Array) -> Array:
+    """Return what ModelOpt has NVFP4's scales of a matrix multiplied by, float32 with the extents of a tensor of many
+    experts, or of a matrix."""
+    largest: Array = np.abs(weight).max((-2, -1), keepdims=True) / (6 * 448)
+    return largest.astype(np.float32)
+
+
+def pack_nvfp4(blocks: Array) -> Array:
+    """Pack blocks of 64: scales of 16 values each, then of these the codes of the first 8 in low halves."""
+    groups = blocks.reshape(-1, 4, 16)
+    scales = torch.from_numpy(np.abs(groups).max(-1) / 6).to(torch.float8_e4m3fn)
+    table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
+    steps = divided(groups, scales.float().numpy()[..., None])
+    codes = np.abs(steps[..., None] - table).argmin(-1).astype(np.uint8)
+    held = (codes[..., :8] | codes[..., 8:] << 4).reshape(-1, 32)
+    return np.concatenate([scales.view(torch.uint8).numpy(), held], 1)
 
 
 def divided(numbers: Array, by: Array) -> Array:

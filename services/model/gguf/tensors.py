@@ -74,7 +74,8 @@ class StoredTensor:
     """One tensor of a checkpoint as it stands in a GGUF file.
 
     tensor: where it is stored. shape: that of the checkpoint's tensor. elements: what its numbers are. rows, columns:
-    along which extent they are in another order, and which; None where they are not.
+    along which extent they are in another order, and which; None where they are not. scale: a float32 that all numbers
+    are multiplied by, one for each of many experts; None for none.
     """
 
     tensor: GgufTensor
@@ -82,6 +83,7 @@ class StoredTensor:
     elements: Elements = Elements.SAME
     rows: HeadOrder | InterleavedHalves | None = None
     columns: HeadOrder | None = None
+    scale: GgufTensor | None = None
 
     def of_expert(self, part: ExpertPart) -> StoredTensor:
         """Return an expert's matrix out of this tensor of all experts' [experts, rows, columns]."""
@@ -91,11 +93,17 @@ class StoredTensor:
         begin = self.tensor.begin + (part.expert * rows + first) * row_bytes
         shape = (last - first, columns)
         own = replace(self.tensor, shape=shape, begin=begin, nbytes=shape[0] * row_bytes)
-        return StoredTensor(own, shape)
+        scale = self.scale
+        if scale is not None:
+            scale = replace(scale, shape=(1,), begin=scale.begin + 4 * part.expert, nbytes=4)
+        return StoredTensor(own, shape, scale=scale)
 
     @property
     def loaded_bytes(self) -> int:
         """The bytes that a packed matrix takes once it is loaded."""
         run = None if self.columns is None or self.columns.is_same else self.columns.size
         *rows, columns = self.shape
-        return math.prod(rows) * self.tensor.type.held_row_bytes(columns, run)
+        row_bytes = self.tensor.type.held_row_bytes(columns, run)
+        if self.scale is not None:
+            row_bytes += 4 * (columns // (run or columns))
+        return math.prod(rows) * row_bytes

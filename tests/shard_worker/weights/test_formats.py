@@ -135,6 +135,18 @@ def test_columns_that_are_no_whole_blocks_are_held_in_bytes(tmp_path: Path, name
     assert load_stage(path).weight_bytes == read_model_size(path, None).weight_bytes
 
 
+@pytest.mark.parametrize("name", ["gptq", "gptq-8", "gptq-v2", "awq"])
+def test_zero_may_be_the_smallest_code(tmp_path: Path, name: str) -> None:
+    """As in groups without a negative number; GPTQ's first version then stores the largest code, as 0 less one."""
+    source, case = checkpoints.write_qwen3(tmp_path / "source", layers=1), CASES[name]
+    matrix = "model.layers.0.mlp.down_proj.weight"
+    storage.edit_tensors(source, lambda tensors: tensors.update({matrix: tensors[matrix].abs()}))
+    path, dense = packed_checkpoints.write_packed(source, tmp_path, case.settings, case.pack, case.which)
+    torch.testing.assert_close(
+        open_checkpoint(path).dense(matrix), storage.load_tensors(dense)[matrix], rtol=1e-6, atol=1e-7
+    )
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if name != "fp8-f32-edges"])
 def test_kernels_know_every_format(packed: Packed, name: str) -> None:
     """In groups of usual sizes each is brought to a form that they multiply by."""

@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from coordinator.planning.model_size import read_model_size
-from services.errors import DataLoss
+from services.errors import DataLoss, InvalidArgument
 from services.layers import LayerRange
 from services.model.gguf.container import read_gguf
 from shard_worker.device.devices import parse_devices
+from shard_worker.model.kernels.codes import form_of
 from shard_worker.stage.loader import StageLoader
 from shard_worker.weights.opening import open_checkpoint
 from shard_worker.weights.packed import PackedWeight
+from shard_worker.weights.tiled import TiledWeight, tiling_of
 from tests.reference import checkpoints, storage, target
 from tests.reference.gguf_files import ChooseType, all_of, q4_k_m, write_gguf
 from tests.shard_worker.tiny import LLAMA3, Run, ids, ignore_progress, load_split, load_stage
@@ -88,6 +90,9 @@ CASES = {
     "qwen3_5 Q4_0": Case(hybrid, all_of("Q4_0")),
     "qwen3_5 Q4_K wide heads": Case(wide_heads, all_of("Q4_K")),
     "qwen3_5 F32": Case(hybrid, all_of("F32")),
+    "qwen3 NVFP4": Case(dense_family, all_of("NVFP4")),
+    "qwen3_5 NVFP4": Case(hybrid, all_of("NVFP4")),
+    "qwen3_moe NVFP4": Case(experts, all_of("NVFP4")),
     "qwen3_moe Q4_K_M": Case(experts, q4_k_m),
     "qwen3_5_moe Q4_K_M": Case(hybrid_experts, q4_k_m, split=9),
     "qwen3_next Q4_K_M": Case(next_experts, q4_k_m),
@@ -161,6 +166,35 @@ def test_a_stage_reads_its_own_layers_alone(models: Callable[[str], Model], tmp_
         load_stage(path, (2, 3))
 
 
+def test_scales_of_whole_matrices_are_checked(models: Callable[[str], Model], tmp_path: Path) -> None:
+    """They are finite, and one for each of many experts; rows that are looked up are multiplied by them, and kernels
+    know them, with columns in another order too."""
+    path, source = tmp_path / "model.gguf", models("qwen3_moe NVFP4").path
+    scales = read_gguf(source).tensors["blk.0.ffn_up_exps.scale"]
+    content = bytearray(source.read_bytes())
+    content[scales.begin + 4 : scales.begin + 8] = np.array([np.nan], dtype=np.float32).tobytes()
+    path.write_bytes(content)
+    with pytest.raises(DataLoss, match=r"tensor blk.0.ffn_up_exps.weight in .*model.gguf has scales that are NaN"):
+        load_stage(path, (0, 1))
+    # The table says how many there are: 5 become 4.
+    content = source.read_bytes()
+    entry = content.index(b"blk.0.ffn_up_exps.scale") + len("blk.0.ffn_up_exps.scale") + 4
+    assert content[entry] == 5
+    path.write_bytes(content[:entry] + bytes([4]) + content[entry + 1 :])
+    with pytest.raises(
+        InvalidArgument, match=r"tensor blk.0.ffn_up_exps.scale in .* is F32 \[4\]; it must be F32 \[5\]"
+    ):
+        load_stage(path, (0, 1))
+
+    model, rows = models("qwen3_5 NVFP4"), "model.embed_tokens.weight"
+    hybrid, expected = open_checkpoint(model.path), storage.load_tensors(model.dense)[rows][[7, 0, 255]]
+    torch.testing.assert_close(hybrid.rows(rows, [7, 0, 255]), expected, rtol=1e-6, atol=0)
+    for name in ("linear_attn.out_proj.weight", "mlp.up_proj.weight"):
+        matrix = hybrid.weight(f"model.layers.0.{name}", torch.device("cpu"), torch.bfloat16)
+        assert isinstance(matrix, PackedWeight)
+        assert form_of(TiledWeight(matrix, tiling_of(matrix, lanes=True))).lanes
+
+
 def test_decays_that_no_checkpoint_has_are_named(models: Callable[[str], Model], tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     content = bytearray(models("qwen3_5 Q4_0").path.read_bytes())
@@ -179,7 +213,7 @@ def test_a_fingerprint_is_that_of_the_numbers(models: Callable[[str], Model], tm
     renamed.write_bytes(path.read_bytes().replace(b"Tiny", b"Tony"))
     assert open_checkpoint(renamed).fingerprint == found
     others = {open_checkpoint(models(case).path).fingerprint for case in CASES if case.startswith("qwen3 ")}
-    assert len(others) == 3
+    assert len(others) == sum(case.startswith("qwen3 ") for case in CASES)
     content = bytearray(renamed.read_bytes())
     content[min(tensor.begin for tensor in read_gguf(path).tensors.values())] ^= 1
     renamed.write_bytes(content)
