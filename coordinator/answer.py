@@ -76,7 +76,8 @@ class StageStats:
 class Stats:
     """Figures of one answer. Times in milliseconds; decode begins with the first token.
 
-    draft_tokens: those that were verified; accepted_tokens: those of them that are part of the answer.
+    draft_tokens: those that were verified; accepted_tokens: those of them that are part of the answer. lookup_tokens
+    and accepted_lookup_tokens: the ones among both that were looked up in the text, and are no draft model's.
     acceptance_length: the mean number of tokens that a verify step produced, None without one. cached_tokens: prompt
     tokens that were not computed but restored from `cache_source` ("memory" or "disk", None where there were none),
     which took restore_ms. draft_lost: whether a draft that the answer should have had was lost. original_prompt_tokens:
@@ -103,6 +104,8 @@ class Stats:
     original_prompt_tokens: int | None = None
     compress_ms: float = 0.0
     resumed: int = 0
+    lookup_tokens: int = 0
+    accepted_lookup_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,12 +73,12 @@ async def generate(
     limit: int,
     max_tokens: int,
 ) -> None:
-    """Measure decode speed, plain and with DFlash, for one or more placements.
+    """Measure decode speed, plain and with draft tokens, for one or more placements.
 
-    Every prompt is answered twice in a row, plainly and with DFlash, so that noise meets both alike.
+    Every prompt is answered twice in a row, plainly and with what --draft names, so that noise meets both alike.
     """
-    if model.draft is None:
-        raise InvalidArgument("--draft is missing: bench generate compares DFlash with plain decode", field="--draft")
+    if not model.drafts:
+        raise InvalidArgument("--draft is missing: bench generate compares draft tokens with none", field="--draft")
     files = read_model_files(model.model)
     kinds = read_prompts(files, prompts, limit)
     devices = cluster.placement.target_devices
@@ -95,10 +95,12 @@ async def generate(
             for kind, kind_prompts in kinds.items():
                 pairs = []
                 # Once unseen: first touches of memory and code belong to nobody's figures.
-                await answer(started, files, kind_prompts[0], max_tokens, speculate=True)
+                await answer(started, files, kind_prompts[0], max_tokens, speculate=True, lookup=model.prompt_lookup)
                 for prompt in kind_prompts:
                     plain = await answer(started, files, prompt, max_tokens, speculate=False)
-                    dflash = await answer(started, files, prompt, max_tokens, speculate=True)
+                    dflash = await answer(
+                        started, files, prompt, max_tokens, speculate=True, lookup=model.prompt_lookup
+                    )
                     pairs.append((plain, dflash))
                     progress.advance(task)
                 rows.append(summarise(entries, kind, pairs))
@@ -134,9 +136,15 @@ def read_prompts(files: ModelFiles, path: Path, limit: int) -> dict[str, list[tu
 
 
 async def answer(
-    cluster: Cluster, files: ModelFiles, prompt: tuple[int, ...], max_tokens: int, *, speculate: bool
+    cluster: Cluster,
+    files: ModelFiles,
+    prompt: tuple[int, ...],
+    max_tokens: int,
+    *,
+    speculate: bool,
+    lookup: bool = False,
 ) -> Answer:
-    """Return the greedy answer to a prompt."""
+    """Return the greedy answer to a prompt. speculate: with draft tokens; lookup: with such as are looked up too."""
     request = Request(
         request_id=secrets.token_hex(8),
         prompt_ids=prompt,
@@ -144,7 +152,7 @@ async def answer(
         stop_token_ids=files.stop_token_ids,
         speculate=speculate,
     )
-    return await complete(cluster, request, files.tokenizer)
+    return await complete(cluster, request, files.tokenizer, prompt_lookup=lookup)
 
 
 def summarise(devices: str, kind: str, pairs: list[tuple[Answer, Answer]]) -> GenerateFigures:

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 
 from coordinator.answer import Answer, Compression, Phase, Piece, Request, StageStats, Stats
+from coordinator.engine.prompt_lookup import PromptLookup
 from coordinator.engine.speculation import Speculation
 from coordinator.engine.step_times import StepTimes
 from coordinator.text.text_stream import TextStream
@@ -31,8 +32,10 @@ class AnswerState:
     """The answer to one request so far.
 
     token_ids: its tokens. finish_reason: what ended it, None while it goes on. accepted: draft tokens that are part of
-    it. speculation: what is known of how well its draft guesses. times: of its decode steps. phases: when it restored,
-    prefilled and decoded. resumed: how often it went on behind a chain that was lost.
+    it; accepted_lookups: those of them that were looked up in the text. speculation: what is known of how well its
+    draft guesses. lookup: its text, where draft tokens are looked up in it; None where they are not. times: of its
+    decode steps. phases: when it restored, prefilled and decoded. resumed: how often it went on behind a chain that was
+    lost.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
@@ -48,8 +51,9 @@ class AnswerState:
         self._logprobs: list[TokenLogprobs] = []
         self._prompt: list[PromptToken] = []
         self.finish_reason: str | None = None
-        self.accepted = 0
+        self.accepted = self.accepted_lookups = 0
         self.speculation = Speculation(1)
+        self.lookup: PromptLookup | None = None
         self.times = StepTimes()
         self.prefill_s = self.decode_s = 0.0
         self.phases: list[Phase] = []
@@ -151,6 +155,8 @@ class AnswerState:
             steps=speculation.steps,
             draft_tokens=speculation.offered,
             accepted_tokens=self.accepted,
+            lookup_tokens=speculation.looked_up,
+            accepted_lookup_tokens=self.accepted_lookups,
             acceptance_length=speculation.acceptance_length,
             draft_ms=times.draft_ns / 1e6,
             stages=shares,

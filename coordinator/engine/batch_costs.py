@@ -168,9 +168,9 @@ class BatchCosts:
         """Return what steps of an answer are worth by how many draft tokens they verify, None where nothing tells what
         they cost.
 
-        expected: how many tokens a step with each of `lengths` produces on average. The worth is that in tokens a
-        second where it is decoded alone. Among others it is the tokens less those that all could have had in the time
-        that its draft tokens take.
+        expected: how many tokens a step with each of `lengths`, which come in any order, produces on average. The worth
+        is that in tokens a second where it is decoded alone. Among others it is the tokens less those that all could
+        have had in the time that its draft tokens take.
         """
         prices = self._prices_of(lengths)
         if prices is None:
@@ -189,7 +189,8 @@ class BatchCosts:
             self._looked_at, self._prices = self._observed, self._looked_for(lengths)
         return self._prices
 
-    def _looked_for(self, lengths: Sequence[int]) -> _Prices:
+    def _looked_for(self, lengths: Iterable[int]) -> _Prices:
+        lengths = sorted({0, *lengths})
         sessions = self._batched
         seconds = self._rising(sessions, {length: sessions * length for length in lengths})
         rates = {length: sessions * expected_tokens(self.survival, length) / seconds[length] for length in lengths}

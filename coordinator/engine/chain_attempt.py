@@ -7,6 +7,7 @@ draft's proposal for the next step. An answer that has begun on another chain is
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
@@ -14,6 +15,7 @@ from coordinator.answer import Answer, Phase, Piece
 from coordinator.cluster.cluster import Cluster
 from coordinator.engine.answer_state import AnswerState, Cached, missing_logprobs
 from coordinator.engine.prefill_chunk import chunk_for
+from coordinator.engine.prompt_lookup import BLOCK_ROWS
 from coordinator.engine.step_times import StageShare, StepTaken, batch_taken, sent_bytes, split_time
 from coordinator.prefix.policy import chunks
 from coordinator.prefix.run import PrefixRun
@@ -41,6 +43,9 @@ hear what comes behind an answer's last step."""
 MORE_STEPS_AMONG_OTHERS = 7
 """The same for blocks to be verified where other answers are decoded too: how long they are follows from how many there
 are."""
+
+READ_TOKENS = 4096
+"""Tokens of a prompt that are prepared for looking up draft tokens at a time, which takes 3 ms."""
 
 CHUNKS_IN_FLIGHT = 4
 """Prefill chunks that are sent ahead of their answers, so that the stages work on different chunks at once."""
@@ -78,6 +83,9 @@ class ChainAttempt:
         # How many steps the workers go on with by themselves, and how many draft tokens each of them proposes.
         self._following = self._proposing = 0
         self._draft_tokens: tuple[int, ...] = ()
+        """What the draft model proposes for the next step."""
+        self._unpromising = 0
+        """How many tokens came since the last one behind which draft tokens that are looked up were worth it."""
         self._restored_at = self._run_at = self._prefilled_at = 0.0
         self.opened = self.produced = False
         self.answer: Answer | None = None
@@ -103,11 +111,12 @@ class ChainAttempt:
         request, block_size = self._request, self._state.speculation.block_size
         length = len(request.prompt_ids)
         replay_rows = REPLAY_ROWS if self._state.token_ids else 1
+        lookup_rows = 1 if self._state.lookup is None else BLOCK_ROWS
         return await self._cluster.open(
             request_id=request.request_id,
             max_length=length + request.max_tokens,
-            max_rows=max(self._chunk, block_size, replay_rows),
-            block_rows=max(block_size, replay_rows),
+            max_rows=max(self._chunk, block_size, replay_rows, lookup_rows),
+            block_rows=max(block_size, replay_rows, lookup_rows),
             prompt_length=length,
             sampling=request.sampling,
             stop_token_ids=request.stop_token_ids,
@@ -167,6 +176,7 @@ class ChainAttempt:
             self._step += 1
             if end in points:
                 await self._keep(session, end)
+            await self._read_prompt(end)
             unanswered += 1
             while unanswered > (0 if last else CHUNKS_IN_FLIGHT):
                 commit = await self._commit(events)
@@ -180,6 +190,14 @@ class ChainAttempt:
             yield self._add(commit)
             if state.finish_reason is None:
                 self._draft_tokens = await self._proposal(events, propose)
+
+    async def _read_prompt(self, end: int) -> None:
+        """Have what looks up draft tokens know the prompt up to there, while the workers compute."""
+        lookup = self._state.lookup
+        while lookup is not None and len(lookup) < end:
+            lookup.read(self._request.prompt_ids[len(lookup) : min(end, len(lookup) + READ_TOKENS)])
+            # Others' steps go on between two parts.
+            await asyncio.sleep(0)
 
     async def _replay(self, session: StageSession, events: AsyncIterator[Event]) -> None:
         """Compute anew what the answer has behind the prompt, but for its last token, with which the next step begins.
@@ -206,6 +224,8 @@ class ChainAttempt:
     async def _decode_step(self, session: StageSession, events: AsyncIterator[Event]) -> AsyncIterator[Piece]:
         state = self._state
         draft_tokens = self._draft_tokens[: state.remaining - 1]
+        looked_up = () if self._following else self._looked_up()
+        draft_tokens = looked_up or draft_tokens
         kind = StepKind.VERIFY if draft_tokens else StepKind.DECODE
         rows = (state.token_ids[-1], *draft_tokens)
         propose, sent_ns = self._proposing, time.monotonic_ns()
@@ -214,7 +234,7 @@ class ChainAttempt:
                 await self._keep(session, self._length)
             propose = self._proposing = self._proposal_length()
             sent_ns = time.monotonic_ns()
-            more = self._more(len(draft_tokens), propose)
+            more = 0 if looked_up else self._more(len(draft_tokens), propose)
             await session.forward(Forward(self._step, self._length, rows, kind, propose, more=more))
         self._step += 1
         commit = await self._commit(events)
@@ -224,7 +244,9 @@ class ChainAttempt:
         accepted = len(commit.token_ids) - 1 if draft_tokens else 0
         piece = self._add(commit)
         # What was accepted behind the answer's end is no part of the answer.
-        state.accepted += min(accepted, len(piece.token_ids))
+        accepted_here = min(accepted, len(piece.token_ids))
+        state.accepted += accepted_here
+        state.accepted_lookups += accepted_here if looked_up else 0
         yield piece
         drafted_ns = state.times.draft_ns
         if state.finish_reason is None:
@@ -232,7 +254,7 @@ class ChainAttempt:
         elapsed_ns = time.monotonic_ns() - sent_ns
         drafted_ns = state.times.draft_ns - drafted_ns
         batch = batch_taken(commit, drafted_ns) if state.speculation.costs.shared else None
-        state.speculation.observe(len(draft_tokens), accepted, elapsed_ns / 1e9, batch)
+        state.speculation.observe(len(draft_tokens), accepted, elapsed_ns / 1e9, batch, looked_up=bool(looked_up))
         self._report(kind, len(rows), commit, stages, elapsed_ns, drafted_ns)
 
     def _more(self, draft_tokens: int, propose: int) -> int:
@@ -248,7 +270,20 @@ class ChainAttempt:
             most = MORE_STEPS_AMONG_OTHERS if speculation.costs.shared and propose else MORE_STEPS
         if (steady := speculation.steady_steps) is not None:
             most = min(most, steady - 1)
+        if self._state.lookup is not None:
+            # Steps that follow by themselves verify nothing that was looked up: the longer that was of no use, the more
+            # of them there may be.
+            most = min(most, int(self._unpromising / speculation.expected_tokens))
         return max(0, min(most, self._state.remaining // (max(draft_tokens, propose) + 1) - 1))
+
+    def _looked_up(self) -> tuple[int, ...]:
+        """Return draft tokens for the next step that were looked up in the text, where they are worth more than those
+        of the draft model."""
+        lookup, most = self._state.lookup, min(BLOCK_ROWS, self._state.remaining) - 1
+        if lookup is None or most < 1:
+            return ()
+        count = self._state.speculation.looked_up_tokens(lookup.survival(most))
+        return lookup.draft_tokens(count) if count else ()
 
     async def _keep(self, session: StageSession, length: int) -> None:
         """Have the workers keep the state behind the first `length` tokens, which are all that is committed."""
@@ -268,7 +303,11 @@ class ChainAttempt:
         """Add a step's tokens to the answer, and return what is new of it."""
         self.produced = True
         self._sequence += commit.token_ids
-        return self._state.add(commit)
+        if self._state.lookup is not None:
+            self._state.lookup.follow(commit.token_ids)
+        piece = self._state.add(commit)
+        self._unpromising = 0 if self._looked_up() else self._unpromising + len(commit.token_ids)
+        return piece
 
     # --- events
 

@@ -67,6 +67,7 @@ class Engine:
     """Answers requests on one cluster.
 
     name, aliases: what clients call the model. max_model_len: the most tokens of a prompt and its answer together.
+    prompt_lookup: whether draft tokens are looked up in the text.
     listeners hear of every finished request, step_listeners of every step.
     """
 
@@ -83,6 +84,7 @@ class Engine:
         max_waiting: int = 64,
         compressor: Compressor | None = None,
         resume_timeout_s: float = 0.0,
+        prompt_lookup: bool = False,
     ) -> None:
         """resume_timeout_s: how long an answer waits for a chain of stages that was lost; 0 to end with it, as is due
         where nobody brings it back. Raises InvalidArgument when max_model_len is beyond the model's own context."""
@@ -95,6 +97,7 @@ class Engine:
                 field="--max-model-len",
             )
         self.max_model_len = max_model_len or most
+        self.prompt_lookup = prompt_lookup
         self._max_running, self._max_waiting = max_running, max_waiting
         self._turns = asyncio.Semaphore(max_running)
         self._room, self._costs = Room(), BatchCosts()
@@ -154,6 +157,7 @@ class Engine:
             resume_timeout_s=self._resume_timeout_s,
             place=place,
             costs=self._costs,
+            prompt_lookup=self.prompt_lookup,
         )
         check_length(request, self.max_model_len)
         check_memory(request, self.cluster.workers)

@@ -15,6 +15,7 @@ from coordinator.cluster.cluster import Cluster
 from coordinator.engine.answer_state import AnswerState
 from coordinator.engine.batch_costs import BatchCosts
 from coordinator.engine.chain_attempt import ChainAttempt
+from coordinator.engine.prompt_lookup import PromptLookup
 from coordinator.engine.request_checks import check_request
 from coordinator.engine.room import Place
 from coordinator.engine.speculation import Speculation
@@ -59,15 +60,19 @@ class Generation:
         resume_timeout_s: float = 0.0,
         place: Place | None = None,
         costs: BatchCosts | None = None,
+        prompt_lookup: bool = False,
     ) -> None:
         """on_step: called with every answered step. resume_timeout_s: how long the answer waits for a chain that was
         lost; 0 to end with it. place: among other answers, for which this one is set aside where the workers' memory
         ends; None to end then. costs: of draft tokens, measured with the other answers; None to measure them alone.
-        Raises InvalidArgument for a request that does not fit."""
+        prompt_lookup: whether draft tokens are looked up in the text too. Raises InvalidArgument for a request that
+        does not fit."""
         check_request(request, cluster, tokenizer)
         self._cluster, self._request, self._prefixes, self._on_step = cluster, request, prefixes, on_step
         self._resume_timeout_s, self._place = resume_timeout_s, place
         self._state = AnswerState(request, tokenizer)
+        if prompt_lookup and request.speculate:
+            self._state.lookup = PromptLookup()
         self._costs = BatchCosts() if costs is None else costs
         self._prefix: PrefixRun | None = None
         self._lost_at: float | None = None
@@ -208,9 +213,12 @@ async def generate(
     tokenizer: Tokenizer | None,
     show: Callable[[Piece], None] = lambda piece: None,
     prefixes: PrefixCache | None = None,
+    *,
+    prompt_lookup: bool = False,
 ) -> Answer:
-    """Return the whole answer; `show` gets its pieces as they come. Raises what `Generation` raises."""
-    generation = Generation(cluster, request, tokenizer, prefixes)
+    """Return the whole answer; `show` gets its pieces as they come. prompt_lookup: whether draft tokens are looked up
+    in the text too. Raises what `Generation` raises."""
+    generation = Generation(cluster, request, tokenizer, prefixes, prompt_lookup=prompt_lookup)
     async for piece in generation.pieces():
         show(piece)
     assert generation.answer is not None

@@ -1,13 +1,14 @@
-"""Decides how many draft tokens the next step verifies: as many as pay, or none.
+"""Decides how many draft tokens the next step verifies, and whose: as many as pay, or none.
 
 Measures for one request how often each draft token of a block is accepted, and chooses the length with which all
-requests together get the most tokens a second, as `batch_costs` has measured it. It never changes which tokens come
-out, only when they do.
+requests together get the most tokens a second, as `batch_costs` has measured it. Blocks are the draft model's or, where
+they promise more, those of `prompt_lookup`. It never changes which tokens come out, only when they do.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from coordinator.engine.batch_costs import BatchCosts, BatchTaken, expected_tokens, lengths_of
@@ -20,6 +21,12 @@ WARM_UP_STEPS = 4
 
 SURE_TOKENS_PER_STEP = 4.0
 """With so many tokens a verify step, speculation pays in any case: a verify never costs that many plain steps."""
+
+LOOKUP_GAIN = 1.25
+"""How many times as many tokens must be expected of draft tokens that were looked up as of the draft model's."""
+
+TRIED_TOKENS_PER_STEP = 2.0
+"""So many tokens a verify step are worth a try, as long as it is not known what they cost."""
 
 PLAIN_PROBES, VERIFY_PROBES = 2, 4
 """How many steps measure plain decode, and how many verify steps end a pause."""
@@ -38,8 +45,9 @@ HYSTERESIS = 1.05
 class Speculation:
     """The measurements and the choice for one request.
 
-    block_size: rows of the draft's block, one known token and the draft tokens; 1 switches speculation off. offered:
-    draft tokens that were verified. produced_by_verify: tokens that verify steps produced. draft_lost: whether the
+    block_size: rows of the draft model's block, one known token and the draft tokens; 1 switches it off. offered:
+    draft tokens that were verified; looked_up: those of them that were looked up in the text. produced_by_verify:
+    tokens that verify steps produced. draft_lost: whether the
     draft was lost, before the answer began or on its way. notes: what the request's figures say about it. costs: what
     draft tokens cost, measured with the other requests.
     """
@@ -48,10 +56,13 @@ class Speculation:
     costs: BatchCosts = field(default_factory=BatchCosts)
     steps: int = 0
     offered: int = 0
+    looked_up: int = 0
     verify_steps: int = 0
     produced_by_verify: int = 0
     draft_lost: bool = False
     notes: list[str] = field(default_factory=list)
+    _drafted_steps: int = 0
+    """Verify steps with the draft model's tokens."""
     _survival: list[float] = field(default_factory=list)
     _current: int = 0
     _next_rest: int = FIRST_REST_STEPS
@@ -81,10 +92,35 @@ class Speculation:
         first = self._planned[0]
         return next((count for count, length in enumerate(self._planned) if length != first), len(self._planned))
 
+    @property
+    def expected_tokens(self) -> float:
+        """How many tokens the next step produces on average with the draft model's tokens, or without any."""
+        return self._expected(self.draft_tokens())
+
     def draft_tokens(self) -> int:
         """Return how many draft tokens the next step should verify."""
         count, limit = self._planned[0] if self._planned else self._current, self.costs.limit
         return count if limit is None else min(count, limit)
+
+    def looked_up_tokens(self, survival: Sequence[float]) -> int:
+        """Return how many draft tokens that were looked up the next step should verify in place of the draft model's; 0
+        where those are worth more, or none are worth it.
+
+        survival: how likely each of them is right where those before it are.
+        """
+        if not survival or self.costs.limit == 0:
+            return 0
+        # None where the draft model's promise about as much: only its blocks follow one another by themselves.
+        own = self.draft_tokens()
+        least = LOOKUP_GAIN * self._expected(own) if own else 1.0
+        expected = {length: expected_tokens(survival, length) for length in lengths_of(len(survival) + 1)}
+        longer = [length for length, tokens in expected.items() if length and tokens > least]
+        values = self.costs.values([self._expected(own), *(expected[length] for length in longer)], [own, *longer])
+        if values is None:
+            return max((length for length in longer if expected[length] > TRIED_TOKENS_PER_STEP), default=0)
+        worth = dict(zip(longer, values[1:], strict=True))
+        best = max(worth, key=worth.__getitem__, default=0)
+        return best if best and worth[best] > values[0] else 0
 
     def leave(self) -> None:
         """Say that the request is not decoded any more."""
@@ -101,18 +137,33 @@ class Speculation:
         self._planned.clear()
         self.notes.append(note)
 
-    def observe(self, draft_tokens: int, accepted: int, seconds: float, batch: BatchTaken | None = None) -> None:
+    def observe(
+        self,
+        draft_tokens: int,
+        accepted: int,
+        seconds: float,
+        batch: BatchTaken | None = None,
+        *,
+        looked_up: bool = False,
+    ) -> None:
         """Record a step that verified `draft_tokens`, of which `accepted` were taken.
 
         seconds: how long the step took, with the proposal for the next one. batch: what it was computed in, None
-        where that is not known.
+        where that is not known. looked_up: whether they were looked up in the text, and are not the draft model's.
         """
         self.steps += 1
         if draft_tokens:
-            self.costs.observe_acceptance(draft_tokens, accepted)
             self.verify_steps += 1
             self.offered += draft_tokens
             self.produced_by_verify += accepted + 1
+        if looked_up:
+            # They say nothing of the draft model's next ones.
+            self.looked_up += draft_tokens
+            self.costs.observe(id(self), draft_tokens, seconds, batch)
+            return
+        if draft_tokens:
+            self.costs.observe_acceptance(draft_tokens, accepted)
+            self._drafted_steps += 1
             for index in range(min(draft_tokens, accepted + 1)):
                 hit = 1.0 if index < accepted else 0.0
                 self._survival[index] += SMOOTHING * (hit - self._survival[index])
@@ -152,7 +203,7 @@ class Speculation:
     @property
     def _is_warm(self) -> bool:
         """Whether it is known how often draft tokens are accepted."""
-        return self.verify_steps >= WARM_UP_STEPS or (self.costs.shared and self.costs.knows_survival)
+        return self._drafted_steps >= WARM_UP_STEPS or (self.costs.shared and self.costs.knows_survival)
 
     @property
     def _lengths(self) -> list[int]:

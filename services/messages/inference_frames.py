@@ -289,6 +289,8 @@ def _finished(message: generation_pb2.Finished) -> Finished:
             speculation.accepted_tokens,
             given(speculation, "acceptance_length"),
             tuple(speculation.notes),
+            speculation.lookup_tokens,
+            speculation.accepted_lookup_tokens,
         ),
     )
 

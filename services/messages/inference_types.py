@@ -173,7 +173,9 @@ class Timings:
 class SpeculationFigures:
     """What speculation did for an answer.
 
-    acceptance_length: the mean number of tokens that a verify step produced, None without such a step.
+    acceptance_length: the mean number of tokens that a verify step produced, None without such a step. lookup_tokens,
+    accepted_lookup_tokens: of draft_tokens and accepted_tokens, those that no model proposed: they followed where the
+    last tokens stood before in the prompt or the answer.
     """
 
     steps: int = 0
@@ -181,6 +183,8 @@ class SpeculationFigures:
     accepted_tokens: int = 0
     acceptance_length: float | None = None
     notes: tuple[str, ...] = ()
+    lookup_tokens: int = 0
+    accepted_lookup_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,8 @@ async def answer_all(
     transport: FeatureTransport = FeatureTransport.SUM,
     prefill_chunk: int = 16,
     tokens: int = TOKENS,
+    drafted: bool = True,
+    lookup: bool = False,
 ) -> list[Answer]:
     """Answers to all prompts, asked at once."""
     plan = make_plan(
@@ -52,13 +54,13 @@ async def answer_all(
         layer_split=split,
         draft_device=draft_device,
         num_layers=pair.layers,
-        has_draft=True,
+        has_draft=drafted,
     )
-    checkpoints = Checkpoints(pair.target, pair.draft, "float32", head, transport)
+    checkpoints = Checkpoints(pair.target, pair.draft if drafted else None, "float32", head, transport)
 
     async def one(cluster: Cluster, number: int, prompt: list[int]) -> Answer:
         request = Request(f"r{number}", tuple(prompt), tokens, speculate=speculate, prefill_chunk=prefill_chunk)
-        return await generate(cluster, request, None)
+        return await generate(cluster, request, None, prompt_lookup=lookup)
 
     async with Cluster(plan, checkpoints) as cluster:
         work = [one(cluster, number, prompt) for number, prompt in enumerate(prompts)]
@@ -81,7 +83,8 @@ def test_every_placement_gives_transformers_tokens(
     expected: dict[str, list[tuple[list[int], list[int]]]],
     start_worker: Callable[..., Worker],
 ) -> None:
-    """One, two and three workers, plain and speculated, draft beside or apart, summed or sliced features."""
+    """One, two and three workers, plain and speculated, draft beside or apart, summed or sliced features, and with
+    draft tokens that are looked up in the text."""
     pair, cases = pairs[family], expected[family]
     prompts = [prompt for prompt, _ in cases]
     one, two, three, four = (start_worker().address for _ in range(4))
@@ -92,6 +95,13 @@ def test_every_placement_gives_transformers_tokens(
             check(await answer_all(prompts, pair, f"{one},{two}", "0.3,0.7", speculate=speculate), cases)
         check(await answer_all(prompts, pair, f"{one},{two},{three}", prefill_chunk=7), cases)
         both = f"{one},{two}"
+        check(await answer_all(prompts, pair, both, lookup=True), cases)
+        # Whatever comes next, it stood behind these tokens before.
+        known = [[token for last in range(256) for token in (1, 2, 3, 4, 5, last)] + [1, 2, 3, 4, 5]]
+        [plain] = await answer_all(known, pair, both, speculate=False, prefill_chunk=512)
+        [found] = await answer_all(known, pair, both, drafted=False, lookup=True, prefill_chunk=512)
+        assert found.token_ids == plain.token_ids
+        assert found.stats.lookup_tokens > 0
         check(await answer_all(prompts, pair, both, transport=FeatureTransport.SLICES), cases)
         for head in (HeadPlace.LOADED, HeadPlace.PROJECTED):
             for transport in FeatureTransport:
@@ -106,7 +116,7 @@ def test_every_placement_gives_transformers_tokens(
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
 def test_twenty_prompts_at_every_cut(family: str, pairs: dict[str, Pair], start_worker: Callable[..., Worker]) -> None:
-    """20 prompts of 200 tokens, every cut into two stages, plain and speculated."""
+    """20 prompts of 200 tokens, every cut into two stages, plain, speculated, and with what stands in the text."""
     pair = pairs[family]
     model = target.load(pair.target)
     cases = [target.clear_prompt(model, 3 + 2 * seed, LONG, seed=100 * seed) for seed in range(20)]
@@ -115,9 +125,9 @@ def test_twenty_prompts_at_every_cut(family: str, pairs: dict[str, Pair], start_
 
     async def run() -> None:
         for cut in range(1, pair.layers):
-            for speculate in (False, True):
+            for speculate, lookup in ((False, False), (True, False), (True, True)):
                 split = f"{cut},{pair.layers - cut}"
-                found = await answer_all(prompts, pair, devices, split, speculate=speculate, tokens=LONG)
+                found = await answer_all(prompts, pair, devices, split, speculate=speculate, tokens=LONG, lookup=lookup)
                 check(found, cases)
 
     asyncio.run(run())

@@ -149,6 +149,12 @@ def _finished(answer: Answer) -> Finished:
             stats.resumed,
         ),
         SpeculationFigures(
-            stats.steps, stats.draft_tokens, stats.accepted_tokens, stats.acceptance_length, stats.notes
+            stats.steps,
+            stats.draft_tokens,
+            stats.accepted_tokens,
+            stats.acceptance_length,
+            stats.notes,
+            stats.lookup_tokens,
+            stats.accepted_lookup_tokens,
         ),
     )

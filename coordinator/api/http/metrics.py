@@ -31,8 +31,10 @@ _COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "cached_tokens": ("Prompt tokens not computed, by where they were kept.", ("source",)),
     "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", ()),
     "prefix_cache_hits": ("Prompt tokens found there.", ()),
-    "draft_tokens": ("Tokens that the draft proposed.", ()),
+    "draft_tokens": ("Draft tokens that were verified.", ()),
     "accepted_tokens": ("Draft tokens that were accepted.", ()),
+    "lookup_tokens": ("Of the draft tokens verified, those looked up in the text.", ()),
+    "accepted_lookup_tokens": ("Of the draft tokens accepted, those looked up in the text.", ()),
     "answers_without_draft": ("Answers that were plain, all or in part: the draft was lost.", ()),
     "answers_resumed": ("Times that answers went on behind lost workers, or behind having been set aside.", ()),
     "decode_steps": ("Steps through all stages after the first token.", ()),
@@ -163,6 +165,8 @@ class Metrics:
         self._add("prefix_cache_hits", stats.cached_tokens)
         self._add("draft_tokens", stats.draft_tokens)
         self._add("accepted_tokens", stats.accepted_tokens)
+        self._add("lookup_tokens", stats.lookup_tokens)
+        self._add("accepted_lookup_tokens", stats.accepted_lookup_tokens)
         self._add("answers_without_draft", stats.draft_lost)
         self._add("answers_resumed", stats.resumed)
         self._add("decode_steps", stats.steps)

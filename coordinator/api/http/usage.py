@@ -47,6 +47,8 @@ def timings_of(answer: Answer) -> dict[str, Any]:
         "compress_ms": round(stats.compress_ms, 3),
         "draft_n": stats.draft_tokens,
         "draft_n_accepted": stats.accepted_tokens,
+        "lookup_n": stats.lookup_tokens,
+        "lookup_n_accepted": stats.accepted_lookup_tokens,
         "acceptance_length": stats.acceptance_length,
         "steps": stats.steps,
         "resumed": stats.resumed,

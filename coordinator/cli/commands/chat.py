@@ -80,7 +80,7 @@ async def chat(
             speaker = RemoteSpeaker(server, await server.model())
         else:
             files = read_model_files(model.model, defaults.defaults(model.model))
-            speaker = LocalSpeaker(await start_engine(stack, files, model.draft, workers, prefix))
+            speaker = LocalSpeaker(await start_engine(stack, files, model, workers, prefix))
         history = None if conversation.no_history else history_path()
         await Chat(speaker, conversation.settings(), conversation.system, history).run()
 
@@ -108,7 +108,7 @@ def check_choice(context: click.Context, model: Path | None) -> None:
 async def start_engine(
     stack: contextlib.AsyncExitStack,
     files: ModelFiles,
-    draft: Path | None,
+    model: OptionalModelOptions,
     workers: ClusterOptions,
     prefix: PrefixOptions,
 ) -> Engine:
@@ -120,5 +120,13 @@ async def start_engine(
         raise InvalidArgument(
             f"{files.path} has no chat template: use flashsplit generate with --prompt for it", field="--model"
         )
-    started = await stack.enter_async_context(start_model(files, draft, workers, prefix))
-    return Engine(started.cluster, files, started.cache, name=files.name, max_running=1, max_waiting=0)
+    started = await stack.enter_async_context(start_model(files, model.draft, workers, prefix))
+    return Engine(
+        started.cluster,
+        files,
+        started.cache,
+        name=files.name,
+        max_running=1,
+        max_waiting=0,
+        prompt_lookup=model.prompt_lookup,
+    )

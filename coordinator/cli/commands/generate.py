@@ -198,7 +198,14 @@ async def generate(
             request_id = secrets.token_hex(8)
             prompt = await source.shorten(started.compressor, request_id, files)
             request = answering.request(request_id, prompt, completed, files, context=context, chat=question.chat)
-            answer = await generation.generate(started.cluster, request, files.tokenizer, show, started.cache)
+            answer = await generation.generate(
+                started.cluster,
+                request,
+                files.tokenizer,
+                show,
+                started.cache,
+                prompt_lookup=model.prompt_lookup,
+            )
             if as_json:
                 print(json.dumps(answer.as_json(), ensure_ascii=False), flush=True)
             else:

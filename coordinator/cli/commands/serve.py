@@ -101,6 +101,7 @@ async def serve(
             max_waiting=service.max_waiting_requests,
             compressor=started.compressor,
             resume_timeout_s=service.resume_timeout if service.resume else 0.0,
+            prompt_lookup=model.prompt_lookup,
         )
         board = await stack.enter_async_context(Board(engine))
         stop = _stop_signal()
@@ -171,6 +172,8 @@ def _print_banner(engine: Engine, http_server: HttpServer, grpc_server: GrpcServ
         )
     if engine.cluster.draft is not None:
         console.print(f"draft: blocks of {engine.cluster.draft.block_size}", markup=False)
+    if engine.prompt_lookup:
+        console.print("draft tokens are looked up in the text", markup=False)
     url, grpc = http_server.url, None
     console.print(f"{engine.name} at {url}/v1, {engine.max_model_len} tokens of context", markup=False)
     defaults, most = engine.files.defaults, engine.max_model_len

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import click
 
 from coordinator.cli.option_groups import Flag
+from services.errors import InvalidArgument
 from services.model.families import known_families
 from services.model.gguf.container import SUFFIX, is_gguf
 
@@ -45,22 +46,69 @@ _TARGET = Flag(
     type=CheckpointPath(),
     metavar="DIR|FILE.gguf",
 )
-_DRAFT = Flag("DFlash draft checkpoint made for the target.", type=CheckpointPath(), metavar="DIR")
+
+
+class DraftSource(CheckpointPath):
+    """The type of --draft: a checkpoint, or the word for looking draft tokens up in the text."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path, or `LOOKUP` for that word; refusals as of `CheckpointPath`."""
+        return LOOKUP if str(value) == str(LOOKUP) else super().convert(value, param, ctx)
+
+
+LOOKUP = Path("ngram")
+"""The word that asks for draft tokens without a model; a checkpoint in a directory of this name is named ./ngram."""
+
+_DRAFT = Flag(
+    "Where draft tokens come from: a DFlash draft checkpoint made for the target, or ngram, which needs no model and "
+    "proposes what followed where the last tokens stood before in the prompt or the answer. Give it twice for both: "
+    "each step takes those that promise more.",
+    "--draft",
+    type=DraftSource(),
+    metavar="DIR|ngram",
+)
+
+
+class _Drafts:
+    """What --draft says."""
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+        # A field of those who say it, behind that of the target.
+        drafts: tuple[Path, ...]
+
+    def __post_init__(self) -> None:
+        named = [str(source) for source in self.drafts]
+        if len(self.drafts) > 2 or len({source == LOOKUP for source in self.drafts}) < len(self.drafts):
+            raise InvalidArgument(
+                f"--draft is {' and '.join(named)}: name one checkpoint, {LOOKUP}, or one of each", field="--draft"
+            )
+
+    @property
+    def draft(self) -> Path | None:
+        """The draft model's checkpoint, None without one."""
+        return next((source for source in self.drafts if source != LOOKUP), None)
+
+    @property
+    def prompt_lookup(self) -> bool:
+        """Whether draft tokens are looked up in the text."""
+        return LOOKUP in self.drafts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions:
+class ModelOptions(_Drafts):
     """The model to work with: the target, which must be named, and its draft."""
 
     model: Annotated[Path, _TARGET]
-    draft: Annotated[Path | None, _DRAFT] = None
+    drafts: Annotated[tuple[Path, ...], _DRAFT] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptionalModelOptions:
+class OptionalModelOptions(_Drafts):
     """The model to work with, where the command needs one: the target and its draft."""
 
     section: ClassVar = "Model options"
 
     model: Annotated[Path | None, _TARGET] = None
-    draft: Annotated[Path | None, _DRAFT] = None
+    drafts: Annotated[tuple[Path, ...], _DRAFT] = ()

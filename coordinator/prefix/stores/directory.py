@@ -351,14 +351,13 @@ def _is_locked(path: Path) -> bool:
     return not path.exists()
 
 
-def _directories(path: Path) -> Iterator[os.DirEntry[str]]:
-    """Yield the directories in a directory, but no links to directories; nothing when it isn't there."""
+def _directories(path: Path) -> list[os.DirEntry[str]]:
+    """Return the directories in a directory, but no links to directories; none when it isn't there."""
     try:
-        entries = os.scandir(path)
+        with os.scandir(path) as entries:
+            return [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
     except FileNotFoundError:
-        return
-    with entries:
-        yield from (entry for entry in entries if entry.is_dir(follow_symlinks=False))
+        return []
 
 
 def _stamp(manifest: Path) -> str:

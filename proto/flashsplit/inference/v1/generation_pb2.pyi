@@ -207,18 +207,22 @@ class Timings(_message.Message):
     def __init__(self, prefill_ms: _Optional[float] = ..., restore_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., decode_tokens_per_second: _Optional[float] = ..., draft_ms: _Optional[float] = ..., compress_ms: _Optional[float] = ..., resumed: _Optional[int] = ...) -> None: ...
 
 class Speculation(_message.Message):
-    __slots__ = ("steps", "draft_tokens", "accepted_tokens", "acceptance_length", "notes")
+    __slots__ = ("steps", "draft_tokens", "accepted_tokens", "acceptance_length", "notes", "lookup_tokens", "accepted_lookup_tokens")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     NOTES_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_LOOKUP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     steps: int
     draft_tokens: int
     accepted_tokens: int
     acceptance_length: float
     notes: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, steps: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., acceptance_length: _Optional[float] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...
+    lookup_tokens: int
+    accepted_lookup_tokens: int
+    def __init__(self, steps: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., acceptance_length: _Optional[float] = ..., notes: _Optional[_Iterable[str]] = ..., lookup_tokens: _Optional[int] = ..., accepted_lookup_tokens: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("finish_reason", "usage", "timings", "speculation")
