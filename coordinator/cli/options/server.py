@@ -14,7 +14,7 @@ from coordinator.api.http.allowed_hosts import AllowedHosts, own_names
 from coordinator.cli.option_groups import Flag
 from coordinator.engine.generation import RESUME_TIMEOUT_S
 from coordinator.text.model_files import REASONING_FORMATS
-from coordinator.text.parsers.tools import NONE, known_formats
+from coordinator.text.parsers.tools import ALIASES, NONE, known_formats
 from services.addresses import is_loopback
 from services.errors import InvalidArgument
 from services.net.client_server import CLIENT_TIMEOUT_S
@@ -22,7 +22,7 @@ from services.net.client_tls import ClientTls, load_client_tls
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
 _HOST_NAME = re.compile(r"\*|(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_.])?", re.IGNORECASE)
-_TOOL_CALL_FORMATS = [name for name in known_formats() if name != NONE]
+_TOOL_CALL_FORMATS = sorted({*known_formats(), *ALIASES} - {NONE})
 _PORT = click.IntRange(0, 65535)
 
 

@@ -18,6 +18,8 @@ from services.errors import InvalidArgument
 
 NONE = "none"
 HARMONY = "openai"
+ALIASES = {"qwen3_coder": "qwen3_xml"}
+"""Other names that users know formats by."""
 
 
 class ToolParser(Protocol):
@@ -54,6 +56,7 @@ def known_formats() -> list[str]:
 
 def format_of(name: str) -> Format:
     """Return the module of a format. Raises InvalidArgument, listing the known formats, for any other name."""
+    name = ALIASES.get(name, name)
     if name not in known_formats():
         raise InvalidArgument(
             f"tool-call format {name!r} is not known; known formats: {', '.join(known_formats())}", field="tool_format"

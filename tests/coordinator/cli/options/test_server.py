@@ -67,7 +67,8 @@ def test_defaults() -> None:
     assert (service.names, service.max_model_len, service.drain_timeout) == ((), None, 60.0)
     assert service.tool_call_parser is None
     assert parse(ServiceOptions, "--tool-call-parser", "llama3_json").tool_call_parser == "llama3_json"
-    assert "'hermes', 'llama3_json', 'openai', 'qwen3_xml'" in refusal(ServiceOptions, "--tool-call-parser", "other")
+    formats = "'glm45', 'hermes', 'llama3_json', 'openai', 'pythonic', 'qwen3_coder', 'qwen3_xml'"
+    assert formats in refusal(ServiceOptions, "--tool-call-parser", "other")
     assert service.reasoning_parser is None
     assert parse(ServiceOptions, "--reasoning-parser", "openai_gptoss").reasoning_parser == "openai_gptoss"
     assert "'openai_gptoss', 'qwen3'" in refusal(ServiceOptions, "--reasoning-parser", "other")

@@ -61,7 +61,18 @@ def llama(name: str, **arguments: object) -> str:
     return json.dumps({"name": name, "parameters": arguments}, ensure_ascii=False)
 
 
-WRITERS = {"hermes": hermes, "llama3_json": llama, "qwen3_xml": xml}
+def glm(name: str, **arguments: object) -> str:
+    values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+    inside = [f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values.items()]
+    return f"<tool_call>{name}\n{''.join(inside)}</tool_call>"
+
+
+def python(name: str, **arguments: object) -> str:
+    written = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items()]
+    return f"[{name}({', '.join(written)})]"
+
+
+WRITERS = {"glm45": glm, "hermes": hermes, "llama3_json": llama, "pythonic": python, "qwen3_xml": xml}
 GOOD: list[tuple[str, dict[str, object]]] = [
     ("add", {"a": 1, "b": -2.5}),
     ("now", {}),
@@ -118,7 +129,7 @@ def test_calls_that_do_not_fit(name: str, single: bool) -> None:
         good[:-1],
         good + ".",
         "Sure. " + good,
-        good.replace("\n", " ") if "\n" in good else good.replace(": ", ":\n"),
+        good.replace("\n", " ") if "\n" in good else good.replace(": ", ":\n").replace("(", "(\n"),
         "<think>x</think>" + good,
     ]:
         assert not matches(grammar(name, None, single), text, single), text

@@ -24,6 +24,20 @@ from tests.coordinator.text.parsers.reading import TOOLS, read, split
 
 # How the two families' templates write an assistant's turn, in as few words as do it.
 TEMPLATES = {
+    "glm45": """
+{%- for m in messages %}
+    {%- if m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{% endif %}
+    {{- m.content }}
+    {%- for call in m.tool_calls %}
+        {{- '\n<tool_call>' + call.function.name + '\n' }}
+        {%- for key, value in call.function.arguments.items() %}
+            {{- '<arg_key>' + key + '</arg_key>\n<arg_value>' }}
+            {{- value if value is string else value | tojson }}
+            {{- '</arg_value>\n' }}
+        {%- endfor %}
+        {{- '</tool_call>' }}
+    {%- endfor %}
+{%- endfor %}""",
     "hermes": """
 {%- for m in messages %}
     {%- if m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{% endif %}
@@ -46,6 +60,20 @@ TEMPLATES = {
         {{- '}' }}
     {%- endfor %}
 {%- endfor %}""",
+    "pythonic": """
+{%- for m in messages %}
+    {%- if m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{% endif %}
+    {{- m.content }}
+    {%- for call in m.tool_calls %}
+        {%- if loop.first and m.content %}{{ '<|python_start|>' }}{% endif %}
+        {{- '[' if loop.first else ', ' }}
+        {{- call.function.name + '(' }}
+        {%- for key, value in call.function.arguments.items() %}
+            {{- key + '=' + value | tojson }}{{ ', ' if not loop.last }}
+        {%- endfor %}
+        {{- ')' }}{{ ']' if loop.last }}
+    {%- endfor %}
+{%- endfor %}""",
     "qwen3_xml": """
 {%- for m in messages %}
     {%- if m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{% endif %}
@@ -66,6 +94,7 @@ TEMPLATES = {
 {%- endfor %}""",
 }
 FORMATS = sorted(TEMPLATES)
+SLOW = ("glm45", "llama3_json", "pythonic")
 WORDS = [
     "a",
     " ",
@@ -163,7 +192,7 @@ def test_cuts_do_not_matter_and_nothing_raises(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "llama3_json" else name for name in FORMATS]
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in FORMATS]
 )
 @settings(max_examples=40, deadline=None)
 @given(seed=strategies.integers(0, 2**32))
@@ -224,6 +253,7 @@ def test_random_tags_in_any_order(name: str) -> None:
     tags = [
         *["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=now>", "</function>", "<parameter=text>"],
         *["</parameter>", '{"name": "now", "arguments": {}}', '{"name": "add"', "\n", " ", "x", "<", "</", "}"],
+        *["<tool_call>now", "[now()]", ", now()]", "<arg_key>", "</arg_value>"],
     ]
     rng = random.Random(name + "tags")
     calls = 0
