@@ -20,10 +20,11 @@ from coordinator.cluster.loading import Checkpoints, Loader, LoadReporter, with_
 from coordinator.cluster.losses import CAUSE_S, Losses
 from coordinator.cluster.member import Member
 from coordinator.cluster.placement import Plan, StagePlan, WorkerPlace, threads_each
-from coordinator.cluster.standby import LOST_PAUSE_S, Standbys, StandbyState, WeighLayers
+from coordinator.cluster.resplit import WeighLayers, split_anew, weight_room
+from coordinator.cluster.standby import LOST_PAUSE_S, Standbys, StandbyState
 from services.errors import FailedPrecondition, FlashsplitError, Unavailable
 from services.layers import LayerRange
-from services.messages.description import DraftDescription, TargetDescription, WorkerDescription
+from services.messages.description import DraftDescription, Role, TargetDescription, WorkerDescription
 from services.messages.holder import WORKER_HELD, own_holder
 from services.messages.sampling import SamplingParams
 from services.messages.snapshots import SnapshotOwner
@@ -108,6 +109,8 @@ class Cluster:
         places = [*(stage.place for stage in plan.stages), *([] if plan.draft is None else [plan.draft])]
         self._members = [Member(place, plan.roles(index)) for index, place in enumerate(places)]
         """The workers in the order of the stages; the draft's own is the last."""
+        self._whole: tuple[Plan, list[Member]] | None = None
+        """The plan and the workers from before the layers were split anew; None while they are not."""
         self._standby_plan = standbys
         self._standbys = Standbys(
             self._peers,
@@ -136,7 +139,7 @@ class Cluster:
             await self.close()
             raise
         for place in self._standby_plan.places:
-            self._standbys.add(Member(place, self._plan.standby_roles), self._plan)
+            self._standbys.add(Member(place, self._plan.stage_roles), self._plan)
         return self
 
     async def __aexit__(
@@ -288,24 +291,24 @@ class Cluster:
         Who was lost stands by from then on, once it is back. False leaves the rest to `restore`: where too few stand
         by, or one of them is lost meanwhile.
         """
-        plan, lost = self._plan, [i for i in range(len(self._plan.stages)) if self._losses.reason(i) is not None]
+        plan, lost = self._plan, self._lost_stages
         if not lost or not self._standbys.states(plan):
             return False
         for index in lost:
-            found = await self._standbys.take(index, plan)
+            found = await self._standbys.take([index], plan)
             if found is None:
                 return False
+            [member] = found
             self._losses.leave_process(index)
-            gone, self._members[index] = self._members[index], found
+            gone, self._members[index] = self._members[index], member
+            self._exchange(gone, member)
             await self._peers.leave(gone.address)
-            if found.process is not None:
-                self._losses.watch_process(index, found.process)
-            stages = [*self._plan.stages]
-            stages[index] = StagePlan(found.place, stages[index].layers)
-            self._plan = replace(self._plan, stages=tuple(stages))
-            gone.roles = plan.standby_roles
+            if member.process is not None:
+                self._losses.watch_process(index, member.process)
+            self._plan = _with_places(self._plan, self._members)
+            gone.roles = plan.stage_roles
             self._standbys.add(gone, plan, LOST_PAUSE_S)
-            log.warning("cluster.replaced", stage=index, lost=str(gone.place), by=str(found.place))
+            log.warning("cluster.replaced", stage=index, lost=str(gone.place), by=str(member.place))
         try:
             await self._start()
         except FlashsplitError as error:
@@ -313,6 +316,133 @@ class Cluster:
             return False
         self._losses.restored()
         return True
+
+    @property
+    def _lost_stages(self) -> list[int]:
+        return [index for index in range(len(self._plan.stages)) if self._losses.reason(index) is not None]
+
+    # --- fewer workers than there should be
+
+    @property
+    def degraded(self) -> str | None:
+        """Why the layers are not where they should be, as a sentence; None while they are."""
+        if self._whole is None:
+            return None
+        plan, members = self._whole
+        missing = ", ".join(str(member.place) for member in members if member not in self._members)
+        return (
+            f"the layers are split anew over {len(self._plan.stages)} of {len(plan.stages)} workers: {missing} did not "
+            "come back"
+        )
+
+    async def resplit(self) -> bool:
+        """Split the layers anew over the workers that are left, and return whether that is done.
+
+        Those that are lost stand by from then on, once they are back, until `rejoin`. False where no stage is lost or
+        none is left, and where those that are left have no room, or are lost meanwhile.
+        """
+        plan, lost = self._plan, self._lost_stages
+        there = [index for index in range(len(plan.stages)) if index not in lost]
+        described = await asyncio.gather(
+            *(self._describe(self._members[index]) for index in there), return_exceptions=True
+        )
+        left = {
+            index: worker
+            for index, worker in zip(there, described, strict=True)
+            if isinstance(worker, WorkerDescription)
+        }
+        if not left or len(left) == len(plan.stages):
+            return False
+        kept, workers = [plan.stages[index] for index in left], list(left.values())
+        ranges = split_anew(
+            [stage.layers for stage in kept],
+            plan.stages[-1].layers.last,
+            [weight_room(worker) for worker in workers],
+            self._standby_plan.weigh,
+        )
+        if ranges is None or (plan.draft_beside and Role.DRAFT not in workers[-1].roles):
+            why = "have no room for all layers" if ranges is None else "end with one that has no role for the draft"
+            log.warning("cluster.resplit_failed", why=f"the workers that are left {why}")
+            return False
+        gone = [self._members[index] for index in range(len(plan.stages)) if index not in left]
+        before = plan, self._members, self._losses
+        stages = tuple(StagePlan(stage.place, layers) for stage, layers in zip(kept, ranges, strict=True))
+        members = [member for member in self._members if member not in gone]
+        try:
+            await self._rearrange(replace(plan, stages=stages), members)
+        except FlashsplitError as error:
+            log.warning("cluster.resplit_failed", **failure_fields(error))
+            self._losses.close()
+            self._plan, self._members, self._losses = before
+            return False
+        before[2].close()
+        self._whole = self._whole or before[:2]
+        for member in gone:
+            member.roles = plan.stage_roles
+            self._standbys.add(member, self._whole[0], LOST_PAUSE_S)
+        log.warning("cluster.resplit", why=self.degraded, layers=[str(layers) for layers in ranges])
+        return True
+
+    @property
+    def can_rejoin(self) -> bool:
+        """Whether there are as many workers again as before the layers were split anew."""
+        if self._whole is None:
+            return False
+        plan, members = self._whole
+        missing = [index for index, member in enumerate(members) if member not in self._members]
+        return self._standbys.can_take(missing, plan)
+
+    async def rejoin(self) -> bool:
+        """Give the layers back to as many workers as before they were split anew, and return whether that is done.
+
+        No session may be open. Where False is returned the cluster is alive no more, and `restore` brings back what can
+        be.
+        """
+        assert self._whole is not None
+        plan, members = self._whole
+        missing = [index for index, member in enumerate(members) if member not in self._members]
+        found = await self._standbys.take(missing, plan)
+        if found is None:
+            return False
+        members = [*members]
+        for index, member in zip(missing, found, strict=True):
+            members[index] = member
+        losses = self._losses
+        try:
+            await self._rearrange(_with_places(plan, members), members)
+        except FlashsplitError as error:
+            log.warning("cluster.rejoin_failed", **failure_fields(error))
+            return False
+        finally:
+            self._whole = None
+            losses.close()
+        log.warning("cluster.rejoined", layers=[str(stage.layers) for stage in plan.stages])
+        return True
+
+    async def _rearrange(self, plan: Plan, members: list[Member]) -> None:
+        """Have these workers hold the stages of a plan. Raises what starting a cluster raises; then it is not alive."""
+        losses = Losses(self._peers, len(plan.stages))
+        losses.trouble = self._losses.trouble
+        for index, member in enumerate(members):
+            if member.process is not None:
+                losses.watch_process(index, member.process)
+        self._plan, self._members, self._losses = plan, members, losses
+        try:
+            await self._start()
+        except FlashsplitError as error:
+            losses.trouble = losses.trouble or error
+            raise
+        losses.restored()
+
+    def _exchange(self, gone: Member, found: Member) -> None:
+        """Note that a worker has another one's place, also where the layers are split anew."""
+        if self._whole is not None:
+            plan, members = self._whole
+            swapped = {id(gone): found, id(found): gone}
+            self._whole = plan, [swapped.get(id(member), member) for member in members]
+
+    async def _describe(self, member: Member) -> WorkerDescription:
+        return await (await self._peers.worker(member.address)).describe()
 
     @property
     def standbys(self) -> tuple[StandbyState, ...]:
@@ -323,8 +453,9 @@ class Cluster:
         """Return where the parts of a prefix's state are kept: the stages in order, then the draft."""
         target, draft = self.target, self.draft
         places = [
-            SnapshotPlace(address, SnapshotOwner.STAGE, stage.layers, target.fingerprint)
-            for address, stage in zip(self.addresses, self._plan.stages, strict=True)
+            SnapshotPlace(address, SnapshotOwner.STAGE, worker.target.layers, target.fingerprint)
+            for address, worker in zip(self.addresses, self.workers, strict=True)
+            if worker.target is not None
         ]
         if with_draft and draft is not None:
             address = self.draft_address or self.addresses[-1]
@@ -382,17 +513,18 @@ class Cluster:
         await _all(self._start_worker(index, launch) for index in range(len(self._members)))
         addresses = [member.address for member in self._members]
         stages = len(self._plan.stages)
-        self.addresses = tuple(addresses[:stages])
-        self.draft_address = addresses[stages] if self._plan.draft is not None else None
+        chain = tuple(addresses[:stages])
         if self._plan.auto and self._choose_split is not None:
             self._plan = await self._or_death(self._choose_split(self._plan, addresses, self._peers))
             self._choose_split = None
         try:
             loads = [
                 self._loader.load_stage(self._losses.name(index), stage, address)
-                for index, (stage, address) in enumerate(zip(self._plan.stages, self.addresses, strict=True))
+                for index, (stage, address) in enumerate(zip(self._plan.stages, chain, strict=True))
             ]
-            self.workers = tuple(await self._or_death(_all(loads)))
+            # All at once: who asks meanwhile is told of the chain as it was.
+            self.workers, self.addresses = tuple(await self._or_death(_all(loads))), chain
+            self.draft_address = addresses[stages] if self._plan.draft is not None else None
             self._losses.leave_edges()
             edges = enumerate(itertools.pairwise(self.addresses), 1)
             await self._or_death(_all(self._losses.watch_edge(index, *edge) for index, edge in edges))
@@ -432,6 +564,12 @@ class Cluster:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+
+def _with_places(plan: Plan, members: Sequence[Member]) -> Plan:
+    """Return the plan with its stages where these workers are."""
+    stages = zip(plan.stages, members, strict=False)
+    return replace(plan, stages=tuple(StagePlan(member.place, stage.layers) for stage, member in stages))
 
 
 async def _all(work: Any) -> list[Any]:

@@ -77,13 +77,11 @@ class Plan:
 
     def roles(self, index: int) -> list[Role]:
         """Return the roles of the worker of a stage, or of the draft's own worker behind the stages."""
-        if index == len(self.stages):
-            return [Role.DRAFT]
-        return self.standby_roles if index == len(self.stages) - 1 else [Role.TARGET]
+        return [Role.DRAFT] if index == len(self.stages) else self.stage_roles
 
     @property
-    def standby_roles(self) -> list[Role]:
-        """The roles of a worker that can be any stage's."""
+    def stage_roles(self) -> list[Role]:
+        """The roles of a worker that can be any stage's, the last one's too where others are lost."""
         return [Role.TARGET, *([Role.DRAFT] if self.draft_beside else [])]
 
 

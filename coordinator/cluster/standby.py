@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -16,6 +16,7 @@ import structlog
 from coordinator.cluster.loading import Loader
 from coordinator.cluster.member import Member
 from coordinator.cluster.placement import Plan, StagePlan
+from coordinator.cluster.resplit import WeighLayers, weight_room
 from services.errors import FlashsplitError
 from services.layers import LayerRange
 from services.messages.description import Role, WorkerDescription
@@ -23,17 +24,11 @@ from services.processes.launch import Launch
 from services.processes.worker_process import failure_fields
 from services.rpc.peers import Peers
 
-FREE_SHARE = 0.9
-"""Of the free memory of a worker's devices, what weights that stand by may take."""
-
 LOST_PAUSE_S = 2.0
 """Before a lost worker is started again to stand by: answers that go on have the host's cores first."""
 
 AGAIN_S, LONGEST_AGAIN_S = 0.5, 10.0
 """Before a stand-by worker that was not made ready is tried again, and at most: each time the pause is doubled."""
-
-WeighLayers = Callable[[LayerRange], int]
-"""Returns the bytes that a worker takes for these layers, with the ends that belong to them and a draft beside."""
 
 log = structlog.get_logger()
 
@@ -102,24 +97,41 @@ class Standbys:
             for one in self._workers
         )
 
-    async def take(self, index: int, plan: Plan) -> Member | None:
-        """Return a worker that is ready for the place of a stage, best one that holds it; None where there is none.
+    def can_take(self, indices: Sequence[int], plan: Plan) -> bool:
+        """Return whether there is a worker that is ready for the place of each of these stages."""
+        return self._choose(indices, plan) is not None
 
-        It stands by no more.
+    async def take(self, indices: Sequence[int], plan: Plan) -> list[Member] | None:
+        """Return a worker that is ready for the place of each of these stages, best one that holds it; None where there
+        are not enough.
+
+        They stand by no more.
         """
-        stage = plan.stages[index]
-        fit = [
-            one
-            for one in self._workers
-            if one.why is None and _suits(one, index, plan) and self._peers.trouble(one.member.address) is None
-        ]
-        if not fit:
+        chosen = self._choose(indices, plan)
+        if chosen is None:
             return None
-        # Of those that hold the stage the one that holds the least else.
-        chosen = min(fit, key=lambda one: (not _covers(one, stage), len(one.layers or ())))
-        self._workers.remove(chosen)
-        await _end(chosen)
-        return chosen.member
+        for one in chosen:
+            self._workers.remove(one)
+            await _end(one)
+        return [one.member for one in chosen]
+
+    def _choose(self, indices: Sequence[int], plan: Plan) -> list[_Standby] | None:
+        chosen: list[_Standby] = []
+        for index in indices:
+            stage = plan.stages[index]
+            fit = [
+                one
+                for one in self._workers
+                if one not in chosen
+                and one.why is None
+                and _suits(one, index, plan)
+                and self._peers.trouble(one.member.address) is None
+            ]
+            if not fit:
+                return None
+            # Of those that hold the stage the one that holds the least else.
+            chosen.append(min(fit, key=lambda one: (not _covers(one, stage), len(one.layers or ()))))
+        return chosen
 
     async def close(self) -> None:
         """End all workers that stand by. Safe to call twice."""
@@ -175,10 +187,8 @@ class Standbys:
             return
 
     def _fits(self, layers: LayerRange, described: WorkerDescription) -> bool:
-        held = described.target.weight_bytes if described.target is not None else 0
-        free = sum(device.free_bytes for device in described.devices)
-        # A system that does not say what is free is believed to have it.
-        return self._weigh is None or not free or self._weigh(layers) <= FREE_SHARE * free + held
+        room = weight_room(described)
+        return self._weigh is None or room is None or self._weigh(layers) <= room
 
 
 def _holdings(plan: Plan, number: int) -> Sequence[LayerRange]:

@@ -31,6 +31,9 @@ from services.telemetry.trace_context import current_call
 RETRY_AFTER_S = 1
 """When a client that was turned away should try again."""
 
+_SETTLED_S = 0.1
+"""Between two looks at whether prefixes are where they are to be kept."""
+
 log = structlog.get_logger()
 
 
@@ -105,8 +108,9 @@ class Engine:
         self._draining, self._resume_timeout_s = False, resume_timeout_s
         self.listeners: list[Callable[[FinishedRequest], None]] = []
         self.step_listeners: list[Callable[[StepTaken], None]] = []
-        self._idle = asyncio.Event()
+        self._idle, self._open = asyncio.Event(), asyncio.Event()
         self._idle.set()
+        self._open.set()
 
     @property
     def load(self) -> EngineLoad:
@@ -220,6 +224,7 @@ class Engine:
 
     @contextlib.asynccontextmanager
     async def _turn(self, place: Place) -> AsyncIterator[None]:
+        await self._open.wait()
         if self._draining:
             raise Unavailable("the server is shutting down: ask another one", reason="DRAINING")
         if not self.cluster.alive:
@@ -254,6 +259,18 @@ class Engine:
         finally:
             if not self._running + self._waiting:
                 self._idle.set()
+
+    @contextlib.asynccontextmanager
+    async def quiet(self) -> AsyncIterator[None]:
+        """Wait until nothing runs, and have requests wait that come within the context."""
+        while not self._idle.is_set() or (self.prefixes is not None and self.prefixes.pending):
+            await self._idle.wait()
+            await asyncio.sleep(_SETTLED_S)
+        self._open.clear()
+        try:
+            yield
+        finally:
+            self._open.set()
 
     async def drain(self, seconds: float) -> bool:
         """Take no new request and wait for the others; return whether all of them ended in time."""

@@ -67,7 +67,10 @@ def batch_taken(commit: Commit, draft_ns: int) -> BatchTaken | None:
 
 @dataclass(slots=True)
 class StepTimes:
-    """The nanoseconds of an answer's decode steps, summed for each stage."""
+    """The nanoseconds of an answer's decode steps, summed for each stage.
+
+    Where layers were split anew on the way, those of the stages that there are now.
+    """
 
     forward_ns: list[int] = field(default_factory=list)
     wire_ns: list[int] = field(default_factory=list)
@@ -75,7 +78,7 @@ class StepTimes:
 
     def add(self, stages: tuple[StageShare, ...]) -> None:
         """Add one step's times."""
-        if not self.forward_ns:
+        if len(self.forward_ns) != len(stages):
             self.forward_ns = [0] * len(stages)
             self.wire_ns = [0] * len(stages)
         for index, stage in enumerate(stages):

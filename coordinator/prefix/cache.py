@@ -23,6 +23,7 @@ from coordinator.prefix.index import Entry, PrefixIndex
 from coordinator.prefix.lineage import Lineage
 from coordinator.prefix.policy import KeepPolicy
 from services.errors import DataLoss, FlashsplitError, NotFound
+from services.layers import LayerRange
 from services.messages.snapshots import SnapshotFrame
 from services.messages.steps import SnapshotPart, SnapshotSaved
 from services.rpc.stage import StageSession
@@ -34,6 +35,9 @@ MIN_DISK_GAIN_TOKENS = 32
 """What an entry must add to the one that it builds on to be worth files of its own."""
 
 _LOAD_ATTEMPTS = 3
+
+Keepers = tuple[tuple[str, LayerRange | None, int], ...]
+"""The address, the layers and the process of each worker that keeps a part of a prefix."""
 
 log = structlog.get_logger()
 
@@ -79,7 +83,7 @@ class PrefixCache:
     ) -> None:
         self._cluster, self._text, self._disk = cluster, text_fingerprint, disk
         self.policy = policy or KeepPolicy()
-        self._indices: dict[str, PrefixIndex] = {}
+        self._indices: dict[str, tuple[Keepers, PrefixIndex]] = {}
         self._arrivals: weakref.WeakSet[Arrival] = weakref.WeakSet()
         # What workers are being told to free, by the tasks that tell them.
         self._frees: dict[asyncio.Task[None], frozenset[str]] = {}
@@ -256,13 +260,17 @@ class PrefixCache:
 
     def drop(self, snapshot_ids: Iterable[str], *, lineages: Iterable[Lineage] | None = None) -> None:
         """Forget prefixes that some worker no longer keeps, and have the others free them too."""
-        indices = self._indices.values() if lineages is None else [self._index(lineage) for lineage in lineages]
+        indices = (
+            [index for _, index in self._indices.values()]
+            if lineages is None
+            else [self._index(lineage) for lineage in lineages]
+        )
         removed = [entry for index in indices for snapshot_id in snapshot_ids for entry in index.remove(snapshot_id)]
         self._free([entry.snapshot_id for entry in removed])
 
     def drop_all(self) -> None:
         """Forget all prefixes in the workers' memory, and have it freed; those on disk stay."""
-        self.drop([snapshot_id for index in self._indices.values() for snapshot_id in index.snapshot_ids])
+        self.drop([snapshot_id for _, index in self._indices.values() for snapshot_id in index.snapshot_ids])
 
     def finish(self, session: StageSession, keep: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start a task that calls `keep`, which keeps the end of an answer, and then closes the session."""
@@ -327,7 +335,24 @@ class PrefixCache:
                 await (await self._cluster.snapshots(address)).free_snapshots(snapshot_ids[::-1])
 
     def _index(self, lineage: Lineage) -> PrefixIndex:
-        return self._indices.setdefault(lineage.key, PrefixIndex())
+        """Return the index of what the present workers keep. What others kept is whole no more once one of them is
+        another, and is freed."""
+        keepers = self._keepers(with_draft=lineage.draft is not None)
+        known, index = self._indices.get(lineage.key, (keepers, PrefixIndex()))
+        if known != keepers:
+            self._free([*index.snapshot_ids])
+            index = PrefixIndex()
+        self._indices[lineage.key] = keepers, index
+        return index
+
+    def _keepers(self, *, with_draft: bool) -> Keepers:
+        """Return the workers that keep the parts of a prefix, by their addresses, processes and layers."""
+        cluster = self._cluster
+        processes = [worker.process_id for worker in cluster.workers]
+        if cluster.draft_worker is not None:
+            processes.append(cluster.draft_worker.process_id)
+        places = cluster.snapshot_places(with_draft=with_draft)
+        return tuple((place.address, place.layers, process) for place, process in zip(places, processes, strict=False))
 
     def _trimmable(self, lineage: Lineage) -> bool:
         targets = [worker.target for worker in self._cluster.workers]

@@ -85,6 +85,7 @@ class Board:
                 )
                 for one in engine.cluster.standbys
             ],
+            degraded=engine.cluster.degraded,
         )
 
     async def workers(self) -> list[PolledWorker]:

@@ -161,7 +161,8 @@ class Cache(BaseModel):
 
 
 class Status(BaseModel):
-    """The whole server. version: of the server itself."""
+    """The whole server. version: of the server itself. degraded: why the layers are split over fewer workers than they
+    should be, null while they are not."""
 
     model: str
     aliases: list[str]
@@ -180,3 +181,4 @@ class Status(BaseModel):
     workers: list[WorkerStatus]
     edges: list[EdgeStatus]
     standbys: list[StandbyStatus] = []
+    degraded: str | None = None

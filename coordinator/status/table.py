@@ -36,6 +36,8 @@ def _parts(status: Status, console: Console, url: str) -> Iterator[RenderableTyp
     for worker in status.workers:
         if worker.error is not None:
             yield Text(f"{worker.name}: {worker.error}", style="bold red")
+    if status.degraded is not None:
+        yield Text(status.degraded, style="bold yellow")
     for standby in status.standbys:
         yield _standby(standby)
     yield Text("")

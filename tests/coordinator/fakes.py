@@ -238,6 +238,7 @@ class ScriptedCluster:
         self.draft: DraftDescription | None = draft
         self.draft_worker = self.workers[0] if draft is not None else None
         self.alive, self.trouble = True, None
+        self.degraded: str | None = None
         self.sessions: list[ScriptedSession] = []
         self.kept: dict[str, int] = {}
         """The lengths of the snapshots that the worker keeps."""

@@ -208,6 +208,58 @@ async def test_answers_outlive_their_workers(stage: int, standby: tuple[str, ...
     assert sum(resumed for _, resumed in answers) >= 2
 
 
+def readiness(server: Server) -> dict[str, Any]:
+    return dict(json.loads(get(f"{server.url}/ready")[1]))
+
+
+def layers(server: Server) -> list[tuple[int, int]]:
+    """The layers of each stage, as the server's status has them."""
+    workers = json.loads(get(f"{server.url}/v1/status")[1])["workers"]
+    return [(worker["layers"]["first"], worker["layers"]["last"]) for worker in workers]
+
+
+@pytest.mark.parametrize(
+    ("lost", "anew"), [(1, [(0, 6), (6, 12)]), pytest.param(2, [(0, 6), (6, 12)], marks=pytest.mark.slow)]
+)
+async def test_answers_go_on_over_the_workers_that_are_left(
+    lost: int, anew: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    """The layers of a worker that does not come back are split anew over the two others: answers that had begun and new
+    ones have the same tokens there; when it is back, each has its own layers again."""
+    workers = [worker(tmp_path, str(number)) for number in range(3)]
+    addresses = ",".join(f"unix:{tmp_path}/{number}.sock" for number in range(3))
+    options = ("--target-devices", addresses, "--exact", "--replace-after", 0)
+    try:
+        with serving(tmp_path, *PAIR, *options) as server:
+            async with openai.AsyncOpenAI(
+                base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120
+            ) as client:
+                assert readiness(server)["degraded"] is None
+                alone = [await whole_answer(client, fields, asyncio.Event()) for fields in MIXED[:3]]
+                begun = [asyncio.Event() for _ in alone]
+                asking = [
+                    asyncio.ensure_future(whole_answer(client, fields, event))
+                    for fields, event in zip(MIXED, begun, strict=False)
+                ]
+                await asyncio.gather(*(event.wait() for event in begun))
+                os.kill(forking.forked(workers[lost].pid), signal.SIGKILL)
+                workers[lost].wait()
+                answers = await asyncio.gather(*asking)
+                assert [answer for answer, _ in answers] == [answer for answer, _ in alone]
+                assert sum(resumed for _, resumed in answers) >= 1
+                assert "2 of 3 workers" in readiness(server)["degraded"]
+                assert ready(server)
+                assert layers(server) == anew
+                assert await whole_answer(client, MIXED[0], asyncio.Event()) == alone[0]
+                workers[lost] = worker(tmp_path, str(lost))
+                until(lambda: readiness(server)["degraded"] is None, 60)
+                assert layers(server) == [(0, 4), (4, 8), (8, 12)]
+                assert await whole_answer(client, MIXED[0], asyncio.Event()) == alone[0]
+    finally:
+        for process in workers:
+            end(process)
+
+
 def stands_by(server: Server) -> list[dict[str, Any]]:
     """The workers that stand by, as the server's status has them."""
     return list(json.loads(get(f"{server.url}/v1/status")[1])["standbys"])

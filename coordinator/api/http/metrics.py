@@ -127,6 +127,9 @@ class Metrics:
         ).set_function(lambda: round(max((worker.cache_usage for worker in self._workers), default=0.0), 6))
         ready = Gauge("flashsplit_ready", "1 when a request would be taken.", registry=registry)
         ready.set_function(lambda: engine.ready)
+        text = "1 while lost workers' layers are split over the others."
+        degraded = Gauge("flashsplit_degraded", text, registry=registry)
+        degraded.set_function(lambda: engine.cluster.degraded is not None)
         if engine.cluster.draft_worker is not None:
             text = "1 when answers have the draft, 0 while its worker is lost."
             draft_ready = Gauge("flashsplit_draft_ready", text, registry=registry)

@@ -34,9 +34,16 @@ def routes(engine: Engine, metrics: Metrics) -> APIRouter:
 
     @router.get("/ready", tags=["Operations"], responses={**QUERY_ERRORS, **NOT_READY})
     async def ready() -> JSONResponse:
-        """A request would be taken: workers are there, and the server isn't shutting down."""
+        """A request would be taken: workers are there, and the server isn't shutting down. `degraded` says why not all
+        of them are, where others have taken over their layers; it is null otherwise."""
         load = engine.load
-        body = {"ready": engine.ready, "running": load.running, "waiting": load.waiting, "draining": load.draining}
+        body = {
+            "ready": engine.ready,
+            "running": load.running,
+            "waiting": load.waiting,
+            "draining": load.draining,
+            "degraded": engine.cluster.degraded,
+        }
         return JSONResponse(body, 200 if engine.ready else 503)
 
     @router.get(

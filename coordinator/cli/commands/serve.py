@@ -123,7 +123,7 @@ async def serve(
         _stay_prompt()
         _print_banner(engine, http_server, grpc_server, with_key=bool(keys))
         # While it drains nothing is restored: workers that are told to stop as well let running answers end.
-        async with supervised(started.cluster):
+        async with supervised(started.cluster, replace_after_s=service.replace_after, quiet=engine.quiet):
             await stop.wait()
         await _drain(engine, service.drain_timeout)
 

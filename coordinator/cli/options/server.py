@@ -12,6 +12,7 @@ import click
 from coordinator.api.api_keys import ApiKeys, read_keys
 from coordinator.api.http.allowed_hosts import AllowedHosts, own_names
 from coordinator.cli.option_groups import Flag
+from coordinator.cluster.supervisor import REPLACE_AFTER_S
 from coordinator.engine.generation import RESUME_TIMEOUT_S
 from coordinator.text.model_files import REASONING_FORMATS
 from coordinator.text.parsers.tools import ALIASES, NONE, known_formats
@@ -189,6 +190,15 @@ class ServiceOptions:
             metavar="SECONDS",
         ),
     ] = RESUME_TIMEOUT_S
+    replace_after: Annotated[
+        float,
+        Flag(
+            "How long a lost worker may take to come back, where none stands by, before its layers are split anew over "
+            "the others if these have room. When it is back the layers return to it while nothing runs.",
+            type=click.FloatRange(0),
+            metavar="SECONDS",
+        ),
+    ] = REPLACE_AFTER_S
     client_timeout: Annotated[
         float,
         Flag(

@@ -613,3 +613,127 @@ async def test_a_killed_local_worker_is_replaced_and_stands_by() -> None:
         assert cluster.loss(1) is None
         await ready(cluster)
     assert not alive(replaced)
+
+
+# --- layers split anew
+
+
+async def lose(cluster: Cluster, host: ToyHost) -> None:
+    """Have a worker elsewhere be gone, for which nobody stands by."""
+    lost = await watching(cluster)
+    await host.stop()
+    await asyncio.wait_for(lost, 10)
+    assert not await cluster.replace_lost()
+
+
+@pytest.mark.usefixtures("soon_back")
+@pytest.mark.parametrize(
+    ("gone", "anew"),
+    [
+        (0, [LayerRange(0, 6), LayerRange(6, 12)]),
+        (1, [LayerRange(0, 6), LayerRange(6, 12)]),
+        (2, [LayerRange(0, 6), LayerRange(6, 12)]),
+    ],
+)
+async def test_others_take_over_the_layers_of_a_lost_worker(hosts: Hosts, gone: int, anew: list[LayerRange]) -> None:
+    """The draft goes beside the new last layer; when the worker is back, each has its own layers again."""
+    workers = await hosts(3)
+    left = [host for index, host in enumerate(workers) if index != gone]
+    whole = [LayerRange(0, 4), LayerRange(4, 8), LayerRange(8, 12)]
+    async with cluster_of(at(workers), draft=True) as cluster:
+        assert not await cluster.resplit()
+        assert cluster.degraded is None
+        await lose(cluster, workers[gone])
+        assert await cluster.resplit()
+        assert cluster.alive
+        assert cluster.degraded == (
+            f"the layers are split anew over 2 of 3 workers: {workers[gone].address} did not come back"
+        )
+        assert cluster.addresses == tuple(host.address for host in left)
+        assert [held(host)[-1] for host in left] == anew
+        assert isinstance(left[1].worker.loaded[-1], LoadDraft)
+        assert [place.layers for place in cluster.snapshot_places(with_draft=True)] == [*anew, None]
+        assert not cluster.can_rejoin
+        # Others are watched meanwhile.
+        lost = await watching(cluster)
+        await workers[gone].start()
+        await until(lambda: cluster.can_rejoin, 30)
+        assert not lost.done()
+        lost.cancel()
+        assert await cluster.rejoin()
+        assert cluster.degraded is None
+        assert cluster.standbys == ()
+        assert cluster.addresses == tuple(host.address for host in workers)
+        assert [held(host)[-1] for host in workers] == whole
+        lost = await watching(cluster)
+        await workers[0].stop()
+        assert "stage 0" in (await asyncio.wait_for(lost, 10)).message
+
+
+@pytest.mark.usefixtures("soon_back")
+async def test_layers_are_split_anew_again_and_again(hosts: Hosts) -> None:
+    """Down to one worker; all come back at once then, also where one has taken another one's place meanwhile."""
+    first, second, third = await hosts(3)
+    async with cluster_of(at([first, second, third])) as cluster:
+        await lose(cluster, second)
+        assert await cluster.resplit()
+        await lose(cluster, third)
+        assert await cluster.resplit()
+        assert cluster.addresses == (first.address,)
+        assert held(first)[-1] == LayerRange(0, 12)
+        await second.start()
+        await until(lambda: any(one.why is None for one in cluster.standbys), 30)
+        assert not cluster.can_rejoin
+        lost = await watching(cluster)
+        await first.stop()
+        await asyncio.wait_for(lost, 10)
+        assert await cluster.replace_lost()
+        assert cluster.addresses == (second.address,)
+        assert cluster.degraded == (
+            f"the layers are split anew over 1 of 3 workers: {first.address}, {third.address} did not come back"
+        )
+        await asyncio.gather(first.start(), third.start())
+        await until(lambda: cluster.can_rejoin, 30)
+        assert await cluster.rejoin()
+        assert sorted(cluster.addresses) == sorted(at([first, second, third]).split(","))
+        assert cluster.addresses[0] == second.address
+
+
+@pytest.mark.usefixtures("soon_back")
+async def test_without_room_the_lost_worker_is_awaited(hosts: Hosts) -> None:
+    """And where what is left cannot hold the draft; then all is as it was, and it can come back."""
+    for roles, most_layers in (((Role.TARGET, Role.DRAFT), 11), ((Role.TARGET,), LAYERS)):
+        [first] = await hosts(1, *roles)
+        [second] = await hosts(1)
+        standbys = StandbyPlan((), weigh=lambda layers: 0 if len(layers) <= most_layers else 1 << 60)  # noqa: B023
+        async with cluster_of(at([first, second]), draft=True, standbys=standbys) as cluster:
+            await lose(cluster, second)
+            assert not await cluster.resplit()
+            assert not cluster.alive
+            assert cluster.degraded is None
+            await second.start()
+            await cluster.restore()
+            assert cluster.alive
+            assert cluster.addresses == (first.address, second.address)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("soon_back")
+async def test_a_worker_that_is_lost_while_layers_go_back(hosts: Hosts) -> None:
+    """The cluster is not alive then, and what is left of it takes over all layers again."""
+    first, second = await hosts(2)
+    async with cluster_of(at([first, second])) as cluster:
+        await lose(cluster, second)
+        assert await cluster.resplit()
+        await second.start()
+        await until(lambda: cluster.can_rejoin, 30)
+        await first.stop()
+        assert not await cluster.rejoin()
+        assert not cluster.alive
+        assert await cluster.resplit()
+        assert cluster.alive
+        assert cluster.addresses == (second.address,)
+        await first.start()
+        await until(lambda: cluster.can_rejoin, 30)
+        assert await cluster.rejoin()
+        assert cluster.addresses == (first.address, second.address)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import pytest
+
+from coordinator.cluster import supervisor
 from coordinator.cluster.supervisor import AWAITED_PAUSE_S, FIRST_PAUSE_S, LONGEST_PAUSE_S, supervised
 from services.errors import FlashsplitError, Unavailable
 from services.processes.worker_process import WorkerFailed
@@ -21,6 +25,11 @@ class FakeCluster:
         self.restored = 0
         self.pauses_s: list[float] = []
         self.standing_by = self.replaced = 0
+        self.now_s = 0.0
+        self.has_room = True
+        self.degraded: str | None = None
+        self.can_rejoin = self.comes_back = False
+        self.rejoined = 0
 
     async def lost(self) -> FlashsplitError:
         return await self.losses.get()
@@ -37,8 +46,22 @@ class FakeCluster:
             raise self.failures.pop(0)
         self.restored += 1
 
+    async def resplit(self) -> bool:
+        self.degraded = "two of three" if self.has_room else None
+        return self.has_room
+
+    async def rejoin(self) -> bool:
+        self.degraded, self.can_rejoin = None, False
+        self.rejoined += 1
+        return self.comes_back
+
     async def sleep(self, seconds: float) -> None:
         self.pauses_s.append(seconds)
+        self.now_s += seconds
+
+    def clock(self) -> float:
+        """A time at which only pauses have passed."""
+        return self.now_s
 
 
 async def test_every_lost_worker_is_brought_back() -> None:
@@ -84,6 +107,54 @@ async def test_a_worker_that_is_awaited_is_called_often() -> None:
         cluster.losses.put_nowait(Unavailable("stage 0 is gone"))
         await until(lambda: cluster.restored == 1)
     assert max(cluster.pauses_s) == AWAITED_PAUSE_S
+
+
+GONE = Unavailable("nobody there", reason="WORKER_UNREACHABLE")
+
+
+async def test_layers_are_split_anew_where_a_worker_does_not_come_back() -> None:
+    """Not before its time, and not where the others have no room: then it is called on."""
+    cluster = FakeCluster(*[GONE] * 9)
+    watched = supervised(cluster, replace_after_s=3.0, sleep=cluster.sleep, clock=cluster.clock)
+    async with watched:
+        cluster.losses.put_nowait(Unavailable("stage 0 is gone"))
+        await until(lambda: cluster.degraded is not None)
+        assert cluster.pauses_s == [0.5, 1.0, 2.0]
+        assert (cluster.restored, len(cluster.failures)) == (0, 6)
+        cluster.has_room = False
+        cluster.losses.put_nowait(Unavailable("stage 0 is gone too"))
+        await until(lambda: cluster.restored == 1)
+        assert cluster.failures == []
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+async def test_layers_go_back_while_nothing_runs(comes_back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the worker is there again, and nobody asks anything; a loss while that is waited for is told at once. What
+    goes wrong then is mended like a loss."""
+    monkeypatch.setattr(supervisor, "REJOIN_LOOK_S", 0.0)
+    cluster, asked, quiet, left = FakeCluster(), asyncio.Event(), asyncio.Event(), asyncio.Event()
+    cluster.degraded, cluster.comes_back = "two of three", comes_back
+
+    @contextlib.asynccontextmanager
+    async def until_quiet() -> AsyncIterator[None]:
+        asked.set()
+        await quiet.wait()
+        yield
+        left.set()
+
+    async with supervised(cluster, quiet=until_quiet, sleep=cluster.sleep):
+        cluster.can_rejoin = True
+        await asked.wait()
+        cluster.losses.put_nowait(Unavailable("stage 0 is gone"))
+        await until(lambda: cluster.restored == 1)
+        assert (cluster.rejoined, left.is_set()) == (0, False)
+        quiet.set()
+        await until(left.is_set)
+        assert cluster.rejoined == 1
+        if not comes_back:
+            await until(lambda: cluster.restored == 2)
+        cluster.losses.put_nowait(Unavailable("stage 0 is gone"))
+        await until(lambda: cluster.restored == 3 - comes_back)
 
 
 async def test_leaving_ends_the_watch() -> None:

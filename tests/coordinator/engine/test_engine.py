@@ -156,6 +156,33 @@ async def test_an_idle_engine_drains_at_once() -> None:
     assert await served.drain(0)
 
 
+async def test_while_an_engine_is_quiet_requests_wait() -> None:
+    """It is quiet once what runs and waits has its answer; who comes then is answered behind it, and nobody refused."""
+    served, release = held(max_running=1)
+    tasks = [asyncio.ensure_future(answer(served, request())) for _ in range(2)]
+    await until(lambda: served.load.waiting == 1)
+    entered = asyncio.Event()
+    leave = asyncio.Event()
+
+    async def be_quiet() -> None:
+        async with served.quiet():
+            entered.set()
+            await leave.wait()
+
+    quiet = asyncio.ensure_future(be_quiet())
+    await asyncio.sleep(0.01)
+    assert not entered.is_set()
+    release.set()
+    assert await asyncio.gather(*tasks) == ["hello", "hello"]
+    await asyncio.wait_for(entered.wait(), 10)
+    late = asyncio.ensure_future(answer(served, request()))
+    await asyncio.sleep(0.01)
+    assert (late.done(), served.load.running) == (False, 0)
+    leave.set()
+    assert await late == "hello"
+    await quiet
+
+
 async def test_a_dead_cluster_is_not_tried() -> None:
     """Requests get the reason at once, and the engine is not ready."""
     served = engine()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from io import BytesIO
 
 import fsspec
 import pytest
@@ -17,6 +18,7 @@ from coordinator.prefix.index import Entry
 from coordinator.prefix.policy import KeepPolicy
 from coordinator.prefix.stores import Store
 from services.errors import ResourceExhausted
+from services.layers import LayerRange
 from services.messages.snapshots import SnapshotHeader
 from services.messages.steps import Location, SnapshotPart, SnapshotSaved
 from tests.coordinator.cluster.toy_worker import MODEL, ToyHost
@@ -99,6 +101,43 @@ async def test_a_prefix_survives_the_workers(workers: list[ToyHost], hosts: Host
         again = await cache.find(ids(LONG + 10), with_draft=False)
         assert again is not None
         assert (again.source, again.entry) == ("memory", hit.entry)
+
+
+async def test_prefixes_from_the_disk_serve_layers_that_were_split_anew(hosts: Hosts, store: Store) -> None:
+    """What the lost worker kept is gone, so the others free their parts and get all of it from the disk, for the layers
+    that they have now."""
+    first, lost, last = workers = await toys(hosts, 3)
+    async with caching(workers, store) as cache:
+        entry = await keep(cache, workers, ids(LONG))
+        await until(lambda: not cache.pending)
+        cluster = cache._cluster
+        losing = asyncio.ensure_future(cluster.lost())
+        await asyncio.sleep(0.05)
+        await lost.stop()
+        await asyncio.wait_for(losing, 10)
+        assert await cluster.resplit()
+        for host in (first, last):
+            # As a worker does that loads other layers.
+            host.snapshots.kept.clear()
+        hit = await cache.find(ids(LONG + 10), with_draft=False)
+        assert hit is not None
+        assert (hit.source, hit.entry.snapshot_id) == ("disk", entry.snapshot_id)
+        assert [place.layers for place in cluster.snapshot_places(with_draft=False)] == [
+            LayerRange(0, LAYERS // 2), LayerRange(LAYERS // 2, LAYERS),
+        ]  # fmt: skip
+        for host in (first, last):
+            target = host.worker.description.target
+            assert target is not None
+            header, *chunks, _ = host.snapshots.kept[STAGE, entry.snapshot_id]
+            assert isinstance(header, SnapshotHeader)
+            assert header.layers == target.layers
+            parts = BytesIO(b"".join(bytes(chunk.data) for chunk in chunks))
+            found = {tensor.name: parts.read(tensor.size_bytes) for tensor in header.tensors}
+            assert found == contents(STAGE, target.layers, ids(LONG), 0)
+            assert [entry.snapshot_id] in host.snapshots.freed
+        again = await cache.find(ids(LONG + 10), with_draft=False)
+        assert again is not None
+        assert again.source == "memory"
 
 
 async def test_little_growth_is_not_worth_files(workers: list[ToyHost], store: Store) -> None:

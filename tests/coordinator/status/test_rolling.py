@@ -37,6 +37,9 @@ def test_a_steps_time_is_split_over_computing_and_wire() -> None:
     assert stages == (StageShare(30, 10), StageShare(40, 15))
     assert (times.forward_ns, times.wire_ns) == ([60, 80], [20, 30])
     assert sent_bytes(commit, 16) == (64, 1000, 7)
+    # Where layers were split anew, what other stages took says nothing about those that there are.
+    times.add(stages[:1])
+    assert (times.forward_ns, times.wire_ns) == ([30], [10])
 
 
 def test_kinds_of_steps_are_told_apart() -> None:
