@@ -10,22 +10,24 @@ from services.dtypes import ITEM_BYTES
 from services.errors import InvalidArgument
 from services.layers import LayerRange
 from services.model.checkpoint_files import read_config
+from services.model.draft_tensors import draft_bytes
 from services.model.drafts import DraftConfig, check_draft_kind, draft_dtype, draft_format
 from services.model.quantization import OPTIONS, Quantization
 from services.model.random_weights import read_headers
-from services.model.target_tensors import loaded_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSize:
     """A draft. All in bytes.
 
-    item_bytes: of one of its elements. capture_bytes: the columns of `fc` for one captured block, which each stage
-    keeps for the blocks that it captures.
+    weight_bytes: as packed as it is stored. cpu_bytes: on a CPU, which unpacks some packed matrices, and holds those of
+    keys and values twice. item_bytes: of one of its elements. capture_bytes: the columns of `fc` for one captured
+    block, which each stage keeps for the blocks that it captures.
     """
 
     config: DraftConfig
     weight_bytes: int
+    cpu_bytes: int
     item_bytes: int
     capture_bytes: int
 
@@ -83,9 +85,13 @@ def read_draft_size(
         )
     names = draft.find_tensors(config, headers, directory)
     chosen = dtype or draft_dtype(raw, names, headers)
+    weight_bytes, cpu_bytes = (
+        draft_bytes(names, headers, chosen, draft.is_multiplied_apart, on_cpu=on_cpu) for on_cpu in (False, True)
+    )
     return DraftSize(
         config=config,
-        weight_bytes=sum(loaded_bytes(name, headers[stored], chosen) for name, stored in names.items()),
+        weight_bytes=weight_bytes,
+        cpu_bytes=cpu_bytes,
         item_bytes=ITEM_BYTES[chosen],
         capture_bytes=config.hidden_size * config.hidden_size * ITEM_BYTES[target.dtype],
     )

@@ -88,7 +88,7 @@ def stage_shares(models: Models, layers: LayerRange, devices: int, *, draft_here
                 on_cpu += captures * draft.capture_bytes
             if last and draft_here:
                 weights += draft.weight_bytes
-                on_cpu += draft.weight_bytes
+                on_cpu += draft.cpu_bytes
                 holds_draft = True
         shares.append(Share(run, weights, on_cpu, holds_draft, captures))
     return shares
@@ -98,8 +98,10 @@ def draft_share(models: Models) -> Share:
     """Return what a draft's own worker holds."""
     target, draft = models.target, models.draft
     assert draft is not None
-    head = target.draft_head_bytes(draft.item_bytes) if models.head_place is HeadPlace.LOADED else 0
-    return Share(None, draft.weight_bytes + head, draft.weight_bytes + head, True)
+    if models.head_place is not HeadPlace.LOADED:
+        return Share(None, draft.weight_bytes, draft.cpu_bytes, True)
+    head, head_on_cpu = (target.draft_head_bytes(draft.item_bytes, on_cpu=on_cpu) for on_cpu in (False, True))
+    return Share(None, draft.weight_bytes + head, draft.cpu_bytes + head_on_cpu, True)
 
 
 def cache_bytes(models: Models, share: Share, length: int, sessions: int) -> int:

@@ -78,9 +78,11 @@ class ModelSize:
         ends = self.embedding_bytes + self.norm_bytes + (0 if self.tied_head else self.head_bytes)
         return sum(layer.weight_bytes for layer in self.layers) + ends
 
-    def draft_head_bytes(self, item_bytes: int) -> int:
+    def draft_head_bytes(self, item_bytes: int, *, on_cpu: bool = False) -> int:
         """Return what lm_head takes in the worker of a draft. item_bytes: those of an element of the draft."""
-        return self.head_bytes if self.packed_head else self.vocab_size * self.hidden_size * item_bytes
+        if not self.packed_head or (on_cpu and item_bytes != self.item_bytes):
+            return self.vocab_size * self.hidden_size * item_bytes
+        return self.cpu_head_bytes if on_cpu else self.head_bytes
 
     def layers_bytes(self, layers: LayerRange) -> int:
         """Return the weights of some layers, without embedding and head."""

@@ -67,6 +67,10 @@ class DraftFormat(Protocol):
         Raises InvalidArgument for missing, unknown or mis-shaped tensors.
         """
 
+    def is_multiplied_apart(self, name: str) -> bool:
+        """Return whether other rows are multiplied by this tensor of `tensor_shapes` alone, beside those that are by it
+        and its neighbours in one product."""
+
 
 def known_drafts() -> list[str]:
     """Return the names of the draft kinds, sorted."""

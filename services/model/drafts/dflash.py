@@ -205,6 +205,11 @@ def find_tensors(config: DFlashConfig, headers: Mapping[str, TensorHeader], dire
     return names
 
 
+def is_multiplied_apart(name: str) -> bool:
+    """As of `DraftFormat`: the target's features become keys and values without queries."""
+    return name.endswith(("k_proj.weight", "v_proj.weight"))
+
+
 def _own_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return DFlash's own keys, which win over the decoder's; a top-level key wins over one in `dflash_config`."""
     nested = raw.get("dflash_config")

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from services.model.config import LayerKind
+from services.model.draft_tensors import draft_bytes
 from services.model.drafts import draft_dtype
-from services.model.drafts.dflash import DFlashConfig, find_tensors, read_config
-from services.model.target_tensors import loaded_bytes
+from services.model.drafts.dflash import DFlashConfig, find_tensors, is_multiplied_apart, read_config
 from shard_worker.cache.attention_cache import PAGE_ROWS, AttentionCache, AttentionView
 from shard_worker.cache.page_pool import PagePool
 from shard_worker.cache.prefix_state import GroupKind, StateView, TensorGroup
@@ -32,7 +32,7 @@ from shard_worker.ops.attention import attend, grouped_mask, visibility
 from shard_worker.ops.norm import rms_norm
 from shard_worker.ops.rope import Rotation, apply_rope
 from shard_worker.weights.checkpoint import Checkpoint
-from shard_worker.weights.weight import Weight, concatenate
+from shard_worker.weights.weight import DenseWeight, Weight, concatenate
 
 if TYPE_CHECKING:
     from shard_worker.drafting.runner import DFlashRunner
@@ -279,7 +279,8 @@ def load(
         draft_dtype(checkpoint.config, names, checkpoint.headers) if dtype is None else dtype
     )
     word = dtype_to_name(chosen_dtype)
-    needed = sum(loaded_bytes(name, checkpoint.headers[stored], word) for name, stored in names.items())
+    on_cpu = device.torch_device.type == "cpu"
+    needed = draft_bytes(names, checkpoint.headers, word, is_multiplied_apart, on_cpu=on_cpu)
     check_room(device, needed, "the draft's weights")
     loaded = resident = 0
 
@@ -302,6 +303,7 @@ def load(
         return weight
 
     def pack(index: int, kind: LayerKind) -> tuple[DecoderWeights, Weight]:
+        nonlocal resident
         prefix = f"layers.{index}."
         attention = f"{prefix}self_attn."
 
@@ -330,7 +332,11 @@ def load(
                 matrices("mlp.down").prepared(),
             ),
         )
-        return layer, qkv.select_rows(slice(config.heads * config.head_dim, None)).prepared()
+        context = qkv.select_rows(slice(config.heads * config.head_dim, None)).prepared()
+        if not isinstance(context, DenseWeight):
+            # Rows of a dense matrix are a view, those of all others take memory of their own.
+            resident += context.nbytes
+        return layer, context
 
     heads_of = (("q", config.heads), ("k", config.kv_heads))
     layers, context = zip(*[pack(index, kind) for index, kind in enumerate(config.layer_kinds)], strict=True)

@@ -19,11 +19,15 @@ from shard_worker.cache.attention_cache import AttentionCache
 from shard_worker.cache.recurrent_cache import RecurrentCache
 from shard_worker.device.devices import parse_devices
 from shard_worker.drafting.drafters import drafter_of
+from shard_worker.drafting.drafters.dflash import DFlashDraft
+from shard_worker.model.layer_weights import matrices_of
 from shard_worker.stage.loader import CaptureRequest, StageLoader
 from shard_worker.stage.stage import Stage
 from shard_worker.weights.opening import open_checkpoint
 from shard_worker.weights.weight import Weight
 from tests.reference import checkpoints, storage
+from tests.reference.packed_checkpoints import write_packed
+from tests.shard_worker.packed import CASES
 
 Pairs = dict[str, tuple[Path, Path]]
 CPU = parse_devices("cpu")
@@ -106,7 +110,7 @@ def test_drafts_take_what_is_said(pairs: Pairs, family: str, dtype: str | None) 
         open_checkpoint(directory), CPU[0], dtype, lambda loaded, total: None
     )
 
-    assert size.weight_bytes == draft.weight_bytes
+    assert size.cpu_bytes == draft.weight_bytes
     assert (size.capture_layers, size.block_size) == (draft.config.capture_layers, draft.config.block_size)
     for length in (1, 31, 32, 33, 200):
         state = draft.allocate(length)
@@ -114,6 +118,23 @@ def test_drafts_take_what_is_said(pairs: Pairs, family: str, dtype: str | None) 
         for cache in state.caches.values():
             cache.reserve(cache.slots)
         assert size.cache_bytes(length) == state.size_bytes == held
+
+
+def test_packed_drafts_take_what_is_said(pairs: Pairs, tmp_path: Path) -> None:
+    """On a CPU, which multiplies by some matrices packed and by others unpacked, those of keys and values twice."""
+    case = CASES["ct-4-zeros-32"]
+    settings = case.settings | {"ignore": ["fc"]}
+    path, dense = write_packed(pairs["qwen3"][1], tmp_path, settings, case.pack, case.which)
+    target = read_model_size(pairs["qwen3"][0], None)
+    sizes = {dtype: read_draft_size(path, target, dtype) for dtype in ("bfloat16", "float32")}
+    for dtype, size in sizes.items():
+        checkpoint = open_checkpoint(path)
+        draft = drafter_of(checkpoint).load(checkpoint, CPU[0], dtype, lambda loaded, total: None)
+        assert isinstance(draft, DFlashDraft)
+        held = [draft.fc, *draft.context, *(matrix for layer in draft.layers for matrix in matrices_of(layer))]
+        norms = sum(tensor.nbytes for tensor in storage.load_tensors(dense).values() if tensor.dim() == 1)
+        assert size.cpu_bytes == sum(matrix.nbytes for matrix in held) + norms
+    assert sizes["bfloat16"].weight_bytes < sizes["float32"].weight_bytes < sizes["float32"].cpu_bytes
 
 
 def test_a_step_reads_the_experts_that_a_row_goes_through(pairs: Pairs) -> None:

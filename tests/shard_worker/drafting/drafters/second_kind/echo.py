@@ -50,6 +50,10 @@ def find_tensors(config: EchoConfig, headers: Mapping[str, TensorHeader], direct
     return {name: name for name in tensor_shapes(config)}
 
 
+def is_multiplied_apart(name: str) -> bool:
+    return False
+
+
 @dataclass
 class EchoState:
     """The last row that the features' sum had."""
