@@ -93,9 +93,11 @@ def make_plan(
     num_layers: int,
     has_draft: bool,
     target_layers: str | None = None,
+    last_cut: int | None = None,
 ) -> Plan:
     """Return the plan that the options describe; each parameter is the text of the option of its name.
 
+    last_cut: the last layer that a stage may begin with, None for any: cuts behind it are moved there.
     Raises InvalidArgument naming the option, its value and what would be accepted.
     """
     for field, value in (("--target-layer-split", layer_split), ("--target-layers", target_layers)):
@@ -115,6 +117,13 @@ def make_plan(
             f"--target-devices names {len(places)} workers, the model has {num_layers} layers: name fewer",
             field="--target-devices",
         )
+    last_cut = num_layers - 1 if last_cut is None else last_cut
+    if len(places) > last_cut + 1:
+        raise InvalidArgument(
+            f"--target-devices names {len(places)} workers, and from layer {last_cut} on the model's layers share keys "
+            f"and values, so that one worker must hold them: name at most {last_cut + 1}",
+            field="--target-devices",
+        )
     auto = layer_split is not None and layer_split.strip() == AUTO
     if auto and len(places) == 1:
         raise InvalidArgument(
@@ -124,8 +133,14 @@ def make_plan(
         )
     if target_layers is not None:
         ranges = parse_ranges(target_layers, len(places), num_layers)
+        if ranges[-1].first > last_cut:
+            raise InvalidArgument(
+                f"--target-layers {target_layers!r}: layers from {last_cut} on share keys and values, so that one "
+                f"worker must hold them: let the last range begin at {last_cut} or before it",
+                field="--target-layers",
+            )
     else:
-        ranges = split_layers(num_layers, parse_weights(None if auto else layer_split, len(places)))
+        ranges = split_layers(num_layers, parse_weights(None if auto else layer_split, len(places)), last_cut)
     stages = tuple(StagePlan(place, layers) for place, layers in zip(places, ranges, strict=True))
     return Plan(stages, _draft_place(draft_device, places[-1], has_draft=has_draft), has_draft, auto)
 
@@ -258,14 +273,18 @@ def parse_ranges(text: str, count: int, num_layers: int) -> list[LayerRange]:
     return ranges
 
 
-def split_layers(num_layers: int, weights: Sequence[float]) -> list[LayerRange]:
-    """Return contiguous ranges of layers, proportional to the weights, rounded, of at least one layer each."""
+def split_layers(num_layers: int, weights: Sequence[float], last_cut: int | None = None) -> list[LayerRange]:
+    """Return contiguous ranges of layers, proportional to the weights, rounded, of at least one layer each.
+
+    last_cut: as of `make_plan`.
+    """
+    most = num_layers - 1 if last_cut is None else last_cut
     total, ranges, first, running = sum(weights), [], 0, 0.0
     for index, weight in enumerate(weights):
         running += weight
         behind = len(weights) - index - 1
         last = round(num_layers * running / total)
-        last = min(max(last, first + 1), num_layers - behind)
+        last = min(max(last, first + 1), most + 1 - behind) if behind else num_layers
         ranges.append(LayerRange(first, last))
         first = last
     return ranges

@@ -53,25 +53,25 @@ def device_names(place: WorkerPlace) -> tuple[str, ...]:
     return tuple((place.devices or str(place)).split("+"))
 
 
-def spread(layers: LayerRange, devices: int) -> list[LayerRange]:
+def spread(model: ModelSize, layers: LayerRange, devices: int) -> list[LayerRange]:
     """Return the layers of each of a worker's devices, as the worker spreads them.
 
-    Raises InvalidArgument for fewer layers than devices.
+    Raises InvalidArgument for fewer layers than devices, and where they can be cut in fewer places.
     """
-    if len(layers) < devices:
+    if layers.most_parts(model.last_cut) < devices:
         raise InvalidArgument(
             f"layers {layers} cannot be spread over {devices} devices of one worker: name fewer devices or give that "
             "worker more layers",
             field="--target-devices",
         )
-    return layers.spread(devices)
+    return layers.spread(devices, model.last_cut)
 
 
 def stage_shares(models: Models, layers: LayerRange, devices: int, *, draft_here: bool) -> list[Share]:
     """Return what each device of a stage's worker holds. draft_here: whether the last one holds the draft too."""
     target, draft = models.target, models.draft
     shares = []
-    runs = spread(layers, devices)
+    runs = spread(target, layers, devices)
     for index, run in enumerate(runs):
         weights, on_cpu, captures, holds_draft = target.layers_bytes(run), target.cpu_layers_bytes(run), 0, False
         first, last = index == 0 and layers.first == 0, index == devices - 1 and layers.last == len(target.layers)

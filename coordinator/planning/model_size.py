@@ -51,7 +51,7 @@ class ModelSize:
     """A target, in bytes at the element types that it is to be loaded with; hidden_size and vocab_size count elements.
 
     kv_dtype: the element type of attention keys and values. cpu_head_bytes: lm_head on a CPU. packed_head: whether
-    lm_head is stored packed, and stays so in memory.
+    lm_head is stored packed, and stays so in memory. last_cut: as of `ModelConfig`.
     """
 
     dtype: str
@@ -66,6 +66,7 @@ class ModelSize:
     cpu_head_bytes: int
     tied_head: bool
     packed_head: bool
+    last_cut: int
 
     @property
     def item_bytes(self) -> int:
@@ -115,6 +116,7 @@ def read_model_size(
         headers = quantization.headers(headers, directory, OPTIONS[field])
     tensors = TargetTensors(config, headers, directory)
     layers = [tensors.layer(layer) for layer in range(config.num_layers)]
+    tensors.per_layer()
     tensors.check_first()
     tensors.check_last()
     dtype = dtype or tensors.dtype(0)
@@ -135,6 +137,7 @@ def read_model_size(
         cpu_head_bytes=cpu_bytes(tensors.head, headers[tensors.head], dtype),
         tied_head=config.tied_head,
         packed_head=headers[tensors.head].packed is not None,
+        last_cut=config.last_cut,
     )
 
 
@@ -142,14 +145,17 @@ def _layer_size(
     config: ModelConfig, layer: int, headers: Mapping[str, TensorHeader], dtype: str, kv_dtype: str
 ) -> LayerSize:
     weights = {name: loaded_bytes(name, header, dtype) for name, header in headers.items()}
+    # Its rows of the matrix that makes the layer's own inputs; their table stays in the mapped file.
+    own = 0 if config.per_layer is None else config.per_layer.size * config.hidden_size * ITEM_BYTES[dtype]
     cached = dict.fromkeys(Per, 0)
     for tensor in layer_caches(config, layer):
         cached[tensor.per] += tensor.size_bytes(dtype, kv_dtype)
     return LayerSize(
         kind=config.layer_kinds[layer].value,
-        weight_bytes=sum(weights.values()),
-        cpu_bytes=sum(cpu_bytes(name, header, dtype) for name, header in headers.items()),
-        read_bytes=round(
+        weight_bytes=sum(weights.values()) + own,
+        cpu_bytes=sum(cpu_bytes(name, header, dtype) for name, header in headers.items()) + own,
+        read_bytes=own
+        + round(
             sum(size * read_share(config, name) for name, size in weights.items() if len(headers[name].shape) == 2)
         ),
         token_bytes=cached[Per.TOKEN],

@@ -104,7 +104,7 @@ def _fastest(
     count = len(model.layers)
 
     def cost(stage: int, layers: LayerRange) -> float:
-        if len(layers) < len(workers[stage].devices):
+        if layers.first > model.last_cut or layers.most_parts(model.last_cut) < len(workers[stage].devices):
             return float("inf")
         return stage_time(model, layers, workers[stage], CONTEXT).total_s
 
@@ -112,7 +112,7 @@ def _fastest(
         worker = workers[stage]
         memories = [memory_of(worker, stage, index) for index in range(len(worker.devices))]
         taken = dict.fromkeys(memories, 0)
-        if len(layers) < len(worker.devices):
+        if layers.most_parts(model.last_cut) < len(worker.devices):
             return taken
         here = draft_beside and layers.last == count
         for index, share in enumerate(stage_shares(models, layers, len(worker.devices), draft_here=here)):

@@ -119,7 +119,7 @@ def make_report(
                     free_bytes=None if free is None else free + (worker.held_bytes // len(shares) if worker else 0),
                 )
             )
-    notes = [*notes, *_unpacked_notes(models, loads)]
+    notes = [*notes, *_sharing_notes(models), *_unpacked_notes(models, loads)]
     forecast = None
     if workers:
         layers = [stage.layers for stage in plan.stages]
@@ -145,6 +145,14 @@ def make_report(
         forecast=forecast,
         notes=(*overfull(loads, SessionLoad(max(lengths), sessions)), *notes),
     )
+
+
+def _sharing_notes(models: Models) -> list[str]:
+    """Return what to know of layers that cannot be cut apart."""
+    first, last = models.target.last_cut, len(models.target.layers)
+    if first == last - 1:
+        return []
+    return [f"layers [{first}, {last}) share keys and values, so one device holds them: no stage begins behind {first}"]
 
 
 def _unpacked_notes(models: Models, loads: Sequence[DeviceLoad]) -> list[str]:

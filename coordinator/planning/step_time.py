@@ -61,7 +61,7 @@ class PredictedStageTime:
 def stage_time(model: ModelSize, layers: LayerRange, worker: WorkerSpeed, context: int) -> PredictedStageTime:
     """Return a stage's share of a step with `context` tokens before it."""
     read = operators = 0.0
-    for device, run in zip(worker.devices, spread(layers, len(worker.devices)), strict=True):
+    for device, run in zip(worker.devices, spread(model, layers, len(worker.devices)), strict=True):
         held = model.layers[run.first : run.last]
         read += sum(layer.read_bytes + layer.token_bytes * context for layer in held) / device.read_bytes_per_s
         slowest = max(device.layer_s.values(), default=0.0)

@@ -14,6 +14,7 @@ from coordinator.text.parsers.tools import HARMONY, NONE, detect
 from coordinator.text.tokenizer import Tokenizer, stop_token_ids
 from services.errors import InvalidArgument
 from services.model.checkpoint_files import model_name, read_config
+from services.model.families import read_model_config
 from services.model.text_files import TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, TextFile, find_text_file
 
 HARMONY_REASONING = "openai_gptoss"
@@ -37,6 +38,8 @@ class ModelFiles:
     """A hash of the files that turn text into tokens, tokenizer and chat template: 32 hex digits."""
     defaults: GenerationDefaults = GenerationDefaults()
     """What holds where a request says nothing."""
+    last_cut: int | None = None
+    """The last layer that a stage may begin with, where layers share keys and values; None for any."""
     tool_call_format: str | None = None
     """How the model writes tool calls, by the name of a format in `parsers.tools`; None for what its chat template
     teaches."""
@@ -88,6 +91,7 @@ def read_model_files(path: Path, defaults: GenerationDefaults | None = None) -> 
     return ModelFiles(
         path=path,
         num_layers=layers,
+        last_cut=read_model_config(config).last_cut if decoder.get("num_kv_shared_layers") else None,
         tokenizer=tokenizer,
         chat_template=template,
         stop_token_ids=frozenset(stops),

@@ -107,6 +107,14 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PerLayerConfig:
+    """The sizes of per-layer embeddings: elements that a token brings to each layer, and how many tokens have any."""
+
+    size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionShape:
     """How one layer attends.
 
@@ -178,6 +186,13 @@ class ModelConfig:
     """As of `AttentionShape`."""
     value_norm: bool = False
     """As of `AttentionShape`."""
+    sharing_layers: int = 0
+    """How many of the last layers have no keys and values of their own, but attend to those of the last layer of their
+    kind before them."""
+    sharing_mlp_size: int | None = None
+    """Inner elements of the feed-forward parts of those layers, where they are others than `mlp_size`."""
+    per_layer: PerLayerConfig | None = None
+    """The sizes of per-layer embeddings, where there are any."""
     output_norms: bool = False
     """Whether what the mixer makes, and what the feed-forward part makes, has an RMSNorm before it is added."""
     output_scale: bool = False
@@ -198,6 +213,12 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Raises InvalidArgument for numbers that contradict each other."""
         self._attention(LayerKind.FULL)
+        if not set(self.layer_kinds) <= set(self.layer_kinds[: self.num_layers - self.sharing_layers]):
+            raise InvalidArgument(
+                f"config.json: num_kv_shared_layers is {self.sharing_layers}; before so many of the {self.num_layers} "
+                "layers there must be one of each kind, whose keys and values they share",
+                field="num_kv_shared_layers",
+            )
         if LayerKind.SLIDING in self.layer_kinds and self.sliding_window is None:
             raise InvalidArgument(
                 "config.json: some layers are sliding_attention, but there is no window: give sliding_window and "
@@ -223,6 +244,25 @@ class ModelConfig:
         """How each layer attends, by its index; recurrent ones are left out."""
         kinds = enumerate(self.layer_kinds)
         return {layer: self._attention(kind) for layer, kind in kinds if kind is not LayerKind.LINEAR}
+
+    def keys_of(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer attends to: itself, unless it shares them."""
+        own = self.num_layers - self.sharing_layers
+        if layer < own:
+            return layer
+        return next(other for other in reversed(range(own)) if self.layer_kinds[other] is self.layer_kinds[layer])
+
+    @property
+    def last_cut(self) -> int:
+        """The last layer that may be the first one on a device, behind others: from there on layers read no keys and
+        values of those before it."""
+        own = self.num_layers - self.sharing_layers
+        return min((self.keys_of(layer) for layer in range(own, self.num_layers)), default=self.num_layers - 1)
+
+    def mlp_size_of(self, layer: int) -> int:
+        """Return the inner elements of a layer's feed-forward part."""
+        shares = self.sharing_mlp_size is not None and self.keys_of(layer) != layer
+        return self.sharing_mlp_size if shares and self.sharing_mlp_size is not None else self.mlp_size
 
     @property
     def ropes(self) -> tuple[Rope, ...]:

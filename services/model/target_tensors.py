@@ -83,8 +83,27 @@ def target_shapes(config: ModelConfig) -> Shapes:
             for name, shape in layer_shapes(config, layer).items()
         },
         "model.embed_tokens.weight": matrix,
+        **{f"model.{name}": shape for name, shape in per_layer_shapes(config).items()},
         **({} if config.tied_head else {HEAD: matrix}),
         "model.norm.weight": (config.hidden_size,),
+    }
+
+
+PER_LAYER_TABLE = "embed_tokens_per_layer.weight"
+PER_LAYER_PROJECTION = "per_layer_model_projection.weight"
+PER_LAYER_PROJECTION_NORM = "per_layer_projection_norm.weight"
+"""What per-layer embeddings are made of: of which each stage takes its own layers' part."""
+
+
+def per_layer_shapes(config: ModelConfig) -> Shapes:
+    """Return the tensors that per-layer embeddings are made of, by their names behind the decoder's prefix."""
+    if config.per_layer is None:
+        return {}
+    size, layers = config.per_layer.size, config.num_layers
+    return {
+        PER_LAYER_TABLE: (config.per_layer.vocab_size, layers * size),
+        PER_LAYER_PROJECTION: (layers * size, config.hidden_size),
+        PER_LAYER_PROJECTION_NORM: (size,),
     }
 
 
@@ -111,16 +130,28 @@ class TargetTensors:
         """
         start = f"{self._prefix}layers.{layer}."
         shapes = layer_shapes(self._config, layer)
+        # Files have the tensors of a layer that shares keys and values too.
+        unread = layer_shapes(self._config, self._config.keys_of(layer))
         for name, shape in shapes.items():
             self._check(start + name, shape)
         for name in self._headers:
-            if name.startswith(start) and name.removeprefix(start) not in shapes and not _IGNORED.search(name):
+            short = name.removeprefix(start)
+            if name.startswith(start) and short not in shapes | unread and not _IGNORED.search(name):
                 raise InvalidArgument(
                     f"tensor {name} is not one that family {self._config.family} has: the checkpoint is of another "
                     "family, or packed in another way than quantization_config in its config.json says",
                     field=name,
                 )
         return {name: start + name for name in shapes}
+
+    def per_layer(self) -> dict[str, str]:
+        """Return the full names of the tensors of `per_layer_shapes`. Raises as `layer`."""
+        shapes = per_layer_shapes(self._config)
+        for name, shape in shapes.items():
+            self._check(self._prefix + name, shape)
+        if shapes:
+            self.check_first()
+        return {name: self._prefix + name for name in shapes}
 
     def check_first(self) -> None:
         """Check what the first stage has beside its layers. Raises as `layer`."""

@@ -59,7 +59,7 @@ class SegmentCaches:
         if linear:
             assert config.linear is not None
             recurrent = RecurrentCache(linear, config.linear, block_rows, like, row_by_row=row_by_row)
-        shapes = [shape for layer, shape in config.attention_shapes.items() if layer in layers]
+        shapes = [config.attention(layer) for layer in _owners(config, layers)]
         caches = [
             AttentionCache(count, kv_heads, capacity, head_dim, like, page_rows, dtype=kv_dtype, pool=pool)
             for (kv_heads, head_dim), count in Counter((shape.kv_heads, shape.head_dim) for shape in shapes).items()
@@ -107,13 +107,28 @@ class SegmentCaches:
 
 
 def slots_of(config: ModelConfig, layers: LayerRange) -> tuple[int, ...]:
-    """Return each layer's place among those that share a cache with it: recurrent ones, or those with equal keys."""
-    shapes = config.attention_shapes
-    keys = [
-        (shapes[layer].kv_heads, shapes[layer].head_dim) if layer in shapes else None
-        for layer in range(layers.first, layers.last)
-    ]
-    return tuple(keys[:offset].count(own) for offset, own in enumerate(keys))
+    """Return each layer's place among those that share a cache with it: recurrent ones, or those with equal keys. One
+    that shares another's keys has that one's place."""
+    seen: Counter[tuple[int, int] | None] = Counter()
+    slots: dict[int, int] = {}
+    attending = frozenset(_owners(config, layers))
+    for layer in range(layers.first, layers.last):
+        source = config.keys_of(layer)
+        if source != layer:
+            slots[layer] = slots[source]
+            continue
+        keys = None
+        if layer in attending:
+            shape = config.attention(layer)
+            keys = (shape.kv_heads, shape.head_dim)
+        slots[layer] = seen[keys]
+        seen[keys] += 1
+    return tuple(slots.values())
+
+
+def _owners(config: ModelConfig, layers: LayerRange) -> list[int]:
+    """Return the layers that attend to keys and values of their own."""
+    return [layer for layer in config.attention_shapes if layer in layers and config.keys_of(layer) == layer]
 
 
 def state_groups(

@@ -130,7 +130,8 @@ class _Probe:
         """Return seconds of one layer of each kind beside reading its weights, and of a step apart from its layers."""
         costs, steps = {}, []
         for kind in dict.fromkeys(self.shape.layer_kinds):
-            shape = replace(self.shape, layer_kinds=(kind,), vocab_size=NARROW)
+            # What a layer alone has no part in is left out: others' keys and values, and the tokens' own inputs.
+            shape = replace(self.shape, layer_kinds=(kind,), vocab_size=NARROW, sharing_layers=0, per_layer=None)
             many, size = MANY, _matrix_bytes(shape, self.dtype)
             if self.device.is_gpu or MANY * size > self.most_bytes:
                 shape, size = replace(shape, hidden_size=NARROW, mlp_size=NARROW), 0

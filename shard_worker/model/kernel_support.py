@@ -70,7 +70,9 @@ def have_layers(device: Device, layers: Iterable[DecoderWeights]) -> bool:
     for weights in layers:
         mlp = weights.mlp
         lack = None
-        if weights.mixer_output_norm is not None:
+        if weights.per_layer is not None:
+            lack = "per-layer embeddings"
+        elif weights.mixer_output_norm is not None:
             lack = "norms of what sublayers make"
         elif isinstance(mlp, ExpertsWeights):
             has_biases = mlp.experts[0].gate_up_bias is not None

@@ -44,6 +44,7 @@ class AttentionWeights:
     attention is gated. qkv_bias: in the same order. qk_norm: float32 [heads + kv_heads, head_dim], so that queries and
     keys are normed in one call; None where they have no norms. out: [hidden, heads * head_dim]. sinks: float32 [heads],
     of each head's softmax; None where there are none. value_norm: float32 [head_dim], ones, where values have a norm.
+    shares: whether keys and values are another layer's, so that there are rows of queries alone.
     """
 
     shape: AttentionShape
@@ -55,6 +56,7 @@ class AttentionWeights:
     gated: bool
     sinks: torch.Tensor | None = None
     value_norm: torch.Tensor | None = None
+    shares: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +145,23 @@ class ExpertsBesideWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class PerLayerWeights:
+    """What takes a token's own input of a layer into the residual stream. gate: [size, hidden]. out: [hidden, size].
+    norm: float32 [hidden], of what it makes. activation: of the gate."""
+
+    gate: Weight
+    out: Weight
+    norm: torch.Tensor
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderWeights:
     """The weights of one layer. input_norm, post_norm: float32 [hidden], before the mixer and before the MLP.
 
     feed_forward: what the MLP is, as of `ModelConfig.feed_forward`. mixer_output_norm, mlp_output_norm: float32
     [hidden], behind them, before what they made is added; None without such norms. output_scale: [1], what the layer's
-    output is multiplied by; None for nothing.
+    output is multiplied by; None for nothing. per_layer: None without per-layer embeddings.
     """
 
     kind: LayerKind
@@ -160,11 +173,12 @@ class DecoderWeights:
     mixer_output_norm: torch.Tensor | None = None
     mlp_output_norm: torch.Tensor | None = None
     output_scale: torch.Tensor | None = None
+    per_layer: PerLayerWeights | None = None
 
 
 def matrices_of(weights: DecoderWeights) -> list[Weight]:
     """Return all matrices of a layer."""
-    return [*_matrices(weights.mixer), *_matrices(weights.mlp)]
+    return [*_matrices(weights.mixer), *_matrices(weights.mlp), *_matrices(weights.per_layer)]
 
 
 def _matrices(part: object) -> Iterator[Weight]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
+
+from services.model.config import Activation
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -20,7 +24,16 @@ def clamped_swiglu(gate_up: torch.Tensor, limit: float, alpha: float) -> torch.T
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
+def gating(activation: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return an activation by itself, as gates are given it elsewhere."""
+    return F.silu if activation is Activation.SILU else _gelu
+
+
+def _gelu(gate: torch.Tensor) -> torch.Tensor:
+    return F.gelu(gate, approximate="tanh")
+
+
 def geglu(gate_up: torch.Tensor) -> torch.Tensor:
     """Return `gelu(gate) * up` (arXiv 2002.05202), with tanh's form of GELU, of rows as `swiglu` takes them."""
     gate, up = gate_up.chunk(2, -1)
-    return F.gelu(gate, approximate="tanh") * up
+    return _gelu(gate) * up

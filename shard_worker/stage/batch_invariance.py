@@ -40,14 +40,15 @@ def check_batch_invariance(stage: Stage, rows: int) -> None:
     """Run four steps over random rows. Raises FailedPrecondition where a row came out differently in another step."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn((rows, stage.config.hidden_size), generator=generator).to(stage.dtype)
+    tokens = [number % stage.config.vocab_size for number in range(rows)]
     whole, parts = (stage.allocate(rows, rows, rows) for _ in range(2))
-    expected = stage.run(whole, hidden, None, uncommitted=True)
-    outputs = [stage.run(parts, hidden[:1], None, uncommitted=False)]
+    expected = stage.run(whole, hidden, None, uncommitted=True, token_ids=tokens)
+    outputs = [stage.run(parts, hidden[:1], None, uncommitted=False, token_ids=tokens[:1])]
     if rows > 1:
         # Each row one position further up, then the last one in the first position.
-        outputs.append(stage.run(parts, hidden[1:], None, uncommitted=True)[:-1])
+        outputs.append(stage.run(parts, hidden[1:], None, uncommitted=True, token_ids=tokens[1:])[:-1])
         stage.commit(parts, rows - 1)
-        outputs.append(stage.run(parts, hidden[-1:], None, uncommitted=False))
+        outputs.append(stage.run(parts, hidden[-1:], None, uncommitted=False, token_ids=tokens[-1:]))
     same = torch.equal(torch.cat(outputs), expected)
     if same and stage.head is not None:
         logits = [stage.head.logits(output, rows) for output in outputs]

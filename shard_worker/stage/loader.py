@@ -11,7 +11,15 @@ from services.errors import InvalidArgument
 from services.layers import LayerRange
 from services.model.config import ModelConfig
 from services.model.families import read_model_config
-from services.model.target_tensors import TargetTensors, cpu_bytes, loaded_bytes, loaded_dtype
+from services.model.target_tensors import (
+    PER_LAYER_PROJECTION,
+    PER_LAYER_PROJECTION_NORM,
+    PER_LAYER_TABLE,
+    TargetTensors,
+    cpu_bytes,
+    loaded_bytes,
+    loaded_dtype,
+)
 from shard_worker.cache.page_pool import PagePool
 from shard_worker.device.devices import Device, check_room
 from shard_worker.device.dtypes import dtype_from_name, dtype_to_name, kv_dtype_from_name
@@ -20,6 +28,7 @@ from shard_worker.model.head import Head
 from shard_worker.model.kernel_support import can_prefill, can_run, check_float8, head_sizes
 from shard_worker.model.layer_weights import DecoderWeights, LayerTensors, norm_factor
 from shard_worker.model.layers import decoder
+from shard_worker.model.per_layer import PerLayerInputs
 from shard_worker.model.rows import PLAIN, RowOperations
 from shard_worker.model.synthetic_acceptance import read_synthetic_acceptance
 from shard_worker.ops.rope import Rotation
@@ -104,12 +113,19 @@ class StageLoader:
                 f"layers {layers} do not exist: the model has {self.config.num_layers} layers",
                 field="layers",
             )
+        if layers.first and layers.first > self.config.last_cut:
+            raise InvalidArgument(
+                f"layers {layers} read keys and values of layers before them: begin them with layer "
+                f"{self.config.last_cut} or one before it",
+                field="layers",
+            )
         tensors = TargetTensors(self.config, checkpoint.headers, checkpoint.directory)
         self._layer_names = {layer: tensors.layer(layer) for layer in range(layers.first, layers.last)}
         if self.is_first:
             tensors.check_first()
         if self.is_last:
             tensors.check_last()
+        self._per_layer_names = tensors.per_layer()
         self._tensors = tensors
         self.dtype = dtype_from_name(tensors.dtype(layers.first) if dtype is None else dtype, "--dtype")
         self._kv_dtype = kv_dtype_from_name(kv_dtype)
@@ -189,7 +205,7 @@ class StageLoader:
 
         segments = tuple(
             replace(self._load_segment(layers, device, capture, load_layer), pool=(pools or {}).get(device, PagePool()))
-            for layers, device in _spread(self._layers, devices)
+            for layers, device in _spread(self._layers, devices, self.config.last_cut)
         )
         embedding: RowLookup | None = None
         loaded_embedding = head = None
@@ -215,6 +231,9 @@ class StageLoader:
                 tiled = isinstance(head.weight, TiledWeight)
                 looked_up = head.weight if tiled else MappedRows(self._checkpoint, self._tensors.embedding)
                 embedding = self._embedding(looked_up)
+        if self._per_layer_names:
+            segments = tuple(replace(one, per_layer=self._per_layer(one, embedding)) for one in segments)
+            resident += sum(one.per_layer.projection.nbytes for one in segments if one.per_layer is not None)
         ends = [
             (segment, embedding if segment is segments[0] else None, head if segment is segments[-1] else None)
             for segment in segments
@@ -233,6 +252,28 @@ class StageLoader:
             summed=capture is not None and capture.fc is not None,
             runners=runners,
             batch_runners=tuple(BatchRunner(*end, graphs=graphs) for end in ends) if all(runners) else (),
+        )
+
+    def _per_layer(self, segment: Segment, embedding: RowLookup | None) -> PerLayerInputs:
+        """Return what makes the inputs of a segment's layers. embedding: the model's where it is in memory here.
+
+        The table and, behind the first stage, the embedding stay in the mapped file: a step reads but its tokens' rows.
+        """
+        config, names, device = self.config, self._per_layer_names, segment.device.torch_device
+        assert config.per_layer is not None
+        size, layers = config.per_layer.size, segment.layers
+        columns = slice(layers.first * size, layers.last * size)
+        projection = self._checkpoint.weight(names[PER_LAYER_PROJECTION], device, self.dtype).select_rows(columns)
+        norm = self._checkpoint.place(names[PER_LAYER_PROJECTION_NORM], device, torch.float32)
+        table = MappedRows(self._checkpoint, names[PER_LAYER_TABLE])
+        return PerLayerInputs(
+            embedding=embedding or self._embedding(MappedRows(self._checkpoint, self._tensors.embedding)),
+            table=scaled_rows(table, size**0.5, self.dtype),
+            columns=columns,
+            projection=projection.prepared(),
+            scale=config.hidden_size**-0.5,
+            norm=norm_factor(config, norm),
+            eps=config.norm_eps,
         )
 
     def _embedding(self, matrix: RowLookup) -> RowLookup:
@@ -282,7 +323,7 @@ class StageLoader:
             return sum(bytes_of(name, self._checkpoint.headers[name], dtype) for name in names)
 
         found = dict.fromkeys(devices, 0)
-        for layers, device in _spread(self._layers, devices):
+        for layers, device in _spread(self._layers, devices, self.config.last_cut):
             for layer in range(layers.first, layers.last):
                 if (layer, device.torch_device) not in held.layers:
                     found[device] += size(device, *self._layer_names[layer].values())
@@ -319,12 +360,13 @@ def _is_on(matrix: RowLookup, device: Device) -> bool:
     return matrix.device == device.torch_device
 
 
-def _spread(layers: LayerRange, devices: Sequence[Device]) -> list[tuple[LayerRange, Device]]:
-    """The layers of each device, in order."""
-    if len(layers) < len(devices):
+def _spread(layers: LayerRange, devices: Sequence[Device], last_cut: int) -> list[tuple[LayerRange, Device]]:
+    """The layers of each device, in order. last_cut: as of `LayerRange.spread`."""
+    if layers.most_parts(last_cut) < len(devices):
+        shared = f", of which those from {last_cut} on share keys and values," if last_cut < layers.last - 1 else ""
         raise InvalidArgument(
-            f"{len(layers)} layers cannot be spread over {len(devices)} devices: name fewer devices or give "
+            f"{len(layers)} layers{shared} cannot be spread over {len(devices)} devices: name fewer devices or give "
             "this stage more layers",
             field="layers",
         )
-    return list(zip(layers.spread(len(devices)), devices, strict=True))
+    return list(zip(layers.spread(len(devices), last_cut), devices, strict=True))

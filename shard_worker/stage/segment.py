@@ -21,6 +21,7 @@ from shard_worker.device.dtypes import dtype_to_name
 from shard_worker.model.features import Capture, Features
 from shard_worker.model.layer_weights import DecoderWeights
 from shard_worker.model.layers import decoder
+from shard_worker.model.per_layer import PerLayerInputs
 from shard_worker.model.rows import PLAIN, RowOperations, SessionRows, make_rows
 from shard_worker.ops.rope import Rotation
 
@@ -44,6 +45,8 @@ class Segment:
     """What is done to many rows between products."""
     kv_dtype: torch.dtype | None = None
     """What attention keys and values are kept in; None for `dtype`."""
+    per_layer: PerLayerInputs | None = None
+    """What makes these layers' inputs of the rows' tokens; None without per-layer embeddings."""
     pool: PagePool = field(default_factory=PagePool)
     """Where the pages of keys and values come from."""
 
@@ -102,11 +105,13 @@ class Segment:
         features: Features | None,
         *,
         batch_invariant_rows: int | None = None,
+        token_ids: Sequence[int] = (),
     ) -> torch.Tensor:
         """Run the layers on rows [n, hidden] of any device, and return [n, hidden] on this segment's device.
 
         sessions: whose rows they are, one session's behind the other's. features: what captured rows are added to,
-        None where no draft wants any. batch_invariant_rows: as in `Rows`.
+        None where no draft wants any. batch_invariant_rows: as in `Rows`. token_ids: of each row, for layers that have
+        embeddings of their own.
         """
         hidden = hidden.to(self.device.torch_device)
         # Attention with sinks needs no masks in memory.
@@ -122,8 +127,11 @@ class Segment:
         capture = self.capture if features is not None else None
         captured: list[torch.Tensor] = []
         slots = self.slots
+        own = None if self.per_layer is None else self.per_layer.of(token_ids, batch_invariant_rows)
         for offset, weights in enumerate(self.weights):
-            hidden = decoder.run(self.config, weights, slots[offset], hidden, rows)
+            hidden = decoder.run(
+                self.config, weights, slots[offset], hidden, rows, None if own is None else own[:, offset]
+            )
             if capture is not None and self.layers.first + offset in capture.indices:
                 captured.append(hidden)
         if capture is not None and features is not None:

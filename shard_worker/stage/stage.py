@@ -135,7 +135,8 @@ class Stage:
                     shape, device = (count, self.config.hidden_size), segment.device.torch_device
                     with segment.device.current():
                         rows = torch.zeros(shape, dtype=self.dtype, device=device)
-                        segment.run(rows, [SessionRows(0, count, segment.allocate(count, 1), False)], None)
+                        sessions = [SessionRows(0, count, segment.allocate(count, 1), False)]
+                        segment.run(rows, sessions, None, token_ids=[0] * count)
 
     def without_kernels(self) -> Stage:
         """Return the same stage in plain torch."""
@@ -192,7 +193,7 @@ class Stage:
         if not runners:
             self.cancel()
             rows = self.embed(token_ids) if hidden is None else to_device(hidden, self.device)
-            return StepOutput(self.run(state, rows, features, uncommitted=uncommitted))
+            return StepOutput(self.run(state, rows, features, uncommitted=uncommitted, token_ids=token_ids))
         output: StepOutput | None = None
         for runner, caches in zip(runners, state.caches, strict=True):
             output = runner.run(token_ids, hidden, state.length, caches, features, uncommitted=uncommitted)
@@ -265,7 +266,7 @@ class Stage:
             rows = self.embed(token_ids) if hidden is None else hidden
             states = [one.state for one in inputs]
             uncommitted = [one.uncommitted for one in inputs]
-            result = self.run_together(states, counts, rows, features, uncommitted=uncommitted)
+            result = self.run_together(states, counts, rows, features, uncommitted=uncommitted, token_ids=token_ids)
             logits = None
             if self.head is not None:
                 logits = self.head.logits(result, states[0].batch_invariant_rows)
@@ -293,10 +294,17 @@ class Stage:
         return replace(output, hidden=output.hidden.clone())
 
     def run(
-        self, state: StageState, hidden: torch.Tensor, features: Features | None, *, uncommitted: bool
+        self,
+        state: StageState,
+        hidden: torch.Tensor,
+        features: Features | None,
+        *,
+        uncommitted: bool,
+        token_ids: Sequence[int] = (),
     ) -> torch.Tensor:
         """Run the stage's layers on the rows of one session, as `run_together` does."""
-        return self.run_together([state], [len(hidden)], hidden, features, uncommitted=[uncommitted])
+        counts = [len(hidden)]
+        return self.run_together([state], counts, hidden, features, uncommitted=[uncommitted], token_ids=token_ids)
 
     def run_together(
         self,
@@ -306,13 +314,14 @@ class Stage:
         features: Features | None,
         *,
         uncommitted: Sequence[bool],
+        token_ids: Sequence[int] = (),
     ) -> torch.Tensor:
         """Run the stage's layers in plain torch on rows [n, hidden] of several sessions; return [n, hidden].
 
         states, counts: each session's memory, and how many rows it has, behind those of the sessions before it. Its
         rows follow its committed ones. All sessions have the same number of batch-invariant rows, or none has one.
         features: what captured rows are added to, None where no draft wants any. uncommitted: of each session whether
-        `commit` says later how many of its rows count; otherwise all do at once.
+        `commit` says later how many of its rows count; otherwise all do at once. token_ids: as of `Segment.run`.
         """
         # Rows of a prompt come in the same chunks, whatever its answer is made by.
         alike = all(later or count == 1 for count, later in zip(counts, uncommitted, strict=True))
@@ -326,6 +335,7 @@ class Stage:
                 sessions,
                 features,
                 batch_invariant_rows=states[0].batch_invariant_rows if alike else None,
+                token_ids=token_ids,
             )
         for state, count, later in zip(states, counts, uncommitted, strict=True):
             self._count(state, count, later)

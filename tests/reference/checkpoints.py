@@ -220,12 +220,16 @@ def write_gemma4(
     cap: float | None = 8.0,
     keys_as_values: bool = True,
     experts: int = 0,
+    sharing: int = 0,
+    wide_mlp: bool = False,
+    per_layer: int = 0,
     nested: bool = False,
     older: bool = False,
 ) -> Path:
     """A Gemma 4 checkpoint, of which each second layer is full, with heads twice as wide. experts: how many there are
-    beside the dense part. nested: as the text part of a model with a tower. older: with keys of full layers' heads of
-    their own, as in published files."""
+    beside the dense part. sharing: how many layers share keys and values; wide_mlp: these have dense parts twice as
+    wide. per_layer: elements of per-layer embeddings. nested: as the text part of a model with a tower. older: with
+    keys of full layers' heads of their own, as in published files."""
     wide = {"global_head_dim": 32, "num_global_key_value_heads": 1 if keys_as_values else None}
     text = Gemma4TextConfig(
         architectures=["Gemma4ForCausalLM"],
@@ -234,7 +238,10 @@ def write_gemma4(
         attention_k_eq_v=keys_as_values,
         sliding_window=window,
         layer_types=[FULL if layer % 2 else SLIDING for layer in range(layers)],
-        hidden_size_per_layer_input=0,
+        hidden_size_per_layer_input=per_layer,
+        vocab_size_per_layer_input=256,
+        num_kv_shared_layers=sharing,
+        use_double_wide_mlp=wide_mlp,
         enable_moe_block=experts > 0,
         num_experts=experts or None,
         top_k_experts=3 if experts else None,

@@ -63,6 +63,7 @@ CAPTURED = {
     "llama": (1, 0),
     "gemma3": (2, 0, 3),
     "gemma4-experts": (2, 0, 3),
+    "gemma4-sharing": (5, 0, 3),
     "qwen3_moe": (2, 0, 3),
     "gpt_oss": (2, 0, 3),
     "gpt_oss-mxfp4": (1, 0),

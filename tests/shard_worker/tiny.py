@@ -62,6 +62,8 @@ WRITERS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "gemma4-older": (checkpoints.write_gemma4, {"older": True}),
     "gemma4-nested": (checkpoints.write_gemma4, {"nested": True}),
     "gemma4-experts": (checkpoints.write_gemma4, {"experts": 8}),
+    "gemma4-inputs": (checkpoints.write_gemma4, {"per_layer": 8, "cap": None}),
+    "gemma4-sharing": (checkpoints.write_gemma4, {"layers": 6, "sharing": 2, "wide_mlp": True, "per_layer": 8}),
     "qwen3_moe": (checkpoints.write_qwen3_moe, {"dense": (1,)}),
     "qwen3_moe-tied": (checkpoints.write_qwen3_moe, {"tied": True, "normalised": False, "step": 2}),
     "qwen3_moe-all": (checkpoints.write_qwen3_moe, {"layers": 2, "experts": 4, "chosen": 4, "sliding": 6}),
@@ -92,7 +94,7 @@ WRITERS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
 QWEN3 = ("qwen3", "qwen3-tied", "qwen3-sliding", "qwen3-bias", "qwen3-yarn")
 LLAMA = ("llama", "llama-tied", "llama-biases", "mistral", "mistral-sliding")
 GEMMA3 = ("gemma3", "gemma3-untied", "gemma3-older")
-GEMMA4 = ("gemma4", "gemma4-untied", "gemma4-older", "gemma4-experts")
+GEMMA4 = ("gemma4", "gemma4-untied", "gemma4-older", "gemma4-experts", "gemma4-inputs", "gemma4-sharing")
 HYBRID_EXPERTS = ("qwen3_5_moe", "qwen3_5_moe-tied", "qwen3_next", "qwen3_next-tied")
 QWEN3_MOE = ("qwen3_moe", "qwen3_moe-tied", "qwen3_moe-all")
 GPT_OSS = ("gpt_oss", "gpt_oss-tied", "gpt_oss-mxfp4", "gpt_oss-mxfp4-odd")
@@ -229,7 +231,7 @@ class Run:
         """
         hidden = self.stages[0].embed(tuple(token_ids))
         for stage, state in zip(self.stages, self.states, strict=True):
-            hidden = stage.run(state, hidden, features, uncommitted=uncommitted)
+            hidden = stage.run(state, hidden, features, uncommitted=uncommitted, token_ids=token_ids)
         head = self.stages[-1].head
         assert head is not None
         return head.logits(hidden, self.batch_invariant_rows)

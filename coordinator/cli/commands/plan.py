@@ -85,7 +85,9 @@ async def plan(
     files = read_model_files(model.model)
     if auto:
         workers = replace(workers, placement=await _automatic(workers.placement))
-    drawn = workers.plan(files.num_layers, has_draft=model.draft is not None, beside=standby.places)
+    drawn = workers.plan(
+        files.num_layers, has_draft=model.draft is not None, beside=standby.places, last_cut=files.last_cut
+    )
     standby.check(places_of(drawn))
     models = workers.models(model.model, model.draft)
     lengths = parse_lengths(max_model_len, models.target.max_position)

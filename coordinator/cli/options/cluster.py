@@ -103,8 +103,8 @@ class PlacementOptions:
         """How captured features travel to the draft."""
         return FeatureTransport(self.features or FeatureTransport.SUM)
 
-    def plan(self, num_layers: int, *, has_draft: bool) -> Plan:
-        """Return who holds which of so many layers.
+    def plan(self, num_layers: int, *, has_draft: bool, last_cut: int | None = None) -> Plan:
+        """Return who holds which of so many layers. last_cut: as of `make_plan`.
 
         Raises InvalidArgument for options that contradict each other or have no effect.
         """
@@ -115,6 +115,7 @@ class PlacementOptions:
             draft_device=self.draft_device,
             num_layers=num_layers,
             has_draft=has_draft,
+            last_cut=last_cut,
         )
         if self.features is not None and not has_draft:
             raise InvalidArgument(
@@ -383,12 +384,21 @@ class ClusterOptions:
     workers: WorkerOptions = WorkerOptions()
     security: SecurityOptions = SecurityOptions()
 
-    def plan(self, num_layers: int, *, has_draft: bool, beside: Sequence[WorkerPlace] = ()) -> Plan:
-        """Return who holds which of so many layers. beside: where further workers will be started as these are.
+    def plan(
+        self,
+        num_layers: int,
+        *,
+        has_draft: bool,
+        beside: Sequence[WorkerPlace] = (),
+        last_cut: int | None = None,
+    ) -> Plan:
+        """Return who holds which of so many layers.
+
+        beside: where further workers will be started as these are. last_cut: as of `make_plan`.
 
         Raises InvalidArgument for options that contradict each other or have no effect.
         """
-        plan = self.placement.plan(num_layers, has_draft=has_draft)
+        plan = self.placement.plan(num_layers, has_draft=has_draft, last_cut=last_cut)
         self.compute.check(has_draft=has_draft)
         places = [*(stage.place for stage in plan.stages), *([plan.draft] if plan.draft is not None else [])]
         self.workers.check(places, beside)
@@ -411,7 +421,12 @@ class ClusterOptions:
         beside: where further workers will be started as these are. standby: who stands by for them. Raises what `plan`,
         `launch` and `StandbyOptions.check` raise.
         """
-        plan = self.plan(files.num_layers, has_draft=draft is not None, beside=(*beside, *standby.places))
+        plan = self.plan(
+            files.num_layers,
+            has_draft=draft is not None,
+            beside=(*beside, *standby.places),
+            last_cut=files.last_cut,
+        )
         standby.check([*(stage.place for stage in plan.stages), *([] if plan.draft is None else [plan.draft])])
         rope_scaling = self.compute.workers_rope_scaling
         if rope_scaling is not None:

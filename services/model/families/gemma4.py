@@ -7,8 +7,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from services.errors import InvalidArgument, Unimplemented
-from services.model.config import Activation, AttentionShape, ExpertsConfig, LayerKind, ModelConfig, read_layer_kinds
+from services.errors import InvalidArgument
+from services.model.config import (
+    Activation,
+    AttentionShape,
+    ExpertsConfig,
+    LayerKind,
+    ModelConfig,
+    PerLayerConfig,
+    read_layer_kinds,
+)
 from services.model.config_reader import ConfigReader
 from services.model.rope import context_length, read_rope_of_kind
 
@@ -43,23 +51,21 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     reader.only("hidden_activation", Activation.GELU_TANH.value)
     # Images alone would see what comes behind them, of which there are none.
     reader.only("use_bidirectional_attention", "vision")
-    if reader.integer("hidden_size_per_layer_input", 256, at_least=0):
-        raise Unimplemented(
-            "config.json: hidden_size_per_layer_input is above 0; embeddings of each layer are not supported, 0 is",
-            field="hidden_size_per_layer_input",
-        )
-    if reader.integer("num_kv_shared_layers", 0, at_least=0):
-        raise Unimplemented(
-            "config.json: num_kv_shared_layers is above 0; layers that share keys and values are not supported, 0 is",
-            field="num_kv_shared_layers",
+    vocab_size, per_layer = reader.integer("vocab_size"), reader.integer("hidden_size_per_layer_input", 256, at_least=0)
+    per_layer_vocab = reader.integer("vocab_size_per_layer_input", 262144)
+    if per_layer and per_layer_vocab < vocab_size:
+        raise InvalidArgument(
+            f"config.json: vocab_size_per_layer_input is {per_layer_vocab}; it must be at least vocab_size, "
+            f"{vocab_size}",
+            field="vocab_size_per_layer_input",
         )
     kinds = _layer_kinds(reader)
-    head_dim = reader.integer("head_dim")
+    head_dim, mlp_size = reader.integer("head_dim"), reader.integer("intermediate_size")
     config = ModelConfig(
         family="gemma4",
         hidden_size=reader.integer("hidden_size"),
-        mlp_size=reader.integer("intermediate_size"),
-        vocab_size=reader.integer("vocab_size"),
+        mlp_size=mlp_size,
+        vocab_size=vocab_size,
         layer_kinds=kinds,
         heads=reader.integer("num_attention_heads"),
         kv_heads=reader.integer("num_key_value_heads"),
@@ -70,8 +76,11 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         tied_head=reader.flag("tie_word_embeddings", True),
         attention_bias=reader.flag("attention_bias", False),
         value_norm=True,
+        sharing_layers=reader.integer("num_kv_shared_layers", 0, at_least=0),
+        sharing_mlp_size=2 * mlp_size if reader.flag("use_double_wide_mlp", False) else None,
         sliding_window=reader.integer("sliding_window"),
         score_scale=1.0,
+        per_layer=PerLayerConfig(per_layer, per_layer_vocab) if per_layer else None,
         output_norms=True,
         output_scale=True,
         activation=Activation.GELU_TANH,

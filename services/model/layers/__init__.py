@@ -22,6 +22,12 @@ OUTPUT_SCALE = "layer_scalar"
 """The name of what a layer's output is multiplied by, where there is one."""
 
 
+PER_LAYER_GATE = "per_layer_input_gate.weight"
+PER_LAYER_OUT = "per_layer_projection.weight"
+PER_LAYER_NORM = "post_per_layer_input_norm.weight"
+"""What takes a token's own input of a layer into the residual stream, where there are per-layer embeddings."""
+
+
 class Norm(StrEnum):
     """Where an RMSNorm of a decoder layer stands: before a sublayer, or behind it."""
 
@@ -51,9 +57,17 @@ def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
     return {
         **dict.fromkeys(norm_names(config).values(), (config.hidden_size,)),
         **({OUTPUT_SCALE: (1,)} if config.output_scale else {}),
+        **_per_layer_shapes(config),
         **sublayer_of(config.layer_kinds[layer].mixer).tensor_shapes(config, layer),
         **sublayer_of(config.feed_forward(layer)).tensor_shapes(config, layer),
     }
+
+
+def _per_layer_shapes(config: ModelConfig) -> Shapes:
+    if config.per_layer is None:
+        return {}
+    size, hidden = config.per_layer.size, config.hidden_size
+    return {PER_LAYER_GATE: (size, hidden), PER_LAYER_OUT: (hidden, size), PER_LAYER_NORM: (hidden,)}
 
 
 def norm_names(config: ModelConfig) -> dict[Norm, str]:

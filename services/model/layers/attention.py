@@ -5,6 +5,8 @@ from __future__ import annotations
 from services.model.cached_tensors import CachedTensor, CacheDtype, Per
 from services.model.config import ModelConfig
 
+_OF_KEYS_AND_VALUES = ("self_attn.k_", "self_attn.v_")
+
 
 def tensor_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """Return the tensors. A gated q_proj has double width: for each head its query, then its gate."""
@@ -30,11 +32,15 @@ def tensor_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]
             **({} if shape.keys_as_values else {"self_attn.v_proj.bias": (keys,)}),
             "self_attn.o_proj.bias": (config.hidden_size,),
         }
+    if config.keys_of(layer) != layer:
+        return {name: extents for name, extents in shapes.items() if not name.startswith(_OF_KEYS_AND_VALUES)}
     return shapes
 
 
 def cached_tensors(config: ModelConfig, layer: int) -> tuple[CachedTensor, ...]:
-    """Return the keys (after RoPE) and values of every position."""
+    """Return the keys (after RoPE) and values of every position, unless they are another layer's."""
+    if config.keys_of(layer) != layer:
+        return ()
     shape = config.attention(layer)
     row = (shape.kv_heads, shape.head_dim)
     return tuple(CachedTensor(name, row, Per.TOKEN, CacheDtype.KEYS_AND_VALUES) for name in ("k", "v"))

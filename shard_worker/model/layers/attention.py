@@ -16,7 +16,8 @@ from shard_worker.weights.weight import concatenate
 def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> AttentionWeights:
     """Return the weights with one projection for queries, keys, values and gates."""
     shape = config.attention(layer)
-    names = "qk" if shape.keys_as_values else "qkv"
+    shares = config.keys_of(layer) != layer
+    names = "q" if shares else "qk" if shape.keys_as_values else "qkv"
     parts = [tensors.matrices[f"self_attn.{name}_proj.weight"] for name in names]
     biases = [tensors.vectors[f"self_attn.{name}_proj.bias"] for name in names] if config.attention_bias else None
     if config.attention_gate:
@@ -29,11 +30,12 @@ def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> AttentionWei
             biases = [biases[0][queries], *biases[1:], biases[0][gates]]
     qk_norm = None
     if config.qk_norm:
-        q_norm, k_norm = (norm_factor(config, tensors.vectors[f"self_attn.{part}_norm.weight"]) for part in "qk")
+        heads_of = {"q": shape.heads} if shares else {"q": shape.heads, "k": shape.kv_heads}
+        norms = {part: norm_factor(config, tensors.vectors[f"self_attn.{part}_norm.weight"]) for part in heads_of}
         if shape.score_scale is not None:
             # `attend` divides by sqrt(head_dim).
-            q_norm = q_norm * (shape.score_scale * shape.head_dim**0.5)
-        qk_norm = torch.cat((q_norm.expand(shape.heads, -1), k_norm.expand(shape.kv_heads, -1))).contiguous()
+            norms["q"] = norms["q"] * (shape.score_scale * shape.head_dim**0.5)
+        qk_norm = torch.cat([norms[part].expand(count, -1) for part, count in heads_of.items()]).contiguous()
     return AttentionWeights(
         shape=shape,
         qkv=concatenate(parts).prepared(),
@@ -44,6 +46,7 @@ def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> AttentionWei
         gated=config.attention_gate,
         sinks=tensors.vectors["self_attn.sinks"].float() if config.attention_sinks else None,
         value_norm=torch.ones(shape.head_dim, device=parts[0].device) if shape.value_norm else None,
+        shares=shares,
     )
 
 
@@ -60,7 +63,7 @@ def run(
     projected = weights.qkv.matmul(x, weights.qkv_bias, rows.batch_invariant_rows).view(count, -1, shape.head_dim)
     qk = projected[:, : heads + kv_heads]
     values = projected[:, heads if shape.keys_as_values else heads + kv_heads :][:, :kv_heads]
-    if weights.value_norm is not None:
+    if weights.value_norm is not None and not weights.shares:
         values = rms_norm(values, weights.value_norm, config.norm_eps)
     if weights.qk_norm is not None:
         qk = rms_norm(qk, weights.qk_norm, config.norm_eps)
@@ -68,7 +71,8 @@ def run(
 
     def seen(session: SessionRows, own: slice) -> torch.Tensor:
         cache = session.caches.attention_of(shape)
-        cache.store(slot, session.base, qk[own, heads:], values[own])
+        if not weights.shares:
+            cache.store(slot, session.base, qk[own, heads:], values[own])
         keys_and_values = cache.span(slot, session.base + session.count)
         if weights.sinks is not None:
             alone = rows.batch_invariant_rows is not None

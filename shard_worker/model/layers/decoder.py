@@ -10,9 +10,10 @@ from typing import Any, Protocol, cast
 import torch
 
 from services.model.config import ModelConfig
-from services.model.layers import OUTPUT_SCALE, Norm, norm_names
-from shard_worker.model.layer_weights import DecoderWeights, LayerTensors, norm_factor
+from services.model.layers import OUTPUT_SCALE, PER_LAYER_GATE, PER_LAYER_NORM, PER_LAYER_OUT, Norm, norm_names
+from shard_worker.model.layer_weights import DecoderWeights, LayerTensors, PerLayerWeights, norm_factor
 from shard_worker.model.rows import Rows
+from shard_worker.ops.activation import gating
 
 
 class Mixer(Protocol):
@@ -61,6 +62,16 @@ def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> DecoderWeigh
         mixer_output_norm=norms.get(Norm.MIXER_OUTPUT),
         mlp_output_norm=norms.get(Norm.FEED_FORWARD_OUTPUT),
         output_scale=tensors.vectors.get(OUTPUT_SCALE),
+        per_layer=None if config.per_layer is None else _pack_per_layer(config, tensors),
+    )
+
+
+def _pack_per_layer(config: ModelConfig, tensors: LayerTensors) -> PerLayerWeights:
+    return PerLayerWeights(
+        gate=tensors.matrices[PER_LAYER_GATE].prepared(),
+        out=tensors.matrices[PER_LAYER_OUT].prepared(),
+        norm=norm_factor(config, tensors.vectors[PER_LAYER_NORM]),
+        activation=config.activation,
     )
 
 
@@ -70,8 +81,12 @@ def run(
     slot: int,
     hidden: torch.Tensor,
     rows: Rows,
+    own: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run one layer on hidden [n, hidden_size]. slot: its place in the caches of its kind."""
+    """Run one layer on hidden [n, hidden_size].
+
+    slot: its place in the caches of its kind. own: the rows' inputs of this layer by per-layer embeddings, [n, size].
+    """
     norm = rows.operations.rms_norm
     normed = norm(hidden, weights.input_norm, config.norm_eps)
     mixed = _mixer(weights.kind.mixer).run(config, weights.mixer, slot, normed, rows)
@@ -83,7 +98,19 @@ def run(
     if weights.mlp_output_norm is not None:
         made = norm(made, weights.mlp_output_norm, config.norm_eps)
     hidden = hidden + made
+    if weights.per_layer is not None:
+        assert own is not None
+        hidden = hidden + _enter(config, weights.per_layer, hidden, own, rows)
     return hidden if weights.output_scale is None else hidden * weights.output_scale.to(hidden.dtype)
+
+
+def _enter(
+    config: ModelConfig, weights: PerLayerWeights, hidden: torch.Tensor, own: torch.Tensor, rows: Rows
+) -> torch.Tensor:
+    """Return what the rows' own inputs [n, size] add to the residual stream, [n, hidden]."""
+    gate = rows.each(gating(weights.activation), weights.gate.matmul(hidden, None, rows.batch_invariant_rows))
+    made = weights.out.matmul(gate * own, None, rows.batch_invariant_rows)
+    return rows.operations.rms_norm(made, weights.norm, config.norm_eps)
 
 
 @functools.cache

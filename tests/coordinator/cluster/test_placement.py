@@ -58,6 +58,31 @@ def test_split_is_proportional_with_one_layer_at_least(layers: int, weights: lis
     assert all(range_.last == after.first for range_, after in zip(ranges, ranges[1:], strict=False))
 
 
+@pytest.mark.parametrize(
+    ("weights", "last_cut", "expected"),
+    [([1, 1], 11, [0, 6, 12]), ([1, 1], 4, [0, 4, 12]), ([1, 1, 1], 4, [0, 3, 4, 12]), ([1, 3], 4, [0, 3, 12])],
+)
+def test_cuts_through_layers_that_share_keys_are_moved(
+    weights: list[float], last_cut: int, expected: list[int]
+) -> None:
+    """To where the first of them begins, or before it."""
+    assert bounds(split_layers(12, weights, last_cut)) == expected
+    devices = ",".join(["cpu"] * len(weights))
+    split = ",".join(map(str, weights))
+    moved = plan(target_devices=devices, layer_split=split, last_cut=last_cut)
+    assert [stage.layers.last for stage in moved.stages] == expected[1:]
+
+
+def test_cuts_that_are_named_behind_the_last_possible_one_are_refused() -> None:
+    """So are more workers than there are places to cut at."""
+    assert plan(target_devices="cpu,cpu", target_layers="0:4,4:12", last_cut=4)
+    with pytest.raises(InvalidArgument, match=r"0:5,5:12.*from 4 on share keys and values.*begin at 4") as caught:
+        plan(target_devices="cpu,cpu", target_layers="0:5,5:12", last_cut=4)
+    assert caught.value.where["field"] == "--target-layers"
+    with pytest.raises(InvalidArgument, match="names 3 workers.*from layer 1 on.*name at most 2"):
+        plan(target_devices="cpu,cpu,cpu", last_cut=1)
+
+
 def test_entries_are_devices_joined_devices_or_addresses() -> None:
     """A comma starts a worker, + joins devices of one vendor, HOST:PORT and unix:PATH are running workers."""
     stages = plan(target_devices="cuda:0,hip:0+hip:1,10.0.0.7:7001,unix:/run/w.sock,cpu,cpu").stages

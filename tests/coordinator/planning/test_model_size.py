@@ -75,6 +75,20 @@ def test_stages_take_what_is_said(pairs: Pairs, family: str, dtype: str | None, 
         assert cache_bytes(models, share, 100, 3) == 3 * held
 
 
+def test_stages_of_layers_that_share_keys_take_what_is_said(tmp_path: Path) -> None:
+    """Two sizes of keys, layers without any, and inputs of each layer, whose table stays in the file."""
+    path = checkpoints.write_gemma4(tmp_path, layers=6, sharing=2, per_layer=8, experts=4)
+    models = Models(read_model_size(path, None), None)
+    assert models.target.last_cut == 2
+    for layers in (LayerRange(0, 2), LayerRange(2, 6), LayerRange(0, 6)):
+        stage = load(path, layers, None)
+        (share,) = stage_shares(models, layers, 1, draft_here=False)
+        assert share.weight_bytes == stage.weight_bytes
+        [caches] = stage.allocate(100, models.block_rows).caches
+        caches.reserve(100)
+        assert cache_bytes(models, share, 100, 1) == sum(allocated(cache) for cache in caches.attentions)
+
+
 def matrices(parts: object) -> Iterator[Weight]:
     """All matrices among the fields of a layer's weights."""
     if isinstance(parts, Weight):

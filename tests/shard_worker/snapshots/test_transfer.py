@@ -173,6 +173,7 @@ async def imported(parts: Parts, chain: Chain, **changes: Any) -> None:
         ("llama", (1,), ()),
         ("gemma3", (1,), (3,)),
         ("gemma4-experts", (1,), (3,)),
+        ("gemma4-sharing", (1,), (2,)),
         ("qwen3_moe", (1,), (2,)),
         ("qwen3_next", (1,), (3,)),
         ("gpt_oss", (1,), (3,)),

@@ -17,7 +17,7 @@ from shard_worker.stage.loader import StageLoader
 from shard_worker.weights.opening import open_checkpoint
 from tests.reference import storage, target
 from tests.shard_worker.model.layers.family_runner import TOLERANCE
-from tests.shard_worker.tiny import Run, Tiny, ids, load_stage, unsplit
+from tests.shard_worker.tiny import AS_GPU, Run, Tiny, ids, load_stage, unsplit
 
 Tensors = dict[str, torch.Tensor]
 
@@ -63,6 +63,19 @@ def test_a_stage_reads_its_own_layers_alone(
     assert seen[-1] == (expected, expected)
     assert (stage.embedding is None) == (layers[0] > 0)
     assert (stage.head is None) == (layers[1] < 4)
+
+
+def test_layers_that_share_keys_are_not_cut_apart(tiny: Tiny) -> None:
+    """No stage begins behind the first layer whose keys others share, and no device of a worker does."""
+    path = tiny.path("gemma4-sharing")
+    with pytest.raises(InvalidArgument, match="read keys and values of layers before them: begin them with layer 2"):
+        load_stage(path, (3, 6))
+    spread = load_stage(path, devices=[AS_GPU, AS_GPU])
+    assert [segment.layers for segment in spread.segments] == [LayerRange(0, 2), LayerRange(2, 6)]
+    with pytest.raises(
+        InvalidArgument, match="4 layers, of which those from 2 on share keys and values, cannot be spr"
+    ):
+        load_stage(path, (2, 6), devices=[AS_GPU, AS_GPU])
 
 
 def test_a_damaged_layer_of_another_stage_does_not_matter(copied: Callable[[str], Path]) -> None:

@@ -16,6 +16,7 @@ from tests.shard_worker.tiny import Run, Tiny, ids, load_split, load_stage, unsp
 CUTS = [
     *(("qwen3-sliding", cuts) for cuts in [(1,), (2,), (3,), (1, 3), (1, 2, 3)]),
     *((name, cuts) for name in ("gemma3", "gemma4") for cuts in [(1,), (2,), (3,), (1, 2, 3)]),
+    *(("gemma4-sharing", cuts) for cuts in [(1,), (2,), (1, 2)]),
     *(("qwen3-tied", cuts) for cuts in [(1,), (3,)]),
     *(("qwen3_5", (cut,)) for cut in range(1, 8)),
     *(("qwen3_5", cuts) for cuts in [(3, 4), (1, 7), (2, 4, 6), (1, 2, 3)]),

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from services.errors import FlashsplitError, InvalidArgument, Unimplemented
-from services.model.config import LayerKind, ModelConfig
+from services.model.config import LayerKind, ModelConfig, PerLayerConfig
 from services.model.families import read_model_config
 from services.model.layers import layer_caches, layer_shapes, read_share
 from services.model.rope import ProportionalScaling, Rope
+from services.model.target_tensors import target_shapes
 
 FULL, SLIDING = LayerKind.FULL, LayerKind.SLIDING
 RAW: dict[str, Any] = {
@@ -33,6 +34,7 @@ RAW: dict[str, Any] = {
     "num_kv_shared_layers": 0,
     "use_bidirectional_attention": "vision",
 }
+PER_LAYER = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 256}
 EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}
 
 
@@ -76,6 +78,30 @@ def test_without_keys_as_values_all_layers_have_as_many_keys() -> None:
     assert layer_shapes(config, 5)["self_attn.v_proj.weight"] == (128, 64)
 
 
+def test_the_last_layers_may_share_keys_and_values() -> None:
+    """With the last layer of their kind before them: they have and keep none, and may have wider dense parts."""
+    config = read(num_kv_shared_layers=2, use_double_wide_mlp=True)
+
+    assert [config.keys_of(layer) for layer in range(8)] == [0, 1, 2, 3, 4, 5, 4, 5]
+    assert (config.last_cut, read().last_cut) == (4, 7)
+    assert {name for name in layer_shapes(config, 6) if "self_attn" in name} == {
+        f"self_attn.{name}.weight" for name in ("q_proj", "q_norm", "o_proj")
+    }
+    assert (layer_caches(config, 6), len(layer_caches(config, 5))) == ((), 2)
+    assert [layer_shapes(config, layer)["mlp.up_proj.weight"] for layer in (5, 6)] == [(128, 64), (256, 64)]
+
+
+def test_tokens_may_bring_inputs_of_each_layer() -> None:
+    """A table for all layers, and matrices of each."""
+    config = read(**PER_LAYER)
+
+    assert layer_shapes(config, 0)["per_layer_input_gate.weight"] == (16, 64)
+    assert target_shapes(config)["model.embed_tokens_per_layer.weight"] == (256, 8 * 16)
+    assert read(hidden_size_per_layer_input=None, vocab_size_per_layer_input=None).per_layer == PerLayerConfig(
+        256, 262144
+    )
+
+
 def test_experts_stand_beside_the_dense_part() -> None:
     """In all layers, with a router and norms of their own; a row reads those alone that it goes through."""
     config = read(**EXPERTS)
@@ -95,9 +121,10 @@ def test_experts_stand_beside_the_dense_part() -> None:
         ({"hidden_activation": "silu"}, Unimplemented, "hidden_activation"),
         ({"attn_logit_softcapping": 50.0}, Unimplemented, "attn_logit_softcapping"),
         ({"use_bidirectional_attention": "all"}, Unimplemented, "use_bidirectional_attention"),
-        ({"hidden_size_per_layer_input": 256}, Unimplemented, "hidden_size_per_layer_input"),
-        ({"hidden_size_per_layer_input": None}, Unimplemented, "hidden_size_per_layer_input"),
-        ({"num_kv_shared_layers": 2}, Unimplemented, "num_kv_shared_layers"),
+        (PER_LAYER | {"vocab_size_per_layer_input": 255}, InvalidArgument, "vocab_size_per_layer_input"),
+        ({"num_kv_shared_layers": 3}, InvalidArgument, "num_kv_shared_layers"),
+        ({"num_kv_shared_layers": 8}, InvalidArgument, "num_kv_shared_layers"),
+        ({"num_kv_shared_layers": -1}, InvalidArgument, "num_kv_shared_layers"),
         ({"per_layer_config": {"5": {"head_dim": 64}}}, InvalidArgument, "per_layer_config"),
         ({"per_layer_config": {"5": {"sliding_window": 8}, "7": {}}}, InvalidArgument, "per_layer_config"),
         (EXPERTS | {"top_k_experts": 9}, InvalidArgument, "num_experts_per_tok"),
