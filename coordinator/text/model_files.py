@@ -9,8 +9,9 @@ from pathlib import Path
 
 from coordinator.text.chat_template import ChatTemplate
 from coordinator.text.generation_defaults import GenerationDefaults
-from coordinator.text.parsers.tags import CALL, RETURN, THINK
-from coordinator.text.parsers.tools import HARMONY, NONE, detect
+from coordinator.text.parsers.reasoning import OF_GEMMA, TAGGED, ThinkingTags, tags_in
+from coordinator.text.parsers.tags import CALL, RETURN
+from coordinator.text.parsers.tools import GEMMA4, HARMONY, NONE, detect
 from coordinator.text.tokenizer import Tokenizer, stop_token_ids
 from services.errors import InvalidArgument
 from services.model.checkpoint_files import model_name, read_config
@@ -18,8 +19,12 @@ from services.model.families import read_model_config
 from services.model.text_files import TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, TextFile, find_text_file
 
 HARMONY_REASONING = "openai_gptoss"
-REASONING_FORMATS = ("deepseek_r1", "glm45", HARMONY_REASONING, "qwen3")
+REASONING_FORMATS = ("deepseek_r1", GEMMA4, "glm45", HARMONY_REASONING, "qwen3")
 """Names of ways to write reasoning: all but one write it between tags."""
+
+
+_GEMMA_ENDS = ("<turn|>", "<|tool_response>")
+"""Behind an answer's end, and behind its calls, where their results would come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +65,11 @@ class ModelFiles:
         return self.tool_call_format or taught
 
     @property
-    def thinks_in_tags(self) -> bool:
-        """Whether answers may begin with reasoning between tags."""
+    def thinking_tags(self) -> ThinkingTags | None:
+        """What reasoning stands between with which answers may begin; None where they have none, or in Harmony."""
         if self.reasoning_format is not None:
-            return self.reasoning_format != HARMONY_REASONING
-        return self.chat_template is not None and THINK in self.chat_template.source
+            return {HARMONY_REASONING: None, GEMMA4: OF_GEMMA}.get(self.reasoning_format, TAGGED)
+        return None if self.chat_template is None else tags_in(self.chat_template.source)
 
 
 def read_model_files(path: Path, defaults: GenerationDefaults | None = None) -> ModelFiles:
@@ -88,6 +93,8 @@ def read_model_files(path: Path, defaults: GenerationDefaults | None = None) -> 
     if tokenizer is not None and template is not None and detect(template.source) == HARMONY:
         # A call ends the answer, whatever the configuration says.
         stops |= {token for tag in (CALL, RETURN) if (token := tokenizer.token_id(tag)) is not None}
+    if tokenizer is not None and template is not None and detect(template.source) == GEMMA4:
+        stops |= {token for tag in _GEMMA_ENDS if (token := tokenizer.token_id(tag)) is not None}
     return ModelFiles(
         path=path,
         num_layers=layers,

@@ -25,10 +25,10 @@ from coordinator.text import said_tools
 from coordinator.text.parsers.events import Event
 from coordinator.text.parsers.grammar import behind_thinking, forced_call_grammar, in_final_message
 from coordinator.text.parsers.pipeline import OutputParser
-from coordinator.text.parsers.reasoning import Opening, ReasoningParser, opening_of
+from coordinator.text.parsers.reasoning import OF_GEMMA, TAGGED, Opening, ReasoningParser, ThinkingTags, opening_of
 from coordinator.text.parsers.tags import TAGS
 from coordinator.text.parsers.tool_schema import read_tools
-from coordinator.text.parsers.tools import HARMONY, NONE, new_parser, openai
+from coordinator.text.parsers.tools import HARMONY, NONE, WITH_SPECIAL_TOKENS, new_parser, openai
 from coordinator.text.said_tools import say_tools
 from services.errors import InvalidArgument
 from services.messages.steps import Grammar, GrammarKind
@@ -81,14 +81,14 @@ class Talk:
 class ChatExchange:
     """One question and its answer: the engine's request, and how to read the text that the model answers with.
 
-    opening: whether the prompt has opened the model's thinking. thinks: whether the template knows thinking at all.
-    format: how the model writes tool calls, by the name of its parser. begun: what the prompt has of the answer's
+    opening: whether the prompt has opened the model's thinking. thinking: what that stands between; None where there is
+    none. format: how the model writes tool calls, by the name of its parser. begun: what the prompt has of the answer's
     message, in Harmony.
     """
 
     request: Request
     opening: Opening
-    thinks: bool
+    thinking: ThinkingTags | None
     format: str
     tools: list[dict[str, Any]]
     begun: str = ""
@@ -97,7 +97,9 @@ class ChatExchange:
         """Return a new parser for one answer."""
         if self.format == HARMONY:
             return OutputParser(ReasoningParser(enabled=False), openai.Parser(self.tools, self.begun))
-        reasoning = ReasoningParser(inside=self.opening is Opening.INSIDE, enabled=self.thinks)
+        reasoning = ReasoningParser(
+            inside=self.opening is Opening.INSIDE, enabled=self.thinking is not None, tags=self.thinking or TAGGED
+        )
         return OutputParser(reasoning, new_parser(self.format, self.tools))
 
     def read(self, answer: Answer) -> list[Event]:
@@ -132,19 +134,20 @@ async def prepare_exchange(
     compression, most = compression_params(fields, prompt_logprobs), most_tokens(engine, fields)
     rendered = await render(engine, chat, compression, structured=structured, most=most)
     prompt = truncated(engine, fields, rendered, max_tokens)
-    opening = opening_of(rendered.text)
+    tags = engine.files.thinking_tags
+    opening = opening_of(rendered.text, tags or TAGGED)
     if talk.continued and opening is Opening.UNDECIDED:
         opening = Opening.CLOSED  # the answer has begun, and thinking comes first
-    thinks = engine.files.thinks_in_tags and not (talk.continued and opening is Opening.CLOSED)
+    thinking = None if talk.continued and opening is Opening.CLOSED else tags
     bound = _bound(engine, opening, call_format, tools, use, bound)
     request = await make_request(
         engine, fields, prompt, max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, bound=bound
     )
+    if call_format in WITH_SPECIAL_TOKENS or thinking is OF_GEMMA:
+        request = replace(request, skip_special_tokens=False)
     if call_format != HARMONY:
-        return ChatExchange(request, opening, thinks, call_format, tools)
-    # Its markers are special tokens.
-    request = replace(request, skip_special_tokens=False)
-    return ChatExchange(request, opening, False, call_format, tools, openai.begun_by(rendered.text))
+        return ChatExchange(request, opening, thinking, call_format, tools)
+    return ChatExchange(request, opening, None, call_format, tools, openai.begun_by(rendered.text))
 
 
 async def answer_exchange(engine: Engine, exchange: ChatExchange, count: int = 1) -> AsyncGenerator[ChoicePart]:
@@ -178,7 +181,13 @@ def _bound(
                 field=bound.field,
             )
         text = forced_call_grammar(
-            call_format, tools, use.name, opening=opening, parallel=use.parallel, single_tokens=single
+            call_format,
+            tools,
+            use.name,
+            opening=opening,
+            parallel=use.parallel,
+            single_tokens=single,
+            thinking=engine.files.thinking_tags or TAGGED,
         )
         return AnswerBound("tools", Grammar(GrammarKind.LARK, text))
     if bound is not None and call_format == HARMONY and opening is Opening.UNDECIDED:
@@ -186,4 +195,4 @@ def _bound(
     if bound is None or opening is not Opening.INSIDE:
         return bound
     # The model thinks first; only what comes after is bound.
-    return AnswerBound(bound.field, behind_thinking(bound.grammar, single))
+    return AnswerBound(bound.field, behind_thinking(bound.grammar, single, engine.files.thinking_tags or TAGGED))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from coordinator.text.chat_template import ChatTemplate
-from coordinator.text.parsers.tags import THINK
+from coordinator.text.parsers.reasoning import tags_in
 from coordinator.text.parsers.tools import HARMONY, detect
 from services.errors import InvalidArgument
 
@@ -21,7 +21,7 @@ def thinking_variables(template: ChatTemplate | None, wanted: bool, field: str) 
     if template is None:
         return {}
     switches = _SWITCHES & template.variables
-    thinks = THINK in template.source or detect(template.source) == HARMONY
+    thinks = tags_in(template.source) is not None or detect(template.source) == HARMONY
     if not switches and wanted != thinks:
         always = "always thinks" if thinks else "knows no thinking"
         # Of the clients' fields only Anthropic's can switch it on.

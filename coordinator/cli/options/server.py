@@ -155,8 +155,8 @@ class ServiceOptions:
     reasoning_parser: Annotated[
         str | None,
         Flag(
-            "How the model writes its reasoning, where its chat template does not show it: openai_gptoss on a channel "
-            "of its own, the others between <think> and </think>.  [default: what the chat template shows]",
+            "How the model writes its reasoning, where its chat template does not show it: openai_gptoss and gemma4 on "
+            "channels of their own, the others between <think> and </think>.  [default: what the chat template shows]",
             type=click.Choice(REASONING_FORMATS),
         ),
     ] = None

@@ -6,13 +6,13 @@ The grammar is text in the Lark dialect of llguidance; the last stage compiles i
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 
 from coordinator.text.parsers.lark import json_schema, literal, regex
-from coordinator.text.parsers.reasoning import Opening
-from coordinator.text.parsers.tags import END_THINK, THINK
+from coordinator.text.parsers.reasoning import TAGGED, Opening, ThinkingTags
 from coordinator.text.parsers.tool_schema import ToolSchema, read_tools
-from coordinator.text.parsers.tools import HARMONY, format_of, openai
+from coordinator.text.parsers.tools import GEMMA4, HARMONY, format_of, openai
 from services.errors import InvalidArgument
 from services.messages.steps import Grammar, GrammarKind
 
@@ -25,12 +25,14 @@ def forced_call_grammar(
     opening: Opening = Opening.CLOSED,
     parallel: bool = True,
     single_tokens: Collection[str] = (),
+    thinking: ThinkingTags = TAGGED,
 ) -> str:
     """Return a grammar for exactly one call of the named tool, or for a call of any; with `parallel` for several.
 
     opening: how the prompt leaves the model's thinking, which may come first.
     single_tokens: which of `parsers.tags.TAGS` are one token of the tokenizer. They are named as tokens: spelled with
         others they would be a text that the model has never seen, and llguidance never matches such a token by text.
+    thinking: what it stands between.
 
     Raises InvalidArgument for an unknown format, one that has no calls, no tools, or a name that no tool has.
     """
@@ -52,21 +54,25 @@ def forced_call_grammar(
     if format == HARMONY:
         lines += ["start: before call", *openai.framing_grammar(tag, begun=opening is Opening.CLOSED)]
     else:
-        calls = 'call ("\\n" call)*' if parallel and name is None else "call"
-        lines.append(f"start: {_thinking(opening, tag(THINK))} {calls}")
+        between = '"\\n"?' if format == GEMMA4 else '"\\n"'
+        calls = f"call ({between} call)*" if parallel and name is None else "call"
+        lines.append(f"start: {_thinking(opening, thinking, tag)} {calls}")
     for rule, tool in zip(rules, choices, strict=True):
         lines += module.call_grammar(tool, rule, tag)
     if opening is not Opening.CLOSED and format != HARMONY:
-        lines.append(_end_of_thinking(single_tokens))
+        lines.append(_end_of_thinking(single_tokens, thinking))
     return "\n".join(lines) + "\n"
 
 
-def behind_thinking(grammar: Grammar, single_tokens: Collection[str] = ()) -> Grammar:
+def behind_thinking(grammar: Grammar, single_tokens: Collection[str] = (), thinking: ThinkingTags = TAGGED) -> Grammar:
     """Return a grammar for the end of the thinking that the prompt has opened, and behind it what `grammar` says.
 
-    single_tokens: as in `forced_call_grammar`. Raises InvalidArgument for a grammar in GBNF.
+    single_tokens, thinking: as in `forced_call_grammar`. Raises InvalidArgument for a grammar in GBNF.
     """
-    lines = [f'start: thinking "\\n\\n" body\nbody: {_term(grammar)}', _end_of_thinking(single_tokens)]
+    lines = [
+        f"start: thinking{thinking.behind_term} body\nbody: {_term(grammar)}",
+        _end_of_thinking(single_tokens, thinking),
+    ]
     return Grammar(GrammarKind.LARK, "\n".join(lines) + "\n")
 
 
@@ -103,15 +109,16 @@ def _term(grammar: Grammar) -> str:
             return f"%lark {{\n{grammar.text}\n}}"
 
 
-def _end_of_thinking(single_tokens: Collection[str]) -> str:
+def _end_of_thinking(single_tokens: Collection[str], tags: ThinkingTags) -> str:
     """Return the rule `thinking`: any text up to the closing tag, which is one token of many tokenizers."""
-    if END_THINK in single_tokens:
-        return f"thinking: /(?s:.*)/ {END_THINK}"
-    return "thinking[lazy]: /(?s:.*)<\\/think>/"
+    if tags.closing in single_tokens:
+        return f"thinking: /(?s:.*)/ {tags.closing}"
+    return f"thinking[lazy]: {regex('(?s:.*)' + re.escape(tags.closing))}"
 
 
-def _thinking(opening: Opening, tag: str) -> str:
+def _thinking(opening: Opening, tags: ThinkingTags, tag: Callable[[str], str]) -> str:
     """Return the term for the thinking that may or must come before the calls."""
     if opening is Opening.CLOSED:
         return ""
-    return 'thinking "\\n\\n"' if opening is Opening.INSIDE else f'({tag} thinking "\\n\\n")?'
+    whole = f"thinking{tags.behind_term}"
+    return whole if opening is Opening.INSIDE else f"({tags.opening_term(tag)} {whole})?"

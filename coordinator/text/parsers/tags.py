@@ -17,8 +17,19 @@ END = "<|end|>"
 CALL = "<|call|>"
 RETURN = "<|return|>"
 
+# Of Gemma 4: around a call, around a text in its arguments, and around reasoning, whose channel is called "thought".
+GEMMA_CALL = "<|tool_call>"
+END_GEMMA_CALL = "<tool_call|>"
+GEMMA_QUOTE = '<|"|>'
+GEMMA_CHANNEL = "<|channel>"
+END_GEMMA_CHANNEL = "<channel|>"
+
 # Many tokenizers hold these as one token each.
-TAGS = (THINK, END_THINK, TOOL_CALL, END_TOOL_CALL, START, CHANNEL, CONSTRAIN, MESSAGE, END)
+TAGS = (
+    *(THINK, END_THINK, TOOL_CALL, END_TOOL_CALL),
+    *(START, CHANNEL, CONSTRAIN, MESSAGE, END),
+    *(GEMMA_CALL, END_GEMMA_CALL, GEMMA_QUOTE, GEMMA_CHANNEL, END_GEMMA_CHANNEL),
+)
 
 WHITESPACE = " \t\r\n"
 

@@ -20,6 +20,9 @@ NONE = "none"
 HARMONY = "openai"
 ALIASES = {"qwen3_coder": "qwen3_xml"}
 """Other names that users know formats by."""
+GEMMA4 = "gemma4"
+WITH_SPECIAL_TOKENS = frozenset({HARMONY, GEMMA4})
+"""Formats whose markers are special tokens, so that an answer's text must have these."""
 
 
 class ToolParser(Protocol):

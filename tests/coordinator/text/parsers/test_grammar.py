@@ -72,7 +72,21 @@ def python(name: str, **arguments: object) -> str:
     return f"[{name}({', '.join(written)})]"
 
 
-WRITERS = {"glm45": glm, "hermes": hermes, "llama3_json": llama, "pythonic": python, "qwen3_xml": xml}
+def gemma(name: str, **arguments: object) -> str:
+    return f"<|tool_call>call:{name}{gemma_value(arguments)}<tool_call|>"
+
+
+def gemma_value(value: object) -> str:
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{gemma_value(inner)}' for key, inner in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(gemma_value, value))}]"
+    return json.dumps(value)
+
+
+WRITERS = {"gemma4": gemma, "glm45": glm, "hermes": hermes, "llama3_json": llama, "pythonic": python, "qwen3_xml": xml}
 GOOD: list[tuple[str, dict[str, object]]] = [
     ("add", {"a": 1, "b": -2.5}),
     ("now", {}),
@@ -129,7 +143,9 @@ def test_calls_that_do_not_fit(name: str, single: bool) -> None:
         good[:-1],
         good + ".",
         "Sure. " + good,
-        good.replace("\n", " ") if "\n" in good else good.replace(": ", ":\n").replace("(", "(\n"),
+        good.replace("\n", " ")
+        if "\n" in good
+        else good.replace(": ", ":\n").replace("(", "(\n").replace("now{", "now {"),
         "<think>x</think>" + good,
     ]:
         assert not matches(grammar(name, None, single), text, single), text
@@ -195,7 +211,12 @@ def test_whatever_is_generated_is_read_as_calls(name: str, single: bool) -> None
     plain, guided = tokenizers(single)
     rng = random.Random(f"{name}{single}")
     # Random tokens would hardly ever end a text.
-    ends = {i for text in ['"', '"}', "}", "]", "\n</", "parameter", ">"] for i in plain.encode(text).ids}
+    texts = ['"', '"}', "}", "]", "\n</", "parameter", ">"]
+    if name == "gemma4":
+        if not single:
+            pytest.skip("random tokens never spell the mark that ends a text, which Gemma's tokenizers have as one")
+        texts = ["}", "]", '<|"|>', "<tool_call|>"]
+    ends = {i for text in texts for i in plain.encode(text).ids}
     whole = 0
     for _ in range(12):
         lark = llguidance.LLMatcher.grammar_from_lark(grammar(name, None, single))

@@ -18,12 +18,34 @@ from coordinator.text.parsers.events import (
     ToolCallStart,
 )
 from coordinator.text.parsers.pipeline import OutputParser
-from coordinator.text.parsers.reasoning import ReasoningParser
+from coordinator.text.parsers.reasoning import OF_GEMMA, TAGGED, ReasoningParser
 from coordinator.text.parsers.tools import new_parser
 from tests.coordinator.text.parsers.reading import TOOLS, read, split
 
 # How the two families' templates write an assistant's turn, in as few words as do it.
 TEMPLATES = {
+    "gemma4": """
+{%- macro written(value) %}
+    {%- if value is string %}{{- '<|"|>' + value + '<|"|>' -}}
+    {%- elif value is mapping %}{{- '{' -}}
+        {%- for key, inner in value.items() %}{{- ',' if not loop.first }}{{- '<|"|>' + key + '<|"|>:' -}}
+            {{- written(inner) }}{% endfor %}
+        {{- '}' -}}
+    {%- elif value is sequence %}{{- '[' -}}
+        {%- for inner in value %}{{- ',' if not loop.first }}{{- written(inner) }}{% endfor %}{{- ']' -}}
+    {%- else %}{{- value | tojson }}{% endif %}
+{%- endmacro %}
+{%- for m in messages %}
+    {%- if m.reasoning_content %}{{ '<|channel>thought\n' + m.reasoning_content + '\n<channel|>' }}{% endif %}
+    {{- m.content }}
+    {%- for call in m.tool_calls %}
+        {{- '<|tool_call>call:' + call.function.name + '{' }}
+        {%- for key, value in call.function.arguments.items() %}
+            {{- ',' if not loop.first }}{{- key + ':' }}{{- written(value) }}
+        {%- endfor %}
+        {{- '}<tool_call|>' }}
+    {%- endfor %}
+{%- endfor %}""",
     "glm45": """
 {%- for m in messages %}
     {%- if m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{% endif %}
@@ -149,7 +171,8 @@ def random_turn(rng: random.Random) -> dict[str, Any]:
 
 
 def parser(name: str) -> OutputParser:
-    return OutputParser(ReasoningParser(), new_parser(name, TOOLS))
+    tags = OF_GEMMA if name == "gemma4" else TAGGED
+    return OutputParser(ReasoningParser(tags=tags), new_parser(name, TOOLS))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -255,6 +278,9 @@ def test_random_tags_in_any_order(name: str) -> None:
         *["</parameter>", '{"name": "now", "arguments": {}}', '{"name": "add"', "\n", " ", "x", "<", "</", "}"],
         *["<tool_call>now", "[now()]", ", now()]", "<arg_key>", "</arg_value>"],
     ]
+    if name == "gemma4":
+        tags = ["<|tool_call>", "<tool_call|>", "call:now{", "call:add{a:", '<|"|>', "<|channel>thought", "<channel|>"]
+        tags += ["<|tool_call>call:now{", "\n", " ", "x", "<", "1", ",", "b:", "{", "}", "}"]
     rng = random.Random(name + "tags")
     calls = 0
     for _ in range(1500):

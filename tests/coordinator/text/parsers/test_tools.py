@@ -14,7 +14,7 @@ from tests.coordinator.text.parsers.reading import ADD, TOOLS, read
 
 def test_formats_are_found_by_name() -> None:
     """Every format has a parser, and text without calls is content to all of them."""
-    assert known_formats() == ["glm45", "hermes", "llama3_json", "none", "openai", "pythonic", "qwen3_xml"]
+    assert known_formats() == ["gemma4", "glm45", "hermes", "llama3_json", "none", "openai", "pythonic", "qwen3_xml"]
     assert format_of("qwen3_coder") is format_of("qwen3_xml")
     for name in known_formats():
         assert format_of(name).Parser(TOOLS).push("Hi") == [ContentDelta("Hi")]
@@ -23,7 +23,7 @@ def test_formats_are_found_by_name() -> None:
 @pytest.mark.parametrize("name", ["", "hermes2", "__init__", "../hermes"])
 def test_unknown_formats_are_refused(name: str) -> None:
     """The refusal lists the known ones."""
-    listed = "known formats: glm45, hermes, llama3_json, none, openai, pythonic, qwen3_xml"
+    listed = "known formats: gemma4, glm45, hermes, llama3_json, none, openai, pythonic, qwen3_xml"
     with pytest.raises(InvalidArgument, match=listed):
         format_of(name)
 
@@ -49,6 +49,7 @@ def test_unknown_formats_are_refused(name: str) -> None:
         ("{{ '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}", "openai"),
         ("{{ '<tool_call>' + tc.name }}<arg_key>{{ k }}</arg_key><arg_value>{{ v }}</arg_value>", "glm45"),
         ("Answer [func_name1(params_name1=params_value1, params_name2=params_value2), func_name2(params)]", "pythonic"),
+        ("{{- '<|tool_call>call:' + function['name'] + '{' -}}", "gemma4"),
         ("{{ '<|im_start|>' + message.role }}", "none"),
         ('[TOOL_CALLS] [{"name": "f", "arguments": {}}]', "none"),
         ("", "none"),
@@ -59,7 +60,9 @@ def test_a_template_tells_its_format(template: str, name: str) -> None:
     assert detect(template) == name
 
 
-@pytest.mark.parametrize("name", ["glm45", "hermes", "llama3_json", "none", "openai", "pythonic", "qwen3_xml"])
+@pytest.mark.parametrize(
+    "name", ["gemma4", "glm45", "hermes", "llama3_json", "none", "openai", "pythonic", "qwen3_xml"]
+)
 def test_without_tools_all_is_content(name: str) -> None:
     """Where nothing can be called, whatever looks like a call is text."""
     text = ' \n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\n<function=add>\n</function>\n'
