@@ -213,7 +213,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Raises InvalidArgument for numbers that contradict each other."""
         self._attention(LayerKind.FULL)
-        if not set(self.layer_kinds) <= set(self.layer_kinds[: self.num_layers - self.sharing_layers]):
+        if not set(self.layer_kinds) <= set(self.layer_kinds[: max(self.num_layers - self.sharing_layers, 0)]):
             raise InvalidArgument(
                 f"config.json: num_kv_shared_layers is {self.sharing_layers}; before so many of the {self.num_layers} "
                 "layers there must be one of each kind, whose keys and values they share",

@@ -231,7 +231,7 @@ def test_an_unknown_dtype_is_refused(tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     ("changes", "kind", "field"),
     [
-        ({"model_type": "gemma4"}, Unimplemented, "model_type"),
+        ({"model_type": "gpt_neox"}, Unimplemented, "model_type"),
         ({"model_type": None}, InvalidArgument, "model_type"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, Unimplemented, "quantization_config"),
         ({"hidden_act": "gelu"}, Unimplemented, "hidden_act"),

@@ -124,6 +124,7 @@ def test_experts_stand_beside_the_dense_part() -> None:
         (PER_LAYER | {"vocab_size_per_layer_input": 255}, InvalidArgument, "vocab_size_per_layer_input"),
         ({"num_kv_shared_layers": 3}, InvalidArgument, "num_kv_shared_layers"),
         ({"num_kv_shared_layers": 8}, InvalidArgument, "num_kv_shared_layers"),
+        ({"num_kv_shared_layers": 9}, InvalidArgument, "num_kv_shared_layers"),
         ({"num_kv_shared_layers": -1}, InvalidArgument, "num_kv_shared_layers"),
         ({"per_layer_config": {"5": {"head_dim": 64}}}, InvalidArgument, "per_layer_config"),
         ({"per_layer_config": {"5": {"sliding_window": 8}, "7": {}}}, InvalidArgument, "per_layer_config"),
