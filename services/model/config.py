@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -74,6 +74,19 @@ class ClampedSwiGlu:
 
 
 @dataclass(frozen=True, slots=True)
+class SigmoidRouting:
+    """How a router chooses whose scores are made shares by sigmoids: by the share plus a bias of each expert, which
+    counts for the choice alone. What the chosen ones give is multiplied by `scale`.
+
+    bias: the name of the biases, in a layer. cap: c, where scores become `c * tanh(score / c)` first; None for none.
+    """
+
+    bias: str
+    scale: float = 1.0
+    cap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """The sizes of a mixture of experts.
 
@@ -82,7 +95,9 @@ class ExpertsConfig:
     such a mixture. shared_size: inner elements of an expert that all rows go through too; None without one. router: the
     name of its module, in a layer. prefix: what the names of the experts' tensors begin with, in a layer. biased:
     whether the router's scores and the products with experts have biases. clamped: how experts gate, None for plain
-    SwiGLU. beside_dense: whether rows go through a dense part too, which has norms of its own.
+    SwiGLU. beside_dense: whether rows go through a dense part too, which has norms of its own. sigmoid: how the router
+    chooses, None for the largest shares of a softmax. shared: the module of the shared expert, in a layer.
+    shared_gated: whether rows take a share of what that makes, and not all of it.
     """
 
     count: int
@@ -96,6 +111,9 @@ class ExpertsConfig:
     biased: bool = False
     clamped: ClampedSwiGlu | None = None
     beside_dense: bool = False
+    sigmoid: SigmoidRouting | None = None
+    shared: str = "mlp.shared_expert"
+    shared_gated: bool = True
 
     def __post_init__(self) -> None:
         """Raises InvalidArgument where more experts are to be chosen than there are."""
@@ -178,6 +196,11 @@ class ModelConfig:
     """Whether attention's softmax has one number more for each head, learned, which no value belongs to."""
     attention_gate: bool = False
     """Whether attention's output is multiplied by a sigmoid gate, which the query projection also makes."""
+    gates_per_head: int | None = None
+    """How many gates each head has, 1 or one for each element: numbers that a projection of their own makes, by whose
+    softplus attention's output is multiplied. None without."""
+    layer_heads: tuple[int, ...] | None = None
+    """Query heads of each layer, where they differ by layer."""
     sliding_window: int | None = None
     """How many positions a sliding layer's row sees, its own included."""
     full_attention: AttentionShape | None = None
@@ -219,6 +242,8 @@ class ModelConfig:
                 "layers there must be one of each kind, whose keys and values they share",
                 field="num_kv_shared_layers",
             )
+        for heads in self.layer_heads or ():
+            check_heads(heads, self.kv_heads)
         if LayerKind.SLIDING in self.layer_kinds and self.sliding_window is None:
             raise InvalidArgument(
                 "config.json: some layers are sliding_attention, but there is no window: give sliding_window and "
@@ -228,7 +253,8 @@ class ModelConfig:
 
     def attention(self, layer: int) -> AttentionShape:
         """Return how a layer attends, which is not a recurrent one."""
-        return self._attention(self.layer_kinds[layer])
+        shape = self._attention(self.layer_kinds[layer])
+        return shape if self.layer_heads is None else replace(shape, heads=self.layer_heads[layer])
 
     def _attention(self, kind: LayerKind) -> AttentionShape:
         if kind is LayerKind.FULL and self.full_attention is not None:
@@ -243,7 +269,7 @@ class ModelConfig:
     def attention_shapes(self) -> dict[int, AttentionShape]:
         """How each layer attends, by its index; recurrent ones are left out."""
         kinds = enumerate(self.layer_kinds)
-        return {layer: self._attention(kind) for layer, kind in kinds if kind is not LayerKind.LINEAR}
+        return {layer: self.attention(layer) for layer, kind in kinds if kind is not LayerKind.LINEAR}
 
     def keys_of(self, layer: int) -> int:
         """Return the layer whose keys and values a layer attends to: itself, unless it shares them."""

@@ -228,7 +228,7 @@ def _of_layers(shape: ModelConfig, layers: int) -> ModelConfig:
     experts = shape.experts
     if experts is not None:
         experts = replace(experts, count=experts.chosen, layers=frozenset(range(layers)))
-    return replace(shape, layer_kinds=shape.layer_kinds[:1] * layers, experts=experts)
+    return replace(shape, layer_kinds=shape.layer_kinds[:1] * layers, layer_heads=None, experts=experts)
 
 
 def _matrix_bytes(shape: ModelConfig, dtype: torch.dtype) -> int:

@@ -74,6 +74,10 @@ def have_layers(device: Device, layers: Iterable[DecoderWeights]) -> bool:
             lack = "per-layer embeddings"
         elif weights.mixer_output_norm is not None:
             lack = "norms of what sublayers make"
+        elif isinstance(weights.mixer, AttentionWeights) and weights.mixer.head_gates is not None:
+            lack = "gates of heads"
+        elif isinstance(mlp, ExpertsWeights) and mlp.sigmoid is not None:
+            lack = "routers of sigmoids"
         elif isinstance(mlp, ExpertsWeights):
             has_biases = mlp.experts[0].gate_up_bias is not None
             lack = None if mlp.together is not None else "biases of experts" if has_biases else "packed experts"

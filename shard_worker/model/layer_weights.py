@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 
 import torch
 
-from services.model.config import Activation, AttentionShape, ClampedSwiGlu, LayerKind, ModelConfig
+from services.model.config import Activation, AttentionShape, ClampedSwiGlu, LayerKind, ModelConfig, SigmoidRouting
 from shard_worker.weights.weight import DenseWeight, Weight
 
 
@@ -45,6 +45,7 @@ class AttentionWeights:
     keys are normed in one call; None where they have no norms. out: [hidden, heads * head_dim]. sinks: float32 [heads],
     of each head's softmax; None where there are none. value_norm: float32 [head_dim], ones, where values have a norm.
     shares: whether keys and values are another layer's, so that there are rows of queries alone.
+    head_gates: [heads or heads * head_dim, hidden], of what the output is multiplied by the softplus; None for nothing.
     """
 
     shape: AttentionShape
@@ -55,6 +56,7 @@ class AttentionWeights:
     out_bias: torch.Tensor | None
     gated: bool
     sinks: torch.Tensor | None = None
+    head_gates: Weight | None = None
     value_norm: torch.Tensor | None = None
     shares: bool = False
 
@@ -113,7 +115,8 @@ class ExpertsWeights:
     shared_gate: of the expert that all rows go through, and [1, hidden], how much of it they take; None without one.
     together: None for packed matrices, for experts with biases, and for blocks that a CPU multiplies by. router_bias:
     float32 [experts], None where there are none. scales: float32 [experts], what each one's share is multiplied by;
-    None for nothing.
+    None for nothing. sigmoid, choice_bias: how the router chooses, and its biases, float32 [experts], None for the
+    largest shares of a softmax.
     """
 
     router: Weight
@@ -125,6 +128,8 @@ class ExpertsWeights:
     together: ExpertsTogether | None = None
     router_bias: torch.Tensor | None = None
     scales: torch.Tensor | None = None
+    sigmoid: SigmoidRouting | None = None
+    choice_bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

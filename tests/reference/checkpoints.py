@@ -5,8 +5,9 @@ generators of `weights`. Every writer returns the folder it filled.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from transformers import (
     Gemma4TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    LagunaConfig,
+    LagunaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -44,6 +47,7 @@ __all__ = [
     "write_gemma3",
     "write_gemma4",
     "write_gpt_oss",
+    "write_laguna",
     "write_llama",
     "write_mistral",
     "write_qwen3",
@@ -422,6 +426,45 @@ def write_gpt_oss(
     return folder
 
 
+def write_laguna(
+    path: Path | str,
+    *,
+    seed: int = 0,
+    heads: Iterable[int] = (4, 6, 4, 2),
+    kinds: Iterable[str] = ("full", "sliding", "sliding", "full"),
+    dense: Iterable[int] = (0,),
+    gating: bool | str = True,
+    tied: bool = False,
+    biases: bool = False,
+    scale: float = 2.5,
+    cap: float = 0.0,
+    ropes: dict[str, Any] | None = None,
+) -> Path:
+    """A Laguna checkpoint. heads, kinds: of each layer. dense: layers without experts. biases: of attention. scale,
+    cap: of the routers."""
+    heads, sizes = list(heads), decoder_sizes(64, 4, 2, len(list(kinds)), 256, tied, "float32")
+    config = LagunaConfig(
+        architectures=["LagunaForCausalLM"],
+        head_dim=16,
+        layer_types=[f"{kind}_attention" for kind in kinds],
+        mlp_layer_types=["dense" if layer in dense else "sparse" for layer in range(len(heads))],
+        num_attention_heads_per_layer=heads,
+        sliding_window=6,
+        gating=gating,
+        attention_bias=biases,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_routed_scaling_factor=scale,
+        moe_router_logit_softcapping=cap,
+        rope_parameters=ropes,
+        **sizes,
+    )
+    published = {"mlp.gate.e_score": "mlp.experts.e_score", "mlp.shared_experts.": "mlp.shared_expert."}
+    return write_plain(path, config, LagunaForCausalLM, seed, published=published)
+
+
 def pack_experts(tensors: dict[str, torch.Tensor], seed: int) -> None:
     """Put random codes and scales of MXFP4 in place of the experts' matrices, which are stored transposed."""
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
@@ -490,11 +533,17 @@ def write_plain(
     *,
     centre: float = 1.0,
     fused: bool = False,
+    published: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
-    """A checkpoint of the model's own tensors under their own names, experts one by one unless they are `fused`."""
+    """A checkpoint of the model's own tensors under their own names, experts one by one unless they are `fused`.
+
+    published: parts of names that files have in place of others.
+    """
     with torch.device("meta"):
         shapes = shapes_of(model(config))
     shapes = shapes if fused else apart(shapes)
+    for own, other in published.items():
+        shapes = {name.replace(own, other): shape for name, shape in shapes.items()}
     tied, hidden = config.tie_word_embeddings, config.hidden_size
     tensors = draw_model(shapes, seed=seed, tied=tied, centre=centre, hidden=hidden, logit_scale=4.0)
     dtype = str(config.dtype).removeprefix("torch.")

@@ -74,6 +74,23 @@ WRITERS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     ),
     "gpt_oss-mxfp4": (checkpoints.write_gpt_oss, {"layers": 2, "packed": True}),
     "gpt_oss-mxfp4-odd": (checkpoints.write_gpt_oss, {"layers": 2, "packed": True, "mlp": 96, "limit": 0.5}),
+    "laguna": (checkpoints.write_laguna, {}),
+    "laguna-elements": (
+        checkpoints.write_laguna,
+        {
+            "gating": "per-element",
+            "tied": True,
+            "biases": True,
+            "heads": (4, 4),
+            "kinds": ("sliding", "full"),
+            "dense": (),
+            "cap": 2.0,
+            "ropes": {
+                "full_attention": {**YARN, "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+        },
+    ),
     "qwen3_5": (checkpoints.write_qwen3_5, {}),
     "qwen3_5-ratio-1": (checkpoints.write_qwen3_5, {"layers": 4, "linear_value_heads": 2, "tied": True}),
     "qwen3_5-ratio-2": (checkpoints.write_qwen3_5, {"layers": 4, "linear_value_heads": 4}),
@@ -98,6 +115,7 @@ GEMMA4 = ("gemma4", "gemma4-untied", "gemma4-older", "gemma4-experts", "gemma4-i
 HYBRID_EXPERTS = ("qwen3_5_moe", "qwen3_5_moe-tied", "qwen3_next", "qwen3_next-tied")
 QWEN3_MOE = ("qwen3_moe", "qwen3_moe-tied", "qwen3_moe-all")
 GPT_OSS = ("gpt_oss", "gpt_oss-tied", "gpt_oss-mxfp4", "gpt_oss-mxfp4-odd")
+LAGUNA = ("laguna", "laguna-elements")
 QWEN3_5 = ("qwen3_5-ratio-1", "qwen3_5-ratio-2", "qwen3_5-ratio-3", "qwen3_5-nested", "qwen3_5-bias")
 
 

@@ -23,6 +23,8 @@ def tensor_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]
         del shapes["self_attn.v_proj.weight"]
     if config.qk_norm:
         shapes |= {f"self_attn.{part}_norm.weight": (shape.head_dim,) for part in "qk"}
+    if config.gates_per_head is not None:
+        shapes["self_attn.g_proj.weight"] = (shape.heads * config.gates_per_head, config.hidden_size)
     if config.attention_sinks:
         shapes["self_attn.sinks"] = (shape.heads,)
     if config.attention_bias:

@@ -24,9 +24,12 @@ def tensor_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]
         shapes |= {name.replace("weight", "bias"): shape[:1] for name, shape in shapes.items()}
         shapes[f"{experts.router}.bias"] = (experts.count,)
     shapes[f"{experts.router}.weight"] = (experts.count, hidden)
+    if experts.sigmoid is not None:
+        shapes[experts.sigmoid.bias] = (experts.count,)
     if experts.shared_size is not None:
-        shapes |= _swiglu("mlp.shared_expert.", hidden, experts.shared_size)
-        shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
+        shapes |= _swiglu(f"{experts.shared}.", hidden, experts.shared_size)
+        if experts.shared_gated:
+            shapes[f"{experts.shared}_gate.weight"] = (1, hidden)
     return shapes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from services.model.config import ModelConfig
 from shard_worker.model.layer_weights import AttentionWeights, LayerTensors, norm_factor
@@ -44,6 +45,7 @@ def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> AttentionWei
         out=tensors.matrices["self_attn.o_proj.weight"].prepared(),
         out_bias=tensors.vectors.get("self_attn.o_proj.bias"),
         gated=config.attention_gate,
+        head_gates=tensors.matrices["self_attn.g_proj.weight"].prepared() if config.gates_per_head else None,
         sinks=tensors.vectors["self_attn.sinks"].float() if config.attention_sinks else None,
         value_norm=torch.ones(shape.head_dim, device=parts[0].device) if shape.value_norm else None,
         shares=shares,
@@ -82,6 +84,10 @@ def run(
         return attend(qk[own, :heads], *keys_and_values, session.masks[shape])
 
     mixed = rows.by_session(seen)
+    if weights.head_gates is not None:
+        gates = weights.head_gates.matmul(x, None, rows.batch_invariant_rows).float()
+        opened = rows.each(F.softplus, gates).to(mixed.dtype).view(count, heads, -1)
+        mixed = (mixed.view(count, heads, -1) * opened).flatten(1)
     if weights.gated:
         mixed = mixed * rows.each(torch.sigmoid, projected[:, -heads:].reshape(count, -1))
     return weights.out.matmul(mixed, weights.out_bias, rows.batch_invariant_rows)

@@ -39,11 +39,13 @@ def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> ExpertsWeigh
         experts=tuple(expert(f"{shape.prefix}{number}.", unpacked=False) for number in range(shape.count)),
         chosen=shape.chosen,
         normalised=shape.normalised,
-        shared=expert("mlp.shared_expert.", unpacked=True) if has_shared else None,
-        shared_gate=matrices["mlp.shared_expert_gate.weight"].prepared() if has_shared else None,
+        shared=expert(f"{shape.shared}.", unpacked=True) if has_shared else None,
+        shared_gate=matrices[f"{shape.shared}_gate.weight"].prepared() if has_shared and shape.shared_gated else None,
         router_bias=vectors[f"{shape.router}.bias"].float() if shape.biased else None,
+        sigmoid=shape.sigmoid,
+        choice_bias=None if shape.sigmoid is None else vectors[shape.sigmoid.bias].float(),
     )
-    return weights if shape.biased else _together(weights, router)
+    return weights if shape.biased or shape.sigmoid is not None else _together(weights, router)
 
 
 def _together(weights: ExpertsWeights, router: Weight) -> ExpertsWeights:
@@ -91,9 +93,11 @@ def run(
         _at_once if rows is None else rows.each
     )
     scores = weights.router.matmul((x if routed is None else routed).float(), weights.router_bias, fixed_rows)
-    shares, chosen = each(_probabilities, scores).topk(weights.chosen, -1)
+    shares, chosen = _chosen(weights, each, scores)
     if weights.normalised:
         shares = each(_normalised, shares)
+    if weights.sigmoid is not None:
+        shares = shares * weights.sigmoid.scale
     if weights.scales is not None:
         shares = shares * weights.scales[chosen]
     # Sorted by expert; an expert's rows stay in their order.
@@ -108,10 +112,29 @@ def run(
             mixed.index_add_(0, row_of[own], out.float() * share_of[own].float())
             first += count
     result = mixed.to(x.dtype)
-    if weights.shared is None or weights.shared_gate is None:
+    if weights.shared is None:
         return result
-    taken = each(torch.sigmoid, weights.shared_gate.matmul(x, None, fixed_rows))
-    return result + taken * swiglu.run(weights.shared, x, rows)
+    shared = swiglu.run(weights.shared, x, rows)
+    if weights.shared_gate is None:
+        return result + shared
+    return result + each(torch.sigmoid, weights.shared_gate.matmul(x, None, fixed_rows)) * shared
+
+
+def _chosen(
+    weights: ExpertsWeights,
+    each: Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor],
+    scores: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the shares of each row's experts and their numbers, [n, chosen] each, for a router's scores."""
+    if weights.sigmoid is None or weights.choice_bias is None:
+        shares, chosen = each(_probabilities, scores).topk(weights.chosen, -1)
+        return shares, chosen
+    cap = weights.sigmoid.cap
+    if cap is not None:
+        scores = each(lambda own: torch.tanh(own / cap) * cap, scores)
+    shares = each(torch.sigmoid, scores)
+    chosen = (shares + weights.choice_bias).topk(weights.chosen, -1).indices
+    return shares.gather(-1, chosen), chosen
 
 
 def _at_once(work: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:

@@ -86,16 +86,22 @@ def test_heads_of_other_sizes_are_named(pretend: Pretend, sizes: list[int]) -> N
 def test_layers_without_kernels_are_named_once(pretend: Pretend, tiny: Tiny) -> None:
     """Experts that are not dense, as those in a CPU's blocks, biases, and layers of Gemma: plain torch computes
     them."""
-    names = ("llama", "llama-biases", "qwen3_moe", "qwen3_moe", "gpt_oss", "gemma3")
+    names = ("llama", "llama-biases", "qwen3_moe", "qwen3_moe", "gpt_oss", "laguna", "gemma3")
     layers = [load_stage(tiny.path(name), (0, 2)).segments[0].weights for name in names]
     layers.append(load_stage(tiny.path("qwen3_moe"), (0, 2), dtype="float16").segments[0].weights)
     device = pretend(nvidia(9, 0))
     with structlog.testing.capture_logs() as logs:
         found = [have_layers(device, one) for one in layers]
-    assert found == [True, *[False] * 5, True]
+    assert found == [True, *[False] * 6, True]
     assert [event["why"] for event in logs] == [
         f"there are none for {what}; plain torch serves, slower"
-        for what in ("biases in SwiGLU", "packed experts", "biases of experts", "norms of what sublayers make")
+        for what in (
+            "biases in SwiGLU",
+            "packed experts",
+            "biases of experts",
+            "RoPE that differs by layer",
+            "norms of what sublayers make",
+        )
     ]
 
 

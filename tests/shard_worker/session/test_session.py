@@ -47,7 +47,9 @@ async def test_plain_tokens_are_those_of_transformers(
         assert await client.plain(prompt, COUNT) == expected
 
 
-@pytest.mark.parametrize(("name", "cuts"), [*SPLITS, *GEMMA, ("qwen3_moe", (2,)), ("gpt_oss", (1, 2, 3))])
+@pytest.mark.parametrize(
+    ("name", "cuts"), [*SPLITS, *GEMMA, ("qwen3_moe", (2,)), ("gpt_oss", (1, 2, 3)), ("laguna", (1, 2, 3))]
+)
 @pytest.mark.parametrize("transport", [SUM, SLICES])
 async def test_speculated_tokens_are_those_of_transformers(
     tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...], transport: FeatureTransport
