@@ -188,6 +188,8 @@ class ModelConfig:
     """What is added to a stored RMSNorm weight: 1 where weights are stored centred on 0."""
     attention_bias: bool = False
     """Whether the projections of attention layers have a bias."""
+    output_bias: bool = True
+    """Whether that of their output has one then, too."""
     mlp_bias: bool = False
     """Whether the projections of SwiGLU have a bias."""
     qk_norm: bool = True

@@ -16,6 +16,8 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LagunaConfig,
@@ -46,6 +48,7 @@ __all__ = [
     "write_draft",
     "write_gemma3",
     "write_gemma4",
+    "write_glm4_moe",
     "write_gpt_oss",
     "write_laguna",
     "write_llama",
@@ -424,6 +427,40 @@ def write_gpt_oss(
         settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
         storage.edit_config(folder, lambda config: config.update(quantization_config=settings))
     return folder
+
+
+def write_glm4_moe(
+    path: Path | str,
+    *,
+    seed: int = 0,
+    layers: int = 3,
+    dense: int = 1,
+    shared: int = 1,
+    normalised: bool = True,
+    norms: bool = False,
+    biases: bool = False,
+    tied: bool = False,
+    rotated: float | None = None,
+) -> Path:
+    """A GLM-4 checkpoint with experts. dense: how many layers have none. shared: experts that are one shared one.
+    norms, biases: of attention. rotated: which part of a head is."""
+    rope = {} if rotated is None else {"rope_parameters": {"rope_theta": 10_000.0, "partial_rotary_factor": rotated}}
+    config = Glm4MoeConfig(
+        architectures=["Glm4MoeForCausalLM"],
+        head_dim=16,
+        moe_intermediate_size=32,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_shared_experts=shared,
+        routed_scaling_factor=1.5,
+        first_k_dense_replace=dense,
+        norm_topk_prob=normalised,
+        use_qk_norm=norms,
+        attention_bias=biases,
+        **rope,
+        **decoder_sizes(64, 4, 2, layers, 256, tied, "float32"),
+    )
+    return write_plain(path, config, Glm4MoeForCausalLM, seed)
 
 
 def write_laguna(

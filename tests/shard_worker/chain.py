@@ -67,6 +67,7 @@ CAPTURED = {
     "qwen3_moe": (2, 0, 3),
     "gpt_oss": (2, 0, 3),
     "laguna": (2, 0, 3),
+    "glm4_moe": (2, 0),
     "gpt_oss-mxfp4": (1, 0),
     "qwen3_5_moe": (2, 0, 3),
     "qwen3_next": (2, 0, 3),

@@ -74,6 +74,11 @@ WRITERS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     ),
     "gpt_oss-mxfp4": (checkpoints.write_gpt_oss, {"layers": 2, "packed": True}),
     "gpt_oss-mxfp4-odd": (checkpoints.write_gpt_oss, {"layers": 2, "packed": True, "mlp": 96, "limit": 0.5}),
+    "glm4_moe": (checkpoints.write_glm4_moe, {"biases": True}),
+    "glm4_moe-norms": (
+        checkpoints.write_glm4_moe,
+        {"layers": 2, "dense": 0, "shared": 2, "norms": True, "normalised": False, "tied": True, "rotated": 1.0},
+    ),
     "laguna": (checkpoints.write_laguna, {}),
     "laguna-elements": (
         checkpoints.write_laguna,
@@ -115,6 +120,7 @@ GEMMA4 = ("gemma4", "gemma4-untied", "gemma4-older", "gemma4-experts", "gemma4-i
 HYBRID_EXPERTS = ("qwen3_5_moe", "qwen3_5_moe-tied", "qwen3_next", "qwen3_next-tied")
 QWEN3_MOE = ("qwen3_moe", "qwen3_moe-tied", "qwen3_moe-all")
 GPT_OSS = ("gpt_oss", "gpt_oss-tied", "gpt_oss-mxfp4", "gpt_oss-mxfp4-odd")
+GLM4_MOE = ("glm4_moe", "glm4_moe-norms")
 LAGUNA = ("laguna", "laguna-elements")
 QWEN3_5 = ("qwen3_5-ratio-1", "qwen3_5-ratio-2", "qwen3_5-ratio-3", "qwen3_5-nested", "qwen3_5-bias")
 

@@ -32,7 +32,7 @@ def tensor_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]
             "self_attn.q_proj.bias": (q_rows,),
             "self_attn.k_proj.bias": (keys,),
             **({} if shape.keys_as_values else {"self_attn.v_proj.bias": (keys,)}),
-            "self_attn.o_proj.bias": (config.hidden_size,),
+            **({"self_attn.o_proj.bias": (config.hidden_size,)} if config.output_bias else {}),
         }
     if config.keys_of(layer) != layer:
         return {name: extents for name, extents in shapes.items() if not name.startswith(_OF_KEYS_AND_VALUES)}

@@ -178,6 +178,7 @@ async def imported(parts: Parts, chain: Chain, **changes: Any) -> None:
         ("qwen3_next", (1,), (3,)),
         ("gpt_oss", (1,), (3,)),
         ("laguna", (1,), (3,)),
+        ("glm4_moe", (1,), (2,)),
     ],
 )
 async def test_another_split_takes_a_prefix_up(

@@ -13,6 +13,7 @@ from services.model.packings import logical_headers
 from tests.services.model.families import (
     test_gemma3,
     test_gemma4,
+    test_glm4_moe,
     test_gpt_oss,
     test_hybrid_experts,
     test_laguna,
@@ -26,6 +27,7 @@ from tests.services.model.families import (
 RAW: dict[str, dict[str, Any]] = {
     "gemma3": test_gemma3.RAW,
     "gemma4": test_gemma4.RAW,
+    "glm4_moe": test_glm4_moe.RAW,
     "gpt_oss": test_gpt_oss.RAW,
     "laguna": test_laguna.RAW,
     "llama": test_llama.RAW,

@@ -14,12 +14,12 @@ from shard_worker.model.layers import experts
 from shard_worker.model.rows import Rows
 from tests.reference import storage, target
 from tests.shard_worker.model.layers import family_runner
-from tests.shard_worker.tiny import HYBRID_EXPERTS, QWEN3_MOE, Tiny, ids, load_stage, unsplit
+from tests.shard_worker.tiny import GLM4_MOE, HYBRID_EXPERTS, QWEN3_MOE, Tiny, ids, load_stage, unsplit
 
 ROUTER = "mlp.gate.weight"
 
 
-STEPS = [(family_runner.check_steps, name) for name in (*QWEN3_MOE, *HYBRID_EXPERTS)]
+STEPS = [(family_runner.check_steps, name) for name in (*QWEN3_MOE, *HYBRID_EXPERTS, *GLM4_MOE)]
 OTHERS = [(family_runner.check_commits, "qwen3_5_moe-tied"), (family_runner.check_chunks, "qwen3_moe")]
 
 
