@@ -79,8 +79,7 @@ def have_layers(device: Device, layers: Iterable[DecoderWeights]) -> bool:
         elif isinstance(mlp, ExpertsWeights) and mlp.sigmoid is not None:
             lack = "routers of sigmoids"
         elif isinstance(mlp, ExpertsWeights):
-            has_biases = mlp.experts[0].gate_up_bias is not None
-            lack = None if mlp.together is not None else "biases of experts" if has_biases else "packed experts"
+            lack = None if mlp.together is not None else "packed experts"
         elif not isinstance(mlp, MlpWeights):
             lack = "experts beside a dense part"
         elif mlp.gate_up_bias is not None:

@@ -98,12 +98,16 @@ class ExpertsTogether:
     """The dense matrices of a mixture as kernels take them: one of all experts, in the order of their numbers.
 
     scores: float32 [experts, hidden], the router's, or one row more, the shared expert's gate. gate_up: [experts * 2 *
-    size, hidden], gate rows first in each expert. down: [experts * hidden, size].
+    size, hidden], gate rows first in each expert. down: [experts * hidden, size]. gate_up_bias, down_bias: of their
+    rows, None for none. clamped: how all of them gate, None for plain SwiGLU.
     """
 
     scores: torch.Tensor
     gate_up: Weight
     down: Weight
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    clamped: ClampedSwiGlu | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,7 @@ class ExpertsWeights:
     router: float32 [experts, hidden]. experts: each one's, views of `together` where that is there. chosen: how many of
     them a row goes through. normalised: whether the shares of the chosen ones are made to sum up to 1. shared,
     shared_gate: of the expert that all rows go through, and [1, hidden], how much of it they take; None without one.
-    together: None for packed matrices, for experts with biases, and for blocks that a CPU multiplies by. router_bias:
+    together: None for packed matrices, and for blocks that a CPU multiplies by. router_bias:
     float32 [experts], None where there are none. scales: float32 [experts], what each one's share is multiplied by;
     None for nothing. sigmoid, choice_bias: how the router chooses, and its biases, float32 [experts], None for the
     largest shares of a softmax.

@@ -89,7 +89,7 @@ def _place(
 
 @triton.jit(do_not_specialize=["rows"])
 def _route(
-    x, router, squares, partial, arrived, chosen, shares, taken, order, tiles, rows, hidden, eps,
+    x, router, bias, squares, partial, arrived, chosen, shares, taken, order, tiles, rows, hidden, eps,
     EXPERTS: tl.constexpr, SCORES: tl.constexpr, ALL: tl.constexpr, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
     SCORED: tl.constexpr, PART: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, HEIGHT: tl.constexpr,
     NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, NORMALISED: tl.constexpr, SHARED: tl.constexpr, PAIRS: tl.constexpr,
@@ -97,8 +97,9 @@ def _route(
 ):  # fmt: skip
     """Score some experts for a tile of rows, over a part of their columns; the last of a tile's programs then chooses.
 
-    SCORES: rows of the router, the shared expert's gate among them; ALL, PADDED: theirs and CHOSEN, rounded up. PAIRS:
-    as many as the tile may have, where it is the only one and its pairs are to be sorted by expert too; else 0.
+    bias: float32 [EXPERTS], of the scores; None for none. SCORES: rows of the router, the shared expert's gate among
+    them; ALL, PADDED: theirs and CHOSEN, rounded up. PAIRS: as many as the tile may have, where it is the only one and
+    its pairs are to be sorted by expert too; else 0.
     """
     block, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     inside = tl.arange(0, HEIGHT)
@@ -132,6 +133,8 @@ def _route(
         if SHARED:
             gate = tl.sum(tl.where(cs == EXPERTS, total, 0.0), 1)
             tl.store(taken + ms, 1.0 / (1.0 + tl.exp(-gate)), mask=ms < rows)
+        if bias is not None:
+            total += tl.load(bias + cs, mask=cs < EXPERTS, other=0.0)
         total = tl.where(cs < EXPERTS, total, -float("inf"))
         exponentials = tl.exp(total - tl.max(total, 1)[:, None])
         left = tl.where(cs < EXPERTS, exponentials / tl.sum(exponentials, 1)[:, None], -1.0)
@@ -212,18 +215,19 @@ def _mix_rows(
 
 @triton.jit(do_not_specialize=["rows"])
 def _product(
-    x, weight, made, squares, order, tiles, arrived, shares, taken, shared, residual, out, norm, scaled, totals,
+    x, weight, bias, made, squares, order, tiles, arrived, shares, taken, shared, residual, out, norm, scaled, totals,
     next_sums, rows, width, depth, eps,
     CHOSEN: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
     EVEN_WIDTH: tl.constexpr, EVEN_DEPTH: tl.constexpr, ALONE: tl.constexpr, FIRST: tl.constexpr,
     NORMED: tl.constexpr, NORM_BLOCK: tl.constexpr, MIXED: tl.constexpr, SQUARES: tl.constexpr, SHARED: tl.constexpr,
-    THEN: tl.constexpr, SUMMED: tl.constexpr, PRECISION: tl.constexpr,
+    THEN: tl.constexpr, SUMMED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile of one expert's rows by some rows of its matrix.
+    """Multiply a tile of one expert's rows by some rows of its matrix, and add their biases, where there are any.
 
     FIRST: x has the step's rows, which a norm's factor is due on, weight has 2 * width rows for each expert, gates
     before ups, and made [pairs sorted by expert, width] becomes SiLU(gates) * ups. Else x has rows sorted by expert,
-    and made, float32 [pairs, width], has them as the router chose them. MIXED: the program with which a row's last
+    and made, float32 [pairs, width], has them as the router chose them. LIMIT, ALPHA: of gates that are clamped, as of
+    `ops.activation.clamped_swiglu`; LIMIT is 0 for others. MIXED: the program with which a row's last
     expert is done adds all of them up. ALONE: no expert has more than one tile.
     """
     tile, block = tl.program_id(0), tl.program_id(1)
@@ -270,9 +274,19 @@ def _product(
         else:
             factor = tl.load(squares + ms, mask=is_row, other=0.0)
         acc *= factor[:, None]
-        acc = acc / (1.0 + tl.exp(-acc)) * (other * factor[:, None])
+        other *= factor[:, None]
+        if bias is not None:
+            bias_at = bias + expert * height + held
+            acc += tl.load(bias_at).to(tl.float32)[None, :]
+            other += tl.load(bias_at + width).to(tl.float32)[None, :]
+        if LIMIT > 0:
+            acc = tl.minimum(acc, LIMIT)
+            other = tl.minimum(tl.maximum(other, -LIMIT), LIMIT) + 1.0
+        acc = acc / (1.0 + tl.exp(-acc * ALPHA)) * other
         tl.store(made + places[:, None] * width + ns[None, :], acc.to(made.dtype.element_ty), mask=kept)
     else:
+        if bias is not None:
+            acc += tl.load(bias + expert * height + held).to(tl.float32)[None, :]
         tl.store(made + pairs.to(tl.int64)[:, None] * width + ns[None, :], acc, mask=kept)
         if MIXED:
             # All of this program's part is written before it counts itself.
@@ -339,8 +353,8 @@ def run(
         "NORM_BLOCK": triton.next_power_of_2(normed.squares.shape[1]),
     }
     _route[(padded // _SCORED, parts, row_tiles)](
-        x, scores, squares, empty(row_tiles * parts * _ROWS * padded), arrivals(device), chosen, shares, taken,
-        order, tiles, rows, hidden, normed.eps,
+        x, scores, weights.router_bias, squares, empty(row_tiles * parts * _ROWS * padded), arrivals(device), chosen,
+        shares, taken, order, tiles, rows, hidden, normed.eps,
         EXPERTS=experts, SCORES=len(scores), ALL=padded, CHOSEN=chosen_count,
         PADDED=triton.next_power_of_2(chosen_count), SCORED=_SCORED, PART=part, DEPTH=min(part, scored_at_once),
         PARTS=parts, HEIGHT=_ROWS, NORMALISED=weights.normalised, SHARED=shared is not None,
@@ -362,18 +376,20 @@ def run(
         made, shares, taken, shared, residual, out, norm, following.scaled if following else None,
         following.squares if following else None, next_sums,
     )  # fmt: skip
+    limit, alpha = (0.0, 1.0) if together.clamped is None else (together.clamped.limit, together.clamped.alpha)
     mixed = {"SHARED": shared is not None, "THEN": norm is not None, "SUMMED": next_sums is not None}
     for first in (True, False):
         width, depth = (size, hidden) if first else (hidden, size)
         cut = choose(width, depth, first, chosen_count, item, height, target)
         weight = together.gate_up if first else together.down
+        bias = together.gate_up_bias if first else together.down_bias
         _product[(slots, triton.cdiv(width, cut.width))](
-            x if first else middle, weight.tensor, middle if first else made, squares, order, tiles, arrivals(device),
-            *mixing[1:], rows, width, depth, normed.eps,
+            x if first else middle, weight.tensor, bias, middle if first else made, squares, order, tiles,
+            arrivals(device), *mixing[1:], rows, width, depth, normed.eps,
             CHOSEN=chosen_count, HEIGHT=cut.height, WIDTH=cut.width, DEPTH=cut.depth, STAGES=cut.stages,
             EVEN_WIDTH=width % cut.width == 0, EVEN_DEPTH=depth % cut.depth == 0, ALONE=rows <= height, FIRST=first,
-            MIXED=one_tile and not first, SQUARES=SQUARES_WIDTH, PRECISION=product_precision(x), num_warps=cut.warps,
-            **factored, **mixed,
+            MIXED=one_tile and not first, SQUARES=SQUARES_WIDTH, LIMIT=limit, ALPHA=alpha,
+            PRECISION=product_precision(x), num_warps=cut.warps, **factored, **mixed,
         )  # fmt: skip
     if not one_tile:
         cut = choose(hidden, size, False, chosen_count, item, height, target)

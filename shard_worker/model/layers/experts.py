@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from services.model.config import ModelConfig
+from services.model.config import ClampedSwiGlu, ModelConfig
 from services.model.layers.experts import sizes
 from shard_worker.model.layer_weights import ExpertsTogether, ExpertsWeights, LayerTensors, MlpWeights
 from shard_worker.model.layers import swiglu
@@ -45,12 +45,12 @@ def pack(config: ModelConfig, layer: int, tensors: LayerTensors) -> ExpertsWeigh
         sigmoid=shape.sigmoid,
         choice_bias=None if shape.sigmoid is None else vectors[shape.sigmoid.bias].float(),
     )
-    return weights if shape.biased or shape.sigmoid is not None else _together(weights, router)
+    return weights if shape.sigmoid is not None else _together(weights, router, shape.clamped)
 
 
-def _together(weights: ExpertsWeights, router: Weight) -> ExpertsWeights:
+def _together(weights: ExpertsWeights, router: Weight, clamped: ClampedSwiGlu | None) -> ExpertsWeights:
     """Return the weights with the matrices of all experts in one tensor each, where all are dense ones as they are
-    multiplied by. router: as it was loaded."""
+    multiplied by. router: as it was loaded. clamped: as of `ExpertsTogether`."""
     gate_up = _stacked([one.gate_up for one in weights.experts])
     down = _stacked([one.down for one in weights.experts])
     gate = weights.shared_gate
@@ -68,7 +68,14 @@ def _together(weights: ExpertsWeights, router: Weight) -> ExpertsWeights:
             strict=True,
         )
     )
-    return replace(weights, experts=experts, together=ExpertsTogether(scores, gate_up, down))
+    biases = (_joined([expert.gate_up_bias for expert in experts]), _joined([expert.down_bias for expert in experts]))
+    return replace(weights, experts=experts, together=ExpertsTogether(scores, gate_up, down, *biases, clamped))
+
+
+def _joined(biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the biases of all parts' rows; None where they have none."""
+    given = [bias for bias in biases if bias is not None]
+    return torch.cat(given) if given else None
 
 
 def _stacked(parts: Sequence[Weight]) -> Weight | None:

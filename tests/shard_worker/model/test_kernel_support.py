@@ -98,7 +98,6 @@ def test_layers_without_kernels_are_named_once(pretend: Pretend, tiny: Tiny) -> 
         for what in (
             "biases in SwiGLU",
             "packed experts",
-            "biases of experts",
             "RoPE that differs by layer",
             "norms of what sublayers make",
         )

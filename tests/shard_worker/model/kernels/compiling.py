@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from services.layers import LayerRange
+from services.model.config import ClampedSwiGlu
 from shard_worker.device import devices
 from shard_worker.device.devices import KernelTarget, cuda_target, hip_target
 from shard_worker.model.layer_weights import ExpertsTogether, ExpertsWeights, MlpWeights
@@ -374,13 +375,15 @@ class Recorder:
         return [launch for launch in self._launches if launch.name == "matmul._product"]
 
     def record_experts(self, architectures: Sequence[str], rows: Sequence[int]) -> list[Launch]:
-        """Return the launches of a mixture of experts of the shape of 35B-A3B, which has a shared expert too."""
+        """Return the launches of a mixture of experts of the shape of 35B-A3B, which has a shared expert too; on the
+        first GPU also of one with biases and clamped gates."""
         from shard_worker.model.kernels import experts
         from shard_worker.model.kernels.matmul import begin
 
         self._case, self._launches = EXPERTS, []
-        norm, weights = torch.ones(2048), unwritten_experts(256, 8, 512)
-        for architecture in architectures:
+        norm, plain = torch.ones(2048), unwritten_experts(256, 8, 512)
+        biased = unwritten_experts(32, 4, 512, ClampedSwiGlu(7.0, 1.702))
+        for architecture, weights in [*((one, plain) for one in architectures), (architectures[0], biased)]:
             self._driver.target = architecture
             for count in rows:
                 x = torch.zeros(count, 2048, dtype=torch.bfloat16)
@@ -478,14 +481,19 @@ def unwritten_packed(kind: str, rows: int, columns: int, dtype: torch.dtype) -> 
     return PackedWeight(row.packing, codes, scales, numbers(row.offsets), dtype=dtype)
 
 
-def unwritten_experts(count: int, chosen: int, size: int) -> ExpertsWeights:
-    """The weights of a mixture for rows of 2048 columns, in memory that nobody has written."""
+def unwritten_experts(count: int, chosen: int, size: int, clamped: ClampedSwiGlu | None = None) -> ExpertsWeights:
+    """The weights of a mixture for rows of 2048 columns, in memory that nobody has written.
+
+    clamped: how experts gate, which have biases then, as the router does.
+    """
 
     def swiglu(experts: int) -> MlpWeights:
         gate_up, down = (experts * 2 * size, 2048), (experts * 2048, size)
         return MlpWeights(*(DenseWeight(torch.empty(extents, dtype=torch.bfloat16)) for extents in (gate_up, down)))
 
     scores, together = torch.empty(count + 1, 2048), swiglu(count)
+    matrices = together.gate_up, together.down
+    biases = [None if clamped is None else torch.empty(matrix.rows, dtype=torch.bfloat16) for matrix in matrices]
     return ExpertsWeights(
         router=DenseWeight(scores[:count]),
         experts=(),
@@ -493,7 +501,8 @@ def unwritten_experts(count: int, chosen: int, size: int) -> ExpertsWeights:
         normalised=True,
         shared=swiglu(1),
         shared_gate=DenseWeight(scores[count:]),
-        together=ExpertsTogether(scores, together.gate_up, together.down),
+        together=ExpertsTogether(scores, together.gate_up, together.down, *biases, clamped),
+        router_bias=None if clamped is None else torch.empty(count),
     )
 
 

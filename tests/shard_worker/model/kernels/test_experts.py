@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from services.model.config import Activation, ClampedSwiGlu
 from shard_worker.model.layer_weights import ExpertsTogether, ExpertsWeights, MlpWeights
 from shard_worker.weights.weight import DenseWeight
 from tests.shard_worker.model.kernels.machine import DTYPE, ON_GPU, device
@@ -26,9 +27,11 @@ def mixture(
     *,
     shared: int | None = None,
     normalised: bool = True,
+    clamped: ClampedSwiGlu | None = None,
     dtype: torch.dtype = DTYPE,
 ) -> ExpertsWeights:
-    """A random mixture. shared: the size of a shared expert; None for none."""
+    """A random mixture. shared: the size of a shared expert; None for none. clamped: how experts gate, which have
+    biases then, as the router does."""
     generator = torch.Generator().manual_seed(experts)
 
     def random(rows: int, columns: int, kind: torch.dtype = dtype) -> torch.Tensor:
@@ -39,17 +42,34 @@ def mixture(
 
     scores = random(experts + (0 if shared is None else 1), hidden, torch.float32) * 2
     gate_up, down = random(experts * 2 * size, hidden), random(experts * hidden, size)
+    both = random(experts, 2 * size) * (2 * size) ** 0.5 if clamped else None
+    last = random(experts, hidden) * hidden**0.5 if clamped else None
+    made = zip(gate_up.chunk(experts), down.chunk(experts), strict=True)
     return ExpertsWeights(
         router=DenseWeight(scores[:experts]),
         experts=tuple(
-            MlpWeights(DenseWeight(one), DenseWeight(other))
-            for one, other in zip(gate_up.chunk(experts), down.chunk(experts), strict=True)
+            MlpWeights(
+                DenseWeight(one),
+                DenseWeight(other),
+                None if both is None else both[number],
+                None if last is None else last[number],
+                clamped or Activation.SILU,
+            )
+            for number, (one, other) in enumerate(made)
         ),
         chosen=chosen,
         normalised=normalised,
         shared=None if shared is None else swiglu(shared),
         shared_gate=None if shared is None else DenseWeight(scores[experts:]),
-        together=ExpertsTogether(scores, DenseWeight(gate_up), DenseWeight(down)),
+        together=ExpertsTogether(
+            scores,
+            DenseWeight(gate_up),
+            DenseWeight(down),
+            None if both is None else both.flatten(),
+            None if last is None else last.flatten(),
+            clamped,
+        ),
+        router_bias=random(1, experts, torch.float32).flatten() * experts**0.5 if clamped else None,
     )
 
 
@@ -62,15 +82,22 @@ def expected(weights: ExpertsWeights, x: torch.Tensor, norm: torch.Tensor) -> to
     """The residual x plus what the mixture makes of its norm, in float64, expert by expert for each row."""
 
     def swiglu(own: MlpWeights, row: torch.Tensor) -> torch.Tensor:
-        gate, up = F.linear(row, own.gate_up.tensor.double()).chunk(2, -1)
-        return F.linear(F.silu(gate) * up, own.down.tensor.double())
+        of_both, of_down = (None if bias is None else bias.double() for bias in (own.gate_up_bias, own.down_bias))
+        gate, up = F.linear(row, own.gate_up.tensor.double(), of_both).chunk(2, -1)
+        gated = F.silu(gate) * up
+        if isinstance(own.activation, ClampedSwiGlu):
+            limit, alpha = own.activation.limit, own.activation.alpha
+            gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+            gated = (up + 1) * gate * torch.sigmoid(alpha * gate)
+        return F.linear(gated, own.down.tensor.double(), of_down)
 
     # What kernels multiply by is rounded before the norm's factor is applied.
     scaled = (x.float() * norm).to(x.dtype).double()
     normed = scaled * (x.double().square().mean(-1, keepdim=True) + EPS).rsqrt()
     result = x.double().clone()
     for row, one in enumerate(normed):
-        shares = F.linear(one, weights.router.tensor.double()).softmax(-1)
+        bias = None if weights.router_bias is None else weights.router_bias.double()
+        shares = F.linear(one, weights.router.tensor.double(), bias).softmax(-1)
         # Equal rows of the router may come out of this product with other last bits.
         chosen = sorted(range(len(shares)), key=lambda expert: (-round(float(shares[expert]), 9), expert))
         chosen = chosen[: weights.chosen]
@@ -128,6 +155,14 @@ def test_a_shared_expert_and_shares_as_they_are(rows: int) -> None:
     """The shared expert has another size; shares do not sum up to 1."""
     weights = mixture(shared=48, normalised=False)
     check(weights, rows_of(weights, rows))
+
+
+@pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
+@pytest.mark.parametrize("rows", [2, 17])
+def test_biases_and_clamped_gates(rows: int, dtype: torch.dtype) -> None:
+    """Of the router and of both products; some gates and ups are cut off, and their slope is another one."""
+    weights = mixture(clamped=ClampedSwiGlu(0.7, 1.702), dtype=dtype)
+    check(weights, rows_of(weights, rows, dtype))
 
 
 @pytest.mark.parametrize("rows", [5, 18])

@@ -90,3 +90,16 @@ def test_a_list_that_contradicts_packed_experts_is_refused(tiny: Tiny, tmp_path:
 
     with pytest.raises(InvalidArgument, match=r"mlp.experts.0.*modules_to_not_convert"):
         open_checkpoint(path)
+
+
+def test_kernels_take_dense_experts_with_all_biases(tiny: Tiny) -> None:
+    """Those of each expert, in the order of their numbers, as where no blocks of a CPU hold the matrices."""
+    [layer] = load_stage(tiny.path("gpt_oss"), (0, 1), dtype="float16").segments[0].weights
+    together, stored = layer.mlp.together, storage.load_tensors(tiny.path("gpt_oss"))
+    start = "model.layers.0.mlp.experts"
+
+    gates_first = stored[f"{start}.gate_up_proj_bias"].half()
+    gates_first = torch.cat([gates_first[:, ::2], gates_first[:, 1::2]], 1)
+    assert torch.equal(together.gate_up_bias, gates_first.flatten())
+    assert torch.equal(together.down_bias, stored[f"{start}.down_proj_bias"].half().flatten())
+    assert torch.equal(together.down.tensor.view(8, 64, 64), stored[f"{start}.down_proj"].half().transpose(1, 2))
