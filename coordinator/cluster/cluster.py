@@ -288,8 +288,8 @@ class Cluster:
     async def replace_lost(self) -> bool:
         """Put workers that stand by in the places of the stages that are lost, and return whether all are there again.
 
-        Who was lost stands by from then on, once it is back. False leaves the rest to `restore`: where too few stand
-        by, or one of them is lost meanwhile.
+        Who was lost stands by from then on, once it is back. False leaves the rest to `restore`, where too few stand
+        by.
         """
         plan, lost = self._plan, self._lost_stages
         if not lost or not self._standbys.states(plan):
@@ -313,7 +313,8 @@ class Cluster:
             await self._start()
         except FlashsplitError as error:
             log.warning("cluster.replace_failed", **failure_fields(error))
-            return False
+            # Where one of those that took a place is lost in its turn, another one may stand by.
+            return any(self._losses.death(index) is not None for index in lost) and await self.replace_lost()
         self._losses.restored()
         return True
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,11 +16,14 @@ from typing import Any, Literal
 from coordinator.cluster.loading import with_name
 from services.errors import FlashsplitError, Unavailable
 from services.processes.worker_process import WorkerFailed, WorkerProcess
-from services.rpc.liveness import Edge
+from services.rpc.liveness import DEVICE_HUNG, WORKER_SILENT, Edge
 from services.rpc.peers import Peers
 
 CAUSE_S = 0.5
 """How long the cause of a broken connection may take to show."""
+
+_PRESENT = (WORKER_SILENT, DEVICE_HUNG)
+"""The reasons of losses behind which a worker's process goes on."""
 
 Explain = Callable[[FlashsplitError], Awaitable[FlashsplitError]]
 """Returns the error behind an error, or the error itself."""
@@ -45,6 +49,8 @@ class Losses:
         """What sessions have found since `next_loss` heard of it last: that the draft's own worker does not answer, or
         that a stage's does not hold the stage."""
         self._reported = asyncio.Event()
+        self._noted, self._noted_at = asyncio.Event(), -CAUSE_S
+        """Tells those who wait for the cause of an error that a loss has just been noted, and when that was last."""
 
     def name(self, index: int) -> str:
         """Return what a worker is called in errors."""
@@ -103,9 +109,14 @@ class Losses:
         return death.result() if death is not None and death.done() and not death.cancelled() else None
 
     async def first_death(self, timeout_s: float) -> tuple[int, WorkerFailed] | None:
-        """Wait for so long until a local worker's process has ended, and return its index and how it ended."""
-        if self._deaths:
-            await asyncio.wait(self.deaths, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        """Wait for so long until a local worker's process has ended, and return its index and how it ended. None as
+        soon as a loss was noted that has another cause."""
+        if self._deaths and time.monotonic() - self._noted_at > timeout_s:
+            noted = asyncio.ensure_future(self._noted.wait())
+            try:
+                await _first_done([*self.deaths, noted], timeout_s)
+            finally:
+                noted.cancel()
         found = ((index, self.death(index)) for index in self._deaths)
         return next(((index, death) for index, death in found if death is not None), None)
 
@@ -199,11 +210,16 @@ class Losses:
         # A connection breaks with the worker at either of its ends.
         broken = {index: error for index, error in broken.items() if index - 1 not in gone}
         index, cause = next(iter((gone or broken).items()))
-        error = await explain(cause)
+        # Who runs elsewhere, or is there and silent, has no process that is about to end.
+        told = index in gone and (index not in self._deaths or cause.reason in _PRESENT)
+        error = cause if told else await explain(cause)
         if error is cause:
             error = with_name(error, self.name(index))
         self._lost |= dict.fromkeys({**gone, **broken}, error)
         self._unfit |= unfit
+        self._noted_at = time.monotonic()
+        self._noted.set()
+        self._noted.clear()
         if min(self._lost) < self._stages:
             self.trouble = error
         return error

@@ -208,7 +208,7 @@ def test_faults_lose_nothing() -> None:
     # Where prefixes were concerned they are asked for twice.
     assert [row["answers"] for row in found["rows"]] == [1, 2]
     assert found["rows"][0]["silence_longest_ms"] > 0
-    assert (found["left"], found["wrong"], found["missed"]) == ([], [], 0)
+    assert (found["left"], found["wrong"], found["missed"]) == ([], [], [])
 
 
 @pytest.mark.slow

@@ -203,23 +203,26 @@ def show(
     """Print the figures so far, with what went wrong where, and what was left behind."""
     rows = summarise(outcomes)
     wrong = [line for outcome in outcomes for line in faulty(outcome)]
-    missed = sum(not outcome.befell for outcome in outcomes)
+    missed = [where(outcome) for outcome in outcomes if not outcome.befell]
     notes = [
         *wrong,
-        *([f"{missed} faults had no worker or phase to meet and were left out"] if missed else []),
+        *([f"these found no such worker or phase: {'; '.join(missed)}"] if missed else []),
         "left behind: " + (", ".join(left) or "nothing"),
     ]
     output.show(rows, table(rows), measured, note="\n".join(notes), left=left, wrong=wrong, missed=missed)
 
 
+def where(outcome: Outcome) -> str:
+    """Return what was to befall whom, in words."""
+    case = outcome.case
+    apart = ", draft apart" if case.shape.draft_apart else ""
+    return f"case {case.number}: {case.fault} {case.worker} of {case.shape.stages} stages{apart}, {case.phase}"
+
+
 def faulty(outcome: Outcome) -> Iterator[str]:
     """Yield for each answer that was lost or came out otherwise what happened, as a line."""
-    case = outcome.case
-    where = f"case {case.number}: {case.fault} {case.worker} of {case.shape.stages} stages" + (
-        ", draft apart" if case.shape.draft_apart else ""
-    )
     for number, (told, alone) in enumerate(zip(outcome.told, outcome.undisturbed, strict=True)):
-        answer, text = f"{where}, {case.phase}, answer {number} of {case.requests}", "".join(told.texts)
+        answer, text = f"{where(outcome)}, answer {number} of {outcome.case.requests}", "".join(told.texts)
         if told.answer is None:
             yield f"{answer}: {told.error}"
         elif told.answer.token_ids != alone.token_ids:

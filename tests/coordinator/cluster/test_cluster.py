@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import coordinator.cluster.cluster
+import coordinator.cluster.losses
 from coordinator.cluster.cluster import EXACT_ROWS, NO_STANDBYS, ChooseSplit, Cluster, SnapshotPlace, StandbyPlan
 from coordinator.cluster.loading import Checkpoints, LoadReporter
 from coordinator.cluster.placement import Plan, StagePlan, WorkerPlace, make_plan
@@ -24,7 +25,7 @@ from services.errors import (
     Unavailable,
 )
 from services.layers import LayerRange
-from services.messages.description import HeadPlace, Role
+from services.messages.description import HeadPlace, Role, WorkerDescription
 from services.messages.loading import LoadDraft, LoadTarget
 from services.messages.sampling import SamplingParams
 from services.messages.snapshots import SnapshotOwner
@@ -407,6 +408,22 @@ async def test_a_broken_link_is_explained_by_the_death_behind_it() -> None:
         assert error.where["stage"] == "0"
 
 
+async def test_nobody_waits_for_a_death_that_cannot_come(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker elsewhere has no process here: its loss is told at once, also to those who look for the cause of a
+    broken connection, beside a local worker that lives."""
+    for module in (coordinator.cluster.cluster, coordinator.cluster.losses):
+        monkeypatch.setattr(module, "CAUSE_S", 60.0)
+    [remote] = await hosts(1)
+    async with cluster_of(f"cpu,{remote.address}") as cluster:
+        lost = await watching(cluster)
+        explaining = asyncio.ensure_future(cluster.explain(Unavailable("the stream broke", stage=1)))
+        await remote.stop()
+        assert "stage 1" in (await asyncio.wait_for(lost, 20)).message
+        assert (await asyncio.wait_for(explaining, 20)).message == "the stream broke"
+        later = Unavailable("another stream broke", stage=1)
+        assert await asyncio.wait_for(cluster.explain(later), 20) is later
+
+
 @pytest.mark.parametrize(
     "error", [InvalidArgument("too long"), Unavailable("draining"), InternalError("internal error")]
 )
@@ -613,6 +630,33 @@ async def test_a_killed_local_worker_is_replaced_and_stands_by() -> None:
         assert cluster.loss(1) is None
         await ready(cluster)
     assert not alive(replaced)
+
+
+@pytest.mark.usefixtures("soon_back")
+async def test_a_worker_that_is_killed_as_it_takes_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one that stands by takes it."""
+    places = (WorkerPlace("cpu", None), WorkerPlace("cpu", None))
+    async with cluster_of("cpu,cpu", standbys=StandbyPlan(places)) as cluster:
+        await ready(cluster)
+        waiting = {process.process_id for name, process in cluster.processes.items() if name.startswith("stand-by")}
+        load, killed = cluster._loader.load_stage, set[int | None]()
+
+        async def load_or_die(name: str, plan: StagePlan, address: str) -> WorkerDescription:
+            process = next(one for one in cluster.processes.values() if one.address == address)
+            if process.process_id in waiting and not killed:
+                killed.add(process.process_id)
+                assert process.process_id is not None
+                os.kill(process.process_id, signal.SIGKILL)
+                await process.died()
+            return await load(name, plan, address)
+
+        monkeypatch.setattr(cluster._loader, "load_stage", load_or_die)
+        lost = await watching(cluster)
+        os.kill(cluster.workers[1].process_id, signal.SIGKILL)
+        await asyncio.wait_for(lost, 10)
+        assert await cluster.replace_lost()
+        assert cluster.alive
+        assert {cluster.workers[1].process_id} == waiting - killed
 
 
 # --- layers split anew
