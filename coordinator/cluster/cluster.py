@@ -138,6 +138,8 @@ class Cluster:
         except BaseException:
             await self.close()
             raise
+        # Later whoever is lost is called again and again, and others may take over meanwhile.
+        self._wait_s = 0.0
         for place in self._standby_plan.places:
             self._standbys.add(Member(place, self._plan.stage_roles), self._plan)
         return self

@@ -202,7 +202,8 @@ class Drill:
             prompt_ids=text_prompt(self._files, f"{case.number}, {number}: {sums}").token_ids[:PROMPT_TOKENS],
             max_tokens=ANSWER_TOKENS,
             sampling=sampling,
-            speculate=speculate or case.phase is Phase.VERIFY,
+            # Only answers with drafts are verified, and those without one alone are sure to be decoded token by token.
+            speculate=(speculate or case.phase is Phase.VERIFY) and case.phase is not Phase.DECODE,
             prefill_chunk=CHUNK,
         )
 

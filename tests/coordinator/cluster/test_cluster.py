@@ -714,6 +714,17 @@ async def test_others_take_over_the_layers_of_a_lost_worker(hosts: Hosts, gone: 
         assert "stage 0" in (await asyncio.wait_for(lost, 10)).message
 
 
+async def test_only_the_start_waits_for_workers(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attempt to bring back one that is gone ends soon, so that others can take over."""
+    first, second = await hosts(2)
+    async with cluster_of(at([first, second]), wait_s=600) as cluster:
+        monkeypatch.setattr(cluster._peers, "_timeout_s", 0.2)
+        await lose(cluster, second)
+        with pytest.raises(Unavailable, match="no worker answers"):
+            await asyncio.wait_for(cluster.restore(), 30)
+        assert await cluster.resplit()
+
+
 @pytest.mark.usefixtures("soon_back")
 async def test_layers_are_split_anew_again_and_again(hosts: Hosts) -> None:
     """Down to one worker; all come back at once then, also where one has taken another one's place meanwhile."""
