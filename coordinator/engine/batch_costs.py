@@ -17,8 +17,9 @@ SMOOTHING = 0.2
 SLOW_SMOOTHING = 0.02
 """The same for what is known of all answers together."""
 
-KNOWN_STEPS = 16
-"""Verify steps behind which it is known how often draft tokens of a new answer will be accepted, in all likelihood."""
+KNOWN_STEPS = 8
+"""First verify steps of answers behind which it is known how often draft tokens of a new one will be accepted, in all
+likelihood."""
 
 PROBE_STEPS = 4
 """Steps of all sessions in which plain decode of about so many is measured."""
@@ -43,6 +44,17 @@ def expected_tokens(survival: Sequence[float], draft_tokens: int) -> float:
         reached *= share
         expected += reached
     return expected
+
+
+def observe_accepted(survival: list[float], draft_tokens: int, accepted: int, weight: float) -> None:
+    """Record in moving averages how many of a step's draft tokens were accepted.
+
+    survival: how often each draft token is accepted behind those before it. weight: of this step.
+    """
+    survival += [1.0] * (draft_tokens - len(survival))
+    for index in range(min(draft_tokens, accepted + 1)):
+        hit = 1.0 if index < accepted else 0.0
+        survival[index] += weight * (hit - survival[index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +101,9 @@ class _Measured:
 class BatchCosts:
     """The measurements of one engine.
 
-    survival: how often each draft token is accepted behind those before it, over all answers.
+    survival: how often each draft token is accepted behind those before it, over all answers. beginning: the same for
+    the first verify steps of answers. Those that go on to draft are the ones whose draft tokens are accepted, so that
+    all steps together would promise too much of an answer that begins.
     """
 
     def __init__(self) -> None:
@@ -101,8 +115,9 @@ class BatchCosts:
         """The moving average of which share of the answers a batch has steps of."""
         self._prices: _Prices | None = None
         """For about so many sessions as there are now; None where they are to be looked for again."""
-        self._looked_at = self._observed = self._verifies = 0
+        self._looked_at = self._observed = self._verifies = self._beginnings = 0
         self.survival: list[float] = []
+        self.beginning: list[float] = []
 
     @property
     def shared(self) -> bool:
@@ -112,7 +127,7 @@ class BatchCosts:
     @property
     def knows_survival(self) -> bool:
         """Whether enough answers were decoded to tell how another one's draft tokens will be accepted."""
-        return self._verifies >= KNOWN_STEPS
+        return self._beginnings >= KNOWN_STEPS
 
     @property
     def _batched(self) -> float:
@@ -156,13 +171,13 @@ class BatchCosts:
             self._prices = None
         self._measured[place].add(batch)
 
-    def observe_acceptance(self, draft_tokens: int, accepted: int) -> None:
-        """Record how many of a step's draft tokens were accepted."""
+    def observe_acceptance(self, draft_tokens: int, accepted: int, *, begins: bool) -> None:
+        """Record how many of a step's draft tokens were accepted. begins: it is one of its answer's first ones."""
         self._verifies += 1
-        self.survival += [1.0] * (draft_tokens - len(self.survival))
-        for index in range(min(draft_tokens, accepted + 1)):
-            hit = 1.0 if index < accepted else 0.0
-            self.survival[index] += max(SLOW_SMOOTHING, 1 / self._verifies) * (hit - self.survival[index])
+        observe_accepted(self.survival, draft_tokens, accepted, max(SLOW_SMOOTHING, 1 / self._verifies))
+        if begins:
+            self._beginnings += 1
+            observe_accepted(self.beginning, draft_tokens, accepted, max(SLOW_SMOOTHING, 1 / self._beginnings))
 
     def values(self, expected: Sequence[float], lengths: Sequence[int]) -> list[float] | None:
         """Return what steps of an answer are worth by how many draft tokens they verify, None where nothing tells what

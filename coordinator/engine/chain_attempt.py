@@ -37,12 +37,12 @@ MORE_STEPS = 15
 """Most steps that the workers may take by themselves behind one that was sent, where a draft's blocks may change."""
 
 MORE_PLAIN_STEPS = 63
-"""The same without a draft. A stage that computes steps of several answers goes on with the others while it waits to
-hear what comes behind an answer's last step."""
+"""The same without a draft, and while it rests. A stage that computes steps of several answers goes on with the others
+while it waits to hear what comes behind an answer's last step."""
 
-MORE_STEPS_AMONG_OTHERS = 7
-"""The same for blocks to be verified where other answers are decoded too: how long they are follows from how many there
-are."""
+MORE_STEPS_AMONG_OTHERS = 3
+"""The same for blocks to be verified where other answers are decoded too: a block that is too long is everybody's, and
+how long it should be follows from how many answers there are."""
 
 READ_TOKENS = 4096
 """Tokens of a prompt that are prepared for looking up draft tokens at a time, which takes 3 ms."""
@@ -265,10 +265,12 @@ class ChainAttempt:
         speculation = self._state.speculation
         if self._request.stop_strings or bool(draft_tokens) != bool(propose):
             return 0
-        most = MORE_PLAIN_STEPS
-        if speculation.block_size > 1:
-            most = MORE_STEPS_AMONG_OTHERS if speculation.costs.shared and propose else MORE_STEPS
-        if (steady := speculation.steady_steps) is not None:
+        steady = speculation.steady_steps
+        if propose:
+            most = MORE_STEPS_AMONG_OTHERS if speculation.costs.shared else MORE_STEPS
+        else:
+            most = MORE_STEPS if speculation.block_size > 1 and steady is None else MORE_PLAIN_STEPS
+        if steady is not None:
             most = min(most, steady - 1)
         if self._state.lookup is not None:
             # Steps that follow by themselves verify nothing that was looked up: the longer that was of no use, the more

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from coordinator.engine.batch_costs import BatchCosts, BatchTaken, expected_tokens, lengths_of
+from coordinator.engine.batch_costs import BatchCosts, BatchTaken, expected_tokens, lengths_of, observe_accepted
 
 SMOOTHING = 0.2
 """Weight of the newest step in how often draft tokens are accepted."""
@@ -64,6 +64,8 @@ class Speculation:
     _drafted_steps: int = 0
     """Verify steps with the draft model's tokens."""
     _survival: list[float] = field(default_factory=list)
+    _is_guessed: bool = False
+    """Whether that began as a guess by other answers, which the first own steps weigh more than."""
     _current: int = 0
     _next_rest: int = FIRST_REST_STEPS
     _planned: deque[int] = field(default_factory=deque)
@@ -73,10 +75,6 @@ class Speculation:
         self._current = self.block_size - 1
         self._survival = [1.0] * self._current
         self.costs.join(id(self))
-        if self.costs.shared and self.costs.knows_survival and self.block_size > 1:
-            # Among others a block that is too long is everybody's: how the others' drafts did is the best guess.
-            self._survival = [*self.costs.survival, *self._survival][: self._current]
-            self._choose()
 
     @property
     def acceptance_length(self) -> float | None:
@@ -88,7 +86,7 @@ class Speculation:
         """How many of the next steps will be as long as the next one, since no measurement is planned or due before;
         None for any number."""
         if not self._planned:
-            return None if self.block_size == 1 or self._is_warm else 1
+            return None if self.block_size == 1 or self._drafted_steps >= WARM_UP_STEPS else 1
         first = self._planned[0]
         return next((count for count, length in enumerate(self._planned) if length != first), len(self._planned))
 
@@ -99,6 +97,8 @@ class Speculation:
 
     def draft_tokens(self) -> int:
         """Return how many draft tokens the next step should verify."""
+        if not self.steps:
+            self._guess()
         count, limit = self._planned[0] if self._planned else self._current, self.costs.limit
         return count if limit is None else min(count, limit)
 
@@ -162,16 +162,23 @@ class Speculation:
             self.costs.observe(id(self), draft_tokens, seconds, batch)
             return
         if draft_tokens:
-            self.costs.observe_acceptance(draft_tokens, accepted)
             self._drafted_steps += 1
-            for index in range(min(draft_tokens, accepted + 1)):
-                hit = 1.0 if index < accepted else 0.0
-                self._survival[index] += SMOOTHING * (hit - self._survival[index])
+            self.costs.observe_acceptance(draft_tokens, accepted, begins=self._drafted_steps <= WARM_UP_STEPS)
+            weight = max(SMOOTHING, 1 / (self._drafted_steps + 1)) if self._is_guessed else SMOOTHING
+            observe_accepted(self._survival, draft_tokens, accepted, weight)
         self.costs.observe(id(self), draft_tokens, seconds, batch)
         # Proposals are asked for one step ahead, so a step that was decided before the plan does not count for it.
         if self._planned and bool(self._planned[0]) == bool(draft_tokens):
             self._planned.popleft()
         self._choose()
+
+    def _guess(self) -> None:
+        """Choose before the first step, where others are decoded too: a block that is too long is everybody's then. How
+        the drafts of others began is the best guess."""
+        if self.costs.shared and self.costs.knows_survival and self.block_size > 1:
+            self._is_guessed = True
+            self._survival = [*self.costs.beginning, *self._survival[len(self.costs.beginning) :]]
+            self._choose()
 
     def _choose(self) -> None:
         if self.block_size == 1 or self._planned or not self._is_warm:

@@ -105,6 +105,7 @@ class LocalDraftLink:
         self._keeper, self._location, self._record = keeper, location, record
         self._kept: list[Features] = []
         """Features of the committed rows behind the context, step by step."""
+        self._kept_rows = 0
 
     @property
     def held_bytes(self) -> int:
@@ -116,17 +117,18 @@ class LocalDraftLink:
         """Keep the features of committed rows from position `start` on until a block is asked for, and say whether that
         is done: a session that asks for none then pays nearly nothing for its draft. Kernels take rows at once, and
         what does not follow is left to be refused."""
-        kept = sum(one.count for one in self._kept)
-        if self.engine.runner is not None or features.empty or start != self.state.length + kept:
+        if self.engine.runner is not None or features.empty or start != self.state.length + self._kept_rows:
             return False
-        if kept + features.count > MOST_KEPT_ROWS:
+        count = features.count
+        if self._kept_rows + count > MOST_KEPT_ROWS:
             return False
         self._kept.append(features.own())
+        self._kept_rows += count
         return True
 
     def with_kept(self, features: Features, start: int) -> tuple[Features, int]:
         """Return the features that were kept and these behind them, and the position of the first row."""
-        kept, self._kept = self._kept, []
+        kept, self._kept, self._kept_rows = self._kept, [], 0
         if not kept:
             return features, start
         return joined([*kept, *([] if features.empty else [features])]), self.state.length

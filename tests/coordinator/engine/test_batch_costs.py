@@ -50,6 +50,44 @@ def test_a_new_answer_begins_as_the_others_go_on() -> None:
     assert Speculation(BLOCK, costs).draft_tokens() == BLOCK - 1
 
 
+def test_answers_that_come_at_once_begin_as_many() -> None:
+    """The first of them knows of the others too before it asks for draft tokens."""
+    costs = BatchCosts()
+    before = [Speculation(BLOCK, costs) for _ in range(8)]
+    decode(before, costs, 100, 0, 0.5)
+    for answer in before:
+        answer.leave()
+    answers = [Speculation(BLOCK, costs) for _ in range(8)]
+    assert [answer.draft_tokens() for answer in answers] == [0] * 8
+
+
+def test_a_new_answer_is_judged_by_how_others_began() -> None:
+    """One whose text became easy drafts most of all steps; that promises nothing to those that begin."""
+    costs = BatchCosts()
+    answers = [Speculation(BLOCK, costs) for _ in range(8)]
+    decode(answers, costs, 20, 0, 0.1)
+    # One that goes on.
+    for _ in range(200):
+        answers[0].observe(7, 7, 2.0, BatchTaken(8, 7, 2.0))
+    assert min(costs.survival[:7]) > 0.9
+    assert Speculation(BLOCK, costs).draft_tokens() == 0
+
+
+def test_a_guess_gives_way_to_the_first_steps() -> None:
+    """Where the drafts of others are right from the beginning and those of a new answer are not, it stops at once; its
+    steps do not follow by themselves before that is known."""
+    costs = BatchCosts()
+    decode([Speculation(BLOCK, costs) for _ in range(8)], costs, 50, 4, 0.05)
+    unlike = Speculation(BLOCK, costs)
+    lengths = []
+    while unlike.draft_tokens():
+        assert unlike.steady_steps == 1
+        lengths += [unlike.draft_tokens()]
+        seconds = 1.0 + 0.05 * (8 * 3 + lengths[-1])
+        unlike.observe(lengths[-1], 0, seconds, BatchTaken(9, 8 * 3 + lengths[-1], seconds))
+    assert 1 <= len(lengths) <= 3
+
+
 def test_lengths_of_blocks() -> None:
     assert lengths_of(16) == [0, 1, 3, 7, 15]
     assert lengths_of(4) == [0, 1, 3]
