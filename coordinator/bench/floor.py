@@ -50,12 +50,13 @@ class Floor:
             worker = await cluster.worker(address)
             speeds.append((await worker.measure(MeasureRequest(str(model), target.dtype, target.weight_bytes)))[0])
         token_bytes, state_bytes = _state(config, dtype, cluster.target.kv_dtype or dtype)
+        draft = cluster.draft
         return cls(
             speeds=tuple(speeds),
             stage_bytes=tuple(stages),
             token_bytes=token_bytes,
             state_bytes=state_bytes,
-            draft_bytes=0 if cluster.draft is None else cluster.draft.weight_bytes + head,
+            draft_bytes=0 if draft is None else draft.weight_bytes + (head if draft.draft_vocab_size is None else 0),
             matrix_elements=round(_matrix_elements(config, LayerRange(0, config.num_layers))),
         )
 

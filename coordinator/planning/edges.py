@@ -42,8 +42,9 @@ def plan_edges(models: Models, plan: Plan, prefill_rows: int) -> list[Edge]:
         row = feature_bytes(models, len(models.target.layers))
         projected = 0
         if models.head_place is HeadPlace.PROJECTED:
-            # Two embedding rows there, the draft tokens' hidden rows back.
-            projected = (2 + block - 1) * draft.hidden_size * draft.item_bytes
+            # Two embedding rows there; the draft tokens' hidden rows back, unless the draft has an lm_head of its own.
+            rows = 2 + (block - 1 if draft.config.draft_vocab_size is None else 0)
+            projected = rows * draft.hidden_size * draft.item_bytes
         last = f"stage {len(plan.stages) - 1}"
         edges.append(Edge(last, "draft", 0, row * block + projected, row * prefill_rows))
     return edges

@@ -98,7 +98,7 @@ def draft_share(models: Models) -> Share:
     """Return what a draft's own worker holds."""
     target, draft = models.target, models.draft
     assert draft is not None
-    if models.head_place is not HeadPlace.LOADED:
+    if models.head_place is not HeadPlace.LOADED or draft.config.draft_vocab_size is not None:
         return Share(None, draft.weight_bytes, draft.cpu_bytes, True)
     head, head_on_cpu = (target.draft_head_bytes(draft.item_bytes, on_cpu=on_cpu) for on_cpu in (False, True))
     return Share(None, draft.weight_bytes + head, draft.cpu_bytes + head_on_cpu, True)

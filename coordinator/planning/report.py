@@ -177,10 +177,17 @@ def draft_reason(models: Models, plan: Plan) -> str | None:
     last = len(plan.stages) - 1
     head = format_size(target.draft_head_bytes(draft.item_bytes))
     row = format_size(feature_bytes(models, len(target.layers)))
+    own = draft.config.draft_vocab_size
     if plan.draft is None:
+        shared = f"it shares that stage's lm_head, {head} less" if own is None else f"its own lm_head has {own} tokens"
         return (
-            f"beside stage {last}, where the logits are: it shares that stage's lm_head, {head} less, and {row} of "
-            "features a row stay in the process; --draft-device puts it elsewhere"
+            f"beside stage {last}, where the logits are: {shared}, and {row} of features a row stay in the process; "
+            "--draft-device puts it elsewhere"
+        )
+    if own is not None:
+        return (
+            f"on {plan.draft}, as --draft-device says: its own lm_head has {own} tokens, and {row} of features a row "
+            f"travel there from stage {last}; without --draft-device it sits beside that stage and they stay there"
         )
     if models.head_place is HeadPlace.LOADED:
         cost = f"it loads the target's lm_head, {head} more (--draft-head projected leaves that out)"

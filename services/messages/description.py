@@ -171,7 +171,8 @@ class DraftDescription:
 
     block_size: the known token and the draft tokens of one block. capture_layers: the 0-based target blocks whose
     output the draft reads. num_target_layers: the layers of the target that it was made for. state_trimmable,
-    quantization: as of a stage.
+    quantization: as of a stage. draft_vocab_size: how many of the target's tokens it proposes, by an lm_head of its
+    own; None where it shares the target's.
     """
 
     fingerprint: str
@@ -189,6 +190,7 @@ class DraftDescription:
     state_trimmable: bool = False
     step_engine: StepEngine = StepEngine.TORCH
     quantization: Quantization | None = None
+    draft_vocab_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,6 +350,7 @@ def worker_to_message(worker: WorkerDescription) -> model_pb2.WorkerDescription:
                 state_cuttable=draft.state_trimmable,
                 step_engine=_ENGINES.number(draft.step_engine),
                 quantization=quantization_to_message(draft.quantization),
+                draft_vocab_size=draft.draft_vocab_size or 0,
             )
         )
     if (drafter := worker.drafter) is not None:
@@ -452,6 +455,7 @@ def _draft_from_message(message: model_pb2.DraftDescription) -> DraftDescription
         state_trimmable=message.state_cuttable,
         step_engine=_engine_from_number(message.step_engine),
         quantization=quantization_from_message(message),
+        draft_vocab_size=message.draft_vocab_size or None,
     )
 
 

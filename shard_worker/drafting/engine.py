@@ -9,23 +9,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from services.errors import FailedPrecondition
+from shard_worker.drafting.draft_head import DraftHead
 from shard_worker.drafting.drafters import Draft, DraftRunner, DraftState
 from shard_worker.drafting.embedding_rows import EmbeddingRows
 from shard_worker.model.features import Features
 from shard_worker.model.kernel_support import can_read
 from shard_worker.weights.weight import Weight
-
-
-class Projection(Protocol):
-    """What turns hidden rows into logits."""
-
-    def __call__(self, normed: torch.Tensor, batch_invariant_rows: int | None = None, /) -> torch.Tensor:
-        """Return the logits [n, vocab] of normed rows [n, hidden]. batch_invariant_rows: as in `Rows`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +50,14 @@ class CommittedRows:
 class DraftEngine:
     """A draft and the target's parts that it works with.
 
-    embedding, project: the target's embedding and lm_head; None where another worker has them. runner, batch_runner:
-    the draft's kernels for one session and for several; None where plain torch serves.
+    embedding: the target's; None where another worker has it. head: the target's lm_head, or the draft's own; None
+    where another worker has it. runner, batch_runner: the draft's kernels for one session and for several; None where
+    plain torch serves.
     """
 
     draft: Draft
     embedding: EmbeddingRows | None = None
-    project: Projection | None = None
+    head: DraftHead | None = None
     runner: DraftRunner | None = None
     batch_runner: DraftRunner | None = None
 
@@ -107,7 +101,7 @@ class DraftEngine:
         Raises FailedPrecondition as `check_draft_request` does.
         """
         assert self.embedding is not None
-        assert self.project is not None
+        assert self.head is not None
         for state, request in zip(states, requests, strict=True):
             check_draft_request(self.draft, state, request.position, request.tokens)
         counts = [request.tokens for request in requests]
@@ -122,8 +116,8 @@ class DraftEngine:
                 *self.propose_together(states[:middle], requests[:middle]),
                 *self.propose_together(states[middle:], requests[middle:]),
             ]
-        logits = self.project(self.draft.propose(states, rows, counts), states[0].batch_invariant_rows)
-        draft_tokens = iter(logits.argmax(-1).tolist())
+        hidden = self.draft.propose(states, rows, counts)
+        draft_tokens = iter(self.head.most_probable(hidden, states[0].batch_invariant_rows).tolist())
         return [tuple(itertools.islice(draft_tokens, count)) for count in counts]
 
     def _runner(
@@ -145,7 +139,7 @@ class DraftEngine:
 def make_engine(
     draft: Draft,
     embedding: EmbeddingRows,
-    head: Weight,
+    lm_head: Weight | None,
     *,
     graphs: bool,
     kernels: bool = True,
@@ -153,19 +147,20 @@ def make_engine(
 ) -> DraftEngine:
     """Join a draft with the target's embedding and lm_head. It computes by kernels where they can run.
 
-    head: lm_head, [vocab, hidden], on the draft's device. graphs: whether kernels may run as captured CUDA graphs.
-    kernels: whether there may be kernels at all. sessions: the most that kernels are asked for together; None where
-    that is one at a time.
+    lm_head: [vocab, hidden], on the draft's device; not needed for a draft with a head of its own. graphs: whether
+    kernels may run as captured CUDA graphs. kernels: whether there may be kernels at all. sessions: the most that
+    kernels are asked for together; None where that is one at a time.
     """
-
-    def project(hidden: torch.Tensor, batch_invariant_rows: int | None = None) -> torch.Tensor:
-        return head.matmul(hidden.to(head.dtype), None, batch_invariant_rows)
-
-    if not kernels or head.dtype != draft.dtype or not draft.has_kernels or not can_read(draft.device, [head]):
-        return DraftEngine(draft, embedding, project)
+    head = draft.own_head
+    if head is None:
+        assert lm_head is not None
+        head = DraftHead(lm_head)
+    matrix = head.weight
+    if not kernels or matrix.dtype != draft.dtype or not draft.has_kernels or not can_read(draft.device, [matrix]):
+        return DraftEngine(draft, embedding, head)
     alone = draft.make_runner(head, graphs=graphs)
     together = None if sessions is None else draft.make_runner(head, graphs=graphs, sessions=sessions)
-    return DraftEngine(draft, embedding, project, alone, together)
+    return DraftEngine(draft, embedding, head, alone, together)
 
 
 def check_start(state: DraftState, start: int) -> None:

@@ -20,7 +20,7 @@ from shard_worker.device.dtypes import Leaving, from_wire, to_wire
 from shard_worker.device.executor import DeviceThread
 from shard_worker.drafting.drafters import DraftState
 from shard_worker.drafting.embedding_rows import EmbeddingRows
-from shard_worker.drafting.engine import DraftEngine, DraftRequest, Projection
+from shard_worker.drafting.engine import DraftEngine, DraftRequest
 from shard_worker.model.features import Features, joined
 from shard_worker.session_record import SessionRecord
 from shard_worker.snapshots.keeper import SnapshotKeeper
@@ -83,6 +83,13 @@ async def restore_draft(
     part = await keeper.restore(restore, state.views(), location)
     state.length = restore.length
     return part
+
+
+class Projection(Protocol):
+    """What turns hidden rows into logits."""
+
+    def __call__(self, normed: torch.Tensor, batch_invariant_rows: int | None = None, /) -> torch.Tensor:
+        """Return the logits [n, vocab] of normed rows [n, hidden]. batch_invariant_rows: as in `Rows`."""
 
 
 class LocalDraftLink:
@@ -160,8 +167,8 @@ class RemoteDraftLink:
     """A `DraftElsewhere` that is there.
 
     session: the draft's session there. device: where the last stage computes. projected: whether the draft has neither
-    the target's embedding nor its lm_head, so that this end sends it rows of `embedding` and turns its hidden rows into
-    tokens by `project`.
+    the target's embedding nor its lm_head, so that this end sends it rows of `embedding` and, unless it has a head of
+    its own, turns its hidden rows into tokens by `project`.
     """
 
     held_bytes = 0

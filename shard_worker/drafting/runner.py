@@ -15,6 +15,7 @@ import torch
 
 from shard_worker.cache.attention_cache import PAGE_ROWS
 from shard_worker.device.devices import Device
+from shard_worker.drafting.draft_head import DraftHead
 from shard_worker.drafting.drafters.dflash import DFlashDraft, DFlashState
 from shard_worker.model.kernels import decoder
 from shard_worker.model.kernels.accept import ASKED, accept
@@ -26,16 +27,15 @@ from shard_worker.model.kernels.step_parameters import StepParameters
 from shard_worker.model.layer_weights import AttentionWeights
 from shard_worker.stage.batch_runner import ROW_COUNTS as BATCH_ROW_COUNTS
 from shard_worker.stage.step_runner import ROW_COUNTS
-from shard_worker.weights.weight import Weight
 
 
 class DFlashRunner:
-    """Runs one draft with the lm_head [vocab, hidden] that it shares or has, for one session a call, or for several.
+    """Runs one draft with the head that it shares or has, for one session a call, or for several.
 
     A session's draft tokens and context are the same to the last bit either way.
     """
 
-    def __init__(self, draft: DFlashDraft, head: Weight, *, graphs: bool, sessions: int | None = None) -> None:
+    def __init__(self, draft: DFlashDraft, head: DraftHead, *, graphs: bool, sessions: int | None = None) -> None:
         """sessions: the most of a call; None for calls of one session alone, which have less to look up."""
         config, device = draft.config, draft.device.torch_device
         self._draft, self._head, self.graphs, self._sessions = draft, head, graphs, sessions
@@ -242,8 +242,11 @@ class DFlashRunner:
         hidden = block_rows(self.known_rows, self._mask_row, places[self._kinds[0]], rows)
         result = decoder.run(self._layers, hidden, places, uncommitted=False, then=self._draft.norm)
         assert result.normed is not None
-        logits, _ = linear(result.normed, self._head)
-        torch.argmax(logits, -1, out=self._draft_tokens[:rows])
+        logits, _ = linear(result.normed, self._head.weight)
+        if self._head.token_ids is None:
+            torch.argmax(logits, -1, out=self._draft_tokens[:rows])
+        else:
+            self._draft_tokens[:rows].copy_(self._head.named(logits.argmax(-1)))
 
 
 def blocks_of(tokens: Sequence[int], draft_tokens: Sequence[int]) -> list[tuple[int, ...]]:

@@ -108,7 +108,7 @@ class DraftRole(WorkerRole[LoadDraft]):
         engine = DraftEngine(draft)
         if part.head_place is HeadPlace.LOADED:
             target = open_checkpoint(part.model_path, quantization=part.target_quantization)
-            head = self._load_head(target, draft)
+            head = None if draft.own_head is not None else self._load_head(target, draft)
             engine = make_engine(draft, rows_of_checkpoint(target), head, graphs=self.resources.graphs)
             try:
                 engine.prepare()
@@ -157,6 +157,7 @@ class DraftRole(WorkerRole[LoadDraft]):
             state_trimmable=trimmable(self.loaded.keeper.groups),
             step_engine=self._step_engine(self.loaded),
             quantization=part.quantization,
+            draft_vocab_size=draft.config.draft_vocab_size,
         )
 
     async def open(self, request: OpenDraft) -> LocalDraftSession:
@@ -299,12 +300,14 @@ class LocalDraftSession:
         draft_request = DraftRequest(request.step, request.position, request.token_id, request.tokens)
         return self._loaded.engine.propose(self.state, draft_request)
 
-    def _hidden(self, request: Propose) -> WireTensor:
+    def _hidden(self, request: Propose) -> DraftAnswer:
         assert request.embed is not None
         self._thread.computes("draft", request.tokens)
         engine = self._loaded.engine
         rows = from_wire(request.embed, engine.draft.device.torch_device)
-        return to_wire(engine.hidden(self.state, request.position, rows, request.tokens))
+        hidden = engine.hidden(self.state, request.position, rows, request.tokens)
+        own_head = engine.draft.own_head
+        return to_wire(hidden) if own_head is None else tuple(own_head.most_probable(hidden).tolist())
 
     def _check_shape(self, field: str, tensor: WireTensor) -> int:
         """Return the number of rows. Raises InvalidArgument for what is not floats [rows, hidden]."""

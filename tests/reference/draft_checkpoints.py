@@ -63,6 +63,7 @@ def speculators_config(
     mask: int,
     block_size: int,
     is_causal: bool | None,
+    draft_vocab_size: int,
 ) -> dict[str, Any]:
     """The speculators layout; only the causality of sliding layers can be expressed in it."""
     if is_causal:
@@ -83,7 +84,7 @@ def speculators_config(
         "aux_hidden_state_layer_ids": [i + 1 for i in ids],
         "block_size": block_size,
         "mask_token_id": mask,
-        "draft_vocab_size": decoder["vocab_size"],
+        "draft_vocab_size": draft_vocab_size,
         "target_hidden_size": decoder["hidden_size"],
         "sample_from_anchor": False,
         "sliding_window_non_causal": is_causal is False,
@@ -134,10 +135,12 @@ def write_draft(
     rope_theta: float = 500_000.0,
     rope_scaling: dict[str, Any] | None = None,
     max_positions: int = 4096,
+    token_ids: Sequence[int] | None = None,
 ) -> Path:
     """A draft for the target at `target_path`, with the target's width and vocabulary.
 
-    Defaults: the second and the last but one block, mask token vocab - 2, full attention.
+    Defaults: the second and the last but one block, mask token vocab - 2, full attention. token_ids: ascending, those
+    that a reduced vocabulary has, of the speculators layout, with an lm_head of its own; None for the target's.
     """
     if form not in FORMS:
         raise ValueError(f"unknown form {form!r}, expected one of {FORMS}")
@@ -173,16 +176,25 @@ def write_draft(
         decoder["rope_parameters"] = {"rope_type": "default", "rope_theta": rope_theta, **(rope_scaling or {})}
     else:
         decoder |= {"rope_theta": rope_theta, "rope_scaling": rope_scaling}
+    reduced = vocab if token_ids is None else len(token_ids)
     if form == "speculators":
-        config = speculators_config(decoder, outer, Path(target_path), ids, mask, block_size, is_causal)
+        config = speculators_config(decoder, outer, Path(target_path), ids, mask, block_size, is_causal, reduced)
     else:
         config = zlab_config(decoder, ids, mask, block_size, is_causal, target_layers, form == "nested")
+    elsewhere: dict[str, torch.Tensor] = {}
+    if token_ids is not None:
+        kept = torch.tensor(token_ids)
+        elsewhere = {"d2t": kept - torch.arange(reduced), "t2d": torch.zeros(vocab, dtype=torch.bool)}
+        elsewhere["t2d"][kept] = True
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     storage.write_config(folder, config)
     shapes = draft_shapes(hidden, len(ids), layers, heads, kv_heads, head_dim, mlp, attention_bias)
+    if token_ids is not None:
+        shapes["lm_head.weight"] = (reduced, hidden)
     storage.save_tensors(
         folder,
-        {name: draw(name, shape, seed, centre=1.0).to(getattr(torch, dtype)) for name, shape in shapes.items()},
+        {name: draw(name, shape, seed, centre=1.0).to(getattr(torch, dtype)) for name, shape in shapes.items()}
+        | elsewhere,
     )
     return folder

@@ -93,6 +93,7 @@ WORKER = WorkerDescription(
         max_position=2048,
         dtype="float32",
         weight_bytes=77,
+        draft_vocab_size=128,
         state_trimmable=True,
     ),
     open_sessions=2,

@@ -79,6 +79,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "session": {},
     "sliding": {"layer_types": (SLIDING, FULL), "sliding_window": 10},
     "all-sliding": {"layer_types": (SLIDING, SLIDING), "sliding_window": 6, "is_causal": False},
+    "reduced": {"form": "speculators", "token_ids": range(1, 256, 3)},
 }
 """The shapes of drafts that `MakeChain` writes: options of `write_draft` by label."""
 

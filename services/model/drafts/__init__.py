@@ -45,6 +45,11 @@ class DraftConfig(Protocol):
         """The 0-based target blocks whose output the draft reads, in the order of the columns of `fc`."""
 
     @property
+    def draft_vocab_size(self) -> int | None:
+        """How many of the target's tokens the draft has an lm_head of its own for; None where it shares the
+        target's."""
+
+    @property
     def num_target_layers(self) -> int:
         """Number of blocks of the target that the draft was made for."""
 

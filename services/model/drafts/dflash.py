@@ -29,8 +29,12 @@ _ALIASES = (
     (re.compile(r"^encoder\.fc\."), "fc."),
     (re.compile(r"^encoder\.output_norm_enc\."), "hidden_norm."),
 )
-# Copies of the target's own tensors, which are shared instead, and maps that a full vocabulary doesn't need.
-_IGNORED = re.compile(r"^(embed_tokens\.weight|lm_head\.weight|t2d|verifier_.*|.*rotary_emb\.inv_freq)$")
+# Copies of the target's own tensors, which are shared instead, and a map that follows from the other one.
+_IGNORED = re.compile(r"^(embed_tokens\.weight|t2d|verifier_.*|.*rotary_emb\.inv_freq)$")
+
+TOKEN_OFFSETS = "d2t"
+"""The tensor that says for which tokens of the target the rows of a reduced vocabulary stand: how much more the token's
+number is than the row's. It is no weight, and not among `tensor_shapes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,8 @@ class DFlashConfig:
     capture_layers: tuple[int, ...]
     """The 0-based target blocks whose output is read, in the order of the columns of `fc`."""
     num_target_layers: int
+    draft_vocab_size: int | None = None
+    """How many tokens the draft has an lm_head of its own for; None where it shares the target's."""
 
     @property
     def num_layers(self) -> int:
@@ -122,6 +128,7 @@ def read_config(raw: Mapping[str, Any]) -> DFlashConfig:
         mask_token_id=reader.integer("mask_token_id", at_least=0),
         capture_layers=_capture_layers(reader, layers),
         num_target_layers=reader.integer("num_target_layers", 1),
+        draft_vocab_size=_reduced_vocabulary(reader),
     )
     check_heads(config.heads, config.kv_heads, "draft config.json")
     if config.mask_token_id >= config.vocab_size:
@@ -130,18 +137,11 @@ def read_config(raw: Mapping[str, Any]) -> DFlashConfig:
             f"{config.vocab_size}",
             field="mask_token_id",
         )
-    reduced = reader.raw("draft_vocab_size")
-    if reduced is not None and reduced != config.vocab_size:
-        raise Unimplemented(
-            f"draft config.json: draft_vocab_size {reduced} is a reduced vocabulary, which is not supported; "
-            f"use a draft with the full vocabulary of {config.vocab_size}",
-            field="draft_vocab_size",
-        )
     return config
 
 
 def tensor_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every tensor of a draft."""
+    """Return the name and shape of every tensor of a draft's weights."""
     hidden, mlp = config.hidden_size, config.mlp_size
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {
@@ -150,6 +150,8 @@ def tensor_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
     }
+    if config.draft_vocab_size is not None:
+        shapes["lm_head.weight"] = (config.draft_vocab_size, hidden)
     for index in range(config.num_layers):
         prefix = f"layers.{index}."
         attention = f"{prefix}self_attn."
@@ -175,14 +177,18 @@ def tensor_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
 def find_tensors(config: DFlashConfig, headers: Mapping[str, TensorHeader], directory: Path) -> dict[str, str]:
     """Return the name in the checkpoint of every tensor of `tensor_shapes`. directory: named in errors.
 
-    Raises InvalidArgument for missing, unknown or mis-shaped tensors.
+    Raises InvalidArgument for missing, unknown or mis-shaped tensors, `TOKEN_OFFSETS` among them.
     """
+    if config.draft_vocab_size is not None:
+        _check_token_offsets(headers.get(TOKEN_OFFSETS), config.draft_vocab_size, directory)
     names: dict[str, str] = {}
     for stored in headers:
         name = stored
         for pattern, plain in _ALIASES:
             name = pattern.sub(plain, name)
-        if not _IGNORED.match(name):
+        if not _IGNORED.match(name) and name != (
+            "lm_head.weight" if config.draft_vocab_size is None else TOKEN_OFFSETS
+        ):
             names[name] = stored
     shapes = tensor_shapes(config)
     for name, shape in shapes.items():
@@ -208,6 +214,22 @@ def find_tensors(config: DFlashConfig, headers: Mapping[str, TensorHeader], dire
 def is_multiplied_apart(name: str) -> bool:
     """As of `DraftFormat`: the target's features become keys and values without queries."""
     return name.endswith(("k_proj.weight", "v_proj.weight"))
+
+
+def _check_token_offsets(header: TensorHeader | None, draft_vocab_size: int, directory: Path) -> None:
+    expected = f"a draft of {draft_vocab_size} tokens has one whole number for each, I64 or I32"
+    if header is None:
+        raise InvalidArgument(
+            f"draft tensor {TOKEN_OFFSETS} is missing in {directory}: {expected}",
+            reason="TENSOR_MISSING",
+            field=TOKEN_OFFSETS,
+        )
+    if header.shape != (draft_vocab_size,) or header.code not in ("I64", "I32"):
+        raise InvalidArgument(
+            f"draft tensor {TOKEN_OFFSETS} is {header.code} of shape {list(header.shape)}: {expected}",
+            reason="TENSOR_SHAPE",
+            field=TOKEN_OFFSETS,
+        )
 
 
 def _own_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,6 +271,19 @@ def _causal(reader: ConfigReader, kinds: tuple[LayerKind, ...]) -> tuple[bool, .
         if reader.has(key):
             return (reader.flag(key, False),) * len(kinds)
     return tuple(kind is LayerKind.SLIDING for kind in kinds)
+
+
+def _reduced_vocabulary(reader: ConfigReader) -> int | None:
+    """Return how many tokens a draft proposes that has not all of the target's, None where it has."""
+    if not reader.has("draft_vocab_size"):
+        return None
+    reduced, vocab_size = reader.integer("draft_vocab_size"), reader.integer("vocab_size")
+    if reduced > vocab_size:
+        raise InvalidArgument(
+            f"draft config.json: draft_vocab_size is {reduced}; it must be at most vocab_size, {vocab_size}",
+            field="draft_vocab_size",
+        )
+    return None if reduced == vocab_size else reduced
 
 
 def _capture_layers(reader: ConfigReader, draft_layers: int) -> tuple[int, ...]:

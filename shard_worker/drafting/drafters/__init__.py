@@ -17,9 +17,9 @@ from services.model.drafts import DraftConfig, check_draft_kind
 from shard_worker.cache.page_pool import PagePool
 from shard_worker.cache.prefix_state import StateView, TensorGroup
 from shard_worker.device.devices import Device
+from shard_worker.drafting.draft_head import DraftHead
 from shard_worker.model.features import Features
 from shard_worker.weights.checkpoint import Checkpoint
-from shard_worker.weights.weight import Weight
 
 if TYPE_CHECKING:
     from shard_worker.model.kernels.step_parameters import StepParameters
@@ -43,7 +43,7 @@ class DraftState(Protocol):
 
 
 class DraftRunner(Protocol):
-    """A draft's kernels on a GPU, for one lm_head: for one session a call, or for several.
+    """A draft's kernels on a GPU, for one head: for one session a call, or for several.
 
     `append` and `propose` are complete steps. A caller that completes the step parameters on the device uses the other
     methods: it fills `appending` and `proposing`, puts the known tokens' embeddings into `known_rows`, and launches.
@@ -154,11 +154,15 @@ class Draft(Protocol):
         """
 
     @property
+    def own_head(self) -> DraftHead | None:
+        """What turns its hidden rows into tokens; None where that is the target's lm_head."""
+
+    @property
     def has_kernels(self) -> bool:
         """Whether `make_runner` can be called: the kind has kernels, and they run this draft on its device."""
 
-    def make_runner(self, head: Weight, *, graphs: bool, sessions: int | None = None) -> DraftRunner:
-        """Return a runner for an lm_head [vocab, hidden] of the draft's device and dtype.
+    def make_runner(self, head: DraftHead, *, graphs: bool, sessions: int | None = None) -> DraftRunner:
+        """Return a runner for a head of the draft's device and dtype.
 
         graphs: as CUDA graphs. sessions: the most of a call; None for calls of one session alone.
         """

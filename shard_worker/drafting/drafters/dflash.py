@@ -14,15 +14,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from services.errors import InvalidArgument
 from services.model.config import LayerKind
 from services.model.draft_tensors import draft_bytes
 from services.model.drafts import draft_dtype
-from services.model.drafts.dflash import DFlashConfig, find_tensors, is_multiplied_apart, read_config
+from services.model.drafts.dflash import (
+    TOKEN_OFFSETS,
+    DFlashConfig,
+    find_tensors,
+    is_multiplied_apart,
+    read_config,
+)
 from shard_worker.cache.attention_cache import PAGE_ROWS, AttentionCache, AttentionView
 from shard_worker.cache.page_pool import PagePool
 from shard_worker.cache.prefix_state import GroupKind, StateView, TensorGroup
 from shard_worker.device.devices import Device, check_room
 from shard_worker.device.dtypes import dtype_from_name, dtype_to_name
+from shard_worker.drafting.draft_head import DraftHead
 from shard_worker.model.features import Features
 from shard_worker.model.kernel_support import can_read, can_run
 from shard_worker.model.layer_weights import AttentionWeights, DecoderWeights, MlpWeights, matrices_of
@@ -87,6 +95,7 @@ class DFlashDraft:
     context: tuple[Weight, ...]
     rotation: Rotation
     pool: PagePool
+    own_head: DraftHead | None
 
     def allocate(self, max_length: int, batch_invariant_rows: int | None = None) -> DFlashState:
         """Return the empty state of a session of up to `max_length` tokens. batch_invariant_rows: as in `Rows`."""
@@ -221,9 +230,10 @@ class DFlashDraft:
     def has_kernels(self) -> bool:
         """Whether kernels can run this draft on its device."""
         matrices = [matrix for weights in self.layers for matrix in matrices_of(weights)]
-        return can_run(self.device, [self.config.head_dim]) and can_read(self.device, [self.fc, *matrices])
+        matrices.append(self.fc)
+        return can_run(self.device, [self.config.head_dim]) and can_read(self.device, matrices)
 
-    def make_runner(self, head: Weight, *, graphs: bool, sessions: int | None = None) -> DFlashRunner:
+    def make_runner(self, head: DraftHead, *, graphs: bool, sessions: int | None = None) -> DFlashRunner:
         """Return a runner of this draft, as `Draft.make_runner`."""
         # Only where kernels can run is Triton installed.
         from shard_worker.drafting.runner import DFlashRunner
@@ -338,6 +348,20 @@ def load(
             resident += context.nbytes
         return layer, context
 
+    def own_head() -> DraftHead | None:
+        if config.draft_vocab_size is None:
+            return None
+        rows = torch.arange(config.draft_vocab_size)
+        token_ids = rows + checkpoint.tensor(TOKEN_OFFSETS)
+        least, most = int(token_ids.min()), int(token_ids.max())
+        if least < 0 or most >= config.vocab_size:
+            raise InvalidArgument(
+                f"draft tensor {TOKEN_OFFSETS} leads to tokens {least} to {most}; those of the target are below "
+                f"{config.vocab_size}",
+                field=TOKEN_OFFSETS,
+            )
+        return DraftHead(matrix("lm_head.weight").prepared(), token_ids.to(device.torch_device))
+
     heads_of = (("q", config.heads), ("k", config.kv_heads))
     layers, context = zip(*[pack(index, kind) for index, kind in enumerate(config.layer_kinds)], strict=True)
     return DFlashDraft(
@@ -351,6 +375,7 @@ def load(
         layers=layers,
         context=context,
         rotation=Rotation.of(config.rope, device.torch_device),
+        own_head=own_head(),
         # Last: it counts what is read above.
         weight_bytes=resident,
         pool=pool or PagePool(),

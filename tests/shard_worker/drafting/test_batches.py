@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from shard_worker.drafting.draft_head import DraftHead
 from shard_worker.drafting.drafters.dflash import DFlashDraft, DFlashState
 from shard_worker.drafting.engine import CommittedRows, DraftEngine, DraftRequest
 from shard_worker.model.features import Features
@@ -28,6 +29,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 SHAPES: dict[str, dict[str, Any]] = {
     "sliding-causal": {"layer_types": (SLIDING, FULL), "sliding_window": 10, "is_causal": True},
     "biases": {"layer_types": (FULL,), "layers": 1, "attention_bias": True, "is_causal": False},
+    "reduced": {"form": "speculators", "layers": 1, "token_ids": range(1, 256, 3)},
 }
 STOPS = frozenset({7, 40, 200})
 
@@ -42,9 +44,10 @@ class Drafting:
         self.embedding, head = (
             torch.randn(256, 64, generator=generator).to(device().torch_device, DTYPE) for _ in range(2)
         )
-        weight = DenseWeight(head)
-        self.alone: DFlashRunner = self.draft.make_runner(weight, graphs=ON_GPU)
-        self.together: DFlashRunner = self.draft.make_runner(weight, graphs=ON_GPU, sessions=MAX_SESSIONS)
+        # Where the draft has a head of its own that one is used, as by `make_engine`.
+        chosen = self.draft.own_head or DraftHead(DenseWeight(head))
+        self.alone: DFlashRunner = self.draft.make_runner(chosen, graphs=ON_GPU)
+        self.together: DFlashRunner = self.draft.make_runner(chosen, graphs=ON_GPU, sessions=MAX_SESSIONS)
         mask_row = self.embedding[self.draft.config.mask_token_id]
         for runner in (self.alone, self.together):
             # All numbers of rows take long where kernels are interpreted.
@@ -52,9 +55,7 @@ class Drafting:
                 runner.prepare(mask_row, self.embedding)
             else:
                 runner.set_mask_row(mask_row)
-        self.engine = DraftEngine(
-            self.draft, lambda ids: self.embedding[list(ids)], weight.matmul, self.alone, self.together
-        )
+        self.engine = DraftEngine(self.draft, lambda ids: self.embedding[list(ids)], chosen, self.alone, self.together)
 
     def contexts(self, lengths: Sequence[int]) -> tuple[list[DFlashState], list[DFlashState]]:
         """The same random contexts twice."""

@@ -171,6 +171,24 @@ async def test_a_draft_of_its_own_worker_proposes_alike(
     assert answers[0].proposals == answers[1].proposals
 
 
+@pytest.mark.parametrize("cuts", [(), (3,)])
+async def test_a_draft_with_fewer_tokens_than_the_target(
+    tiny: Tiny, make_chain: MakeChain, cuts: tuple[int, ...]
+) -> None:
+    """It proposes those alone, the same wherever it is; a token that it lacks only makes a block shorter."""
+    prompt, expected = tiny.clear_prompt("qwen3_5", 12, 40)
+    answers = []
+    for place in HeadPlace:
+        async with make_chain("qwen3_5", cuts, "reduced", place=place).session() as client:
+            answers.append(await client.speculate(prompt, 40))
+
+    for answer in answers:
+        assert answer.tokens == expected
+        assert answer.proposals == answers[0].proposals
+    assert {token % 3 for proposal in answers[0].proposals for token in proposal} == {1}
+    assert {token % 3 for token in expected} > {1}
+
+
 @pytest.mark.parametrize("draft_tokens", range(1, BLOCK))
 async def test_blocks_of_every_size(tiny: Tiny, make_chain: MakeChain, draft_tokens: int) -> None:
     """Asking the draft for fewer draft tokens than its block holds gives shorter proposals and the same tokens."""

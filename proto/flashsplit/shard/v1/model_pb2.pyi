@@ -116,7 +116,7 @@ class TargetDescription(_message.Message):
     def __init__(self, fingerprint: _Optional[str] = ..., family: _Optional[str] = ..., layers: _Optional[_Union[LayerRange, _Mapping]] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_position: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., capture_layers: _Optional[_Iterable[int]] = ..., feature_transport: _Optional[_Union[FeatureTransport, str]] = ..., weight_bytes: _Optional[int] = ..., state_cuttable: _Optional[bool] = ..., step_engine: _Optional[_Union[StepEngine, str]] = ..., kv_dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., quantization: _Optional[_Union[Quantization, _Mapping]] = ..., rope_scaling: _Optional[str] = ..., session_tokens: _Optional[int] = ...) -> None: ...
 
 class DraftDescription(_message.Message):
-    __slots__ = ("fingerprint", "block_size", "mask_token_id", "capture_layers", "hidden_size", "vocab_size", "num_target_layers", "head_place", "feature_transport", "max_position", "dtype", "weight_bytes", "state_cuttable", "step_engine", "quantization")
+    __slots__ = ("fingerprint", "block_size", "mask_token_id", "capture_layers", "hidden_size", "vocab_size", "num_target_layers", "head_place", "feature_transport", "max_position", "dtype", "weight_bytes", "state_cuttable", "step_engine", "quantization", "draft_vocab_size")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     MASK_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +132,7 @@ class DraftDescription(_message.Message):
     STATE_CUTTABLE_FIELD_NUMBER: _ClassVar[int]
     STEP_ENGINE_FIELD_NUMBER: _ClassVar[int]
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     fingerprint: str
     block_size: int
     mask_token_id: int
@@ -147,7 +148,8 @@ class DraftDescription(_message.Message):
     state_cuttable: bool
     step_engine: StepEngine
     quantization: Quantization
-    def __init__(self, fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., mask_token_id: _Optional[int] = ..., capture_layers: _Optional[_Iterable[int]] = ..., hidden_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_target_layers: _Optional[int] = ..., head_place: _Optional[_Union[HeadPlace, str]] = ..., feature_transport: _Optional[_Union[FeatureTransport, str]] = ..., max_position: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., weight_bytes: _Optional[int] = ..., state_cuttable: _Optional[bool] = ..., step_engine: _Optional[_Union[StepEngine, str]] = ..., quantization: _Optional[_Union[Quantization, _Mapping]] = ...) -> None: ...
+    draft_vocab_size: int
+    def __init__(self, fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., mask_token_id: _Optional[int] = ..., capture_layers: _Optional[_Iterable[int]] = ..., hidden_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_target_layers: _Optional[int] = ..., head_place: _Optional[_Union[HeadPlace, str]] = ..., feature_transport: _Optional[_Union[FeatureTransport, str]] = ..., max_position: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.Dtype, str]] = ..., weight_bytes: _Optional[int] = ..., state_cuttable: _Optional[bool] = ..., step_engine: _Optional[_Union[StepEngine, str]] = ..., quantization: _Optional[_Union[Quantization, _Mapping]] = ..., draft_vocab_size: _Optional[int] = ...) -> None: ...
 
 class DrafterDescription(_message.Message):
     __slots__ = ("fingerprint", "vocab_size", "num_layers", "max_position", "dtype", "weight_bytes")

@@ -40,6 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "three-captures": {"target_layer_ids": (2, 0, 3), "layers": 3, "kv_heads": 4},
     "short-rope": {"max_positions": 16},
+    "reduced": {"form": "speculators", "token_ids": range(1, 256, 3)},
 }
 CLOSE = {"rtol": 0.0, "atol": 3e-5}
 MakePair = Callable[[str], tuple[DFlashDraft, DenseDraft]]
@@ -143,6 +144,49 @@ def test_blocks_along_a_growing_context(make_pair: MakePair, name: str) -> None:
     assert_dense(propose(draft, state), dense.forward(joined, EMBEDDING, HEAD, KNOWN))
 
 
+@torch.no_grad()
+def test_a_reduced_vocabulary_has_a_head_of_its_own(make_pair: MakePair) -> None:
+    """Draft tokens are those of the checkpoint's lm_head, by the map that says which of the target's tokens it has."""
+    draft, dense = make_pair("reduced")
+    state, joined, proposed = draft.allocate(100), context(draft, 70), set[int]()
+    known_tokens = dense.tensors["t2d"].nonzero().flatten()
+    assert draft.own_head is not None
+    for piece in joined.split(1):
+        feed(draft, state, piece)
+
+        own = draft.own_head.most_probable(propose(draft, state))
+
+        expected = dense.forward(joined[: state.length], EMBEDDING, dense.tensors["lm_head.weight"], KNOWN)
+        assert own.tolist() == known_tokens[expected.logits.argmax(-1)].tolist()
+        proposed.update(own.tolist())
+    assert len(proposed) > 10
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "words"),
+    [
+        (lambda tensors: tensors.pop("d2t"), "d2t", "is missing"),
+        (lambda tensors: tensors.pop("lm_head.weight"), "lm_head.weight", "is missing"),
+        (
+            lambda tensors: tensors["d2t"].add_(80),
+            "d2t",
+            "leads to tokens 81 to 333; those of the target are below 256",
+        ),
+        (lambda tensors: tensors["d2t"].sub_(2), "d2t", "leads to tokens -1 to 251"),
+        (lambda tensors: tensors.update(d2t=tensors["d2t"].float()), "d2t", "F32"),
+    ],
+)
+def test_a_map_of_tokens_that_does_not_fit_is_refused(
+    tiny: Tiny, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], Any], field: str, words: str
+) -> None:
+    """A reduced vocabulary without its head, without its map or with one beyond the target's tokens is no draft."""
+    with pytest.raises(InvalidArgument) as caught:
+        loaded_after(tiny, tmp_path, change, "reduced")
+
+    assert caught.value.where["field"] == field
+    assert words in caught.value.message
+
+
 @pytest.mark.parametrize("name", ["full", "sliding", "sliding-non-causal", "window-1"])
 @pytest.mark.parametrize("length", [3, 30])
 def test_a_proposal_leaves_the_context_as_it_was(make_pair: MakePair, name: str, length: int) -> None:
@@ -233,11 +277,12 @@ def test_a_draft_may_run_in_another_dtype(tiny: Tiny) -> None:
 # --- loading
 
 
-def loaded_after(tiny: Tiny, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> DFlashDraft:
+def loaded_after(
+    tiny: Tiny, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], Any], shape: str = "full"
+) -> DFlashDraft:
     """A draft whose tensors were changed."""
     path = tmp_path / "draft"
-    source = tiny.draft("qwen3", "full")
-    storage_copy(source, path)
+    storage_copy(tiny.draft("qwen3", shape, **SHAPES[shape]), path)
     storage.edit_tensors(path, change)
     return load_draft(path)
 

@@ -31,6 +31,7 @@ from services.layers import LayerRange
 from services.model.config import ClampedSwiGlu
 from shard_worker.device import devices
 from shard_worker.device.devices import KernelTarget, cuda_target, hip_target
+from shard_worker.drafting.draft_head import DraftHead
 from shard_worker.model.layer_weights import ExpertsTogether, ExpertsWeights, MlpWeights
 from shard_worker.weights.packed import GroupNumbers, PackedWeight
 from shard_worker.weights.random_packed import KINDS, random_packed
@@ -397,8 +398,8 @@ class Recorder:
         head, embedding = stage.head, stage.embedding.tensor
         self._preparing = True
         stage.prepare()
-        drafting = draft.make_runner(head.weight, graphs=False)
-        drafting_together = draft.make_runner(head.weight, graphs=False, sessions=MAX_SESSIONS)
+        drafting = draft.make_runner(DraftHead(head.weight), graphs=False)
+        drafting_together = draft.make_runner(DraftHead(head.weight), graphs=False, sessions=MAX_SESSIONS)
         for runner in (drafting, drafting_together):
             runner.prepare(embedding[0], embedding)
         self._preparing = False

@@ -32,6 +32,7 @@ class EchoConfig:
     mask_token_id: int
     capture_layers: tuple[int, ...]
     num_target_layers: int
+    draft_vocab_size: None = None
 
     def cached_elements(self, max_length: int) -> int:
         return self.hidden_size
@@ -81,6 +82,7 @@ class EchoDraft:
     weight_bytes: int
     fc: torch.Tensor
     has_kernels: bool = False
+    own_head: None = None
 
     def allocate(self, max_length: int, batch_invariant_rows: int | None = None) -> EchoState:
         return EchoState(torch.zeros(self.config.hidden_size, dtype=self.dtype))
