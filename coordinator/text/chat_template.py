@@ -29,7 +29,7 @@ RESERVED_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_pro
 # Stands for a moment behind the text of a message that the answer goes on with; Unicode keeps it for such uses.
 _MARK = "\ufdd0"
 # Names under which clients send a model's reasoning; templates read the first two.
-_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
 class TemplateError(InvalidArgument):
@@ -242,7 +242,7 @@ def _message(message: object, index: int) -> dict[str, object]:
     # Clients write null for what is absent, such as the content beside tool calls; many
     # templates would print it as "None".
     present = {name: value for name, value in plain.items() if value is not None}
-    reasoning = next((present[name] for name in _REASONING_NAMES if name in present), None)
+    reasoning = next((present[name] for name in REASONING_NAMES if name in present), None)
     if reasoning is None:
         return present
     return {"thinking": reasoning, **present, "reasoning_content": reasoning}

@@ -22,6 +22,7 @@ from coordinator.api.http.schemas import ChatMessage, ResponseFormat, SamplingFi
 from coordinator.api.http.structured import AnswerBound, answer_bound
 from coordinator.engine.engine import Engine
 from coordinator.text import said_tools
+from coordinator.text.harmony_turns import with_one_text_beside_calls
 from coordinator.text.parsers.events import Event
 from coordinator.text.parsers.grammar import behind_thinking, forced_call_grammar, in_final_message
 from coordinator.text.parsers.pipeline import OutputParser
@@ -70,8 +71,10 @@ class Talk:
         """
         chat = make_chat(self.messages, self.use.tools, self.variables, continued=self.continued, opened=self.opened)
         call_format = engine.files.answer_format
+        if call_format == HARMONY:
+            return replace(chat, messages=with_one_text_beside_calls(chat.messages)), HARMONY
         if not chat.tools:
-            return chat, call_format if call_format == HARMONY else NONE
+            return chat, NONE
         if call_format != NONE:
             return chat, call_format
         return replace(chat, messages=say_tools(chat.messages, chat.tools), tools=None), said_tools.FORMAT

@@ -92,6 +92,29 @@ def replace_template(source: str) -> Any:
     return model_files(source).chat_template
 
 
+async def test_earlier_calls_have_one_text(connect: Connect) -> None:
+    """Templates of this format refuse reasoning and content beside calls: both are shown as reasoning then."""
+    shown = (
+        "{%- for m in messages %}{%- if m.tool_calls and m.content and m.thinking %}{{ raise_exception('both') }}"
+        "{%- endif %}{{- m.role + ':' + (m.thinking or '') + '|' + (m.content or '') + ';' }}{%- endfor %}"
+        "{#- <|channel|> <|message|> -#}"
+    )
+    served = says(TEXT, chat_template=replace_template(shown))
+    client = await connect(served)
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "One moment.", "reasoning_content": "A sum.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "3"},
+        {"role": "assistant", "content": "It is 3.", "reasoning_content": "Done."},
+    ]
+    await test_chat.whole(client, messages=messages)
+    tokenizer = served.files.tokenizer
+    assert tokenizer is not None
+    prompt = tokenizer.decode(client.engine.cluster.session.forwards[0].token_ids)
+    assert prompt == "user:|hi;assistant:A sum.\nOne moment.|;tool:|3;assistant:Done.|It is 3.;"
+
+
 async def test_thinking_cannot_be_switched_off(connect: Connect) -> None:
     """Its effort can be said, where the template reads it."""
     client = await connect(says(TEXT))
