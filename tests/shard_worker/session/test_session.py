@@ -31,6 +31,11 @@ CUTS = {
 }
 SPLITS = [(name, cuts) for name, all_cuts in CUTS.items() for cuts in all_cuts]
 GEMMA = [("gemma3", (2,)), ("gemma4-experts", (2,)), ("gemma4-sharing", (2,))]
+SPECULATED = [
+    *((*split, transport) for split in (*SPLITS, *GEMMA, ("qwen3_moe", (2,))) for transport in (SUM, SLICES)),
+    ("gpt_oss", (1, 2, 3), SUM),
+    ("laguna", (1, 2, 3), SUM),
+]
 
 
 # --- tokens
@@ -47,10 +52,7 @@ async def test_plain_tokens_are_those_of_transformers(
         assert await client.plain(prompt, COUNT) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "cuts"), [*SPLITS, *GEMMA, ("qwen3_moe", (2,)), ("gpt_oss", (1, 2, 3)), ("laguna", (1, 2, 3))]
-)
-@pytest.mark.parametrize("transport", [SUM, SLICES])
+@pytest.mark.parametrize(("name", "cuts", "transport"), SPECULATED)
 async def test_speculated_tokens_are_those_of_transformers(
     tiny: Tiny, make_chain: MakeChain, name: str, cuts: tuple[int, ...], transport: FeatureTransport
 ) -> None:

@@ -207,7 +207,7 @@ def test_cuts_do_not_matter_and_nothing_raises(name: str) -> None:
     """Spoiled text is read alike however it is cut, and never raises."""
     rng = random.Random(name + "mutated")
     template = ChatTemplate(TEMPLATES[name])
-    for _ in range(400):
+    for _ in range(100 if name in ("glm45", "pythonic") else 400):
         text = mutated(template.render([random_turn(rng)]), rng)
         whole = read(parser(name), [text])
         for longest in (1, 4, 30):

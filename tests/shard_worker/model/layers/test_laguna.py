@@ -12,7 +12,7 @@ from tests.shard_worker.model.layers import family_runner
 from tests.shard_worker.tiny import LAGUNA, Tiny
 
 STEPS = [(family_runner.check_steps, name) for name in LAGUNA]
-OTHERS = [(family_runner.check_commits, "laguna"), (family_runner.check_chunks, "laguna-elements")]
+OTHERS = [(family_runner.check_commits, "laguna")]
 
 
 @pytest.mark.parametrize(("check", "name"), [*STEPS, *OTHERS])
