@@ -362,6 +362,7 @@ class Cluster:
             plan.stages[-1].layers.last,
             [weight_room(worker) for worker in workers],
             self._standby_plan.weigh,
+            plan.last_cut,
         )
         if ranges is None or (plan.draft_beside and Role.DRAFT not in workers[-1].roles):
             why = "have no room for all layers" if ranges is None else "end with one that has no role for the draft"

@@ -63,12 +63,14 @@ class Plan:
 
     draft: where the draft has a worker of its own; None where it is beside the last stage or there is none. has_draft:
     whether there is one. auto: the layers are to be chosen from measurements; until then they are equal shares.
+    last_cut: as of `make_plan`.
     """
 
     stages: tuple[StagePlan, ...]
     draft: WorkerPlace | None
     has_draft: bool
     auto: bool = False
+    last_cut: int | None = None
 
     @property
     def draft_beside(self) -> bool:
@@ -142,7 +144,7 @@ def make_plan(
     else:
         ranges = split_layers(num_layers, parse_weights(None if auto else layer_split, len(places)), last_cut)
     stages = tuple(StagePlan(place, layers) for place, layers in zip(places, ranges, strict=True))
-    return Plan(stages, _draft_place(draft_device, places[-1], has_draft=has_draft), has_draft, auto)
+    return Plan(stages, _draft_place(draft_device, places[-1], has_draft=has_draft), has_draft, auto, last_cut)
 
 
 def _draft_place(text: str | None, last: WorkerPlace, *, has_draft: bool) -> WorkerPlace | None:

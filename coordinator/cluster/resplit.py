@@ -26,12 +26,17 @@ def weight_room(worker: WorkerDescription) -> int | None:
 
 
 def split_anew(
-    held: Sequence[LayerRange], num_layers: int, rooms: Sequence[int | None], weigh: WeighLayers | None
+    held: Sequence[LayerRange],
+    num_layers: int,
+    rooms: Sequence[int | None],
+    weigh: WeighLayers | None,
+    last_cut: int | None = None,
 ) -> list[LayerRange] | None:
     """Return the layers of each worker that is left, in order; None where they have no room for all.
 
     held: what each holds now, by which the layers are divided, since that says how fast each is. Where that does not
     fit, they are divided by room. rooms: as `weight_room` has them. weigh: None takes all for fitting.
+    last_cut: the last layer that a stage may begin with, None for any.
     """
     shares = [[float(len(layers)) for layers in held]]
     known = [float(room) for room in rooms if room]
@@ -40,7 +45,7 @@ def split_anew(
     if len(held) > num_layers:
         return None
     for weights in shares:
-        ranges = split_layers(num_layers, weights)
+        ranges = split_layers(num_layers, weights, last_cut)
         if weigh is None or all(
             room is None or weigh(layers) <= room for layers, room in zip(ranges, rooms, strict=True)
         ):

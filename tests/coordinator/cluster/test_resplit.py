@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from coordinator.cluster.placement import make_plan
 from coordinator.cluster.resplit import FREE_SHARE, split_anew, weight_room
 from services.layers import LayerRange
 from tests.services.fakes import WORKER
@@ -44,6 +45,16 @@ def test_layers_are_divided_by_what_workers_hold_and_have_room_for(
 
 def test_without_weights_everything_fits() -> None:
     assert split_anew([LayerRange(4, 8)], 12, [1], None) == ranges(0, 12)
+
+
+def test_layers_that_share_keys_stay_together() -> None:
+    """The last worker begins where it must, whatever the others hold."""
+    held = [LayerRange(0, 4), LayerRange(4, 8)]
+    assert split_anew(held, 12, [None, None], weigh, 5) == ranges(0, 5, 12)
+    plan = make_plan(
+        target_devices="cpu,cpu,cpu", layer_split=None, draft_device=None, num_layers=12, has_draft=False, last_cut=5
+    )
+    assert plan.last_cut == plan.stages[-1].layers.first == 5
 
 
 def test_room_is_what_is_free_and_what_weights_have() -> None:
